@@ -1,4 +1,6 @@
-"""The command line: parses, calls one function, prints. Everything but click is imported where it is used."""
+"""The command line: parses, calls one function, prints. Everything but click is imported where it
+is used.
+"""
 
 from __future__ import annotations
 
@@ -52,27 +54,51 @@ if TYPE_CHECKING:
     from parplan.report.plans.summary import SummaryContext
 
 
-
 @click.group(
-    "plan", cls=Main, invoke_without_command=True, subcommand_metavar="[COMMAND]",
+    "plan",
+    cls=Main,
+    invoke_without_command=True,
+    subcommand_metavar="[COMMAND]",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8\n"
-           "  plan --model gpt-20b --gpus 64 --objective pareto --plot front.png")
+    "  plan --model gpt-20b --gpus 64 --objective pareto --plot front.png",
+)
 @asked
 @tracing
 @aim
 @searching
 @explaining
-@option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True,
-         help="The plan file; - for stdout. A front goes to plan-01.yaml, ...")
-@option(OUTPUT, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the front: .png, .svg or .pdf.")
+@option(
+    OUTPUT,
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default="plan.yaml",
+    show_default=True,
+    help="The plan file; - for stdout. A front goes to plan-01.yaml, ...",
+)
+@option(
+    OUTPUT,
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the front: .png, .svg or .pdf.",
+)
 @as_json
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version, help="Show the version and exit.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_version,
+    help="Show the version and exit.",
+)
 @click.pass_context
 def main(ctx: click.Context, **options: Any) -> int | None:
     """Find the fastest way to train a model on a number of GPUs, and write it as a plan that runs.
 
-    Needs no GPU: step times are priced by a cost model. The plan goes to plan.yaml, its summary to the terminal.
+    Needs no GPU: step times are priced by a cost model. The plan goes to plan.yaml, its summary to
+    the terminal.
     """
     if ctx.invoked_subcommand is None:
         source = cli_module.source_of(options)
@@ -80,8 +106,13 @@ def main(ctx: click.Context, **options: Any) -> int | None:
             return cli_module.search(options, source)
         return _front(options) if options["objective"] == "pareto" else _search(options)
     for param in ctx.command.params:
-        if param.name in options and ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{param.opts[0]} stands before {ctx.invoked_subcommand}: options go after the command")
+        if (
+            param.name in options
+            and ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
+        ):
+            raise click.UsageError(
+                f"{param.opts[0]} stands before {ctx.invoked_subcommand}: options go after the command"
+            )
     return None
 
 
@@ -109,8 +140,11 @@ def _search(options: dict[str, Any]) -> int:
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
     context = SummaryContext(
-        assumed=(*all_assumed(question, options, how), *offload_assumed(pins, plan)), elapsed_s=time.monotonic() - started_s,
-        interrupted=bool(interrupts), **_files(options))
+        assumed=(*all_assumed(question, options, how), *offload_assumed(pins, plan)),
+        elapsed_s=time.monotonic() - started_s,
+        interrupted=bool(interrupts),
+        **_files(options),
+    )
     deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
 
@@ -118,7 +152,10 @@ def _search(options: dict[str, Any]) -> int:
 def _files(options: dict[str, Any]) -> dict[str, str]:
     """The files of the profile and of the plan, for a summary."""
     output: Path | None = options["output"]
-    return {"profile": options["profile"] or "", "plan_file": "" if output in (None, STDOUT) else str(output)}
+    return {
+        "profile": options["profile"] or "",
+        "plan_file": "" if output in (None, STDOUT) else str(output),
+    }
 
 
 def _front(options: dict[str, Any]) -> int:
@@ -141,18 +178,41 @@ def _front(options: dict[str, Any]) -> int:
         _explain(question, pins, how, to_stderr=options["as_json"])
     require_possible(question, pins)
     started_s = time.monotonic()
-    with noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr)) as (on_progress, on_search):
+    with (
+        noticing_ctrl_c() as interrupts,
+        front_bar(console(sys.stderr)) as (on_progress, on_search),
+    ):
         front = find_front(
-            question.model, question.cluster, question.training, constraints=pins, options=how,
-            on_progress=on_progress, on_search=on_search, **({} if options["points"] is None else {"num_points": options["points"]}))
-    front = replace(front, points=tuple(replace(point, plan=_with_module(point.plan, question)) for point in front.points))
-    context = SummaryContext(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
+            question.model,
+            question.cluster,
+            question.training,
+            constraints=pins,
+            options=how,
+            on_progress=on_progress,
+            on_search=on_search,
+            **({} if options["points"] is None else {"num_points": options["points"]}),
+        )
+    front = replace(
+        front,
+        points=tuple(
+            replace(point, plan=_with_module(point.plan, question)) for point in front.points
+        ),
+    )
+    context = SummaryContext(
+        assumed=all_assumed(question, options, how),
+        elapsed_s=time.monotonic() - started_s,
+        interrupted=bool(interrupts),
+    )
     _deliver_front(front, context, options["output"], options["plot"], as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
 
 
-def _deliver_front(front: ParetoFront, context: SummaryContext, output: Path, plot: Path | None, *, as_json: bool) -> None:
-    """A plan file for every point, the table to the terminal, the picture; what cannot be written does not lose the table."""
+def _deliver_front(
+    front: ParetoFront, context: SummaryContext, output: Path, plot: Path | None, *, as_json: bool
+) -> None:
+    """A plan file for every point, the table to the terminal, the picture; what cannot be written
+    does not lose the table.
+    """
     from parplan.planner.plan.plan import write_plan
     from parplan.planner.search.pareto import plan_paths
     from parplan.report.searches.front_table import front_document, print_front
@@ -177,8 +237,12 @@ def _deliver_front(front: ParetoFront, context: SummaryContext, output: Path, pl
         click.echo(f"wrote {plot}", err=as_json)
 
 
-def _find(question: Question, pins: Constraints, how: SearchOptions, objective: str) -> tuple[Plan, list[int]]:
-    """The plan, with a bar on stderr while it is searched; and whether Ctrl-C ended the search early."""
+def _find(
+    question: Question, pins: Constraints, how: SearchOptions, objective: str
+) -> tuple[Plan, list[int]]:
+    """The plan, with a bar on stderr while it is searched; and whether Ctrl-C ended the search
+    early.
+    """
     from parplan.planner.search.find_plan import find_plan
     from parplan.report.progress_bars import progress_bar
     from parplan.report.searches.infeasible_text import explained_error
@@ -186,13 +250,22 @@ def _find(question: Question, pins: Constraints, how: SearchOptions, objective: 
 
     with noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
         plan = find_plan(
-            question.model, question.cluster, question.training, objective, constraints=pins, options=how, on_progress=on_progress,
-            explain=explained_error)
+            question.model,
+            question.cluster,
+            question.training,
+            objective,
+            constraints=pins,
+            options=how,
+            on_progress=on_progress,
+            explain=explained_error,
+        )
     return _with_module(plan, question), interrupts
 
 
 def _with_module(plan: Plan, question: Question) -> Plan:
-    """`plan` for the module that was asked for. Raises ConfigError for what the executor cannot run on it."""
+    """`plan` for the module that was asked for. Raises ConfigError for what the executor cannot run
+    on it.
+    """
     from parplan.executor.rules.external_rules import validate_module
 
     plan = replace(plan, module=question.module)
@@ -207,27 +280,55 @@ def _explain(question: Question, pins: Constraints, how: SearchOptions, *, to_st
     from parplan.report.text import console
 
     prices = SearchPrices(question.model, question.cluster, question.training, pins, how.deadline)
-    print_pruned(prices.space, left_out(pins, question.training.stack), console(sys.stderr if to_stderr else sys.stdout))
+    print_pruned(
+        prices.space,
+        left_out(pins, question.training.stack),
+        console(sys.stderr if to_stderr else sys.stdout),
+    )
 
 
-_WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file", "time_limit")  # what a plan file leaves open
+_WITH_A_PLAN = (
+    "memory_margin",
+    "memory_limit",
+    "baseline",
+    "as_json",
+    "plan_file",
+    "time_limit",
+)  # what a plan file leaves open
 
 
-@main.command(epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline megatron,zero-3\n"
-                     "  plan compare --model llama2-7b --gpus 16 --baseline all --json | jq '.baselines[] | {name, slower}'")
+@main.command(
+    epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline megatron,zero-3\n"
+    "  plan compare --model llama2-7b --gpus 16 --baseline all --json | jq '.baselines[] | {name, slower}'"
+)
 @click.argument("plan_file", metavar="[PLAN]", type=click.Path(path_type=Path), required=False)
-@option(BASELINES, "--baseline", type=List(click.STRING), default="megatron", show_default=True, metavar="NAME,..",
-        help="Of megatron (with megatron-defaults and megatron-guide), zero-1, zero-2, zero-3, fsdp, all.")
+@option(
+    BASELINES,
+    "--baseline",
+    type=List(click.STRING),
+    default="megatron",
+    show_default=True,
+    metavar="NAME,..",
+    help="Of megatron (with megatron-defaults and megatron-guide), zero-1, zero-2, zero-3, fsdp, all.",
+)
 @asked
-@option(AIM, "--objective", type=click.Choice(("throughput", "memory", "peak")), default="throughput", show_default=True,
-        help="Of our side, where no plan file is given.")
+@option(
+    AIM,
+    "--objective",
+    type=click.Choice(("throughput", "memory", "peak")),
+    default="throughput",
+    show_default=True,
+    help="Of our side, where no plan file is given.",
+)
 @searching
 @as_json
 @click.pass_context
 def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
-    """Compare a plan, or the one that is found, with what other systems would run under the same prices.
+    """Compare a plan, or the one that is found, with what other systems would run under the same
+    prices.
 
-    Says where the difference comes from: compute, bubble, exposed communication, recompute, memory by class.
+    Says where the difference comes from: compute, bubble, exposed communication, recompute, memory
+    by class.
     """
     from parplan.commands.requests.described import (
         all_assumed,
@@ -246,7 +347,11 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
 
     if plan_file:
         _require_alone(ctx)
-    names, how, pins = baseline_names(options["baseline"]), search_options(options), constraints(options)
+    names, how, pins = (
+        baseline_names(options["baseline"]),
+        search_options(options),
+        constraints(options),
+    )
     assumed: tuple[str, ...] = ()
     interrupts: list[int] = []
     if plan_file:
@@ -254,7 +359,9 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     else:
         question = question_of(options)
         require_possible(question, pins)
-        plan, interrupts = _find(question, pins, replace(how, deadline=how.deadline.share(2)), options["objective"])
+        plan, interrupts = _find(
+            question, pins, replace(how, deadline=how.deadline.share(2)), options["objective"]
+        )
         assumed = (*all_assumed(question, options, how), *offload_assumed(pins, plan))
     found = compare(plan, names, how)
     if options["as_json"]:
@@ -269,43 +376,172 @@ def _require_alone(ctx: click.Context) -> None:
     for param in ctx.command.params:
         given = ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
         if given and param.name not in _WITH_A_PLAN:
-            raise click.UsageError(f"{param.opts[0]} and a plan file exclude each other: the plan has decided it", ctx)
+            raise click.UsageError(
+                f"{param.opts[0]} and a plan file exclude each other: the plan has decided it", ctx
+            )
 
 
 _LAYOUT = "Layout"
 _MEASURED = "Measured steps"
 
 
-@main.command(epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
-                     "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml\n"
-                     "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan "
-                     "--offload optimizer,parameters --host-blocks 20")
+@main.command(
+    epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
+    "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml\n"
+    "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan "
+    "--offload optimizer,parameters --host-blocks 20"
+)
 @asked
-@option(_LAYOUT, "--pp", type=Whole("pp"), default=1, show_default=True, metavar="N", help="Pipeline stages.")
-@option(_LAYOUT, "--dp", type=Whole("dp"), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")
-@option(_LAYOUT, "--tp", type=Whole("tp"), default=1, show_default=True, metavar="N", help="Tensor parallel degree.")
-@option(_LAYOUT, "--ep", type=Whole("ep"), default=1, show_default=True, metavar="N", help="Expert parallel degree, divides dp.")
-@option(_LAYOUT, "--micro-batch-size", type=Whole("micro_batch_size"), default=1, show_default=True, metavar="N", help="Sequences in one.")
-@option(_LAYOUT, "--schedule", type=click.Choice(SCHEDULES), help="[default: 1f1b, interleaved with --virtual-stages above 1]")
-@option(_LAYOUT, "--schedule-file", type=click.Path(path_type=Path), metavar="FILE",
-        help="Instead, what each rank runs, one line each: 0F0,0F1,0B0,.. (stage, F B I or W, micro-batch).")
-@option(_LAYOUT, "--virtual-stages", type=Whole("virtual_stages"), default=1, show_default=True, metavar="N",
-        help="Chunks per pipeline rank.")
-@option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
-@option(_LAYOUT, "--zero-ranks", type=Whole("neighbours"), metavar="N", help="Neighbours that hold one copy of the states. [default: all]")
-@option(_LAYOUT, "--offload", type=List(click.Choice(OFFLOAD)), metavar="WHAT,..",
-        help="To the host: states, or in chunks of blocks optimizer (states), parameters (with those); activations, lookup.")
-@option(_LAYOUT, "--host-blocks", type=click.IntRange(0), metavar="N", help="With parameters, the last N blocks of a rank. [default: all]")
-@option(_LAYOUT, "--host-optimizer", type=click.IntRange(0), metavar="N", help="With optimizer, the N blocks before. [default: all others]")
-@option(_LAYOUT, "--eviction", type=click.Choice(EVICTION), help="Which chunk leaves a full device. [default: opt]")
-@option(_LAYOUT, "--memory-limit", metavar="SIZE", help="What chunks and all else may fill of a device. [default: as in a search]")
-@option(_LAYOUT, "--keep-on-host", type=List(click.STRING), metavar="NAME,..",
-        help="Operators of every block whose activations go to the host, or all: as --offload activations.")
-@option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
-@option(_LAYOUT, "--sequence-parallel", is_flag=True, help="Split norms and dropouts along the sequence.")
-@option(_LAYOUT, "--tp-overlap", type=click.IntRange(0, 3), default=0, show_default=True,
-        help="All-reduces of one half of a micro-batch under the other: 1 in a product, 2 in a block, 3 in a stage.")
-@option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), help="Also write the plan file; - for stdout.")
+@option(
+    _LAYOUT,
+    "--pp",
+    type=Whole("pp"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Pipeline stages.",
+)
+@option(
+    _LAYOUT,
+    "--dp",
+    type=Whole("dp"),
+    metavar="N",
+    help="Data parallel degree. [default: GPUs / (pp x tp)]",
+)
+@option(
+    _LAYOUT,
+    "--tp",
+    type=Whole("tp"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Tensor parallel degree.",
+)
+@option(
+    _LAYOUT,
+    "--ep",
+    type=Whole("ep"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Expert parallel degree, divides dp.",
+)
+@option(
+    _LAYOUT,
+    "--micro-batch-size",
+    type=Whole("micro_batch_size"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Sequences in one.",
+)
+@option(
+    _LAYOUT,
+    "--schedule",
+    type=click.Choice(SCHEDULES),
+    help="[default: 1f1b, interleaved with --virtual-stages above 1]",
+)
+@option(
+    _LAYOUT,
+    "--schedule-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Instead, what each rank runs, one line each: 0F0,0F1,0B0,.. (stage, F B I or W, micro-batch).",
+)
+@option(
+    _LAYOUT,
+    "--virtual-stages",
+    type=Whole("virtual_stages"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Chunks per pipeline rank.",
+)
+@option(
+    _LAYOUT,
+    "--zero",
+    type=click.IntRange(0, 3),
+    default=0,
+    show_default=True,
+    metavar="0..3",
+    help="ZeRO stage of every layer.",
+)
+@option(
+    _LAYOUT,
+    "--zero-ranks",
+    type=Whole("neighbours"),
+    metavar="N",
+    help="Neighbours that hold one copy of the states. [default: all]",
+)
+@option(
+    _LAYOUT,
+    "--offload",
+    type=List(click.Choice(OFFLOAD)),
+    metavar="WHAT,..",
+    help="To the host: states, or in chunks of blocks optimizer (states), parameters (with those); activations, lookup.",
+)
+@option(
+    _LAYOUT,
+    "--host-blocks",
+    type=click.IntRange(0),
+    metavar="N",
+    help="With parameters, the last N blocks of a rank. [default: all]",
+)
+@option(
+    _LAYOUT,
+    "--host-optimizer",
+    type=click.IntRange(0),
+    metavar="N",
+    help="With optimizer, the N blocks before. [default: all others]",
+)
+@option(
+    _LAYOUT,
+    "--eviction",
+    type=click.Choice(EVICTION),
+    help="Which chunk leaves a full device. [default: opt]",
+)
+@option(
+    _LAYOUT,
+    "--memory-limit",
+    metavar="SIZE",
+    help="What chunks and all else may fill of a device. [default: as in a search]",
+)
+@option(
+    _LAYOUT,
+    "--keep-on-host",
+    type=List(click.STRING),
+    metavar="NAME,..",
+    help="Operators of every block whose activations go to the host, or all: as --offload activations.",
+)
+@option(
+    _LAYOUT,
+    "--recompute",
+    type=click.Choice(RECOMPUTE),
+    default="none",
+    show_default=True,
+    help="Of every block.",
+)
+@option(
+    _LAYOUT,
+    "--sequence-parallel",
+    is_flag=True,
+    help="Split norms and dropouts along the sequence.",
+)
+@option(
+    _LAYOUT,
+    "--tp-overlap",
+    type=click.IntRange(0, 3),
+    default=0,
+    show_default=True,
+    help="All-reduces of one half of a micro-batch under the other: 1 in a product, 2 in a block, 3 in a stage.",
+)
+@option(
+    OUTPUT,
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Also write the plan file; - for stdout.",
+)
 @as_json
 def estimate(**options: Any) -> None:
     """Price one layout by hand: the same breakdown and the same plan file, without a search."""
@@ -320,23 +556,59 @@ def estimate(**options: Any) -> None:
     question = question_of(options)
     offload, chunks = chunk_request(question, options)
     plan = estimate_plan(
-        question.model, question.cluster, question.training, layout(question, options), zero=options["zero"],
-        recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=offload, chunks=chunks,
-        keep_on_host=options["keep_on_host"] or ())
+        question.model,
+        question.cluster,
+        question.training,
+        layout(question, options),
+        zero=options["zero"],
+        recompute=Recompute(options["recompute"]),
+        zero_ranks=options["zero_ranks"],
+        offload=offload,
+        chunks=chunks,
+        keep_on_host=options["keep_on_host"] or (),
+    )
     context = SummaryContext(assumed=question.assumed, **_files(options))
     deliver(_with_module(plan, question), context, output, as_json=options["as_json"])
 
 
-@main.command(epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
-                     "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq '.[].rejected'")
+@main.command(
+    epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
+    "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq '.[].rejected'"
+)
 @asked
-@option(_LAYOUT, "--tp", type=Whole("tp"), default=8, show_default=True, metavar="N", help="Tensor parallel degree.")
-@option(_LAYOUT, "--micro-batch-size", type=Whole("micro_batch_size"), default=1, show_default=True, metavar="N", help="Sequences in one.")
-@option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of the states.")
+@option(
+    _LAYOUT,
+    "--tp",
+    type=Whole("tp"),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Tensor parallel degree.",
+)
+@option(
+    _LAYOUT,
+    "--micro-batch-size",
+    type=Whole("micro_batch_size"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Sequences in one.",
+)
+@option(
+    _LAYOUT,
+    "--zero",
+    type=click.IntRange(0, 3),
+    default=0,
+    show_default=True,
+    metavar="0..3",
+    help="ZeRO stage of the states.",
+)
 @option(_LAYOUT, "--operator", metavar="NAME", help="Only this operator. [default: all]")
 @as_json
 def explain(**options: Any) -> None:
-    """List the strategies of every operator with their prices, and the rejected ones with the reason."""
+    """List the strategies of every operator with their prices, and the rejected ones with the
+    reason.
+    """
     from parplan.commands.requests.described import layout_prices, question_of
     from parplan.planner.layer_options.operator_strategies import operator_strategies
     from parplan.report.plans.strategy_table import print_strategies, strategies_document
@@ -350,16 +622,51 @@ def explain(**options: Any) -> None:
         print_strategies(found, console(sys.stdout), str(layout.mesh))
 
 
-@main.command(epilog="  plan validate\n  plan validate --steps steps.csv --source vtrain --rows --plot errors.png\n"
-                     "  plan validate --json | jq '.sources | map_values(.mape_time)'")
-@option(_MEASURED, "--steps", type=click.Path(path_type=Path), metavar="FILE", help="CSV of measured steps. [default: the shipped one]")
-@option(_MEASURED, "--source", "sources", multiple=True, metavar="NAME", help="Only rows whose id starts so; may be repeated.")
+@main.command(
+    epilog="  plan validate\n  plan validate --steps steps.csv --source vtrain --rows --plot errors.png\n"
+    "  plan validate --json | jq '.sources | map_values(.mape_time)'"
+)
+@option(
+    _MEASURED,
+    "--steps",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="CSV of measured steps. [default: the shipped one]",
+)
+@option(
+    _MEASURED,
+    "--source",
+    "sources",
+    multiple=True,
+    metavar="NAME",
+    help="Only rows whose id starts so; may be repeated.",
+)
 @option(OUTPUT, "--rows", is_flag=True, help="Also print every row, and the ranking in every grid.")
-@option(OUTPUT, "--fitted", is_flag=True, help="Print the fitted terms of the prices and what they were fitted on.")
-@option(OUTPUT, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw predicted against measured: .png, .svg or .pdf.")
+@option(
+    OUTPUT,
+    "--fitted",
+    is_flag=True,
+    help="Print the fitted terms of the prices and what they were fitted on.",
+)
+@option(
+    OUTPUT,
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw predicted against measured: .png, .svg or .pdf.",
+)
 @as_json
-def validate(steps: Path | None, sources: tuple[str, ...], rows: bool, fitted: bool, plot: Path | None, as_json: bool) -> None:
-    """Price published training steps as they were run, and print how far the prices are from what was measured."""
+def validate(
+    steps: Path | None,
+    sources: tuple[str, ...],
+    rows: bool,
+    fitted: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Price published training steps as they were run, and print how far the prices are from what
+    was measured.
+    """
     from parplan.planner.validation.fitted_terms import fitted_terms
     from parplan.report import validation_tables as report
     from parplan.report.plots.scatter_plot import draw, require_plot
@@ -386,7 +693,9 @@ def validate(steps: Path | None, sources: tuple[str, ...], rows: bool, fitted: b
 
 
 def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[PricedRow]:
-    """The rows of a table, by default of the shipped one, priced; a bar on stderr while it lasts."""
+    """The rows of a table, by default of the shipped one, priced; a bar on stderr while it
+    lasts.
+    """
     from parplan.planner.validation.step_rows import read_table
     from parplan.planner.validation.step_table import of_sources, price_table
     from parplan.report.progress_bars import count_bar
@@ -409,7 +718,9 @@ def models(as_json: bool) -> None:
 @main.command(epilog="  plan clusters\n  plan clusters --json")
 @as_json
 def clusters(as_json: bool) -> None:
-    """List the GPUs that come with the planner, each in its usual node: any of them goes after --gpu."""
+    """List the GPUs that come with the planner, each in its usual node: any of them goes after
+    --gpu.
+    """
     from parplan.report.machines import catalogue_tables as catalogue
 
     _list(catalogue.cluster_rows, catalogue.print_clusters, as_json=as_json)
@@ -418,13 +729,17 @@ def clusters(as_json: bool) -> None:
 @main.command(epilog="  plan stacks\n  plan stacks --json | jq '.[] | {name, time_band}'")
 @as_json
 def stacks(as_json: bool) -> None:
-    """List the software stacks that come with the planner, with the error of their prices: any of them goes after --stack."""
+    """List the software stacks that come with the planner, with the error of their prices: any of
+    them goes after --stack.
+    """
     from parplan.report.machines import catalogue_tables as catalogue
 
     _list(catalogue.stack_rows, catalogue.print_stacks, as_json=as_json)
 
 
-def _list(rows: Callable[[], Sequence[object]], show_table: Callable[[Any], None], *, as_json: bool) -> None:
+def _list(
+    rows: Callable[[], Sequence[object]], show_table: Callable[[Any], None], *, as_json: bool
+) -> None:
     from parplan.report.text import console
 
     if as_json:
@@ -433,7 +748,9 @@ def _list(rows: Callable[[], Sequence[object]], show_table: Callable[[Any], None
         show_table(console(sys.stdout))
 
 
-@main.command(epilog="  plan schema > docs/plan.schema.json\n  plan schema --profile > profile.schema.json")
+@main.command(
+    epilog="  plan schema > docs/plan.schema.json\n  plan schema --profile > profile.schema.json"
+)
 @option(OUTPUT, "--profile", is_flag=True, help="Of the profile file instead.")
 def schema(profile: bool) -> None:
     """Print the JSON Schema of the plan file."""
@@ -444,7 +761,13 @@ def schema(profile: bool) -> None:
 
 
 for command in (
-    cli_largest.max_model, cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace, cli_show.show,
+    cli_largest.max_model,
+    cli_profile.profile,
+    cli_run.calibrate,
+    cli_run.check,
+    cli_run.tokenize,
+    cli_run.trace,
+    cli_show.show,
 ):
     main.add_command(command)
 

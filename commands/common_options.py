@@ -14,79 +14,287 @@ EVICTION = ("opt", "lru", "fifo")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"
-WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
+WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = (
+    "What to train",
+    "On what",
+    "Objective",
+    "Pins",
+    "Search",
+    "Output",
+)
 
 trained = together(
-    option(WHAT, "--global-batch-size", type=Whole("global_batch_size"), metavar="N", help="Sequences in a step. [default: the model's]"),
-    option(WHAT, "--seq-length", type=Whole("seq_length"), metavar="N", help="Tokens in a sequence. [default: the model's]"),
-    option(WHAT, "--precision", type=click.Choice(PRECISIONS),
-           help="Of weights and activations. [default: bf16, fp16 where the GPU has none, or the profile's]"),
-    option(WHAT, "--gradient-precision", type=click.Choice(PRECISIONS),
-           help="What gradients accumulate and are reduced in. [default: fp32]"),
+    option(
+        WHAT,
+        "--global-batch-size",
+        type=Whole("global_batch_size"),
+        metavar="N",
+        help="Sequences in a step. [default: the model's]",
+    ),
+    option(
+        WHAT,
+        "--seq-length",
+        type=Whole("seq_length"),
+        metavar="N",
+        help="Tokens in a sequence. [default: the model's]",
+    ),
+    option(
+        WHAT,
+        "--precision",
+        type=click.Choice(PRECISIONS),
+        help="Of weights and activations. [default: bf16, fp16 where the GPU has none, or the profile's]",
+    ),
+    option(
+        WHAT,
+        "--gradient-precision",
+        type=click.Choice(PRECISIONS),
+        help="What gradients accumulate and are reduced in. [default: fp32]",
+    ),
     option(WHAT, "--fp8", is_flag=True, help="Run the products of the blocks in fp8."),
-    option(WHAT, "--stack", metavar="NAME|FILE",
-           help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core, or the profile's]"),
-    option(WHAT, "--attention", type=click.Choice(ATTENTION), help="Attention kernel. [default: the stack's]"),
+    option(
+        WHAT,
+        "--stack",
+        metavar="NAME|FILE",
+        help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core, or the profile's]",
+    ),
+    option(
+        WHAT,
+        "--attention",
+        type=click.Choice(ATTENTION),
+        help="Attention kernel. [default: the stack's]",
+    ),
 )
 located = together(
     option(WHERE, "--gpus", type=Whole("gpus"), metavar="N", help="How many GPUs."),
-    option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb, or the profile's]"),
-    option(WHERE, "--gpus-per-node", type=Whole("gpus_per_node"), metavar="N", help="GPUs in a node. [default: the cluster's]"),
-    option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
-    option(WHERE, "--host-memory", metavar="SIZE", help="Of a node, such as 240GiB. [default: the cluster's]"),
-    option(WHERE, "--profile", metavar="FILE", help="A hardware profile of your own, of `plan profile` or `plan calibrate`."),
-    option(WHERE, "--force-profile", is_flag=True, help="Take it also for another device, stack or precision, or beside other prices."),
+    option(
+        WHERE,
+        "--gpu",
+        metavar="NAME",
+        help="A name of `plan clusters`. [default: a100-80gb, or the profile's]",
+    ),
+    option(
+        WHERE,
+        "--gpus-per-node",
+        type=Whole("gpus_per_node"),
+        metavar="N",
+        help="GPUs in a node. [default: the cluster's]",
+    ),
+    option(
+        WHERE,
+        "--cluster",
+        metavar="FILE",
+        help="A cluster YAML instead of --gpu; it may say how many GPUs.",
+    ),
+    option(
+        WHERE,
+        "--host-memory",
+        metavar="SIZE",
+        help="Of a node, such as 240GiB. [default: the cluster's]",
+    ),
+    option(
+        WHERE,
+        "--profile",
+        metavar="FILE",
+        help="A hardware profile of your own, of `plan profile` or `plan calibrate`.",
+    ),
+    option(
+        WHERE,
+        "--force-profile",
+        is_flag=True,
+        help="Take it also for another device, stack or precision, or beside other prices.",
+    ),
 )
 asked = together(
-    option(WHAT, "--model", metavar="NAME|PATH|PKG.MOD:FUNC",
-           help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module."),
+    option(
+        WHAT,
+        "--model",
+        metavar="NAME|PATH|PKG.MOD:FUNC",
+        help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module.",
+    ),
     trained,
-    option(WHAT, "--module", metavar="huggingface|PKG.MOD:FUNC",
-           help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]"),
+    option(
+        WHAT,
+        "--module",
+        metavar="huggingface|PKG.MOD:FUNC",
+        help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]",
+    ),
     located,
 )
 tracing = together(
-    option(WHAT, "--trace", is_flag=True, help="Trace the model of a config.json, also where its family is described."),
-    option(PINS, "--stages", metavar="RULE|N,..", help="Of a traced module: uniform, parameters, ilp, or shards by stage. [default: ilp]"),
-    option(PINS, "--cross-skips", is_flag=True, help="Of a traced module: let skip connections cross stages."),
+    option(
+        WHAT,
+        "--trace",
+        is_flag=True,
+        help="Trace the model of a config.json, also where its family is described.",
+    ),
+    option(
+        PINS,
+        "--stages",
+        metavar="RULE|N,..",
+        help="Of a traced module: uniform, parameters, ilp, or shards by stage. [default: ilp]",
+    ),
+    option(
+        PINS,
+        "--cross-skips",
+        is_flag=True,
+        help="Of a traced module: let skip connections cross stages.",
+    ),
 )
 searching = together(
-    option(AIM, "--max-slowdown", type=Number(), metavar="SHARE",
-           help="Of the objectives memory and peak, over the fastest: without the host, where that fits. [default: 0.1]"),
-    option(AIM, "--memory-margin", type=Number(), metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
-    option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
+    option(
+        AIM,
+        "--max-slowdown",
+        type=Number(),
+        metavar="SHARE",
+        help="Of the objectives memory and peak, over the fastest: without the host, where that fits. [default: 0.1]",
+    ),
+    option(
+        AIM,
+        "--memory-margin",
+        type=Number(),
+        metavar="SHARE",
+        help="Of each device, kept free. [default: from measured runs]",
+    ),
+    option(
+        AIM,
+        "--memory-limit",
+        metavar="SIZE",
+        help="What a plan may fill of a device, such as 72GiB; replaces the margin.",
+    ),
     option(PINS, "--pp", type=List(Whole("pp")), metavar="N,..", help="Pipeline stages allowed."),
-    option(PINS, "--dp", type=List(Whole("dp")), metavar="N,..", help="Data parallel degrees allowed."),
-    option(PINS, "--tp", type=List(Whole("tp")), metavar="N,..", help="Tensor parallel degrees allowed."),
-    option(PINS, "--ep", type=List(Whole("ep")), metavar="N,..", help="Expert parallel degrees allowed, divisors of dp."),
-    option(PINS, "--micro-batch-size", type=List(Whole("micro_batch_size")), metavar="N,..", help="Sequences in a micro-batch."),
-    option(PINS, "--virtual-stages", type=List(Whole("virtual_stages")), metavar="N,..", help="Model chunks per pipeline rank."),
-    option(PINS, "--schedule", type=List(click.Choice(SCHEDULES)), metavar="NAME,..", help=f"Of {', '.join(SCHEDULES)}."),
-    option(PINS, "--zero", type=List(click.IntRange(0, 3)), metavar="0..3,..", help="ZeRO stages allowed."),
-    option(PINS, "--zero-ranks", type=Whole("neighbours"), metavar="N",
-           help="Neighbours that hold one copy of sharded states, where N divides dp. [default: all]"),
-    option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
-    option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
-    option(PINS, "--tp-overlap", type=List(click.IntRange(0, 3)), metavar="0..3,..",
-           help="Levels of sub-pipelined tensor parallelism, where tp > 1. [default: those that the stack runs]"),
+    option(
+        PINS, "--dp", type=List(Whole("dp")), metavar="N,..", help="Data parallel degrees allowed."
+    ),
+    option(
+        PINS,
+        "--tp",
+        type=List(Whole("tp")),
+        metavar="N,..",
+        help="Tensor parallel degrees allowed.",
+    ),
+    option(
+        PINS,
+        "--ep",
+        type=List(Whole("ep")),
+        metavar="N,..",
+        help="Expert parallel degrees allowed, divisors of dp.",
+    ),
+    option(
+        PINS,
+        "--micro-batch-size",
+        type=List(Whole("micro_batch_size")),
+        metavar="N,..",
+        help="Sequences in a micro-batch.",
+    ),
+    option(
+        PINS,
+        "--virtual-stages",
+        type=List(Whole("virtual_stages")),
+        metavar="N,..",
+        help="Model chunks per pipeline rank.",
+    ),
+    option(
+        PINS,
+        "--schedule",
+        type=List(click.Choice(SCHEDULES)),
+        metavar="NAME,..",
+        help=f"Of {', '.join(SCHEDULES)}.",
+    ),
+    option(
+        PINS,
+        "--zero",
+        type=List(click.IntRange(0, 3)),
+        metavar="0..3,..",
+        help="ZeRO stages allowed.",
+    ),
+    option(
+        PINS,
+        "--zero-ranks",
+        type=Whole("neighbours"),
+        metavar="N",
+        help="Neighbours that hold one copy of sharded states, where N divides dp. [default: all]",
+    ),
+    option(
+        PINS,
+        "--recompute",
+        type=List(click.Choice(RECOMPUTE)),
+        metavar="NAME,..",
+        help=f"Of {', '.join(RECOMPUTE)}.",
+    ),
+    option(
+        PINS,
+        "--sequence-parallel/--no-sequence-parallel",
+        default=None,
+        help="With or without, where tp > 1.",
+    ),
+    option(
+        PINS,
+        "--tp-overlap",
+        type=List(click.IntRange(0, 3)),
+        metavar="0..3,..",
+        help="Levels of sub-pipelined tensor parallelism, where tp > 1. [default: those that the stack runs]",
+    ),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
-    option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
-    option(PINS, "--offload", type=List(click.Choice(SEARCHED_OFFLOAD)), metavar="WHAT,..",
-           help="What the host may keep: of the blocks optimizer (states), parameters (with those), activations; lookup, the token "
-                "table; or none. "
-                "[default, for every objective: all with --host-memory, else only if nothing fits without]"),
-    option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
-           help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),
-    option(SEARCH, "--time-limit", type=Number(max=LONGEST_S), metavar="SECONDS",
-           help="Stop everything then, with the best so far and its gap."),
-    option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
+    option(
+        PINS,
+        "--megatron-sharding",
+        is_flag=True,
+        help="Divide every operator over tp as Megatron does.",
+    ),
+    option(
+        PINS,
+        "--offload",
+        type=List(click.Choice(SEARCHED_OFFLOAD)),
+        metavar="WHAT,..",
+        help="What the host may keep: of the blocks optimizer (states), parameters (with those), activations; lookup, the token "
+        "table; or none. "
+        "[default, for every objective: all with --host-memory, else only if nothing fits without]",
+    ),
+    option(
+        PINS,
+        "--forbid",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="What no plan may use, such as tp=8 or recompute=full; may be repeated.",
+    ),
+    option(
+        SEARCH,
+        "--time-limit",
+        type=Number(max=LONGEST_S),
+        metavar="SECONDS",
+        help="Stop everything then, with the best so far and its gap.",
+    ),
+    option(
+        SEARCH,
+        "--solver",
+        type=click.Choice(("cbc", "highs")),
+        default="cbc",
+        show_default=True,
+        help="MILP solver.",
+    ),
 )
 aim = together(
-    option(AIM, "--objective", type=click.Choice(("throughput", "memory", "peak", "pareto")), default="throughput", show_default=True,
-           help="Fastest step; within --max-slowdown of it the least redundant memory, or the least peak of the fullest GPU; or the "
-                "front of time and memory. Memory is that of the GPUs: the host takes states off them as --offload allows, "
-                "never to hold more than without it."),
-    option(AIM, "--points", type=Whole("num_points"), metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
+    option(
+        AIM,
+        "--objective",
+        type=click.Choice(("throughput", "memory", "peak", "pareto")),
+        default="throughput",
+        show_default=True,
+        help="Fastest step; within --max-slowdown of it the least redundant memory, or the least peak of the fullest GPU; or the "
+        "front of time and memory. Memory is that of the GPUs: the host takes states off them as --offload allows, "
+        "never to hold more than without it.",
+    ),
+    option(
+        AIM,
+        "--points",
+        type=Whole("num_points"),
+        metavar="N",
+        help="Of the pareto objective, about how many plans. [default: 16]",
+    ),
 )
-explaining = option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why.")
-as_json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout.")
+explaining = option(
+    SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why."
+)
+as_json = option(
+    OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout."
+)

@@ -1,4 +1,6 @@
-"""What commands do with a plan of either kind, and what they need before. All but click is imported where it is used."""
+"""What commands do with a plan of either kind, and what they need before. All but click is imported
+where it is used.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,27 @@ STDOUT = Path("-")
 
 
 def require_output(output: Path | None) -> None:
-    """Raises ConfigError when a result could not be put at `output`: found before the search, not after it."""
+    """Raises ConfigError when a result could not be put at `output`: found before the search, not
+    after it.
+    """
     from parplan.profiles.documents.files import require_writable
     from parplan.profiles.errors import ConfigError
 
     if output == STDOUT:
         if sys.__stdout__ is None:
-            raise ConfigError("--output - is stdout, which is closed", hint="choose a file with --output")
+            raise ConfigError(
+                "--output - is stdout, which is closed", hint="choose a file with --output"
+            )
     elif output is not None:
         require_writable(output)
 
 
-def deliver(plan: Plan | TracedPlan, context: SummaryContext, output: Path | None, *, as_json: bool) -> None:
-    """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
+def deliver(
+    plan: Plan | TracedPlan, context: SummaryContext, output: Path | None, *, as_json: bool
+) -> None:
+    """The plan to `output` and its summary to the terminal; a file that cannot be written does not
+    lose the summary.
+    """
     from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.plan.plan import plan_to_yaml, write_plan
     from parplan.report.text import console
@@ -53,7 +63,9 @@ def deliver(plan: Plan | TracedPlan, context: SummaryContext, output: Path | Non
         else:
             print_plan(plan, console(sys.stdout), context)
     if output is not None and not as_json:
-        click.echo(f"wrote {output}; run it with\n  {torchrun_line(plan, shlex.quote(str(output)))}")
+        click.echo(
+            f"wrote {output}; run it with\n  {torchrun_line(plan, shlex.quote(str(output)))}"
+        )
 
 
 def print_plan(plan: Plan | TracedPlan, out: Console, context: SummaryContext) -> None:

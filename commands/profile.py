@@ -1,4 +1,6 @@
-"""`plan profile`: measures this machine, and shows or compares what was measured. All but click is imported where it is used."""
+"""`plan profile`: measures this machine, and shows or compares what was measured. All but click is
+imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -25,40 +27,128 @@ LINKS_SHARE = 0.3  # of the budget, where operators and collectives are measured
 PROGRAM = "parplan.executor.measuring.measure:measure"
 
 
-@click.command("profile", cls=Command, epilog=(
-    "  plan profile -o mygpu.yaml --model gpt-20b --minutes 10\n  plan profile -o mygpu.yaml --comm\n"
-    "  plan profile -o mygpu.yaml --missing plan.yaml\n  plan profile --show mygpu.yaml --plot mygpu.png\n"
-    "  plan profile --diff before.yaml after.yaml\n  plan --model gpt-20b --gpus 64 --profile mygpu.yaml"))
+@click.command(
+    "profile",
+    cls=Command,
+    epilog=(
+        "  plan profile -o mygpu.yaml --model gpt-20b --minutes 10\n  plan profile -o mygpu.yaml --comm\n"
+        "  plan profile -o mygpu.yaml --missing plan.yaml\n  plan profile --show mygpu.yaml --plot mygpu.png\n"
+        "  plan profile --diff before.yaml after.yaml\n  plan --model gpt-20b --gpus 64 --profile mygpu.yaml"
+    ),
+)
 @click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
-@option(WHAT, "--model", "models", multiple=True, metavar="NAME|PATH",
-        help="Whose shapes to measure; may be repeated. [default: a few that say most]")
-@option(WHAT, "--missing", type=click.Path(path_type=Path), metavar="PLAN", help="Only the shapes of this plan that its profile lacks.")
-@option(WHAT, "--comm/--no-comm", default=None, help="Only collectives, or none. [default: both, where there are 2 devices]")
-@option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of the tensors. [default: bf16 on GPUs, fp32 on CPUs]")
-@option(HOW, "--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto", show_default=True, help="auto: GPUs if any.")
-@option(HOW, "--minutes", type=Number(min=0, min_open=True, max=LONGEST_S / 60), default=10.0, show_default=True, metavar="N",
-        help="Budget; the most informative shapes come first.")
+@option(
+    WHAT,
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME|PATH",
+    help="Whose shapes to measure; may be repeated. [default: a few that say most]",
+)
+@option(
+    WHAT,
+    "--missing",
+    type=click.Path(path_type=Path),
+    metavar="PLAN",
+    help="Only the shapes of this plan that its profile lacks.",
+)
+@option(
+    WHAT,
+    "--comm/--no-comm",
+    default=None,
+    help="Only collectives, or none. [default: both, where there are 2 devices]",
+)
+@option(
+    WHAT,
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="Of the tensors. [default: bf16 on GPUs, fp32 on CPUs]",
+)
+@option(
+    HOW,
+    "--device",
+    type=click.Choice(("auto", "cuda", "cpu")),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs if any.",
+)
+@option(
+    HOW,
+    "--minutes",
+    type=Number(min=0, min_open=True, max=LONGEST_S / 60),
+    default=10.0,
+    show_default=True,
+    metavar="N",
+    help="Budget; the most informative shapes come first.",
+)
 @option(HOW, "--restart", is_flag=True, help="Forget what an interrupted or earlier run measured.")
-@option(HOW, "--retry-failed", is_flag=True, help="Try again what ran out of memory, crashed or hung.")
-@option(HOW, "--hang-limit", type=Number(min=1, max=LONGEST_S), default=60.0, show_default=True, metavar="SECONDS",
-        help="When a measurement that does not answer is given up.")
-@option(IMPORT, "--add", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-        help="Collectives that torchrun -m parplan.profiles.profile_comm measured, on several nodes perhaps; may be repeated.")
-@option(IMPORT, "--nccl-tests", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-        help="Collectives from the text that nccl-tests printed, instead of measuring; may be repeated.")
-@option(IMPORT, "--nodes", type=Whole("nodes"), metavar="N", help="On how many nodes it ran, where its text does not say it.")
-@option(IMPORT, "--ranks-per-node", type=Whole("ranks_per_node"), metavar="N", help="With how many GPUs of each, likewise.")
+@option(
+    HOW, "--retry-failed", is_flag=True, help="Try again what ran out of memory, crashed or hung."
+)
+@option(
+    HOW,
+    "--hang-limit",
+    type=Number(min=1, max=LONGEST_S),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="When a measurement that does not answer is given up.",
+)
+@option(
+    IMPORT,
+    "--add",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Collectives that torchrun -m parplan.profiles.profile_comm measured, on several nodes perhaps; may be repeated.",
+)
+@option(
+    IMPORT,
+    "--nccl-tests",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Collectives from the text that nccl-tests printed, instead of measuring; may be repeated.",
+)
+@option(
+    IMPORT,
+    "--nodes",
+    type=Whole("nodes"),
+    metavar="N",
+    help="On how many nodes it ran, where its text does not say it.",
+)
+@option(
+    IMPORT,
+    "--ranks-per-node",
+    type=Whole("ranks_per_node"),
+    metavar="N",
+    help="With how many GPUs of each, likewise.",
+)
 @option(LOOK, "--show", is_flag=True, help="Print FILE.")
 @option(LOOK, "--diff", is_flag=True, help="Compare FILE with a second one.")
-@option(LOOK, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the profile: .png, .svg or .pdf.")
-@option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="profile.yaml", show_default=True,
-        help="The profile; what is there already is kept and added to.")
+@option(
+    LOOK,
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the profile: .png, .svg or .pdf.",
+)
+@option(
+    OUTPUT,
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default="profile.yaml",
+    show_default=True,
+    help="The profile; what is there already is kept and added to.",
+)
 @as_json
 def profile(files: tuple[Path, ...], **options: Any) -> int:
     """Measure this machine: operators, memory, links. `plan --profile` plans with the result.
 
-    Every measurement runs in a process of its own: what runs out of memory, crashes or hangs is recorded and skipped. Started
-    again after an interruption, of any kind, it goes on. --show prints FILE, --diff compares two.
+    Every measurement runs in a process of its own: what runs out of memory, crashes or hangs is
+    recorded and skipped. Started again after an interruption, of any kind, it goes on. --show
+    prints FILE, --diff compares two.
     """
     _check(files, options)
     if options["diff"]:
@@ -71,10 +161,16 @@ def profile(files: tuple[Path, ...], **options: Any) -> int:
 def _check(files: tuple[Path, ...], options: dict[str, Any]) -> None:
     """Raises UsageError: options that contradict each other, or the wrong number of files."""
     if options["show"] and options["diff"]:
-        raise click.UsageError("--show prints one profile, --diff compares two: leave out one of them")
+        raise click.UsageError(
+            "--show prints one profile, --diff compares two: leave out one of them"
+        )
     expected = 2 if options["diff"] else 1 if options["show"] else 0
     if len(files) != expected:
-        wanted = {2: "--diff compares two files", 1: "--show prints one file", 0: "a measurement takes no file (-o says where to write)"}
+        wanted = {
+            2: "--diff compares two files",
+            1: "--show prints one file",
+            0: "a measurement takes no file (-o says where to write)",
+        }
         raise click.UsageError(f"{wanted[expected]}, {len(files)} given")
 
 
@@ -109,7 +205,9 @@ def _draw(found: UserProfile, plot: Path, *, quiet: bool) -> None:
 
 
 def _measure(options: dict[str, Any]) -> int:
-    """Operators in processes of their own, then collectives under torchrun; the file is written after each of both."""
+    """Operators in processes of their own, then collectives under torchrun; the file is written
+    after each of both.
+    """
     from parplan.profiles.documents.files import require_writable
     from parplan.report.text import console, say
 
@@ -126,7 +224,10 @@ def _measure(options: dict[str, Any]) -> int:
     if not options["as_json"]:
         out = console(sys.stdout)
         if found.missed:
-            say(out, f"{len(found.missed)} shapes were not reached: the same command goes on with them")
+            say(
+                out,
+                f"{len(found.missed)} shapes were not reached: the same command goes on with them",
+            )
         say(out, f"wrote {output}; plan with it: plan --model NAME --gpus N --profile {output}")
     return INTERRUPTED if found.interrupted else 0
 
@@ -140,7 +241,9 @@ def _measured(options: dict[str, Any]) -> Profiled:
     require_torch("plan profile measures with torch")
     wanted, comm, output = _wanted(options), options["comm"], options["output"]
     num_ranks = environment(wanted.device).num_devices
-    links = comm is True or (comm is None and num_ranks > 1 and wanted.cases is None and not has_links(output, num_ranks))
+    links = comm is True or (
+        comm is None and num_ranks > 1 and wanted.cases is None and not has_links(output, num_ranks)
+    )
     started_s, found = time.monotonic(), None
     if comm is not True:
         share = 1 - LINKS_SHARE if links else 1.0
@@ -150,7 +253,9 @@ def _measured(options: dict[str, Any]) -> Profiled:
         return found
     left = max(0.2, wanted.minutes - (time.monotonic() - started_s) / 60)
     with line_bar(console(sys.stderr), "measuring communication") as told:
-        communication = measure_links(replace(wanted, restart=comm is True and wanted.restart), left, told)
+        communication = measure_links(
+            replace(wanted, restart=comm is True and wanted.restart), left, told
+        )
     return communication if found is None else replace(found, profile=communication.profile)
 
 
@@ -164,8 +269,12 @@ def _imported(options: dict[str, Any]) -> Profiled:
         measured = comm_file.read_comm_file(path)
         found = add_records(options["output"], measured.records, measured.device, str(path))
     if options["nccl_tests"]:
-        records = nccl_tests.read_nccl_tests(options["nccl_tests"], options["nodes"], options["ranks_per_node"])
-        found = add_records(options["output"], records, None, ", ".join(map(str, options["nccl_tests"])))
+        records = nccl_tests.read_nccl_tests(
+            options["nccl_tests"], options["nodes"], options["ranks_per_node"]
+        )
+        found = add_records(
+            options["output"], records, None, ", ".join(map(str, options["nccl_tests"]))
+        )
     return found
 
 
@@ -194,17 +303,30 @@ def _wanted(options: dict[str, Any]) -> ProfileRequest:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU", hint="use --device cpu, or install a torch with CUDA")
+        raise ConfigError(
+            "--device cuda: torch sees no GPU",
+            hint="use --device cpu, or install a torch with CUDA",
+        )
     precision = Precision(options["precision"] or ("bf16" if device == "cuda" else "fp32"))
     return ProfileRequest(
-        output=options["output"], device=device, precision=precision, program=PROGRAM, minutes=options["minutes"],
-        models=tuple(load_model(name) for name in options["models"]), hang_limit_s=options["hang_limit"],
-        cases=None if options["missing"] is None else _missing(options["missing"], options["output"], precision),
-        restart=options["restart"], retry_failed=options["retry_failed"])
+        output=options["output"],
+        device=device,
+        precision=precision,
+        program=PROGRAM,
+        minutes=options["minutes"],
+        models=tuple(load_model(name) for name in options["models"]),
+        hang_limit_s=options["hang_limit"],
+        cases=None
+        if options["missing"] is None
+        else _missing(options["missing"], options["output"], precision),
+        restart=options["restart"],
+        retry_failed=options["retry_failed"],
+    )
 
 
 def _missing(path: Path, output: Path, precision: str) -> tuple[Case, ...]:
-    """What the profile in `output` lacks of a plan's operators, or the plan's own profile where there is no such file.
+    """What the profile in `output` lacks of a plan's operators, or the plan's own profile where
+    there is no such file.
 
     Raises ConfigError: the plan is at another precision than what is measured.
     """
@@ -217,6 +339,7 @@ def _missing(path: Path, output: Path, precision: str) -> tuple[Case, ...]:
     if plan.training.precision != precision:
         raise ConfigError(
             f"{path}: the plan is in {plan.training.precision}, what is measured in {precision}",
-            hint=f"add --precision {plan.training.precision}")
+            hint=f"add --precision {plan.training.precision}",
+        )
     known = read_profile(output).profile if output.exists() else None
     return missing_cases(plan, known, messages=False)

@@ -14,16 +14,39 @@ from parplan.commands.style import Command, option, print_json
 _CHUNKS = "Chunks"
 
 
-@click.command("show", cls=Command, epilog=(
-    "  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s\n"
-    "  plan show plan.yaml --chunks --plot moments.png\n  plan show run.json"))
+@click.command(
+    "show",
+    cls=Command,
+    epilog=(
+        "  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s\n"
+        "  plan show plan.yaml --chunks --plot moments.png\n  plan show run.json"
+    ),
+)
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@option(_CHUNKS, "--chunks", is_flag=True, help="Instead the fullest moments of a GPU whose plan has chunks.")
-@option(_CHUNKS, "--rank", type=click.IntRange(0), metavar="N", help="Of this pipeline rank. [default: the one that moves most]")
-@option(_CHUNKS, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw every moment: .png, .svg or .pdf.")
+@option(
+    _CHUNKS,
+    "--chunks",
+    is_flag=True,
+    help="Instead the fullest moments of a GPU whose plan has chunks.",
+)
+@option(
+    _CHUNKS,
+    "--rank",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Of this pipeline rank. [default: the one that moves most]",
+)
+@option(
+    _CHUNKS,
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw every moment: .png, .svg or .pdf.",
+)
 @as_json
 def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_json: bool) -> None:
-    """Print the summary of a plan file, its layer plans, its chunks, the placement of every operator, and what is redundant.
+    """Print the summary of a plan file, its layer plans, its chunks, the placement of every
+    operator, and what is redundant.
 
     Of a run's file, run.json, what was predicted beside what was measured.
     """
@@ -37,7 +60,9 @@ def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_
 
     if is_run(plan_file):
         if chunks or rank is not None or plot is not None:
-            raise click.UsageError(f"{plan_file} is of a run, --chunks is for plans: give the plan that was run")
+            raise click.UsageError(
+                f"{plan_file} is of a run, --chunks is for plans: give the plan that was run"
+            )
         _show_run(plan_file, as_json=as_json)
         return
     if chunks:

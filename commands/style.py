@@ -1,4 +1,6 @@
-"""How every command looks and fails: sections and examples in its help, `error:` and `hint:` lines, exit codes."""
+"""How every command looks and fails: sections and examples in its help, `error:` and `hint:` lines,
+exit codes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from parplan.profiles.models.hub import stay_offline
 from parplan.profiles.standard_streams import Streams, sturdy_streams
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it; SIGTERM ends a command in the same way
-LONGEST_S = 1e9  # 30 years: the timers of the operating system end at 2^63 ns, about ten times later
+LONGEST_S = (
+    1e9  # 30 years: the timers of the operating system end at 2^63 ns, about ten times later
+)
 
 
 class List(click.ParamType):
@@ -90,7 +94,9 @@ class Command(click.Command):
 
 
 class Main(Command, click.Group):
-    """The group: turns errors into `error:` and `hint:` lines and exit codes, a Ctrl-C or SIGTERM into 130."""
+    """The group: turns errors into `error:` and `hint:` lines and exit codes, a Ctrl-C or SIGTERM
+    into 130.
+    """
 
     command_class = Command
 
@@ -98,7 +104,9 @@ class Main(Command, click.Group):
         Command.format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in self.commands:
             raise unknown_name_error("command", args[0], self.commands)
         return super().resolve_command(ctx, args)
@@ -107,7 +115,11 @@ class Main(Command, click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            what = f"{ctx.invoked_subcommand} was done" if ctx.invoked_subcommand else "a plan was found"
+            what = (
+                f"{ctx.invoked_subcommand} was done"
+                if ctx.invoked_subcommand
+                else "a plan was found"
+            )
             click.echo(f"interrupted before {what}; nothing was written", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None
 
@@ -120,10 +132,18 @@ class Main(Command, click.Group):
         sys.exit(code)
 
 
-def run_command(main: Callable[..., Any], args: Sequence[str] | None = None, *, speaks: bool = True, **kwargs: Any) -> int:
-    """Call a command with `args`, or those of the process; its exit code, once its errors are said if it `speaks`.
+def run_command(
+    main: Callable[..., Any],
+    args: Sequence[str] | None = None,
+    *,
+    speaks: bool = True,
+    **kwargs: Any,
+) -> int:
+    """Call a command with `args`, or those of the process; its exit code, once its errors are said
+    if it `speaks`.
 
-    What it prints may be lost, but not what it does: a stdout that cannot be written is said after everything else.
+    What it prints may be lost, but not what it does: a stdout that cannot be written is said after
+    everything else.
     """
     try:
         return _run(main, args, speaks=speaks, **kwargs)
@@ -131,7 +151,9 @@ def run_command(main: Callable[..., Any], args: Sequence[str] | None = None, *, 
         return INTERRUPTED
 
 
-def _run(main: Callable[..., Any], args: Sequence[str] | None, *, speaks: bool, **kwargs: Any) -> int:
+def _run(
+    main: Callable[..., Any], args: Sequence[str] | None, *, speaks: bool, **kwargs: Any
+) -> int:
     stay_offline()
     with sturdy_streams() as streams:
         try:
@@ -149,12 +171,17 @@ def _run(main: Callable[..., Any], args: Sequence[str] | None, *, speaks: bool, 
 
 
 def require_utf8(args: Sequence[str]) -> None:
-    """Raises ConfigError for an argument that no file of ours could name: its bytes are not UTF-8, or one of them is 0."""
+    """Raises ConfigError for an argument that no file of ours could name: its bytes are not UTF-8,
+    or one of them is 0.
+    """
     for arg in args:
         try:
             os.fsencode(arg).decode("utf-8")
         except UnicodeError:
-            raise ConfigError(f"argument {arg!r} is not UTF-8 text", hint="rename the file, or correct the argument") from None
+            raise ConfigError(
+                f"argument {arg!r} is not UTF-8 text",
+                hint="rename the file, or correct the argument",
+            ) from None
         if "\0" in arg:
             raise ConfigError(f"argument {arg!r} has a null character", hint="correct the argument")
 
@@ -169,7 +196,9 @@ def _printed(streams: Streams, code: int) -> int:
 
 
 def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:
-    """Say what went wrong and what to do, and give the exit code. What a message quotes of a file stays on its line."""
+    """Say what went wrong and what to do, and give the exit code. What a message quotes of a file
+    stays on its line.
+    """
     if speaks:
         lines = (escaped(line) for line in hint.splitlines() or [""])
         click.echo(f"error: {escaped(message)}\nhint: " + "\n".join(lines), err=True)
@@ -178,7 +207,10 @@ def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:
 
 def escaped(text: str) -> str:
     """The text with its control characters as escapes, which a terminal would obey."""
-    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode("ascii") for character in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
 
 
 def _usage(error: click.ClickException) -> tuple[str, str]:
@@ -223,7 +255,9 @@ def show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 @contextlib.contextmanager
 def noticing_ctrl_c() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C or SIGTERM came: the search answers it with its best plan, which is not an error."""
+    """A list that is not empty once Ctrl-C or SIGTERM came: the search answers it with its best
+    plan, which is not an error.
+    """
     interrupts: list[int] = []
 
     def on_interrupt(number: int, _: object) -> None:

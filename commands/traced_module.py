@@ -1,4 +1,6 @@
-"""Traced modules on the command line: their search, their summary and their check. All but click is imported where it is used."""
+"""Traced modules on the command line: their search, their summary and their check. All but click is
+imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,19 @@ NOT_AS_PREDICTED = 3  # it does, with other bytes than the plan says: as where a
 
 
 def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
-    """The module that the options ask to trace, None for a model that is described. Raises ConfigError."""
+    """The module that the options ask to trace, None for a model that is described. Raises
+    ConfigError.
+    """
     from parplan.commands.requests.traced import traced_source
     from parplan.profiles.errors import ConfigError
 
     source = traced_source(options["model"], trace=options["trace"])
     for name in ("stages", "cross_skips") if source is None else ():
         if options[name]:
-            raise ConfigError(f"--{name.replace('_', '-')} is for traced modules, --model is {options['model']}", hint="leave it out")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for traced modules, --model is {options['model']}",
+                hint="leave it out",
+            )
     return source
 
 
@@ -52,18 +59,34 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     question, pins = module_question(options, source), constraints(options)
     stages = parse_stages(options["stages"]) if options["stages"] else StageRule()
     require_torch("a module is traced, which needs torch")
-    importlib.import_module("torch")  # takes seconds, which are of the start and not of the time limit
+    importlib.import_module(
+        "torch"
+    )  # takes seconds, which are of the start and not of the time limit
     how = search_options(options)
     started_s = time.monotonic()
-    with users_modules(), noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
+    with (
+        users_modules(),
+        noticing_ctrl_c() as interrupts,
+        progress_bar(console(sys.stderr)) as on_progress,
+    ):
         plan = plan_traced_module(
-            source, question.cluster, question.training, constraints=pins, options=how, how=stages, cross_skips=options["cross_skips"],
-            on_progress=on_progress)
+            source,
+            question.cluster,
+            question.training,
+            constraints=pins,
+            options=how,
+            how=stages,
+            cross_skips=options["cross_skips"],
+            on_progress=on_progress,
+        )
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
     context = SummaryContext(
-        assumed=all_assumed(assumed_of(plan, question), options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
-        plan_file="" if output == STDOUT else str(output))
+        assumed=all_assumed(assumed_of(plan, question), options, how),
+        elapsed_s=time.monotonic() - started_s,
+        interrupted=bool(interrupts),
+        plan_file="" if output == STDOUT else str(output),
+    )
     deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
 
@@ -73,11 +96,16 @@ def require_executed(*, execute: bool) -> None:
     from parplan.profiles.errors import ConfigError
 
     if not execute:
-        raise ConfigError("a plan of a traced module has no dry run", hint="add --execute: it is trained as planned on gloo processes")
+        raise ConfigError(
+            "a plan of a traced module has no dry run",
+            hint="add --execute: it is trained as planned on gloo processes",
+        )
 
 
 def check(plan: TracedPlan, *, as_json: bool) -> int:
-    """Train the module as planned on gloo processes, and as it is in one process; the exit code of `say_parity`."""
+    """Train the module as planned on gloo processes, and as it is in one process; the exit code of
+    `say_parity`.
+    """
     import torch
 
     from parplan.executor.traced.traced_parity import (
@@ -90,12 +118,20 @@ def check(plan: TracedPlan, *, as_json: bool) -> int:
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     with console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
         small = comparable(plan)
-        (found,), expected = run_traced_plans([small]), run_traced_reference(small, by_micro_batch=True)
+        (found,), expected = (
+            run_traced_plans([small]),
+            run_traced_reference(small, by_micro_batch=True),
+        )
     return say_parity(plan, small, found, expected, as_json=as_json)
 
 
 def say_parity(
-    plan: Plan | TracedPlan, small: Plan | TracedPlan, found: TrainingOutcome, expected: TrainingOutcome, *, as_json: bool,
+    plan: Plan | TracedPlan,
+    small: Plan | TracedPlan,
+    found: TrainingOutcome,
+    expected: TrainingOutcome,
+    *,
+    as_json: bool,
 ) -> int:
     """Print how far ranks are from one process; the exit code of `plan check --execute`."""
     from parplan.executor.checking.parity import (
@@ -107,10 +143,16 @@ def say_parity(
     from parplan.report.text import console
 
     result = Parity(
-        plan=plan, small=small, losses=tuple(zip(found.losses, expected.losses, strict=True)), gradients=gradient_errors(found, expected),
-        agree=found.agree, as_predicted=all(predicted == measured for predicted, measured in found.states.values()),
+        plan=plan,
+        small=small,
+        losses=tuple(zip(found.losses, expected.losses, strict=True)),
+        gradients=gradient_errors(found, expected),
+        agree=found.agree,
+        as_predicted=all(predicted == measured for predicted, measured in found.states.values()),
         moved=tuple(found.moved.values()),
-        loss_tolerance=LOSS_TOLERANCE, gradient_tolerance=GRADIENT_TOLERANCE)
+        loss_tolerance=LOSS_TOLERANCE,
+        gradient_tolerance=GRADIENT_TOLERANCE,
+    )
     if as_json:
         print_json(parity_document(result))
     else:
@@ -121,7 +163,9 @@ def say_parity(
 
 
 def say_module(plan: Plan | TracedPlan, plan_file: Path, *, trust: bool) -> None:
-    """Say on stderr which module the plan imports from where. Raises ConfigError for one that needs --trust-module."""
+    """Say on stderr which module the plan imports from where. Raises ConfigError for one that needs
+    --trust-module.
+    """
     from parplan.profiles.models.module_trust import trusted_note
 
     note = trusted_note(plan.module, str(plan_file), trust=trust)

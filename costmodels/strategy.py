@@ -1,4 +1,6 @@
-"""A complete training strategy: everything a price needs besides the model, the machine and the batch."""
+"""A complete training strategy: everything a price needs besides the model, the machine and the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not the layout's.
+    """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not
+    the layout's.
 
     home: of a block whose layout holds states in chunks, where they lie
-    on_host: operators of a block, in their order, whose kept tensors the host keeps (costmodels/memory/activation_copies.py)
+    on_host: operators of a block, in their order, whose kept tensors the host keeps
+    (costmodels/memory/activation_copies.py)
     """
 
     kind: LayerKind
@@ -44,10 +48,14 @@ class LayerChoice:
 class ParallelLayout:
     """The outer choices that the layers of a strategy share (EQUATIONS I1).
 
-    sequence_parallel: between layers, activations are divided by token over the tensor-parallel ranks
-    actions: of a custom schedule the lists, one CSV line per pipeline rank (costmodels/schedules/actions.py)
-    tp_overlap: level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3 (EQUATIONS P8)
-    chunked: whether the states of the blocks are held in chunks (EQUATIONS O3), which data-parallel ranks own and gather as ZeRO 3
+    sequence_parallel: between layers, activations are divided by token over the tensor-parallel
+    ranks
+    actions: of a custom schedule the lists, one CSV line per pipeline rank
+    (costmodels/schedules/actions.py)
+    tp_overlap: level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3 (EQUATIONS
+    P8)
+    chunked: whether the states of the blocks are held in chunks (EQUATIONS O3), which data-parallel
+    ranks own and gather as ZeRO 3
     """
 
     mesh: Mesh
@@ -62,7 +70,9 @@ class ParallelLayout:
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding(self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep, overlap=self.tp_overlap)
+        return Sharding(
+            self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep, overlap=self.tp_overlap
+        )
 
     def sharding_of(self, choice: LayerChoice) -> Sharding:
         """How a layer of this layout is divided."""
@@ -84,18 +94,26 @@ class ParallelLayout:
 
     def keeps_all(self, rank: int) -> bool:
         """Whether nothing may be recomputed on a pipeline rank."""
-        return self.splits_backward or (self.schedule in LAST_KEEPS_ALL and rank == self.mesh.pp - 1)
+        return self.splits_backward or (
+            self.schedule in LAST_KEEPS_ALL and rank == self.mesh.pp - 1
+        )
 
     @property
     def equal_ranks(self) -> bool:
-        """Whether all ranks and chunks hold the same number of blocks; else each rank may hold any, at most one more on its first chunk."""
-        free = self.virtual_stages == 1 or (self.virtual_stages == 2 and self.schedule in (Schedule.ZBV, Schedule.CUSTOM))
+        """Whether all ranks and chunks hold the same number of blocks; else each rank may hold any,
+        at most one more on its first chunk.
+        """
+        free = self.virtual_stages == 1 or (
+            self.virtual_stages == 2 and self.schedule in (Schedule.ZBV, Schedule.CUSTOM)
+        )
         return not free
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that runs a virtual stage."""
         if self.schedule is Schedule.CUSTOM:
-            return next(rank for rank, stages in enumerate(_placement(self.actions)) if stage in stages)
+            return next(
+                rank for rank, stages in enumerate(_placement(self.actions)) if stage in stages
+            )
         return rank_of(self.schedule, stage, self.mesh.pp)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -105,15 +123,22 @@ class ParallelLayout:
         return stages_of(self.schedule, rank, self.mesh.pp, self.virtual_stages)
 
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """The action lists of all pipeline ranks. Raises ConfigError when the schedule is not legal."""
+        """The action lists of all pipeline ranks. Raises ConfigError when the schedule is not
+        legal.
+        """
         if self.schedule is Schedule.CUSTOM:
             return _orders(self.actions)
         ranks = range(self.mesh.pp)
-        return tuple(actions(self.schedule, rank, self.mesh.pp, self.num_micro_batches, self.virtual_stages) for rank in ranks)
+        return tuple(
+            actions(self.schedule, rank, self.mesh.pp, self.num_micro_batches, self.virtual_stages)
+            for rank in ranks
+        )
 
 
 def in_chunks(choice: LayerChoice, layout: ParallelLayout) -> bool:
-    """Whether the states of a layer of `layout` are held in chunks: those of blocks, where any are."""
+    """Whether the states of a layer of `layout` are held in chunks: those of blocks, where any
+    are.
+    """
     return layout.chunked and choice.kind is LayerKind.BLOCK
 
 
@@ -123,7 +148,9 @@ _orders = lru_cache(maxsize=8)(orders_of)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A layout and the layers of every virtual stage in model order; stage k runs on pipeline rank `layout.rank_of(k)`."""
+    """A layout and the layers of every virtual stage in model order; stage k runs on pipeline rank
+    `layout.rank_of(k)`.
+    """
 
     layout: ParallelLayout
     stages: tuple[tuple[LayerChoice, ...], ...]

@@ -1,4 +1,5 @@
-"""Writes the pages of docs/reference that repeat what the code says: options of commands, fields of files.
+"""Writes the pages of docs/reference that repeat what the code says: options of commands, fields of
+files.
 
     python -m docs.generate
 
@@ -28,7 +29,10 @@ def pages() -> dict[str, str]:
     from parplan.report.plan_documents import plan_schema
 
     schemas = {"plan": plan_schema(), "profile": profile_schema(), "run": json_schema(RunFile)}
-    fields = {f"{kind}-fields.md": fields_page(kind, schema, _explaining(kind)) for kind, schema in schemas.items()}
+    fields = {
+        f"{kind}-fields.md": fields_page(kind, schema, _explaining(kind))
+        for kind, schema in schemas.items()
+    }
     return {"commands.md": commands_page(_commands()), **fields}
 
 
@@ -43,12 +47,20 @@ def _commands() -> dict[str, click.Command]:
     from parplan.profiles.profile_comm import main as profile_comm
 
     subcommands = {f"plan {name}": command for name, command in sorted(cli.main.commands.items())}
-    return {"plan": cli.main, **subcommands, "torchrun ... -m parplan.executor": executor, "torchrun ... -m parplan.profiles.profile_comm": profile_comm}
+    return {
+        "plan": cli.main,
+        **subcommands,
+        "torchrun ... -m parplan.executor": executor,
+        "torchrun ... -m parplan.profiles.profile_comm": profile_comm,
+    }
 
 
 def commands_page(commands: Mapping[str, click.Command]) -> str:
     """Every option of every command, as its help has it."""
-    listing = "\n".join(f"- [`{name}`](#{_anchor(name)}): {_first_sentence(command)}" for name, command in commands.items())
+    listing = "\n".join(
+        f"- [`{name}`](#{_anchor(name)}): {_first_sentence(command)}"
+        for name, command in commands.items()
+    )
     sections = "\n".join(_command_section(name, command) for name, command in commands.items())
     return f"# Commands\n\n{NOTE}\n\n{listing}\n\n{sections}"
 
@@ -61,13 +73,18 @@ def _command_section(name: str, command: click.Command) -> str:
     context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     parts = [f"## {name}", f"`{usage}`", inspect.cleandoc(command.help or "")]
-    parts += [_options_table(title, records) for title, records in _option_records(command, context).items()]
+    parts += [
+        _options_table(title, records)
+        for title, records in _option_records(command, context).items()
+    ]
     if command.epilog:
         parts.append(f"Example:\n\n```text\n{inspect.cleandoc(command.epilog)}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _option_records(command: click.Command, context: click.Context) -> dict[str, list[tuple[str, str]]]:
+def _option_records(
+    command: click.Command, context: click.Context
+) -> dict[str, list[tuple[str, str]]]:
     """Names and help of the options by their section."""
     sections: dict[str, list[tuple[str, str]]] = {}
     for param in command.get_params(context):
@@ -84,8 +101,8 @@ def _options_table(title: str, records: Iterable[tuple[str, str]]) -> str:
 def fields_page(kind: str, schema: Mapping[str, Any], explaining: str) -> str:
     """Every key of a file, by the mapping that has it.
 
-    The keys, their values and their defaults are those of the JSON Schema. A meaning is that of the class's docstring, or
-    else that of `explaining`, the page that people wrote.
+    The keys, their values and their defaults are those of the JSON Schema. A meaning is that of the
+    class's docstring, or else that of `explaining`, the page that people wrote.
     """
     definitions: Mapping[str, Mapping[str, Any]] = schema.get("$defs", {})
     choices = {name: body for name, body in definitions.items() if "enum" in body}
@@ -100,23 +117,33 @@ def fields_page(kind: str, schema: Mapping[str, Any], explaining: str) -> str:
 
 
 def _mapping_section(
-    name: str, body: Mapping[str, Any], choices: Mapping[str, Any], written: Mapping[tuple[str, str], str],
+    name: str,
+    body: Mapping[str, Any],
+    choices: Mapping[str, Any],
+    written: Mapping[tuple[str, str], str],
 ) -> str:
     properties: Mapping[str, Mapping[str, Any]] = body.get("properties", {})
     text, meanings = split_docstring(body.get("description", ""), set(properties))
     required = set(body.get("required", ()))
-    rows = ((f"`{key}`", type_of(value, choices), "required" if key in required else _default(value),
-             meanings.get(key) or written.get((body["title"], key), ""))
-            for key, value in properties.items())
+    rows = (
+        (
+            f"`{key}`",
+            type_of(value, choices),
+            "required" if key in required else _default(value),
+            meanings.get(key) or written.get((body["title"], key), ""),
+        )
+        for key, value in properties.items()
+    )
     intro = f"{text}\n\n" if text else ""
     return f"## {_public(name)}\n\n{intro}{_table(('key', 'value', 'default', 'meaning'), rows)}\n"
 
 
 def written_meanings(page: str, schema: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Meanings from the tables of a page whose first column has paths of fields, by the title of the class and the field.
+    """Meanings from the tables of a page whose first column has paths of fields, by the title of
+    the class and the field.
 
-    A row may name several fields, of which the later ones are written without the path that they share with the first.
-    Raises KeyError for a path that the schema lacks.
+    A row may name several fields, of which the later ones are written without the path that they
+    share with the first. Raises KeyError for a path that the schema lacks.
     """
     meanings: dict[tuple[str, str], str] = {}
     for line in page.splitlines():
@@ -124,7 +151,11 @@ def written_meanings(page: str, schema: Mapping[str, Any]) -> dict[tuple[str, st
         if len(cells) != 2 or not re.match(r"`[a-z_]", cells[0]):
             continue
         for path in _paths(cells[0]):
-            root = schema["$defs"]["ModulePlan"] if _is_of_a_traced_module(page, line) else _root(schema)
+            root = (
+                schema["$defs"]["ModulePlan"]
+                if _is_of_a_traced_module(page, line)
+                else _root(schema)
+            )
             meanings.setdefault(_field(path, root, schema), cells[1])
     return meanings
 
@@ -142,7 +173,9 @@ def _is_of_a_traced_module(page: str, line: str) -> bool:
 
 
 def _field(path: str, root: Mapping[str, Any], schema: Mapping[str, Any]) -> tuple[str, str]:
-    """The class, by its title, and the field that a path such as `stages[].layers[].plan` ends at."""
+    """The class, by its title, and the field that a path such as `stages[].layers[].plan` ends
+    at.
+    """
     body, owner, key = root, root, ""
     for word in path.replace("[]", "").split("."):
         if word.isupper():  # the name of an entry
@@ -154,7 +187,9 @@ def _field(path: str, root: Mapping[str, Any], schema: Mapping[str, Any]) -> tup
 
 
 def _root(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping of the file itself: the schema, or the first of the kinds of file that it describes."""
+    """The mapping of the file itself: the schema, or the first of the kinds of file that it
+    describes.
+    """
     return schema if "properties" in schema else _inner(schema, schema)
 
 
@@ -173,7 +208,9 @@ def _inner(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, 
 
 
 def split_docstring(docstring: str, fields: set[str]) -> tuple[str, dict[str, str]]:
-    """The sentences of a docstring, and its meanings of fields: lines `name: meaning` or `name, name   meaning`."""
+    """The sentences of a docstring, and its meanings of fields: lines `name: meaning` or `name,
+    name   meaning`.
+    """
     sentences: list[str] = []
     meanings: dict[str, str] = {}
     open_names: list[str] = []

@@ -1,4 +1,6 @@
-"""What torchrun tells each process that it starts, in environment variables, and the store through which they meet."""
+"""What torchrun tells each process that it starts, in environment variables, and the store through
+which they meet.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,25 @@ def is_rank_0() -> bool:
 
 
 def open_store(timeout: timedelta) -> dist.Store:
-    """torchrun's store, under a prefix per restart: a restarted rank must not meet the keys of the last try. Raises ConfigError."""
+    """torchrun's store, under a prefix per restart: a restarted rank must not meet the keys of the
+    last try. Raises ConfigError.
+    """
     host = os.environ.get("MASTER_ADDR")
     if host is None:
         return dist.HashStore()
-    port, is_agents = _number("MASTER_PORT", 0, 2**16 - 1), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port, is_agents = (
+        _number("MASTER_PORT", 0, 2**16 - 1),
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
     try:
-        store = dist.TCPStore(host, port, world(), timeout=timeout, is_master=rank() == 0 and not is_agents)
+        store = dist.TCPStore(
+            host, port, world(), timeout=timeout, is_master=rank() == 0 and not is_agents
+        )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"no store at MASTER_ADDR {host}, MASTER_PORT {port}: {reason}", hint=_START) from None
+        raise ConfigError(
+            f"no store at MASTER_ADDR {host}, MASTER_PORT {port}: {reason}", hint=_START
+        ) from None
     return dist.PrefixStore(f"try{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -58,5 +69,8 @@ def _number(name: str, smallest: int, largest: int, default: int | None = None) 
         raise ConfigError(f"MASTER_ADDR is set and {name} is not", hint=_START)
     number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
     if not smallest <= number <= largest:
-        raise ConfigError(f"{name} is {text[:80]!r}, it must be a whole number from {smallest} to {largest}", hint=_START)
+        raise ConfigError(
+            f"{name} is {text[:80]!r}, it must be a whole number from {smallest} to {largest}",
+            hint=_START,
+        )
     return number

@@ -17,7 +17,9 @@ from parplan.profiles.models.transformer import build_graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedLayer:
-    """One layer of the model with the plan it runs on. `index` counts embedding 0, blocks 1 to L, head L + 1."""
+    """One layer of the model with the plan it runs on. `index` counts embedding 0, blocks 1 to L,
+    head L + 1.
+    """
 
     kind: LayerKind
     index: int
@@ -35,15 +37,22 @@ class PlacedLayer:
 
 def stage_layers(plan: Plan) -> tuple[tuple[PlacedLayer, ...], ...]:
     """The layers of every (virtual) stage in the order of the forward pass."""
-    return tuple(tuple(layer for run in stage.layers for layer in _run_layers(plan, run)) for stage in plan.stages)
+    return tuple(
+        tuple(layer for run in stage.layers for layer in _run_layers(plan, run))
+        for stage in plan.stages
+    )
 
 
 def _run_layers(plan: Plan, run: LayerRun) -> Iterator[PlacedLayer]:
     if run.plan not in plan.layer_plans:
-        raise ConfigError(f"stages: layer plan {run.plan!r} is not among layer_plans", hint="make the plan again")
+        raise ConfigError(
+            f"stages: layer plan {run.plan!r} is not among layer_plans", hint="make the plan again"
+        )
     layer_plan = plan.layer_plans[run.plan]
     if (run.blocks is None) == (layer_plan.layer is LayerKind.BLOCK):
-        raise ConfigError(f"stages: layer plan {run.plan!r} is for {layer_plan.layer}, it is used with blocks {run.blocks}")
+        raise ConfigError(
+            f"stages: layer plan {run.plan!r} is for {layer_plan.layer}, it is used with blocks {run.blocks}"
+        )
     if run.blocks is not None:
         for block in range(run.blocks[0], run.blocks[1] + 1):
             yield PlacedLayer(kind=LayerKind.BLOCK, index=block + 1, plan=layer_plan)
@@ -58,14 +67,20 @@ def local_stages(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
 
 
 def action_rows(plan: Plan) -> tuple[str, ...]:
-    """What every pipeline rank runs, one CSV line each (costmodels/schedules/actions.py). Raises ConfigError."""
+    """What every pipeline rank runs, one CSV line each (costmodels/schedules/actions.py). Raises
+    ConfigError.
+    """
     pipeline = plan.pipeline
-    return pipeline.actions or csv_rows(pipeline.schedule, plan.mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages)
+    return pipeline.actions or csv_rows(
+        pipeline.schedule, plan.mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages
+    )
 
 
 def recomputes_ahead(plan: Plan) -> bool:
     """Whether a list has a recompute ahead of its gradient."""
-    return plan.mesh.pp > 1 and any(ActionKind.RECOMPUTE.value in text for text in action_rows(plan))
+    return plan.mesh.pp > 1 and any(
+        ActionKind.RECOMPUTE.value in text for text in action_rows(plan)
+    )
 
 
 def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:
@@ -74,8 +89,14 @@ def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:
 
 
 def effective_zero(layer: PlacedLayer, mesh: Mesh) -> int:
-    """The ZeRO stage that runs: with one rank to a copy there is nothing to shard, but what the host keeps can be gathered."""
-    return layer.plan.zero if zero_ranks(layer, mesh) > 1 or Offload.STATES in layer.plan.offload else 0
+    """The ZeRO stage that runs: with one rank to a copy there is nothing to shard, but what the
+    host keeps can be gathered.
+    """
+    return (
+        layer.plan.zero
+        if zero_ranks(layer, mesh) > 1 or Offload.STATES in layer.plan.offload
+        else 0
+    )
 
 
 def torchrun_line(plan: Plan, path: str = "plan.yaml") -> str:

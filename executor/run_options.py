@@ -22,10 +22,12 @@ class LearningRateSchedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the plan leaves open. Without `data` the tokens are random; 0 for `clip_gradients` is no clipping.
+    """What the plan leaves open. Without `data` the tokens are random; 0 for `clip_gradients` is no
+    clipping.
 
     allow_non_finite: a loss or gradient that is not finite does not end the run
-    The learning rate rises over `warmup_steps` and then follows `lr_schedule` down to `min_learning_rate` at `steps`.
+    The learning rate rises over `warmup_steps` and then follows `lr_schedule` down to
+    `min_learning_rate` at `steps`.
     """
 
     steps: int = 5
@@ -49,8 +51,13 @@ class Options:
         _at_least(1, steps=self.steps)
         if not 0 <= self.seed <= LARGEST_SEED:
             raise ConfigError(f"--seed is {self.seed}, it must be from 0 to 2^64 - 1")
-        _at_least(0, warmup_steps=self.warmup_steps, min_learning_rate=self.min_learning_rate, weight_decay=self.weight_decay,
-                  clip_gradients=self.clip_gradients)
+        _at_least(
+            0,
+            warmup_steps=self.warmup_steps,
+            min_learning_rate=self.min_learning_rate,
+            weight_decay=self.weight_decay,
+            clip_gradients=self.clip_gradients,
+        )
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ConfigError(f"--learning-rate is {self.learning_rate:g}, it must be positive")
         for beta in self.betas:
@@ -64,11 +71,14 @@ class Options:
 
     def _check_least(self) -> None:
         if self.min_learning_rate > self.learning_rate:
-            raise ConfigError(f"--min-learning-rate {self.min_learning_rate:g} is above --learning-rate {self.learning_rate:g}")
+            raise ConfigError(
+                f"--min-learning-rate {self.min_learning_rate:g} is above --learning-rate {self.learning_rate:g}"
+            )
         if self.min_learning_rate and self.lr_schedule is LearningRateSchedule.CONSTANT:
             raise ConfigError(
                 f"--min-learning-rate {self.min_learning_rate:g} with --lr-schedule constant: the rate never falls to it",
-                hint="add --lr-schedule cosine or linear")
+                hint="add --lr-schedule cosine or linear",
+            )
 
 
 def derived_seed(seed: int, number: int) -> int:
@@ -79,4 +89,6 @@ def derived_seed(seed: int, number: int) -> int:
 def _at_least(least: int, **values: float) -> None:
     for name, value in values.items():
         if not (value >= least and math.isfinite(value)):
-            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, it must be at least {least}")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value:g}, it must be at least {least}"
+            )

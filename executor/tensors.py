@@ -1,4 +1,6 @@
-"""Tensors that may or may not be DTensors, their types by precision, and what torch remembers of them."""
+"""Tensors that may or may not be DTensors, their types by precision, and what torch remembers of
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,30 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from parplan.profiles.models.spec import Precision
 
-DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+DTYPES = {
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+    Precision.FP32: torch.float32,
+}
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor as it is; a plain tensor (token ids, targets) as one that every rank of `mesh` holds whole."""
-    return tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
+    """A DTensor as it is; a plain tensor (token ids, targets) as one that every rank of `mesh`
+    holds whole.
+    """
+    return (
+        tensor
+        if isinstance(tensor, DTensor)
+        else DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -32,15 +47,18 @@ def part(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tells the memory of this rank's part from any other that lives; a fake tensor has no address."""
+    """What tells the memory of this rank's part from any other that lives; a fake tensor has no
+    address.
+    """
     return int(part(tensor).untyped_storage()._cdata)
 
 
 def begin_fork() -> None:
-    """In a process that was forked to be a rank: leave alone, and forget, what its parent did as another one.
+    """In a process that was forked to be a rank: leave alone, and forget, what its parent did as
+    another one.
 
-    A gloo group that the collector finds here would wait for threads that no fork has; and what torch remembers by mesh is
-    of the rank that the parent was.
+    A gloo group that the collector finds here would wait for threads that no fork has; and what
+    torch remembers by mesh is of the rank that the parent was.
     """
     gc.freeze()
     forget_meshes()

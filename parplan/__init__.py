@@ -1,1 +1,3 @@
-"""The one name that an installed parplan imports by. Its rooms are links to the folders at the top of the repository."""
+"""The one name that an installed parplan imports by. Its rooms are links to the folders at the top
+of the repository.
+"""

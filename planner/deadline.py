@@ -1,7 +1,9 @@
-"""When a command must be done: one moment, made where its options are read and handed down to all that it does.
+"""When a command must be done: one moment, made where its options are read and handed down to all
+that it does.
 
-A search that has a plan ends at the limit. One that has none yet goes on for a moment, since a plan late is better than none; at the end
-of that every step raises OutOfTimeError, and whoever has an answer by then gives that.
+A search that has a plan ends at the limit. One that has none yet goes on for a moment, since a plan
+late is better than none; at the end of that every step raises OutOfTimeError, and whoever has an
+answer by then gives that.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until a search with a plan stops, negative after that, infinite without a limit."""
+        """Seconds until a search with a plan stops, negative after that, infinite without a
+        limit.
+        """
         return self.stops_s - self.clock()
 
     @property
@@ -44,27 +48,45 @@ class Deadline:
         return self.clock() >= self.ends_s
 
     def check(self) -> None:
-        """Raises OutOfTimeError at the end. Every step that may take long asks this before the next part of it."""
+        """Raises OutOfTimeError at the end. Every step that may take long asks this before the next
+        part of it.
+        """
         if self.has_ended:
-            raise OutOfTimeError("the time limit was over before there was an answer", hint="give it a longer --time-limit, or pin more")
+            raise OutOfTimeError(
+                "the time limit was over before there was an answer",
+                hint="give it a longer --time-limit, or pin more",
+            )
 
     def require_left(self) -> None:
-        """Raises OutOfTimeError where whatever has an answer stops with it: for steps that only make an answer better."""
+        """Raises OutOfTimeError where whatever has an answer stops with it: for steps that only
+        make an answer better.
+        """
         if self.is_over:
-            raise OutOfTimeError("the time limit was over before there was a better answer", hint="give it a longer --time-limit")
+            raise OutOfTimeError(
+                "the time limit was over before there was a better answer",
+                hint="give it a longer --time-limit",
+            )
 
     def solver_limit_s(self, least_s: float, most_s: float) -> float:
-        """What one solve may take: the time left, at least `least_s` as long as that is before the end, and at most `most_s`."""
+        """What one solve may take: the time left, at least `least_s` as long as that is before the
+        end, and at most `most_s`.
+        """
         now_s = self.clock()
         return min(max(self.stops_s - now_s, min(least_s, self.ends_s - now_s), 0.0), most_s)
 
     def within(self, seconds: float) -> Deadline:
         """This one, or `seconds` from now where that is earlier."""
         stops_s = self.clock() + seconds
-        return self if stops_s >= self.stops_s else replace(self, stops_s=stops_s, ends_s=min(self.ends_s, stops_s + GRACE_S))
+        return (
+            self
+            if stops_s >= self.stops_s
+            else replace(self, stops_s=stops_s, ends_s=min(self.ends_s, stops_s + GRACE_S))
+        )
 
     def share(self, count: int) -> Deadline:
-        """For one of `count` things that are still to do: as much of the time left as for each of the others."""
+        """For one of `count` things that are still to do: as much of the time left as for each of
+        the others.
+        """
         return self if self.stops_s == inf else self.within(max(0.0, self.left_s) / count)
 
     def first_plan(self) -> Deadline:
@@ -88,6 +110,9 @@ def deadline_after(seconds: float | None, clock: Callable[[], float] = time.mono
     if seconds is None:
         return NEVER
     if not seconds > 0:
-        raise ConfigError(f"--time-limit is {seconds}, it must be positive", hint="say the seconds: --time-limit 30")
+        raise ConfigError(
+            f"--time-limit is {seconds}, it must be positive",
+            hint="say the seconds: --time-limit 30",
+        )
     stops_s = clock() + seconds
     return Deadline(stops_s=stops_s, ends_s=stops_s + GRACE_S, clock=clock)

@@ -1,4 +1,6 @@
-"""What is forbidden: single values of the choices that can be pinned, and how they are written (`tp=8`)."""
+"""What is forbidden: single values of the choices that can be pinned, and how they are written
+(`tp=8`).
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,16 @@ def _flag(name: str) -> str:
 
 def _whole(name: str, text: str, least: int, most: int | None) -> int:
     wanted = f"a whole number of at least {least}" if most is None else f"{least} to {most}"
-    if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < least or (most is not None and int(text) > most):
-        raise ConfigError(f"--forbid {_flag(name)}={text}: it must be {wanted}", hint=f"for example --forbid {_flag(name)}={most or 8}")
+    if (
+        not text.isdecimal()
+        or len(text) > MAX_DIGITS
+        or int(text) < least
+        or (most is not None and int(text) > most)
+    ):
+        raise ConfigError(
+            f"--forbid {_flag(name)}={text}: it must be {wanted}",
+            hint=f"for example --forbid {_flag(name)}={most or 8}",
+        )
     return int(text)
 
 
@@ -45,7 +55,10 @@ def _one_of(name: str, text: str, known: Mapping[str, Value]) -> Value:
 
 
 _READERS: dict[str, Callable[[str, str], Value]] = {
-    **dict.fromkeys(("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages"), lambda name, text: _whole(name, text, 1, None)),
+    **dict.fromkeys(
+        ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages"),
+        lambda name, text: _whole(name, text, 1, None),
+    ),
     **dict.fromkeys(("zero", "tp_overlap"), lambda name, text: _whole(name, text, 0, 3)),
     "schedule": lambda name, text: _one_of(name, text, {one.value: one for one in Schedule}),
     "recompute": lambda name, text: _one_of(name, text, {one.value: one for one in Recompute}),
@@ -55,14 +68,18 @@ NAMES = tuple(_READERS)
 
 
 def parse_bans(texts: Iterable[str]) -> tuple[Ban, ...]:
-    """The bans in `NAME=VALUE` texts; several values are comma-separated. Raises ConfigError for an unknown name or value."""
+    """The bans in `NAME=VALUE` texts; several values are comma-separated. Raises ConfigError for an
+    unknown name or value.
+    """
     return tuple(ban for text in texts for ban in _parse(text))
 
 
 def _parse(text: str) -> list[Ban]:
     flag, equals, values = (part.strip() for part in text.partition("="))
     if not equals or not values:
-        raise ConfigError(f"--forbid is {text!r}, it must be NAME=VALUE", hint="for example --forbid tp=8")
+        raise ConfigError(
+            f"--forbid is {text!r}, it must be NAME=VALUE", hint="for example --forbid tp=8"
+        )
     if flag not in map(_flag, NAMES):
         raise unknown_name_error("choice", flag, map(_flag, NAMES), where="--forbid")
     name = flag.replace("-", "_")

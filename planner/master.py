@@ -1,6 +1,7 @@
 """The master integer program: one column per pipeline rank (EQUATIONS I4, R3).
 
-    throughput   min  (M - a - e) Z + e N + a sum_s u_s + E        a = 1/v (costmodels/step.py, `bubble_share`)
+    throughput   min  (M - a - e) Z + e N + a sum_s u_s + E        a = 1/v (costmodels/step.py,
+                 `bubble_share`)
     memory       min  sum_s D T rho_s,   then the same time with the redundancy fixed at its minimum
 
     (C1) sum_c z_sc = 1                    for each rank s: one column
@@ -9,11 +10,13 @@
     (C4) sum_c tail_c z_sc <= E            for each rank s: what follows the last backward pass
     (C5) time <= slowest allowed           memory objective
     (C6) sum_s D T rho_s <= (1 + eps) R*   second phase of the memory objective
-    (C7) sharded_first = sharded_last      a tied embedding: both copies' gradients whole, or both sharded (ZeRO > 0)
+    (C7) sharded_first = sharded_last      a tied embedding: both copies' gradients whole, or both
+                                           sharded (ZeRO > 0)
     (C8) sum_c n_c z_sc <= N               for each rank s: the pass without recompute, where e > 0
 
-e and n are of schedules that recompute ahead of the gradient (costmodels/schedules/hidden_recompute.py), without one e = 0 and u = t.
-Memory is inside the columns: each fits its device. Times are in microseconds and bytes in MiB, because CBC's tolerances
+e and n are of schedules that recompute ahead of the gradient
+(costmodels/schedules/hidden_recompute.py), without one e = 0 and u = t. Memory is inside the
+columns: each fits its device. Times are in microseconds and bytes in MiB, because CBC's tolerances
 are absolute: problems priced in seconds are answered wrongly and called optimal.
 """
 
@@ -37,7 +40,9 @@ TOLERANCE = 1e-6  # relative slack of (C6): CBC's own feasibility tolerance is o
 
 @dataclass(frozen=True, slots=True)
 class MasterChoice:
-    """A column for each rank, its closed-form time, the redundant bytes of the cluster, and whether it is proven best."""
+    """A column for each rank, its closed-form time, the redundant bytes of the cluster, and whether
+    it is proven best.
+    """
 
     columns: tuple[StageColumn, ...]
     step_s: float
@@ -45,40 +50,82 @@ class MasterChoice:
     proven: bool
 
 
-def evaluate(layout: ParallelLayout, columns: Sequence[StageColumn], *, proven: bool, share: float | None = None) -> MasterChoice:
+def evaluate(
+    layout: ParallelLayout,
+    columns: Sequence[StageColumn],
+    *,
+    proven: bool,
+    share: float | None = None,
+) -> MasterChoice:
     """The price of one column for each rank; `share` as in `Master`."""
     share = 1 / layout.virtual_stages if share is None else share
-    ahead = HiddenRecompute(hidden_passes(layout.schedule), [c.plain_s for c in columns], [c.ramp_s for c in columns])
-    step_s = closed_form_s([c.time_s for c in columns], [c.tail_s for c in columns], layout.num_micro_batches, share, ahead)
-    return MasterChoice(tuple(columns), step_s, layout.mesh.ranks_per_stage * sum(c.redundant_bytes for c in columns), proven)
+    ahead = HiddenRecompute(
+        hidden_passes(layout.schedule), [c.plain_s for c in columns], [c.ramp_s for c in columns]
+    )
+    step_s = closed_form_s(
+        [c.time_s for c in columns],
+        [c.tail_s for c in columns],
+        layout.num_micro_batches,
+        share,
+        ahead,
+    )
+    return MasterChoice(
+        tuple(columns),
+        step_s,
+        layout.mesh.ranks_per_stage * sum(c.redundant_bytes for c in columns),
+        proven,
+    )
 
 
 class Master:
-    """The program of one layout, over `options[s]`, the columns of rank s; `share` is its bubble's, 1/v unless given.
+    """The program of one layout, over `options[s]`, the columns of rank s; `share` is its bubble's,
+    1/v unless given.
 
-    Of columns that are corners of a bound (`RankColumns.relaxed`) a rank takes an average over one group: z is a share, and its sum over
-    a group is 0 or 1.
+    Of columns that are corners of a bound (`RankColumns.relaxed`) a rank takes an average over one
+    group: z is a share, and its sum over a group is 0 or 1.
     """
 
     def __init__(
-        self, layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], num_layers: int, *, tied: bool = False, share: float | None = None,
+        self,
+        layout: ParallelLayout,
+        options: Sequence[Sequence[StageColumn]],
+        num_layers: int,
+        *,
+        tied: bool = False,
+        share: float | None = None,
     ) -> None:
         self.layout, self.share = layout, 1 / layout.virtual_stages if share is None else share
         self.problem = Problem("master")
         self.picks = [self._variables(s, columns) for s, columns in enumerate(options)]
-        self.pace, self.tail, self.hidden = self.problem.continuous("Z"), self.problem.continuous("E"), hidden_passes(layout.schedule)
+        self.pace, self.tail, self.hidden = (
+            self.problem.continuous("Z"),
+            self.problem.continuous("E"),
+            hidden_passes(layout.schedule),
+        )
         self.plain = self.problem.continuous("N") if self.hidden else None
         for s, picks in enumerate(self.picks):
             self.problem.require(weighted((z, 1.0) for z in picks.values()) == 1, f"C1_one_{s}")
-            self.problem.require(weighted((z, c.time_s * US_PER_S) for c, z in picks.items()) <= self.pace, f"C3_pace_{s}")
-            self.problem.require(weighted((z, c.tail_s * US_PER_S) for c, z in picks.items()) <= self.tail, f"C4_tail_{s}")
+            self.problem.require(
+                weighted((z, c.time_s * US_PER_S) for c, z in picks.items()) <= self.pace,
+                f"C3_pace_{s}",
+            )
+            self.problem.require(
+                weighted((z, c.tail_s * US_PER_S) for c, z in picks.items()) <= self.tail,
+                f"C4_tail_{s}",
+            )
             if self.plain is not None:
-                self.problem.require(weighted((z, c.plain_s * US_PER_S) for c, z in picks.items()) <= self.plain, f"C8_plain_{s}")
+                self.problem.require(
+                    weighted((z, c.plain_s * US_PER_S) for c, z in picks.items()) <= self.plain,
+                    f"C8_plain_{s}",
+                )
         if not layout.equal_ranks and layout.mesh.pp > 1:
             blocks = [(z, float(c.num_blocks)) for picks in self.picks for c, z in picks.items()]
             self.problem.require(weighted(blocks) == num_layers, "C2_blocks")
         if tied and tied_ends(layout):
-            first, last = ([(z, 1.0) for c, z in self.picks[rank].items() if c.zero] for rank in tied_ends(layout))
+            first, last = (
+                [(z, 1.0) for c, z in self.picks[rank].items() if c.zero]
+                for rank in tied_ends(layout)
+            )
             self.problem.require(weighted(first) == weighted(last), "C7_tied")
 
     def _variables(self, s: int, columns: Sequence[StageColumn]) -> dict[StageColumn, Any]:
@@ -90,7 +137,10 @@ class Master:
             if column.corner:
                 groups.setdefault(column.group, []).append((z, 1.0))
         for g, group in enumerate(groups.values()):
-            self.problem.require(weighted([*group, (self.problem.binary(f"y_{s}_{g}"), -1.0)]) == 0, f"C1_group_{s}_{g}")
+            self.problem.require(
+                weighted([*group, (self.problem.binary(f"y_{s}_{g}"), -1.0)]) == 0,
+                f"C1_group_{s}_{g}",
+            )
         return picks
 
     @property
@@ -98,12 +148,21 @@ class Master:
         share = self.share
         ramps = [(z, share * c.ramp_s * US_PER_S) for picks in self.picks for c, z in picks.items()]
         plain = [] if self.plain is None else [(self.plain, float(self.hidden))]
-        return weighted([(self.pace, self.layout.num_micro_batches - share - self.hidden), *plain, *ramps, (self.tail, 1.0)])
+        return weighted(
+            [
+                (self.pace, self.layout.num_micro_batches - share - self.hidden),
+                *plain,
+                *ramps,
+                (self.tail, 1.0),
+            ]
+        )
 
     @property
     def redundant_mib(self) -> object:
         devices = self.layout.mesh.ranks_per_stage
-        return weighted((z, devices * c.redundant_bytes / MIB) for picks in self.picks for c, z in picks.items())
+        return weighted(
+            (z, devices * c.redundant_bytes / MIB) for picks in self.picks for c, z in picks.items()
+        )
 
     def _solve(self, solver: SolverName, time_limit_s: float | None) -> MasterChoice | None:
         solution = self.problem.solve(solver, time_limit_s)
@@ -118,13 +177,19 @@ class Master:
         return self._solve(solver, time_limit_s)
 
     def bound_s(self, solver: SolverName, time_limit_s: float | None = None) -> float | None:
-        """The least seconds of a step over averages, or None when that is not proven or no averages place all blocks."""
+        """The least seconds of a step over averages, or None when that is not proven or no averages
+        place all blocks.
+        """
         self.problem.minimize(self.time_us)
         solution = self.problem.solve(solver, time_limit_s)
         return solution.objective / US_PER_S if solution is not None and solution.proven else None
 
-    def leanest(self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None) -> MasterChoice | None:
-        """The fastest of the choices with the least redundant bytes that take at most `slowest_s`, or None."""
+    def leanest(
+        self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None
+    ) -> MasterChoice | None:
+        """The fastest of the choices with the least redundant bytes that take at most `slowest_s`,
+        or None.
+        """
         self.problem.require(self.time_us <= slowest_s * US_PER_S, "C5_time")  # type: ignore[operator]
         self.problem.minimize(self.redundant_mib)
         least = self._solve(solver, time_limit_s)
@@ -134,13 +199,23 @@ class Master:
             best = self.fastest_of_redundancy(least.redundant_bytes, solver, time_limit_s)
         except Unsolved:
             best = None
-        if best is None:  # out of time, or the solver's own tolerance on (C5) and (C6): the first answer stands
+        if (
+            best is None
+        ):  # out of time, or the solver's own tolerance on (C5) and (C6): the first answer stands
             return replace(least, proven=False)
-        return MasterChoice(best.columns, best.step_s, best.redundant_bytes, proven=least.proven and best.proven)
+        return MasterChoice(
+            best.columns, best.step_s, best.redundant_bytes, proven=least.proven and best.proven
+        )
 
-    def fastest_of_redundancy(self, redundant_bytes: float, solver: SolverName, time_limit_s: float | None = None) -> MasterChoice | None:
-        """The fastest of the choices with so many redundant bytes at most, or None where there is none."""
-        self.problem.require(self.redundant_mib <= slackened(redundant_bytes) / MIB, "C6_redundancy")  # type: ignore[operator]
+    def fastest_of_redundancy(
+        self, redundant_bytes: float, solver: SolverName, time_limit_s: float | None = None
+    ) -> MasterChoice | None:
+        """The fastest of the choices with so many redundant bytes at most, or None where there is
+        none.
+        """
+        self.problem.require(
+            self.redundant_mib <= slackened(redundant_bytes) / MIB, "C6_redundancy"
+        )  # type: ignore[operator]
         self.problem.minimize(self.time_us)
         return self._solve(solver, time_limit_s)
 
@@ -150,12 +225,18 @@ def slackened(redundant_bytes: float) -> float:
     return redundant_bytes + TOLERANCE * max(MIB, abs(redundant_bytes))
 
 
-def lower_bound_s(layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], num_layers: int, share: float | None = None) -> float | None:
+def lower_bound_s(
+    layout: ParallelLayout,
+    options: Sequence[Sequence[StageColumn]],
+    num_layers: int,
+    share: float | None = None,
+) -> float | None:
     """A lower bound of the throughput master without solving it, or None when it is infeasible.
 
-    The pace is at least the smallest Z at which the ranks together can hold all blocks; the sum is at least each
-    rank's own cheapest column a block; the tail at least the largest of the ranks' smallest. One rank alone takes at least its own
-    passes and its own tail. All of this holds for averages of columns too.
+    The pace is at least the smallest Z at which the ranks together can hold all blocks; the sum is
+    at least each rank's own cheapest column a block; the tail at least the largest of the ranks'
+    smallest. One rank alone takes at least its own passes and its own tail. All of this holds for
+    averages of columns too.
     """
     if any(not columns for columns in options):
         return None
@@ -171,21 +252,45 @@ def lower_bound_s(layout: ParallelLayout, options: Sequence[Sequence[StageColumn
         fastest = [min(column.time_s for column in columns) for columns in options]
         slowest_s = max(min(map(whole_s, columns)) for columns in options)
         ramps_s = sum(min(column.ramp_s for column in columns) for columns in options)
-        return max(slowest_s, (layout.num_micro_batches - share) * max(fastest) + tail_s) + share * ramps_s
-    hidden, pace_s = hidden_passes(layout.schedule), _smallest_pace_s(options, num_layers, lambda column: column.time_s)
+        return (
+            max(slowest_s, (layout.num_micro_batches - share) * max(fastest) + tail_s)
+            + share * ramps_s
+        )
+    hidden, pace_s = (
+        hidden_passes(layout.schedule),
+        _smallest_pace_s(options, num_layers, lambda column: column.time_s),
+    )
     if pace_s is None:
         return None
-    plain_s = (hidden and _smallest_pace_s(options, num_layers, lambda column: column.plain_s)) or 0.0
-    ramp_s = 0.0 if layout.recomputes_ahead else _smallest_pace_s(options, num_layers, lambda column: column.ramp_s) or 0.0
+    plain_s = (
+        hidden and _smallest_pace_s(options, num_layers, lambda column: column.plain_s)
+    ) or 0.0
+    ramp_s = (
+        0.0
+        if layout.recomputes_ahead
+        else _smallest_pace_s(options, num_layers, lambda column: column.ramp_s) or 0.0
+    )
     at_least = max(_sum_bound(options, lambda column: column.ramp_s, num_layers), ramp_s)
-    slowest_s = 0.0 if layout.recomputes_ahead else _smallest_pace_s(options, num_layers, whole_s) or 0.0
-    return max(slowest_s, (layout.num_micro_batches - share - hidden) * pace_s + hidden * plain_s + tail_s) + share * at_least
+    slowest_s = (
+        0.0 if layout.recomputes_ahead else _smallest_pace_s(options, num_layers, whole_s) or 0.0
+    )
+    return (
+        max(
+            slowest_s,
+            (layout.num_micro_batches - share - hidden) * pace_s + hidden * plain_s + tail_s,
+        )
+        + share * at_least
+    )
 
 
 def _smallest_pace_s(
-    options: Sequence[Sequence[StageColumn]], num_layers: int, value: Callable[[StageColumn], float],
+    options: Sequence[Sequence[StageColumn]],
+    num_layers: int,
+    value: Callable[[StageColumn], float],
 ) -> float | None:
-    """The least Z such that ranks limited to columns whose `value` is at most Z can hold `num_layers` blocks, by bisection over Z."""
+    """The least Z such that ranks limited to columns whose `value` is at most Z can hold
+    `num_layers` blocks, by bisection over Z.
+    """
     paces = sorted({value(column) for columns in options for column in columns})
 
     def most_blocks(pace_s: float) -> int:
@@ -200,20 +305,35 @@ def _smallest_pace_s(
     low, high = 0, len(paces)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if most_blocks(paces[middle]) >= num_layers else (middle + 1, high)
+        low, high = (
+            (low, middle) if most_blocks(paces[middle]) >= num_layers else (middle + 1, high)
+        )
     return paces[low] if low < len(paces) else None
 
 
-def redundancy_bound_bytes(layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], num_layers: int) -> float | None:
+def redundancy_bound_bytes(
+    layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], num_layers: int
+) -> float | None:
     """A lower bound of the memory master whatever its time, or None when it is infeasible."""
     if any(not columns for columns in options):
         return None
-    return layout.mesh.ranks_per_stage * _sum_bound(options, lambda column: column.redundant_bytes, num_layers)
+    return layout.mesh.ranks_per_stage * _sum_bound(
+        options, lambda column: column.redundant_bytes, num_layers
+    )
 
 
-def _sum_bound(options: Sequence[Sequence[StageColumn]], value: Callable[[StageColumn], float], num_layers: int) -> float:
-    """sum_s value_s >= lambda L + sum_s min_c (value_c - lambda n_c) for any lambda (Lagrange): the best of a few."""
-    slopes = sorted({value(column) / column.num_blocks for columns in options for column in columns})
+def _sum_bound(
+    options: Sequence[Sequence[StageColumn]], value: Callable[[StageColumn], float], num_layers: int
+) -> float:
+    """sum_s value_s >= lambda L + sum_s min_c (value_c - lambda n_c) for any lambda (Lagrange): the
+    best of a few.
+    """
+    slopes = sorted(
+        {value(column) / column.num_blocks for columns in options for column in columns}
+    )
     tried = (0.0, *slopes[:: max(1, len(slopes) // 8)])
     return max(
-        slope * num_layers + sum(min(value(c) - slope * c.num_blocks for c in columns) for columns in options) for slope in tried)
+        slope * num_layers
+        + sum(min(value(c) - slope * c.num_blocks for c in columns) for columns in options)
+        for slope in tried
+    )

@@ -1,4 +1,6 @@
-"""What is asked of the planner beyond model, cluster and training: what to minimise, and which choices are pinned."""
+"""What is asked of the planner beyond model, cluster and training: what to minimise, and which
+choices are pinned.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from parplan.profiles.stack import EVERY_RECOMPUTE, NEUTRAL, Stack
 
 ZERO_STAGES = (0, 1, 2, 3)
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
-_EVERY: Mapping[str, tuple[Value, ...]] = {"zero": ZERO_STAGES, "recompute": tuple(Recompute), "tp_overlap": TP_OVERLAP_LEVELS}
+_EVERY: Mapping[str, tuple[Value, ...]] = {
+    "zero": ZERO_STAGES,
+    "recompute": tuple(Recompute),
+    "tp_overlap": TP_OVERLAP_LEVELS,
+}
 
 
 class SolverName(StrEnum):
@@ -29,13 +35,17 @@ class SolverName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Pinned choices; None leaves a choice to the search. Tuples list what is allowed, `forbid` what is not.
+    """Pinned choices; None leaves a choice to the search. Tuples list what is allowed, `forbid`
+    what is not.
 
     recompute           levels; None also allows any list of operators
-    zero_ranks          neighbours that hold one copy of sharded states together, on meshes whose dp it divides
-    tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that the stack runs
+    zero_ranks          neighbours that hold one copy of sharded states together, on meshes whose dp
+                        it divides
+    tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that
+                        the stack runs
     megatron_sharding   tensor parallelism divides every operator as Megatron does
-    offload             what the host may keep, of SEARCHED_OFFLOAD; None: any of it, but only where nothing fits without
+    offload             what the host may keep, of SEARCHED_OFFLOAD; None: any of it, but only where
+                        nothing fits without
     """
 
     pp: tuple[int, ...] | None = None
@@ -67,36 +77,60 @@ class Constraints:
                 raise ConfigError(f"--tp-overlap is {value}, it must be 0, 1, 2 or 3")
         for what in self.offload or ():
             if what not in SEARCHED_OFFLOAD:
-                raise ConfigError(f"--offload {what} is for estimate", hint=f"a search has {', '.join(SEARCHED_OFFLOAD)} and none")
+                raise ConfigError(
+                    f"--offload {what} is for estimate",
+                    hint=f"a search has {', '.join(SEARCHED_OFFLOAD)} and none",
+                )
         self._require_something_left()
 
     def _require_something_left(self) -> None:
         for name in NAMES:
             every = getattr(self, name) or _EVERY.get(name)
             if every and all(self.ban(**{name: value}) for value in every):
-                raise ConfigError(f"--forbid leaves nothing of --{name.replace('_', '-')}", hint="forbid less, or pin another value")
+                raise ConfigError(
+                    f"--forbid leaves nothing of --{name.replace('_', '-')}",
+                    hint="forbid less, or pin another value",
+                )
 
     def ban(self, **values: Value) -> Ban | None:
         """The first ban that one of the values meets, by name of the choice: `ban(tp=8)`."""
-        return next((ban for ban in self.forbid if ban.name in values and ban.value == values[ban.name]), None)
+        return next(
+            (ban for ban in self.forbid if ban.name in values and ban.value == values[ban.name]),
+            None,
+        )
 
     def resolved(self, stack: Stack = NEUTRAL) -> Constraints:
-        """The same with what is forbidden of ZeRO and recompute, and what the stack does not run of it, as pins: prices of layers know
-        only those. Raises ConfigError where nothing is left.
+        """The same with what is forbidden of ZeRO and recompute, and what the stack does not run of
+        it, as pins: prices of layers know only those. Raises ConfigError where nothing is left.
         """
         pins = self
         if any(ban.name == "zero" for ban in self.forbid):
-            pins = replace(pins, zero=tuple(stage for stage in self.zero or ZERO_STAGES if not self.ban(zero=stage)))
+            pins = replace(
+                pins,
+                zero=tuple(stage for stage in self.zero or ZERO_STAGES if not self.ban(zero=stage)),
+            )
         if any(ban.name == "recompute" for ban in self.forbid):
-            pins = replace(pins, recompute=tuple(level for level in self.recompute or Recompute if not self.ban(recompute=level)))
-        return pins if set(stack.recompute) == set(EVERY_RECOMPUTE) else pins._as_the_stack_recomputes(stack)
+            pins = replace(
+                pins,
+                recompute=tuple(
+                    level for level in self.recompute or Recompute if not self.ban(recompute=level)
+                ),
+            )
+        return (
+            pins
+            if set(stack.recompute) == set(EVERY_RECOMPUTE)
+            else pins._as_the_stack_recomputes(stack)
+        )
 
     def _as_the_stack_recomputes(self, stack: Stack) -> Constraints:
-        levels = tuple(level for level in self.recompute or Recompute if level.value in stack.recompute)
+        levels = tuple(
+            level for level in self.recompute or Recompute if level.value in stack.recompute
+        )
         if not levels:
             raise ConfigError(
                 f"--recompute and --forbid leave nothing that the stack {stack.name} runs: {', '.join(stack.recompute)}",
-                hint="forbid less, or choose another --stack")
+                hint="forbid less, or choose another --stack",
+            )
         return replace(self, recompute=levels)
 
 
@@ -105,9 +139,11 @@ DEFAULT_MAX_SLOWDOWN = 0.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How to search. `max_slowdown` bounds the objectives memory and peak; `memory_limit_bytes` replaces capacity minus margin.
+    """How to search. `max_slowdown` bounds the objectives memory and peak; `memory_limit_bytes`
+    replaces capacity minus margin.
 
-    memory_margin: share of the device kept free; None for what the measured runs of the stack ask for (planner/plan/error_band.py)
+    memory_margin: share of the device kept free; None for what the measured runs of the stack ask
+    for (planner/plan/error_band.py)
     deadline: of all that is done with these options together
     """
 
@@ -119,16 +155,24 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_slowdown <= 1000:
-            raise ConfigError(f"--max-slowdown is {self.max_slowdown}, it must be from 0 to 1000", hint="0.1 is 10 %")
+            raise ConfigError(
+                f"--max-slowdown is {self.max_slowdown}, it must be from 0 to 1000",
+                hint="0.1 is 10 %",
+            )
         if self.memory_margin is not None and not 0 <= self.memory_margin < 1:
-            raise ConfigError(f"--memory-margin is {self.memory_margin}, it must be in [0, 1)", hint="0.08 keeps 8 % free")
+            raise ConfigError(
+                f"--memory-margin is {self.memory_margin}, it must be in [0, 1)",
+                hint="0.08 keeps 8 % free",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a pass of the search stands: candidates finished of all, the best value so far and the proven bound.
+    """Where a pass of the search stands: candidates finished of all, the best value so far and the
+    proven bound.
 
-    Seconds while `objective` is throughput, bytes of redundancy while it is memory, of the fullest device while it is peak.
+    Seconds while `objective` is throughput, bytes of redundancy while it is memory, of the fullest
+    device while it is peak.
     """
 
     objective: Objective

@@ -1,8 +1,10 @@
-"""The one module that names a MILP solver: CBC (bundled with PuLP) or HiGHS, run so that the same input gives the same answer.
+"""The one module that names a MILP solver: CBC (bundled with PuLP) or HiGHS, run so that the same
+input gives the same answer.
 
-PuLP reports a solve that the time limit cut off as `Optimal`; only `sol_status` tells, and an infeasible problem still
-carries values. Both are checked here, once, and so is every point against the rows: a solver that crashes, does not stop
-or writes nonsense is a SolverError that quotes the end of its log, never an answer.
+PuLP reports a solve that the time limit cut off as `Optimal`; only `sol_status` tells, and an
+infeasible problem still carries values. Both are checked here, once, and so is every point against
+the rows: a solver that crashes, does not stop or writes nonsense is a SolverError that quotes the
+end of its log, never an answer.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ from parplan.profiles.errors import SolverError
 from parplan.profiles.interrupts import signals_later
 
 T = TypeVar("T")
-GRACE_S = 5.0  # how long after its limit a CBC that has not stopped is ended; it overruns by tenths of a second
-ROW_TOLERANCE = 1e-5  # of the largest term of a row: CBC writes eight digits, and its own tolerances are 1e-6
+# how long after its limit a CBC that has not stopped is ended; it overruns by tenths of a second
+GRACE_S = 5.0
+ROW_TOLERANCE = (
+    1e-5  # of the largest term of a row: CBC writes eight digits, and its own tolerances are 1e-6
+)
 GROUP_S = 0.1  # between the first and the last process of a group that a signal reaches, and more
 INTEGRALITY = 1e-4
 LONGEST_QUOTE = 200  # characters of a line of the log
@@ -45,7 +50,9 @@ class Solution:
 
 
 class Problem:
-    """A minimisation problem: `binary` and `continuous` variables, linear rows named by their label."""
+    """A minimisation problem: `binary` and `continuous` variables, linear rows named by their
+    label.
+    """
 
     def __init__(self, name: str) -> None:
         self._problem = pulp.LpProblem(name, pulp.LpMinimize)
@@ -78,10 +85,12 @@ class Problem:
     def solve(self, solver: SolverName, time_limit_s: float | None = None) -> Solution | None:
         """The best point found, or None when there is none.
 
-        Raises Unsolved when the time ran out before it found any point, SolverError when it is missing, crashed, did
-        not stop, or gave what is no answer.
+        Raises Unsolved when the time ran out before it found any point, SolverError when it is
+        missing, crashed, did not stop, or gave what is no answer.
         """
-        limit_s = None if time_limit_s is None else max(0.0, time_limit_s)  # HiGHS takes a negative limit for none
+        limit_s = (
+            None if time_limit_s is None else max(0.0, time_limit_s)
+        )  # HiGHS takes a negative limit for none
         command, started_s = _command(solver, limit_s), time.monotonic()
         try:
             self._problem.solve(command)
@@ -91,27 +100,47 @@ class Problem:
         status, found = self._problem.status, self._problem.sol_status
         if found in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             self._require_kept(solver)
-            return Solution(float(pulp.value(self._problem.objective)), proven=found == pulp.LpSolutionOptimal)
+            return Solution(
+                float(pulp.value(self._problem.objective)), proven=found == pulp.LpSolutionOptimal
+            )
         over = limit_s is not None and time.monotonic() - started_s >= limit_s
         if status == pulp.LpStatusInfeasible and not over:
             return None
-        if limit_s is not None and status in (pulp.LpStatusNotSolved, pulp.LpStatusInfeasible):  # which CBC calls what it cut off
+        if limit_s is not None and status in (
+            pulp.LpStatusNotSolved,
+            pulp.LpStatusInfeasible,
+        ):  # which CBC calls what it cut off
             raise Unsolved
         ending = command.ending if isinstance(command, _Cbc) else ""
-        raise SolverError(f"{solver} ended without an answer ({pulp.LpStatus[status].lower()}){ending}", hint=_other(solver))
+        raise SolverError(
+            f"{solver} ended without an answer ({pulp.LpStatus[status].lower()}){ending}",
+            hint=_other(solver),
+        )
 
     def _require_kept(self, solver: SolverName) -> None:
-        """Raises SolverError when the values break a row or are fractions: what was cut off, or is no answer to this problem."""
+        """Raises SolverError when the values break a row or are fractions: what was cut off, or is
+        no answer to this problem.
+        """
         broken = [label for label, row in self._rows.items() if not _keeps(row)]
-        broken += [z.name for z in self._binaries if min(abs(z.value()), abs(z.value() - 1)) > INTEGRALITY]
+        broken += [
+            z.name for z in self._binaries if min(abs(z.value()), abs(z.value() - 1)) > INTEGRALITY
+        ]
         if broken:
-            raise SolverError(f"{solver} gave an answer that breaks {len(broken)} rows, such as {broken[0]}", hint=_other(solver))
+            raise SolverError(
+                f"{solver} gave an answer that breaks {len(broken)} rows, such as {broken[0]}",
+                hint=_other(solver),
+            )
 
 
 def _keeps(row: Any) -> bool:
-    """Whether the values satisfy a row up to rounding: the sum of its terms and its constant is on the right side of 0."""
+    """Whether the values satisfy a row up to rounding: the sum of its terms and its constant is on
+    the right side of 0.
+    """
     terms = [coefficient * variable.value() for variable, coefficient in row.items()]
-    total, slack = float(sum(terms) + row.constant), ROW_TOLERANCE * float(max(1.0, abs(row.constant), *map(abs, terms)))
+    total, slack = (
+        float(sum(terms) + row.constant),
+        ROW_TOLERANCE * float(max(1.0, abs(row.constant), *map(abs, terms))),
+    )
     within_above, within_below = total <= slack, total >= -slack
     if row.sense == pulp.LpConstraintEQ:
         return within_above and within_below
@@ -119,8 +148,8 @@ def _keeps(row: Any) -> bool:
 
 
 class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
-    """CBC with PuLP's files and options, and besides: its log is kept for errors, all its files are deleted whatever
-    happens, and one that does not stop at its limit is ended.
+    """CBC with PuLP's files and options, and besides: its log is kept for errors, all its files are
+    deleted whatever happens, and one that does not stop at its limit is ended.
 
     ending: the last line of the log, for an error
     """
@@ -130,9 +159,15 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
     def actualSolve(self, lp: Any, **_: Any) -> int:  # noqa: N802 - PuLP's name
         """Solve `lp`, and give it status and values. Raises SolverError."""
         with tempfile.TemporaryDirectory(prefix="parplan-") as folder:
-            problem, solution, log = (Path(folder) / name for name in ("problem.mps", "solution.txt", "log.txt"))
+            problem, solution, log = (
+                Path(folder) / name for name in ("problem.mps", "solution.txt", "log.txt")
+            )
             _, names, _, _ = lp.writeMPS(str(problem), rename=1)
-            failed = _run([self.path, str(problem), *self._arguments(), "-solution", str(solution)], log, self.timeLimit)
+            failed = _run(
+                [self.path, str(problem), *self._arguments(), "-solution", str(solution)],
+                log,
+                self.timeLimit,
+            )
             self.ending = _ending(log, folder)
             try:
                 if failed:
@@ -140,11 +175,21 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
                 values = _values(solution, names)
                 status, found = self.get_status(str(solution))
             except (OSError, ValueError) as error:
-                reason = f"wrote no solution ({error.strerror})" if isinstance(error, OSError) else str(error)
-                raise SolverError(f"cbc failed: {reason}{self.ending}", hint=_other(SolverName.CBC)) from None
-        if found in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) and len(values) < len(names):
+                reason = (
+                    f"wrote no solution ({error.strerror})"
+                    if isinstance(error, OSError)
+                    else str(error)
+                )
+                raise SolverError(
+                    f"cbc failed: {reason}{self.ending}", hint=_other(SolverName.CBC)
+                ) from None
+        if found in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) and len(values) < len(
+            names
+        ):
             raise SolverError(
-                f"cbc failed: its solution has {len(values)} of {len(names)} variables{self.ending}", hint=_other(SolverName.CBC))
+                f"cbc failed: its solution has {len(values)} of {len(names)} variables{self.ending}",
+                hint=_other(SolverName.CBC),
+            )
         lp.assignVarsVals({name: values.get(name, 0.0) for name in names})
         lp.assignStatus(status, found)
         return int(status)
@@ -152,7 +197,13 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
     def _arguments(self) -> list[str]:
         limit = [] if self.timeLimit is None else ["-sec", str(self.timeLimit)]
         options = [f"-{option}" for option in [*self.options, *self.getOptions()]]
-        return [*limit, *(part for option in options for part in option.split()), "-solve", "-printingOptions", "all"]
+        return [
+            *limit,
+            *(part for option in options for part in option.split()),
+            "-solve",
+            "-printingOptions",
+            "all",
+        ]
 
 
 def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | None:
@@ -161,7 +212,9 @@ def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | No
     with contextlib.ExitStack() as ending:
         with log.open("wb") as stream, signals_later():
             try:
-                process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(
+                    arguments, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
+                )
             except OSError as error:
                 return f"{arguments[0]} cannot be run ({error.strerror})"
             ending.callback(_end, process)
@@ -170,13 +223,17 @@ def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | No
             overrun.set()
             process.kill()
 
-        watch = threading.Timer(threading.TIMEOUT_MAX if limit_s is None else limit_s + GRACE_S, end)
+        watch = threading.Timer(
+            threading.TIMEOUT_MAX if limit_s is None else limit_s + GRACE_S, end
+        )
         watch.daemon = True
         watch.start()  # waiting with a timeout would poll, and add up to 50 ms to every solve
         ending.callback(watch.cancel)
         code = process.wait()
         if code == -signal.SIGTERM:
-            time.sleep(GROUP_S)  # one sent to the whole group reaches this process too, and raises KeyboardInterrupt here
+            time.sleep(
+                GROUP_S
+            )  # one sent to the whole group reaches this process too, and raises KeyboardInterrupt here
     if overrun.is_set():
         return f"it did not stop at its limit of {limit_s:.3g} s"
     if code < 0:
@@ -193,7 +250,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _ending(log: Path, folder: str) -> str:
     """`; its log ends: ...` with the last line of the log that is not empty, or nothing."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     if not lines:
         return ""
     line = "".join(c for c in lines[-1].replace(f"{folder}/", "") if c.isprintable())
@@ -201,7 +262,8 @@ def _ending(log: Path, folder: str) -> str:
 
 
 def _values(solution: Path, names: Mapping[str, str]) -> dict[str, float]:
-    """The values of the variables in a solution file of CBC: a line each of index, name, value, reduced cost.
+    """The values of the variables in a solution file of CBC: a line each of index, name, value,
+    reduced cost.
 
     names: what each variable is called in the file. Raises ValueError for what is no solution file.
     """
@@ -216,7 +278,9 @@ def _values(solution: Path, names: Mapping[str, str]) -> dict[str, float]:
 
 
 def weighted(terms: Iterable[tuple[Any, float]]) -> Any:
-    """sum of coefficient times variable; a variable may come more than once, of which pulp would keep the last."""
+    """sum of coefficient times variable; a variable may come more than once, of which pulp would
+    keep the last.
+    """
     total: dict[Any, float] = {}
     for variable, coefficient in terms:
         total[variable] = total.get(variable, 0.0) + coefficient
@@ -233,12 +297,20 @@ def _command(solver: SolverName, time_limit_s: float | None) -> Any:
         command = pulp.HiGHS(msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0)
     else:
         command = _Cbc(
-            path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, timeLimit=time_limit_s, gapRel=0.0,  # -threads 1 stalls 10 s, once in 1,000
-            options=["randomCbcSeed 1", "randomSeed 1"])
+            path=pulp.PULP_CBC_CMD.pulp_cbc_path,
+            msg=False,
+            timeLimit=time_limit_s,
+            gapRel=0.0,  # -threads 1 stalls 10 s, once in 1,000
+            options=["randomCbcSeed 1", "randomSeed 1"],
+        )
     if not command.available():
         raise SolverError(f"{solver} is not installed", hint=_other(solver))
     return command
 
 
 def _other(solver: SolverName) -> str:
-    return "pip install highspy and use --solver highs" if solver is SolverName.CBC else "use --solver cbc, which comes with PuLP"
+    return (
+        "pip install highspy and use --solver highs"
+        if solver is SolverName.CBC
+        else "use --solver cbc, which comes with PuLP"
+    )

@@ -1,7 +1,8 @@
-"""Names and files -> model and cluster specs: the packaged configs, YAML files of the same shape, Hugging Face configs.
+"""Names and files -> model and cluster specs: the packaged configs, YAML files of the same shape,
+Hugging Face configs.
 
-Listing the names reads a folder and parses nothing. Units leave the key names here: GiB (2**30), GB (10**9), TFLOP/s
-and microseconds outside, bytes, bytes/s, FLOP/s and seconds inside.
+Listing the names reads a folder and parses nothing. Units leave the key names here: GiB (2**30), GB
+(10**9), TFLOP/s and microseconds outside, bytes, bytes/s, FLOP/s and seconds inside.
 """
 
 from __future__ import annotations
@@ -36,11 +37,26 @@ _Count = Annotated[int, Field(ge=1)]
 _FORBID = {"extra": "forbid"}
 _Arithmetic = Literal["fp8", "bf16", "fp16", "fp32"]  # what a device has a peak for
 _CLUSTER_ALIASES = {
-    "v100": "v100-32gb", "a100": "a100-80gb", "a800": "a800-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "gh200": "gh200-96gb",
-    "b200": "b200-180gb", "gb200": "gb200-186gb", "rtx3090": "rtx3090-24gb", "3090": "rtx3090-24gb", "a10g": "a10g-24gb",
+    "v100": "v100-32gb",
+    "a100": "a100-80gb",
+    "a800": "a800-80gb",
+    "h100": "h100-80gb",
+    "h200": "h200-141gb",
+    "gh200": "gh200-96gb",
+    "b200": "b200-180gb",
+    "gb200": "gb200-186gb",
+    "rtx3090": "rtx3090-24gb",
+    "3090": "rtx3090-24gb",
+    "a10g": "a10g-24gb",
     "l4": "l4-24gb",
 }
-_MODEL_PREFIXES = {"gpt3-": "gpt-", "llama-2-": "llama2-", "llama-3-": "llama3-", "llama-3.1-": "llama3-", "llama3.1-": "llama3-"}
+_MODEL_PREFIXES = {
+    "gpt3-": "gpt-",
+    "llama-2-": "llama2-",
+    "llama-3-": "llama3-",
+    "llama-3.1-": "llama3-",
+    "llama3.1-": "llama3-",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +92,9 @@ class _DeviceDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LinkDocument:
-    """`gb_per_s` in one direction: of one GPU for the link inside a node, of one NIC between nodes."""
+    """`gb_per_s` in one direction: of one GPU for the link inside a node, of one NIC between
+    nodes.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -130,43 +148,65 @@ def family_names() -> tuple[str, ...]:
 
 
 def load_family(name_or_path: str) -> ModelFamily:
-    """A packaged family by name, or a YAML of the same shape. Raises ConfigError, as `load_model` does."""
+    """A packaged family by name, or a YAML of the same shape. Raises ConfigError, as `load_model`
+    does.
+    """
     name = name_or_path.lower()
-    source: Traversable = _packaged("families", name) if name in family_names() else _path_or_unknown(
-        "family", name_or_path, family_names())
+    source: Traversable = (
+        _packaged("families", name)
+        if name in family_names()
+        else _path_or_unknown("family", name_or_path, family_names())
+    )
     return family_of(_read_yaml(source), _where(source))
 
 
 def family_members() -> tuple[ModelEntry, ...]:
     """The members of the packaged families, but for those that a file of their own hides."""
     alone = model_names()
-    return tuple(entry for name in family_names() for entry in load_family(name).members if entry.spec.name not in alone)
+    return tuple(
+        entry
+        for name in family_names()
+        for entry in load_family(name).members
+        if entry.spec.name not in alone
+    )
 
 
 def load_model(name_or_path: str) -> ModelEntry:
-    """A packaged model by name, a member of a family, a YAML, or a Hugging Face config.json (or the folder that holds it).
+    """A packaged model by name, a member of a family, a YAML, or a Hugging Face config.json (or the
+    folder that holds it).
 
-    Raises ConfigError: unknown name, unreadable or broken file (file:line), unknown keys or wrong types (key path).
+    Raises ConfigError: unknown name, unreadable or broken file (file:line), unknown keys or wrong
+    types (key path).
     """
     found = _named_model(name_or_path)
     if found is not None:
         return found
     path = _model_path(name_or_path)
-    return entry_from_config(_config(path), str(path)) if path.suffix == ".json" else _model_from_file(path)
+    return (
+        entry_from_config(_config(path), str(path))
+        if path.suffix == ".json"
+        else _model_from_file(path)
+    )
 
 
 def find_config(name_or_path: str) -> Mapping[str, Any] | None:
-    """All of a Hugging Face config.json, None for a model that is described otherwise. Raises ConfigError, as `load_model` does."""
+    """All of a Hugging Face config.json, None for a model that is described otherwise. Raises
+    ConfigError, as `load_model` does.
+    """
     path = None if _named_model(name_or_path) else _model_path(name_or_path)
     return _config(path) if path is not None and path.suffix == ".json" else None
 
 
 def load_config(name_or_path: str) -> Mapping[str, Any]:
-    """All of a Hugging Face config.json. Raises ConfigError, as `load_model` does, and for a model that is described otherwise."""
+    """All of a Hugging Face config.json. Raises ConfigError, as `load_model` does, and for a model
+    that is described otherwise.
+    """
     config = find_config(name_or_path)
     if config is None:
-        raise ConfigError(f"--module huggingface needs a Hugging Face config.json, --model is {name_or_path}",
-                          hint="give --model PATH/config.json, or leave out --module")
+        raise ConfigError(
+            f"--module huggingface needs a Hugging Face config.json, --model is {name_or_path}",
+            hint="give --model PATH/config.json, or leave out --module",
+        )
     return config
 
 
@@ -195,23 +235,37 @@ def stack_names() -> tuple[str, ...]:
     return _names("stacks")
 
 
-def load_stack(name_or_path: str, terms: Terms | None = None, *, without: str | None = None) -> Stack:
-    """A packaged stack by name with its fitted terms, or a YAML of the same shape. Raises ConfigError, as `load_model` does.
+def load_stack(
+    name_or_path: str, terms: Terms | None = None, *, without: str | None = None
+) -> Stack:
+    """A packaged stack by name with its fitted terms, or a YAML of the same shape. Raises
+    ConfigError, as `load_model` does.
 
-    terms: those of another fit than the shipped one; without: those of the fit that did not see the source of that name
+    terms: those of another fit than the shipped one; without: those of the fit that did not see the
+    source of that name
     """
     name = name_or_path.lower().replace("_", "-")
-    source: Traversable = _packaged("stacks", name) if name in stack_names() else _path_or_unknown("stack", name_or_path, stack_names())
+    source: Traversable = (
+        _packaged("stacks", name)
+        if name in stack_names()
+        else _path_or_unknown("stack", name_or_path, stack_names())
+    )
     stated = _read_yaml(source)
     stack = parse(Stack, stated, _where(source))
     if stack.terms_of and stack.terms_of not in stack_names():
-        raise unknown_name_error("stack", stack.terms_of, stack_names(), where=f"terms_of of {_where(source)}")
+        raise unknown_name_error(
+            "stack", stack.terms_of, stack_names(), where=f"terms_of of {_where(source)}"
+        )
     fitted = (shipped_terms() if terms is None else terms).of_stack(stack, without)
-    return replace(fitted, **{key: getattr(stack, key) for key in cast(Mapping[str, Any], stated)})  # what a file says itself stays
+    return replace(
+        fitted, **{key: getattr(stack, key) for key in cast(Mapping[str, Any], stated)}
+    )  # what a file says itself stays
 
 
 def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
-    """A packaged cluster by name or a YAML of the same shape. Raises ConfigError, as `load_model` does; `what` was asked for."""
+    """A packaged cluster by name or a YAML of the same shape. Raises ConfigError, as `load_model`
+    does; `what` was asked for.
+    """
     name = name_or_path.lower().replace("_", "-")
     name = _CLUSTER_ALIASES.get(name, name)
     if name in cluster_names():
@@ -222,7 +276,9 @@ def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
 
 
 def cluster_from_document(document: object, where: str) -> Cluster:
-    """The cluster that a document of the YAML shape describes. Raises ConfigError with `where` and the key's path."""
+    """The cluster that a document of the YAML shape describes. Raises ConfigError with `where` and
+    the key's path.
+    """
     cluster = parse(_ClusterDocument, document, where)
     device, node = cluster.device, cluster.node
     return Cluster(
@@ -231,11 +287,14 @@ def cluster_from_document(document: object, where: str) -> Cluster:
             name=device.name,
             memory_bytes=_bytes(device.memory_gib),
             memory_bytes_per_s=_per_s(device.memory_gb_per_s),
-            peak_flops_per_s={str(precision): _flops(peak) for precision, peak in device.peak_tflops.items()},
+            peak_flops_per_s={
+                str(precision): _flops(peak) for precision, peak in device.peak_tflops.items()
+            },
             num_sms=device.num_sms,
             context_bytes=_bytes(device.context_gib),
             source=device.source,
-            compute_capability=device.compute_capability),
+            compute_capability=device.compute_capability,
+        ),
         nodes=cluster.nodes,
         gpus_per_node=node.gpus,
         intra_node=_link(node.link),
@@ -243,7 +302,9 @@ def cluster_from_document(document: object, where: str) -> Cluster:
         nic=_link(node.nic),
         host_memory_bytes=_bytes(node.host_memory_gib),
         pcie_bytes_per_s=_per_s(node.pcie_gb_per_s),
-        pcie_node_bytes_per_s=None if node.pcie_node_gb_per_s is None else _per_s(node.pcie_node_gb_per_s),
+        pcie_node_bytes_per_s=None
+        if node.pcie_node_gb_per_s is None
+        else _per_s(node.pcie_node_gb_per_s),
         host_bytes_per_s=None if node.host_gb_per_s is None else _per_s(node.host_gb_per_s),
         numa_domains=node.numa_domains,
         gpus_per_numa=node.gpus_per_numa,
@@ -257,7 +318,9 @@ def _if_known(bytes_per_s: float | None) -> float | None:
 
 
 def cluster_document(cluster: Cluster) -> dict[str, Any]:
-    """The YAML shape of `cluster`, with units in the key names: the inverse of `cluster_from_document`."""
+    """The YAML shape of `cluster`, with units in the key names: the inverse of
+    `cluster_from_document`.
+    """
     device = cluster.device
     body = _ClusterDocument(
         name=cluster.name,
@@ -265,11 +328,15 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             name=device.name,
             memory_gib=_shortest(device.memory_bytes, GIB, _bytes),
             memory_gb_per_s=_shortest(device.memory_bytes_per_s, GB, _per_s),
-            peak_tflops={cast(_Arithmetic, name): _shortest(peak, TERA, _flops) for name, peak in device.peak_flops_per_s.items()},
+            peak_tflops={
+                cast(_Arithmetic, name): _shortest(peak, TERA, _flops)
+                for name, peak in device.peak_flops_per_s.items()
+            },
             num_sms=device.num_sms,
             context_gib=_shortest(device.context_bytes, GIB, _bytes),
             source=device.source,
-            compute_capability=device.compute_capability),
+            compute_capability=device.compute_capability,
+        ),
         node=_NodeDocument(
             gpus=cluster.gpus_per_node,
             link=_link_document(cluster.intra_node),
@@ -277,8 +344,11 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             nic=_link_document(cluster.nic),
             host_memory_gib=_shortest(cluster.host_memory_bytes, GIB, _bytes),
             pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s),
-            pcie_node_gb_per_s=_if_known(cluster.pcie_node_bytes_per_s), host_gb_per_s=_if_known(cluster.host_bytes_per_s),
-            numa_domains=cluster.numa_domains, gpus_per_numa=cluster.gpus_per_numa),
+            pcie_node_gb_per_s=_if_known(cluster.pcie_node_bytes_per_s),
+            host_gb_per_s=_if_known(cluster.host_bytes_per_s),
+            numa_domains=cluster.numa_domains,
+            gpus_per_numa=cluster.gpus_per_numa,
+        ),
         nodes=cluster.nodes,
         calibration=cluster.calibration,
         profile=cluster.profile,
@@ -297,11 +367,12 @@ def cluster_schema() -> dict[str, Any]:
 
 
 def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None) -> Cluster:
-    """The same kind of machine with `num_gpus` devices, `gpus_per_node` to a node (the cluster's own, unless given).
+    """The same kind of machine with `num_gpus` devices, `gpus_per_node` to a node (the cluster's
+    own, unless given).
 
-    Fewer devices than a node: one node of that many. A node of another size has NICs in proportion, at least one, and uplinks to the
-    host, at least a lane: devices are taken in order, and those behind one switch share its uplink.
-    Raises ConfigError when the devices do not fill whole nodes.
+    Fewer devices than a node: one node of that many. A node of another size has NICs in proportion,
+    at least one, and uplinks to the host, at least a lane: devices are taken in order, and those
+    behind one switch share its uplink. Raises ConfigError when the devices do not fill whole nodes.
     """
     for flag, count in (("--gpus", num_gpus), ("--gpus-per-node", gpus_per_node)):
         if count is not None and count < 1:
@@ -311,12 +382,19 @@ def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None)
         below = num_gpus // per_node * per_node
         raise ConfigError(
             f"{num_gpus} GPUs do not fill whole nodes of {per_node} {cluster.device.name}",
-            hint=f"use --gpus {below} or --gpus {below + per_node}, or set --gpus-per-node to a divisor of {num_gpus}")
+            hint=f"use --gpus {below} or --gpus {below + per_node}, or set --gpus-per-node to a divisor of {num_gpus}",
+        )
     nics = max(1, math.ceil(cluster.nics_per_node * per_node / cluster.gpus_per_node))
     part, uplinks = per_node / cluster.gpus_per_node, cluster.pcie_node_bytes_per_s
     return replace(
-        cluster, nodes=num_gpus // per_node, gpus_per_node=per_node, nics_per_node=nics,
-        pcie_node_bytes_per_s=None if uplinks is None else max(part * uplinks, min(uplinks, cluster.pcie_bytes_per_s)))
+        cluster,
+        nodes=num_gpus // per_node,
+        gpus_per_node=per_node,
+        nics_per_node=nics,
+        pcie_node_bytes_per_s=None
+        if uplinks is None
+        else max(part * uplinks, min(uplinks, cluster.pcie_bytes_per_s)),
+    )
 
 
 def _names(folder: str) -> tuple[str, ...]:
@@ -329,7 +407,9 @@ def _packaged(folder: str, name: str) -> Traversable:
 
 
 def _where(source: Traversable) -> str:
-    """A path as the user gave it; a packaged file by its place in the package, not in one machine's site-packages."""
+    """A path as the user gave it; a packaged file by its place in the package, not in one machine's
+    site-packages.
+    """
     text = str(source)
     root = str(files("parplan.configs"))
     return f"configs{text.removeprefix(root)}" if text.startswith(root) else text
@@ -345,10 +425,14 @@ def _model_name(name: str) -> str:
 
 
 def _path_or_unknown(what: str, text: str, known: tuple[str, ...]) -> Path:
-    """`text` as a path when it is one or looks like one; otherwise the error for an unknown name."""
+    """`text` as a path when it is one or looks like one; otherwise the error for an unknown
+    name.
+    """
     path = Path(text)
     looks_like_path = "/" in text or "\\" in text or path.suffix in (".yaml", ".yml", ".json")
-    if not looks_like_path and not os.path.exists(path):  # unlike Path.exists, it takes a name that is too long
+    if not looks_like_path and not os.path.exists(
+        path
+    ):  # unlike Path.exists, it takes a name that is too long
         raise unknown_name_error(what, text, known)
     return path
 
@@ -359,7 +443,9 @@ def _read_yaml(source: Traversable) -> object:
 
 def _mapping(body: object, where: str) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
-        raise ConfigError(f"{where}: a model is a mapping, found {type(body).__name__}", hint="correct that file")
+        raise ConfigError(
+            f"{where}: a model is a mapping, found {type(body).__name__}", hint="correct that file"
+        )
     return body
 
 
@@ -367,11 +453,20 @@ def _model_from_file(source: Traversable) -> ModelEntry:
     body = parse(_ModelFile, _read_yaml(source), _where(source))
     training = body.training
     return ModelEntry(
-        spec=body.model, global_batch_size=training.global_batch_size, seq_length=training.seq_length, source=body.source)
+        spec=body.model,
+        global_batch_size=training.global_batch_size,
+        seq_length=training.seq_length,
+        source=body.source,
+    )
 
 
 def _link(link: _LinkDocument) -> Link:
-    return Link(name=link.name, bytes_per_s=_per_s(link.gb_per_s), latency_s=_seconds(link.latency_us), source=link.source)
+    return Link(
+        name=link.name,
+        bytes_per_s=_per_s(link.gb_per_s),
+        latency_s=_seconds(link.latency_us),
+        source=link.source,
+    )
 
 
 def _link_document(link: Link) -> _LinkDocument:
@@ -379,7 +474,8 @@ def _link_document(link: Link) -> _LinkDocument:
         name=link.name,
         gb_per_s=_shortest(link.bytes_per_s, GB, _per_s),
         latency_us=_shortest(link.latency_s, 1 / US_PER_S, _seconds),
-        source=link.source)
+        source=link.source,
+    )
 
 
 def _bytes(gib: float) -> int:
@@ -399,7 +495,9 @@ def _seconds(microseconds: float) -> float:
 
 
 def _shortest(inside: float, unit: float, convert: Callable[[float], float]) -> float:
-    """The number with the fewest decimals that `convert` turns back into exactly `inside`, so that files keep their text."""
+    """The number with the fewest decimals that `convert` turns back into exactly `inside`, so that
+    files keep their text.
+    """
     outside = inside / unit
     return next((short for short in _spellings(outside) if convert(short) == inside), outside)
 

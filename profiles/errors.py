@@ -1,4 +1,6 @@
-"""Every error a user can cause or meet, with the exit code of the command line and one action that helps; checks of names."""
+"""Every error a user can cause or meet, with the exit code of the command line and one action that
+helps; checks of names.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ _CLOSE = 0.65  # of two names: twice the characters that they share over those o
 
 
 class PlannerError(Exception):
-    """What was found, what was needed and where; `hint` is one action. The exit code is that of the command."""
+    """What was found, what was needed and where; `hint` is one action. The exit code is that of the
+    command.
+    """
 
     exit_code = 1
 
@@ -60,15 +64,21 @@ def did_you_mean(found: str, known: Iterable[str]) -> str | None:
 
 def _family(name: str) -> str:
     """The letters that a name begins with: h800-80gb is no misspelling of a800-80gb."""
-    return name[: next((i for i, character in enumerate(name) if not character.isalpha()), len(name))].lower()
+    return name[
+        : next((i for i, character in enumerate(name) if not character.isalpha()), len(name))
+    ].lower()
 
 
 def _alike(first: str, second: str) -> bool:
     return first == second or difflib.SequenceMatcher(None, first, second).ratio() >= _CLOSE
 
 
-def unknown_name_error(what: str, found: str, known: Iterable[str], *, where: str = "") -> ConfigError:
-    """The error for a name outside a closed set: says the set's nearest member, or the whole set when none is near."""
+def unknown_name_error(
+    what: str, found: str, known: Iterable[str], *, where: str = ""
+) -> ConfigError:
+    """The error for a name outside a closed set: says the set's nearest member, or the whole set
+    when none is near.
+    """
     names = sorted(known)
     place = f" in {where}" if where else ""
     hint = did_you_mean(found, names) or f"known: {', '.join(names)}"
@@ -76,7 +86,9 @@ def unknown_name_error(what: str, found: str, known: Iterable[str], *, where: st
 
 
 def choose(instance: object, field: str, choices: type[StrEnum], *, where: str = "") -> None:
-    """Make the field of a frozen dataclass a member of `choices`, which a plain string may name. Raises ConfigError."""
+    """Make the field of a frozen dataclass a member of `choices`, which a plain string may name.
+    Raises ConfigError.
+    """
     found = getattr(instance, field)
     names = [choice.value for choice in choices]
     if found not in names:

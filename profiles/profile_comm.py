@@ -1,4 +1,6 @@
-"""`torchrun --nproc-per-node N -m parplan.profiles.profile_comm -o comm.yaml`: times the communication of the ranks that were started."""
+"""`torchrun --nproc-per-node N -m parplan.profiles.profile_comm -o comm.yaml`: times the
+communication of the ranks that were started.
+"""
 
 from __future__ import annotations
 
@@ -47,33 +49,80 @@ from parplan.profiles.units import (
 
 LARGEST_BYTES = {"cuda": GIB, "cpu": 64 * MIB}
 PRECISION = {"cuda": "bf16", "cpu": "fp32"}
-PRODUCT = {"cuda": 4096, "cpu": 512}  # rows and columns of the product that overlap is measured with
+PRODUCT = {
+    "cuda": 4096,
+    "cpu": 512,
+}  # rows and columns of the product that overlap is measured with
 TIMEOUT_S = 120.0  # of one collective
 EXAMPLE = (
     "\b\nExample:\n"
     "  torchrun --nproc-per-node 8 -m parplan.profiles.profile_comm -o comm.yaml\n"
-    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m parplan.profiles.profile_comm -o comm.yaml --minutes 5")
+    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m parplan.profiles.profile_comm -o comm.yaml --minutes 5"
+)
 
 
 @click.command(epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE",
-              help="Where the records go; a run that was interrupted goes on with FILE.journal.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="auto: GPUs if any.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), metavar="N",
-              help="Stop then; what says most comes first. [default: until all is measured]")
-@click.option("--largest", metavar="SIZE", help="The largest tensor. [default: 1GiB, on CPUs 64MiB]")
-@click.option("--restart", is_flag=True, help="Measure anew what an earlier run left in FILE.journal.")
-@click.option("--attempts", type=click.IntRange(1), default=ATTEMPTS, show_default=True, metavar="N",
-              help="Record a case as crashed when so many runs have ended in it without a word.")
-def main(output: Path, device: str, minutes: float | None, largest: str | None, restart: bool, attempts: int) -> None:
-    """Time collectives and messages of the ranks that torchrun started, for each group that a mesh can make of them."""
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    metavar="FILE",
+    help="Where the records go; a run that was interrupted goes on with FILE.journal.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs if any.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    metavar="N",
+    help="Stop then; what says most comes first. [default: until all is measured]",
+)
+@click.option(
+    "--largest", metavar="SIZE", help="The largest tensor. [default: 1GiB, on CPUs 64MiB]"
+)
+@click.option(
+    "--restart", is_flag=True, help="Measure anew what an earlier run left in FILE.journal."
+)
+@click.option(
+    "--attempts",
+    type=click.IntRange(1),
+    default=ATTEMPTS,
+    show_default=True,
+    metavar="N",
+    help="Record a case as crashed when so many runs have ended in it without a word.",
+)
+def main(
+    output: Path,
+    device: str,
+    minutes: float | None,
+    largest: str | None,
+    restart: bool,
+    attempts: int,
+) -> None:
+    """Time collectives and messages of the ranks that torchrun started, for each group that a mesh
+    can make of them.
+    """
     began_s = time.monotonic()
     if minutes is not None and not math.isfinite(minutes):
-        raise ConfigError(f"--minutes is {minutes}, it must be a finite number", hint="leave --minutes out to measure everything")
+        raise ConfigError(
+            f"--minutes is {minutes}, it must be a finite number",
+            hint="leave --minutes out to measure everything",
+        )
     world, where = world_of_environment(), chosen_device(device)
     cases = comm_cases(
-        world, largest_bytes=LARGEST_BYTES[where.type] if largest is None else parse_size("--largest", largest),
-        precision=PRECISION[where.type], product=PRODUCT[where.type])
+        world,
+        largest_bytes=LARGEST_BYTES[where.type]
+        if largest is None
+        else parse_size("--largest", largest),
+        precision=PRECISION[where.type],
+        product=PRODUCT[where.type],
+    )
     chief = None
     if os.environ["RANK"] == "0":
         ends_at_s = math.inf if minutes is None else began_s + 60 * minutes
@@ -94,16 +143,31 @@ def _measured_on(world: World, device: torch.device) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "backend": f"nccl {'.'.join(map(str, nccl.version()))}" if cuda else "gloo",
-        "torch": torch.__version__, "nodes": world.nodes, "ranks_per_node": world.ranks_per_node}
+        "torch": torch.__version__,
+        "nodes": world.nodes,
+        "ranks_per_node": world.ranks_per_node,
+    }
 
 
-def _chief(cases: Sequence[Case], output: Path, measured_on: Mapping[str, Any], ends_at_s: float, *, restart: bool) -> Chief:
+def _chief(
+    cases: Sequence[Case],
+    output: Path,
+    measured_on: Mapping[str, Any],
+    ends_at_s: float,
+    *,
+    restart: bool,
+) -> Chief:
     """Rank 0's part, with what an earlier run left."""
     journal = open_journal(beside(output), measured_on, restart=restart)
     for note in journal.notes:
         click.echo(f"note: {note}", err=True)
     return Chief(
-        cases=cases, journal=journal, in_flight=InFlight(in_flight_of(output)), ends_at_s=ends_at_s, told=_tell)
+        cases=cases,
+        journal=journal,
+        in_flight=InFlight(in_flight_of(output)),
+        ends_at_s=ends_at_s,
+        told=_tell,
+    )
 
 
 def _tell(record: Record, done: int, number: int) -> None:
@@ -112,18 +176,27 @@ def _tell(record: Record, done: int, number: int) -> None:
         time_s = record.measured.times["time"].median_us / US_PER_S
         found = f"{format_seconds(time_s)}, {format_number(record.case.size('bytes') / time_s / GB, 3)} GB/s"
     elif record.measured is not None:
-        found = ", ".join(f"{name} {format_number(value, 4)}" for name, value in record.measured.figures.items())
+        found = ", ".join(
+            f"{name} {format_number(value, 4)}" for name, value in record.measured.figures.items()
+        )
     click.echo(f"{done}/{number}  {record.case.key}  {found}", err=True)
 
 
 def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
     """The file of what there is; the journal stays where cases are left."""
-    records = tuple(chief.journal.records[case.key] for case in chief.cases if case.key in chief.journal.records)
+    records = tuple(
+        chief.journal.records[case.key] for case in chief.cases if case.key in chief.journal.records
+    )
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    write_comm_file(output, CommFile(comm_version=COMM_VERSION, date=date, records=records, **measured_on))
+    write_comm_file(
+        output, CommFile(comm_version=COMM_VERSION, date=date, records=records, **measured_on)
+    )
     left = len(chief.left())
     if left:
-        click.echo(f"note: {left} of {len(chief.cases)} cases are left; the same command goes on with them", err=True)
+        click.echo(
+            f"note: {left} of {len(chief.cases)} cases are left; the same command goes on with them",
+            err=True,
+        )
         chief.journal.close()
     else:
         chief.journal.delete()
@@ -138,7 +211,10 @@ def run() -> int:
                 main(prog_name="python -m parplan.profiles.profile_comm", standalone_mode=False)
         except PlannerError as error:
             if os.environ.get("RANK", "0") == "0":
-                click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
+                click.echo(
+                    f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""),
+                    err=True,
+                )
             return error.exit_code
         except click.ClickException as error:
             error.show()
@@ -147,7 +223,8 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    # the default action ends even a rank that waits inside a collective, without a traceback; a shell reports 130
+    # the default action ends even a rank that waits inside a collective, without a traceback; a
+    # shell reports 130
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = run()
     os._exit(code)  # not sys.exit: gloo's threads may still run while the interpreter is torn down

@@ -1,4 +1,6 @@
-"""Where a number comes from. A sum is as good as its weakest part, unless that part is too small to matter."""
+"""Where a number comes from. A sum is as good as its weakest part, unless that part is too small to
+matter.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,24 @@ _ORDER = tuple(Kind)
 
 
 def weakest(kinds: Iterable[Kind]) -> Kind:
-    """The least certain of `kinds`; a number with no parts counts as measured (it is exactly zero)."""
+    """The least certain of `kinds`; a number with no parts counts as measured (it is exactly
+    zero).
+    """
     return max(kinds, key=_ORDER.index, default=Kind.MEASURED)
 
 
 class Seconds:
-    """A duration that remembers how much of it was measured, interpolated and computed. Immutable."""
+    """A duration that remembers how much of it was measured, interpolated and computed.
+    Immutable.
+    """
 
     __slots__ = ("parts_s",)
     parts_s: tuple[float, ...]
 
     def __init__(self, value_s: float, kind: Kind) -> None:
-        object.__setattr__(self, "parts_s", tuple(value_s if kind is own else 0.0 for own in _ORDER))
+        object.__setattr__(
+            self, "parts_s", tuple(value_s if kind is own else 0.0 for own in _ORDER)
+        )
 
     @classmethod
     def _of(cls, parts_s: tuple[float, ...]) -> Seconds:
@@ -50,7 +58,11 @@ class Seconds:
     def kind(self) -> Kind:
         """The least certain kind that makes up at least 5 % of the duration."""
         enough_s = NEGLIGIBLE_SHARE * self.value_s
-        return weakest(kind for kind, part_s in zip(_ORDER, self.parts_s, strict=True) if part_s and part_s >= enough_s)
+        return weakest(
+            kind
+            for kind, part_s in zip(_ORDER, self.parts_s, strict=True)
+            if part_s and part_s >= enough_s
+        )
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds._of(tuple(map(sum, zip(self.parts_s, other.parts_s, strict=True))))

@@ -1,8 +1,10 @@
-"""The software stack: how a training framework runs what a plan decides. The third input beside model and cluster.
+"""The software stack: how a training framework runs what a plan decides. The third input beside
+model and cluster.
 
-Two frameworks that run the same plan on the same devices differ by tens of percent: in their attention kernel, in what
-they hide under compute, in how fast their host launches work. What can be read in a framework's code is a fact of its file
-in `configs/stacks`; what cannot is one of a few terms that `planner/validation/term_fit.py` fits to measured steps
+Two frameworks that run the same plan on the same devices differ by tens of percent: in their
+attention kernel, in what they hide under compute, in how fast their host launches work. What can be
+read in a framework's code is a fact of its file in `configs/stacks`; what cannot is one of a few
+terms that `planner/validation/term_fit.py` fits to measured steps
 (`profiles/machines/stack_terms.py`).
 """
 
@@ -17,21 +19,27 @@ from parplan.profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv", "custom"]
+ScheduleName = Literal[
+    "gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv", "custom"
+]
 RecomputeKind = Literal["none", "selective", "full", "operators"]
 EVERY_SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
 EVERY_RECOMPUTE: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
 
 
 class AttentionKernel(StrEnum):
-    """`flash` never stores the S x S scores; `unfused` stores them (and their dropout mask) for the backward pass."""
+    """`flash` never stores the S x S scores; `unfused` stores them (and their dropout mask) for the
+    backward pass.
+    """
 
     FLASH = "flash"
     UNFUSED = "unfused"
 
 
 class FlashKernel(StrEnum):
-    """Which fused attention kernel: PyTorch's memory-efficient one, the generations of FlashAttention, cuDNN's (Transformer Engine)."""
+    """Which fused attention kernel: PyTorch's memory-efficient one, the generations of
+    FlashAttention, cuDNN's (Transformer Engine).
+    """
 
     EFFICIENT = "efficient"
     FLASH1 = "flash1"
@@ -53,52 +61,83 @@ class AvailableKernel:
         choose(self, "kernel", FlashKernel)
 
 
-SDPA_KERNELS = (  # of scaled_dot_product_attention: pytorch/pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
-    AvailableKernel(kernel=FlashKernel.FLASH2, from_capability=8.0), AvailableKernel(kernel=FlashKernel.EFFICIENT, from_capability=5.0))
+# of scaled_dot_product_attention: pytorch/pytorch
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+SDPA_KERNELS = (
+    AvailableKernel(kernel=FlashKernel.FLASH2, from_capability=8.0),
+    AvailableKernel(kernel=FlashKernel.EFFICIENT, from_capability=5.0),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A training framework of some years. The defaults are a neutral one: nothing hidden, nothing slowed down.
+    """A training framework of some years. The defaults are a neutral one: nothing hidden, nothing
+    slowed down.
 
     Facts:
     attention               what it runs by default
-    flash_kernels           the fused kernels that it has, each with the architecture from which on it runs
-    async_tensor_parallel   without sequence parallelism, input gradients are all-reduced under the weight gradient's product
-    partitioned_transfers   each tensor-parallel rank sends its part of a pipeline boundary tensor, and gathers what it receives
-    overlap_tensor_parallel the gathers and reductions of sequence parallelism run under the products that they feed and follow
-    tp_overlap              the highest level of sub-pipelined tensor parallelism that it runs, 0 to 3 (costmodels/layers/sub_pipeline.py)
-    overlap_transfers       under the interleaved schedule, transfers between stages run under the compute of other micro-batches
+    flash_kernels           the fused kernels that it has, each with the architecture from which on
+                            it runs
+    async_tensor_parallel   without sequence parallelism, input gradients are all-reduced under the
+                            weight gradient's product
+    partitioned_transfers   each tensor-parallel rank sends its part of a pipeline boundary tensor,
+                            and gathers what it receives
+    overlap_tensor_parallel the gathers and reductions of sequence parallelism run under the
+    products that they feed and follow
+    tp_overlap              the highest level of sub-pipelined tensor parallelism that it runs, 0 to
+                            3 (costmodels/layers/sub_pipeline.py)
+    overlap_transfers       under the interleaved schedule, transfers between stages run under the
+                            compute of other micro-batches
     overlap_grad_reduce     gradient reduction and parameter gathering run under compute
-    fused_accumulation      the weight gradient's product adds to the gradient; otherwise it is written and added by another kernel
+    fused_accumulation      the weight gradient's product adds to the gradient; otherwise it is
+                            written and added by another kernel
     schedules               the pipeline schedules that it runs
-    recompute               the kinds of recompute that it runs, `operators` is any list of operators
+    recompute               the kinds of recompute that it runs, `operators` is any list of
+                            operators
     terms_of                the stack whose fitted terms it shares, where not its own
 
     Facts of memory:
-    logit_bytes                    held for each logit at the peak of the loss (16-bit logits and fp32 probabilities: 6)
-    keeps_gathered_inputs          under sequence parallelism a column-parallel product keeps its gathered input, not the rank's tokens
+    logit_bytes                    held for each logit at the peak of the loss (16-bit logits and
+                                   fp32 probabilities: 6)
+    keeps_gathered_inputs          under sequence parallelism a column-parallel product keeps its
+                                   gathered input, not the rank's tokens
     keeps_activated_gate           a gated activation keeps its activated half, besides its input
     attention_kv_copies            further copies of keys and values that attention keeps
-    attention_output_copies        further copies of its output that it keeps where sequences and batch change places (micro-batch > 1)
-    keeps_low_precision_gradients  16-bit gradients stay allocated beside the fp32 ones that they are added to
-    ddp_buckets                    data parallelism holds its own 16-bit buckets, as large as the parameters, beside the gradients
-    step_copy_bytes                of fp32 that 16-bit gradients are copied to for the optimizer's step, for each parameter that the rank
-                                   updates: not there with the activations, but in blocks that theirs do not serve
-    bucket_elements                gradients that data parallelism flattens into one buffer to reduce them, beside those that it flattens
-    zero_buffers                   ZeRO 1 and 2 reduce and gather through buffers of one layer, not in place
-    frees_gradients                gradients are freed after each update: where all forward passes of a step come before its first backward
-                                   pass, they are not there when most activations are
-    whole_table_gradients          the gradient of a token table that tensor parallelism divides is made whole and then cut
-    keeps_sent                     a stage keeps the activations and gradients that it sends until the step is over
-    plain_dropout_on_cpu           it runs torch's dropout, which on CPUs keeps a mask of its input's type, and attention then its scores
-    workspace_bytes                libraries' workspaces that the allocator holds all the time (cuBLAS, Transformer Engine)
+    attention_output_copies        further copies of its output that it keeps where sequences and
+                                   batch change places (micro-batch > 1)
+    keeps_low_precision_gradients  16-bit gradients stay allocated beside the fp32 ones that they
+                                   are added to
+    ddp_buckets                    data parallelism holds its own 16-bit buckets, as large as the
+                                   parameters, beside the gradients
+    step_copy_bytes                of fp32 that 16-bit gradients are copied to for the optimizer's
+                                   step, for each parameter that the rank updates: not there with
+                                   the activations, but in blocks that theirs do not serve
+    bucket_elements                gradients that data parallelism flattens into one buffer to
+                                   reduce them, beside those that it flattens
+    zero_buffers                   ZeRO 1 and 2 reduce and gather through buffers of one layer, not
+                                   in place
+    frees_gradients                gradients are freed after each update: where all forward passes
+                                   of a step come before its first backward pass, they are not there
+                                   when most activations are
+    whole_table_gradients          the gradient of a token table that tensor parallelism divides is
+                                   made whole and then cut
+    keeps_sent                     a stage keeps the activations and gradients that it sends until
+                                   the step is over
+    plain_dropout_on_cpu           it runs torch's dropout, which on CPUs keeps a mask of its
+                                   input's type, and attention then its scores
+    workspace_bytes                libraries' workspaces that the allocator holds all the time
+                                   (cuBLAS, Transformer Engine)
 
-    Terms, of which the first four are fitted to measured steps (planner/validation/term_fit.py has their bounds):
-    kernel_slowdown    by what factor kernels take longer in a step than alone: gaps, clocks, kernels that are not priced
-    host_operator_s    seconds in which the host launches one operator of the graph; a layer is never faster than its operators
-    transfer_share     share of a link's bandwidth that transfers between stages reach, of what single messages reach on it
-    allocator_share    what the caching allocator holds beyond what is allocated, over what is allocated
+    Terms, of which the first four are fitted to measured steps (planner/validation/term_fit.py has
+    their bounds):
+    kernel_slowdown    by what factor kernels take longer in a step than alone: gaps, clocks,
+                       kernels that are not priced
+    host_operator_s    seconds in which the host launches one operator of the graph; a layer is
+                       never faster than its operators
+    transfer_share     share of a link's bandwidth that transfers between stages reach, of what
+                       single messages reach on it
+    allocator_share    what the caching allocator holds beyond what is allocated, over what is
+                       allocated
     nccl_bytes         what the communicators of one parallel axis hold outside the allocator
     """
 
@@ -134,30 +173,55 @@ class Stack:
     plain_dropout_on_cpu: bool = False
     workspace_bytes: int = 0
     kernel_slowdown: float = 1.0
-    host_operator_s: float = 50e-6  # assumed: between the 20 us of a bare launch from Python and the 84 us fitted on vTrain's steps
+    # assumed: between the 20 us of a bare launch from Python and the 84 us fitted on vTrain's steps
+    host_operator_s: float = 50e-6
     transfer_share: float = 1.0
     allocator_share: float = 0.04  # measured reserved/allocated is 1.02-1.07 (EQUATIONS M6)
-    nccl_bytes: float = 400.0 * MIB  # 0.5-2 GiB with many communicators (EQUATIONS M6); one a parallel axis, an assumption
+    nccl_bytes: float = (
+        400.0 * MIB
+    )  # 0.5-2 GiB with many communicators (EQUATIONS M6); one a parallel axis, an assumption
 
     def __post_init__(self) -> None:
         choose(self, "attention", AttentionKernel, where=f"stack {self.name}")
-        if self.kernel_slowdown < 1.0 or self.host_operator_s < 0.0 or not 0.0 < self.transfer_share <= 1.0:
+        if (
+            self.kernel_slowdown < 1.0
+            or self.host_operator_s < 0.0
+            or not 0.0 < self.transfer_share <= 1.0
+        ):
             raise ConfigError(
-                f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s at least 0, transfer_share in (0, 1]")
+                f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s at least 0, transfer_share in (0, 1]"
+            )
         if self.tp_overlap not in (0, 1, 2, 3):
-            raise ConfigError(f"stack {self.name}: tp_overlap is {self.tp_overlap}, it must be 0, 1, 2 or 3")
-        sizes = ("logit_bytes", "attention_kv_copies", "attention_output_copies", "step_copy_bytes", "bucket_elements", "workspace_bytes",
-                 "allocator_share", "nccl_bytes")
+            raise ConfigError(
+                f"stack {self.name}: tp_overlap is {self.tp_overlap}, it must be 0, 1, 2 or 3"
+            )
+        sizes = (
+            "logit_bytes",
+            "attention_kv_copies",
+            "attention_output_copies",
+            "step_copy_bytes",
+            "bucket_elements",
+            "workspace_bytes",
+            "allocator_share",
+            "nccl_bytes",
+        )
         for field in sizes:
             if getattr(self, field) < 0:
-                raise ConfigError(f"stack {self.name}: {field} is {getattr(self, field)}, it must be at least 0")
+                raise ConfigError(
+                    f"stack {self.name}: {field} is {getattr(self, field)}, it must be at least 0"
+                )
 
     def flash_kernel_on(self, capability: float | None) -> FlashKernel | None:
-        """The newest fused kernel that a device of a compute capability runs, None where it runs none.
+        """The newest fused kernel that a device of a compute capability runs, None where it runs
+        none.
 
         The newest of all where the capability is not known.
         """
-        running = [each for each in self.flash_kernels if capability is None or each.from_capability <= capability]
+        running = [
+            each
+            for each in self.flash_kernels
+            if capability is None or each.from_capability <= capability
+        ]
         return max(running, key=lambda each: each.from_capability).kernel if running else None
 
     def attention_on(self, capability: float | None) -> AttentionKernel:

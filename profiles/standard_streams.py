@@ -1,7 +1,9 @@
-"""The standard streams of a command: a stream that is closed, full, or cannot encode a character never ends the work.
+"""The standard streams of a command: a stream that is closed, full, or cannot encode a character
+never ends the work.
 
-A command computes, writes its files and prints. What it prints may be lost (`2>&-`, `>/dev/full`, `| head -1`), what it computes
-must not be: a write that fails is kept, and the command ends with it when everything else is done.
+A command computes, writes its files and prints. What it prints may be lost (`2>&-`, `>/dev/full`,
+`| head -1`), what it computes must not be: a write that fails is kept, and the command ends with it
+when everything else is done.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _ERRORS = "backslashreplace"  # of characters that the stream's encoding does no
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor whose writes do not fail: the first failure is kept, and everything after it is dropped."""
+    """A file descriptor whose writes do not fail: the first failure is kept, and everything after
+    it is dropped.
+    """
 
     failure: OSError | None = None
 
@@ -42,7 +46,9 @@ class Streams:
     out: _Descriptor | None
 
     def failure(self) -> OSError | None:
-        """Why stdout could not be written. A reader that went away is no failure: it has all that it wanted."""
+        """Why stdout could not be written. A reader that went away is no failure: it has all that
+        it wanted.
+        """
         with suppress(OSError):
             sys.stdout.flush()
         found = None if self.out is None else self.out.failure
@@ -64,7 +70,9 @@ def sturdy_streams() -> Iterator[Streams]:
 
 
 def _open_closed() -> None:
-    """Put /dev/null where a standard stream was closed: the next file that is opened would be taken for it."""
+    """Put /dev/null where a standard stream was closed: the next file that is opened would be taken
+    for it.
+    """
     while True:
         handle = os.open(os.devnull, os.O_RDWR)
         if handle > STDERR_FD:
@@ -73,7 +81,9 @@ def _open_closed() -> None:
 
 
 def _sturdy(stream: TextIO | None) -> tuple[TextIO, _Descriptor | None]:
-    """The stream over a descriptor that keeps its failures; a stream that was closed drops everything."""
+    """The stream over a descriptor that keeps its failures; a stream that was closed drops
+    everything.
+    """
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8"), None
     try:
@@ -82,6 +92,10 @@ def _sturdy(stream: TextIO | None) -> tuple[TextIO, _Descriptor | None]:
     except (OSError, ValueError):  # no file
         return stream, None
     text = io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding=stream.encoding, errors=_ERRORS, line_buffering=getattr(stream, "line_buffering", False),
-        write_through=getattr(stream, "write_through", False))
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=_ERRORS,
+        line_buffering=getattr(stream, "line_buffering", False),
+        write_through=getattr(stream, "write_through", False),
+    )
     return text, raw

@@ -1,4 +1,6 @@
-"""The one place where units are converted: seconds, bytes and FLOPs inside, the field's units at the edges."""
+"""The one place where units are converted: seconds, bytes and FLOPs inside, the field's units at
+the edges.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ TERA = 10**12
 US_PER_S = 1e6
 LARGEST = 10**18  # bytes of any size
 _SIZE_UNITS = {
-    "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": TERA}
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1024 * GIB,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": GB,
+    "tb": TERA,
+}
 
 
 def parse_size(flag: str, text: str) -> int:
@@ -23,11 +33,16 @@ def parse_size(flag: str, text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
     scale = _SIZE_UNITS.get(found[2].lower()) if found else None
     if found is None or scale is None:
-        raise ConfigError(f"{flag} is {text!r}, it must be a number and a unit", hint=f"for example {flag} 72GiB (or MiB, GB, MB)")
+        raise ConfigError(
+            f"{flag} is {text!r}, it must be a number and a unit",
+            hint=f"for example {flag} 72GiB (or MiB, GB, MB)",
+        )
     size = float(found[1]) * scale
     if not 0.5 < size <= LARGEST:
         needed = "at most 888 PiB" if size > LARGEST else "more than nothing"
-        raise ConfigError(f"{flag} is {text[:40]}, it must be {needed}", hint=f"for example {flag} 72GiB")
+        raise ConfigError(
+            f"{flag} is {text[:40]}, it must be {needed}", hint=f"for example {flag} 72GiB"
+        )
     return round(size)
 
 
@@ -42,7 +57,9 @@ def tflops(flops_per_s: float) -> float:
 
 
 def format_number(value: float, digits: int) -> str:
-    """A number in that many digits, thousands separated, without trailing zeros and never with an exponent: `16,410`, `0.0123`."""
+    """A number in that many digits, thousands separated, without trailing zeros and never with an
+    exponent: `16,410`, `0.0123`.
+    """
     rounded = float(f"{value:.{digits}g}")
     if not rounded or not math.isfinite(rounded):
         return f"{rounded:g}"
@@ -59,7 +76,11 @@ def format_seconds(seconds: float) -> str:
     """A duration in the unit a person would say it in: `20.1 s`, `3.25 ms`, `12.0 us`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= scale:
-            return f"{format_number(seconds / scale, 3)} {unit}" if seconds < 1000 * scale else f"{seconds / scale:,.0f} {unit}"
+            return (
+                f"{format_number(seconds / scale, 3)} {unit}"
+                if seconds < 1000 * scale
+                else f"{seconds / scale:,.0f} {unit}"
+            )
     return f"{format_number(seconds / 1e-6, 3)} us"
 
 

@@ -1,7 +1,10 @@
-"""A Chrome trace that Perfetto opens: a process for every rank, predicted and measured time one above the other.
+"""A Chrome trace that Perfetto opens: a process for every rank, predicted and measured time one
+above the other.
 
-The trace event format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (complete events, ph X,
-times in microseconds; names of processes and threads as metadata events, ph M). Both timelines start with the step.
+The trace event format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (complete events, ph
+X, times in microseconds; names of processes and threads as metadata events, ph M). Both timelines
+start with the step.
 """
 
 from __future__ import annotations
@@ -19,11 +22,20 @@ def trace_document(ranks: Mapping[str, Mapping[str, Sequence[WorkSpan]]]) -> dic
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for process, (name, threads) in enumerate(ranks.items()):
-        metadata += [_named("process_name", process, 0, name), _sorted("process_sort_index", process, 0, process)]
+        metadata += [
+            _named("process_name", process, 0, name),
+            _sorted("process_sort_index", process, 0, process),
+        ]
         for thread, (title, spans) in enumerate(threads.items()):
-            metadata += [_named("thread_name", process, thread, title), _sorted("thread_sort_index", process, thread, thread)]
+            metadata += [
+                _named("thread_name", process, thread, title),
+                _sorted("thread_sort_index", process, thread, thread),
+            ]
             events += _events(spans, process, thread)
-    return {"traceEvents": [*metadata, *sorted(events, key=lambda event: event["ts"])], "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": [*metadata, *sorted(events, key=lambda event: event["ts"])],
+        "displayTimeUnit": "ms",
+    }
 
 
 def trace_json(ranks: Mapping[str, Mapping[str, Sequence[WorkSpan]]]) -> str:
@@ -33,10 +45,19 @@ def trace_json(ranks: Mapping[str, Mapping[str, Sequence[WorkSpan]]]) -> str:
 
 def _events(spans: Sequence[WorkSpan], process: int, thread: int) -> Iterator[dict[str, Any]]:
     for span in spans:
-        place = {} if span.stage == NO_PLACE else {"stage": span.stage, "micro_batch": span.micro_batch}
+        place = (
+            {} if span.stage == NO_PLACE else {"stage": span.stage, "micro_batch": span.micro_batch}
+        )
         yield {
-            "name": span.name, "cat": span.work, "ph": "X", "ts": span.start_s * US_PER_S, "dur": span.seconds * US_PER_S, "pid": process,
-            "tid": thread, "args": {**place, "seconds": span.seconds}}
+            "name": span.name,
+            "cat": span.work,
+            "ph": "X",
+            "ts": span.start_s * US_PER_S,
+            "dur": span.seconds * US_PER_S,
+            "pid": process,
+            "tid": thread,
+            "args": {**place, "seconds": span.seconds},
+        }
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

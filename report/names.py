@@ -26,14 +26,22 @@ from parplan.profiles.stack import AttentionKernel
 from parplan.report.text import gib_text
 
 _SCHEDULES = {
-    Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "interleaved 1F1B", Schedule.ZBV: "zero-bubble V",
-    Schedule.EARLY_RECOMPUTE: "1F1B with early recompute", Schedule.LAST_NO_RECOMPUTE: "1F1B with early recompute, none on the last stage",
-    Schedule.SCP: "shifted critical path", Schedule.CUSTOM: "own schedule"}
+    Schedule.GPIPE: "GPipe",
+    Schedule.ONE_F_ONE_B: "1F1B",
+    Schedule.INTERLEAVED: "interleaved 1F1B",
+    Schedule.ZBV: "zero-bubble V",
+    Schedule.EARLY_RECOMPUTE: "1F1B with early recompute",
+    Schedule.LAST_NO_RECOMPUTE: "1F1B with early recompute, none on the last stage",
+    Schedule.SCP: "shifted critical path",
+    Schedule.CUSTOM: "own schedule",
+}
 FASTEST = "fastest"  # of all: what a search finds that is asked for nothing else
 
 
 def pipeline_phrases(pipeline: PipelinePlan, mesh: Mesh) -> tuple[str, ...]:
-    """Schedule, virtual stages, micro-batches and their halves; without a pipeline there is no schedule to name."""
+    """Schedule, virtual stages, micro-batches and their halves; without a pipeline there is no
+    schedule to name.
+    """
     micro_batches = f"micro-batch {pipeline.micro_batch_size} x {pipeline.num_micro_batches}"
     halves = (f"sub-pipelined at level {pipeline.tp_overlap}",) if pipeline.tp_overlap else ()
     if mesh.pp == 1:
@@ -43,7 +51,9 @@ def pipeline_phrases(pipeline: PipelinePlan, mesh: Mesh) -> tuple[str, ...]:
 
 
 def attention_text(training: TrainingSpec, device: Device) -> str:
-    """The attention kernel that runs: `flash (cudnn)`, `unfused`. A CPU has no kernel of those of GPUs."""
+    """The attention kernel that runs: `flash (cudnn)`, `unfused`. A CPU has no kernel of those of
+    GPUs.
+    """
     if training.attention is not AttentionKernel.FLASH or device.is_host:
         return training.attention
     return f"{training.attention} ({fused_kernel_of(training.stack, device)})"
@@ -55,7 +65,9 @@ def graph_of(plan: Plan) -> ModelGraph:
 
 
 def recompute_names(graph: ModelGraph) -> Mapping[tuple[str, ...], str]:
-    """What a block's list of recomputed operators is called: none, selective (with the operators), full."""
+    """What a block's list of recomputed operators is called: none, selective (with the operators),
+    full.
+    """
     block = graph.layer_class(LayerKind.BLOCK)
     selective = recompute_operators(block, Recompute.SELECTIVE)
     return {
@@ -81,7 +93,9 @@ def blocks_by_plan(plan: Plan) -> dict[str, int]:
 
 
 def found_text(search: SearchRecord) -> str:
-    """By what search a point of a front was found: `fastest within 40.0 GiB`, `leanest within 5 %` (least redundant)."""
+    """By what search a point of a front was found: `fastest within 40.0 GiB`, `leanest within 5 %`
+    (least redundant).
+    """
     front, lean = search.front, search.objective is Objective.MEMORY
     if front and front.max_slowdown is not None:
         return f"leanest within {100 * front.max_slowdown:g} %"
@@ -91,14 +105,28 @@ def found_text(search: SearchRecord) -> str:
 
 
 def zero_text(layer_plan: LayerPlan, *, homes: bool = True) -> str:
-    """`3`, and what of it is not as usual: `3 over 8 ranks, states on the host`. homes: also what chunks have there."""
+    """`3`, and what of it is not as usual: `3 over 8 ranks, states on the host`. homes: also what
+    chunks have there.
+    """
     ranks = f" over {layer_plan.zero_ranks} ranks" if layer_plan.zero_ranks else ""
-    offload = [what for what in layer_plan.offload if homes or what not in OFFLOAD_OF[StateLocation.HOST]]
-    return f"{layer_plan.zero}{ranks}" + (f", {' and '.join(offload)} on the host" if offload else "")
+    offload = [
+        what for what in layer_plan.offload if homes or what not in OFFLOAD_OF[StateLocation.HOST]
+    ]
+    return f"{layer_plan.zero}{ranks}" + (
+        f", {' and '.join(offload)} on the host" if offload else ""
+    )
 
 
 def kept_text(layer_plan: LayerPlan, graph: ModelGraph) -> str:
-    """What of a block's activations the host keeps: `all`, or that of the operators named: `qkv, fc1`."""
-    kept = host_bytes_by_operator(graph.layer_class(layer_plan.layer), Sharding(), layer_plan.recompute)
+    """What of a block's activations the host keeps: `all`, or that of the operators named: `qkv,
+    fc1`.
+    """
+    kept = host_bytes_by_operator(
+        graph.layer_class(layer_plan.layer), Sharding(), layer_plan.recompute
+    )
     named = layer_plan.keep_on_host
-    return "all" if named and all(name in named for name, n_bytes in kept.items() if n_bytes) else ", ".join(named)
+    return (
+        "all"
+        if named and all(name in named for name, n_bytes in kept.items() if n_bytes)
+        else ", ".join(named)
+    )

@@ -11,8 +11,16 @@ from parplan.profiles.documents.schema import json_schema
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _KINDS = (Plan, TracedPlan)
-_ELAPSED = {"title": "Elapsed S", "type": "number", "description": "Seconds that the search took; --json says it, a plan file does not."}
-_INSIDE = ("Cluster", "Device", "Link")  # the planner's own dataclasses, which the file replaces by a cluster document
+_ELAPSED = {
+    "title": "Elapsed S",
+    "type": "number",
+    "description": "Seconds that the search took; --json says it, a plan file does not.",
+}
+_INSIDE = (
+    "Cluster",
+    "Device",
+    "Link",
+)  # the planner's own dataclasses, which the file replaces by a cluster document
 
 
 def plan_document(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> dict[str, Any]:
@@ -22,7 +30,8 @@ def plan_document(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> di
 
 
 def plan_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the plan file and of `--json`, for described models and for traced modules.
+    """JSON Schema (2020-12) of the plan file and of `--json`, for described models and for traced
+    modules.
 
     The cluster is that of a cluster file, with units in its key names.
     """
@@ -33,8 +42,11 @@ def plan_schema() -> dict[str, Any]:
         schema["properties"]["elapsed_s"] = _ELAPSED
         definitions[kind.__name__] = schema
     return {
-        "$schema": _DRAFT, "title": "Plan", "anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in _KINDS],
-        "$defs": {name: definitions[name] for name in sorted(definitions)}}
+        "$schema": _DRAFT,
+        "title": "Plan",
+        "anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in _KINDS],
+        "$defs": {name: definitions[name] for name in sorted(definitions)},
+    }
 
 
 def _schema(kind: type) -> dict[str, Any]:

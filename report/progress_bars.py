@@ -1,4 +1,6 @@
-"""The progress of a search, or of any count of things, as a bar on a terminal and as nothing anywhere else."""
+"""The progress of a search, or of any count of things, as a bar on a terminal and as nothing
+anywhere else.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import Progress as Bar
 from rich.table import Column
 
@@ -17,7 +26,12 @@ from parplan.planner.search.pareto import OnSearch
 from parplan.profiles.profiler import session_progress as profiling
 from parplan.profiles.units import format_bytes, format_seconds
 
-_PASSES = {Objective.THROUGHPUT: "fastest", Objective.MEMORY: "leanest", Objective.PEAK: "least peak"}
+_PASSES = {
+    Objective.THROUGHPUT: "fastest",
+    Objective.MEMORY: "leanest",
+    Objective.PEAK: "least peak",
+}
+
 
 class _Search:
     """One bar for each pass of a search: every objective looks for the fastest plan first."""
@@ -33,7 +47,12 @@ class _Search:
         """Take the news of the search."""
         if progress.objective not in self._tasks:
             self._tasks[progress.objective] = self._start(_PASSES[progress.objective])
-        self._bar.update(self._tasks[progress.objective], completed=progress.done, total=progress.total, found=_found(progress))
+        self._bar.update(
+            self._tasks[progress.objective],
+            completed=progress.done,
+            total=progress.total,
+            found=_found(progress),
+        )
 
 
 class _Front:
@@ -51,7 +70,9 @@ class _Front:
 
     def update(self, progress: Progress) -> None:
         """Take the news of the search that is under way."""
-        self._bar.update(self._now, completed=progress.done, total=progress.total, found=_found(progress))
+        self._bar.update(
+            self._now, completed=progress.done, total=progress.total, found=_found(progress)
+        )
 
 
 def _found(progress: Progress) -> str:
@@ -62,7 +83,9 @@ def _found(progress: Progress) -> str:
 
 @contextmanager
 def progress_bar(out: Console) -> Iterator[OnProgress | None]:
-    """What to give to `find_plan` as `on_progress`; None where nobody watches. The bar is gone when the search ends."""
+    """What to give to `find_plan` as `on_progress`; None where nobody watches. The bar is gone when
+    the search ends.
+    """
     if not out.file.isatty():
         yield None
         return
@@ -71,8 +94,12 @@ def progress_bar(out: Console) -> Iterator[OnProgress | None]:
 
 
 @contextmanager
-def front_bar(out: Console, what: str = "front") -> Iterator[tuple[OnProgress | None, OnSearch | None]]:
-    """What to give to `find_front`, or another that searches often, as `on_progress` and `on_search`; None where nobody watches."""
+def front_bar(
+    out: Console, what: str = "front"
+) -> Iterator[tuple[OnProgress | None, OnSearch | None]]:
+    """What to give to `find_front`, or another that searches often, as `on_progress` and
+    `on_search`; None where nobody watches.
+    """
     if not out.file.isatty():
         yield None, None
         return
@@ -83,16 +110,29 @@ def front_bar(out: Console, what: str = "front") -> Iterator[tuple[OnProgress | 
 
 def _search_columns() -> tuple[ProgressColumn, ...]:
     found = TextColumn("{task.fields[found]}")
-    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), found, TimeElapsedColumn()
+    return (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        found,
+        TimeElapsedColumn(),
+    )
 
 
 @contextmanager
 def count_bar(out: Console, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """What to tell how many of `total` are done; None where nobody watches. The bar is gone at the end."""
+    """What to tell how many of `total` are done; None where nobody watches. The bar is gone at the
+    end.
+    """
     if not out.file.isatty():
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Bar(*columns, console=out, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
@@ -100,16 +140,31 @@ def count_bar(out: Console, what: str, total: int) -> Iterator[Callable[[int], N
 
 @contextmanager
 def profile_bar(out: Console) -> Iterator[profiling.OnProgress | None]:
-    """What to give to `run_session` as `on_progress`; None where nobody watches. The bar is gone when the session ends."""
+    """What to give to `run_session` as `on_progress`; None where nobody watches. The bar is gone
+    when the session ends.
+    """
     if not out.file.isatty():
         yield None
         return
     case = TextColumn("{task.fields[case]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"), case)
-    with Bar(*columns, console=out, transient=True, refresh_per_second=2) as bar:  # a CPU that is measured has other things to do
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+        case,
+    )
+    with Bar(
+        *columns, console=out, transient=True, refresh_per_second=2
+    ) as bar:  # a CPU that is measured has other things to do
         task = bar.add_task("measuring", total=None, left="", case="")
         yield lambda progress: bar.update(
-            task, completed=progress.done, total=progress.total, left=_left(progress), case=", ".join(progress.running))
+            task,
+            completed=progress.done,
+            total=progress.total,
+            left=_left(progress),
+            case=", ".join(progress.running),
+        )
 
 
 def _left(progress: profiling.SessionProgress) -> str:
@@ -119,7 +174,10 @@ def _left(progress: profiling.SessionProgress) -> str:
     if expected_s is not None and expected_s <= budget_s:
         phrases.append(f"{_minutes(expected_s)} left")
     elif math.isfinite(budget_s):
-        phrases.append(f"{_minutes(budget_s)} left" + (f" of {_minutes(expected_s)} needed" if expected_s is not None else ""))
+        phrases.append(
+            f"{_minutes(budget_s)} left"
+            + (f" of {_minutes(expected_s)} needed" if expected_s is not None else "")
+        )
     return ", ".join(phrases)
 
 

@@ -1,6 +1,8 @@
-"""The console that every report goes to, and the two shapes of text in it: phrases in lines, and aligned columns.
+"""The console that every report goes to, and the two shapes of text in it: phrases in lines, and
+aligned columns.
 
-Columns are set here and not by rich.Table, which shortens numbers when a terminal is narrow and pads every line.
+Columns are set here and not by rich.Table, which shortens numbers when a terminal is narrow and
+pads every line.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _NARROWEST = 24  # of a last column that is wrapped
 
 
 def console(stream: TextIO) -> Console:
-    """A console on `stream`: the terminal's width and colours, a fixed width and no colour anywhere else."""
+    """A console on `stream`: the terminal's width and colours, a fixed width and no colour anywhere
+    else.
+    """
     width = None if stream.isatty() else FIXED_WIDTH
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
@@ -32,8 +36,17 @@ def say(out: Console, text: str = "", style: str = "") -> None:
     out.print(Text(text, style=style), soft_wrap=True)
 
 
-def joined(phrases: Sequence[str], separator: str, width: int, *, start: str = "", indent: int | None = None) -> str:
-    """`start` and the phrases in lines of at most `width`; a line breaks at a separator, the next is indented."""
+def joined(
+    phrases: Sequence[str],
+    separator: str,
+    width: int,
+    *,
+    start: str = "",
+    indent: int | None = None,
+) -> str:
+    """`start` and the phrases in lines of at most `width`; a line breaks at a separator, the next
+    is indented.
+    """
     margin = " " * (len(start) if indent is None else indent)
     lines, line, fresh = [], start, True
     for index, phrase in enumerate(phrases):
@@ -51,8 +64,11 @@ def labelled(label: str) -> str:
     return f"  {label}".ljust(LABEL_WIDTH)
 
 
-def aligned(rows: Iterable[Sequence[str]], width: int, *, left: Collection[int], indent: int = 2) -> list[str]:
-    """One string a row, of one or more lines: columns in `left` flush left, the others flush right, two spaces apart.
+def aligned(
+    rows: Iterable[Sequence[str]], width: int, *, left: Collection[int], indent: int = 2
+) -> list[str]:
+    """One string a row, of one or more lines: columns in `left` flush left, the others flush right,
+    two spaces apart.
 
     A flush left last column is wrapped to what is left of `width`; no cell is ever cut.
     """
@@ -62,22 +78,36 @@ def aligned(rows: Iterable[Sequence[str]], width: int, *, left: Collection[int],
     before = len(margin) + sum(widths[:-1]) + len(_GAP) * (len(widths) - 1)
     lines = []
     for row in table:
-        cells = [cell.ljust(size) if i in left else cell.rjust(size) for i, (cell, size) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(size) if i in left else cell.rjust(size)
+            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ]
         if len(widths) - 1 in left:
-            cells[-1] = _wrapped(row[-1], max(width - before, _NARROWEST)).replace("\n", "\n" + " " * before)
+            cells[-1] = _wrapped(row[-1], max(width - before, _NARROWEST)).replace(
+                "\n", "\n" + " " * before
+            )
         lines.append((margin + _GAP.join(cells)).rstrip())
     return lines
 
 
 def _wrapped(text: str, width: int) -> str:
-    """`text` in lines of at most `width`: broken after commas when that is enough, else between words."""
+    """`text` in lines of at most `width`: broken after commas when that is enough, else between
+    words.
+    """
     phrases = text.split(", ")
     if max(map(len, phrases)) < width:
         return joined(phrases, ", ", width)
     return textwrap.fill(text, width, break_on_hyphens=False, break_long_words=False)
 
 
-def print_table(out: Console, heading: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str], indent: int = 2) -> None:
+def print_table(
+    out: Console,
+    heading: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Collection[str],
+    indent: int = 2,
+) -> None:
     """A table under its heading; columns named in `left` are text, the others numbers."""
     columns = [index for index, name in enumerate(heading) if name in left]
     first, *rest = aligned((heading, *rows), out.width, left=columns, indent=indent)
@@ -87,9 +117,16 @@ def print_table(out: Console, heading: Sequence[str], rows: Iterable[Sequence[st
 
 
 def print_wrapped(
-    out: Console, heading: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str], wrapped: Collection[str], width: int,
+    out: Console,
+    heading: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Collection[str],
+    wrapped: Collection[str],
+    width: int,
 ) -> None:
-    """A table under its heading, of at most `width` where that is enough for its words: columns named in `wrapped` take more lines.
+    """A table under its heading, of at most `width` where that is enough for its words: columns
+    named in `wrapped` take more lines.
 
     Columns stand two spaces apart, or one where that is too wide.
     """
@@ -100,12 +137,20 @@ def print_wrapped(
         words = [word for cell in cells for word in cell.split()]
         least.append(max(map(len, words)) if cells[0] in wrapped else widths[-1])
     while len(_GAP) * len(widths) + sum(widths) > width and widths != least:
-        widths[max((i for i, size in enumerate(widths) if size > least[i]), key=widths.__getitem__)] -= 1
+        widths[
+            max((i for i, size in enumerate(widths) if size > least[i]), key=widths.__getitem__)
+        ] -= 1
     gap = _GAP if len(_GAP) * len(widths) + sum(widths) <= width else " "
     for number, row in enumerate(table):
-        parts = [textwrap.wrap(cell, size, break_on_hyphens=False, break_long_words=False) for cell, size in zip(row, widths, strict=True)]
+        parts = [
+            textwrap.wrap(cell, size, break_on_hyphens=False, break_long_words=False)
+            for cell, size in zip(row, widths, strict=True)
+        ]
         for line in zip_longest(*parts, fillvalue=""):
-            shown = [cell.ljust(size) if name in left else cell.rjust(size) for cell, size, name in zip(line, widths, heading, strict=True)]
+            shown = [
+                cell.ljust(size) if name in left else cell.rjust(size)
+                for cell, size, name in zip(line, widths, heading, strict=True)
+            ]
             say(out, (_GAP + gap.join(shown)).rstrip(), "" if number else "dim")
 
 
@@ -127,7 +172,9 @@ def band_text(share: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Three digits, zeros kept, so that times in a column compare: `18.0 s`, `3.25 ms`."""
-    scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us"))
+    scale, unit = next(
+        ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us")
+    )
     value = seconds / scale
     digits = 2 if value <= 0 else max(0, 2 - math.floor(math.log10(value)))
     return f"{value:,.{digits}f} {unit}"

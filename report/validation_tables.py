@@ -1,4 +1,6 @@
-"""How far predictions are from measured steps, for people: by source, by grid, by row, and the fitted terms."""
+"""How far predictions are from measured steps, for people: by source, by grid, by row, and the
+fitted terms.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,21 @@ from parplan.report.text import (
 )
 
 NOTES = (  # title of a group of columns, what it means
-    ("step time", "time: the published step time, or what follows from the published tokens/s or TFLOP/s"),
-    ("ranking", "ranking: inside each grid of at least 3 configurations of one model, GPUs and tokens in a step; @1: how much slower than "
-     "the best is the one predicted fastest (regret), @3: the best of the three predicted fastest"),
+    (
+        "step time",
+        "time: the published step time, or what follows from the published tokens/s or TFLOP/s",
+    ),
+    (
+        "ranking",
+        "ranking: inside each grid of at least 3 configurations of one model, GPUs and tokens in a step; @1: how much slower than "
+        "the best is the one predicted fastest (regret), @3: the best of the three predicted fastest",
+    ),
     ("memory", "memory: what the source measured, mostly the allocator's peak of the fullest GPU"),
-    ("out of memory", "out of memory: found, of the rows that ran out those predicted not to fit; right, of those predicted not to fit "
-     "the ones that ran out"),
+    (
+        "out of memory",
+        "out of memory: found, of the rows that ran out those predicted not to fit; right, of those predicted not to fit "
+        "the ones that ran out",
+    ),
 )
 FITTED_NOTES = (
     "rows: at most 24 of an experiment, evenly spaced over those of the published steps; each experiment counts once",
@@ -42,7 +53,9 @@ _REASON = "not priced because"
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Columns that stand under one title and stay together; the first row of `table` has their names."""
+    """Columns that stand under one title and stay together; the first row of `table` has their
+    names.
+    """
 
     title: str
     table: Sequence[tuple[str, ...]]
@@ -56,22 +69,35 @@ class _Group:
         return len(self.lines()[0])
 
     def lines(self) -> list[str]:
-        """Title, names and rows, padded to one width; the names of sources are flush left, numbers are not."""
+        """Title, names and rows, padded to one width; the names of sources are flush left, numbers
+        are not.
+        """
         body = aligned(self.table, 0, left=() if self.title else (0,), indent=0)
         width = max(len(self.title), *map(len, body))
-        return [self.title.center(width), *(line.rjust(width) if self.title else line.ljust(width) for line in body)]
+        return [
+            self.title.center(width),
+            *(line.rjust(width) if self.title else line.ljust(width) for line in body),
+        ]
 
 
 def validation_document(priced: Sequence[PricedRow]) -> dict[str, Any]:
-    """What `plan validate --json` prints: fractions, seconds and GiB; None where nothing was priced or measured."""
+    """What `plan validate --json` prints: fractions, seconds and GiB; None where nothing was priced
+    or measured.
+    """
     sources = {source: asdict(found) for source, found in score(priced).items()}
     return {"sources": sources, "rows": [_row_document(row) for row in priced]}
 
 
 def _row_document(row: PricedRow) -> dict[str, Any]:
     return {
-        "id": row.id, "predicted_s": row.predicted_s, "measured_s": row.measured_s, "predicted_gib": row.predicted_gib,
-        "measured_gib": row.measured_gib, "kind": row.kind, "reason": row.reason}
+        "id": row.id,
+        "predicted_s": row.predicted_s,
+        "measured_s": row.measured_s,
+        "predicted_gib": row.predicted_gib,
+        "measured_gib": row.measured_gib,
+        "kind": row.kind,
+        "reason": row.reason,
+    }
 
 
 def fitted_document(terms: Sequence[FittedTerm]) -> list[dict[str, Any]]:
@@ -79,14 +105,21 @@ def fitted_document(terms: Sequence[FittedTerm]) -> list[dict[str, Any]]:
     return [asdict(term) for term in terms]
 
 
-def print_validation(priced: Sequence[PricedRow], out: Console, *, table: str, rows: bool = False) -> None:
-    """The errors of a table of measured steps, by source; with `rows` those of every row and grid before them."""
+def print_validation(
+    priced: Sequence[PricedRow], out: Console, *, table: str, rows: bool = False
+) -> None:
+    """The errors of a table of measured steps, by source; with `rows` those of every row and grid
+    before them.
+    """
     if rows:
         _print_rows(priced, out)
         _print_grids(grid_scores(priced), out)
     found = score(priced)
     count = sum(source.priced for source in found.values())
-    heading = f"{table}: {count:,} of {len(priced):,} rows priced", "errors in percent, + is too slow or too large"
+    heading = (
+        f"{table}: {count:,} of {len(priced):,} rows priced",
+        "errors in percent, + is too slow or too large",
+    )
     say(out, joined(heading, "; ", out.width, indent=2), "bold")
     say(out)
     groups = _groups(found)
@@ -103,23 +136,66 @@ def _groups(found: Mapping[str, SourceScore]) -> list[_Group]:
     """The columns; a group without a single figure is left out."""
     scores = found.values()
     groups = [
-        _Group("", [("source", "priced"), *((name, f"{one.priced}/{one.rows}") for name, one in found.items())]),
-        _Group("step time", [("mean", "median", "bias"), *(
-            (_share(one.mape_time), _share(one.median_time), _signed(one.bias_time)) for one in scores)]),
-        _Group("ranking", [("tau", "@1", "@3"), *(
-            (_coefficient(one.kendall_tau), _share(one.regret_at_1), _share(one.regret_at_3)) for one in scores)]),
-        _Group("memory", [("mean", "bias"), *((_share(one.mape_memory), _signed(one.bias_memory)) for one in scores)]),
-        _Group("out of memory", [("found", "right"), *((_share(one.oom_recall), _share(one.oom_precision)) for one in scores)]),
+        _Group(
+            "",
+            [
+                ("source", "priced"),
+                *((name, f"{one.priced}/{one.rows}") for name, one in found.items()),
+            ],
+        ),
+        _Group(
+            "step time",
+            [
+                ("mean", "median", "bias"),
+                *(
+                    (_share(one.mape_time), _share(one.median_time), _signed(one.bias_time))
+                    for one in scores
+                ),
+            ],
+        ),
+        _Group(
+            "ranking",
+            [
+                ("tau", "@1", "@3"),
+                *(
+                    (
+                        _coefficient(one.kendall_tau),
+                        _share(one.regret_at_1),
+                        _share(one.regret_at_3),
+                    )
+                    for one in scores
+                ),
+            ],
+        ),
+        _Group(
+            "memory",
+            [
+                ("mean", "bias"),
+                *((_share(one.mape_memory), _signed(one.bias_memory)) for one in scores),
+            ],
+        ),
+        _Group(
+            "out of memory",
+            [
+                ("found", "right"),
+                *((_share(one.oom_recall), _share(one.oom_precision)) for one in scores),
+            ],
+        ),
     ]
     return [group for group in groups if not group.empty]
 
 
 def _blocks(groups: Sequence[_Group], width: int) -> list[list[_Group]]:
-    """One block where the terminal is wide enough, else as many as it takes, each with the names of the sources."""
+    """One block where the terminal is wide enough, else as many as it takes, each with the names of
+    the sources.
+    """
     names, *others = groups
     blocks = [[names]]
     for group in others:
-        if len(blocks[-1]) > 1 and sum(one.width + len(_GAP) for one in blocks[-1]) + group.width > width:
+        if (
+            len(blocks[-1]) > 1
+            and sum(one.width + len(_GAP) for one in blocks[-1]) + group.width > width
+        ):
             blocks.append([names])
         blocks[-1].append(group)
     return blocks
@@ -134,7 +210,13 @@ def _print_unpriced(priced: Sequence[PricedRow], out: Console) -> None:
     reasons = unpriced(priced)
     if not reasons:
         return
-    print_table(out, ("rows", _REASON), [(f"{count:,}", reason) for reason, count in reasons.items()], left=(_REASON,), indent=0)
+    print_table(
+        out,
+        ("rows", _REASON),
+        [(f"{count:,}", reason) for reason, count in reasons.items()],
+        left=(_REASON,),
+        indent=0,
+    )
     say(out)
 
 
@@ -151,10 +233,20 @@ def _counted_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
 def _print_rows(priced: Sequence[PricedRow], out: Console) -> None:
     """Every row; the name comes last because it may be longer than a line."""
     heading = ("measured", "predicted", "error", "GiB", "predicted", "error", "kind", "row")
-    rows = [(
-        _seconds(row.measured_s), _seconds(row.predicted_s), _signed(row.error), _gib(row.measured_gib), _gib(row.predicted_gib),
-        _signed(row.memory_error), row.kind or _NONE, row.id,
-    ) for row in priced if row.reason is None]
+    rows = [
+        (
+            _seconds(row.measured_s),
+            _seconds(row.predicted_s),
+            _signed(row.error),
+            _gib(row.measured_gib),
+            _gib(row.predicted_gib),
+            _signed(row.memory_error),
+            row.kind or _NONE,
+            row.id,
+        )
+        for row in priced
+        if row.reason is None
+    ]
     if rows:
         print_table(out, heading, rows, left=("kind", "row"), indent=0)
         say(out)
@@ -167,24 +259,41 @@ def _print_rows(priced: Sequence[PricedRow], out: Console) -> None:
 def _print_grids(grids: Sequence[GridScore], out: Console) -> None:
     if not grids:
         return
-    rows = [(
-        str(grid.rows), _seconds(grid.best_s), _coefficient(grid.kendall_tau), _share(grid.regret_at_1), _share(grid.regret_at_3),
-        grid.key.replace("|", ", "),
-    ) for grid in grids]
+    rows = [
+        (
+            str(grid.rows),
+            _seconds(grid.best_s),
+            _coefficient(grid.kendall_tau),
+            _share(grid.regret_at_1),
+            _share(grid.regret_at_3),
+            grid.key.replace("|", ", "),
+        )
+        for grid in grids
+    ]
     print_table(out, ("rows", "best", "tau", "@1", "@3", "grid"), rows, left=("grid",), indent=0)
     say(out)
 
 
 def print_fitted(terms: Sequence[FittedTerm], out: Console) -> None:
-    """The fitted terms: value, bounds, what each was fitted on, and how far leaving out one source moves it."""
+    """The fitted terms: value, bounds, what each was fitted on, and how far leaving out one source
+    moves it.
+    """
     if not terms:
         say(out, "no term of the prices is fitted to measured steps")
         return
     heading = ("of", "term", "value", "bounds", "when held out", "rows", "fitted on")
-    rows = [(
-        term.stack, term.term, _in_unit(term.value, term.unit), _range(term.low, term.high, term.unit), _range_without(term),
-        f"{term.rows:,}", _experiments(term.fitted_on),
-    ) for term in terms]
+    rows = [
+        (
+            term.stack,
+            term.term,
+            _in_unit(term.value, term.unit),
+            _range(term.low, term.high, term.unit),
+            _range_without(term),
+            f"{term.rows:,}",
+            _experiments(term.fitted_on),
+        )
+        for term in terms
+    ]
     print_table(out, heading, rows, left=("of", "term", "fitted on"), indent=0)
     say(out)
     for note in FITTED_NOTES:
@@ -202,13 +311,21 @@ def _range(low: float, high: float, unit: str) -> str:
 
 def _range_without(term: FittedTerm) -> str:
     """The least and the largest value when each experiment in turn is left out."""
-    return _range(min(term.without.values()), max(term.without.values()), term.unit) if term.without else _NONE
+    return (
+        _range(min(term.without.values()), max(term.without.values()), term.unit)
+        if term.without
+        else _NONE
+    )
 
 
 def _experiments(names: Sequence[str]) -> str:
-    """The sources, with the number of folds where a source is held out in parts: `bloom, mpt (4 folds)`."""
+    """The sources, with the number of folds where a source is held out in parts: `bloom, mpt (4
+    folds)`.
+    """
     folds = Counter(name.split("-")[0] for name in names)
-    return ", ".join(source if count == 1 else f"{source} ({count} folds)" for source, count in folds.items())
+    return ", ".join(
+        source if count == 1 else f"{source} ({count} folds)" for source, count in folds.items()
+    )
 
 
 def _share(value: float | None) -> str:

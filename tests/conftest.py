@@ -1,4 +1,6 @@
-"""What all tests share: the option that rewrites goldens, one thread of torch, Ctrl-C, and a heap that is not walked again."""
+"""What all tests share: the option that rewrites goldens, one thread of torch, Ctrl-C, and a heap
+that is not walked again.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 
-gc.disable()  # until all is collected: thousands of tests and torch are a heap that a third of the collection went into walking
+# until all is collected: thousands of tests and torch are a heap that a third of the collection
+# went into walking
+gc.disable()
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell starts so: tests interrupt, and so do what they start
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a background job of a shell starts so: tests interrupt, and so do what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -22,7 +28,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/ with what the code says now")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="rewrite tests/golden/ with what the code says now",
+    )
 
 
 @pytest.fixture
@@ -44,8 +54,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    """Tests are other ranks in one process before they fork a world: a group that only torch's caches remember ends here, where its
-    threads are, for which the end of it in a fork would wait."""
+    """Tests are other ranks in one process before they fork a world: a group that only torch's
+    caches remember ends here, where its threads are, for which the end of it in a fork would
+    wait.
+    """
     tensors = sys.modules.get("parplan.executor.tensors")
     if tensors is not None:
         tensors.forget_meshes()

@@ -1,16 +1,22 @@
-"""15,000 hostile inputs: does every command end with an exit code and one error, in time, and run no plan that does not fit together?
+"""15,000 hostile inputs: does every command end with an exit code and one error, in time, and run
+no plan that does not fit together?
 
     python benchmarks/commands/fuzz.py                          # about an hour on two cores
     python benchmarks/commands/fuzz.py --inputs 300             # a minute
-    python benchmarks/commands/fuzz.py --kind plan-fields       # only these, as many as of the whole
-    python benchmarks/commands/fuzz.py --replay plan-fields:17  # one input: its files, its command and its output
+    python benchmarks/commands/fuzz.py --kind plan-fields       # only these, as many as of the
+                                                                whole
+    python benchmarks/commands/fuzz.py --replay plan-fields:17  # one input: its files, its command
+                                                                and its output
 
-An input writes in its own folder alone and reaches no network (benchmarks/commands/fuzzing/contained.py).
+An input writes in its own folder alone and reaches no network
+(benchmarks/commands/fuzzing/contained.py).
 
-Mutations of every file that a command reads, of command lines, of what a process finds around it, and of plans whose parts parse and
-do not fit together. The same seed gives the same inputs. Each runs in a fork, with 6 GiB of address space and 20 s; a failure is a
-traceback, a hang, a death by a signal, another exit code, a warning of Python, an error that is not one line, or exit code 0 of a plan
-that benchmarks/commands/fuzzing/consistent.py finds inconsistent. Ends with 1 if there is one; the smallest input of each cause is saved.
+Mutations of every file that a command reads, of command lines, of what a process finds around it,
+and of plans whose parts parse and do not fit together. The same seed gives the same inputs. Each
+runs in a fork, with 6 GiB of address space and 20 s; a failure is a traceback, a hang, a death by a
+signal, another exit code, a warning of Python, an error that is not one line, or exit code 0 of a
+plan that benchmarks/commands/fuzzing/consistent.py finds inconsistent. Ends with 1 if there is one;
+the smallest input of each cause is saved.
 """
 
 from __future__ import annotations
@@ -45,7 +51,18 @@ from parplan.report.text import console, print_table, say
 
 CODES = (0, 2, 3, 4, 130)
 OWN_COLUMN = ("traceback", "hang", "signal", "inconsistent")
-HEADER = ("kind", "inputs", *map(str, CODES), "other", "traceback", "hang", "signal", "misfit", "others", "most s")
+HEADER = (
+    "kind",
+    "inputs",
+    *map(str, CODES),
+    "other",
+    "traceback",
+    "hang",
+    "signal",
+    "misfit",
+    "others",
+    "most s",
+)
 
 
 @dataclass(kw_only=True)
@@ -72,7 +89,11 @@ class Tally:
         codes = [self.codes[code] for code in CODES]
         own = [self.failures[failure] for failure in OWN_COLUMN]
         others = sum(self.failures.values()) - sum(own)
-        return [name, *map(str, (self.inputs, *codes, self.inputs - sum(codes), *own, others)), f"{self.slowest_s:.1f}"]
+        return [
+            name,
+            *map(str, (self.inputs, *codes, self.inputs - sum(codes), *own, others)),
+            f"{self.slowest_s:.1f}",
+        ]
 
 
 @dataclass(kw_only=True)
@@ -93,20 +114,31 @@ class Report:
             self.failures.append(result)
         done = sum(tally.inputs for tally in self.tallies.values())
         if done % 100 == 0:
-            print(f"{done} of {self.total}, {len(self.failures)} failures, {time.monotonic() - self.started_s:.0f} s", file=sys.stderr,
-                flush=True)
+            print(
+                f"{done} of {self.total}, {len(self.failures)} failures, {time.monotonic() - self.started_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def print(self, groups: list[Group]) -> None:
         out = console(sys.stdout)
         names = [kind.name for kind in KINDS if kind.name in self.tallies]
         rows = [self.tallies[name].row(name) for name in names]
         whole = Tally(
-            inputs=sum(tally.inputs for tally in self.tallies.values()), codes=sum((t.codes for t in self.tallies.values()), Counter()),
+            inputs=sum(tally.inputs for tally in self.tallies.values()),
+            codes=sum((t.codes for t in self.tallies.values()), Counter()),
             failures=sum((t.failures for t in self.tallies.values()), Counter()),
-            slowest_s=max((tally.slowest_s for tally in self.tallies.values()), default=0.0))
+            slowest_s=max((tally.slowest_s for tally in self.tallies.values()), default=0.0),
+        )
         print_table(out, HEADER, [*rows, whole.row("all")], left=HEADER[:1])
-        refused, inconsistent = (sum(getattr(t, name) for t in self.tallies.values()) for name in ("refused", "inconsistent"))
-        say(out, f"{inconsistent} plans did not fit together, {refused} of them were refused; {time.monotonic() - self.started_s:.0f} s")
+        refused, inconsistent = (
+            sum(getattr(t, name) for t in self.tallies.values())
+            for name in ("refused", "inconsistent")
+        )
+        say(
+            out,
+            f"{inconsistent} plans did not fit together, {refused} of them were refused; {time.monotonic() - self.started_s:.0f} s",
+        )
         for note, names in sorted(self.notes.items()):
             say(out, f"note: {note}: {len(names)}, such as {', '.join(names[:3])}")
         for place, group in enumerate(groups):
@@ -125,8 +157,12 @@ def replay(name: str, seed: int, seeds: Seeds, folder: Path) -> int:
         ended = server.run(given)
     result = Result(given=given, ended=ended, verdict=judge(given, ended))
     write_result(result, folder / name.replace(":", "-"))
-    print(f"{command(given)!r}\nexit code {ended.code}, {ended.seconds:.2f} s\n{ended.stdout}\n{ended.stderr}\n{ended.stack}")
-    print(f"{result.verdict.failure or 'handled'} {result.verdict.cause}; inconsistent: {given.inconsistent or 'no'}; in {folder}")
+    print(
+        f"{command(given)!r}\nexit code {ended.code}, {ended.seconds:.2f} s\n{ended.stdout}\n{ended.stderr}\n{ended.stack}"
+    )
+    print(
+        f"{result.verdict.failure or 'handled'} {result.verdict.cause}; inconsistent: {given.inconsistent or 'no'}; in {folder}"
+    )
     return 1 if result.verdict.failure else 0
 
 
@@ -139,9 +175,15 @@ def chosen_kinds(names: list[str]) -> list[Kind]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--inputs", type=int, help=f"of all kinds together, default {WHOLE}; with --kind its share of them")
+    parser.add_argument(
+        "--inputs",
+        type=int,
+        help=f"of all kinds together, default {WHOLE}; with --kind its share of them",
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--kind", action="append", default=[])
     parser.add_argument("--replay", metavar="KIND:NUMBER")
@@ -152,7 +194,9 @@ def main(arguments: list[str] | None = None) -> int:
         if given.replay:
             return replay(given.replay, given.seed, seeds, given.save)
         kinds = chosen_kinds(given.kind)
-        inputs = given.inputs or round(WHOLE * sum(kind.weight for kind in kinds) / sum(kind.weight for kind in KINDS))
+        inputs = given.inputs or round(
+            WHOLE * sum(kind.weight for kind in kinds) / sum(kind.weight for kind in KINDS)
+        )
         make_seeds(kinds, seeds)
         chosen = numbers(inputs, kinds)
         report = Report(total=len(chosen))

@@ -1,9 +1,12 @@
-"""`plan profile` killed with SIGKILL at random moments and started again, against one that nobody disturbs.
+"""`plan profile` killed with SIGKILL at random moments and started again, against one that nobody
+disturbs.
 
-    python benchmarks/commands/interrupted.py             # gpt-tiny on a CPU, five kills, about three minutes
+    python benchmarks/commands/interrupted.py             # gpt-tiny on a CPU, five kills, about
+                                                          three minutes
     python benchmarks/commands/interrupted.py --kills 20 --seed 1
 
-Both must end with the same shapes, every record whole and there once, no journal and no process left. Times are not compared.
+Both must end with the same shapes, every record whole and there once, no journal and no process
+left. Times are not compared.
 """
 
 from __future__ import annotations
@@ -26,16 +29,34 @@ from parplan.profiles.profiler.journal import beside
 ROOT = Path(__file__).resolve().parents[2]
 
 LEAST_S = 4.0  # until the first measurement: torch is imported
-MOST_S = 30.0  # until the last process notices that it is alone: one that imports torch sees nothing meanwhile
+# until the last process notices that it is alone: one that imports torch sees nothing meanwhile
+MOST_S = 30.0
 
 
 def start(output: Path) -> subprocess.Popen[bytes]:
     command = [
-        sys.executable, "-c", "import sys, cli; sys.exit(cli.main())", "profile", "--device", "cpu", "--model", "gpt-tiny", "--no-comm",
-        "-o", str(output)]
+        sys.executable,
+        "-c",
+        "import sys, cli; sys.exit(cli.main())",
+        "profile",
+        "--device",
+        "cpu",
+        "--model",
+        "gpt-tiny",
+        "--no-comm",
+        "-o",
+        str(output),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with output.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=output.parent, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            cwd=output.parent,
+            start_new_session=True,
+        )
 
 
 def finish(output: Path) -> float:
@@ -61,7 +82,9 @@ def survivors(session: int) -> list[int]:
 
 
 def kill_at(output: Path, after_s: float) -> tuple[int, float]:
-    """Start, kill after a while; how many records are on disk, and the seconds until no process is left."""
+    """Start, kill after a while; how many records are on disk, and the seconds until no process is
+    left.
+    """
     process = start(output)
     time.sleep(after_s)
     process.send_signal(signal.SIGKILL)
@@ -70,24 +93,34 @@ def kill_at(output: Path, after_s: float) -> tuple[int, float]:
     while survivors(process.pid) and time.monotonic() - killed_s < MOST_S:
         time.sleep(0.1)
     journal = beside(output)
-    return max(0, len(journal.read_bytes().splitlines()) - 1) if journal.exists() else 0, time.monotonic() - killed_s
+    return max(
+        0, len(journal.read_bytes().splitlines()) - 1
+    ) if journal.exists() else 0, time.monotonic() - killed_s
 
 
 def differences(one: UserProfile, other: UserProfile) -> list[str]:
     """What the second has otherwise than the first."""
     keys, others = ([record.case.key for record in profile.records] for profile in (one, other))
-    found = [f"missing: {key}" for key in keys if key not in others] + [f"beyond: {key}" for key in others if key not in keys]
+    found = [f"missing: {key}" for key in keys if key not in others] + [
+        f"beyond: {key}" for key in others if key not in keys
+    ]
     found += [f"twice: {key}" for key in set(others) if others.count(key) > 1]
     outcomes = {record.case.key: record.outcome for record in one.records}
-    found += [f"{r.case.key}: {r.outcome}" for r in other.records if outcomes.get(r.case.key) != r.outcome]
+    found += [
+        f"{r.case.key}: {r.outcome}" for r in other.records if outcomes.get(r.case.key) != r.outcome
+    ]
     passes = {record.case.key: record.case.passes for record in one.records}
     return found + [
-        f"passes of {r.case.key}" for r in other.records
-        if r.measured and {p.name for p in passes.get(r.case.key, ())} - set(r.measured.times)]
+        f"passes of {r.case.key}"
+        for r in other.records
+        if r.measured and {p.name for p in passes.get(r.case.key, ())} - set(r.measured.times)
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -95,12 +128,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder) / "whole.yaml", Path(folder) / "killed.yaml"
         whole_s = finish(whole)
-        print(f"undisturbed: {len(read_profile(whole).records)} records in {whole_s:.0f} s", flush=True)
+        print(
+            f"undisturbed: {len(read_profile(whole).records)} records in {whole_s:.0f} s",
+            flush=True,
+        )
         share_s = max(LEAST_S, whole_s / (options.kills + 1))
         for number in range(options.kills):
             after_s = draw.uniform(LEAST_S / 2, LEAST_S + share_s)
             kept, gone_s = kill_at(killed, after_s)
-            print(f"kill {number + 1} after {after_s:4.1f} s: {kept} records on disk, its processes gone in {gone_s:.1f} s", flush=True)
+            print(
+                f"kill {number + 1} after {after_s:4.1f} s: {kept} records on disk, its processes gone in {gone_s:.1f} s",
+                flush=True,
+            )
             if gone_s >= MOST_S:
                 return 1
         print(f"finished in {finish(killed):.0f} s")

@@ -1,11 +1,14 @@
-"""The plan of the memory objective and Megatron's plan, both run on 8 gloo ranks: same losses, measured against predicted bytes.
+"""The plan of the memory objective and Megatron's plan, both run on 8 gloo ranks: same losses,
+measured against predicted bytes.
 
     python benchmarks/executor/executed.py               # gpt-tiny, seconds
-    python benchmarks/executor/executed.py gpt-100m      # GPT-2's 12 blocks of 768 on sequences of 128, some minutes
+    python benchmarks/executor/executed.py gpt-100m      # GPT-2's 12 blocks of 768 on sequences of
+                                                         128, some minutes
 
-Without a pipeline, of which MemTracker sees one micro-batch at a time. Megatron's: tensor x data parallelism with its default
-flags (replicated optimizer, no sequence parallelism, no recompute).
-States by class are what the ranks really hold after a step; the peak is MemTracker's over a whole step, of the fullest rank.
+Without a pipeline, of which MemTracker sees one micro-batch at a time. Megatron's: tensor x data
+parallelism with its default flags (replicated optimizer, no sequence parallelism, no recompute).
+States by class are what the ranks really hold after a step; the peak is MemTracker's over a whole
+step, of the fullest rank.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ WORLD, STEPS = 8, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a rank measured: losses, predicted and measured bytes of the states, and the peak of a step."""
+    """What a rank measured: losses, predicted and measured bytes of the states, and the peak of a
+    step.
+    """
 
     losses: list[float]
     predicted: list[int]
@@ -57,16 +62,29 @@ class Run:
 def plans(model: ModelSpec, seq_length: int, tp: int) -> dict[str, Plan]:
     """Ours, least redundant within any slowdown, and Megatron's on the same ranks and batch."""
     stack = load_stack("torchtitan")
-    training = TrainingSpec(global_batch_size=16, seq_length=seq_length, precision="fp32", stack=stack, attention=stack.attention)
+    training = TrainingSpec(
+        global_batch_size=16,
+        seq_length=seq_length,
+        precision="fp32",
+        stack=stack,
+        attention=stack.attention,
+    )
     cluster = with_gpus(load_cluster("cpu"), WORLD, WORLD)
     layout = ParallelLayout(
-        mesh=Mesh(pp=1, dp=WORLD // tp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2,
-        num_micro_batches=16 // 2 // (WORLD // tp), sequence_parallel=False)
+        mesh=Mesh(pp=1, dp=WORLD // tp, tp=tp),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=2,
+        num_micro_batches=16 // 2 // (WORLD // tp),
+        sequence_parallel=False,
+    )
     found = {"megatron": estimate_plan(model, cluster, training, layout)}
     for label, degrees in (("memory", None), ("memory at tp 2", (2,))):
         pins = Constraints(pp=(1,), micro_batch_size=(2,), tp=degrees)
         options = SearchOptions(max_slowdown=9.0)
-        found[label] = find_plan(model, cluster, training, Objective.MEMORY, constraints=pins, options=options)
+        found[label] = find_plan(
+            model, cluster, training, Objective.MEMORY, constraints=pins, options=options
+        )
     return found
 
 
@@ -74,14 +92,18 @@ def run(plan: Plan) -> list[Run]:
     """Every rank's measurements, in a world of its own."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plan, folder), nprocs=WORLD, start_method="fork")
-        return [Run(**json.loads((Path(folder) / f"rank{rank}").read_text())) for rank in range(WORLD)]
+        return [
+            Run(**json.loads((Path(folder) / f"rank{rank}").read_text())) for rank in range(WORLD)
+        ]
 
 
 def _rank(rank: int, plan: Plan, folder: str) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
     store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600)
+    )
     tracker = MemTracker()
     sample = Meter.sample
 
@@ -90,17 +112,28 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
         tracker.reset_mod_stats()  # it would take a second micro-batch for a loop in the model
 
     Meter.sample = after_backward  # type: ignore[method-assign]
-    trainer = build_trainer(plan, Options(steps=STEPS, seed=7, learning_rate=1e-3), torch.device("cpu"))
+    trainer = build_trainer(
+        plan, Options(steps=STEPS, seed=7, learning_rate=1e-3), torch.device("cpu")
+    )
     losses = [result.loss for result in trainer.run()]
     _, predicted, measured = trainer.state_bytes()
     tracker.track_external(*trainer.pipeline.stages, trainer.optimizer)
     with tracker:
         trainer.gradients(0)
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    total = next(n_bytes for kind, n_bytes in peak.items() if str(kind).endswith("Total") or kind == "Total")
-    (Path(folder) / f"rank{rank}").write_text(json.dumps({
-        "losses": losses, "predicted": [predicted.parameters, predicted.gradients, predicted.optimizer],
-        "states": [measured.parameters, measured.gradients, measured.optimizer], "peak": total}))
+    total = next(
+        n_bytes for kind, n_bytes in peak.items() if str(kind).endswith("Total") or kind == "Total"
+    )
+    (Path(folder) / f"rank{rank}").write_text(
+        json.dumps(
+            {
+                "losses": losses,
+                "predicted": [predicted.parameters, predicted.gradients, predicted.optimizer],
+                "states": [measured.parameters, measured.gradients, measured.optimizer],
+                "peak": total,
+            }
+        )
+    )
     dist.destroy_process_group()
 
 
@@ -115,14 +148,25 @@ def main() -> None:
         first = first or worst.losses
         predicted = max(m.total - m.reserve for m in plan.predicted.memory_gib) * GIB
         exact = all(rank.predicted == rank.states for rank in ranks)
-        apart = max(abs(a / b - 1) for rank in ranks for a, b in zip(rank.losses, first, strict=True))
+        apart = max(
+            abs(a / b - 1) for rank in ranks for a, b in zip(rank.losses, first, strict=True)
+        )
         zeros = sorted({layer.zero for layer in plan.layer_plans.values()})
-        print(f"{name} {label}: {plan.mesh}, ZeRO {zeros}, recompute {sorted({p.recompute for p in plan.layer_plans.values()})}")
-        print(f"  losses {' '.join(f'{loss:.6f}' for loss in worst.losses)}, at most {apart:.1e} from Megatron's")
-        print(f"  states of the fullest rank, MiB: {' '.join(f'{b / MIB:.2f}' for b in worst.states)}; "
-              f"{'equal to predicted on all 8 ranks' if exact else 'NOT as predicted'}")
-        print(f"  peak of a step: measured {worst.peak / MIB:.1f} MiB, predicted {predicted / MIB:.1f}; "
-              f"redundant over all ranks, predicted {plan.predicted.redundancy_gib.total * 1024:.1f} MiB", flush=True)
+        print(
+            f"{name} {label}: {plan.mesh}, ZeRO {zeros}, recompute {sorted({p.recompute for p in plan.layer_plans.values()})}"
+        )
+        print(
+            f"  losses {' '.join(f'{loss:.6f}' for loss in worst.losses)}, at most {apart:.1e} from Megatron's"
+        )
+        print(
+            f"  states of the fullest rank, MiB: {' '.join(f'{b / MIB:.2f}' for b in worst.states)}; "
+            f"{'equal to predicted on all 8 ranks' if exact else 'NOT as predicted'}"
+        )
+        print(
+            f"  peak of a step: measured {worst.peak / MIB:.1f} MiB, predicted {predicted / MIB:.1f}; "
+            f"redundant over all ranks, predicted {plan.predicted.redundancy_gib.total * 1024:.1f} MiB",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

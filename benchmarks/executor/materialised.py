@@ -1,9 +1,11 @@
-"""Host memory of ranks that start to train a module which is larger than the share of one: each makes the values of its own stages.
+"""Host memory of ranks that start to train a module which is larger than the share of one: each
+makes the values of its own stages.
 
     python benchmarks/executor/materialised.py
 
-A torch.nn.TransformerEncoder of 24 layers of 1024, 1.1 GiB in fp32. Each process says by how much its resident memory was above what
-it had before, at most, from the call of the factory until its optimizer is there; the last row is the module made as it is.
+A torch.nn.TransformerEncoder of 24 layers of 1024, 1.1 GiB in fp32. Each process says by how much
+its resident memory was above what it had before, at most, from the call of the factory until its
+optimizer is there; the last row is the module made as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(1024, 16, 4096, batch_first=True, dropout=0.0)
-        self.layers = nn.ModuleList(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False) for _ in range(24))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoder(layer, 1, enable_nested_tensor=False) for _ in range(24)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -46,7 +50,11 @@ def encoder() -> tuple[nn.Module, Any]:
 
 def _memory(key: str) -> int:
     """A figure of /proc/self/status, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{key}:")
+    )
     return int(line.split()[1]) * KIB
 
 
@@ -56,7 +64,9 @@ def _start() -> int:
 
 
 def _built(plan: Any) -> tuple[int, int, int]:
-    """Bytes of this rank's share of the parameters, and how far its memory rose, at most and in the end."""
+    """Bytes of this rank's share of the parameters, and how far its memory rose, at most and in the
+    end.
+    """
     before = _start()
     trainer = build_traced_trainer(plan, OPTIONS, torch.device("cpu"))
     share = sum(local(parameter.detach()).nbytes for parameter in trainer.pipeline.parameters)
@@ -68,8 +78,10 @@ def main() -> None:
     print(COLUMNS.format("plan", "whole", "share", "peak", "after"))
     whole = sum(p.nbytes for p in _on_meta().parameters())
     for mesh in MESHES:
-        plan = hand_plan("benchmarks.executor.materialised:encoder", **mesh, shards_a_stage=24 // mesh["pp"])
-        ranks, = run_ranks([plan], _built)
+        plan = hand_plan(
+            "benchmarks.executor.materialised:encoder", **mesh, shards_a_stage=24 // mesh["pp"]
+        )
+        (ranks,) = run_ranks([plan], _built)
         share, peak, after = max(ranks, key=lambda each: each[1])
         text = f"pp {plan.mesh.pp} x dp {plan.mesh.dp}, ZeRO {plan.stages[0].zero}"
         print(COLUMNS.format(text, *map(format_bytes, (whole, share, peak, after))), flush=True)

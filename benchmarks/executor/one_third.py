@@ -1,10 +1,13 @@
-"""A GPT trains within a device budget of a third of its model states: losses, peaks by two counts, and what is moved.
+"""A GPT trains within a device budget of a third of its model states: losses, peaks by two counts,
+and what is moved.
 
     python benchmarks/executor/one_third.py 100m      # a minute, 2 GiB
-    python benchmarks/executor/one_third.py 1b        # five minutes, 17 GiB; with --precision fp32 19 GiB
+    python benchmarks/executor/one_third.py 1b        # five minutes, 17 GiB; with --precision fp32
+                                                      19 GiB
 
-One CPU process, whose "device" is memory of its own. The blocks are in chunks: as many at home on the device as the budget has room for,
-the others on the host, evicted by Belady's choice. The tokens are a pattern that repeats, so that a loss that falls shows that it trains.
+One CPU process, whose "device" is memory of its own. The blocks are in chunks: as many at home on
+the device as the budget has room for, the others on the host, evicted by Belady's choice. The
+tokens are a pattern that repeats, so that a loss that falls shows that it trains.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.units import GIB, KIB
 
-SHAPES = {"100m": (768, 12, 12, 8000), "1b": (2048, 20, 16, 50257)}  # hidden size, blocks, heads, vocabulary
+SHAPES = {
+    "100m": (768, 12, 12, 8000),
+    "1b": (2048, 20, 16, 50257),
+}  # hidden size, blocks, heads, vocabulary
 SHARE = 3
 PATTERN = 61  # tokens before it begins again
 
@@ -51,24 +57,54 @@ class Request:
     @property
     def layout(self) -> ParallelLayout:
         return ParallelLayout(
-            mesh=Mesh(pp=1, dp=1, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=self.training.global_batch_size,
-            num_micro_batches=1, sequence_parallel=False)
+            mesh=Mesh(pp=1, dp=1, tp=1),
+            schedule=Schedule.ONE_F_ONE_B,
+            virtual_stages=1,
+            micro_batch_size=self.training.global_batch_size,
+            num_micro_batches=1,
+            sequence_parallel=False,
+        )
 
     def plan(self, host_blocks: int, device_bytes: int | None) -> Plan:
-        chunks = ChunkRequest(host_blocks=host_blocks, optimizer_blocks=0, device_bytes=device_bytes)
-        return estimate_plan(self.model, with_gpus(load_cluster("cpu"), 1, 1), self.training, self.layout, chunks=chunks)
+        chunks = ChunkRequest(
+            host_blocks=host_blocks, optimizer_blocks=0, device_bytes=device_bytes
+        )
+        return estimate_plan(
+            self.model,
+            with_gpus(load_cluster("cpu"), 1, 1),
+            self.training,
+            self.layout,
+            chunks=chunks,
+        )
 
 
 def request(name: str, args: argparse.Namespace) -> Request:
     hidden, blocks, heads, vocabulary = SHAPES[name]
     model = replace(
-        load_model("gpt-tiny").spec, name=f"gpt-{name}", num_layers=blocks, hidden_size=hidden, num_heads=heads, num_kv_heads=heads,
-        head_dim=hidden // heads, ffn_hidden_size=4 * hidden, vocab_size=vocabulary, max_seq_length=1024, dropout=0.0)
+        load_model("gpt-tiny").spec,
+        name=f"gpt-{name}",
+        num_layers=blocks,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_hidden_size=4 * hidden,
+        vocab_size=vocabulary,
+        max_seq_length=1024,
+        dropout=0.0,
+    )
     precision = Precision(args.precision)
     gradients = Precision.FP32 if precision is Precision.FP32 else precision
-    return Request(model=model, training=TrainingSpec(
-        global_batch_size=args.batch, seq_length=args.seq_length, precision=precision, gradient_precision=gradients,
-        stack=load_stack("parplan")))
+    return Request(
+        model=model,
+        training=TrainingSpec(
+            global_batch_size=args.batch,
+            seq_length=args.seq_length,
+            precision=precision,
+            gradient_precision=gradients,
+            stack=load_stack("parplan"),
+        ),
+    )
 
 
 def within(asked: Request, budget_bytes: int) -> Plan:
@@ -96,30 +132,47 @@ def told(plan: Plan, states_bytes: int) -> None:
     (rank,) = plan.chunks.ranks
     homes = {group.home.value: group for group in plan.chunks.groups}
     for name, group in homes.items():
-        print(f"  {name:<10}{group.num_chunks} chunks of {group.chunk_elements:,}, {group.utilisation:.1%} used")
-    print(f"  states {states_bytes / GIB:.2f} GiB, budget {rank.device_bytes / GIB:.2f} ({rank.device_bytes / states_bytes:.1%}), "
-          f"smallest {rank.smallest_bytes / GIB:.2f}")
+        print(
+            f"  {name:<10}{group.num_chunks} chunks of {group.chunk_elements:,}, {group.utilisation:.1%} used"
+        )
+    print(
+        f"  states {states_bytes / GIB:.2f} GiB, budget {rank.device_bytes / GIB:.2f} ({rank.device_bytes / states_bytes:.1%}), "
+        f"smallest {rank.smallest_bytes / GIB:.2f}"
+    )
 
 
 def train(trainer: Trainer, chunks: ChunkManager) -> list[float]:
     losses = []
     for result in trainer.run():
         counts, schedule = chunks.counts, chunks.schedule
-        moved = (("H2D", counts.in_bytes, schedule.in_bytes), ("D2H", counts.out_bytes, schedule.out_bytes))
-        said = ", ".join(f"{name} {found:,} {'=' if found == predicted else '!='} {predicted:,}" for name, found, predicted in moved)
-        print(f"  step {result.step + 1}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3g}  {result.seconds:.1f} s  {said}"
-              f"  rss {rss_bytes() / GIB:.1f} GiB", flush=True)
+        moved = (
+            ("H2D", counts.in_bytes, schedule.in_bytes),
+            ("D2H", counts.out_bytes, schedule.out_bytes),
+        )
+        said = ", ".join(
+            f"{name} {found:,} {'=' if found == predicted else '!='} {predicted:,}"
+            for name, found, predicted in moved
+        )
+        print(
+            f"  step {result.step + 1}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3g}  {result.seconds:.1f} s  {said}"
+            f"  rss {rss_bytes() / GIB:.1f} GiB",
+            flush=True,
+        )
         losses.append(result.loss)
     return losses
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=SHAPES)
     parser.add_argument("--precision", choices=[each.value for each in Precision], default="bf16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=4, help="at least 3: the second is counted byte by byte")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="at least 3: the second is counted byte by byte"
+    )
     args = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     asked = request(args.model, args)
@@ -137,10 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peak = trainer.recorder.cpu_peak.num_bytes
     assert peak is not None, "a run of 3 steps or more counts one"
     budget, own = chunks.ledger.limit_bytes, peak - chunks.host_bytes
-    print(f"  chunks held {chunks.ledger.most_bytes / GIB:.2f} GiB of the device at most, all tensors {own / GIB:.2f} (measured), "
-          f"budget {budget / GIB:.2f}: {'kept' if own <= budget else 'EXCEEDED'}")
-    print(f"  loss {losses[0]:.4f} to {losses[-1]:.4f}; all states {states_bytes / GIB:.2f} GiB, "
-          f"of which the host had {chunks.host_bytes / GIB:.2f}")
+    print(
+        f"  chunks held {chunks.ledger.most_bytes / GIB:.2f} GiB of the device at most, all tensors {own / GIB:.2f} (measured), "
+        f"budget {budget / GIB:.2f}: {'kept' if own <= budget else 'EXCEEDED'}"
+    )
+    print(
+        f"  loss {losses[0]:.4f} to {losses[-1]:.4f}; all states {states_bytes / GIB:.2f} GiB, "
+        f"of which the host had {chunks.host_bytes / GIB:.2f}"
+    )
     dist.destroy_process_group()
 
 

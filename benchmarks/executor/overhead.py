@@ -1,11 +1,14 @@
-"""What the executor costs beside the same mesh written by hand with torch's own parts: step times in one run, as ratios.
+"""What the executor costs beside the same mesh written by hand with torch's own parts: step times
+in one run, as ratios.
 
-    python benchmarks/executor/overhead.py                  # GPT-2's 12 blocks of 768 on 2 and 4 gloo ranks
+    python benchmarks/executor/overhead.py                  # GPT-2's 12 blocks of 768 on 2 and 4
+                                                            gloo ranks
     python benchmarks/executor/overhead.py pp2-dp2-tp2      # one of the meshes, by name
 
-By hand is what a user of torch writes: plain modules, `parallelize_module`, `fully_shard` for every block, a schedule class of
-torch.distributed.pipelining, fused AdamW. Both hold the same model, take the same micro-batches and step in turn, A B B A, in the
-same processes; a ratio is the median of those of neighbours.
+By hand is what a user of torch writes: plain modules, `parallelize_module`, `fully_shard` for every
+block, a schedule class of torch.distributed.pipelining, fused AdamW. Both hold the same model, take
+the same micro-batches and step in turn, A B B A, in the same processes; a ratio is the median of
+those of neighbours.
 """
 
 from __future__ import annotations
@@ -32,7 +35,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 from benchmarks.prices.activations import GPT_100M
@@ -69,11 +77,17 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.fc1, self.fc2 = nn.Linear(width, model.ffn_hidden_size), nn.Linear(model.ffn_hidden_size, width)
+        self.fc1, self.fc2 = (
+            nn.Linear(width, model.ffn_hidden_size),
+            nn.Linear(model.ffn_hidden_size, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
-        query, key, value = (f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        query, key, value = (
+            f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.fc2(functional.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
@@ -84,12 +98,18 @@ class Part(nn.Module):
 
     def __init__(self, model: ModelSpec, pp: int, rank: int, heads: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(model.padded_vocab_size, model.hidden_size) if rank == 0 else None
-        self.positions = nn.Parameter(torch.randn(SEQ_LENGTH, model.hidden_size) * 0.02) if rank == 0 else None
+        self.tokens = (
+            nn.Embedding(model.padded_vocab_size, model.hidden_size) if rank == 0 else None
+        )
+        self.positions = (
+            nn.Parameter(torch.randn(SEQ_LENGTH, model.hidden_size) * 0.02) if rank == 0 else None
+        )
         self.blocks = nn.ModuleList(Block(model, heads) for _ in range(model.num_layers // pp))
         last = rank == pp - 1
         self.norm = nn.LayerNorm(model.hidden_size) if last else None
-        self.head = nn.Linear(model.hidden_size, model.padded_vocab_size, bias=False) if last else None
+        self.head = (
+            nn.Linear(model.hidden_size, model.padded_vocab_size, bias=False) if last else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tokens is not None:
@@ -119,7 +139,9 @@ def by_hand(plan: Plan, mesh: DeviceMesh) -> Callable[[int], None]:
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def loop(ids: Tensor, targets: Tensor) -> None:
-        for number, (own, wanted) in enumerate(zip(ids.split(size), targets.split(size), strict=True)):
+        for number, (own, wanted) in enumerate(
+            zip(ids.split(size), targets.split(size), strict=True)
+        ):
             if isinstance(part, FSDPModule) and not zero3:
                 part.set_requires_gradient_sync(number == count - 1)
             (loss_of(part(own), wanted) / count).backward()
@@ -127,7 +149,12 @@ def by_hand(plan: Plan, mesh: DeviceMesh) -> Callable[[int], None]:
     schedule = _schedule(part, plan, mesh, loss_of) if pp > 1 else None
 
     def piped(ids: Tensor, targets: Tensor) -> None:
-        schedule.step(*((ids,) if rank == 0 else ()), target=targets if rank == pp - 1 else None, losses=[], return_outputs=False)
+        schedule.step(
+            *((ids,) if rank == 0 else ()),
+            target=targets if rank == pp - 1 else None,
+            losses=[],
+            return_outputs=False,
+        )
 
     def step(number: int) -> None:
         ids, targets = batches(number)
@@ -150,28 +177,59 @@ def _groups(part: Part) -> list[dict[str, list[nn.Parameter]]]:
 def _divide(part: Part, mesh: DeviceMesh) -> None:
     """Megatron's tensor parallelism with torch's styles."""
     if part.tokens is not None:
-        parallelize_module(part, mesh, {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())})
+        parallelize_module(
+            part,
+            mesh,
+            {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())},
+        )
     for block in part.blocks:
         columns = {name: ColwiseParallel() for name in ("query", "key", "value", "fc1")}
-        parallelize_module(block, mesh, {**columns, "out": RowwiseParallel(), "fc2": RowwiseParallel()})
+        parallelize_module(
+            block, mesh, {**columns, "out": RowwiseParallel(), "fc2": RowwiseParallel()}
+        )
     if part.head is not None:
-        parallelize_module(part, mesh, {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+        parallelize_module(
+            part, mesh, {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        )
 
 
-def _schedule(part: Part, plan: Plan, mesh: DeviceMesh, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Schedule1F1B:
+def _schedule(
+    part: Part, plan: Plan, mesh: DeviceMesh, loss_of: Callable[[Tensor, Tensor], Tensor]
+) -> Schedule1F1B:
     rank, pp = mesh.get_local_rank("pp"), plan.mesh.pp
-    border = torch.empty(plan.pipeline.micro_batch_size, SEQ_LENGTH, plan.model.hidden_size, device="meta", requires_grad=True)
+    border = torch.empty(
+        plan.pipeline.micro_batch_size,
+        SEQ_LENGTH,
+        plan.model.hidden_size,
+        device="meta",
+        requires_grad=True,
+    )
     ids = torch.empty(border.shape[:2], dtype=torch.int64, device="meta")
-    logits = torch.empty(*border.shape[:2], plan.model.padded_vocab_size // plan.mesh.tp, device="meta", requires_grad=True)
+    logits = torch.empty(
+        *border.shape[:2],
+        plan.model.padded_vocab_size // plan.mesh.tp,
+        device="meta",
+        requires_grad=True,
+    )
     stage = PipelineStage(
-        part, rank, pp, torch.device("cpu"), input_args=border if rank else ids,
-        output_args=border if rank < pp - 1 else logits, group=mesh["pp"].get_group())
+        part,
+        rank,
+        pp,
+        torch.device("cpu"),
+        input_args=border if rank else ids,
+        output_args=border if rank < pp - 1 else logits,
+        group=mesh["pp"].get_group(),
+    )
     return Schedule1F1B(stage, plan.pipeline.num_micro_batches, loss_of)
 
 
 def by_executor(plan: Plan) -> Callable[[int], None]:
-    """One step of the executor, by its number: all that it does in a step, the gradients' norm and the record included."""
-    trainer = build_trainer(plan, Options(steps=WARM_UP + PAIRS, seed=0, learning_rate=1e-4), torch.device("cpu"))
+    """One step of the executor, by its number: all that it does in a step, the gradients' norm and
+    the record included.
+    """
+    trainer = build_trainer(
+        plan, Options(steps=WARM_UP + PAIRS, seed=0, learning_rate=1e-4), torch.device("cpu")
+    )
     steps = trainer.run()
     return lambda _: next(steps, None)
 
@@ -185,11 +243,15 @@ class Times:
 
     @property
     def ratio(self) -> float:
-        return statistics.median(b / a for a, b in zip(self.by_hand_s, self.executor_s, strict=True))
+        return statistics.median(
+            b / a for a, b in zip(self.by_hand_s, self.executor_s, strict=True)
+        )
 
 
 def measure(plan: Plan) -> Times:
-    """Both trainers in a new world of the plan's ranks; the times of rank 0, whose steps start and end with all others'."""
+    """Both trainers in a new world of the plan's ranks; the times of rank 0, whose steps start and
+    end with all others'.
+    """
     world = plan.mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(world, plan, folder), nprocs=world, start_method="fork")
@@ -201,8 +263,12 @@ def _rank(rank: int, world: int, plan: Plan, folder: str) -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=600))
-    mesh = init_device_mesh("cpu", (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=600)
+    )
+    mesh = init_device_mesh(
+        "cpu", (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp")
+    )
     steps = (by_hand(plan, mesh), by_executor(plan))
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(WARM_UP + PAIRS):
@@ -224,21 +290,41 @@ def _timed(step: Callable[[int], None], number: int) -> float:
 
 
 def plan_of(name: str) -> Plan:
-    """A plan of 4 micro-batches of one sequence a data-parallel rank, the embedding not tied: the hand-written one has two."""
+    """A plan of 4 micro-batches of one sequence a data-parallel rank, the embedding not tied: the
+    hand-written one has two.
+    """
     mesh, zero = MESHES[name]
     stack = load_stack("torchtitan")
-    training = TrainingSpec(global_batch_size=4 * mesh.dp, seq_length=SEQ_LENGTH, precision="fp32", stack=stack, attention=stack.attention)
+    training = TrainingSpec(
+        global_batch_size=4 * mesh.dp,
+        seq_length=SEQ_LENGTH,
+        precision="fp32",
+        stack=stack,
+        attention=stack.attention,
+    )
     layout = ParallelLayout(
-        mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=4, sequence_parallel=False)
+        mesh=mesh,
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=4,
+        sequence_parallel=False,
+    )
     cluster = with_gpus(load_cluster("cpu"), mesh.num_ranks, mesh.num_ranks)
-    return estimate_plan(replace(GPT_100M, tied_embeddings=False), cluster, training, layout, zero=zero)
+    return estimate_plan(
+        replace(GPT_100M, tied_embeddings=False), cluster, training, layout, zero=zero
+    )
 
 
 def main() -> None:
-    print(f"{'mesh':<14}{'by hand':>10}{'executor':>10}{'ratio':>8}   seconds a step, medians of {PAIRS}")
+    print(
+        f"{'mesh':<14}{'by hand':>10}{'executor':>10}{'ratio':>8}   seconds a step, medians of {PAIRS}"
+    )
     for name in sys.argv[1:] or DEFAULT:
         times = measure(plan_of(name))
-        by_hand_s, executor_s = (statistics.median(seconds) for seconds in (times.by_hand_s, times.executor_s))
+        by_hand_s, executor_s = (
+            statistics.median(seconds) for seconds in (times.by_hand_s, times.executor_s)
+        )
         print(f"{name:<14}{by_hand_s:>10.3f}{executor_s:>10.3f}{times.ratio:>8.3f}", flush=True)
 
 

@@ -1,10 +1,13 @@
-"""What sub-pipelined tensor parallelism costs where nothing can overlap: step times of its levels in one run, as ratios to level 0.
+"""What sub-pipelined tensor parallelism costs where nothing can overlap: step times of its levels
+in one run, as ratios to level 0.
 
-    python benchmarks/executor/overlap.py                  # gpt-tiny and two blocks of gpt-100m on 2 gloo ranks of a core each
+    python benchmarks/executor/overlap.py                  # gpt-tiny and two blocks of gpt-100m on
+                                                           2 gloo ranks of a core each
 
-gloo sums on the cores that compute, so no level can gain here: what is seen is the price of halves, smaller products and twice as
-many calls, which the overlap has to earn back. All levels hold the same model, take the same micro-batches and step in turn, in an
-order that goes round, in the same processes; a ratio is the median over the rounds.
+gloo sums on the cores that compute, so no level can gain here: what is seen is the price of halves,
+smaller products and twice as many calls, which the overlap has to earn back. All levels hold the
+same model, take the same micro-batches and step in turn, in an order that goes round, in the same
+processes; a ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -37,16 +40,31 @@ from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 WARM_UP, ROUNDS = 2, 10
-MODELS = {"gpt-tiny": (load_model("gpt-tiny").spec, 128), "2 blocks of gpt-100m": (replace(GPT_100M, num_layers=2), 256)}
+MODELS = {
+    "gpt-tiny": (load_model("gpt-tiny").spec, 128),
+    "2 blocks of gpt-100m": (replace(GPT_100M, num_layers=2), 256),
+}
 
 
 def plan_of(model: ModelSpec, seq_length: int, level: int) -> Plan:
     """2 micro-batches of 4 sequences, tp 2."""
     mesh, stack = Mesh(pp=1, dp=1, tp=2), load_stack("parplan")
-    training = TrainingSpec(global_batch_size=8, seq_length=seq_length, precision="fp32", stack=stack, attention=stack.attention)
+    training = TrainingSpec(
+        global_batch_size=8,
+        seq_length=seq_length,
+        precision="fp32",
+        stack=stack,
+        attention=stack.attention,
+    )
     layout = ParallelLayout(
-        mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=4, num_micro_batches=2, sequence_parallel=False,
-        tp_overlap=level)
+        mesh=mesh,
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=4,
+        num_micro_batches=2,
+        sequence_parallel=False,
+        tp_overlap=level,
+    )
     return estimate_plan(model, with_gpus(load_cluster("cpu"), 2, 2), training, layout, zero=0)
 
 
@@ -61,7 +79,9 @@ def _rank(rank: int, plans: list[Plan], folder: str) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600)
+    )
     options = Options(steps=WARM_UP + ROUNDS, seed=0, learning_rate=1e-4)
     runs = [build_trainer(plan, options, torch.device("cpu")).run() for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
@@ -85,15 +105,24 @@ def _timed(steps: Iterator[StepResult]) -> float:
 
 
 def main() -> None:
-    print(f"{'model':<22}{'level 0':>10}" + "".join(f"{f'level {level}':>20}" for level in TP_OVERLAP_LEVELS[1:])
-          + f"   seconds a step, and ratios to level 0 (quartiles): medians of {ROUNDS}")
+    print(
+        f"{'model':<22}{'level 0':>10}"
+        + "".join(f"{f'level {level}':>20}" for level in TP_OVERLAP_LEVELS[1:])
+        + f"   seconds a step, and ratios to level 0 (quartiles): medians of {ROUNDS}"
+    )
     for name, (model, seq_length) in MODELS.items():
         base, *others = measure([plan_of(model, seq_length, level) for level in TP_OVERLAP_LEVELS])
         cells = []
         for times in others:
-            low, middle, high = statistics.quantiles((a / b for a, b in zip(times, base, strict=True)), n=4)
+            low, middle, high = statistics.quantiles(
+                (a / b for a, b in zip(times, base, strict=True)), n=4
+            )
             cells.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
-        print(f"{name:<22}{statistics.median(base):>10.3f}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+        print(
+            f"{name:<22}{statistics.median(base):>10.3f}"
+            + "".join(f"{cell:>20}" for cell in cells),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

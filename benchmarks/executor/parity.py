@@ -1,13 +1,17 @@
-"""The parity matrix: schedules x ways to divide x models, executed on 2, 4 and 8 gloo ranks beside one process.
+"""The parity matrix: schedules x ways to divide x models, executed on 2, 4 and 8 gloo ranks beside
+one process.
 
-    python benchmarks/executor/parity.py                        # all of it, about 20 minutes on two cores
+    python benchmarks/executor/parity.py                        # all of it, about 20 minutes on two
+                                                                cores
     python benchmarks/executor/parity.py --world 4 --model gpt  # a part of it
 
-A cell is the worst error of a first-step gradient, max |g - reference| / max(|reference| max, 1e-4). It ends in `!` where that is
-above 1e-5, where a loss of three AdamW steps is further than 1e-6 from the reference's, where ranks disagree, or where a stage held
-more or fewer micro-batches than its action list says. On 8 ranks the ways that divide data also have tp 2, those that divide tensors
-dp 2, and more rows have pp 4. Early recompute, last-no-recompute and SCP recompute in full whatever the way, but on the last stage
-where the schedule forbids it. What the executor refuses is listed with the reason.
+A cell is the worst error of a first-step gradient, max |g - reference| / max(|reference| max,
+1e-4). It ends in `!` where that is above 1e-5, where a loss of three AdamW steps is further than
+1e-6 from the reference's, where ranks disagree, or where a stage held more or fewer micro-batches
+than its action list says. On 8 ranks the ways that divide data also have tp 2, those that divide
+tensors dp 2, and more rows have pp 4. Early recompute, last-no-recompute and SCP recompute in full
+whatever the way, but on the last stage where the schedule forbids it. What the executor refuses is
+listed with the reason.
 """
 
 from __future__ import annotations
@@ -86,38 +90,65 @@ def cases(model: str, world: int) -> Iterator[Case]:
     shared = {"num_micro_batches": 4, "global_batch_size": 8}
     for way, settings in WAYS.items():
         if world == 2:
-            yield Case(schedule="no pipeline", way=way, plan=_altered(way, build(**shared, **settings), model))
+            yield Case(
+                schedule="no pipeline",
+                way=way,
+                plan=_altered(way, build(**shared, **settings), model),
+            )
             continue
         more = {} if world == 4 else {"tp": 2} if "dp" in settings else {"dp": 2, "zero": (1,)}
         for schedule, how in SCHEDULES.items():
-            yield Case(schedule=schedule, way=way, plan=_altered(way, build(**{"pp": 2, **shared, **settings, **how, **more}), model))
+            yield Case(
+                schedule=schedule,
+                way=way,
+                plan=_altered(way, build(**{"pp": 2, **shared, **settings, **how, **more}), model),
+            )
             if world == 8 and how["schedule"] in AHEAD:
                 plan = _altered(way, build(**{"pp": 4, **shared, **settings, **how}), model)
                 yield Case(schedule=f"{schedule}, pp 4", way=way, plan=plan)
     for schedule, how in SCHEDULES.items() if world == 2 else ():
-        yield Case(schedule=schedule, way="pp alone", plan=_altered("", build(pp=2, **shared, **how), model))
+        yield Case(
+            schedule=schedule,
+            way="pp alone",
+            plan=_altered("", build(pp=2, **shared, **how), model),
+        )
 
 
 def _altered(way: str, plan: Plan, model: str) -> Plan:
-    """`mixed` also recomputes differently by layer; `offload` keeps states on the host, and what own blocks keep, each other operators.
+    """`mixed` also recomputes differently by layer; `offload` keeps states on the host, and what
+    own blocks keep, each other operators.
 
     Where the last stage must not recompute it does not.
     """
     external = model.startswith("hf")
     change: dict[str, dict[str, Any]] = {}
     if way == "offload":
-        change = {name: {"offload": (Offload.STATES,), **_kept_on_host(name, external)} for name in plan.layer_plans}
+        change = {
+            name: {"offload": (Offload.STATES,), **_kept_on_host(name, external)}
+            for name in plan.layer_plans
+        }
     if way == "mixed" and not external:
-        change = {"block-0": {"recompute": ("norm1", "activation", "norm2")}, "block-1": {"recompute": ("attention",)}}
-    layer_plans = {name: replace(found, **change.get(name, {})) for name, found in plan.layer_plans.items()}
+        change = {
+            "block-0": {"recompute": ("norm1", "activation", "norm2")},
+            "block-1": {"recompute": ("attention",)},
+        }
+    layer_plans = {
+        name: replace(found, **change.get(name, {})) for name, found in plan.layer_plans.items()
+    }
     altered = replace(plan, layer_plans=layer_plans)
-    return nearest_legal(altered) or altered if plan.pipeline.schedule in LAST_KEEPS_ALL else altered
+    return (
+        nearest_legal(altered) or altered if plan.pipeline.schedule in LAST_KEEPS_ALL else altered
+    )
 
 
 def _kept_on_host(name: str, external: bool) -> dict[str, tuple[str, ...]]:
     if external or not name.startswith("block"):
         return {}
-    return {"keep_on_host": ("norm1", "attention", "fc2") if name == "block-1" else ("qkv", "attention_out", "fc1", "activation")}
+    return {
+        "keep_on_host": ("norm1", "attention", "fc2")
+        if name == "block-1"
+        else ("qkv", "attention_out", "fc1", "activation")
+    }
 
 
 def refused(plan: Plan) -> str | None:
@@ -133,8 +164,13 @@ def judged(plan: Plan, found: TrainingOutcome, expected: TrainingOutcome) -> tup
 
 
 def listed_in_flight(plan: Plan) -> dict[int, int]:
-    """By stage, the most micro-batches between their forward pass and the end of their backward pass, as the action lists say."""
-    changes, most = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1}, dict[int, int]()
+    """By stage, the most micro-batches between their forward pass and the end of their backward
+    pass, as the action lists say.
+    """
+    changes, most = (
+        {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1},
+        dict[int, int](),
+    )
     for rank, row in enumerate(action_rows(plan) if plan.mesh.pp > 1 else ()):
         held = Counter[int]()
         for stage, work, _ in parse_row(row, rank):
@@ -147,12 +183,18 @@ def run(found: Sequence[Case], expected: TrainingOutcome) -> tuple[dict[tuple[st
     """The cells of `found`, run one after the other in one world, and how many of them are bad."""
     cells, bad = {}, 0
     try:
-        outcomes: list[TrainingOutcome | None] = list(run_plans([case.plan for case in found])) if found else []
+        outcomes: list[TrainingOutcome | None] = (
+            list(run_plans([case.plan for case in found])) if found else []
+        )
     except ProcessRaisedException:  # one of them failed: which, is found one by one
         outcomes = [_alone(case) for case in found]
     for case, outcome in zip(found, outcomes, strict=True):
-        worst, good = judged(case.plan, outcome, expected) if outcome is not None else (float("nan"), False)
-        cells[case.schedule, case.way] = "failed!" if outcome is None else f"{worst:.0e}{'' if good else '!'}"
+        worst, good = (
+            judged(case.plan, outcome, expected) if outcome is not None else (float("nan"), False)
+        )
+        cells[case.schedule, case.way] = (
+            "failed!" if outcome is None else f"{worst:.0e}{'' if good else '!'}"
+        )
         bad += not good
     return cells, bad
 
@@ -166,8 +208,20 @@ def _alone(case: Case) -> TrainingOutcome | None:
 
 
 @click.command()
-@click.option("--world", "worlds", type=click.Choice(["2", "4", "8"]), multiple=True, help="Ranks; may be repeated. [default: all]")
-@click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, help="May be repeated. [default: all]")
+@click.option(
+    "--world",
+    "worlds",
+    type=click.Choice(["2", "4", "8"]),
+    multiple=True,
+    help="Ranks; may be repeated. [default: all]",
+)
+@click.option(
+    "--model",
+    "models",
+    type=click.Choice(list(MODELS)),
+    multiple=True,
+    help="May be repeated. [default: all]",
+)
 def main(worlds: tuple[str, ...], models: tuple[str, ...]) -> None:
     """Print the parity matrix; the exit code is 1 where a cell is bad."""
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
@@ -183,9 +237,21 @@ def main(worlds: tuple[str, ...], models: tuple[str, ...]) -> None:
                 reasons[reason] = reasons.get(reason, 0) + 1
             ways = list(dict.fromkeys(case.way for case in every))
             say(out, f"{model} on {world} ranks")
-            print_table(out, ("schedule", *ways), (
-                (schedule, *(cells.get((schedule, way), "refused" if (schedule, way) in why else "-") for way in ways))
-                for schedule in dict.fromkeys(case.schedule for case in every)), left=("schedule",))
+            print_table(
+                out,
+                ("schedule", *ways),
+                (
+                    (
+                        schedule,
+                        *(
+                            cells.get((schedule, way), "refused" if (schedule, way) in why else "-")
+                            for way in ways
+                        ),
+                    )
+                    for schedule in dict.fromkeys(case.schedule for case in every)
+                ),
+                left=("schedule",),
+            )
     for reason, count in reasons.items():
         say(out, f"refused {count} times: {reason}")
     say(out, f"{total} plans run, {bad} bad")

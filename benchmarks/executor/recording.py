@@ -1,9 +1,10 @@
-"""What recording costs: the same training step with and without the spans of executor/watch/run_recorder.py, in turn, on one rank.
+"""What recording costs: the same training step with and without the spans of
+executor/watch/run_recorder.py, in turn, on one rank.
 
     python benchmarks/executor/recording.py               # gpt-tiny on one CPU rank, half a minute
 
-Prints the median step of both and their ratio, and the time of one span by itself; seconds of this process on the CPU, so that
-other processes do not count.
+Prints the median step of both and their ratio, and the time of one span by itself; seconds of this
+process on the CPU, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -34,11 +35,23 @@ SPANS = 20_000
 
 def plan() -> Plan:
     """gpt-tiny in 16 micro-batches: many spans beside little work, the worst case."""
-    training = TrainingSpec(global_batch_size=16, seq_length=64, precision=Precision.FP32, stack=load_stack("torchtitan"))
+    training = TrainingSpec(
+        global_batch_size=16,
+        seq_length=64,
+        precision=Precision.FP32,
+        stack=load_stack("torchtitan"),
+    )
     layout = ParallelLayout(
-        mesh=Mesh(pp=1, dp=1, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=16,
-        sequence_parallel=False)
-    return estimate_plan(load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 1), training, layout)
+        mesh=Mesh(pp=1, dp=1, tp=1),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=16,
+        sequence_parallel=False,
+    )
+    return estimate_plan(
+        load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 1), training, layout
+    )
 
 
 def step_s(trainer: Trainer, *, record: bool) -> float:
@@ -59,7 +72,9 @@ def step_s(trainer: Trainer, *, record: bool) -> float:
 
 def measured(trainer: Trainer, *, recorded_first: bool) -> tuple[float, float]:
     """CPU seconds of a step without and with recording; which comes first takes turns."""
-    found = {record: step_s(trainer, record=record) for record in (recorded_first, not recorded_first)}
+    found = {
+        record: step_s(trainer, record=record) for record in (recorded_first, not recorded_first)
+    }
     return found[False], found[True]
 
 
@@ -84,7 +99,9 @@ def main() -> None:
     pairs = [measured(trainer, recorded_first=bool(turn % 2)) for turn in range(PAIRS)]
     off, on = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(recorded / plain for plain, recorded in pairs)
-    print(f"step without recording {1e3 * off:.2f} ms, with {1e3 * on:.2f} ms, median ratio of {PAIRS} pairs {ratio:.4f}")
+    print(
+        f"step without recording {1e3 * off:.2f} ms, with {1e3 * on:.2f} ms, median ratio of {PAIRS} pairs {ratio:.4f}"
+    )
     spans, one_s = 2 * plan().pipeline.num_micro_batches + 3, span_s()
     print(f"one span {1e6 * one_s:.1f} us, {spans} in a step: {one_s * spans / off:.2%} of it")
     dist.destroy_process_group()

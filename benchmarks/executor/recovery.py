@@ -1,11 +1,13 @@
-"""kill -9 of random ranks at random moments: is the loss curve after each recovery that of the undisturbed run?
+"""kill -9 of random ranks at random moments: is the loss curve after each recovery that of the
+undisturbed run?
 
     python benchmarks/executor/recovery.py               # 20 kills over three meshes, some minutes
     python benchmarks/executor/recovery.py --kills 3 --seed 7
 
-gpt-tiny (dropout 0.1, so the generators count) under torchrun --max-restarts with a checkpoint every 3 steps. Every third
-kill waits for a save that is being written. Every loss that is printed, steps that run again included, must equal the
-undisturbed run's in all digits. Ends with 1 if one differs.
+gpt-tiny (dropout 0.1, so the generators count) under torchrun --max-restarts with a checkpoint
+every 3 steps. Every third kill waits for a save that is being written. Every loss that is printed,
+steps that run again included, must equal the undisturbed run's in all digits. Ends with 1 if one
+differs.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ POLL_S = 0.002
 
 @dataclass(kw_only=True)
 class Kill:
-    """One kill: planned as rank, step and moment, then what came of it. `first` is its recovery's first printed loss."""
+    """One kill: planned as rank, step and moment, then what came of it. `first` is its recovery's
+    first printed loss.
+    """
 
     mesh: str
     rank: int
@@ -66,8 +70,10 @@ def plans() -> dict[str, tuple[Plan, float]]:
     """The meshes, with their shares of the kills."""
     model = load_model("gpt-tiny").spec
     return {
-        "dp 2, ZeRO 3": (make_plan(model, dp=2, zero=(3,)), 0.4), "pp 2": (make_plan(model, pp=2), 0.4),
-        "dp 2 x tp 2, ZeRO 1": (make_plan(model, dp=2, tp=2, sp=True, zero=(1,)), 0.2)}
+        "dp 2, ZeRO 3": (make_plan(model, dp=2, zero=(3,)), 0.4),
+        "pp 2": (make_plan(model, pp=2), 0.4),
+        "dp 2 x tp 2, ZeRO 1": (make_plan(model, dp=2, tp=2, sp=True, zero=(1,)), 0.2),
+    }
 
 
 def planned(mesh: str, world: int, count: int, chance: random.Random) -> list[Kill]:
@@ -77,24 +83,57 @@ def planned(mesh: str, world: int, count: int, chance: random.Random) -> list[Ki
         in_save = number % 3 == 2
         step += chance.randint(1, 2 * EVERY)
         step = -(-step // EVERY) * EVERY if in_save else step
-        kills.append(Kill(mesh=mesh, rank=chance.randrange(world), step=step, delay_s=chance.uniform(0.0, 0.3), in_save=in_save))
+        kills.append(
+            Kill(
+                mesh=mesh,
+                rank=chance.randrange(world),
+                step=step,
+                delay_s=chance.uniform(0.0, 0.3),
+                in_save=in_save,
+            )
+        )
     return kills
 
 
 def run(plan: Path, world: int, steps: int, kills: list[Kill], folder: Path | None) -> Curve:
     """Train under torchrun, and kill as planned."""
     arguments = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "--max-restarts", str(len(kills)),
-        "-m", "parplan.executor", str(plan), "--steps", str(steps), "--timeout", "60"]
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        "--max-restarts",
+        str(len(kills)),
+        "-m",
+        "parplan.executor",
+        str(plan),
+        "--steps",
+        str(steps),
+        "--timeout",
+        "60",
+    ]
     if folder is not None:
         arguments += ["--checkpoint-dir", str(folder), "--checkpoint-every", str(EVERY)]
     curve, todo, last = Curve(), list(kills), None
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-            arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        arguments,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
         for line in process.stdout or ():
             note(line, curve, last)
-            if todo and curve.losses and line.startswith("step") and curve.losses[-1][0] >= todo[0].step:
+            if (
+                todo
+                and curve.losses
+                and line.startswith("step")
+                and curve.losses[-1][0] >= todo[0].step
+            ):
                 last = todo.pop(0)
                 strike(last, process.pid, folder)
     curve.exit_code = process.returncode
@@ -137,10 +176,15 @@ def _save_begins(folder: Path) -> bool:
 
 
 def equal(kills: list[Kill], curve: Curve, whole: Curve) -> list[bool]:
-    """Of every kill, whether all that was printed from its recovery to the next one's is as in the undisturbed run."""
+    """Of every kill, whether all that was printed from its recovery to the next one's is as in the
+    undisturbed run.
+    """
     expected = dict(whole.losses)
     ends = [kill.first for kill in kills[1:]] + [None]
-    parts = [curve.losses[kill.first:end] if kill.first is not None else [] for kill, end in zip(kills, ends, strict=True)]
+    parts = [
+        curve.losses[kill.first : end] if kill.first is not None else []
+        for kill, end in zip(kills, ends, strict=True)
+    ]
     return [bool(part) and all(expected.get(step) == loss for step, loss in part) for part in parts]
 
 
@@ -153,20 +197,35 @@ def measure(mesh: str, plan: Plan, kills: list[Kill], folder: Path) -> tuple[lis
     curve = run(path, world, steps, kills, folder / f"{path.stem}-checkpoints")
     for run_name, found in (("undisturbed", whole), ("killed", curve)):
         if found.exit_code:
-            print(f"{mesh}: the {run_name} run ended with {found.exit_code}:", *found.log[-40:], file=sys.stderr)
+            print(
+                f"{mesh}: the {run_name} run ended with {found.exit_code}:",
+                *found.log[-40:],
+                file=sys.stderr,
+            )
     expected = dict(whole.losses)
-    same = whole.exit_code == curve.exit_code == 0 and all(expected.get(step) == loss for step, loss in curve.losses)
+    same = whole.exit_code == curve.exit_code == 0 and all(
+        expected.get(step) == loss for step, loss in curve.losses
+    )
     return equal(kills, curve, whole), same and {step for step, _ in curve.losses} == set(expected)
 
 
 def rows(kills: list[Kill], right: list[bool]) -> Iterator[tuple[str, ...]]:
     for kill, is_equal in zip(kills, right, strict=True):
         yield (
-            kill.mesh, str(kill.rank), str(kill.step), kill.at, str(kill.resumed), f"{kill.back_s:.1f}", "equal" if is_equal else "DIFFERS")
+            kill.mesh,
+            str(kill.rank),
+            str(kill.step),
+            kill.at,
+            str(kill.resumed),
+            f"{kill.back_s:.1f}",
+            "equal" if is_equal else "DIFFERS",
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -174,16 +233,29 @@ def main() -> int:
     table, whole_curves, left = [], [], arguments.kills
     with tempfile.TemporaryDirectory() as folder:
         for mesh, (plan, share) in plans().items():
-            kills = planned(mesh, plan.mesh.num_ranks, min(left, math.ceil(share * arguments.kills)), chance)
+            kills = planned(
+                mesh, plan.mesh.num_ranks, min(left, math.ceil(share * arguments.kills)), chance
+            )
             left -= len(kills)
             if kills:
                 right, same = measure(mesh, plan, kills, Path(folder))
                 table += rows(kills, right)
                 whole_curves.append(same)
-    heading = ("mesh", "rank", "killed after step", "moment", "resumed after", "back in s", "losses")
+    heading = (
+        "mesh",
+        "rank",
+        "killed after step",
+        "moment",
+        "resumed after",
+        "back in s",
+        "losses",
+    )
     print_table(out, heading, table, left={"mesh", "moment", "losses"})
     good = sum(row[-1] == "equal" for row in table)
-    say(out, f"{good} of {len(table)} recoveries print the losses of the undisturbed run in all digits")
+    say(
+        out,
+        f"{good} of {len(table)} recoveries print the losses of the undisturbed run in all digits",
+    )
     return 0 if good == len(table) and all(whole_curves) else 1
 
 

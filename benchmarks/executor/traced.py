@@ -1,9 +1,11 @@
-"""Modules that are not GPT or Llama, as they are: traced, planned, cut and trained on gloo ranks, beside one process.
+"""Modules that are not GPT or Llama, as they are: traced, planned, cut and trained on gloo ranks,
+beside one process.
 
     python benchmarks/executor/traced.py [NAME ...]
 
-Of each: the plan, how far losses of three steps and first-step gradients (over the largest entry) are from those of the module in one
-process, which takes the same micro-batches one after the other, and the largest peak of a rank's host memory with Python and libraries.
+Of each: the plan, how far losses of three steps and first-step gradients (over the largest entry)
+are from those of the module in one process, which takes the same micro-batches one after the other,
+and the largest peak of a rank's host memory with Python and libraries.
 """
 
 from __future__ import annotations
@@ -48,13 +50,26 @@ COLUMNS = "{:<12}{:<34}{:>6}{:>10}{:>10}{:>12}"
 
 def planned(name: str) -> TracedPlan:
     """The plan that the search finds for 4 ranks on the mesh of PINS, 1F1B over 4 micro-batches."""
-    source = ModuleSource(huggingface=HUGGING_FACE[name]) if name in HUGGING_FACE else ModuleSource(factory=f"tests.helpers.traced_modules:{name}")
+    source = (
+        ModuleSource(huggingface=HUGGING_FACE[name])
+        if name in HUGGING_FACE
+        else ModuleSource(factory=f"tests.helpers.traced_modules:{name}")
+    )
     pins = PINS[name]
-    training = TrainingSpec(global_batch_size=8 * pins["dp"][0], seq_length=SEQ_LENGTH, precision=Precision.FP32, stack=NEUTRAL)
+    training = TrainingSpec(
+        global_batch_size=8 * pins["dp"][0],
+        seq_length=SEQ_LENGTH,
+        precision=Precision.FP32,
+        stack=NEUTRAL,
+    )
     model = trace(source, seq_length=SEQ_LENGTH, precision=Precision.FP32)
     return find_traced_plan(
-        model, with_gpus(load_cluster("a100-80gb"), 4), training, cross_skips=name == "unet",
-        constraints=Constraints(**pins, micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,))).plan
+        model,
+        with_gpus(load_cluster("a100-80gb"), 4),
+        training,
+        cross_skips=name == "unet",
+        constraints=Constraints(**pins, micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,)),
+    ).plan
 
 
 def _train(plan: TracedPlan) -> Any:
@@ -62,7 +77,9 @@ def _train(plan: TracedPlan) -> Any:
 
 
 def _recomputing(plan: TracedPlan) -> TracedPlan:
-    return replace(plan, stages=tuple(replace(stage, recompute=(stage.first,)) for stage in plan.stages))
+    return replace(
+        plan, stages=tuple(replace(stage, recompute=(stage.first,)) for stage in plan.stages)
+    )
 
 
 def main() -> None:
@@ -72,13 +89,26 @@ def main() -> None:
     for name in sys.argv[1:] or PINS:
         found = planned(name)
         for plan in (found, _recomputing(found)):
-            (ranks,), expected = run_ranks([plan], _train), run_traced_reference(plan, by_micro_batch=True)
+            (ranks,), expected = (
+                run_ranks([plan], _train),
+                run_traced_reference(plan, by_micro_batch=True),
+            )
             outcome = joined([result for result, _ in ranks])
             stages = plan.stages
-            text = f"pp {plan.mesh.pp} x dp {plan.mesh.dp}, ZeRO {stages[0].zero}" + (", recompute" if stages[0].recompute else "")
-            print(COLUMNS.format(
-                name, text, plan.mesh.num_ranks, f"{max(loss_errors(outcome, expected)):.1e}",
-                f"{max(gradient_errors(outcome, expected).values()):.1e}", format_bytes(max(peak for _, peak in ranks))), flush=True)
+            text = f"pp {plan.mesh.pp} x dp {plan.mesh.dp}, ZeRO {stages[0].zero}" + (
+                ", recompute" if stages[0].recompute else ""
+            )
+            print(
+                COLUMNS.format(
+                    name,
+                    text,
+                    plan.mesh.num_ranks,
+                    f"{max(loss_errors(outcome, expected)):.1e}",
+                    f"{max(gradient_errors(outcome, expected).values()):.1e}",
+                    format_bytes(max(peak for _, peak in ranks)),
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""Merak's techniques one after the other, beside Megatron-LM and DeepSpeed at their best: predicted, on 64 RTX 3090.
+"""Merak's techniques one after the other, beside Megatron-LM and DeepSpeed at their best:
+predicted, on 64 RTX 3090.
 
-    python benchmarks/papers/merak.py                                      # four GPT models, a batch of 128 sequences
+    python benchmarks/papers/merak.py                                      # four GPT models, a
+                                                                           batch of 128 sequences
     python benchmarks/papers/merak.py --models gpt-8.3b --global-batch-size 512 --json
 
-Lai et al. 2023 (Merak, IEEE TPDS 34(5), doi:10.1109/TPDS.2023.3247001, arXiv:2206.04959) report speed-ups of up to 1.42, 1.39,
-1.43 and 1.61 over the 3D parallelism frameworks of the time on 64 GPUs. Every row here is the fastest of its space that fits,
-proven, with the same prices, memory margin and software for all; nothing was run, and every number is analytic.
+Lai et al. 2023 (Merak, IEEE TPDS 34(5), doi:10.1109/TPDS.2023.3247001, arXiv:2206.04959) report
+speed-ups of up to 1.42, 1.39, 1.43 and 1.61 over the 3D parallelism frameworks of the time on 64
+GPUs. Every row here is the fastest of its space that fits, proven, with the same prices, memory
+margin and software for all; nothing was run, and every number is analytic.
 
-The baselines pick their degrees, micro-batch and ZeRO stage (0 or 1) themselves. Ours begins where the paper does, at 1F1B with
-everything recomputed, and adds one technique a row; a row may use all of those before it, and less. A gain is the step of the
-row before over the row's own, so it holds in this order alone: what an earlier technique has hidden, a later one cannot.
+The baselines pick their degrees, micro-batch and ZeRO stage (0 or 1) themselves. Ours begins where
+the paper does, at 1F1B with everything recomputed, and adds one technique a row; a row may use all
+of those before it, and less. A gain is the step of the row before over the row's own, so it holds
+in this order alone: what an earlier technique has hidden, a later one cannot.
 """
 
 from __future__ import annotations
@@ -61,13 +65,19 @@ from parplan.report.text import print_table, say, seconds_text
 PUBLISHED = {"gpt-1.5b": 1.42, "gpt-2.5b": 1.39, "gpt-8.3b": 1.43, "gpt-20b": 1.61}
 GPUS, GPU, SEQ_LENGTH, STACK = 64, "rtx3090-24gb", 1024, "megatron-lm-2021"
 FULL_RECOMPUTE = "1F1B, all recomputed"
-BASELINES = {"Megatron-LM 1F1B": "megatron-1f1b", "Megatron-LM interleaved": "megatron-interleaved", "DeepSpeed 3D": "deepspeed-3d"}
+BASELINES = {
+    "Megatron-LM 1F1B": "megatron-1f1b",
+    "Megatron-LM interleaved": "megatron-interleaved",
+    "DeepSpeed 3D": "deepspeed-3d",
+}
 SEARCH = "+ full search"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One system or technique: its fastest plan in words; `gain` over the row before it, of the techniques alone."""
+    """One system or technique: its fastest plan in words; `gain` over the row before it, of the
+    techniques alone.
+    """
 
     model: str
     system: str
@@ -82,7 +92,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A model on the cluster, with its prices and what a plan may fill of a device; `tp` of the techniques where it is held."""
+    """A model on the cluster, with its prices and what a plan may fill of a device; `tp` of the
+    techniques where it is held.
+    """
 
     model: str
     price_cache: PriceCache
@@ -91,13 +103,26 @@ class Setting:
 
 
 def setting_of(model: str, global_batch_size: int, stack: str, tp: int | None) -> Setting:
-    """fp16 with fp16 gradients, which the step copies to fp32, as Megatron-LM and DeepSpeed train in fp16."""
-    asked = question(Asked(
-        model=model, gpus=GPUS, gpu=GPU, global_batch_size=global_batch_size, seq_length=SEQ_LENGTH, precision="fp16",
-        gradient_precision="fp16", stack=stack))
+    """fp16 with fp16 gradients, which the step copies to fp32, as Megatron-LM and DeepSpeed train
+    in fp16.
+    """
+    asked = question(
+        Asked(
+            model=model,
+            gpus=GPUS,
+            gpu=GPU,
+            global_batch_size=global_batch_size,
+            seq_length=SEQ_LENGTH,
+            precision="fp16",
+            gradient_precision="fp16",
+            stack=stack,
+        )
+    )
     # Merak's runtime has schedules that no stack of its year has
     runtime = replace(asked.training.stack, schedules=EVERY_SCHEDULE, recompute=EVERY_RECOMPUTE)
-    price_cache = PriceCache(asked.model, replace(asked.training, stack=runtime), machine_for(asked.cluster))
+    price_cache = PriceCache(
+        asked.model, replace(asked.training, stack=runtime), machine_for(asked.cluster)
+    )
     limit = limit_bytes(asked.cluster, asked.training.stack, SearchOptions())
     return Setting(model=model, price_cache=price_cache, limit_bytes=limit, tp=tp)
 
@@ -105,7 +130,9 @@ def setting_of(model: str, global_batch_size: int, stack: str, tp: int | None) -
 def techniques(setting: Setting) -> Iterator[tuple[str, Callable[[], Iterator[Strategy]]]]:
     """What each technique adds to the strategies before it, on equal stages."""
     price_cache, num_layers = setting.price_cache, setting.price_cache.model.num_layers
-    plain = tuple(layout for layout in one_chunk_layouts(price_cache) if setting.tp in (None, layout.mesh.tp))
+    plain = tuple(
+        layout for layout in one_chunk_layouts(price_cache) if setting.tp in (None, layout.mesh.tp)
+    )
     halves = tuple(overlapped(plain, price_cache))
     yield FULL_RECOMPUTE, lambda: iter(strategies(plain, num_layers, ZEROS, (Recompute.FULL,)))
     yield "+ shifted critical path", lambda: last_keeps_all(shifted(plain), num_layers)
@@ -115,33 +142,61 @@ def techniques(setting: Setting) -> Iterator[tuple[str, Callable[[], Iterator[St
 
 def _with_knob(setting: Setting, layouts: Sequence[ParallelLayout]) -> Iterator[Strategy]:
     yield from without_pipeline(layouts, setting.price_cache)
-    yield from least_recompute((*layouts, *shifted(layouts)), setting.price_cache, setting.limit_bytes)
+    yield from least_recompute(
+        (*layouts, *shifted(layouts)), setting.price_cache, setting.limit_bytes
+    )
 
 
 def plan_text(plan: Plan) -> str:
-    """A plan in a line: degrees, schedule, ZeRO stage, and of how many blocks all or a part is recomputed."""
+    """A plan in a line: degrees, schedule, ZeRO stage, and of how many blocks all or a part is
+    recomputed.
+    """
     names, again = recompute_names(graph_of(plan)), Counter[str]()
     for name, count in blocks_by_plan(plan).items():
         again[names.get(plan.layer_plans[name].recompute, "some operators").split(" (")[0]] += count
     zeros = sorted({zero_text(layer) for layer in plan.layer_plans.values()})
-    sequence = ("sequence parallel",) if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ()
-    layers = f"ZeRO {'/'.join(zeros)}", f"recompute {' + '.join(f'{name} {count}' for name, count in again.items())}"
-    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *sequence, *layers))
+    sequence = (
+        ("sequence parallel",)
+        if any(layer.sequence_parallel for layer in plan.layer_plans.values())
+        else ()
+    )
+    layers = (
+        f"ZeRO {'/'.join(zeros)}",
+        f"recompute {' + '.join(f'{name} {count}' for name, count in again.items())}",
+    )
+    return ", ".join(
+        (str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *sequence, *layers)
+    )
 
 
-def _row(setting: Setting, system: str, plan: Plan, started: float, before: Row | None = None) -> Row:
+def _row(
+    setting: Setting, system: str, plan: Plan, started: float, before: Row | None = None
+) -> Row:
     predicted = plan.predicted
     step_s = predicted.step_time_s.value
     return Row(
-        model=setting.model, system=system, plan=plan_text(plan), step_s=step_s, mfu=predicted.mfu.value,
-        tokens_per_s_per_gpu=predicted.tokens_per_s_per_gpu.value, peak_gib=max(stage.total for stage in predicted.memory_gib),
-        seconds=round(time.monotonic() - started, 1), gain=before.step_s / step_s if before else None)
+        model=setting.model,
+        system=system,
+        plan=plan_text(plan),
+        step_s=step_s,
+        mfu=predicted.mfu.value,
+        tokens_per_s_per_gpu=predicted.tokens_per_s_per_gpu.value,
+        peak_gib=max(stage.total for stage in predicted.memory_gib),
+        seconds=round(time.monotonic() - started, 1),
+        gain=before.step_s / step_s if before else None,
+    )
 
 
 def _assembled(strategy: Strategy, price: StepPrice, price_cache: PriceCache) -> Plan:
     record = SearchRecord(
-        objective=Objective.THROUGHPUT, status=Status.OPTIMAL, value=price.step_s, bound=price.step_s, gap=0.0,
-        fastest_step_time_s=price.step_s, candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
+        objective=Objective.THROUGHPUT,
+        status=Status.OPTIMAL,
+        value=price.step_s,
+        bound=price.step_s,
+        gap=0.0,
+        fastest_step_time_s=price.step_s,
+        candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
+    )
     return assemble(strategy, price, record, price_cache)
 
 
@@ -151,11 +206,18 @@ def baseline_rows(setting: Setting) -> Iterator[Row]:
         started = time.monotonic()
         found = price_baseline(name, setting.price_cache, setting.limit_bytes).optimum
         if found:
-            yield _row(setting, system, _assembled(found.strategy, found.price, setting.price_cache), started)
+            yield _row(
+                setting,
+                system,
+                _assembled(found.strategy, found.price, setting.price_cache),
+                started,
+            )
 
 
 def technique_rows(setting: Setting) -> Iterator[Row]:
-    """The techniques that fit, each with all before it; then the search, whose space has all of them."""
+    """The techniques that fit, each with all before it; then the search, whose space has all of
+    them.
+    """
     best: tuple[StepPrice, Strategy] | None = None
     before = None
     for name, space in techniques(setting):
@@ -164,24 +226,40 @@ def technique_rows(setting: Setting) -> Iterator[Row]:
         if found and (best is None or found.price.step_s < best[0].step_s):
             best = found.price, found.strategy
         if best:
-            before = _row(setting, name, _assembled(best[1], best[0], setting.price_cache), started, before)
+            before = _row(
+                setting, name, _assembled(best[1], best[0], setting.price_cache), started, before
+            )
             yield before
-    started, pins = time.monotonic(), Constraints(tp=(setting.tp,) if setting.tp else None, tp_overlap=(0, 1, 2, 3))
+    started, pins = (
+        time.monotonic(),
+        Constraints(tp=(setting.tp,) if setting.tp else None, tp_overlap=(0, 1, 2, 3)),
+    )
     try:
-        plan = find_plan(setting.price_cache.model, setting.price_cache.machine.cluster, setting.price_cache.training, constraints=pins)
+        plan = find_plan(
+            setting.price_cache.model,
+            setting.price_cache.machine.cluster,
+            setting.price_cache.training,
+            constraints=pins,
+        )
     except InfeasibleError:
         return
     yield _row(setting, SEARCH, plan, started, before)
 
 
 def summary(rows: list[Row]) -> dict[str, object]:
-    """The speed-up of the last row over each baseline, over the best of them and over where ours began, beside the published."""
+    """The speed-up of the last row over each baseline, over the best of them and over where ours
+    began, beside the published.
+    """
     ours, others = rows[-1], [row for row in rows if row.system in BASELINES]
     best = min(others, key=lambda row: row.step_s)
     return {
-        "model": ours.model, "best_baseline": best.system, "speedup_over_best": best.step_s / ours.step_s,
+        "model": ours.model,
+        "best_baseline": best.system,
+        "speedup_over_best": best.step_s / ours.step_s,
         "speedup": {row.system: row.step_s / ours.step_s for row in rows if row is not ours},
-        "gains": {row.system: row.gain for row in rows if row.gain}, "published_up_to": PUBLISHED.get(ours.model)}
+        "gains": {row.system: row.gain for row in rows if row.gain},
+        "published_up_to": PUBLISHED.get(ours.model),
+    }
 
 
 def _print(setting: Setting, rows: list[Row], out: Console) -> None:
@@ -190,21 +268,54 @@ def _print(setting: Setting, rows: list[Row], out: Console) -> None:
     say(out, f"{setting.model} on {GPUS} {GPU}, {tokens}, fp16; predicted, analytic", "bold")
     heading = ("system", "step", "ours faster", "gain", "tokens/s/GPU", "MFU", "peak GiB", "plan")
     cells = [
-        (row.system, seconds_text(row.step_s), "" if row is ours else f"{row.step_s / ours.step_s:.2f} x",
-         f"{row.gain:.3f} x" if row.gain else "", f"{row.tokens_per_s_per_gpu:,.0f}", f"{100 * row.mfu:.1f} %", f"{row.peak_gib:.1f}",
-         row.plan) for row in rows]
+        (
+            row.system,
+            seconds_text(row.step_s),
+            "" if row is ours else f"{row.step_s / ours.step_s:.2f} x",
+            f"{row.gain:.3f} x" if row.gain else "",
+            f"{row.tokens_per_s_per_gpu:,.0f}",
+            f"{100 * row.mfu:.1f} %",
+            f"{row.peak_gib:.1f}",
+            row.plan,
+        )
+        for row in rows
+    ]
     print_table(out, heading, cells, left=("system", "plan"))
     found = summary(rows)
-    published = f"published: up to {found['published_up_to']} x" if found["published_up_to"] else "none published"
-    say(out, f"  {found['speedup_over_best']:.2f} x the best baseline, {found['best_baseline']}; {published}")
+    published = (
+        f"published: up to {found['published_up_to']} x"
+        if found["published_up_to"]
+        else "none published"
+    )
+    say(
+        out,
+        f"  {found['speedup_over_best']:.2f} x the best baseline, {found['best_baseline']}; {published}",
+    )
     say(out)
 
 
 @click.command()
-@click.option("--models", default=",".join(PUBLISHED), show_default=True, help="Comma-separated names of `plan models`.")
-@click.option("--global-batch-size", type=click.IntRange(1), default=128, show_default=True, help="Sequences in a step; an assumption.")
-@click.option("--stack", default=STACK, show_default=True, help="Software that is priced, for all rows.")
-@click.option("--tp", type=click.IntRange(1), help="Tensor parallel degree of the techniques, which else choose it; baselines are free.")
+@click.option(
+    "--models",
+    default=",".join(PUBLISHED),
+    show_default=True,
+    help="Comma-separated names of `plan models`.",
+)
+@click.option(
+    "--global-batch-size",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Sequences in a step; an assumption.",
+)
+@click.option(
+    "--stack", default=STACK, show_default=True, help="Software that is priced, for all rows."
+)
+@click.option(
+    "--tp",
+    type=click.IntRange(1),
+    help="Tensor parallel degree of the techniques, which else choose it; baselines are free.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all rows as JSON and nothing else.")
 def main(models: str, global_batch_size: int, stack: str, tp: int | None, as_json: bool) -> None:
     """Price the baselines and every technique for each model."""
@@ -216,10 +327,22 @@ def main(models: str, global_batch_size: int, stack: str, tp: int | None, as_jso
         if not as_json:
             _print(setting, every[-1], out)
     if as_json:
-        click.echo(json.dumps({
-            "kind": "analytic", "gpus": GPUS, "gpu": GPU, "seq_length": SEQ_LENGTH, "global_batch_size": global_batch_size,
-            "stack": stack, "tp": tp, "rows": [asdict(row) for rows in every for row in rows],
-            "summaries": [summary(rows) for rows in every]}, indent=2))
+        click.echo(
+            json.dumps(
+                {
+                    "kind": "analytic",
+                    "gpus": GPUS,
+                    "gpu": GPU,
+                    "seq_length": SEQ_LENGTH,
+                    "global_batch_size": global_batch_size,
+                    "stack": stack,
+                    "tp": tp,
+                    "rows": [asdict(row) for rows in every for row in rows],
+                    "summaries": [summary(rows) for rows in every],
+                },
+                indent=2,
+            )
+        )
         return
     say(out, f"{time.monotonic() - started:.0f} s", "dim")
 

@@ -1,10 +1,13 @@
-"""PatrickStar's published scale and throughput beside predictions: its own rules, our search, DeepSpeed-like plans, eviction, chunk sizes.
+"""PatrickStar's published scale and throughput beside predictions: its own rules, our search,
+DeepSpeed-like plans, eviction, chunk sizes.
 
-    python benchmarks/papers/patrickstar.py                                 # everything, three minutes of two cores
+    python benchmarks/papers/patrickstar.py                                 # everything, three
+                                                                            minutes of two cores
     python benchmarks/papers/patrickstar.py --part scale --part chunks --json
 
-Nothing here is run: published figures (benchmarks/papers/patrickstar_published.py says from where) stand beside prices, all of them analytic.
-docs/design/patrickstar.md says what the tables show, and why predictions differ.
+Nothing here is run: published figures (benchmarks/papers/patrickstar_published.py says from where)
+stand beside prices, all of them analytic. docs/design/patrickstar.md says what the tables show, and
+why predictions differ.
 """
 
 from __future__ import annotations
@@ -56,14 +59,15 @@ from parplan.profiles.units import GB, GIB, MIB, tflops
 from parplan.report.searches.largest_table import flops_per_s, host_gib, peak_gib
 from parplan.report.text import gib_text, print_table, say, seconds_text
 
-STACK = "megatron-deepspeed"  # software of the same year whose kernels were measured: un-fused attention, nothing hidden
+# software of the same year whose kernels were measured: un-fused attention, nothing hidden
+STACK = "megatron-deepspeed"
 SMALLEST_BATCH = published.BATCHES[0]
 FAMILY = "gpt"
 FP32_BYTES = 4
 NOTES = {
     "scale": "the most blocks of the published model's width, B parameters; published: the largest that was run, not the limit",
     "tflops": "TFLOP/s of all GPUs, 8 FLOPs a parameter and token: published / predicted / predicted with every copy waited for; "
-              "of 4, 8 and 16 sequences a GPU the fastest; last columns: mean error of both",
+    "of 4, 8 and 16 sequences a GPU the fastest; last columns: mean error of both",
     "search": "the largest member of the family that our search fits, with what it costs; TFLOP/s of the model, recompute left out",
     "deepspeed": "the largest member with states on the host as FSDP2 keeps them, ZeRO 2 and 3; by DeepSpeed's own estimate; published",
     "eviction": "GB to the device in a step, all blocks at home on the host, by share of their chunks that finds room",
@@ -81,7 +85,9 @@ class Table:
 
 
 def cluster_of(gpu: str, gpus: int, share: float = 1.0) -> Cluster:
-    """A published node with `gpus` devices; `share` of the memory of devices and hosts is usable, and nothing else lies there."""
+    """A published node with `gpus` devices; `share` of the memory of devices and hosts is usable,
+    and nothing else lies there.
+    """
     whole = with_gpus(load_cluster(gpu), gpus)
     device = whole.device
     if share < 1:  # context and communicators are outside of the share
@@ -96,19 +102,34 @@ def training_of(cluster: Cluster, batch: int, *, stack: str | None = STACK) -> T
 
 
 def rules_pins(gpus: int, batch: int) -> Constraints:
-    """PatrickStar's own: data parallel alone, one micro-batch, everything recomputed, states in chunks on device and host."""
+    """PatrickStar's own: data parallel alone, one micro-batch, everything recomputed, states in
+    chunks on device and host.
+    """
     return Constraints(
-        pp=(1,), tp=(1,), dp=(gpus,), micro_batch_size=(batch,), recompute=(Recompute.FULL,), megatron_sharding=True,
-        offload=(Offload.OPTIMIZER, Offload.PARAMETERS))
+        pp=(1,),
+        tp=(1,),
+        dp=(gpus,),
+        micro_batch_size=(batch,),
+        recompute=(Recompute.FULL,),
+        megatron_sharding=True,
+        offload=(Offload.OPTIMIZER, Offload.PARAMETERS),
+    )
 
 
 def planned(model: ModelSpec, gpu: str, gpus: int, batch: int, share: float) -> Plan | None:
-    """The planner's plan under PatrickStar's rules, `batch` sequences a GPU; None where nothing fits."""
+    """The planner's plan under PatrickStar's rules, `batch` sequences a GPU; None where nothing
+    fits.
+    """
     cluster = cluster_of(gpu, gpus, share)
     try:
         return find_plan(
-            model, cluster, training_of(cluster, batch * gpus), constraints=rules_pins(gpus, batch),
-            options=SearchOptions(memory_margin=0.0), explain=_nothing)
+            model,
+            cluster,
+            training_of(cluster, batch * gpus),
+            constraints=rules_pins(gpus, batch),
+            options=SearchOptions(memory_margin=0.0),
+            explain=_nothing,
+        )
     except InfeasibleError:
         return None
 
@@ -117,9 +138,16 @@ def _nothing(*_: object) -> InfeasibleError:
     return InfeasibleError("nothing fits")
 
 
-def most_blocks(of_width: Callable[[int], ModelSpec], fits: Callable[[ModelSpec], bool], most: int = 512) -> float:
+def most_blocks(
+    of_width: Callable[[int], ModelSpec], fits: Callable[[ModelSpec], bool], most: int = 512
+) -> float:
     """Parameters of the model with the most blocks that fits, 0 where none does."""
-    best = last_that_fits(lambda index: fits(of_width(index + 1)), lambda high, low: high if high >= low else None, 0, most)
+    best = last_that_fits(
+        lambda index: fits(of_width(index + 1)),
+        lambda high, low: high if high >= low else None,
+        0,
+        most,
+    )
     return num_parameters(of_width(best + 1)) if best >= 0 else 0
 
 
@@ -127,13 +155,30 @@ def most_blocks(of_width: Callable[[int], ModelSpec], fits: Callable[[ModelSpec]
 
 
 def scale(shares: Sequence[float] = (0.8, 0.9)) -> Table:
-    """The largest published models beside the closed forms and the planner, under PatrickStar's rules and usable shares."""
-    heading = ("node", "GPUs", "published", *(f"{what} {share:g}" for what in ("closed form", "planner") for share in shares))
+    """The largest published models beside the closed forms and the planner, under PatrickStar's
+    rules and usable shares.
+    """
+    heading = (
+        "node",
+        "GPUs",
+        "published",
+        *(f"{what} {share:g}" for what in ("closed form", "planner") for share in shares),
+    )
     rows = []
     for each in published.largest_published():
         label = num_parameters(load_model(MEMBERS[each.label]).spec)
-        found = [*(closed_largest(each, share) for share in shares), *(planned_largest(each, share) for share in shares)]
-        rows.append((each.gpu, str(each.gpus), f"{each.label} ({label / 1e9:.1f})", *(_against(value, label) for value in found)))
+        found = [
+            *(closed_largest(each, share) for share in shares),
+            *(planned_largest(each, share) for share in shares),
+        ]
+        rows.append(
+            (
+                each.gpu,
+                str(each.gpus),
+                f"{each.label} ({label / 1e9:.1f})",
+                *(_against(value, label) for value in found),
+            )
+        )
     return Table(part="scale", heading=heading, rows=tuple(rows))
 
 
@@ -150,7 +195,10 @@ def closed_largest(each: Largest, share: float, batch: int = 8) -> float:
 
 def planned_largest(each: Largest, share: float) -> float:
     """By the planner's search, with the smallest batch of PatrickStar's scripts."""
-    return most_blocks(_of_width(each), lambda model: planned(model, each.gpu, each.gpus, SMALLEST_BATCH, share) is not None)
+    return most_blocks(
+        _of_width(each),
+        lambda model: planned(model, each.gpu, each.gpus, SMALLEST_BATCH, share) is not None,
+    )
 
 
 def _of_width(each: Largest) -> Callable[[int], ModelSpec]:
@@ -165,49 +213,81 @@ def _against(value: float, reference: float) -> str:
 # Throughput
 
 
-def throughput(gpu: str, labels: Sequence[str], figures: Mapping[int, tuple[float, ...]], share: float) -> Table:
-    """Published TFLOP/s of PatrickStar beside the planner's under its rules, with copies under compute and waited for."""
+def throughput(
+    gpu: str, labels: Sequence[str], figures: Mapping[int, tuple[float, ...]], share: float
+) -> Table:
+    """Published TFLOP/s of PatrickStar beside the planner's under its rules, with copies under
+    compute and waited for.
+    """
     rows = []
     for gpus, row in figures.items():
         found = [_speeds(label, gpu, gpus, share) for label, _ in zip(labels, row, strict=False)]
         cells = [_speed_cell(value, speeds) for value, speeds in zip(row, found, strict=True)]
-        errors = [_mean_error(row, [speeds and speeds[waited] for speeds in found]) for waited in (0, 1)]
-        rows.append((gpu, str(gpus), *cells, *("" for _ in labels[len(cells):]), *errors))
-    return Table(part="tflops", heading=("node", "GPUs", *labels, "hidden", "waited"), rows=tuple(rows))
+        errors = [
+            _mean_error(row, [speeds and speeds[waited] for speeds in found]) for waited in (0, 1)
+        ]
+        rows.append((gpu, str(gpus), *cells, *("" for _ in labels[len(cells) :]), *errors))
+    return Table(
+        part="tflops", heading=("node", "GPUs", *labels, "hidden", "waited"), rows=tuple(rows)
+    )
 
 
 def _speeds(label: str, gpu: str, gpus: int, share: float) -> tuple[float, float] | None:
-    """TFLOP/s of the fastest batch, copies hidden and waited for; None where nothing fits or the shape is not known."""
+    """TFLOP/s of the fastest batch, copies hidden and waited for; None where nothing fits or the
+    shape is not known.
+    """
     if label not in MEMBERS:
         return None
     model = load_model(MEMBERS[label]).spec
-    found = [plan for batch in published.BATCHES if (plan := planned(model, gpu, gpus, batch, share))]
+    found = [
+        plan for batch in published.BATCHES if (plan := planned(model, gpu, gpus, batch, share))
+    ]
     if not found:
         return None
     work = [8 * num_parameters(model) * plan.training.tokens_per_step for plan in found]
-    hidden = max(tflops(flops / plan.predicted.step_time_s.value) for flops, plan in zip(work, found, strict=True))
-    return hidden, max(tflops(flops / waited_s(plan)) for flops, plan in zip(work, found, strict=True))
+    hidden = max(
+        tflops(flops / plan.predicted.step_time_s.value)
+        for flops, plan in zip(work, found, strict=True)
+    )
+    return hidden, max(
+        tflops(flops / waited_s(plan)) for flops, plan in zip(work, found, strict=True)
+    )
 
 
 def waited_s(plan: Plan) -> float:
     """The step where every copy is waited for, and more is copied, as PatrickStar's scripts run it.
 
-    ASYNC_MOVE is 0 in examples/run_transformers.sh; the host has no clean copies (EQUATIONS O4: another 2 bytes a parameter at HOST);
-    what the host has updated comes in fp32 and is cast on the device (patrickstar/ops/chunk_io_buff.py: 2 more at OPTIMIZER).
+    ASYNC_MOVE is 0 in examples/run_transformers.sh; the host has no clean copies (EQUATIONS O4:
+    another 2 bytes a parameter at HOST); what the host has updated comes in fp32 and is cast on the
+    device (patrickstar/ops/chunk_io_buff.py: 2 more at OPTIMIZER).
     """
     if plan.chunks is None:
         return plan.predicted.step_time_s.value
     rank, width = plan.chunks.ranks[0], plan.training.precision.num_bytes
     own = {
-        home: sum(group.num_chunks * group.chunk_elements for group in plan.chunks.groups if group.home is home) // plan.mesh.dp
-        for home in (StateLocation.HOST, StateLocation.OPTIMIZER)}
-    in_bytes, out_bytes = rank.in_bytes + (FP32_BYTES - width) * own[StateLocation.OPTIMIZER], rank.out_bytes + width * own[StateLocation.HOST]
-    copies_s = copy_time(in_bytes, plan.cluster).value_s + copy_time(out_bytes, plan.cluster, to_host=True).value_s
+        home: sum(
+            group.num_chunks * group.chunk_elements
+            for group in plan.chunks.groups
+            if group.home is home
+        )
+        // plan.mesh.dp
+        for home in (StateLocation.HOST, StateLocation.OPTIMIZER)
+    }
+    in_bytes, out_bytes = (
+        rank.in_bytes + (FP32_BYTES - width) * own[StateLocation.OPTIMIZER],
+        rank.out_bytes + width * own[StateLocation.HOST],
+    )
+    copies_s = (
+        copy_time(in_bytes, plan.cluster).value_s
+        + copy_time(out_bytes, plan.cluster, to_host=True).value_s
+    )
     return plan.predicted.step_time_s.value - plan.predicted.breakdown.host_comm_s.value + copies_s
 
 
 def _speed_cell(value: float, speeds: tuple[float, float] | None) -> str:
-    return f"{value:.0f} / ?" if speeds is None else f"{value:.0f} / {speeds[0]:.0f} / {speeds[1]:.0f}"
+    return (
+        f"{value:.0f} / ?" if speeds is None else f"{value:.0f} / {speeds[0]:.0f} / {speeds[1]:.0f}"
+    )
 
 
 def _mean_error(row: Sequence[float], predicted: Sequence[float | None]) -> str:
@@ -221,14 +301,32 @@ def _mean_error(row: Sequence[float], predicted: Sequence[float | None]) -> str:
 
 def searched(nodes: Sequence[tuple[str, int]], batch: int = 64) -> Table:
     """The largest member that our search fits on whole nodes, without and with the host."""
-    heading = ("node", "GPUs", "on the host", "largest", "step", "TFLOP/s", "GPU GiB", "host GiB", "plan")
+    heading = (
+        "node",
+        "GPUs",
+        "on the host",
+        "largest",
+        "step",
+        "TFLOP/s",
+        "GPU GiB",
+        "host GiB",
+        "plan",
+    )
     rows = []
     for gpu, gpus in nodes:
         cluster = cluster_of(gpu, gpus)
         asking = Asking(
-            cluster=cluster, training=training_of(cluster, batch, stack="megatron-core"), pins=Constraints(), options=SearchOptions())
-        for found in find_largest(members(load_family(FAMILY).members), asking, (LEVELS[0], LEVELS[-1])):
-            rows.append((gpu, str(gpus), "all" if found.offload else "nothing", *_plan_cells(found.plan)))
+            cluster=cluster,
+            training=training_of(cluster, batch, stack="megatron-core"),
+            pins=Constraints(),
+            options=SearchOptions(),
+        )
+        for found in find_largest(
+            members(load_family(FAMILY).members), asking, (LEVELS[0], LEVELS[-1])
+        ):
+            rows.append(
+                (gpu, str(gpus), "all" if found.offload else "nothing", *_plan_cells(found.plan))
+            )
     return Table(part="search", heading=heading, rows=tuple(rows))
 
 
@@ -236,40 +334,77 @@ def _plan_cells(plan: Plan | None) -> tuple[str, ...]:
     if plan is None:
         return ("none", "", "", "", "", "")
     return (
-        plan.model.name, seconds_text(plan.predicted.step_time_s.value), f"{tflops(flops_per_s(plan)):,.0f}", gib_text(peak_gib(plan)),
-        gib_text(host_gib(plan)), f"{plan.mesh}, micro-batch {plan.pipeline.micro_batch_size} x {plan.pipeline.num_micro_batches}")
+        plan.model.name,
+        seconds_text(plan.predicted.step_time_s.value),
+        f"{tflops(flops_per_s(plan)):,.0f}",
+        gib_text(peak_gib(plan)),
+        gib_text(host_gib(plan)),
+        f"{plan.mesh}, micro-batch {plan.pipeline.micro_batch_size} x {plan.pipeline.num_micro_batches}",
+    )
 
 
 # DeepSpeed
 
 
 def deepspeed() -> Table:
-    """States on the host as FSDP2 keeps them, whole layers at a time: the largest member that fits, ZeRO 2 and 3."""
-    heading = ("node", "GPUs", "ZeRO 2", "step", "ZeRO 3", "step", "its estimate, 2", "3", "published DeepSpeed")
-    nodes = [("v100-32gb", gpus) for gpus in published.PATRICKSTAR_V100] + [("a100-40gb", gpus) for gpus in published.PATRICKSTAR_A100]
+    """States on the host as FSDP2 keeps them, whole layers at a time: the largest member that fits,
+    ZeRO 2 and 3.
+    """
+    heading = (
+        "node",
+        "GPUs",
+        "ZeRO 2",
+        "step",
+        "ZeRO 3",
+        "step",
+        "its estimate, 2",
+        "3",
+        "published DeepSpeed",
+    )
+    nodes = [("v100-32gb", gpus) for gpus in published.PATRICKSTAR_V100] + [
+        ("a100-40gb", gpus) for gpus in published.PATRICKSTAR_A100
+    ]
     rows = []
     for gpu, gpus in nodes:
         found = [_states_on_host(gpu, gpus, zero) for zero in (2, 3)]
         cells = [cell for plan in found for cell in _largest_cells(plan)]
-        rows.append((gpu, str(gpus), *cells, *(_estimated(gpu, gpus, zero) for zero in (2, 3)), _deepspeed_text(gpu, gpus)))
+        rows.append(
+            (
+                gpu,
+                str(gpus),
+                *cells,
+                *(_estimated(gpu, gpus, zero) for zero in (2, 3)),
+                _deepspeed_text(gpu, gpus),
+            )
+        )
     return Table(part="deepspeed", heading=heading, rows=tuple(rows))
 
 
 def _estimated(gpu: str, gpus: int, zero: int) -> str:
     """The largest member that DeepSpeed's own estimate of model states fits."""
     fitting = [
-        entry.spec.name for entry in load_family(FAMILY).members if published.deepspeed_fits(entry.spec, cluster_of(gpu, gpus), zero)]
+        entry.spec.name
+        for entry in load_family(FAMILY).members
+        if published.deepspeed_fits(entry.spec, cluster_of(gpu, gpus), zero)
+    ]
     return fitting[-1] if fitting else "none"
 
 
 def _largest_cells(plan: Plan | None) -> tuple[str, str]:
-    return ("none", "") if plan is None else (plan.model.name, seconds_text(plan.predicted.step_time_s.value))
+    return (
+        ("none", "")
+        if plan is None
+        else (plan.model.name, seconds_text(plan.predicted.step_time_s.value))
+    )
 
 
 def _deepspeed_text(gpu: str, gpus: int) -> str:
     if gpu == "v100-32gb":
         return published.DEEPSPEED_V100_LARGEST[gpus] + (
-            f", {published.DEEPSPEED_V100_LARGEST_TP} with model parallelism" if gpus == max(published.DEEPSPEED_V100_LARGEST) else "")
+            f", {published.DEEPSPEED_V100_LARGEST_TP} with model parallelism"
+            if gpus == max(published.DEEPSPEED_V100_LARGEST)
+            else ""
+        )
     return published.A100[len(published.DEEPSPEED_A100[gpus]) - 1]
 
 
@@ -293,54 +428,109 @@ def _offloaded(model: ModelSpec, gpu: str, gpus: int, zero: int) -> Plan | None:
     layout = _frame(Mesh(pp=1, dp=gpus, tp=1), SMALLEST_BATCH, 1)
     try:
         plan = estimate_plan(
-            model, cluster, training_of(cluster, SMALLEST_BATCH * gpus, stack="parplan"), layout, zero=zero, recompute=Recompute.FULL,
-            offload=(Offload.STATES,))
+            model,
+            cluster,
+            training_of(cluster, SMALLEST_BATCH * gpus, stack="parplan"),
+            layout,
+            zero=zero,
+            recompute=Recompute.FULL,
+            offload=(Offload.STATES,),
+        )
     except InfeasibleError:
         return None
     return plan if peak_gib(plan) <= cluster.device.memory_bytes / GIB else None
 
 
-def _frame(mesh: Mesh, micro_batch_size: int, num_micro_batches: int, schedule: Schedule = Schedule.ONE_F_ONE_B) -> ParallelLayout:
+def _frame(
+    mesh: Mesh,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+) -> ParallelLayout:
     return ParallelLayout(
-        mesh=mesh, schedule=schedule, virtual_stages=1, micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches,
-        sequence_parallel=False)
+        mesh=mesh,
+        schedule=schedule,
+        virtual_stages=1,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        sequence_parallel=False,
+    )
 
 
 # Eviction
 
 
-def eviction(model_name: str = "gpt-2b", rooms: Sequence[float] = (0, 0.1, 0.25, 0.5, 0.75)) -> Table:
+def eviction(
+    model_name: str = "gpt-2b", rooms: Sequence[float] = (0, 0.1, 0.25, 0.5, 0.75)
+) -> Table:
     """Bytes that come to the first pipeline rank's device in a step, by policy and budget."""
-    cases = [(1, Schedule.ONE_F_ONE_B, 1), (1, Schedule.ONE_F_ONE_B, 4), (2, Schedule.ONE_F_ONE_B, 8), (2, Schedule.GPIPE, 8)]
+    cases = [
+        (1, Schedule.ONE_F_ONE_B, 1),
+        (1, Schedule.ONE_F_ONE_B, 4),
+        (2, Schedule.ONE_F_ONE_B, 8),
+        (2, Schedule.GPIPE, 8),
+    ]
     heading = ("schedule", "micro-batches", "policy", *(f"{100 * room:.0f} %" for room in rooms))
     rows = []
     for pp, schedule, num_micro_batches in cases:
         budgets = _budgets(model_name, pp, schedule, num_micro_batches, rooms)
         name = f"{schedule}, pp {pp}" if pp > 1 else "no pipeline"
         for policy in Eviction:
-            moved = [_moved(model_name, pp, schedule, num_micro_batches, policy, budget)[0] for budget in budgets]
-            rows.append((name, str(num_micro_batches), str(policy), *(f"{value / GB:.2f}" for value in moved)))
+            moved = [
+                _moved(model_name, pp, schedule, num_micro_batches, policy, budget)[0]
+                for budget in budgets
+            ]
+            rows.append(
+                (
+                    name,
+                    str(num_micro_batches),
+                    str(policy),
+                    *(f"{value / GB:.2f}" for value in moved),
+                )
+            )
     return Table(part="eviction", heading=heading, rows=tuple(rows))
 
 
 def _moved(
-    model_name: str, pp: int, schedule: Schedule, num_micro_batches: int, policy: Eviction, budget: int | None,
+    model_name: str,
+    pp: int,
+    schedule: Schedule,
+    num_micro_batches: int,
+    policy: Eviction,
+    budget: int | None,
 ) -> tuple[int, int, int]:
-    """To the device in a step, the smallest budget, and bytes of all parameters of the rank's blocks."""
+    """To the device in a step, the smallest budget, and bytes of all parameters of the rank's
+    blocks.
+    """
     model, cluster = load_model(model_name).spec, cluster_of("v100-32gb", pp)
-    request = ChunkRequest(host_blocks=model.num_layers, optimizer_blocks=0, eviction=policy, device_bytes=budget)
+    request = ChunkRequest(
+        host_blocks=model.num_layers, optimizer_blocks=0, eviction=policy, device_bytes=budget
+    )
     plan = estimate_plan(
-        model, cluster, training_of(cluster, num_micro_batches), _frame(Mesh(pp=pp, dp=1, tp=1), 1, num_micro_batches, schedule),
-        recompute=Recompute.FULL, chunks=request)
+        model,
+        cluster,
+        training_of(cluster, num_micro_batches),
+        _frame(Mesh(pp=pp, dp=1, tp=1), 1, num_micro_batches, schedule),
+        recompute=Recompute.FULL,
+        chunks=request,
+    )
     assert plan.chunks is not None
     rank, groups = plan.chunks.ranks[0], [group for group in plan.chunks.groups if group.stage == 0]
     smallest = max(each.smallest_bytes for each in plan.chunks.ranks)
-    return rank.in_bytes, smallest, sum(2 * group.num_chunks * group.chunk_elements for group in groups)
+    return (
+        rank.in_bytes,
+        smallest,
+        sum(2 * group.num_chunks * group.chunk_elements for group in groups),
+    )
 
 
-def _budgets(model_name: str, pp: int, schedule: Schedule, num_micro_batches: int, rooms: Iterable[float]) -> list[int]:
+def _budgets(
+    model_name: str, pp: int, schedule: Schedule, num_micro_batches: int, rooms: Iterable[float]
+) -> list[int]:
     """From the smallest to one with room for all parameters beside it."""
-    _, smallest, parameters = _moved(model_name, pp, schedule, num_micro_batches, Eviction.OPT, None)
+    _, smallest, parameters = _moved(
+        model_name, pp, schedule, num_micro_batches, Eviction.OPT, None
+    )
     return [smallest + int(room * parameters) for room in rooms]
 
 
@@ -354,21 +544,39 @@ def chunk_sizes(sizes: Sequence[int] = (64, 128, 256, 288, 384), ranks: int = 8)
     for name in MEMBERS.values():
         model = load_model(name).spec
         block = tuple(tensor.elements for tensor in tensors_of(model))
-        at_sizes = [f"{100 * packed(model, size * MIB, ranks):.0f} %" if size * MIB >= max(block) else "-" for size in sizes]
+        at_sizes = [
+            f"{100 * packed(model, size * MIB, ranks):.0f} %" if size * MIB >= max(block) else "-"
+            for size in sizes
+        ]
         found, share = searched_size(model, ranks)
         group = group_size_of(block, model.num_layers, ranks, load_cluster("a100-40gb"))
-        used = model.num_layers * sum(block) / (groups_after(block, model.num_layers, group, ranks)[-1] * group)
-        rows.append((
-            name, f"{max(block) / MIB:.1f}", *at_sizes, f"{found / MIB:.0f}", f"{100 * share:.1f} %",
-            f"{group / ranks / MIB:.1f}", f"{100 * used:.1f} %"))
+        used = (
+            model.num_layers
+            * sum(block)
+            / (groups_after(block, model.num_layers, group, ranks)[-1] * group)
+        )
+        rows.append(
+            (
+                name,
+                f"{max(block) / MIB:.1f}",
+                *at_sizes,
+                f"{found / MIB:.0f}",
+                f"{100 * share:.1f} %",
+                f"{group / ranks / MIB:.1f}",
+                f"{100 * used:.1f} %",
+            )
+        )
     return Table(part="chunks", heading=heading, rows=tuple(rows))
 
 
 PARTS: dict[str, Callable[[], Iterator[Table]]] = {
     "scale": lambda: iter([scale()]),
-    "tflops": lambda: iter([
-        throughput("a100-40gb", published.A100, published.PATRICKSTAR_A100, 0.9),
-        throughput("v100-32gb", published.V100, published.PATRICKSTAR_V100, 0.9)]),
+    "tflops": lambda: iter(
+        [
+            throughput("a100-40gb", published.A100, published.PATRICKSTAR_A100, 0.9),
+            throughput("v100-32gb", published.V100, published.PATRICKSTAR_V100, 0.9),
+        ]
+    ),
     "search": lambda: iter([searched((("v100-32gb", 8), ("a100-40gb", 8), ("a100-40gb", 32)))]),
     "deepspeed": lambda: iter([deepspeed()]),
     "eviction": lambda: iter([eviction()]),
@@ -377,7 +585,13 @@ PARTS: dict[str, Callable[[], Iterator[Table]]] = {
 
 
 @click.command()
-@click.option("--part", "parts", type=click.Choice(tuple(PARTS)), multiple=True, help="Only this one; may be repeated.")
+@click.option(
+    "--part",
+    "parts",
+    type=click.Choice(tuple(PARTS)),
+    multiple=True,
+    help="Only this one; may be repeated.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 def main(parts: Sequence[str], as_json: bool) -> None:
     """Print PatrickStar's published figures beside predictions."""
@@ -396,11 +610,21 @@ def main(parts: Sequence[str], as_json: bool) -> None:
 
 def _print(table: Table, out: Console) -> None:
     say(out, f"{table.part}: {NOTES[table.part]}", "bold")
-    print_table(out, table.heading, table.rows, left=("node", "schedule", "policy", "model", "plan", "on the host", "largest"))
+    print_table(
+        out,
+        table.heading,
+        table.rows,
+        left=("node", "schedule", "policy", "model", "plan", "on the host", "largest"),
+    )
 
 
 def _document(table: Table) -> dict[str, Any]:
-    return {"part": table.part, "what": NOTES[table.part], "heading": table.heading, "rows": table.rows}
+    return {
+        "part": table.part,
+        "what": NOTES[table.part],
+        "heading": table.heading,
+        "rows": table.rows,
+    }
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""Memory of one device and redundant memory of a cluster: Megatron-LM's strategies, ZeRO, FSDP and an Alpa-like plan beside ours.
+"""Memory of one device and redundant memory of a cluster: Megatron-LM's strategies, ZeRO, FSDP and
+an Alpa-like plan beside ours.
 
-    python benchmarks/papers/redundancy.py                                  # five models on 8 to 64 a100-80gb
+    python benchmarks/papers/redundancy.py                                  # five models on 8 to 64
+                                                                            a100-80gb
     python benchmarks/papers/redundancy.py --models gpt-20b --gpus 64 --json
 
-Megatron-LM here has no pipeline: tensor parallelism inside the node x data parallelism, with a replicated optimizer, then also
-with sequence parallelism, then also with the distributed optimizer, each at every recompute setting; the degrees and the
-micro-batch once those of least peak memory, once the fastest that fit. The Alpa-like plan is the fastest without a pipeline
-of any tp x dp (tp may leave the node), ZeRO stage, and recompute of whole blocks or none, alike for all layers. Ours is
-searched under `memory` (least redundant within 10 % of the fastest) and `throughput`.
+Megatron-LM here has no pipeline: tensor parallelism inside the node x data parallelism, with a
+replicated optimizer, then also with sequence parallelism, then also with the distributed optimizer,
+each at every recompute setting; the degrees and the micro-batch once those of least peak memory,
+once the fastest that fit. The Alpa-like plan is the fastest without a pipeline of any tp x dp (tp
+may leave the node), ZeRO stage, and recompute of whole blocks or none, alike for all layers. Ours
+is searched under `memory` (least redundant within 10 % of the fastest) and `throughput`.
 
-The second table of a setting holds our plans, pinned to one recompute setting, against Megatron-LM without distributed
-optimizer and sequence parallelism at the same recompute, GPUs and batch: under both objectives, and the fastest that needs at
-most 33 % of their peak (`--memory-limit`), which proves whether a saving of 67 % within 10 % of their step exists at all. A
-saving is 1 - ours / theirs.
+The second table of a setting holds our plans, pinned to one recompute setting, against Megatron-LM
+without distributed optimizer and sequence parallelism at the same recompute, GPUs and batch: under
+both objectives, and the fastest that needs at most 33 % of their peak (`--memory-limit`), which
+proves whether a saving of 67 % within 10 % of their step exists at all. A saving is 1 - ours /
+theirs.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One model on a number of GPUs, with its prices and the bytes that a plan may fill of a device."""
+    """One model on a number of GPUs, with its prices and the bytes that a plan may fill of a
+    device.
+    """
 
     model: str
     gpus: int
@@ -73,9 +79,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One system's strategy: how it was picked, its step, and what its fullest device and the cluster hold; GiB.
+    """One system's strategy: how it was picked, its step, and what its fullest device and the
+    cluster hold; GiB.
 
-    tensors_gib: the peak without what is no tensor (context, communicators, the allocator's reserve)
+    tensors_gib: the peak without what is no tensor (context, communicators, the allocator's
+    reserve)
     """
 
     model: str
@@ -94,7 +102,9 @@ class Measure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """Ours against Megatron-LM at one recompute setting: shares of memory saved, and our step over theirs."""
+    """Ours against Megatron-LM at one recompute setting: shares of memory saved, and our step over
+    theirs.
+    """
 
     model: str
     gpus: int
@@ -126,53 +136,118 @@ def setting_of(model: str, gpus: int) -> Setting:
 
 def _classes(held: RankMemory) -> dict[str, float]:
     states = held.states
-    sizes = (states.parameters, states.gradients, states.optimizer, held.activations, held.temporaries, held.reserve)
+    sizes = (
+        states.parameters,
+        states.gradients,
+        states.optimizer,
+        held.activations,
+        held.temporaries,
+        held.reserve,
+    )
     return {name: round(gib(size), 4) for name, size in zip(CLASSES, sizes, strict=True)}
 
 
 def _layout(layout: ParallelLayout) -> str:
-    return f"{layout.mesh}, b {layout.micro_batch_size}" + (", sp" if layout.sequence_parallel else "")
+    return f"{layout.mesh}, b {layout.micro_batch_size}" + (
+        ", sp" if layout.sequence_parallel else ""
+    )
 
 
-def _measure(setting: Setting, layout: ParallelLayout, price: StepPrice, system: str, recompute: str, picked: str) -> Measure:
+def _measure(
+    setting: Setting,
+    layout: ParallelLayout,
+    price: StepPrice,
+    system: str,
+    recompute: str,
+    picked: str,
+) -> Measure:
     held = max(price.memory, key=lambda memory: memory.total)
     redundant_bytes = layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
     return Measure(
-        model=setting.model, gpus=setting.gpus, system=system, recompute=recompute, picked=picked, layout=_layout(layout),
-        fits=held.total <= setting.limit_bytes, step_s=price.step_s, peak_gib=gib(held.total), tensors_gib=gib(held.allocated),
-        redundant_gib=gib(redundant_bytes), memory_gib=_classes(held))
+        model=setting.model,
+        gpus=setting.gpus,
+        system=system,
+        recompute=recompute,
+        picked=picked,
+        layout=_layout(layout),
+        fits=held.total <= setting.limit_bytes,
+        step_s=price.step_s,
+        peak_gib=gib(held.total),
+        tensors_gib=gib(held.allocated),
+        redundant_gib=gib(redundant_bytes),
+        memory_gib=_classes(held),
+    )
 
 
-def _picked(setting: Setting, found: tuple[Strategy, ...], system: str, recompute: str) -> Iterator[Measure]:
+def _picked(
+    setting: Setting, found: tuple[Strategy, ...], system: str, recompute: str
+) -> Iterator[Measure]:
     """The strategy with the least peak, and the fastest of those that fit."""
     if not found:
         return
     lean = leanest(found, setting.price_cache).strategy
-    yield _measure(setting, lean.layout, price_step(lean, setting.price_cache), system, recompute, "memory")
+    yield _measure(
+        setting, lean.layout, price_step(lean, setting.price_cache), system, recompute, "memory"
+    )
     best = fastest(found, setting.price_cache, setting.limit_bytes)
     if best:
         yield _measure(setting, best.strategy.layout, best.price, system, recompute, "time")
 
 
 def megatron_measures(setting: Setting) -> Iterator[Measure]:
-    """Megatron-LM without a pipeline: replicated optimizer, + sequence parallelism, + distributed optimizer."""
+    """Megatron-LM without a pipeline: replicated optimizer, + sequence parallelism, + distributed
+    optimizer.
+    """
     price_cache = setting.price_cache
-    meshes = [mesh for mesh in megatron_meshes(price_cache.model, price_cache.machine.cluster, price_cache.training) if mesh.pp == 1]
-    for system, sequence_parallel, zero in (("megatron", False, 0), ("megatron +sp", True, 0), ("megatron +sp +do", True, 1)):
+    meshes = [
+        mesh
+        for mesh in megatron_meshes(
+            price_cache.model, price_cache.machine.cluster, price_cache.training
+        )
+        if mesh.pp == 1
+    ]
+    for system, sequence_parallel, zero in (
+        ("megatron", False, 0),
+        ("megatron +sp", True, 0),
+        ("megatron +sp +do", True, 1),
+    ):
         layouts = [
-            layout for layout in chain.from_iterable(megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes)
-            if layout.sequence_parallel == (sequence_parallel and layout.mesh.tp > 1)]
+            layout
+            for layout in chain.from_iterable(
+                megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes
+            )
+            if layout.sequence_parallel == (sequence_parallel and layout.mesh.tp > 1)
+        ]
         for level in LEVELS:
-            yield from _picked(setting, strategies(layouts, price_cache.model.num_layers, (zero,), (level,)), system, level.value)
+            yield from _picked(
+                setting,
+                strategies(layouts, price_cache.model.num_layers, (zero,), (level,)),
+                system,
+                level.value,
+            )
 
 
 def zero_measures(setting: Setting) -> Iterator[Measure]:
-    """ZeRO 1 to 3 with the best recompute, and FSDP: ZeRO 3 with recompute of whole blocks or none."""
+    """ZeRO 1 to 3 with the best recompute, and FSDP: ZeRO 3 with recompute of whole blocks or
+    none.
+    """
     price_cache = setting.price_cache
-    layouts = tuple(data_parallel_layouts(price_cache.model, price_cache.machine.cluster, price_cache.training))
-    systems = (("zero-1", 1, LEVELS), ("zero-2", 2, LEVELS), ("zero-3", 3, LEVELS), ("fsdp", 3, WHOLE_BLOCKS))
+    layouts = tuple(
+        data_parallel_layouts(price_cache.model, price_cache.machine.cluster, price_cache.training)
+    )
+    systems = (
+        ("zero-1", 1, LEVELS),
+        ("zero-2", 2, LEVELS),
+        ("zero-3", 3, LEVELS),
+        ("fsdp", 3, WHOLE_BLOCKS),
+    )
     for system, zero, levels in systems:
-        yield from _picked(setting, strategies(layouts, price_cache.model.num_layers, (zero,), levels), system, "best")
+        yield from _picked(
+            setting,
+            strategies(layouts, price_cache.model.num_layers, (zero,), levels),
+            system,
+            "best",
+        )
 
 
 def alpa_measures(setting: Setting) -> Iterator[Measure]:
@@ -180,22 +255,54 @@ def alpa_measures(setting: Setting) -> Iterator[Measure]:
     price_cache = setting.price_cache
     cluster, batch = price_cache.machine.cluster, price_cache.training.global_batch_size
     meshes = [
-        Mesh(pp=1, dp=cluster.num_gpus // tp, tp=tp) for tp in divisors(cluster.num_gpus)
-        if batch % (cluster.num_gpus // tp) == 0 and not illegal_tensor_parallel(tp, price_cache.model, cluster, across_nodes=True)]
-    layouts = chain.from_iterable(megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes)
-    best = fastest(strategies(layouts, price_cache.model.num_layers, (0, 1, 2, 3), WHOLE_BLOCKS), price_cache, setting.limit_bytes)
+        Mesh(pp=1, dp=cluster.num_gpus // tp, tp=tp)
+        for tp in divisors(cluster.num_gpus)
+        if batch % (cluster.num_gpus // tp) == 0
+        and not illegal_tensor_parallel(tp, price_cache.model, cluster, across_nodes=True)
+    ]
+    layouts = chain.from_iterable(
+        megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes
+    )
+    best = fastest(
+        strategies(layouts, price_cache.model.num_layers, (0, 1, 2, 3), WHOLE_BLOCKS),
+        price_cache,
+        setting.limit_bytes,
+    )
     if best:
         yield _measure(setting, best.strategy.layout, best.price, "alpa-like", "best", "time")
 
 
-def _ours(setting: Setting, objective: Objective, level: Recompute | None, picked: str, options: SearchOptions) -> Measure | None:
+def _ours(
+    setting: Setting,
+    objective: Objective,
+    level: Recompute | None,
+    picked: str,
+    options: SearchOptions,
+) -> Measure | None:
     """Our plan, free or pinned to one recompute setting; None where nothing fits."""
-    price_cache, pins = setting.price_cache, Constraints(recompute=None if level is None else (level,))
+    price_cache, pins = (
+        setting.price_cache,
+        Constraints(recompute=None if level is None else (level,)),
+    )
     try:
-        plan = find_plan(price_cache.model, price_cache.machine.cluster, price_cache.training, objective, constraints=pins, options=options)
+        plan = find_plan(
+            price_cache.model,
+            price_cache.machine.cluster,
+            price_cache.training,
+            objective,
+            constraints=pins,
+            options=options,
+        )
     except InfeasibleError:
         return None
-    return _measure(setting, layout_of(plan), reprice(plan).price, "ours", "best" if level is None else level.value, picked)
+    return _measure(
+        setting,
+        layout_of(plan),
+        reprice(plan).price,
+        "ours",
+        "best" if level is None else level.value,
+        picked,
+    )
 
 
 def our_measures(setting: Setting, level: Recompute | None) -> Iterator[Measure]:
@@ -208,76 +315,164 @@ def our_measures(setting: Setting, level: Recompute | None) -> Iterator[Measure]
 
 def _saving(ours: Measure, theirs: Measure) -> Saving:
     return Saving(
-        model=ours.model, gpus=ours.gpus, recompute=ours.recompute, against=theirs.picked, ours=ours.picked,
-        peak_saving=1 - ours.peak_gib / theirs.peak_gib, tensors_saving=1 - ours.tensors_gib / theirs.tensors_gib,
-        redundant_saving=1 - ours.redundant_gib / theirs.redundant_gib, step_ratio=ours.step_s / theirs.step_s)
+        model=ours.model,
+        gpus=ours.gpus,
+        recompute=ours.recompute,
+        against=theirs.picked,
+        ours=ours.picked,
+        peak_saving=1 - ours.peak_gib / theirs.peak_gib,
+        tensors_saving=1 - ours.tensors_gib / theirs.tensors_gib,
+        redundant_saving=1 - ours.redundant_gib / theirs.redundant_gib,
+        step_ratio=ours.step_s / theirs.step_s,
+    )
 
 
-def savings(setting: Setting, level: Recompute, pinned: Iterable[Measure], others: Iterable[Measure]) -> Iterator[Saving]:
-    """Our plans at one recompute setting against Megatron-LM's least peak and its fastest, where those fit."""
+def savings(
+    setting: Setting, level: Recompute, pinned: Iterable[Measure], others: Iterable[Measure]
+) -> Iterator[Saving]:
+    """Our plans at one recompute setting against Megatron-LM's least peak and its fastest, where
+    those fit.
+    """
     ours = [row for row in pinned if row.recompute == level.value]
     for theirs in others:
         if theirs.system == "megatron" and theirs.recompute == level.value and theirs.fits:
-            third = SearchOptions(memory_limit_bytes=int((1 - WANTED_SAVING) * theirs.peak_gib * GIB))
+            third = SearchOptions(
+                memory_limit_bytes=int((1 - WANTED_SAVING) * theirs.peak_gib * GIB)
+            )
             limited = _ours(setting, Objective.THROUGHPUT, level, "throughput in a third", third)
             yield from (_saving(row, theirs) for row in (*ours, limited) if row)
 
 
-def _print_setting(setting: Setting, measures: list[Measure], found: list[Saving], out: Console) -> None:
+def _print_setting(
+    setting: Setting, measures: list[Measure], found: list[Saving], out: Console
+) -> None:
     batch = setting.price_cache.training.global_batch_size
-    say(out, f"{setting.model} on {setting.gpus} a100-80gb, batch {batch}; GiB of the fullest device, redundant over all", "bold")
+    say(
+        out,
+        f"{setting.model} on {setting.gpus} a100-80gb, batch {batch}; GiB of the fullest device, redundant over all",
+        "bold",
+    )
     _print_measures(measures, out)
     _print_savings(found, out)
     say(out)
 
 
 def _print_measures(rows: list[Measure], out: Console) -> None:
-    heading = ("system", "recompute", "picked by", "step s", "peak", "params", "grads", "optim", "activ", "temps", "reserve", "redundant",
-               "layout")
+    heading = (
+        "system",
+        "recompute",
+        "picked by",
+        "step s",
+        "peak",
+        "params",
+        "grads",
+        "optim",
+        "activ",
+        "temps",
+        "reserve",
+        "redundant",
+        "layout",
+    )
     cells = [
-        (row.system, row.recompute, row.picked, f"{row.step_s:.2f}", f"{row.peak_gib:.1f}{'' if row.fits else ' no fit'}",
-         *(f"{row.memory_gib[name]:.1f}" for name in CLASSES), f"{row.redundant_gib:,.0f}", row.layout) for row in rows]
+        (
+            row.system,
+            row.recompute,
+            row.picked,
+            f"{row.step_s:.2f}",
+            f"{row.peak_gib:.1f}{'' if row.fits else ' no fit'}",
+            *(f"{row.memory_gib[name]:.1f}" for name in CLASSES),
+            f"{row.redundant_gib:,.0f}",
+            row.layout,
+        )
+        for row in rows
+    ]
     print_table(out, heading, cells, left=("system", "recompute", "picked by", "layout"))
 
 
 def _print_savings(rows: list[Saving], out: Console) -> None:
-    heading = ("recompute", "against megatron's", "our objective", "peak", "tensors", "redundant", "step ratio", "")
+    heading = (
+        "recompute",
+        "against megatron's",
+        "our objective",
+        "peak",
+        "tensors",
+        "redundant",
+        "step ratio",
+        "",
+    )
     cells = [
-        (row.recompute, "least peak" if row.against == "memory" else "fastest", row.ours, f"{100 * row.peak_saving:+.0f} %",
-         f"{100 * row.tensors_saving:+.0f} %", f"{100 * row.redundant_saving:+.0f} %", f"{row.step_ratio:.2f}",
-         "reached" if row.reaches else "") for row in rows]
+        (
+            row.recompute,
+            "least peak" if row.against == "memory" else "fastest",
+            row.ours,
+            f"{100 * row.peak_saving:+.0f} %",
+            f"{100 * row.tensors_saving:+.0f} %",
+            f"{100 * row.redundant_saving:+.0f} %",
+            f"{row.step_ratio:.2f}",
+            "reached" if row.reaches else "",
+        )
+        for row in rows
+    ]
     say(out)
     print_table(out, heading, cells, left=("recompute", "against megatron's", "our objective", ""))
 
 
 def _print_summary(found: list[Saving], measures: list[Measure], out: Console) -> None:
-    """In which settings the saving is what was asked for, and where some other system beats both of our free plans."""
-    say(out, f"settings with at least {100 * WANTED_SAVING:.0f} % less peak memory in at most {WANTED_RATIO:g} of the step time", "bold")
+    """In which settings the saving is what was asked for, and where some other system beats both of
+    our free plans.
+    """
+    say(
+        out,
+        f"settings with at least {100 * WANTED_SAVING:.0f} % less peak memory in at most {WANTED_RATIO:g} of the step time",
+        "bold",
+    )
     for name, against in (("least peak", "memory"), ("fastest", "time")):
         here = [saving for saving in found if saving.against == against]
-        say(out, f"  against megatron's {name}: {len({s.setting for s in here if s.reaches})} of {len({s.setting for s in here})}")
+        say(
+            out,
+            f"  against megatron's {name}: {len({s.setting for s in here if s.reaches})} of {len({s.setting for s in here})}",
+        )
         for setting in dict.fromkeys(saving.setting for saving in here):
-            say(out, f"    {'{} on {:>2}, recompute {}'.format(*setting):38}{_reached(setting, here)}")
+            say(
+                out,
+                f"    {'{} on {:>2}, recompute {}'.format(*setting):38}{_reached(setting, here)}",
+            )
     losses = [
-        f"{model} on {gpus}: {line}" for model, gpus in dict.fromkeys((m.model, m.gpus) for m in measures)
-        for line in _losses([m for m in measures if (m.model, m.gpus) == (model, gpus) and m.fits])]
-    say(out, "where another system is faster than our fastest, or leaner than our leaner plan in as short a step", "bold")
+        f"{model} on {gpus}: {line}"
+        for model, gpus in dict.fromkeys((m.model, m.gpus) for m in measures)
+        for line in _losses([m for m in measures if (m.model, m.gpus) == (model, gpus) and m.fits])
+    ]
+    say(
+        out,
+        "where another system is faster than our fastest, or leaner than our leaner plan in as short a step",
+        "bold",
+    )
     for line in losses or ["nowhere"]:
         say(out, f"  {line}")
 
 
 def _reached(setting: tuple[str, int, str], here: list[Saving]) -> str:
-    """By which of our plans the saving is reached, or how near the best one within the step time comes."""
+    """By which of our plans the saving is reached, or how near the best one within the step time
+    comes.
+    """
     rows = [saving for saving in here if saving.setting == setting]
     reached = [saving.ours for saving in rows if saving.reaches]
     if reached:
         return f"reached by {', '.join(reached)}"
-    inside = max((saving.peak_saving for saving in rows if saving.step_ratio <= WANTED_RATIO), default=None)
-    return "no plan within the step time" if inside is None else f"not reached; the most of our plans in time saves {100 * inside:.0f} %"
+    inside = max(
+        (saving.peak_saving for saving in rows if saving.step_ratio <= WANTED_RATIO), default=None
+    )
+    return (
+        "no plan within the step time"
+        if inside is None
+        else f"not reached; the most of our plans in time saves {100 * inside:.0f} %"
+    )
 
 
 def _losses(here: list[Measure]) -> Iterator[str]:
-    """Who is faster than our fastest, and who needs a lower peak than our leanest without a longer step than ours there."""
+    """Who is faster than our fastest, and who needs a lower peak than our leanest without a longer
+    step than ours there.
+    """
     ours = [m for m in here if m.system == "ours" and m.recompute == "best"]
     others = [m for m in here if m.system != "ours"]
     if not ours:
@@ -287,12 +482,17 @@ def _losses(here: list[Measure]) -> Iterator[str]:
     if faster:
         best = min(faster, key=lambda m: m.step_s)
         yield f"{best.system} is faster, {best.step_s:.2f} s against {quick.step_s:.2f} s"
-    leaner = [m for m in others if m.peak_gib < lean.peak_gib - 0.05 and m.step_s <= lean.step_s * (1 + 1e-6)]
+    leaner = [
+        m
+        for m in others
+        if m.peak_gib < lean.peak_gib - 0.05 and m.step_s <= lean.step_s * (1 + 1e-6)
+    ]
     if leaner:
         best = min(leaner, key=lambda m: m.peak_gib)
         yield (
             f"{best.system} ({best.layout}) peaks at {best.peak_gib:.1f} GiB in {best.step_s:.2f} s, our leaner plan at "
-            f"{lean.peak_gib:.1f} GiB in {lean.step_s:.2f} s")
+            f"{lean.peak_gib:.1f} GiB in {lean.step_s:.2f} s"
+        )
 
 
 def run(setting: Setting) -> tuple[list[Measure], list[Saving]]:
@@ -304,22 +504,36 @@ def run(setting: Setting) -> tuple[list[Measure], list[Saving]]:
 
 
 @click.command()
-@click.option("--models", default=",".join(MODELS), show_default=True, help="Comma-separated names of `plan models`.")
-@click.option("--gpus", default=",".join(map(str, GPUS)), show_default=True, help="Comma-separated numbers of GPUs.")
+@click.option(
+    "--models",
+    default=",".join(MODELS),
+    show_default=True,
+    help="Comma-separated names of `plan models`.",
+)
+@click.option(
+    "--gpus",
+    default=",".join(map(str, GPUS)),
+    show_default=True,
+    help="Comma-separated numbers of GPUs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all rows as JSON and nothing else.")
 def main(models: str, gpus: str, as_json: bool) -> None:
     """Price every system in every setting, and print what each device holds."""
     out, started = Console(width=200, highlight=False, markup=False), time.monotonic()
     measures: list[Measure] = []
     found: list[Saving] = []
-    for setting in (setting_of(model, int(count)) for model in models.split(",") for count in gpus.split(",")):
+    for setting in (
+        setting_of(model, int(count)) for model in models.split(",") for count in gpus.split(",")
+    ):
         here, saved = run(setting)
         measures, found = [*measures, *here], [*found, *saved]
         if not as_json:
             _print_setting(setting, here, saved, out)
     if as_json:
         rows = [{**asdict(row), "reaches": row.reaches} for row in found]
-        click.echo(json.dumps({"rows": [asdict(row) for row in measures], "savings": rows}, indent=2))
+        click.echo(
+            json.dumps({"rows": [asdict(row) for row in measures], "savings": rows}, indent=2)
+        )
         return
     _print_summary(found, measures, out)
     say(out, f"{time.monotonic() - started:.0f} s", "dim")

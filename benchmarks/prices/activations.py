@@ -1,7 +1,9 @@
-"""Saved activations of a block on every rank, measured against the memory model, for plans of 8 gloo ranks (dp 2, tp 2, pp 2).
+"""Saved activations of a block on every rank, measured against the memory model, for plans of 8
+gloo ranks (dp 2, tp 2, pp 2).
 
-`python benchmarks/prices/activations.py [gpt-100m|gpt-tiny]` prints one row a plan: MiB of a block that MemTracker sees, the
-executor's rule (tests/helpers/divided_bytes.py) and, for Megatron's divisions, `parplan.costmodels.layers.recompute.saved_bytes`.
+`python benchmarks/prices/activations.py [gpt-100m|gpt-tiny]` prints one row a plan: MiB of a block
+that MemTracker sees, the executor's rule (tests/helpers/divided_bytes.py) and, for Megatron's
+divisions, `parplan.costmodels.layers.recompute.saved_bytes`.
 """
 
 from __future__ import annotations
@@ -49,19 +51,35 @@ from tests.helpers.executor_plans import (
     with_divisions,
 )
 
-# GPT-2's 85 M parameters of blocks; its vocabulary is cut, of which no block keeps anything, so that 8 ranks fit in 8 GiB
+# GPT-2's 85 M parameters of blocks; its vocabulary is cut, of which no block keeps anything, so
+# that 8 ranks fit in 8 GiB
 GPT_100M = ModelSpec(
-    name="gpt-100m", num_layers=12, hidden_size=768, num_heads=12, num_kv_heads=12, head_dim=64, ffn_hidden_size=3072, vocab_size=2048,
-    max_seq_length=512)
+    name="gpt-100m",
+    num_layers=12,
+    hidden_size=768,
+    num_heads=12,
+    num_kv_heads=12,
+    head_dim=64,
+    ffn_hidden_size=3072,
+    vocab_size=2048,
+    max_seq_length=512,
+)
 DIVISIONS: dict[str, tuple[Division, bool]] = {
-    "megatron": (MEGATRON, False), "megatron-sequence": (MEGATRON_SEQUENCE, True), "ulysses": (SEQUENCE, True),
-    "token-feed-forward": (TOKEN_FEED_FORWARD, True), "batch-feed-forward": (BATCH_FEED_FORWARD, False), "batch": (BATCH, True)}
+    "megatron": (MEGATRON, False),
+    "megatron-sequence": (MEGATRON_SEQUENCE, True),
+    "ulysses": (SEQUENCE, True),
+    "token-feed-forward": (TOKEN_FEED_FORWARD, True),
+    "batch-feed-forward": (BATCH_FEED_FORWARD, False),
+    "batch": (BATCH, True),
+}
 CHAIN = ("norm2", "fc1", "activation")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Bytes of one block of a plan: the median of all ranks, the executor's rule, and the memory model for Megatron's plans."""
+    """Bytes of one block of a plan: the median of all ranks, the executor's rule, and the memory
+    model for Megatron's plans.
+    """
 
     plan: str
     recompute: str
@@ -75,34 +93,55 @@ def gpt_tiny() -> ModelSpec:
 
 
 def plans(model: ModelSpec, seq_length: int) -> dict[tuple[str, str], Plan]:
-    """Every division with no recompute, the selective one and a chain; blocks alternate between ZeRO 1 and 3."""
-    training = TrainingSpec(global_batch_size=8, seq_length=seq_length, precision="fp32", stack=NEUTRAL)
+    """Every division with no recompute, the selective one and a chain; blocks alternate between
+    ZeRO 1 and 3.
+    """
+    training = TrainingSpec(
+        global_batch_size=8, seq_length=seq_length, precision="fp32", stack=NEUTRAL
+    )
     block = build_graph(model, training, 2).block
-    lists = {"none": (), "selective": recompute_operators(block, Recompute.SELECTIVE), "chain": CHAIN}
+    lists = {
+        "none": (),
+        "selective": recompute_operators(block, Recompute.SELECTIVE),
+        "chain": CHAIN,
+    }
     found = {}
     for name, (division, sequence_parallel) in DIVISIONS.items():
         for recompute, operators in lists.items():
-            plan = make_plan(model, pp=2, dp=2, tp=2, sp=sequence_parallel, zero=(1, 3), recompute=operators)
-            found[name, recompute] = dataclasses.replace(with_divisions(plan, division), training=training)
+            plan = make_plan(
+                model, pp=2, dp=2, tp=2, sp=sequence_parallel, zero=(1, 3), recompute=operators
+            )
+            found[name, recompute] = dataclasses.replace(
+                with_divisions(plan, division), training=training
+            )
     return found
 
 
 def measure(plan: Plan) -> int:
-    """The bytes that a block keeps, the median over all blocks behind a rank's first and all 8 ranks.
+    """The bytes that a block keeps, the median over all blocks behind a rank's first and all 8
+    ranks.
 
-    They keep the same; gloo's threads may hold the buffers of a collective when a block ends. A world of its own, because
-    MemTracker does not let go of what it has tracked.
+    They keep the same; gloo's threads may hold the buffers of a collective when a block ends. A
+    world of its own, because MemTracker does not let go of what it has tracked.
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plan, folder), nprocs=8, start_method="fork")
-        return round(statistics.median(n_bytes for rank in range(8) for n_bytes in json.loads((Path(folder) / f"rank{rank}").read_text())))
+        return round(
+            statistics.median(
+                n_bytes
+                for rank in range(8)
+                for n_bytes in json.loads((Path(folder) / f"rank{rank}").read_text())
+            )
+        )
 
 
 def _rank(rank: int, plan: Plan, folder: str) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
     store = dist.FileStore(f"{folder}/store", 8)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=8, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=8, timeout=timedelta(seconds=300)
+    )
     (Path(folder) / f"rank{rank}").write_text(json.dumps(_block_bytes(plan)))
     dist.destroy_process_group()
 
@@ -124,7 +163,9 @@ def _block_bytes(plan: Plan) -> list[int]:
 
 def _stage_input(plan: Plan, pipeline_rank: int) -> torch.Tensor:
     if pipeline_rank == 0:
-        return torch.randint(plan.model.vocab_size, (plan.pipeline.micro_batch_size, plan.training.seq_length))
+        return torch.randint(
+            plan.model.vocab_size, (plan.pipeline.micro_batch_size, plan.training.seq_length)
+        )
     shape = border_example(plan, stage_layers(plan)[pipeline_rank - 1][-1]).shape
     return torch.randn(shape, requires_grad=True)
 
@@ -145,21 +186,43 @@ def _row(name: tuple[str, str], plan: Plan, measured: int) -> Row:
     block = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).block
     layer = next(layer for layer in plan.layer_plans.values() if layer.layer == "block")
     division, sequence_parallel = DIVISIONS[name[0]]
-    sharding = Sharding(plan.mesh.tp, sequence_parallel) if division in (MEGATRON, MEGATRON_SEQUENCE) else None
+    sharding = (
+        Sharding(plan.mesh.tp, sequence_parallel)
+        if division in (MEGATRON, MEGATRON_SEQUENCE)
+        else None
+    )
     return Row(
-        plan=name[0], recompute=name[1], measured=measured,
-        rule=divided_saved_bytes(block, layer.operators, plan.mesh.tp, layer.recompute, layer.operators["residual2"].output),
-        model=saved_bytes(block, sharding, layer.recompute) if sharding else None)
+        plan=name[0],
+        recompute=name[1],
+        measured=measured,
+        rule=divided_saved_bytes(
+            block,
+            layer.operators,
+            plan.mesh.tp,
+            layer.recompute,
+            layer.operators["residual2"].output,
+        ),
+        model=saved_bytes(block, sharding, layer.recompute) if sharding else None,
+    )
 
 
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "gpt-100m"
     model, seq_length = (GPT_100M, 512) if name == "gpt-100m" else (gpt_tiny(), 64)
-    print(f"{name}, MiB a block: {'plan':<20}{'recompute':<12}{'measured':>10}{'rule':>10}{'error':>8}{'saved_bytes':>13}{'error':>8}")
+    print(
+        f"{name}, MiB a block: {'plan':<20}{'recompute':<12}{'measured':>10}{'rule':>10}{'error':>8}{'saved_bytes':>13}{'error':>8}"
+    )
     for row in rows(plans(model, seq_length)):
-        model_text = f"{row.model / MIB:>13.3f}{100 * (row.measured / row.model - 1):>7.2f}%" if row.model else ""
-        print(f"{'':<25}{row.plan:<20}{row.recompute:<12}{row.measured / MIB:>10.3f}{row.rule / MIB:>10.3f}"
-              f"{100 * (row.measured / row.rule - 1):>7.2f}%{model_text}", flush=True)
+        model_text = (
+            f"{row.model / MIB:>13.3f}{100 * (row.measured / row.model - 1):>7.2f}%"
+            if row.model
+            else ""
+        )
+        print(
+            f"{'':<25}{row.plan:<20}{row.recompute:<12}{row.measured / MIB:>10.3f}{row.rule / MIB:>10.3f}"
+            f"{100 * (row.measured / row.rule - 1):>7.2f}%{model_text}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

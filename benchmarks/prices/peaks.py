@@ -1,10 +1,13 @@
-"""Predicted beside measured peak memory of CPU runs of parplan's own executor, of the rank that is furthest off.
+"""Predicted beside measured peak memory of CPU runs of parplan's own executor, of the rank that is
+furthest off.
 
     python benchmarks/prices/peaks.py               # gpt-tiny on 1 and 2 ranks, two minutes
-    python benchmarks/prices/peaks.py gpt-100m      # 12 blocks of 768, vocabulary 32,000, sequences of 256: ten minutes, 5 GiB
+    python benchmarks/prices/peaks.py gpt-100m      # 12 blocks of 768, vocabulary 32,000, sequences
+                                                    of 256: ten minutes, 5 GiB
 
-Every row is a run of its own under torchrun, as a user starts one; measured is `peak_allocated_bytes` of its run.json
-(docs/reference/run-file.md). Interleaved and zero-bubble schedules are priced by bounds, the others action by action.
+Every row is a run of its own under torchrun, as a user starts one; measured is
+`peak_allocated_bytes` of its run.json (docs/reference/run-file.md). Interleaved and zero-bubble
+schedules are priced by bounds, the others action by action.
 """
 
 from __future__ import annotations
@@ -47,19 +50,37 @@ class Case:
     def plan(self, model: ModelSpec, global_batch_size: int, seq_length: int) -> Plan:
         mesh = Mesh(pp=self.pp, dp=self.dp, tp=self.tp)
         training = TrainingSpec(
-            global_batch_size=global_batch_size, seq_length=seq_length, precision=Precision.FP32, stack=load_stack("parplan"))
+            global_batch_size=global_batch_size,
+            seq_length=seq_length,
+            precision=Precision.FP32,
+            stack=load_stack("parplan"),
+        )
         layout = ParallelLayout(
-            mesh=mesh, virtual_stages=self.virtual_stages, micro_batch_size=self.micro_batch_size, sequence_parallel=self.tp > 1,
+            mesh=mesh,
+            virtual_stages=self.virtual_stages,
+            micro_batch_size=self.micro_batch_size,
+            sequence_parallel=self.tp > 1,
             schedule=Schedule.INTERLEAVED if self.virtual_stages > 1 else Schedule.ONE_F_ONE_B,
-            num_micro_batches=global_batch_size // self.dp // self.micro_batch_size)
+            num_micro_batches=global_batch_size // self.dp // self.micro_batch_size,
+        )
         cluster = with_gpus(load_cluster("cpu"), mesh.num_ranks, mesh.num_ranks)
         return estimate_plan(model, cluster, training, layout, zero=self.zero)
 
 
 def gpt_100m() -> ModelSpec:
     return replace(
-        load_model("gpt-tiny").spec, name="gpt-100m", num_layers=12, hidden_size=768, num_heads=12, num_kv_heads=12, head_dim=64,
-        ffn_hidden_size=3072, vocab_size=32_000, max_seq_length=1024, dropout=0.0)
+        load_model("gpt-tiny").spec,
+        name="gpt-100m",
+        num_layers=12,
+        hidden_size=768,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        ffn_hidden_size=3072,
+        vocab_size=32_000,
+        max_seq_length=1024,
+        dropout=0.0,
+    )
 
 
 def cases(global_batch_size: int) -> Iterator[Case]:
@@ -78,24 +99,49 @@ def peaks(plan: Plan) -> list[tuple[float, float]]:
         path = Path(folder) / "plan.yaml"
         plans.write_plan(plan, path)
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(plan.mesh.num_ranks), "-m", "parplan.executor", str(path),
-             "--steps", str(STEPS)], cwd=ROOT, check=True, capture_output=True)
-        found = [rank.peak_allocated_bytes for rank in runs.read_run(path.with_name("run.json")).ranks]
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(plan.mesh.num_ranks),
+                "-m",
+                "parplan.executor",
+                str(path),
+                "--steps",
+                str(STEPS),
+            ],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
+        found = [
+            rank.peak_allocated_bytes for rank in runs.read_run(path.with_name("run.json")).ranks
+        ]
     return [(peak.predicted or 0.0, peak.measured or 0.0) for peak in found]
 
 
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "gpt-tiny"
-    model, batch, seq_length = (gpt_100m(), 4, 256) if name == "gpt-100m" else (load_model("gpt-tiny").spec, 16, 64)
-    print(f"{name}, {batch} x {seq_length} tokens, dropout {model.dropout:g}; MiB of the rank furthest off")
-    print(f"{'mesh':<22}{'ZeRO':>5}{'micro-batches':>15}{'predicted':>12}{'measured':>12}{'measured/predicted':>20}")
+    model, batch, seq_length = (
+        (gpt_100m(), 4, 256) if name == "gpt-100m" else (load_model("gpt-tiny").spec, 16, 64)
+    )
+    print(
+        f"{name}, {batch} x {seq_length} tokens, dropout {model.dropout:g}; MiB of the rank furthest off"
+    )
+    print(
+        f"{'mesh':<22}{'ZeRO':>5}{'micro-batches':>15}{'predicted':>12}{'measured':>12}{'measured/predicted':>20}"
+    )
     for case in cases(batch):
         plan = case.plan(model, batch, seq_length)
         predicted, measured = max(peaks(plan), key=lambda peak: abs(peak[1] / peak[0] - 1))
         stages = f", v {case.virtual_stages}" if case.virtual_stages > 1 else ""
         split = f"{plan.pipeline.num_micro_batches} of {case.micro_batch_size}"
-        print(f"{f'{plan.mesh}{stages}':<22}{case.zero:>5}{split:>15}{predicted / MIB:>12.2f}{measured / MIB:>12.2f}"
-              f"{measured / predicted:>20.4f}", flush=True)
+        print(
+            f"{f'{plan.mesh}{stages}':<22}{case.zero:>5}{split:>15}{predicted / MIB:>12.2f}{measured / MIB:>12.2f}"
+            f"{measured / predicted:>20.4f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""Profile this machine, plan with the profile, run the plans, compare: predicted against measured step time and memory.
+"""Profile this machine, plan with the profile, run the plans, compare: predicted against measured
+step time and memory.
 
-    python benchmarks/prices/profiled.py                            # gpt-tiny and gpt-100m on 1 and 2 CPU processes, under 10 minutes
+    python benchmarks/prices/profiled.py                            # gpt-tiny and gpt-100m on 1 and
+                                                                    2 CPU processes, under 10
+                                                                    minutes
     python benchmarks/prices/profiled.py --minutes 2 --repeats 1
-    python benchmarks/prices/profiled.py --keep runs/               # leaves profile, plans and run.json files there
+    python benchmarks/prices/profiled.py --keep runs/               # leaves profile, plans and
+                                                                    run.json files there
 
-Every plan is run several times, in turns, so that a slow minute of the machine meets all of them; the figures are medians of the
-runs' own medians, with the least and the most. Predictions are the plan's, made before the first run, without calibration.
+Every plan is run several times, in turns, so that a slow minute of the machine meets all of them;
+the figures are medians of the runs' own medians, with the least and the most. Predictions are the
+plan's, made before the first run, without calibration.
 """
 
 from __future__ import annotations
@@ -58,7 +63,14 @@ def call(command: Sequence[str], log: Path) -> None:
     """Run one command of the project with one thread a process; on failure show its log and end."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("a") as file:
-        found = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=log.parent, check=False)
+        found = subprocess.run(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=log.parent,
+            check=False,
+        )
     if found.returncode:
         sys.exit(f"{' '.join(command)}: exit code {found.returncode}\n{log.read_text()[-3000:]}")
 
@@ -67,47 +79,128 @@ def profile(folder: Path, minutes: float) -> Path:
     """The profile of this machine for both models."""
     output = folder / "cpu.yaml"
     models = [argument for model in MODELS for argument in ("--model", model)]
-    call([*PLAN, "profile", "--device", "cpu", *models, "--minutes", str(minutes), "-o", str(output)], folder / "profile.log")
+    call(
+        [
+            *PLAN,
+            "profile",
+            "--device",
+            "cpu",
+            *models,
+            "--minutes",
+            str(minutes),
+            "-o",
+            str(output),
+        ],
+        folder / "profile.log",
+    )
     return output
 
 
 def make_plan(job: Job, own: Path) -> None:
-    call([*PLAN, "--model", job.model, "--gpus", str(job.world), "--profile", str(own), "-o", str(job.plan)], job.folder / "plan.log")
+    call(
+        [
+            *PLAN,
+            "--model",
+            job.model,
+            "--gpus",
+            str(job.world),
+            "--profile",
+            str(own),
+            "-o",
+            str(job.plan),
+        ],
+        job.folder / "plan.log",
+    )
 
 
 def run(job: Job, repeat: int) -> None:
     call(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.world), "-m",
-         "parplan.executor", str(job.plan), "--steps", str(STEPS[job.name]), "--run-json", str(job.run_json(repeat))],
-        job.folder / "run.log")
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(job.world),
+            "-m",
+            "parplan.executor",
+            str(job.plan),
+            "--steps",
+            str(STEPS[job.name]),
+            "--run-json",
+            str(job.run_json(repeat)),
+        ],
+        job.folder / "run.log",
+    )
 
 
 def figures(job: Job, repeats: int) -> dict[str, Any]:
-    """Predicted and measured step, and peak of the fullest rank; ratios are predicted over measured."""
+    """Predicted and measured step, and peak of the fullest rank; ratios are predicted over
+    measured.
+    """
     runs = [json.loads(job.run_json(repeat).read_text()) for repeat in range(repeats)]
     steps = [found["figures"]["step_time_s"] for found in runs]
-    peaks = [max((rank["peak_allocated_bytes"] for rank in found["ranks"]), key=lambda peak: peak["measured"]) for found in runs]
+    peaks = [
+        max(
+            (rank["peak_allocated_bytes"] for rank in found["ranks"]),
+            key=lambda peak: peak["measured"],
+        )
+        for found in runs
+    ]
     ratios = sorted(step["predicted"] / step["measured"] for step in steps)
     return {
-        "model": job.name, "world": job.world, "mesh": runs[0]["plan"]["mesh"],
-        "predicted_s": steps[0]["predicted"], "measured_s": median(step["measured"] for step in steps),
-        "ratio": median(ratios), "least_ratio": ratios[0], "most_ratio": ratios[-1],
-        "predicted_bytes": peaks[0]["predicted"], "measured_bytes": median(peak["measured"] for peak in peaks),
-        "memory_ratio": median(peak["predicted"] / peak["measured"] for peak in peaks)}
+        "model": job.name,
+        "world": job.world,
+        "mesh": runs[0]["plan"]["mesh"],
+        "predicted_s": steps[0]["predicted"],
+        "measured_s": median(step["measured"] for step in steps),
+        "ratio": median(ratios),
+        "least_ratio": ratios[0],
+        "most_ratio": ratios[-1],
+        "predicted_bytes": peaks[0]["predicted"],
+        "measured_bytes": median(peak["measured"] for peak in peaks),
+        "memory_ratio": median(peak["predicted"] / peak["measured"] for peak in peaks),
+    }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print_table(
         console(sys.stdout),
-        ("model", "ranks", "mesh", "step predicted", "measured", "ratio", "of runs", "peak predicted", "measured", "ratio"),
-        [(row["model"], str(row["world"]), " ".join(f"{axis}{n}" for axis, n in row["mesh"].items() if n > 1) or "-",
-          seconds_text(row["predicted_s"]), seconds_text(row["measured_s"]), f"{row['ratio']:.3f}",
-          f"{row['least_ratio']:.3f}-{row['most_ratio']:.3f}", format_bytes(row["predicted_bytes"]), format_bytes(row["measured_bytes"]),
-          f"{row['memory_ratio']:.3f}") for row in rows], left=("model", "mesh"))
+        (
+            "model",
+            "ranks",
+            "mesh",
+            "step predicted",
+            "measured",
+            "ratio",
+            "of runs",
+            "peak predicted",
+            "measured",
+            "ratio",
+        ),
+        [
+            (
+                row["model"],
+                str(row["world"]),
+                " ".join(f"{axis}{n}" for axis, n in row["mesh"].items() if n > 1) or "-",
+                seconds_text(row["predicted_s"]),
+                seconds_text(row["measured_s"]),
+                f"{row['ratio']:.3f}",
+                f"{row['least_ratio']:.3f}-{row['most_ratio']:.3f}",
+                format_bytes(row["predicted_bytes"]),
+                format_bytes(row["measured_bytes"]),
+                f"{row['memory_ratio']:.3f}",
+            )
+            for row in rows
+        ],
+        left=("model", "mesh"),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=5.0, help="of profiling")
     parser.add_argument("--repeats", type=int, default=3, help="runs of every plan")
     parser.add_argument("--keep", type=Path, help="a folder for what is made, which stays")

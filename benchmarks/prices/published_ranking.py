@@ -1,14 +1,19 @@
-"""Where the published tuned configurations of a 20B-class GPT stand among all candidates, by predicted step time.
+"""Where the published tuned configurations of a 20B-class GPT stand among all candidates, by
+predicted step time.
 
-    python benchmarks/prices/published_ranking.py                                   # gpt-20b on 64 h100-80gb, the model's batch
-    python benchmarks/prices/published_ranking.py --global-batch-size 256 --fp8 --bf16-gradients --max-zero 1   # what NeMo's runs chose from
+    python benchmarks/prices/published_ranking.py                                   # gpt-20b on 64
+                                                                                    h100-80gb, the
+                                                                                    model's batch
+    python benchmarks/prices/published_ranking.py --global-batch-size 256 --fp8 --bf16-gradients
+    --max-zero 1   # what NeMo's runs chose from
 
-Every legal candidate is solved under its own best layers that fit, with the columns and the program of the search, and
-replayed. A published configuration is priced as published (ZeRO 1, no recompute, an even split), and its mesh, schedule
-and micro-batch also with their own best layers. Facts that no source states (a micro-batch) are left to the price.
+Every legal candidate is solved under its own best layers that fit, with the columns and the program
+of the search, and replayed. A published configuration is priced as published (ZeRO 1, no recompute,
+an even split), and its mesh, schedule and micro-batch also with their own best layers. Facts that
+no source states (a micro-batch) are left to the price.
 
-The published runs have tensor-parallel communication under the products (userbuffers; all rows with tp > 1). The stack that is
-taken by default has not; with `--stack nemo` every candidate has.
+The published runs have tensor-parallel communication under the products (userbuffers; all rows with
+tp > 1). The stack that is taken by default has not; with `--stack nemo` every candidate has.
 """
 
 from __future__ import annotations
@@ -28,10 +33,10 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import layout_text, enumerate_candidates
+from parplan.planner.candidates.enumeration import enumerate_candidates, layout_text
 from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.infeasible.shortfall import limit_bytes
-from parplan.planner.master import MasterChoice, Master
+from parplan.planner.master import Master, MasterChoice
 from parplan.planner.plan.error_band import error_band
 from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
@@ -48,15 +53,18 @@ LAUNCHER = "NVIDIA/NeMo-Framework-Launcher@26e42fa91d"
 NEMO = "NVIDIA/NeMo@000e8c17a3 scripts/performance/recommended_model_configs/model_configs_h100.csv"
 MEGATRON = "NVIDIA/Megatron-LM@d98e8a64dd images/model_table.png; README.md (TP overlap, so sequence parallel; distributed optimizer)"
 WIDTH = 165
-SOLVE_S = 1.0  # for the layers of one layout: equal ranks of a deep pipeline take CBC minutes, and the even split is there
+# for the layers of one layout: equal ranks of a deep pipeline take CBC minutes, and the even split
+# is there
+SOLVE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """One tuned configuration as its source states it, of a model of `num_layers`.
 
-    micro_batch_size: None where the source does not say. All rows: sequence parallel where tp > 1, distributed optimizer
-    (ZeRO 1), no recompute where it is stated. gpus, batch and numbers: what it was published for
+    micro_batch_size: None where the source does not say. All rows: sequence parallel where tp > 1,
+    distributed optimizer (ZeRO 1), no recompute where it is stated. gpus, batch and numbers: what
+    it was published for
     """
 
     name: str
@@ -73,33 +81,102 @@ class Published:
 
 PUBLISHED = (
     Published(
-        name="NeMo gpt3-20b", gpus="64 H100", batch="256; 2,048", numbers="fp8 and bf16, bf16 gradients", num_layers=44, tp=2, pp=1,
-        virtual_stages=1, micro_batch_size=2,
-        citation=f"{LAUNCHER} examples/README.md, examples/training/gpt/h100/20b_fp8_8node.sh and 20b_bf16_8node.sh "
-                 "(grad_sync_dtype=bf16), launcher_scripts/conf/training/gpt3/20b.yaml (sequence_parallel, no recompute)"),
-    Published(
-        name="NeMo gpt3-20b, A100", gpus="64 A100", batch="2,048", numbers="bf16, bf16 gradients", num_layers=44, tp=4, pp=1,
-        virtual_stages=1, micro_batch_size=4,
-        citation=f"{LAUNCHER} examples/training/gpt/a100/20b_8node.sh (grad_sync_dtype=bf16)"),
-    Published(
-        name="NeMo nemotron-22b, 2024", gpus="64 H100", batch="256", numbers="fp8", num_layers=40, tp=2, pp=4, virtual_stages=10,
+        name="NeMo gpt3-20b",
+        gpus="64 H100",
+        batch="256; 2,048",
+        numbers="fp8 and bf16, bf16 gradients",
+        num_layers=44,
+        tp=2,
+        pp=1,
+        virtual_stages=1,
         micro_batch_size=2,
-        citation=f"{LAUNCHER} examples/README.md; virtual stages, no recompute: launcher_scripts/conf/training/nemotron/nemotron_22b.yaml"),
+        citation=f"{LAUNCHER} examples/README.md, examples/training/gpt/h100/20b_fp8_8node.sh and 20b_bf16_8node.sh "
+        "(grad_sync_dtype=bf16), launcher_scripts/conf/training/gpt3/20b.yaml (sequence_parallel, no recompute)",
+    ),
     Published(
-        name="NeMo nemotron3-22b", gpus="64 H100", batch="256", numbers="bf16", num_layers=40, tp=2, pp=4, virtual_stages=10,
-        micro_batch_size=1, citation=f"{NEMO} (nemotron3 22b bf16)"),
+        name="NeMo gpt3-20b, A100",
+        gpus="64 A100",
+        batch="2,048",
+        numbers="bf16, bf16 gradients",
+        num_layers=44,
+        tp=4,
+        pp=1,
+        virtual_stages=1,
+        micro_batch_size=4,
+        citation=f"{LAUNCHER} examples/training/gpt/a100/20b_8node.sh (grad_sync_dtype=bf16)",
+    ),
     Published(
-        name="NeMo nemotron3-22b, fp8", gpus="64 H100", batch="256", numbers="fp8", num_layers=40, tp=1, pp=4, virtual_stages=10,
-        micro_batch_size=1, citation=f"{NEMO} (nemotron3 22b fp8)"),
+        name="NeMo nemotron-22b, 2024",
+        gpus="64 H100",
+        batch="256",
+        numbers="fp8",
+        num_layers=40,
+        tp=2,
+        pp=4,
+        virtual_stages=10,
+        micro_batch_size=2,
+        citation=f"{LAUNCHER} examples/README.md; virtual stages, no recompute: launcher_scripts/conf/training/nemotron/nemotron_22b.yaml",
+    ),
     Published(
-        name="NeMo nemotron4-15b", gpus="64 H100", batch="256", numbers="bf16 and fp8", num_layers=32, tp=2, pp=1, virtual_stages=1,
-        micro_batch_size=2, citation=f"{NEMO} (nemotron4 15b)"),
+        name="NeMo nemotron3-22b",
+        gpus="64 H100",
+        batch="256",
+        numbers="bf16",
+        num_layers=40,
+        tp=2,
+        pp=4,
+        virtual_stages=10,
+        micro_batch_size=1,
+        citation=f"{NEMO} (nemotron3 22b bf16)",
+    ),
     Published(
-        name="Megatron-LM 16B", gpus="192 H100", batch="192", numbers="bf16", num_layers=32, tp=4, pp=1, virtual_stages=1,
-        micro_batch_size=None, citation=MEGATRON),
+        name="NeMo nemotron3-22b, fp8",
+        gpus="64 H100",
+        batch="256",
+        numbers="fp8",
+        num_layers=40,
+        tp=1,
+        pp=4,
+        virtual_stages=10,
+        micro_batch_size=1,
+        citation=f"{NEMO} (nemotron3 22b fp8)",
+    ),
     Published(
-        name="Megatron-LM 32B", gpus="384 H100", batch="192", numbers="bf16", num_layers=48, tp=8, pp=1, virtual_stages=1,
-        micro_batch_size=None, citation=MEGATRON),
+        name="NeMo nemotron4-15b",
+        gpus="64 H100",
+        batch="256",
+        numbers="bf16 and fp8",
+        num_layers=32,
+        tp=2,
+        pp=1,
+        virtual_stages=1,
+        micro_batch_size=2,
+        citation=f"{NEMO} (nemotron4 15b)",
+    ),
+    Published(
+        name="Megatron-LM 16B",
+        gpus="192 H100",
+        batch="192",
+        numbers="bf16",
+        num_layers=32,
+        tp=4,
+        pp=1,
+        virtual_stages=1,
+        micro_batch_size=None,
+        citation=MEGATRON,
+    ),
+    Published(
+        name="Megatron-LM 32B",
+        gpus="384 H100",
+        batch="192",
+        numbers="bf16",
+        num_layers=48,
+        tp=8,
+        pp=1,
+        virtual_stages=1,
+        micro_batch_size=None,
+        citation=MEGATRON,
+    ),
 )
 
 
@@ -135,7 +212,9 @@ class Placing:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is ranked: the prices of a model, cluster and training, the bytes that a plan may fill of a device, and the pins."""
+    """What is ranked: the prices of a model, cluster and training, the bytes that a plan may fill
+    of a device, and the pins.
+    """
 
     price_cache: PriceCache
     limit_bytes: float
@@ -144,15 +223,26 @@ class Request:
     def layouts(self, pins: Constraints | None = None) -> tuple[ParallelLayout, ...]:
         """The legal candidates that `pins` allow, by default those of the request."""
         price_cache = self.price_cache
-        return enumerate_candidates(price_cache.model, price_cache.machine.cluster, price_cache.training, pins or self.pins).layouts
+        return enumerate_candidates(
+            price_cache.model, price_cache.machine.cluster, price_cache.training, pins or self.pins
+        ).layouts
 
 
 def request_of(
-    model: str, gpus: int, gpu: str, global_batch_size: int | None = None, *, fp8: bool = False, bf16_gradients: bool = False,
-    max_zero: int = 3, stack: str = DEFAULT_STACK,
+    model: str,
+    gpus: int,
+    gpu: str,
+    global_batch_size: int | None = None,
+    *,
+    fp8: bool = False,
+    bf16_gradients: bool = False,
+    max_zero: int = 3,
+    stack: str = DEFAULT_STACK,
 ) -> Request:
     """The request of the options, with the memory margin that a search takes by default."""
-    asked = question(Asked(model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=stack))
+    asked = question(
+        Asked(model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=stack)
+    )
     gradients = Precision.BF16 if bf16_gradients else asked.training.gradient_precision
     training = replace(asked.training, fp8_matmuls=fp8, gradient_precision=gradients)
     price_cache = PriceCache(asked.model, training, machine_for(asked.cluster))
@@ -160,8 +250,11 @@ def request_of(
     return Request(price_cache, limit_bytes(asked.cluster, training.stack, SearchOptions()), pins)
 
 
-def _solve(layout: ParallelLayout, table: MixTable, limit: float, counts: Sequence[Iterable[int]]) -> MasterChoice | None:
-    """The fastest choice with `counts[rank]` blocks on a rank, by the columns and the master of the search; None when nothing fits.
+def _solve(
+    layout: ParallelLayout, table: MixTable, limit: float, counts: Sequence[Iterable[int]]
+) -> MasterChoice | None:
+    """The fastest choice with `counts[rank]` blocks on a rank, by the columns and the master of the
+    search; None when nothing fits.
 
     Raises Unsolved when the time of a layout ends before the solver has any.
     """
@@ -171,11 +264,15 @@ def _solve(layout: ParallelLayout, table: MixTable, limit: float, counts: Sequen
         options.append([column for count in allowed for column in columns.fastest(count, limit)])
         if not options[-1]:
             return None
-    return Master(layout, options, table.price_cache.model.num_layers, tied=table.price_cache.tied).fastest(SolverName.CBC, SOLVE_S)
+    return Master(
+        layout, options, table.price_cache.model.num_layers, tied=table.price_cache.tied
+    ).fastest(SolverName.CBC, SOLVE_S)
 
 
 def _splits(layout: ParallelLayout, table: MixTable, limit: float) -> Iterator[MasterChoice]:
-    """The best of the even split, then the best of all splits that can beat it, if the solver finds it in its time."""
+    """The best of the even split, then the best of all splits that can beat it, if the solver finds
+    it in its time.
+    """
     num_layers = table.price_cache.model.num_layers
     even = _solve(layout, table, limit, [(count,) for count in default_blocks(layout, num_layers)])
     if even is not None:
@@ -184,7 +281,12 @@ def _splits(layout: ParallelLayout, table: MixTable, limit: float) -> Iterator[M
         return
     longest = time_bound(layout, table).longest_rank(layout, even.step_s if even else float("inf"))
     with suppress(Unsolved):
-        choice = _solve(layout, table, limit, [block_counts(rank, layout, num_layers, longest) for rank in range(layout.mesh.pp)])
+        choice = _solve(
+            layout,
+            table,
+            limit,
+            [block_counts(rank, layout, num_layers, longest) for rank in range(layout.mesh.pp)],
+        )
         if choice is not None:
             yield choice
 
@@ -192,7 +294,11 @@ def _splits(layout: ParallelLayout, table: MixTable, limit: float) -> Iterator[M
 def best_of(layout: ParallelLayout, table: MixTable, limit: float) -> Candidate | None:
     """The fastest layers of `layout` within `limit` bytes; None when nothing fits."""
     choice = min(_splits(layout, table, limit), key=lambda choice: choice.step_s, default=None)
-    return None if choice is None else Candidate(layout, price_step(to_strategy(layout, choice.columns), table.price_cache))
+    return (
+        None
+        if choice is None
+        else Candidate(layout, price_step(to_strategy(layout, choice.columns), table.price_cache))
+    )
 
 
 def ranked(request: Request) -> list[Candidate]:
@@ -203,22 +309,34 @@ def ranked(request: Request) -> list[Candidate]:
 
 
 def frames_of(published: Published, request: Request) -> list[ParallelLayout]:
-    """The candidates that a row describes: several where its micro-batch is not stated, none where it is not legal.
+    """The candidates that a row describes: several where its micro-batch is not stated, none where
+    it is not legal.
 
     A virtual stage keeps its number of blocks: 10 virtual stages of 40 layers are 11 of 44.
     """
     size, num_layers = published.micro_batch_size, request.price_cache.model.num_layers
-    virtual_stages = published.virtual_stages * num_layers / published.num_layers if published.virtual_stages > 1 else 1
+    virtual_stages = (
+        published.virtual_stages * num_layers / published.num_layers
+        if published.virtual_stages > 1
+        else 1
+    )
     pins = Constraints(
-        pp=(published.pp,), tp=(published.tp,), micro_batch_size=None if size is None else (size,),
-        sequence_parallel=(published.tp > 1,), schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED))
+        pp=(published.pp,),
+        tp=(published.tp,),
+        micro_batch_size=None if size is None else (size,),
+        sequence_parallel=(published.tp > 1,),
+        schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
+    )
     return [layout for layout in request.layouts(pins) if layout.virtual_stages == virtual_stages]
 
 
 def as_published(layout: ParallelLayout, price_cache: PriceCache) -> StepPrice:
     """The price of an even split at ZeRO 1 without recompute."""
     blocks = default_blocks(layout, price_cache.model.num_layers)
-    return price_step(uniform_strategy(layout, blocks, zero=1, recompute=Recompute.NONE, price_cache=price_cache), price_cache)
+    return price_step(
+        uniform_strategy(layout, blocks, zero=1, recompute=Recompute.NONE, price_cache=price_cache),
+        price_cache,
+    )
 
 
 def peak_bytes(price: StepPrice) -> float:
@@ -226,16 +344,32 @@ def peak_bytes(price: StepPrice) -> float:
     return max(memory.total for memory in price.memory)
 
 
-def place(published: Published, candidates: Sequence[Candidate], request: Request) -> Placing | None:
-    """Where a row stands; of several micro-batches the fastest that fits. None when it is not legal here."""
-    priced = [(as_published(layout, request.price_cache), layout) for layout in frames_of(published, request)]
+def place(
+    published: Published, candidates: Sequence[Candidate], request: Request
+) -> Placing | None:
+    """Where a row stands; of several micro-batches the fastest that fits. None when it is not legal
+    here.
+    """
+    priced = [
+        (as_published(layout, request.price_cache), layout)
+        for layout in frames_of(published, request)
+    ]
     if not priced:
         return None
-    price, layout = min(priced, key=lambda found: (peak_bytes(found[0]) > request.limit_bytes, found[0].step_s))
-    own_rank, own = next(((rank, found) for rank, found in enumerate(candidates, 1) if found.layout == layout), (None, None))
+    price, layout = min(
+        priced, key=lambda found: (peak_bytes(found[0]) > request.limit_bytes, found[0].step_s)
+    )
+    own_rank, own = next(
+        ((rank, found) for rank, found in enumerate(candidates, 1) if found.layout == layout),
+        (None, None),
+    )
     rank = mesh_rank = None
     if peak_bytes(price) <= request.limit_bytes:
-        others = {found.layout.mesh: found.step_s for found in reversed(candidates) if found.layout.mesh != layout.mesh}
+        others = {
+            found.layout.mesh: found.step_s
+            for found in reversed(candidates)
+            if found.layout.mesh != layout.mesh
+        }
         rank = _rank([found.step_s for found in candidates if found.layout != layout], price.step_s)
         mesh_rank = _rank(sorted(others.values()), price.step_s)
     return Placing(published, layout, price, rank is not None, rank, mesh_rank, own, own_rank)
@@ -249,27 +383,64 @@ def _share(part: int | None, of: int) -> str:
     return "-" if part is None else f"{part} of {of}"
 
 
-def _cells(placing: Placing, candidates: Sequence[Candidate], band: float | None) -> tuple[str, ...]:
+def _cells(
+    placing: Placing, candidates: Sequence[Candidate], band: float | None
+) -> tuple[str, ...]:
     layout, own, step_s = placing.layout, placing.own, placing.price.step_s
     meshes = {candidate.layout.mesh for candidate in candidates}
 
     def loss(of_s: float) -> float:
         return of_s / candidates[0].step_s - 1
 
-    best_layers = ("-", "-", "-") if own is None else (f"{own.step_s:.3f} s", str(placing.own_rank), f"{100 * loss(own.step_s):+.1f} %")
+    best_layers = (
+        ("-", "-", "-")
+        if own is None
+        else (f"{own.step_s:.3f} s", str(placing.own_rank), f"{100 * loss(own.step_s):+.1f} %")
+    )
     judged_s = step_s if placing.fits else own.step_s if own else None
-    verdict = "" if judged_s is None or band is None else "inside" if loss(judged_s) <= band else "outside"
+    verdict = (
+        ""
+        if judged_s is None or band is None
+        else "inside"
+        if loss(judged_s) <= band
+        else "outside"
+    )
     return (
-        placing.published.name, str(layout.mesh), f"{layout.micro_batch_size} x {layout.num_micro_batches}", str(layout.virtual_stages),
-        f"{step_s:.3f} s", f"{peak_bytes(placing.price) / GIB:.1f}", "yes" if placing.fits else "no", _share(placing.rank, len(candidates)),
-        _share(placing.mesh_rank, len(meshes)), f"{100 * loss(step_s):+.1f} %", *best_layers, verdict)
+        placing.published.name,
+        str(layout.mesh),
+        f"{layout.micro_batch_size} x {layout.num_micro_batches}",
+        str(layout.virtual_stages),
+        f"{step_s:.3f} s",
+        f"{peak_bytes(placing.price) / GIB:.1f}",
+        "yes" if placing.fits else "no",
+        _share(placing.rank, len(candidates)),
+        _share(placing.mesh_rank, len(meshes)),
+        f"{100 * loss(step_s):+.1f} %",
+        *best_layers,
+        verdict,
+    )
 
 
-def _ranking_table(placings: Sequence[Placing], candidates: Sequence[Candidate], band: float | None) -> Table:
-    """One row a published configuration: as published, then with the best layers of its mesh, schedule and micro-batch."""
+def _ranking_table(
+    placings: Sequence[Placing], candidates: Sequence[Candidate], band: float | None
+) -> Table:
+    """One row a published configuration: as published, then with the best layers of its mesh,
+    schedule and micro-batch.
+    """
     table = Table(box=None)
     left = {"published", "mesh", "band"}
-    as_published = ("published", "mesh", "micro", "virtual", "step", "GiB", "fits", "rank", "of meshes", "loss")
+    as_published = (
+        "published",
+        "mesh",
+        "micro",
+        "virtual",
+        "step",
+        "GiB",
+        "fits",
+        "rank",
+        "of meshes",
+        "loss",
+    )
     for name in (*as_published, "best layers", "rank", "loss", "band"):
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for placing in placings:
@@ -285,21 +456,31 @@ def _breakdown_table(named: Iterable[tuple[str, StepPrice]]) -> Table:
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for name, price in named:
         slowest = max(price.ranks, key=lambda rank: rank.total.value_s)
-        parts = [*(getattr(slowest, cause).value_s for cause in causes), max(0.0, price.step_s - slowest.total.value_s)]
+        parts = [
+            *(getattr(slowest, cause).value_s for cause in causes),
+            max(0.0, price.step_s - slowest.total.value_s),
+        ]
         table.add_row(name, *(f"{part:.3f}" for part in parts))
     return table
 
 
 def _headline(candidates: Sequence[Candidate], request: Request, band: float | None) -> str:
     best = candidates[0]
-    inside = "" if band is None else f" of +- {100 * band:.1f} %, {sum(c.step_s <= (1 + band) * best.step_s for c in candidates)} inside it"
+    inside = (
+        ""
+        if band is None
+        else f" of +- {100 * band:.1f} %, {sum(c.step_s <= (1 + band) * best.step_s for c in candidates)} inside it"
+    )
     return (
         f"best: {layout_text(best.layout)}: {best.step_s:.3f} s\n{len(candidates)} of {len(request.layouts())} candidates fit "
-        f"{request.limit_bytes / GIB:.1f} GiB; error band{inside or ' unknown'}")
+        f"{request.limit_bytes / GIB:.1f} GiB; error band{inside or ' unknown'}"
+    )
 
 
 def report(request: Request, console: Console) -> None:
-    """Print the rank of every row, the breakdowns and the sources. Raises ClickException when nothing fits."""
+    """Print the rank of every row, the breakdowns and the sources. Raises ClickException when
+    nothing fits.
+    """
     candidates = ranked(request)
     if not candidates:
         raise click.ClickException("nothing fits")
@@ -313,31 +494,65 @@ def report(request: Request, console: Console) -> None:
     console.print(_breakdown_table((("the best", candidates[0].price), *published)))
     for row, placing in found:
         note = "" if placing else "; not legal here"
-        console.print(f"{row.name}: for {row.gpus}, batch {row.batch}, {row.numbers}{note}. {row.citation}", soft_wrap=True)
+        console.print(
+            f"{row.name}: for {row.gpus}, batch {row.batch}, {row.numbers}{note}. {row.citation}",
+            soft_wrap=True,
+        )
 
 
 @click.command()
 @click.option("--model", default="gpt-20b", show_default=True)
 @click.option("--gpus", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--gpu", default="h100-80gb", show_default=True)
-@click.option("--global-batch-size", type=click.IntRange(min=1), help="Sequences of a step; the model's by default.")
+@click.option(
+    "--global-batch-size",
+    type=click.IntRange(min=1),
+    help="Sequences of a step; the model's by default.",
+)
 @click.option("--fp8", is_flag=True, help="The products of the blocks in FP8.")
-@click.option("--bf16-gradients", is_flag=True, help="Gradients in bf16, as NeMo's published runs of gpt3-20b; fp32 by default.")
+@click.option(
+    "--bf16-gradients",
+    is_flag=True,
+    help="Gradients in bf16, as NeMo's published runs of gpt3-20b; fp32 by default.",
+)
 @click.option("--stack", default=DEFAULT_STACK, show_default=True, help="A name of `plan stacks`.")
-@click.option("--max-zero", type=click.IntRange(0, 3), default=3, show_default=True, help="1: what Megatron's distributed optimizer does.")
+@click.option(
+    "--max-zero",
+    type=click.IntRange(0, 3),
+    default=3,
+    show_default=True,
+    help="1: what Megatron's distributed optimizer does.",
+)
 def main(
-    model: str, gpus: int, gpu: str, global_batch_size: int | None, fp8: bool, bf16_gradients: bool, stack: str, max_zero: int,
+    model: str,
+    gpus: int,
+    gpu: str,
+    global_batch_size: int | None,
+    fp8: bool,
+    bf16_gradients: bool,
+    stack: str,
+    max_zero: int,
 ) -> None:
     """Rank the published configurations of the 20B class among all candidates."""
     try:
-        request = request_of(model, gpus, gpu, global_batch_size, fp8=fp8, bf16_gradients=bf16_gradients, max_zero=max_zero, stack=stack)
+        request = request_of(
+            model,
+            gpus,
+            gpu,
+            global_batch_size,
+            fp8=fp8,
+            bf16_gradients=bf16_gradients,
+            max_zero=max_zero,
+            stack=stack,
+        )
     except PlannerError as error:
         raise click.ClickException(f"{error.message}; {error.hint}") from None
     training, console = request.price_cache.training, Console(width=WIDTH, highlight=False)
     console.print(
         f"{request.price_cache.model.name} on {gpus} x {gpu}, {training.global_batch_size:,} x {training.seq_length:,} tokens, "
         f"{training.precision}{' with fp8 products' if fp8 else ''}, {training.gradient_precision} gradients, ZeRO up to {max_zero}, "
-        f"{training.stack.name}")
+        f"{training.stack.name}"
+    )
     report(request, console)
 
 

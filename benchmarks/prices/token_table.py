@@ -1,10 +1,12 @@
-"""What the token table on the host is worth: a large vocabulary over few blocks, with the table on the devices and wherever it pays.
+"""What the token table on the host is worth: a large vocabulary over few blocks, with the table on
+the devices and wherever it pays.
 
     python benchmarks/prices/token_table.py                # three minutes of one core
     python benchmarks/prices/token_table.py --json
 
-Blocks of GPT's width 4096, 256k tokens, a head of its own; the same search twice, with and without `lookup` in what the host may keep.
-Nothing here is run: every figure is predicted, all of them analytic. docs/design/chunks.md has the table.
+Blocks of GPT's width 4096, 256k tokens, a head of its own; the same search twice, with and without
+`lookup` in what the host may keep. Nothing here is run: every figure is predicted, all of them
+analytic. docs/design/chunks.md has the table.
 """
 
 from __future__ import annotations
@@ -33,13 +35,23 @@ WIDTH = 4096
 SEQUENCES = 64
 HOST_BYTES = 240 * GIB
 NODES = (  # GPUs of a node, blocks
-    ("a100-40gb", 1, 12), ("rtx3090-24gb", 8, 12), ("l4-24gb", 8, 12), ("v100-32gb", 2, 12), ("v100-32gb", 8, 60))
+    ("a100-40gb", 1, 12),
+    ("rtx3090-24gb", 8, 12),
+    ("l4-24gb", 8, 12),
+    ("v100-32gb", 2, 12),
+    ("v100-32gb", 8, 60),
+)
 HEADING = ("node", "blocks", "table", "step", "GPU GiB", "host GiB", "plan")
 
 
 def model_of(num_blocks: int) -> ModelSpec:
     """The blocks under a table of their own."""
-    return replace(load_family("gpt").of_width(WIDTH, num_blocks).spec, name="gpt-256k", vocab_size=VOCABULARY, tied_embeddings=False)
+    return replace(
+        load_family("gpt").of_width(WIDTH, num_blocks).spec,
+        name="gpt-256k",
+        vocab_size=VOCABULARY,
+        tied_embeddings=False,
+    )
 
 
 def plan_of(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) -> Plan | None:
@@ -55,7 +67,10 @@ def rows_of(gpu: str, gpus: int, num_blocks: int) -> list[tuple[str, ...]]:
     """With the table on the devices, and where the search puts it."""
     cluster = replace(with_gpus(load_cluster(gpu), gpus), host_memory_bytes=HOST_BYTES)
     node, found = f"{gpus} x {gpu}", []
-    for offload in (tuple(what for what in SEARCHED_OFFLOAD if what is not Offload.LOOKUP), SEARCHED_OFFLOAD):
+    for offload in (
+        tuple(what for what in SEARCHED_OFFLOAD if what is not Offload.LOOKUP),
+        SEARCHED_OFFLOAD,
+    ):
         plan = plan_of(model_of(num_blocks), cluster, offload)
         found.append((node, str(num_blocks), *_cells(plan)))
     return found
@@ -67,8 +82,12 @@ def _cells(plan: Plan | None) -> tuple[str, ...]:
     table = "host" if Offload.LOOKUP in plan.layer_plans["embedding"].offload else "device"
     batch = f"micro-batch {plan.pipeline.micro_batch_size} x {plan.pipeline.num_micro_batches}"
     return (
-        table, seconds_text(plan.predicted.step_time_s.value), gib_text(peak_gib(plan)), gib_text(host_gib(plan)),
-        f"{plan.mesh}, {batch}{', chunks' if plan.chunks else ''}")
+        table,
+        seconds_text(plan.predicted.step_time_s.value),
+        gib_text(peak_gib(plan)),
+        gib_text(host_gib(plan)),
+        f"{plan.mesh}, {batch}{', chunks' if plan.chunks else ''}",
+    )
 
 
 @click.command()
@@ -80,7 +99,10 @@ def main(*, as_json: bool) -> None:
         click.echo(json.dumps([dict(zip(HEADING, row, strict=True)) for row in rows], indent=2))
         return
     out = console(sys.stdout)
-    say(out, f"{VOCABULARY:,} tokens, width {WIDTH}, {SEQUENCES} sequences; predicted, all of it analytic")
+    say(
+        out,
+        f"{VOCABULARY:,} tokens, width {WIDTH}, {SEQUENCES} sequences; predicted, all of it analytic",
+    )
     print_table(out, HEADING, rows, left=("node", "table", "plan"))
 
 

@@ -1,8 +1,10 @@
 """Other integer programs of the same choices, to be compared with the ones that the planner uses.
 
-    strategy pairs   one layer, an edge variable for every pair of strategies of two neighbours (Alpa, arXiv 2201.12023, 4.2)
-    flat             every layer by itself, all of them under one memory limit
-    collapsed        how many layers of each stage run on each option, integers (EQUATIONS I4: what not to do)
+strategy pairs   one layer, an edge variable for every pair of strategies of two neighbours (Alpa,
+                 arXiv 2201.12023, 4.2)
+flat             every layer by itself, all of them under one memory limit
+collapsed        how many layers of each stage run on each option, integers (EQUATIONS I4: what not
+                 to do)
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from parplan.profiles.units import MIB, US_PER_S
 
 
 class StrategyPairs:
-    """One layer: s_ik as in planner/layer_options/layer_program.py, and e_uv(k, l) for every two strategies, with the same marginals."""
+    """One layer: s_ik as in planner/layer_options/layer_program.py, and e_uv(k, l) for every two
+    strategies, with the same marginals.
+    """
 
     def __init__(self, problem: LayerProblem, stashes: float = 1.0) -> None:
         self.program = Problem("pairs")
@@ -29,13 +33,22 @@ class StrategyPairs:
         self.layer.bound_workspace()
 
     def _link(self, problem, index, link) -> None:
-        makers = list(self.layer.picks[link.maker].items()) if link.maker != BEFORE else [(None, None)]
-        readers = list(self.layer.picks[link.reader].items()) if link.reader < len(problem.options) else [(None, None)]
+        makers = (
+            list(self.layer.picks[link.maker].items()) if link.maker != BEFORE else [(None, None)]
+        )
+        readers = (
+            list(self.layer.picks[link.reader].items())
+            if link.reader < len(problem.options)
+            else [(None, None)]
+        )
         position = problem.incoming(link.reader).index(link)
         edges = {}
         for k, (maker, _) in enumerate(makers):
             for n, (reader, _) in enumerate(readers):
-                pair = (maker.output if maker else problem.enters, reader.inputs[position] if reader else problem.leaves)
+                pair = (
+                    maker.output if maker else problem.enters,
+                    reader.inputs[position] if reader else problem.leaves,
+                )
                 edges[k, n] = self.program.continuous(f"e_{index}_{k}_{n}")
                 self.layer.priced.append((link.reader, edges[k, n], link.cells[pair]))
         for k, (_, s) in enumerate(makers):
@@ -66,15 +79,23 @@ class _WithoutLinks(LayerProgram):
 
 
 class Flat:
-    """`copies` layers, each with its own variables, under one memory limit; the workspace is that of the widest."""
+    """`copies` layers, each with its own variables, under one memory limit; the workspace is that
+    of the widest.
+    """
 
     def __init__(self, problem: LayerProblem, copies: int, stashes: float) -> None:
         self.program = Problem("flat")
-        self.layers = [LayerProgram(problem, stashes, self.program, f"_{copy}") for copy in range(copies)]
+        self.layers = [
+            LayerProgram(problem, stashes, self.program, f"_{copy}") for copy in range(copies)
+        ]
 
-    def fastest(self, budget_bytes: float, solver: SolverName, time_limit_s: float) -> Solution | None:
+    def fastest(
+        self, budget_bytes: float, solver: SolverName, time_limit_s: float
+    ) -> Solution | None:
         """Microseconds of all layers."""
-        self.program.minimize(weighted((v, c.time_s * US_PER_S) for layer in self.layers for _, v, c in layer.priced))
+        self.program.minimize(
+            weighted((v, c.time_s * US_PER_S) for layer in self.layers for _, v, c in layer.priced)
+        )
         widest = self.program.continuous("widest")
         held = [term for layer in self.layers for term in layer.held_mib]
         for index, layer in enumerate(self.layers):
@@ -84,24 +105,40 @@ class Flat:
 
 
 class Collapsed:
-    """n_sc layers of stage s on option c; room_bytes[s] for kept tensors and states, beside workspaces."""
+    """n_sc layers of stage s on option c; room_bytes[s] for kept tensors and states, beside
+    workspaces.
+    """
 
     def __init__(
-        self, layout: ParallelLayout, options: Sequence[LayerOption], num_layers: int, stashes: Sequence[int], room_bytes: Sequence[float],
+        self,
+        layout: ParallelLayout,
+        options: Sequence[LayerOption],
+        num_layers: int,
+        stashes: Sequence[int],
+        room_bytes: Sequence[float],
         block_bytes: float,
     ) -> None:
         self.layout, self.program = layout, Problem("collapsed")
         self.counts = [
-            [self.program.integer(f"n_{s}_{c}", num_layers) for c in range(len(options))] for s in range(layout.mesh.pp)]
+            [self.program.integer(f"n_{s}_{c}", num_layers) for c in range(len(options))]
+            for s in range(layout.mesh.pp)
+        ]
         self.pace, self.total = self.program.continuous("Z"), []
         for s, row in enumerate(self.counts):
             times = [(n, option.time_s * US_PER_S) for n, option in zip(row, options, strict=True)]
             self.total += times
             self.program.require(weighted(times) <= self.pace, f"pace_{s}")
-            held = [(n, (block_bytes + stashes[s] * o.saved_bytes) / MIB) for n, o in zip(row, options, strict=True)]
+            held = [
+                (n, (block_bytes + stashes[s] * o.saved_bytes) / MIB)
+                for n, o in zip(row, options, strict=True)
+            ]
             self.program.require(weighted(held) <= room_bytes[s] / MIB, f"memory_{s}")
-        self.program.require(weighted((n, 1.0) for row in self.counts for n in row) == num_layers, "blocks")
+        self.program.require(
+            weighted((n, 1.0) for row in self.counts for n in row) == num_layers, "blocks"
+        )
 
     def fastest(self, solver: SolverName, time_limit_s: float) -> Solution | None:
-        self.program.minimize(weighted([(self.pace, self.layout.num_micro_batches - 1.0), *self.total]))
+        self.program.minimize(
+            weighted([(self.pace, self.layout.num_micro_batches - 1.0), *self.total])
+        )
         return self.program.solve(solver, time_limit_s)

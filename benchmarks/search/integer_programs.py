@@ -1,11 +1,15 @@
-"""How large each integer program is, how long it takes to build and to solve, and how far its answer is from proven.
+"""How large each integer program is, how long it takes to build and to solve, and how far its
+answer is from proven.
 
-    python benchmarks/search/integer_programs.py                   # gpt-20b on 64 A100: one block, all blocks, all stages; CBC and HiGHS
+    python benchmarks/search/integer_programs.py                   # gpt-20b on 64 A100: one block,
+                                                                   all blocks, all stages; CBC and
+                                                                   HiGHS
     python benchmarks/search/integer_programs.py --time-limit 60
 
-One block: strategy pairs against placement pairs at tp 4, under half of the range of its memory. All blocks of one GPU: every
-block by itself (flat) against the best mix of the catalogue, under the same memory. All stages: numbers of blocks as integers
-(collapsed) against one column a stage. The gap of an answer is to the best bound known of its case.
+One block: strategy pairs against placement pairs at tp 4, under half of the range of its memory.
+All blocks of one GPU: every block by itself (flat) against the best mix of the catalogue, under the
+same memory. All stages: numbers of blocks as integers (collapsed) against one column a stage. The
+gap of an answer is to the best bound known of its case.
 """
 
 from __future__ import annotations
@@ -39,14 +43,25 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.report.text import print_table
 
-HEADING = ("program", "solver", "variables", "rows", "build s", "solve s", "value ms", "over the best known")
+HEADING = (
+    "program",
+    "solver",
+    "variables",
+    "rows",
+    "build s",
+    "solve s",
+    "value ms",
+    "over the best known",
+)
 Answer = tuple[float, bool] | None  # milliseconds, and whether they are proven
 Solve = Callable[[SolverName, float], Answer]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One program: how it is built, and a lower bound of its value where another program gives one."""
+    """One program: how it is built, and a lower bound of its value where another program gives
+    one.
+    """
 
     name: str
     build: Callable[[], tuple[Problem, Solve]]
@@ -67,8 +82,20 @@ def timed(case: Case, solver: SolverName, limit_s: float) -> tuple[str, ...]:
     variables, rows = program.size
     value, gap = "-", "no point in its time"
     if found:
-        value, gap = f"{found[0]:.3f}", "proven" if found[1] else f"{100 * (found[0] / case.bound_ms - 1):.2f} %, not proven"
-    return case.name, solver.value, f"{variables:,}", f"{rows:,}", f"{built_s:.3f}", f"{solved_s:.3f}", value, gap
+        value, gap = (
+            f"{found[0]:.3f}",
+            "proven" if found[1] else f"{100 * (found[0] / case.bound_ms - 1):.2f} %, not proven",
+        )
+    return (
+        case.name,
+        solver.value,
+        f"{variables:,}",
+        f"{rows:,}",
+        f"{built_s:.3f}",
+        f"{solved_s:.3f}",
+        value,
+        gap,
+    )
 
 
 def block_cases(problem: LayerProblem) -> Iterator[Case]:
@@ -76,7 +103,9 @@ def block_cases(problem: LayerProblem) -> Iterator[Case]:
     sizes = [evaluate(problem, options).memory_bytes(1) for options in layer_front(problem)]
     budget = (max(sizes) + min(sizes)) / 2
 
-    def of(make: Callable[[LayerProblem], LayerProgram | StrategyPairs]) -> Callable[[], tuple[Problem, Solve]]:
+    def of(
+        make: Callable[[LayerProblem], LayerProgram | StrategyPairs],
+    ) -> Callable[[], tuple[Problem, Solve]]:
         def build() -> tuple[Problem, Solve]:
             layer = make(problem)
 
@@ -93,17 +122,29 @@ def block_cases(problem: LayerProblem) -> Iterator[Case]:
 
 
 def flat_cases(table: MixTable, layout: ParallelLayout) -> Iterator[Case]:
-    """All blocks on one GPU, kept tensors and workspace within half of their range; the mix is found without a program."""
+    """All blocks on one GPU, kept tensors and workspace within half of their range; the mix is
+    found without a program.
+    """
     price_cache, copies = table.price_cache, table.price_cache.model.num_layers
-    problem = layer_problem(price_cache.graph(layout.micro_batch_size).block, layout.sharding, price_cache.machine, price_cache.training)
+    problem = layer_problem(
+        price_cache.graph(layout.micro_batch_size).block,
+        layout.sharding,
+        price_cache.machine,
+        price_cache.training,
+    )
     states = evaluate(problem, layer_front(problem)[0]).cost.state_bytes
     started = time.perf_counter()
     mixes = make_mixes(table.options(layout), copies, 1)
-    memory, times_ms = mixes.saved_bytes + mixes.workspace_bytes, mixes.counts @ np.array([o.time_s * 1e3 for o in mixes.options])
+    memory, times_ms = (
+        mixes.saved_bytes + mixes.workspace_bytes,
+        mixes.counts @ np.array([o.time_s * 1e3 for o in mixes.options]),
+    )
     budget = (memory.max() + memory.min()) / 2
     best_ms = float(times_ms[memory <= budget].min())
     mixed_s = time.perf_counter() - started
-    click.echo(f"  {copies} blocks, best of {len(times_ms):,} mixes of {len(mixes.options)} options: {best_ms:.3f} ms in {mixed_s:.3f} s")
+    click.echo(
+        f"  {copies} blocks, best of {len(times_ms):,} mixes of {len(mixes.options)} options: {best_ms:.3f} ms in {mixed_s:.3f} s"
+    )
 
     def build() -> tuple[Problem, Solve]:
         flat = Flat(problem, copies, 1.0)
@@ -119,7 +160,11 @@ def flat_cases(table: MixTable, layout: ParallelLayout) -> Iterator[Case]:
 
 def stage_cases(table: MixTable, layout: ParallelLayout, limit_bytes: float) -> Iterator[Case]:
     """All stages of a pipeline under a limit that makes most of them recompute."""
-    price_cache, num_layers, pp = table.price_cache, table.price_cache.model.num_layers, layout.mesh.pp
+    price_cache, num_layers, pp = (
+        table.price_cache,
+        table.price_cache.model.num_layers,
+        layout.mesh.pp,
+    )
     usable = usable_bytes(limit_bytes, layout.mesh, price_cache)
     stashes = [in_flight(layout.schedule, rank, pp, layout.num_micro_batches) for rank in range(pp)]
     options = table.options(layout)
@@ -137,8 +182,13 @@ def stage_cases(table: MixTable, layout: ParallelLayout, limit_bytes: float) -> 
 
     def columns() -> tuple[Problem, Solve]:
         found = [
-            [c for count in block_counts(rank, layout, num_layers) for c in RankColumns(rank, layout, table).fastest(count, limit_bytes)]
-            for rank in range(pp)]
+            [
+                c
+                for count in block_counts(rank, layout, num_layers)
+                for c in RankColumns(rank, layout, table).fastest(count, limit_bytes)
+            ]
+            for rank in range(pp)
+        ]
         master = Master(layout, found, num_layers)
 
         def solve(solver: SolverName, limit_s: float) -> Answer:
@@ -152,9 +202,14 @@ def stage_cases(table: MixTable, layout: ParallelLayout, limit_bytes: float) -> 
 
 
 def _continuous_ms(layout: ParallelLayout, options: tuple[object, ...], num_layers: int) -> float:
-    """Every block on the fastest option, the stages equal: no answer of the collapsed program is below it."""
+    """Every block on the fastest option, the stages equal: no answer of the collapsed program is
+    below it.
+    """
     fastest_s = min(option.time_s for option in options)  # type: ignore[attr-defined]
-    return 1e3 * ((layout.num_micro_batches - 1) * fastest_s * num_layers / layout.mesh.pp + num_layers * fastest_s)
+    return 1e3 * (
+        (layout.num_micro_batches - 1) * fastest_s * num_layers / layout.mesh.pp
+        + num_layers * fastest_s
+    )
 
 
 @click.command()
@@ -170,14 +225,27 @@ def main(model: str, gpus: int, time_limit: float) -> None:
     def layout(pp: int, tp: int, micro_batch_size: int) -> ParallelLayout:
         dp = gpus // pp // tp
         return ParallelLayout(
-            mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=micro_batch_size,
-            num_micro_batches=asked.training.global_batch_size // dp // micro_batch_size, sequence_parallel=False)
+            mesh=Mesh(pp=pp, dp=dp, tp=tp),
+            schedule=Schedule.ONE_F_ONE_B,
+            virtual_stages=1,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=asked.training.global_batch_size // dp // micro_batch_size,
+            sequence_parallel=False,
+        )
 
     tensor = layout(1, 4, 4)
-    one = layer_problem(price_cache.graph(4).block, tensor.sharding, price_cache.machine, price_cache.training)
-    cases = [*block_cases(one), *flat_cases(table, layout(1, 1, 4)), *stage_cases(table, layout(8, 1, 2), 50 * 2**30)]
+    one = layer_problem(
+        price_cache.graph(4).block, tensor.sharding, price_cache.machine, price_cache.training
+    )
+    cases = [
+        *block_cases(one),
+        *flat_cases(table, layout(1, 1, 4)),
+        *stage_cases(table, layout(8, 1, 2), 50 * 2**30),
+    ]
     rows = [timed(case, solver, time_limit) for case in cases for solver in SolverName]
-    print_table(Console(width=140), HEADING, rows, left=("program", "solver", "over the best known"))
+    print_table(
+        Console(width=140), HEADING, rows, left=("program", "solver", "over the best known")
+    )
 
 
 if __name__ == "__main__":

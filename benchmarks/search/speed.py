@@ -1,7 +1,8 @@
-"""How long planning takes: the whole command in a fresh process, against importing its libraries alone, and CBC against HiGHS.
+"""How long planning takes: the whole command in a fresh process, against importing its libraries
+alone, and CBC against HiGHS.
 
-    python benchmarks/search/speed.py                     # the requests of the README
-    python benchmarks/search/speed.py --repeat 5
+python benchmarks/search/speed.py                     # the requests of the README
+python benchmarks/search/speed.py --repeat 5
 """
 
 from __future__ import annotations
@@ -40,26 +41,63 @@ def _wall_s(arguments: list[str], repeat: int) -> float:
 
 
 @click.command()
-@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each command; the median counts.")
+@click.option(
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Runs of each command; the median counts.",
+)
 def main(repeat: int) -> None:
     """Time whole `plan` commands as processes."""
     console = Console(width=120)
     libraries_s = _wall_s(["-c", LIBRARIES], repeat)
     help_s = _wall_s(["-c", START, "--help"], repeat)
-    console.print(f"importing the libraries {libraries_s:.2f} s; plan --help {help_s:.2f} s, {help_s / libraries_s:.2f} of that")
+    console.print(
+        f"importing the libraries {libraries_s:.2f} s; plan --help {help_s:.2f} s, {help_s / libraries_s:.2f} of that"
+    )
     table = Table(box=None)
-    for name in ("request", "solver", "wall s", "over imports", "considered", "solved", "gap", "status"):
-        table.add_column(name, justify="left" if name in ("request", "solver", "status") else "right")
+    for name in (
+        "request",
+        "solver",
+        "wall s",
+        "over imports",
+        "considered",
+        "solved",
+        "gap",
+        "status",
+    ):
+        table.add_column(
+            name, justify="left" if name in ("request", "solver", "status") else "right"
+        )
     with tempfile.TemporaryDirectory() as folder:
         for model, gpu, gpus in REQUESTS:
             for solver in ("cbc", "highs"):
                 output = Path(folder) / "plan.yaml"
-                asked = ["--model", model, "--gpu", gpu, "--gpus", str(gpus), "--solver", solver, "--output", str(output)]
+                asked = [
+                    "--model",
+                    model,
+                    "--gpu",
+                    gpu,
+                    "--gpus",
+                    str(gpus),
+                    "--solver",
+                    solver,
+                    "--output",
+                    str(output),
+                ]
                 wall_s = _wall_s(["-c", START, *asked], repeat)
                 record = read_plan(output).search
                 table.add_row(
-                    f"{model} on {gpus} {gpu}", solver, f"{wall_s:.2f}", f"{wall_s / libraries_s:.1f} x", str(record.candidates.considered),
-                    str(record.candidates.solved), f"{100 * record.gap:.2f} %", record.status)
+                    f"{model} on {gpus} {gpu}",
+                    solver,
+                    f"{wall_s:.2f}",
+                    f"{wall_s / libraries_s:.1f} x",
+                    str(record.candidates.considered),
+                    str(record.candidates.solved),
+                    f"{100 * record.gap:.2f} %",
+                    record.status,
+                )
     console.print(table)
 
 

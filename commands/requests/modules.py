@@ -1,7 +1,9 @@
-"""Plans for a module that is not the executor's own: which module, and which choices the executor can run on it.
+"""Plans for a module that is not the executor's own: which module, and which choices the executor
+can run on it.
 
-The blocks of such a module are divided in Megatron's way, by its library's own plan, or not at all; each runs again in the
-backward pass as a whole or not at all. Its operators are its own affair, so lists of them are not searched.
+The blocks of such a module are divided in Megatron's way, by its library's own plan, or not at all;
+each runs again in the backward pass as a whole or not at all. Its operators are its own affair, so
+lists of them are not searched.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ LEVELS = (Recompute.NONE, Recompute.FULL)
 
 
 def load_module(name: str | None, model: str | None) -> ModuleSource | None:
-    """The module that --module names: `huggingface` is that of --model's config.json, else a function; nothing is imported.
+    """The module that --module names: `huggingface` is that of --model's config.json, else a
+    function; nothing is imported.
 
     Raises ConfigError: no such form, or a model that is not described by a config.json.
     """
@@ -30,17 +33,34 @@ def load_module(name: str | None, model: str | None) -> ModuleSource | None:
 
 
 def narrowed(pins: Constraints, module: ModuleSource | None) -> Constraints:
-    """`pins` without what the executor cannot run on `module`. Raises ConfigError for a pin that asks for just that."""
+    """`pins` without what the executor cannot run on `module`. Raises ConfigError for a pin that
+    asks for just that.
+    """
     if module is None:
         return pins
     if pins.recompute and not set(pins.recompute) <= set(LEVELS):
-        raise ConfigError("--recompute selective: the blocks of a module run again as a whole, or not", hint="use --recompute none,full")
+        raise ConfigError(
+            "--recompute selective: the blocks of a module run again as a whole, or not",
+            hint="use --recompute none,full",
+        )
     if module.undivided and pins.tp and max(pins.tp) > 1:
         raise ConfigError(f"--tp {max(pins.tp)}: {module.undivided}", hint="use --tp 1")
     if pins.tp_overlap and max(pins.tp_overlap):
         raise ConfigError(
-            f"--tp-overlap {max(pins.tp_overlap)}: only the executor's own blocks run as two halves", hint="use --tp-overlap 0")
+            f"--tp-overlap {max(pins.tp_overlap)}: only the executor's own blocks run as two halves",
+            hint="use --tp-overlap 0",
+        )
     if pins.offload:
-        raise ConfigError("only the executor's own blocks leave the device, and a host's memory is for them", hint="use --offload none")
+        raise ConfigError(
+            "only the executor's own blocks leave the device, and a host's memory is for them",
+            hint="use --offload none",
+        )
     tp = (1,) if module.undivided else pins.tp
-    return replace(pins, tp_overlap=(0,), megatron_sharding=True, recompute=pins.recompute or LEVELS, tp=tp, offload=())
+    return replace(
+        pins,
+        tp_overlap=(0,),
+        megatron_sharding=True,
+        recompute=pins.recompute or LEVELS,
+        tp=tp,
+        offload=(),
+    )

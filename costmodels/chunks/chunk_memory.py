@@ -1,10 +1,14 @@
-"""What a device of a pipeline rank holds whose blocks are in chunks, and what its host holds for it (EQUATIONS O2, O3).
+"""What a device of a pipeline rank holds whose blocks are in chunks, and what its host holds for it
+(EQUATIONS O2, O3).
 
-The device's peak is that of the chunk schedule, which knows what is there at every moment; here it is told apart by class:
+The device's peak is that of the chunk schedule, which knows what is there at every moment; here it
+is told apart by class:
 
-    states        what is always there: chunks of DEVICE and OPTIMIZER blocks with their padding, embedding and head
+    states        what is always there: chunks of DEVICE and OPTIMIZER blocks with their padding,
+                  embedding and head
     activations   the most that is kept between two actions, as without chunks
-    temporaries   the rest of the fullest moment: parameters of HOST blocks, gathered groups, gradients on their way, workspace
+    temporaries   the rest of the fullest moment: parameters of HOST blocks, gathered groups,
+                  gradients on their way, workspace
 """
 
 from __future__ import annotations
@@ -39,12 +43,21 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 
 def budget_bytes(rank: int, mesh: Mesh, price_cache: PriceCache) -> int:
-    """What tensors may fill of a device of pipeline rank `rank`: as stated, or what the memory limit leaves beside context,
-    communicators and allocator."""
+    """What tensors may fill of a device of pipeline rank `rank`: as stated, or what the memory
+    limit leaves beside context, communicators and allocator.
+    """
     chunking = price_cache.chunking
     if chunking.device_bytes is not None:
-        return chunking.device_bytes[rank] if isinstance(chunking.device_bytes, tuple) else chunking.device_bytes
-    limit = price_cache.machine.cluster.device.memory_bytes if chunking.limit_bytes is None else chunking.limit_bytes
+        return (
+            chunking.device_bytes[rank]
+            if isinstance(chunking.device_bytes, tuple)
+            else chunking.device_bytes
+        )
+    limit = (
+        price_cache.machine.cluster.device.memory_bytes
+        if chunking.limit_bytes is None
+        else chunking.limit_bytes
+    )
     return int(usable_bytes(limit, mesh, price_cache))
 
 
@@ -54,17 +67,29 @@ def prices_of(layout: ParallelLayout, price_cache: PriceCache) -> PriceCache:
 
 
 def chunks_of_rank(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankChunks:
-    """The chunk schedule of a device under the price cache's eviction and budget. Raises InfeasibleError with the smallest budget."""
+    """The chunk schedule of a device under the price cache's eviction and budget. Raises
+    InfeasibleError with the smallest budget.
+    """
     return _chunks_of_rank(strategy, rank, price_cache, price_cache.chunking)
 
 
 @lru_cache(maxsize=64)
-def _chunks_of_rank(strategy: Strategy, rank: int, price_cache: PriceCache, chunking: Chunking) -> RankChunks:
-    return rank_chunks(strategy, rank, price_cache, eviction=chunking.eviction, device_bytes=budget_bytes(rank, strategy.layout.mesh, price_cache))
+def _chunks_of_rank(
+    strategy: Strategy, rank: int, price_cache: PriceCache, chunking: Chunking
+) -> RankChunks:
+    return rank_chunks(
+        strategy,
+        rank,
+        price_cache,
+        eviction=chunking.eviction,
+        device_bytes=budget_bytes(rank, strategy.layout.mesh, price_cache),
+    )
 
 
 def chunk_states(chunks: RankChunks, price_cache: PriceCache) -> tuple[StateBytes, StateBytes]:
-    """The states of all own chunks, padding included, that are always on the device, and those on the host."""
+    """The states of all own chunks, padding included, that are always on the device, and those on
+    the host.
+    """
     device = host = StateBytes()
     for group in chunks.groups:
         own = group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
@@ -76,28 +101,59 @@ def chunk_states(chunks: RankChunks, price_cache: PriceCache) -> tuple[StateByte
 def staging_bytes(chunks: RankChunks, price_cache: PriceCache) -> int:
     """Where gradients of HOST blocks land that the host adds to those before: two chunks."""
     width = sent_precision(price_cache.training, chunks.in_parameters).num_bytes
-    return max((STAGED_CHUNKS * width * group.chunk_layout.chunk_elements for group in chunks.groups if group.home is StateLocation.HOST), default=0)
+    return max(
+        (
+            STAGED_CHUNKS * width * group.chunk_layout.chunk_elements
+            for group in chunks.groups
+            if group.home is StateLocation.HOST
+        ),
+        default=0,
+    )
 
 
 def device_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
     """Peak bytes of one device of a pipeline rank, by class, its blocks in chunks or not."""
-    return chunked_memory(strategy, rank, price_cache) if strategy.layout.chunked else rank_memory(strategy, rank, price_cache)
+    return (
+        chunked_memory(strategy, rank, price_cache)
+        if strategy.layout.chunked
+        else rank_memory(strategy, rank, price_cache)
+    )
 
 
 def chunked_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
-    """The same of a strategy whose blocks are in chunks. Raises InfeasibleError where the budget is too small."""
-    layout, layers, chunks = strategy.layout, rank_layers(strategy, rank), chunks_of_rank(strategy, rank, price_cache)
+    """The same of a strategy whose blocks are in chunks. Raises InfeasibleError where the budget is
+    too small.
+    """
+    layout, layers, chunks = (
+        strategy.layout,
+        rank_layers(strategy, rank),
+        chunks_of_rank(strategy, rank, price_cache),
+    )
     kept = rank_activations(strategy, rank, price_cache)
     outside = [
-        price_cache.outside.states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero)
-        for choice in layers if choice.kind is not LayerKind.BLOCK]
+        price_cache.outside.states(
+            choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
+        )
+        for choice in layers
+        if choice.kind is not LayerKind.BLOCK
+    ]
     device, host = chunk_states(chunks, price_cache)
     states = sum((layer.states for layer in outside), device)
-    activations = sent_bytes(rank, layout, price_cache) + held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
+    activations = sent_bytes(rank, layout, price_cache) + held_bytes(
+        strategy, rank, {choice: float(size.saved) for choice, size in kept.items()}
+    )
     beyond = chunks.most_bytes - states.total - activations
     return RankMemory(
-        states=states, activations=activations, temporaries=max(0.0, beyond), apart=max(0.0, -beyond),
-        allocator_reserve=price_cache.training.stack.allocator_share * chunks.most_bytes + sum(layer.step_copies for layer in outside),
-        communicators=communicator_bytes(layout.mesh, price_cache), context=price_cache.machine.cluster.device.context_bytes,
-        host=host.total + staging_bytes(chunks, price_cache) + sum(layer.host for layer in outside)
-        + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}))
+        states=states,
+        activations=activations,
+        temporaries=max(0.0, beyond),
+        apart=max(0.0, -beyond),
+        allocator_reserve=price_cache.training.stack.allocator_share * chunks.most_bytes
+        + sum(layer.step_copies for layer in outside),
+        communicators=communicator_bytes(layout.mesh, price_cache),
+        context=price_cache.machine.cluster.device.context_bytes,
+        host=host.total
+        + staging_bytes(chunks, price_cache)
+        + sum(layer.host for layer in outside)
+        + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}),
+    )

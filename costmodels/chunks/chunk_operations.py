@@ -1,4 +1,6 @@
-"""The chunk schedule of one device: what is moved, gathered and reduced around every block's pass (EQUATIONS O4, O5, O7)."""
+"""The chunk schedule of one device: what is moved, gathered and reduced around every block's pass
+(EQUATIONS O4, O5, O7).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from parplan.costmodels.schedules.actions import ActionKind
 class ChunkAction(StrEnum):
     """What happens to the chunk that this rank owns of a communication group, or to the group.
 
-    DROP     the device's copy of a parameter chunk is given up; the host has the same, or is priced to get it
+    DROP     the device's copy of a parameter chunk is given up; the host has the same, or is priced
+             to get it
     FETCH    a parameter chunk comes to the device
     GATHER   all chunks of the group come together on every rank; RELEASE: those are given up
-    REDUCE   the gradients of the group are reduced and scattered, each rank has those of its own chunk
+    REDUCE   the gradients of the group are reduced and scattered, each rank has those of its own
+             chunk
     SEND     the gradients of the own chunk go to the host
     RETURN   parameters that the host has updated come to the device
     """
@@ -35,8 +39,10 @@ class ChunkOp:
     """On communication group `number` of the chunks of `group` (an index of `RankChunks.groups`).
 
     num_bytes: that move between host and device, or of the whole group that is gathered or reduced
-    issued: the moment at which a FETCH or GATHER may begin at the earliest, one before that which needs it where there is room; the last
-        moment under which a REDUCE or SEND may still run, one after that behind which it is done where there is room for it to be late
+    issued: the moment at which a FETCH or GATHER may begin at the earliest, one before that which
+    needs it where there is room; the last
+        moment under which a REDUCE or SEND may still run, one after that behind which it is done
+        where there is room for it to be late
     """
 
     does: ChunkAction
@@ -48,11 +54,15 @@ class ChunkOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPass:
-    """One pass of a block of the rank, forward or backward, of one micro-batch, and what is done before it and after it.
+    """One pass of a block of the rank, forward or backward, of one micro-batch, and what is done
+    before it and after it.
 
-    Chunks take the gradients that autograd made behind the pass, before what is `after` it: only then is there memory for them.
-    stage: the virtual stage; block: its number in the model; device_bytes: all that tensors hold of the device during it
-    chunk_bytes: what chunks hold of it, their parameters, gathered groups, gradients and optimizer states, until all behind it is done
+    Chunks take the gradients that autograd made behind the pass, before what is `after` it: only
+    then is there memory for them.
+    stage: the virtual stage; block: its number in the model; device_bytes: all that tensors hold of
+    the device during it
+    chunk_bytes: what chunks hold of it, their parameters, gathered groups, gradients and optimizer
+    states, until all behind it is done
     """
 
     work: ActionKind
@@ -67,7 +77,9 @@ class BlockPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedBlocks:
-    """Blocks of one pipeline rank whose states have the same home, and where their parameters lie."""
+    """Blocks of one pipeline rank whose states have the same home, and where their parameters
+    lie.
+    """
 
     home: StateLocation
     blocks: tuple[int, ...]
@@ -76,11 +88,14 @@ class ChunkedBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankChunks:
-    """All chunks of one device and what happens to them in a step; alike on all data-parallel ranks.
+    """All chunks of one device and what happens to them in a step; alike on all data-parallel
+    ranks.
 
-    in_parameters: gradients are written over the parameters that they are of (one micro-batch a step, 16-bit gradients)
+    in_parameters: gradients are written over the parameters that they are of (one micro-batch a
+    step, 16-bit gradients)
     closing: after the last backward pass, around the update
-    most_bytes: what tensors hold of the device at the fullest moment of the step, between passes too
+    most_bytes: what tensors hold of the device at the fullest moment of the step, between passes
+    too
     """
 
     groups: tuple[ChunkedBlocks, ...]

@@ -1,4 +1,5 @@
-"""A step of one device with chunks on four streams: compute, copies to the device, copies from it, collectives (EQUATIONS O6).
+"""A step of one device with chunks on four streams: compute, copies to the device, copies from it,
+collectives (EQUATIONS O6).
 
 Each stream does one thing after the other, in the order of the schedule:
 
@@ -6,12 +7,15 @@ Each stream does one thing after the other, in the order of the schedule:
     GATHER    the same, and not before the own chunk has come
     a pass    begins when the pass before it is over and all that it needs has come
     REDUCE    begins when its pass is over; SEND the same, and not before the gradients are reduced
-              both are over before the pass behind `ChunkOp.issued` begins: their memory is counted until then
+              both are over before the pass behind `ChunkOp.issued` begins: their memory is counted
+              until then
 
-Compute runs as if no other device were waited for: what it waits here for copies is what a pass of its stage takes longer than compute.
-In the update, host and device each go through their chunks; a chunk that was updated returns while the next one is.
+Compute runs as if no other device were waited for: what it waits here for copies is what a pass of
+its stage takes longer than compute. In the update, host and device each go through their chunks; a
+chunk that was updated returns while the next one is.
 
-Left out: what copies and collectives cost the compute that they run under; what the host takes to add gradients up.
+Left out: what copies and collectives cost the compute that they run under; what the host takes to
+add gradients up.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from parplan.costmodels.chunks.chunk_operations import ChunkAction, BlockPass, ChunkOp, RankChunks
+from parplan.costmodels.chunks.chunk_operations import BlockPass, ChunkAction, ChunkOp, RankChunks
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.schedules.actions import ActionKind
 
@@ -34,8 +38,16 @@ class Stream(StrEnum):
 
 
 _STREAM = {
-    ChunkAction.FETCH: Stream.IN, ChunkAction.RETURN: Stream.IN, ChunkAction.SEND: Stream.OUT, ChunkAction.GATHER: Stream.COLLECTIVES, ChunkAction.REDUCE: Stream.COLLECTIVES}
-_BEFORE = {ChunkAction.GATHER: ChunkAction.FETCH, ChunkAction.SEND: ChunkAction.REDUCE}  # what an op on the same group waits for
+    ChunkAction.FETCH: Stream.IN,
+    ChunkAction.RETURN: Stream.IN,
+    ChunkAction.SEND: Stream.OUT,
+    ChunkAction.GATHER: Stream.COLLECTIVES,
+    ChunkAction.REDUCE: Stream.COLLECTIVES,
+}
+_BEFORE = {
+    ChunkAction.GATHER: ChunkAction.FETCH,
+    ChunkAction.SEND: ChunkAction.REDUCE,
+}  # what an op on the same group waits for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +55,9 @@ class StreamCosts:
     """Seconds and rates of one device.
 
     forward_s, backward_s: of one pass, by block number, backward with its recompute
-    ends_s: of passes of embedding and head, by (F or B, virtual stage): before the first block of the stage's pass, and behind the last
-    in_bytes_per_s, out_bytes_per_s: between host and device; gather_s, reduce_s: of one communication group
-    device_adam_s, host_adam_s: of one own chunk
+    ends_s: of passes of embedding and head, by (F or B, virtual stage): before the first block of
+    the stage's pass, and behind the last in_bytes_per_s, out_bytes_per_s: between host and device;
+    gather_s, reduce_s: of one communication group device_adam_s, host_adam_s: of one own chunk
     waits_for_all: no chunk is updated before all gradients are there (clipping, loss scaling)
     """
 
@@ -64,10 +76,16 @@ class StreamCosts:
         """Seconds of an op alone on its stream."""
         rates = {Stream.IN: self.in_bytes_per_s, Stream.OUT: self.out_bytes_per_s}
         stream = _STREAM[op.does]
-        return op.num_bytes / rates[stream] if stream in rates else {ChunkAction.GATHER: self.gather_s, ChunkAction.REDUCE: self.reduce_s}[op.does]
+        return (
+            op.num_bytes / rates[stream]
+            if stream in rates
+            else {ChunkAction.GATHER: self.gather_s, ChunkAction.REDUCE: self.reduce_s}[op.does]
+        )
 
     def pass_s(self, moment: BlockPass) -> float:
-        return (self.backward_s if moment.work is ActionKind.BACKWARD else self.forward_s)[moment.block]
+        return (self.backward_s if moment.work is ActionKind.BACKWARD else self.forward_s)[
+            moment.block
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +127,12 @@ def exposed(chunks: RankChunks, costs: StreamCosts) -> Exposed:
     passes_s = run.clock_s
     end_s = run.update()
     return Exposed(
-        actions_s=run.waited_s, tail_s=end_s - passes_s, compute_s=run.compute_s, step_s=end_s,
-        transfers=tuple(run.transfers))
+        actions_s=run.waited_s,
+        tail_s=end_s - passes_s,
+        compute_s=run.compute_s,
+        step_s=end_s,
+        transfers=tuple(run.transfers),
+    )
 
 
 class _StreamClocks:
@@ -122,8 +144,12 @@ class _StreamClocks:
         self.transfers: list[Transfer] = []
         self._chunks, self._costs = chunks, costs
         self._free_s = dict.fromkeys(Stream, 0.0)
-        self._done_s: dict[tuple[ChunkAction, int, int], float] = {}  # when the last such op of a communication group was over
-        self._late_s: dict[int, float] = {}  # by moment, when all is over that may run under it at the latest
+        self._done_s: dict[
+            tuple[ChunkAction, int, int], float
+        ] = {}  # when the last such op of a communication group was over
+        self._late_s: dict[
+            int, float
+        ] = {}  # by moment, when all is over that may run under it at the latest
         self._issued = _by_issue(chunks.moments)
         self._ends = _ends(chunks.moments)
 
@@ -136,11 +162,18 @@ class _StreamClocks:
             self._compute(outside_s[0])
         for op in self._issued[index]:
             self._start(op, self.clock_s)
-        self._wait(key, max((self._done_s[_key(op)] for op in moment.before if op.does in _STREAM), default=0.0))
+        self._wait(
+            key,
+            max(
+                (self._done_s[_key(op)] for op in moment.before if op.does in _STREAM), default=0.0
+            ),
+        )
         self._compute(self._costs.pass_s(moment))
         for op in moment.after:
             if op.does in _STREAM:
-                self._late_s[op.issued] = max(self._late_s.get(op.issued, 0.0), self._start(op, self.clock_s))
+                self._late_s[op.issued] = max(
+                    self._late_s.get(op.issued, 0.0), self._start(op, self.clock_s)
+                )
         self._wait(key, self._late_s.get(index, 0.0))
         if ends:
             self._compute(outside_s[1])
@@ -150,14 +183,35 @@ class _StreamClocks:
         begin_s = max(self.clock_s, self._free_s[Stream.COLLECTIVES])
         if self._costs.waits_for_all:
             begin_s = max(begin_s, self._free_s[Stream.OUT])
-        host_s, returns = begin_s, {(op.group, op.number): op for op in self._chunks.closing if op.does is ChunkAction.RETURN}
-        count = {home: sum(group.chunk_layout.num_groups for group in self._chunks.groups if group.home is home) for home in StateLocation}
-        for (group, number), op in sorted(returns.items(), key=lambda each: self._done_s.get((ChunkAction.SEND, *each[0]), 0.0)):
-            host_s = max(host_s, self._done_s.get((ChunkAction.SEND, group, number), 0.0)) + self._costs.host_adam_s
+        host_s, returns = (
+            begin_s,
+            {
+                (op.group, op.number): op
+                for op in self._chunks.closing
+                if op.does is ChunkAction.RETURN
+            },
+        )
+        count = {
+            home: sum(
+                group.chunk_layout.num_groups for group in self._chunks.groups if group.home is home
+            )
+            for home in StateLocation
+        }
+        for (group, number), op in sorted(
+            returns.items(), key=lambda each: self._done_s.get((ChunkAction.SEND, *each[0]), 0.0)
+        ):
+            host_s = (
+                max(host_s, self._done_s.get((ChunkAction.SEND, group, number), 0.0))
+                + self._costs.host_adam_s
+            )
             self._start(op, host_s)
         host_s = max(host_s, begin_s if self._costs.waits_for_all else self._free_s[Stream.OUT])
         host_s += self._costs.host_adam_s * count[StateLocation.HOST]
-        return max(begin_s + self._costs.device_adam_s * count[StateLocation.DEVICE], host_s, *self._free_s.values())
+        return max(
+            begin_s + self._costs.device_adam_s * count[StateLocation.DEVICE],
+            host_s,
+            *self._free_s.values(),
+        )
 
     def _compute(self, seconds: float) -> None:
         self.clock_s += seconds
@@ -199,4 +253,6 @@ def _ends(moments: Sequence[BlockPass]) -> list[tuple[bool, bool]]:
     """By moment whether it is the first of its action, and the last."""
     keys = [(moment.work, moment.stage, moment.micro_batch) for moment in moments]
     return [
-        (index == 0 or keys[index - 1] != key, index == len(keys) - 1 or keys[index + 1] != key) for index, key in enumerate(keys)]
+        (index == 0 or keys[index - 1] != key, index == len(keys) - 1 or keys[index + 1] != key)
+        for index, key in enumerate(keys)
+    ]

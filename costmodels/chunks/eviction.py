@@ -1,14 +1,18 @@
-"""What a device with too little room gives up: OPT (Belady), LRU or FIFO, with room that changes from slot to slot (EQUATIONS O7).
+"""What a device with too little room gives up: OPT (Belady), LRU or FIFO, with room that changes
+from slot to slot (EQUATIONS O7).
 
-All chunks are equally large. A slot needs some of them, and has room for so many; what is needed and not there is fetched, what is
-there and not needed may stay, as far as there is room. Where room shrinks, chunks are given up without a fetch. All is known before the
-step, so that what a policy gives up before its next use is given up behind its last one: the same fetches, and room in between.
+All chunks are equally large. A slot needs some of them, and has room for so many; what is needed
+and not there is fetched, what is there and not needed may stay, as far as there is room. Where room
+shrinks, chunks are given up without a fetch. All is known before the step, so that what a policy
+gives up before its next use is given up behind its last one: the same fetches, and room in between.
 
-OPT gives up the chunk whose next use is farthest. A chunk that stays between two uses is an interval that takes one place of every slot
-between them and saves one fetch; in no slot may there be more intervals than places. Let slots be filled from the left, and one have too
-many. All of them began before it, where there is room for all, so that it only matters how far to the right they reach: giving up the
-one that ends last leaves at least as much room in every slot as giving up another. So no choice fetches less, whatever the room is.
-For room that does not change this is Belady's (1966, IBM Systems Journal 5(2), doi:10.1147/sj.52.0078).
+OPT gives up the chunk whose next use is farthest. A chunk that stays between two uses is an
+interval that takes one place of every slot between them and saves one fetch; in no slot may there
+be more intervals than places. Let slots be filled from the left, and one have too many. All of them
+began before it, where there is room for all, so that it only matters how far to the right they
+reach: giving up the one that ends last leaves at least as much room in every slot as giving up
+another. So no choice fetches less, whatever the room is. For room that does not change this is
+Belady's (1966, IBM Systems Journal 5(2), doi:10.1147/sj.52.0078).
 """
 
 from __future__ import annotations
@@ -30,13 +34,18 @@ class Residency:
     last: int
 
 
-def stays(needs: Sequence[Sequence[int]], room: Sequence[int], policy: Eviction, *, forgets: bool = False) -> tuple[Residency, ...]:
+def stays(
+    needs: Sequence[Sequence[int]], room: Sequence[int], policy: Eviction, *, forgets: bool = False
+) -> tuple[Residency, ...]:
     """What comes and how long it is there, in the order in which it comes.
 
-    needs: by slot the chunks that are needed; room: how many can be there, at least as many as are needed
+    needs: by slot the chunks that are needed; room: how many can be there, at least as many as are
+    needed
     forgets: a chunk takes no room behind its last use in the step, as OPT has it anyway
     """
-    assert all(len(set(own)) <= free for own, free in zip(needs, room, strict=True)), "a slot has no room for what it needs"
+    assert all(len(set(own)) <= free for own, free in zip(needs, room, strict=True)), (
+        "a slot has no room for what it needs"
+    )
     if not any(needs):
         return ()
     after = _next_uses(needs)
@@ -121,4 +130,8 @@ class _Unused(_Oldest):
         self._order[chunk] = None
 
 
-_POOLS: dict[Eviction, type[_Farthest] | type[_Oldest]] = {Eviction.OPT: _Farthest, Eviction.LRU: _Unused, Eviction.FIFO: _Oldest}
+_POOLS: dict[Eviction, type[_Farthest] | type[_Oldest]] = {
+    Eviction.OPT: _Farthest,
+    Eviction.LRU: _Unused,
+    Eviction.FIFO: _Oldest,
+}

@@ -1,12 +1,17 @@
-"""When transfers and collectives may begin before the moment that needs them, or end after the one that made them.
+"""When transfers and collectives may begin before the moment that needs them, or end after the one
+that made them.
 
-So they run beside compute: the window of EQUATIONS O6, of as much memory as is free by the moment (EQUATIONS O7).
+So they run beside compute: the window of EQUATIONS O6, of as much memory as is free by the moment
+(EQUATIONS O7).
 
-What is moved, and what is given up when, stays as it is: an op gets a moment more only where the device has room for its bytes during that
-moment and in the gap between. Every op gets one moment before any gets two. Copies to the device keep their order.
+What is moved, and what is given up when, stays as it is: an op gets a moment more only where the
+device has room for its bytes during that moment and in the gap between. Every op gets one moment
+before any gets two. Copies to the device keep their order.
 
-    FETCH, GATHER    begin up to so many moments earlier, a GATHER not before the FETCH of its own chunk
-    REDUCE, SEND     are over up to so many moments later; what they read, and write, is counted until then
+    FETCH, GATHER    begin up to so many moments earlier, a GATHER not before the FETCH of its own
+                     chunk
+    REDUCE, SEND     are over up to so many moments later; what they read, and write, is counted
+                     until then
 """
 
 from __future__ import annotations
@@ -21,13 +26,17 @@ from parplan.costmodels.chunks.eviction import Residency
 from parplan.costmodels.chunks.slots import OpKey, Slots
 from parplan.costmodels.host.state_location import StateLocation
 
-COPIES = 4  # moments: enough to move a chunk under the backward pass before it, where forward passes are too short
+# moments: enough to move a chunk under the backward pass before it, where forward passes are too
+# short
+COPIES = 4
 COLLECTIVES = 1  # whole groups are large
 
 
 @dataclass(slots=True)
 class _Movable:
-    """An op. size: bytes of it on the device in each moment more; limit: the farthest moment; at: where it may be by now."""
+    """An op. size: bytes of it on the device in each moment more; limit: the farthest moment; at:
+    where it may be by now.
+    """
 
     key: OpKey
     size: int
@@ -36,8 +45,15 @@ class _Movable:
 
 
 def moved_apart(step: Slots, held: Sequence[Residency], free_bytes: list[int]) -> dict[OpKey, int]:
-    """By op the moment at which it may begin, or be over. free_bytes: by slot what nothing holds, of which this takes."""
-    fetches, gathers, reduces, sends = _fetches(step, held), tuple(_gathers(step)), tuple(_reduces(step)), tuple(_sends(step))
+    """By op the moment at which it may begin, or be over. free_bytes: by slot what nothing holds,
+    of which this takes.
+    """
+    fetches, gathers, reduces, sends = (
+        _fetches(step, held),
+        tuple(_gathers(step)),
+        tuple(_reduces(step)),
+        tuple(_sends(step)),
+    )
     fetched = {fetch.key[1:]: fetch for fetch in fetches}
     reduced = {reduce.key[1:]: reduce for reduce in reduces}
     for depth in range(COPIES):
@@ -57,7 +73,9 @@ def moved_apart(step: Slots, held: Sequence[Residency], free_bytes: list[int]) -
 
 def _earlier(one: _Movable, limit: int, free_bytes: list[int]) -> None:
     """A moment earlier, if that is allowed and there is room."""
-    if one.at > max(limit, one.limit) and _taken(range(2 * one.at - 1, 2 * one.at + 1), one.size, free_bytes):
+    if one.at > max(limit, one.limit) and _taken(
+        range(2 * one.at - 1, 2 * one.at + 1), one.size, free_bytes
+    ):
         one.at -= 1
 
 
@@ -90,7 +108,14 @@ def _fetches(step: Slots, held: Sequence[Residency]) -> tuple[_Movable, ...]:
     found = []
     for stay in held:
         moment = stay.first // 2
-        found.append(_Movable((ChunkAction.FETCH, step.on_host, stay.chunk, moment), step.sizes.parameters, gone.get(stay.chunk, 0), moment))
+        found.append(
+            _Movable(
+                (ChunkAction.FETCH, step.on_host, stay.chunk, moment),
+                step.sizes.parameters,
+                gone.get(stay.chunk, 0),
+                moment,
+            )
+        )
         gone[stay.chunk] = -(-stay.last // 2)
     return tuple(found)
 
@@ -106,20 +131,32 @@ def _gathers(step: Slots) -> Iterator[_Movable]:
 
 
 def _latest(step: Slots, one: GroupUses) -> Iterator[tuple[int, int]]:
-    """By run its end, and the latest moment before the next one begins to write gradients of the group."""
+    """By run its end, and the latest moment before the next one begins to write gradients of the
+    group.
+    """
     yield from ((run.last, following.first - 1) for run, following in pairwise(one.runs))
     yield from ((run.last, step.num_moments) for run in one.runs[-1:])
 
 
 def _reduces(step: Slots) -> Iterator[_Movable]:
-    """Whole groups of gradients, and what they are reduced to; where those are parameters' places they are reduced at once."""
+    """Whole groups of gradients, and what they are reduced to; where those are parameters' places
+    they are reduced at once.
+    """
     for one in step.uses if step.gathers and not step.in_parameters else ():
         size = step.sizes.gradients * (step.sizes.ranks + step.reduces_apart(one))
-        yield from (_Movable((ChunkAction.REDUCE, one.group, one.number, last), size, limit, last) for last, limit in _latest(step, one))
+        yield from (
+            _Movable((ChunkAction.REDUCE, one.group, one.number, last), size, limit, last)
+            for last, limit in _latest(step, one)
+        )
 
 
 def _sends(step: Slots) -> Iterator[_Movable]:
     for one in step.uses:
         if step.home(one) is StateLocation.HOST:
             for last, limit in _latest(step, one):
-                yield _Movable((ChunkAction.SEND, one.group, one.number, last), step.sizes.gradients, limit, last)
+                yield _Movable(
+                    (ChunkAction.SEND, one.group, one.number, last),
+                    step.sizes.gradients,
+                    limit,
+                    last,
+                )

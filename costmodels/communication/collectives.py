@@ -1,9 +1,11 @@
-"""Seconds of collectives and messages: textbook forms (EQUATIONS C1, C2, C3, C4, C5, C6) under measured curves (EQUATIONS C7).
+"""Seconds of collectives and messages: textbook forms (EQUATIONS C1, C2, C3, C4, C5, C6) under
+measured curves (EQUATIONS C7).
 
-Inside a node a measured curve is read where the profile has one, else a ring over the link. Across nodes NCCL pipelines
-one ring through the nodes, so the slowest part decides: the part inside the node or the group's share of the NICs, plus
-the latency of the hops between nodes. Three phases one after another would be too slow for that (EQUATIONS C5): on four
-8-GPU nodes at 1 GiB and more they give 293 GB/s where 362-382 GB/s were measured (stas00/ml-engineering, compared only).
+Inside a node a measured curve is read where the profile has one, else a ring over the link. Across
+nodes NCCL pipelines one ring through the nodes, so the slowest part decides: the part inside the
+node or the group's share of the NICs, plus the latency of the hops between nodes. Three phases one
+after another would be too slow for that (EQUATIONS C5): on four 8-GPU nodes at 1 GiB and more they
+give 293 GB/s where 362-382 GB/s were measured (stas00/ml-engineering, compared only).
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def ring_all_reduce_s(n_bytes: float, p: int, link: Link) -> float:
 
 
 def ring_all_gather_s(n_bytes: float, p: int, link: Link) -> float:
-    """Seconds to gather `n_bytes` (the whole output) on `p` ranks; a reduce-scatter of `n_bytes` of input takes the same.
+    """Seconds to gather `n_bytes` (the whole output) on `p` ranks; a reduce-scatter of `n_bytes` of
+    input takes the same.
 
         t = (p - 1) (alpha + n / (p W))         (EQUATIONS C2)
 
@@ -89,19 +92,27 @@ _TEXTBOOK = {
 
 
 def _scaled(link: Link, bytes_per_s: float) -> Link:
-    return Link(name=link.name, bytes_per_s=bytes_per_s, latency_s=link.latency_s, source=link.source)
+    return Link(
+        name=link.name, bytes_per_s=bytes_per_s, latency_s=link.latency_s, source=link.source
+    )
 
 
-def collective_time(collective: Collective, n_bytes: int, placement: Placement, machine: Machine) -> Seconds:
+def collective_time(
+    collective: Collective, n_bytes: int, placement: Placement, machine: Machine
+) -> Seconds:
     """Seconds of one collective of a group that sits at `placement`.
 
-    `n_bytes` as nccl-tests counts: the tensor (all-reduce), the gathered output (all-gather), the whole input
-    (reduce-scatter), the send buffer (all-to-all). A group of one rank costs exactly 0. What the machine's own profile has a
-    curve of at just this placement is read from it.
+    `n_bytes` as nccl-tests counts: the tensor (all-reduce), the gathered output (all-gather), the
+    whole input (reduce-scatter), the send buffer (all-to-all). A group of one rank costs exactly 0.
+    What the machine's own profile has a curve of at just this placement is read from it.
     """
     if placement.num_ranks == 1:
         return ZERO
-    groups = (placement.groups_per_node,) if placement.crosses_nodes else (machine.cluster.gpus_per_node // placement.ranks_per_node, 1)
+    groups = (
+        (placement.groups_per_node,)
+        if placement.crosses_nodes
+        else (machine.cluster.gpus_per_node // placement.ranks_per_node, 1)
+    )
     own = _placed(collective, placement.nodes, placement.ranks_per_node, groups, machine)
     if own is not None:
         return Seconds(spline_s(own, n_bytes), own.kind_at(n_bytes))
@@ -111,10 +122,14 @@ def collective_time(collective: Collective, n_bytes: int, placement: Placement, 
     return _across_nodes(collective, n_bytes, placement, inside, machine)
 
 
-def _placed(name: str, nodes: int, ranks: int, groups: tuple[int, ...], machine: Machine) -> CollectiveCurve | None:
-    """The machine's own curve of a placement, with the first of those numbers of groups at once that was measured.
+def _placed(
+    name: str, nodes: int, ranks: int, groups: tuple[int, ...], machine: Machine
+) -> CollectiveCurve | None:
+    """The machine's own curve of a placement, with the first of those numbers of groups at once
+    that was measured.
 
-    Inside a node all groups of an axis run at once, whatever a placement says: they share no NIC, but the link on some machines.
+    Inside a node all groups of an axis run at once, whatever a placement says: they share no NIC,
+    but the link on some machines.
     """
     if not machine.placed_curves:
         return None
@@ -123,7 +138,9 @@ def _placed(name: str, nodes: int, ranks: int, groups: tuple[int, ...], machine:
 
 
 def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Machine) -> Seconds:
-    """The part on the links of one node: the curve of that many ranks, between two curves (EQUATIONS C7), or a textbook form."""
+    """The part on the links of one node: the curve of that many ranks, between two curves
+    (EQUATIONS C7), or a textbook form.
+    """
     if ranks == 1:
         return ZERO
     curves = machine.collective_curves.get(collective, ())
@@ -133,16 +150,27 @@ def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Ma
         return Seconds(_TEXTBOOK[collective](n_bytes, ranks, slowed), Kind.ANALYTIC)
     below = next((curve for curve in reversed(curves) if curve.ranks <= ranks), curves[0])
     above = next((curve for curve in curves if curve.ranks >= ranks), curves[-1])
-    inside = curves[0].ranks <= ranks <= curves[-1].ranks and below.bytes[0] <= n_bytes <= below.bytes[-1]
+    inside = (
+        curves[0].ranks <= ranks <= curves[-1].ranks
+        and below.bytes[0] <= n_bytes <= below.bytes[-1]
+    )
     kind = weakest((machine.profile.intra.kind, Kind.INTERPOLATED)) if inside else Kind.ANALYTIC
     return Seconds(_between_ranks(below, above, ranks, n_bytes), kind)
 
 
-def _between_ranks(below: CollectiveCurve, above: CollectiveCurve, ranks: int, n_bytes: float) -> float:
-    """Seconds between two curves, log-linear in the number of ranks; beyond the last curve time grows as the latency does."""
+def _between_ranks(
+    below: CollectiveCurve, above: CollectiveCurve, ranks: int, n_bytes: float
+) -> float:
+    """Seconds between two curves, log-linear in the number of ranks; beyond the last curve time
+    grows as the latency does.
+    """
     low_s = spline_s(below, n_bytes)
     if below.ranks == above.ranks:
-        return low_s * max(1.0, math.log2(ranks) / math.log2(below.ranks)) if ranks > below.ranks else low_s
+        return (
+            low_s * max(1.0, math.log2(ranks) / math.log2(below.ranks))
+            if ranks > below.ranks
+            else low_s
+        )
     share = math.log(ranks / below.ranks) / math.log(above.ranks / below.ranks)
     high_s = spline_s(above, n_bytes)
     return math.exp((1 - share) * math.log(low_s) + share * math.log(high_s))
@@ -151,16 +179,20 @@ def _between_ranks(below: CollectiveCurve, above: CollectiveCurve, ranks: int, n
 def group_nic_bytes_per_s(placement: Placement, machine: Machine) -> float:
     """Bytes per second with which one group leaves a node (EQUATIONS C6).
 
-    Its part of the NICs (Cluster.group_nic_bytes_per_s) times the share of their bandwidth that NCCL reaches; the ring passes
-    through the GPUs' own links.
+    Its part of the NICs (Cluster.group_nic_bytes_per_s) times the share of their bandwidth that
+    NCCL reaches; the ring passes through the GPUs' own links.
     """
     cluster = machine.cluster
     shared = cluster.group_nic_bytes_per_s(placement.ranks_per_node, placement.groups_per_node)
     return min(shared * machine.profile.inter.nic_share, cluster.intra_node.bytes_per_s)
 
 
-def _across_nodes(collective: Collective, n_bytes: float, placement: Placement, inside: Seconds, machine: Machine) -> Seconds:
-    """max(inside the node, bytes through the group's NICs / W) + hops alpha, of the best algorithm (EQUATIONS C5, C6)."""
+def _across_nodes(
+    collective: Collective, n_bytes: float, placement: Placement, inside: Seconds, machine: Machine
+) -> Seconds:
+    """max(inside the node, bytes through the group's NICs / W) + hops alpha, of the best algorithm
+    (EQUATIONS C5, C6).
+    """
     bytes_per_s = group_nic_bytes_per_s(placement, machine)
     alpha_s = machine.cluster.nic.latency_s
     value_s = min(
@@ -170,11 +202,15 @@ def _across_nodes(collective: Collective, n_bytes: float, placement: Placement, 
     return Seconds(value_s, machine.profile.inter.kind)
 
 
-def _crossings(collective: Collective, n_bytes: float, placement: Placement) -> tuple[tuple[float, int], ...]:
-    """(bytes that leave a node, hops between nodes one after another) of each algorithm; p ranks, k nodes of g ranks.
+def _crossings(
+    collective: Collective, n_bytes: float, placement: Placement
+) -> tuple[tuple[float, int], ...]:
+    """(bytes that leave a node, hops between nodes one after another) of each algorithm; p ranks, k
+    nodes of g ranks.
 
-    Ring over all p ranks: 2 (p-1)/p n in 2 (k-1) hops (all-reduce), (p-1)/p n in k - 1. Tree over nodes: 2 n in
-    2 ceil(log2 k) hops. All-to-all: what the g send buffers hold for the other nodes, g n (k-1)/k.
+    Ring over all p ranks: 2 (p-1)/p n in 2 (k-1) hops (all-reduce), (p-1)/p n in k - 1. Tree over
+    nodes: 2 n in 2 ceil(log2 k) hops. All-to-all: what the g send buffers hold for the other nodes,
+    g n (k-1)/k.
     """
     p, k, g = placement.num_ranks, placement.nodes, placement.ranks_per_node
     if collective is Collective.ALL_TO_ALL:
@@ -185,11 +221,15 @@ def _crossings(collective: Collective, n_bytes: float, placement: Placement) -> 
     return ((ring_bytes, k - 1),)
 
 
-def point_to_point_time(n_bytes: int, *, crosses_nodes: bool, sharing: int, machine: Machine) -> Seconds:
-    """Seconds of one message of `n_bytes` while `sharing` transfers leave the node at once (EQUATIONS C4, C6).
+def point_to_point_time(
+    n_bytes: int, *, crosses_nodes: bool, sharing: int, machine: Machine
+) -> Seconds:
+    """Seconds of one message of `n_bytes` while `sharing` transfers leave the node at once
+    (EQUATIONS C4, C6).
 
-    Between nodes each transfer has min(one NIC, all NICs / sharing). Leaves out: what else uses the NICs. What the machine's own
-    profile has a curve of is read from it; inside a node, where no such number of transfers was measured, that of one alone.
+    Between nodes each transfer has min(one NIC, all NICs / sharing). Leaves out: what else uses the
+    NICs. What the machine's own profile has a curve of is read from it; inside a node, where no
+    such number of transfers was measured, that of one alone.
     """
     cluster, profile = machine.cluster, machine.profile
     place, groups = ((2, 1), (sharing,)) if crosses_nodes else ((1, 2), (sharing, 1))
@@ -198,8 +238,15 @@ def point_to_point_time(n_bytes: int, *, crosses_nodes: bool, sharing: int, mach
         return Seconds(spline_s(own, n_bytes), own.kind_at(n_bytes))
     if not crosses_nodes:
         link = cluster.intra_node
-        measured = profile.intra.kind if machine.collective_curves and not machine.placed_curves else Kind.ANALYTIC
-        return Seconds(send_s(n_bytes, _scaled(link, link.bytes_per_s * profile.intra.point_to_point_share)), measured)
+        measured = (
+            profile.intra.kind
+            if machine.collective_curves and not machine.placed_curves
+            else Kind.ANALYTIC
+        )
+        return Seconds(
+            send_s(n_bytes, _scaled(link, link.bytes_per_s * profile.intra.point_to_point_share)),
+            measured,
+        )
     share = min(1.0, cluster.nics_per_node / max(1, sharing))
     nic = _scaled(cluster.nic, cluster.nic.bytes_per_s * share * profile.inter.point_to_point_share)
     return Seconds(send_s(n_bytes, nic), profile.inter.kind)

@@ -1,4 +1,6 @@
-"""The device mesh: degrees of the parallel axes, the ranks they give, and where the ranks of an axis sit (EQUATIONS C6)."""
+"""The device mesh: degrees of the parallel axes, the ranks they give, and where the ranks of an
+axis sit (EQUATIONS C6).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Degrees of pipeline, data and tensor parallelism. rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+    """Degrees of pipeline, data and tensor parallelism. rank = (pp_rank * dp + dp_rank) * tp +
+    tp_rank.
 
-    ep: over how many of the dp ranks, neighbours, the experts of a block are divided; dp / ep ranks hold the same experts
+    ep: over how many of the dp ranks, neighbours, the experts of a block are divided; dp / ep ranks
+    hold the same experts
     """
 
     __pydantic_config__ = _FORBID
@@ -42,10 +46,13 @@ class Mesh:
         if self.ep < 1 or self.dp % self.ep:
             raise ConfigError(
                 f"mesh: ep {self.ep} does not divide dp {self.dp}, over whose ranks the experts are divided",
-                hint=f"use a divisor of {self.dp}")
+                hint=f"use a divisor of {self.dp}",
+            )
 
     def __str__(self) -> str:
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}" + (f" (ep {self.ep})" if self.ep > 1 else "")
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}" + (
+            f" (ep {self.ep})" if self.ep > 1 else ""
+        )
 
     @property
     def ranks_per_stage(self) -> int:
@@ -75,7 +82,8 @@ class Mesh:
 class Placement:
     """Where one group of an axis sits: `ranks_per_node` of its ranks on each of `nodes` nodes.
 
-    `groups_per_node` is how many groups of the same axis cross a node's boundary at once and share its NICs.
+    `groups_per_node` is how many groups of the same axis cross a node's boundary at once and share
+    its NICs.
     """
 
     nodes: int
@@ -102,15 +110,21 @@ def place_expert_copies(mesh: Mesh, gpus_per_node: int) -> Placement:
 
 
 def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> Placement:
-    """The placement of an axis of `degree` ranks, each `stride` ranks after the one before, in a mesh of `num_ranks`.
+    """The placement of an axis of `degree` ranks, each `stride` ranks after the one before, in a
+    mesh of `num_ranks`.
 
-    It keeps min(degree, max(1, gpus_per_node / stride)) ranks of a group on a node; the node's other ranks belong to other
-    groups of the axis. Degrees that do not divide a node are rounded to the widest spread.
+    It keeps min(degree, max(1, gpus_per_node / stride)) ranks of a group on a node; the node's
+    other ranks belong to other groups of the axis. Degrees that do not divide a node are rounded to
+    the widest spread.
     """
     local = min(gpus_per_node, num_ranks)
     ranks_per_node = math.gcd(degree, max(1, local // stride)) if stride < local else 1
     nodes = degree // ranks_per_node
-    return Placement(nodes=nodes, ranks_per_node=ranks_per_node, groups_per_node=max(1, local // ranks_per_node) if nodes > 1 else 1)
+    return Placement(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        groups_per_node=max(1, local // ranks_per_node) if nodes > 1 else 1,
+    )
 
 
 def illegal_expert_parallel(mesh: Mesh, model: ModelSpec) -> str | None:

@@ -1,6 +1,8 @@
-"""From one placement of a tensor to another: the collectives that run, their seconds and their temporary bytes.
+"""From one placement of a tensor to another: the collectives that run, their seconds and their
+temporary bytes.
 
-On each axis of the mesh a tensor is whole, divided along one of its dims, or a partial sum (EQUATIONS S2):
+On each axis of the mesh a tensor is whole, divided along one of its dims, or a partial sum
+(EQUATIONS S2):
 
     whole   -> divided    a slice of what is there, nothing is sent
     partial -> divided    reduce-scatter of the local bytes
@@ -8,9 +10,10 @@ On each axis of the mesh a tensor is whole, divided along one of its dims, or a 
     partial -> whole      all-reduce of the local bytes
     divided -> whole      all-gather to what is local afterwards
 
-axis by axis in the order of torch's DTensor, which a test counts. A dim that several axes divide is cut by the outer axis
-first: to take away an outer cut, the cuts inside it are gathered before and made again after. Between CPUs torch runs an
-all-gather where this says all-to-all.
+axis by axis in the order of torch's DTensor, which a test counts. A dim that several axes divide is
+cut by the outer axis
+first: to take away an outer cut, the cuts inside it are gathered before and made again after.
+Between CPUs torch runs an all-gather where this says all-to-all.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from parplan.profiles.provenance import ZERO, Seconds
 
 @dataclass(frozen=True, slots=True)
 class RedistributionStep:
-    """One collective over the axis `axis` of `num_bytes`, counted as `collective_time` counts them; it leaves `left_bytes`."""
+    """One collective over the axis `axis` of `num_bytes`, counted as `collective_time` counts them;
+    it leaves `left_bytes`.
+    """
 
     collective: Collective
     axis: int
@@ -38,15 +43,20 @@ class RedistributionStep:
 
 @dataclass(frozen=True, slots=True)
 class Redistribution:
-    """The collectives in order, their time, and the most bytes that a step writes beside its input."""
+    """The collectives in order, their time, and the most bytes that a step writes beside its
+    input.
+    """
 
     moves: tuple[RedistributionStep, ...]
     time: Seconds
     temporary_bytes: int
 
 
-def redistribute(num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...], machine: Machine) -> Redistribution:
-    """A tensor of `num_bytes` in all, from `source` to `target` over the axes of `degrees`, innermost last.
+def redistribute(
+    num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...], machine: Machine
+) -> Redistribution:
+    """A tensor of `num_bytes` in all, from `source` to `target` over the axes of `degrees`,
+    innermost last.
 
     A target is never PARTIAL: in a backward pass a whole gradient serves as well.
     """
@@ -59,33 +69,51 @@ def redistribute(num_bytes: int, source: Place, target: Place, degrees: tuple[in
     return Redistribution(found, time, max((move.left_bytes for move in found), default=0))
 
 
-def moves(num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...]) -> Iterator[RedistributionStep]:
-    """The collectives from `source` to `target`, in the order of torch's DTensor; axes of one rank take none."""
-    here = [place if p > 1 else goal for p, place, goal in zip(degrees, source, target, strict=True)]
+def moves(
+    num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...]
+) -> Iterator[RedistributionStep]:
+    """The collectives from `source` to `target`, in the order of torch's DTensor; axes of one rank
+    take none.
+    """
+    here = [
+        place if p > 1 else goal for p, place, goal in zip(degrees, source, target, strict=True)
+    ]
 
     def local() -> int:
         return -(-num_bytes // placed_parts(tuple(here), degrees))
 
-    for axis, goal in (*_inward_out(tuple(here), target), *((axis, goal) for axis, goal in enumerate(target))):
+    for axis, goal in (
+        *_inward_out(tuple(here), target),
+        *((axis, goal) for axis, goal in enumerate(target)),
+    ):
         if here[axis] == goal:
             continue
         collective, before = _collective(here[axis], goal), local()
         here[axis] = goal
         if collective is not None:
-            yield RedistributionStep(collective, axis, local() if collective is Collective.ALL_GATHER else before, local())
+            yield RedistributionStep(
+                collective,
+                axis,
+                local() if collective is Collective.ALL_GATHER else before,
+                local(),
+            )
 
 
 def _inward_out(source: Place, target: Place) -> Iterator[tuple[int, str | None]]:
-    """The first walk, from the innermost axis: to its target, or whole where axes outside cut the target's dim in another way.
+    """The first walk, from the innermost axis: to its target, or whole where axes outside cut the
+    target's dim in another way.
 
-    Only a tensor that is divided somewhere is walked so: cuts inside one another are then taken away before they are made.
+    Only a tensor that is divided somewhere is walked so: cuts inside one another are then taken
+    away before they are made.
     """
     here = list(source)
     if all(place in (None, PARTIAL) for place in source):
         return
     for axis in reversed(range(len(here))):
         goal = target[axis]
-        if goal is not None and any((here[outer] == goal) != (target[outer] == goal) for outer in range(axis)):
+        if goal is not None and any(
+            (here[outer] == goal) != (target[outer] == goal) for outer in range(axis)
+        ):
             goal = None
         here[axis] = goal
         yield axis, goal

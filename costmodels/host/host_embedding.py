@@ -1,15 +1,19 @@
-"""The token table on the host (`Offload.LOOKUP`, EQUATIONS O11): rows cross PCIe instead of the table, which never comes to a device.
+"""The token table on the host (`Offload.LOOKUP`, EQUATIONS O11): rows cross PCIe instead of the
+table, which never comes to a device.
 
-Each of D data-parallel ranks has h / D columns of the table, of all V rows, in fp32 with their gradient and Adam's moments: 16 V h / D
-bytes of its host. In a micro-batch of n = b S tokens a rank
+Each of D data-parallel ranks has h / D columns of the table, of all V rows, in fp32 with their
+gradient and Adam's moments: 16 V h / D bytes of its host. In a micro-batch of n = b S tokens a rank
 
-    forward     gathers the tokens of all ranks (8 D n bytes), looks up its columns of them on the host, copies n h elements to the
-                device and exchanges them, so that it has all columns of its own tokens
-    backward    exchanges the gradients, copies n h elements to the host and adds them to the rows of its columns
+    forward     gathers the tokens of all ranks (8 D n bytes), looks up its columns of them on the
+                host, copies n h elements to the device and exchanges them, so that it has all
+                columns of its own tokens
+    backward    exchanges the gradients, copies n h elements to the host and adds them to the rows
+                of its columns
 
-in the precision of compute. Adam updates all rows once a step. All of it is waited for: the pass behind it needs it, and the host is
-the process that launches kernels. The price of a look-up is that of its bytes. Left out: that rows lie apart in memory, and the zeros
-that the gradients start from. [derived]
+in the precision of compute. Adam updates all rows once a step. All of it is waited for: the pass
+behind it needs it, and the host is the process that launches kernels. The price of a look-up is
+that of its bytes. Left out: that rows lie apart in memory, and the zeros that the gradients start
+from. [derived]
 """
 
 from __future__ import annotations
@@ -35,9 +39,11 @@ TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostEmbedding:
-    """Of one rank: bytes of its host; elements that a micro-batch moves each way and tokens that it has; seconds by cause.
+    """Of one rank: bytes of its host; elements that a micro-batch moves each way and tokens that it
+    has; seconds by cause.
 
-    forward, backward: look-up, or sums, and the copy; exchange: of either pass; tokens: of the forward pass alone
+    forward, backward: look-up, or sums, and the copy; exchange: of either pass; tokens: of the
+    forward pass alone
     """
 
     host_bytes: int
@@ -59,8 +65,18 @@ def table_of(embedding: LayerClass) -> tuple[Operator, Parameter]:
 def without_table(embedding: LayerClass) -> LayerClass:
     """What is left of an embedding on the device: its output comes from the host."""
     operator = table_of(embedding)[0]
-    left = Operator(name=operator.name, kind=OperatorKind.VIEW, dims=operator.outputs[0].dims, inputs=(), outputs=operator.outputs)
-    return layer_class(embedding.kind, embedding.count, tuple(left if op is operator else op for op in embedding.operators))
+    left = Operator(
+        name=operator.name,
+        kind=OperatorKind.VIEW,
+        dims=operator.outputs[0].dims,
+        inputs=(),
+        outputs=operator.outputs,
+    )
+    return layer_class(
+        embedding.kind,
+        embedding.count,
+        tuple(left if op is operator else op for op in embedding.operators),
+    )
 
 
 def illegal_host_embedding(mesh: Mesh, hidden_size: int, tied: bool) -> str | None:
@@ -78,16 +94,33 @@ def host_embedding_of(embedding: LayerClass, mesh: Mesh, machine: Machine) -> Ho
     """What the look-up of one micro-batch costs a rank; `embedding` with its table."""
     operator, table = table_of(embedding)
     out, own = operator.outputs[0], table.num_elements // mesh.dp
-    width, cluster, num_tokens = out.element_bytes, machine.cluster, out.num_elements // table.shape[-1]
+    width, cluster, num_tokens = (
+        out.element_bytes,
+        machine.cluster,
+        out.num_elements // table.shape[-1],
+    )
     exchange = tokens = ZERO
     if mesh.dp > 1:
         where = place(mesh, Axis.DP, cluster.gpus_per_node)
-        exchange = machine.corrected("data", collective_time(Collective.ALL_TO_ALL, out.num_bytes, where, machine))
-        gathered = collective_time(Collective.ALL_GATHER, TOKEN_BYTES * num_tokens * mesh.dp, where, machine)
+        exchange = machine.corrected(
+            "data", collective_time(Collective.ALL_TO_ALL, out.num_bytes, where, machine)
+        )
+        gathered = collective_time(
+            Collective.ALL_GATHER, TOKEN_BYTES * num_tokens * mesh.dp, where, machine
+        )
         tokens = machine.corrected("data", gathered)
-    read, summed = FP32_BYTES + width, width + 2 * FP32_BYTES  # rows are read and cast; gradients are read, rows read and written
+    read, summed = (
+        FP32_BYTES + width,
+        width + 2 * FP32_BYTES,
+    )  # rows are read and cast; gradients are read, rows read and written
     return HostEmbedding(
-        host_bytes=HOST_STATE_BYTES * own, elements=out.num_elements, num_tokens=num_tokens,
+        host_bytes=HOST_STATE_BYTES * own,
+        elements=out.num_elements,
+        num_tokens=num_tokens,
         forward=host_time(read * out.num_elements, cluster) + copy_time(out.num_bytes, cluster),
-        backward=copy_time(out.num_bytes, cluster, to_host=True) + host_time(summed * out.num_elements, cluster),
-        exchange=exchange, tokens=tokens, update=host_adam_time(own, cluster))
+        backward=copy_time(out.num_bytes, cluster, to_host=True)
+        + host_time(summed * out.num_elements, cluster),
+        exchange=exchange,
+        tokens=tokens,
+        update=host_adam_time(own, cluster),
+    )

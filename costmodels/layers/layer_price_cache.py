@@ -1,4 +1,6 @@
-"""The prices of layers of any kind, each made once per way of running it: of the parts of a described model, of shards of a traced one."""
+"""The prices of layers of any kind, each made once per way of running it: of the parts of a
+described model, of shards of a traced one.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from parplan.costmodels.layers.model_states import (
     zero_buffer_bytes,
 )
 from parplan.costmodels.layers.recompute import (
-    RecomputedOperators,
     Recompute,
+    RecomputedOperators,
     backward_bytes,
     host_bytes_by_operator,
     ideal_saved_bytes,
@@ -51,7 +53,9 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationBytes:
-    """Bytes of one layer and one micro-batch on one rank: kept for the backward pass, ideally kept, temporary, kept by the host."""
+    """Bytes of one layer and one micro-batch on one rank: kept for the backward pass, ideally kept,
+    temporary, kept by the host.
+    """
 
     saved: int
     ideal_saved: float
@@ -61,9 +65,11 @@ class ActivationBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStates:
-    """Bytes of the states of one layer on one rank, without redundancy, ZeRO's buffers, and fp32 copies for the optimizer's step.
+    """Bytes of the states of one layer on one rank, without redundancy, ZeRO's buffers, and fp32
+    copies for the optimizer's step.
 
-    host: what the host keeps of them for this rank; `states` are the device's then, `ideal` is one copy wherever it lies
+    host: what the host keeps of them for this rank; `states` are the device's then, `ideal` is one
+    copy wherever it lies
     """
 
     states: StateBytes
@@ -76,13 +82,19 @@ class LayerStates:
 class LayerPriceCache(ABC, Generic[K]):
     """Prices of layers of the kinds `K`, trained as `training` on `machine`, each made once.
 
-    zero_ranks: neighbours that hold one copy of sharded states together, on meshes whose dp it divides; None for all of dp
+    zero_ranks: neighbours that hold one copy of sharded states together, on meshes whose dp it
+    divides; None for all of dp
     offload: what the host keeps of the states of every layer
     Raises ConfigError where the stack has no kernel for the attention that was asked for.
     """
 
     def __init__(
-        self, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
+        self,
+        training: TrainingSpec,
+        machine: Machine,
+        *,
+        zero_ranks: int | None = None,
+        offload: tuple[Offload, ...] = (),
     ) -> None:
         if training.attention is AttentionKernel.FLASH:
             fused_kernel_of(training.stack, machine.cluster.device)
@@ -105,15 +117,23 @@ class LayerPriceCache(ABC, Generic[K]):
         """The operators that `level` recomputes in a layer of `kind`."""
 
     def counts_tied(self, mesh: Mesh) -> bool:
-        """Whether copies of parameters that other layers hold are counted: where stages are apart."""
+        """Whether copies of parameters that other layers hold are counted: where stages are
+        apart.
+        """
         return mesh.pp > 1
 
     def shards(self, mesh: Mesh) -> int:
         """How many data-parallel ranks hold one copy of sharded states together."""
-        return self.zero_ranks if self.zero_ranks and mesh.dp % self.zero_ranks == 0 and mesh.ep == 1 else mesh.dp
+        return (
+            self.zero_ranks
+            if self.zero_ranks and mesh.dp % self.zero_ranks == 0 and mesh.ep == 1
+            else mesh.dp
+        )
 
     def split_s(self, kind: K) -> float:
-        """Seconds that the host takes more for the backward pass of a layer in two parts, where that was measured."""
+        """Seconds that the host takes more for the backward pass of a layer in two parts, where
+        that was measured.
+        """
         added = layouts_of(self.machine, self.training.stack)
         return 0.0 if added is None else added.split_s * self.layer(kind, 1).gradient_launches
 
@@ -121,131 +141,262 @@ class LayerPriceCache(ABC, Generic[K]):
     def offloads_states(self) -> bool:
         return Offload.STATES in self.offload
 
-    def _operators(self, kind: K, micro_batch_size: int, sharding: Sharding) -> LayerOperators | HalvedOperators:
+    def _operators(
+        self, kind: K, micro_batch_size: int, sharding: Sharding
+    ) -> LayerOperators | HalvedOperators:
         def make() -> LayerOperators | HalvedOperators:
-            return price_operators(self.layer(kind, micro_batch_size), sharding, self.machine, self.training)
+            return price_operators(
+                self.layer(kind, micro_batch_size), sharding, self.machine, self.training
+            )
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
 
-    def layer_time(self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators = Recompute.NONE) -> LayerTime:
+    def layer_time(
+        self,
+        kind: K,
+        micro_batch_size: int,
+        sharding: Sharding,
+        level: RecomputedOperators = Recompute.NONE,
+    ) -> LayerTime:
         """One micro-batch through one layer of `kind`, without data-parallel communication."""
         return self._once(
             ("time", kind, micro_batch_size, sharding, level),
-            lambda: self._operators(kind, micro_batch_size, sharding).time(self.recompute_operators(kind, level)))
+            lambda: self._operators(kind, micro_batch_size, sharding).time(
+                self.recompute_operators(kind, level)
+            ),
+        )
 
     def weight_s(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
-        """Of the backward pass of one layer of `kind`, the seconds of the gradients of its weights."""
+        """Of the backward pass of one layer of `kind`, the seconds of the gradients of its
+        weights.
+        """
         return self._once(
-            ("weight", kind, micro_batch_size, sharding), lambda: self._operators(kind, micro_batch_size, sharding).weight_s)
+            ("weight", kind, micro_batch_size, sharding),
+            lambda: self._operators(kind, micro_batch_size, sharding).weight_s,
+        )
 
     def waiting_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
-        """What one layer of `kind` holds of a micro-batch between the gradients of its input and of its weights, besides the stash:
-        the gradients of the outputs of operators with weights, as torch.distributed.pipelining keeps them."""
+        """What one layer of `kind` holds of a micro-batch between the gradients of its input and of
+        its weights, besides the stash: the gradients of the outputs of operators with weights, as
+        torch.distributed.pipelining keeps them.
+        """
 
         def make() -> float:
             weighty = (op for op in self.layer(kind, micro_batch_size).operators if op.parameters)
-            return float(sum(sharding.local_bytes(out, sharding.place_inside(op, out)) for op in weighty for out in op.outputs))
+            return float(
+                sum(
+                    sharding.local_bytes(out, sharding.place_inside(op, out))
+                    for op in weighty
+                    for out in op.outputs
+                )
+            )
 
         return self._once(("waiting", kind, micro_batch_size, sharding), make)
 
-    def _workspace_bytes(self, kind: K, layer: LayerClass, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]) -> int:
+    def _workspace_bytes(
+        self,
+        kind: K,
+        layer: LayerClass,
+        micro_batch_size: int,
+        sharding: Sharding,
+        again: tuple[str, ...],
+    ) -> int:
         stack = self.training.stack
-        widest = self._once(("widest", kind, micro_batch_size, sharding), lambda: max(backward_bytes(layer, sharding, stack)))
-        whole, kept = (self._saved_bytes(kind, micro_batch_size, sharding, names) for names in ((), again))
+        widest = self._once(
+            ("widest", kind, micro_batch_size, sharding),
+            lambda: max(backward_bytes(layer, sharding, stack)),
+        )
+        whole, kept = (
+            self._saved_bytes(kind, micro_batch_size, sharding, names) for names in ((), again)
+        )
         return workspace_of(whole, kept, widest, stack)
 
-    def _saved_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]) -> int:
+    def _saved_bytes(
+        self, kind: K, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]
+    ) -> int:
         return self._once(
             ("saved", kind, micro_batch_size, sharding, again),
-            lambda: saved_bytes(self.kept_layer(kind, micro_batch_size), sharding, again, self.training.stack))
+            lambda: saved_bytes(
+                self.kept_layer(kind, micro_batch_size), sharding, again, self.training.stack
+            ),
+        )
 
     def activations(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators = Recompute.NONE, on_host: tuple[str, ...] = (),
+        self,
+        kind: K,
+        micro_batch_size: int,
+        sharding: Sharding,
+        level: RecomputedOperators = Recompute.NONE,
+        on_host: tuple[str, ...] = (),
     ) -> ActivationBytes:
-        """Saved and temporary bytes of one layer of `kind` for one micro-batch, of which the host keeps those of the operators `on_host`.
+        """Saved and temporary bytes of one layer of `kind` for one micro-batch, of which the host
+        keeps those of the operators `on_host`.
 
         They are back on the device while the layer runs backward.
         """
 
         def make() -> ActivationBytes:
-            layer, again = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level)
+            layer, again = (
+                self.kept_layer(kind, micro_batch_size),
+                self.recompute_operators(kind, level),
+            )
             ideal = ideal_saved_bytes(layer, sharding.tp, again, on_host)
             if on_host:
                 whole = self.activations(kind, micro_batch_size, sharding, level)
                 sent = self.host_bytes(kind, micro_batch_size, sharding, level)
                 host = sum(num_bytes for name, num_bytes in sent.items() if name in on_host)
-                return ActivationBytes(saved=whole.saved - host, ideal_saved=ideal, workspace=whole.workspace + host, host=host)
+                return ActivationBytes(
+                    saved=whole.saved - host,
+                    ideal_saved=ideal,
+                    workspace=whole.workspace + host,
+                    host=host,
+                )
             return ActivationBytes(
-                saved=self._saved_bytes(kind, micro_batch_size, sharding, again), ideal_saved=ideal,
-                workspace=self._workspace_bytes(kind, layer, micro_batch_size, sharding, again), host=0)
+                saved=self._saved_bytes(kind, micro_batch_size, sharding, again),
+                ideal_saved=ideal,
+                workspace=self._workspace_bytes(kind, layer, micro_batch_size, sharding, again),
+                host=0,
+            )
 
         return self._once(("activations", kind, micro_batch_size, sharding, level, on_host), make)
 
-    def host_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators) -> dict[str, int]:
-        """Of one layer of `kind` and one micro-batch the bytes that each operator sends to the host where it is one of those that do."""
+    def host_bytes(
+        self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
+    ) -> dict[str, int]:
+        """Of one layer of `kind` and one micro-batch the bytes that each operator sends to the host
+        where it is one of those that do.
+        """
 
         def make() -> dict[str, int]:
-            layer, again = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level)
+            layer, again = (
+                self.kept_layer(kind, micro_batch_size),
+                self.recompute_operators(kind, level),
+            )
             return host_bytes_by_operator(layer, sharding, again, self.training.stack)
 
         return self._once(("sent", kind, micro_batch_size, sharding, level), make)
 
-    def remade_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators) -> int:
-        """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch: what it would keep without, less that."""
-        whole, kept = (self.activations(kind, micro_batch_size, sharding, again) for again in (Recompute.NONE, level))
+    def remade_bytes(
+        self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
+    ) -> int:
+        """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch:
+        what it would keep without, less that.
+        """
+        whole, kept = (
+            self.activations(kind, micro_batch_size, sharding, again)
+            for again in (Recompute.NONE, level)
+        )
         return max(0, whole.saved - kept.saved)
 
-    def data_parallel(self, kind: K, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
-        """Gradient reduction, gathers and the optimizer step of one layer of `kind` at ZeRO stage `zero`."""
+    def data_parallel(
+        self, kind: K, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
+    ) -> DataParallelTime:
+        """Gradient reduction, gathers and the optimizer step of one layer of `kind` at ZeRO stage
+        `zero`.
+        """
 
         def make() -> DataParallelTime:
             return data_parallel_time(
-                self.layer(kind, micro_batch_size), self.layer_time(kind, micro_batch_size, sharding),
-                mesh=mesh, sharding=sharding, zero=zero, machine=self.machine, training=self.training, with_tied=self.counts_tied(mesh),
-                shards=self.shards(mesh), offloaded=self.offloads_states)
+                self.layer(kind, micro_batch_size),
+                self.layer_time(kind, micro_batch_size, sharding),
+                mesh=mesh,
+                sharding=sharding,
+                zero=zero,
+                machine=self.machine,
+                training=self.training,
+                with_tied=self.counts_tied(mesh),
+                shards=self.shards(mesh),
+                offloaded=self.offloads_states,
+            )
 
         return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
 
     def host_copy(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators, on_host: tuple[str, ...], *, to_host: bool,
+        self,
+        kind: K,
+        micro_batch_size: int,
+        sharding: Sharding,
+        level: RecomputedOperators,
+        on_host: tuple[str, ...],
+        *,
+        to_host: bool,
     ) -> Seconds:
-        """What the activations of one layer and micro-batch that the host keeps take to get there, or to come back."""
+        """What the activations of one layer and micro-batch that the host keeps take to get there,
+        or to come back.
+        """
         host = self.activations(kind, micro_batch_size, sharding, level, on_host).host
         return copy_time(host, self.machine.cluster, to_host=to_host) if host else ZERO
 
-    def hidden_data_parallel(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
-        """The same under endless compute, which hides all that the stack can hide: no layer of `kind` pays less."""
+    def hidden_data_parallel(
+        self, kind: K, mesh: Mesh, sharding: Sharding, zero: int
+    ) -> DataParallelTime:
+        """The same under endless compute, which hides all that the stack can hide: no layer of
+        `kind` pays less.
+        """
 
         def make() -> DataParallelTime:
             return data_parallel_time(
-                self.layer(kind, 1), ENDLESS, mesh=mesh, sharding=sharding, zero=zero, machine=self.machine,
-                training=self.training, with_tied=self.counts_tied(mesh), shards=self.shards(mesh), offloaded=self.offloads_states)
+                self.layer(kind, 1),
+                ENDLESS,
+                mesh=mesh,
+                sharding=sharding,
+                zero=zero,
+                machine=self.machine,
+                training=self.training,
+                with_tied=self.counts_tied(mesh),
+                shards=self.shards(mesh),
+                offloaded=self.offloads_states,
+            )
 
         return self._once(("hidden dp", kind, mesh, sharding, zero), make)
 
     def states(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
-        """State bytes of one layer of `kind`; a tied head holds its own copy only when stages are apart."""
+        """State bytes of one layer of `kind`; a tied head holds its own copy only when stages are
+        apart.
+        """
 
         def make() -> LayerStates:
-            layer, with_tied, shards = self.layer(kind, 1), self.counts_tied(mesh), self.shards(mesh)
+            layer, with_tied, shards = (
+                self.layer(kind, 1),
+                self.counts_tied(mesh),
+                self.shards(mesh),
+            )
             offloaded = self.offloads_states
             owned = owned_parameters(layer, sharding, shards if zero else 1, with_tied=with_tied)
             local = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=False)
             of_experts = owned_parameters(layer, sharding, of_experts=True)
-            buffer = zero_buffer_bytes(local, zero, max(mesh.dp, 1 + offloaded), self.training) + COPIED_BYTES * owned * offloaded
+            buffer = (
+                zero_buffer_bytes(local, zero, max(mesh.dp, 1 + offloaded), self.training)
+                + COPIED_BYTES * owned * offloaded
+            )
             if of_experts:
                 buffer += zero_buffer_bytes(of_experts, zero, mesh.expert_dp, self.training)
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
-                states=layer_states(layer, sharding, zero, shards, self.training, with_tied=with_tied, offloaded=offloaded),
+                states=layer_states(
+                    layer,
+                    sharding,
+                    zero,
+                    shards,
+                    self.training,
+                    with_tied=with_tied,
+                    offloaded=offloaded,
+                ),
                 ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
                 zero_buffer=buffer,
-                step_copies=step_copy_bytes(layer, sharding, zero, shards, self.training, with_tied=with_tied),
-                host=HOST_STATE_BYTES * owned * offloaded)
+                step_copies=step_copy_bytes(
+                    layer, sharding, zero, shards, self.training, with_tied=with_tied
+                ),
+                host=HOST_STATE_BYTES * owned * offloaded,
+            )
 
         return self._once(("states", kind, mesh, sharding, zero), make)
 
     def message(self, num_bytes: int, *, crosses_nodes: bool, sharing: int) -> Seconds:
         """One message between two pipeline ranks; `sharing` of them leave a node at once."""
-        as_slow_bytes = round(num_bytes / self.training.stack.transfer_share)  # as many take as long on the whole link
-        return point_to_point_time(as_slow_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=self.machine)
+        as_slow_bytes = round(
+            num_bytes / self.training.stack.transfer_share
+        )  # as many take as long on the whole link
+        return point_to_point_time(
+            as_slow_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=self.machine
+        )

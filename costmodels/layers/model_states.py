@@ -1,12 +1,15 @@
-"""Bytes of parameters, gradients and optimizer states on one rank (EQUATIONS M1, M2), exact to the row.
+"""Bytes of parameters, gradients and optimizer states on one rank (EQUATIONS M1, M2), exact to the
+row.
 
-Data-parallel shards are what torch.chunk gives along the first dim of each tensor-parallel shard, as FSDP2 lays them
+Data-parallel shards are what torch.chunk gives along the first dim of each tensor-parallel shard,
+as FSDP2 lays them
 out: the prediction is compared with the bytes that the executor really holds.
 
 Held during a step, bytes per parameter, D data-parallel ranks:
 
     bf16/fp16   ZeRO 0        1           2           3
-    parameters  2             2           2           0 (the gathered copy of a layer is a temporary)
+    parameters  2             2           2           0 (the gathered copy of a layer is a
+                temporary)
     gradients   g             g           g/D         g/D
     optimizer   12            12/D        12/D        12/D     fp32 master weights and two moments
 
@@ -15,9 +18,9 @@ Held during a step, bytes per parameter, D data-parallel ranks:
     gradients   4             4           4/D         4/D
     optimizer   8             8/D         8/D         8/D
 
-with g = 4 for fp32 gradients and 2 otherwise. Some stacks hold further whole copies of the gradients
-(`gradient_copy_bytes`). Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO stages; FSDP2 of torch 2.13 for
-what is resident.
+with g = 4 for fp32 gradients and 2 otherwise. Some stacks hold further whole copies of the
+gradients (`gradient_copy_bytes`). Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO
+stages; FSDP2 of torch 2.13 for what is resident.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 
 MASTER_BYTES = 4
 MOMENTS_BYTES = 8
-ZERO_2_COPIES, ZERO_3_COPIES = 2, 4  # in fp32, of a layer's parameters that ZeRO holds beside them (`zero_buffer_bytes`)
+ZERO_2_COPIES, ZERO_3_COPIES = (
+    2,
+    4,
+)  # in fp32, of a layer's parameters that ZeRO holds beside them (`zero_buffer_bytes`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +54,40 @@ class StateBytes:
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(
-            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer)
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+        )
 
 
 def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
-    """Elements of part `index` when torch.chunk cuts `shape` into `parts` along its first dim; part 0 is the largest."""
+    """Elements of part `index` when torch.chunk cuts `shape` into `parts` along its first dim; part
+    0 is the largest.
+    """
     rows = -(-shape[0] // parts)
     return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
 
 
 def holders(parameter: Parameter, sharding: Sharding, dp: int) -> int:
-    """Of `dp` data-parallel ranks those that hold the same part of `parameter`: of an expert's one in ep."""
+    """Of `dp` data-parallel ranks those that hold the same part of `parameter`: of an expert's one
+    in ep.
+    """
     return max(1, dp // sharding.ep) if parameter.of_experts else dp
 
 
 def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> StateBytes:
-    """States of `elements` tensor-parallel local parameters, `shard` of which this data-parallel rank owns."""
+    """States of `elements` tensor-parallel local parameters, `shard` of which this data-parallel
+    rank owns.
+    """
     own = elements if zero == 0 else shard
     gradients = training.gradient_precision.num_bytes * (shard if zero >= 2 else elements)
     gathered = elements if zero < 3 else 0
     if training.precision is Precision.FP32:
         parameters = 4 * (elements if zero == 0 else gathered + shard)
         return StateBytes(parameters, gradients, MOMENTS_BYTES * own)
-    return StateBytes(training.precision.num_bytes * gathered, gradients, (MASTER_BYTES + MOMENTS_BYTES) * own)
+    return StateBytes(
+        training.precision.num_bytes * gathered, gradients, (MASTER_BYTES + MOMENTS_BYTES) * own
+    )
 
 
 def offloaded_states(elements: int, zero: int, training: TrainingSpec) -> StateBytes:
@@ -80,13 +97,15 @@ def offloaded_states(elements: int, zero: int, training: TrainingSpec) -> StateB
     """
     return StateBytes(
         parameters=training.precision.num_bytes * elements if zero < 3 else 0,
-        gradients=training.gradient_precision.num_bytes * elements if zero < 2 else 0)
+        gradients=training.gradient_precision.num_bytes * elements if zero < 2 else 0,
+    )
 
 
 def gradient_copy_bytes(dp: int, training: TrainingSpec) -> int:
     """Bytes per parameter of gradients that the stack holds a second time, whole on every rank.
 
-    16-bit gradients beside fp32 ones, and the buckets of data parallelism, where the stack keeps them (`Stack`).
+    16-bit gradients beside fp32 ones, and the buckets of data parallelism, where the stack keeps
+    them (`Stack`).
     """
     stack, width = training.stack, training.precision.num_bytes
     beside = stack.keeps_low_precision_gradients and training.gradient_precision.num_bytes > width
@@ -94,28 +113,56 @@ def gradient_copy_bytes(dp: int, training: TrainingSpec) -> int:
 
 
 def layer_states(
-    layer: LayerClass, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, dp_rank: int = 0, with_tied: bool = True,
+    layer: LayerClass,
+    sharding: Sharding,
+    zero: int,
+    dp: int,
+    training: TrainingSpec,
+    *,
+    dp_rank: int = 0,
+    with_tied: bool = True,
     offloaded: bool = False,
 ) -> StateBytes:
-    """States of one `layer` on data-parallel rank `dp_rank` of the `dp` that hold one copy together.
+    """States of one `layer` on data-parallel rank `dp_rank` of the `dp` that hold one copy
+    together.
 
-    with_tied: count the head's copy of a tied embedding; offloaded: the host keeps them, what is on the device is left
+    with_tied: count the head's copy of a tied embedding; offloaded: the host keeps them, what is on
+    the device is left
     """
     total = StateBytes()
     for operator in layer.operators:
-        total += operator_states(operator, sharding, zero, dp, training, dp_rank=dp_rank, with_tied=with_tied, offloaded=offloaded)
+        total += operator_states(
+            operator,
+            sharding,
+            zero,
+            dp,
+            training,
+            dp_rank=dp_rank,
+            with_tied=with_tied,
+            offloaded=offloaded,
+        )
     return total
 
 
 def operator_states(
-    operator: Operator, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, dp_rank: int = 0, with_tied: bool = True,
+    operator: Operator,
+    sharding: Sharding,
+    zero: int,
+    dp: int,
+    training: TrainingSpec,
+    *,
+    dp_rank: int = 0,
+    with_tied: bool = True,
     offloaded: bool = False,
 ) -> StateBytes:
     """States of one operator's parameters on data-parallel rank `dp_rank`, as `layer_states`."""
     total = StateBytes()
     for parameter in operator.parameters:
         if with_tied or not parameter.tied:
-            shape, same = sharding.parameter_shape(operator, parameter), holders(parameter, sharding, dp)
+            shape, same = (
+                sharding.parameter_shape(operator, parameter),
+                holders(parameter, sharding, dp),
+            )
             elements, stage = math.prod(shape), zero if same > 1 or offloaded else 0
             if offloaded:
                 total += offloaded_states(elements, stage, training)
@@ -126,44 +173,75 @@ def operator_states(
     return total
 
 
-def step_copy_bytes(layer: LayerClass, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, with_tied: bool = True) -> int:
-    """Bytes that the gradients of `layer` are copied to for the optimizer's step, where the stack updates from fp32 copies."""
+def step_copy_bytes(
+    layer: LayerClass,
+    sharding: Sharding,
+    zero: int,
+    dp: int,
+    training: TrainingSpec,
+    *,
+    with_tied: bool = True,
+) -> int:
+    """Bytes that the gradients of `layer` are copied to for the optimizer's step, where the stack
+    updates from fp32 copies.
+    """
     if training.gradient_precision is Precision.FP32:
         return 0
-    return training.stack.step_copy_bytes * owned_parameters(layer, sharding, dp if zero else 1, with_tied=with_tied)
+    return training.stack.step_copy_bytes * owned_parameters(
+        layer, sharding, dp if zero else 1, with_tied=with_tied
+    )
 
 
 def owned_parameters(
-    layer: LayerClass, sharding: Sharding, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None,
+    layer: LayerClass,
+    sharding: Sharding,
+    shards: int = 1,
+    *,
+    with_tied: bool = True,
+    of_experts: bool | None = None,
 ) -> int:
-    """Parameters of `layer` on one tensor-parallel rank, or the largest of `shards` data-parallel shards of them.
+    """Parameters of `layer` on one tensor-parallel rank, or the largest of `shards` data-parallel
+    shards of them.
 
     of_experts: only those of the experts, or only the others
     """
     return sum(
-        chunk_elements(sharding.parameter_shape(operator, parameter), holders(parameter, sharding, shards))
-        for operator in layer.operators for parameter in operator.parameters
+        chunk_elements(
+            sharding.parameter_shape(operator, parameter), holders(parameter, sharding, shards)
+        )
+        for operator in layer.operators
+        for parameter in operator.parameters
         if (with_tied or not parameter.tied) and of_experts in (None, parameter.of_experts)
     )
 
 
-def ideal_states(num_parameters: int, ranks: int, training: TrainingSpec) -> tuple[float, float, float]:
-    """Parameter, gradient and optimizer bytes per rank when nothing is held twice over `ranks` ranks (EQUATIONS R2).
+def ideal_states(
+    num_parameters: int, ranks: int, training: TrainingSpec
+) -> tuple[float, float, float]:
+    """Parameter, gradient and optimizer bytes per rank when nothing is held twice over `ranks`
+    ranks (EQUATIONS R2).
 
-    In mixed precision the fp32 master is the one copy of the weights, so the ideal has no 16-bit copy besides.
+    In mixed precision the fp32 master is the one copy of the weights, so the ideal has no 16-bit
+    copy besides.
     """
     share = num_parameters / ranks
     if training.precision is Precision.FP32:
         return 4 * share, training.gradient_precision.num_bytes * share, MOMENTS_BYTES * share
-    return 0.0, training.gradient_precision.num_bytes * share, (MASTER_BYTES + MOMENTS_BYTES) * share
+    return (
+        0.0,
+        training.gradient_precision.num_bytes * share,
+        (MASTER_BYTES + MOMENTS_BYTES) * share,
+    )
 
 
 def zero_buffer_bytes(num_parameters: int, zero: int, dp: int, training: TrainingSpec) -> int:
-    """Temporary bytes that ZeRO needs for a layer of `num_parameters` tensor-parallel local parameters.
+    """Temporary bytes that ZeRO needs for a layer of `num_parameters` tensor-parallel local
+    parameters.
 
-    ZeRO 1 casts one layer for its reduce-scatter; ZeRO 2 and 3 also hold the layer's unreduced gradient; ZeRO 3 also
-    the gathered parameters of the current and the prefetched layer (EQUATIONS M2). A stack whose gradients lie in one
-    contiguous buffer reduces and gathers in place at ZeRO 1 and 2; one may flatten them into a bucket at any stage.
+    ZeRO 1 casts one layer for its reduce-scatter; ZeRO 2 and 3 also hold the layer's unreduced
+    gradient; ZeRO 3 also the gathered parameters of the current and the prefetched layer (EQUATIONS
+    M2). A stack whose gradients lie in one contiguous buffer reduces and gathers in place at ZeRO 1
+    and 2; one may flatten them into a bucket at any stage.
     """
     bucket = training.stack.bucket_elements * training.gradient_precision.num_bytes
     if zero == 0 or dp == 1 or (zero < 3 and not training.stack.zero_buffers):

@@ -1,6 +1,8 @@
-"""One operator, one strategy, its whole price: how each axis divides it, kept or recomputed, at a ZeRO stage (EQUATIONS S1).
+"""One operator, one strategy, its whole price: how each axis divides it, kept or recomputed, at a
+ZeRO stage (EQUATIONS S1).
 
-What depends on the operators around it is the price of its edges (costmodels/layers/tensor_flow.py, `layer.edge_time`).
+What depends on the operators around it is the price of its edges (costmodels/layers/tensor_flow.py,
+`layer.edge_time`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class OperatorPrice:
     compute, ending     its kernels, and what ends its partial sums, forward and backward
     recompute           forward once more, with its ending, where it is recomputed
     states              bytes of its parameters, gradients and optimizer states by class
-    saved_bytes         what it makes itself and keeps for its backward pass (masks, scores); 0 where it is recomputed
+    saved_bytes         what it makes itself and keeps for its backward pass (masks, scores); 0
+                        where it is recomputed
     temporary_bytes     gradients of its inputs, outputs and parameters while its backward pass runs
     """
 
@@ -49,13 +52,27 @@ class OperatorPrice:
         return self.recompute.value_s if self.recompute else 0.0
 
 
-def single(operator: Operator, splits: Splits, degrees: tuple[int, ...], *, sequence_parallel: bool = False) -> Sharding:
+def single(
+    operator: Operator, splits: Splits, degrees: tuple[int, ...], *, sequence_parallel: bool = False
+) -> Sharding:
     """A sharding of the axes of `degrees` in which `operator` is divided by `splits`."""
-    return Sharding(math.prod(degrees), sequence_parallel, ((operator.name, splits),), degrees if len(degrees) > 1 else ())
+    return Sharding(
+        math.prod(degrees),
+        sequence_parallel,
+        ((operator.name, splits),),
+        degrees if len(degrees) > 1 else (),
+    )
 
 
 def operator_price(
-    operator: Operator, splits: Splits, inside: StageAxes, training: TrainingSpec, *, again: bool = False, zero: int = 0, dp: int = 1,
+    operator: Operator,
+    splits: Splits,
+    inside: StageAxes,
+    training: TrainingSpec,
+    *,
+    again: bool = False,
+    zero: int = 0,
+    dp: int = 1,
 ) -> OperatorPrice:
     """The price of one strategy; `zero` shards the states over `dp` data-parallel ranks."""
     sharding = single(operator, splits, inside.degrees)
@@ -63,6 +80,10 @@ def operator_price(
     ending = ending_time(operator, sharding, compute, inside)
     made = sum(sharding.tensor_bytes(operator, tensor) for tensor in made_inside(operator))
     return OperatorPrice(
-        compute=compute, ending=ending, recompute=compute.forward + ending.forward if again else None,
-        states=operator_states(operator, sharding, zero, dp, training), saved_bytes=0 if again else made,
-        temporary_bytes=gradient_bytes(operator, sharding, training.stack))
+        compute=compute,
+        ending=ending,
+        recompute=compute.forward + ending.forward if again else None,
+        states=operator_states(operator, sharding, zero, dp, training),
+        saved_bytes=0 if again else made,
+        temporary_bytes=gradient_bytes(operator, sharding, training.stack),
+    )

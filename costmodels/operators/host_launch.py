@@ -1,6 +1,8 @@
-"""What a step adds to the times of its operators alone: by what factor kernels take longer in it, and what the host needs.
+"""What a step adds to the times of its operators alone: by what factor kernels take longer in it,
+and what the host needs.
 
-One place decides whose figures these are: those that the machine's own profile has of this software stack, else the stack's.
+One place decides whose figures these are: those that the machine's own profile has of this software
+stack, else the stack's.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from parplan.profiles.stack import Stack
 
 @dataclass(frozen=True, slots=True)
 class LaunchCost:
-    """The factor of kernels, and seconds of the host for one operator in the forward and in the backward pass.
+    """The factor of kernels, and seconds of the host for one operator in the forward and in the
+    backward pass.
 
-    adds    the host's seconds are part of every operator (there is no other device, or it waits); otherwise the host launches ahead,
-            and they bound the layer from below
+    adds    the host's seconds are part of every operator (there is no other device, or it waits);
+            otherwise the host launches ahead, and they bound the layer from below
     """
 
     kernel_slowdown: float
@@ -36,15 +39,21 @@ def launch_cost_of(machine: Machine, stack: Stack) -> LaunchCost:
 
 
 def launch_s(machine: Machine, stack: Stack) -> tuple[float, float]:
-    """Seconds in which the host launches one operator forward and backward, as far as these bound a layer, after calibration."""
+    """Seconds in which the host launches one operator forward and backward, as far as these bound a
+    layer, after calibration.
+    """
     pace = launch_cost_of(machine, stack)
     if pace.adds:
         return 0.0, 0.0
-    return pace.forward_s * machine.launch_factor("forward"), pace.backward_s * machine.launch_factor("backward")
+    return pace.forward_s * machine.launch_factor(
+        "forward"
+    ), pace.backward_s * machine.launch_factor("backward")
 
 
 def layouts_of(machine: Machine, stack: Stack) -> InStep | None:
-    """What layouts add to a step of `stack` on `machine`; None where nobody measured it, or the host launches ahead and hides it."""
+    """What layouts add to a step of `stack` on `machine`; None where nobody measured it, or the
+    host launches ahead and hides it.
+    """
     own = machine.profile.in_step
     return own if own is not None and own.stack == stack.name and own.host_adds else None
 

@@ -1,9 +1,11 @@
-"""How the mesh axes inside a stage divide the operators of a layer (EQUATIONS S1), derived from the operators' dims.
+"""How the mesh axes inside a stage divide the operators of a layer (EQUATIONS S1), derived from the
+operators' dims.
 
-Each axis splits one of an operator's dims, or none. What follows is mechanical: a tensor that has the dim is divided along
-it, one that lacks it is whole on every rank; splitting the contracted dim leaves partial sums of the output, which an
-all-reduce or a reduce-scatter ends; an input that lacks the split dim has partial sums as its gradient, and so has a
-parameter. Megatron's tensor and sequence parallelism are the default: every axis splits the operator's parallel dim.
+Each axis splits one of an operator's dims, or none. What follows is mechanical: a tensor that has
+the dim is divided along it, one that lacks it is whole on every rank; splitting the contracted dim
+leaves partial sums of the output, which an all-reduce or a reduce-scatter ends; an input that lacks
+the split dim has partial sums as its gradient, and so has a parameter. Megatron's tensor and
+sequence parallelism are the default: every axis splits the operator's parallel dim.
 """
 
 from __future__ import annotations
@@ -22,8 +24,13 @@ from parplan.profiles.models.operator_graph import (
 )
 
 PARTIAL = "partial"  # a placement: every rank holds a summand
-SCATTERED = ("batch", "sequence")  # what the reduce-scatter of partial sums may divide: the executor runs these
-Place = tuple[str | None, ...]  # of a tensor, by axis: the dim that is divided, None where every rank holds it whole, or PARTIAL
+SCATTERED = (
+    "batch",
+    "sequence",
+)  # what the reduce-scatter of partial sums may divide: the executor runs these
+Place = tuple[
+    str | None, ...
+]  # of a tensor, by axis: the dim that is divided, None where every rank holds it whole, or PARTIAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,8 @@ class Split:
     """What one mesh axis does with one operator.
 
     dim      the operator's dim that it splits; None: every rank of the axis computes the same
-    result   where `dim` is contracted: the dim of the output that a reduce-scatter splits, None for an all-reduce
+    result   where `dim` is contracted: the dim of the output that a reduce-scatter splits, None for
+             an all-reduce
     """
 
     dim: str | None = None
@@ -46,12 +54,14 @@ Splits = tuple[Split, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How one layer is divided over `tp` ranks; `sequence_parallel`: between layers activations are split by token.
+    """How one layer is divided over `tp` ranks; `sequence_parallel`: between layers activations are
+    split by token.
 
     own    the operators that are divided otherwise than in Megatron's way
     axes   the degrees of the axes that `tp` is made of; empty for one axis
     ep     over how many data-parallel ranks the experts are divided
-    overlap    of a block, the level of sub-pipelining, 0 to 3: it divides the micro-batch in time, not over ranks (costmodels/layers/halved_layer.py)
+    overlap    of a block, the level of sub-pipelining, 0 to 3: it divides the micro-batch in time,
+               not over ranks (costmodels/layers/halved_layer.py)
     """
 
     tp: int = 1
@@ -75,29 +85,43 @@ class Sharding:
         for name, splits in self.own:
             if name == operator.name:
                 return splits
-        return (megatron_split(operator, sequence_parallel=self.sequence_parallel),) * len(self.degrees)
+        return (megatron_split(operator, sequence_parallel=self.sequence_parallel),) * len(
+            self.degrees
+        )
 
     def parts(self, operator: Operator, dim_name: str) -> int:
         """Into how many parts the operator's dim of that name is divided."""
         if dim_name == EXPERTS_DIM:
             return self.ep
-        return math.prod(p for p, split in zip(self.degrees, self.splits(operator), strict=True) if split.dim == dim_name)
+        return math.prod(
+            p
+            for p, split in zip(self.degrees, self.splits(operator), strict=True)
+            if split.dim == dim_name
+        )
 
     def dim_size(self, operator: Operator, dim_name: str) -> int:
         """The extent of one of the operator's dims on one rank."""
         return -(-operator.size(dim_name) // self.parts(operator, dim_name))
 
     def place(self, operator: Operator, tensor: Tensor) -> Place:
-        """Where the operator reads, keeps or leaves one of its tensors; its output after the partial sums are ended."""
+        """Where the operator reads, keeps or leaves one of its tensors; its output after the
+        partial sums are ended.
+        """
         return tuple(_where(operator, tensor, split, ends=True) for split in self.splits(operator))
 
     def place_inside(self, operator: Operator, tensor: Tensor) -> Place:
-        """As `place`, with outputs as the operator computes them: PARTIAL where it sums over the dim that is split."""
+        """As `place`, with outputs as the operator computes them: PARTIAL where it sums over the
+        dim that is split.
+        """
         return tuple(_where(operator, tensor, split, ends=False) for split in self.splits(operator))
 
     def gradient_place(self, operator: Operator, tensor: Tensor) -> Place:
-        """Where the operator leaves the gradient of one of its inputs: PARTIAL where the input lacks the split dim."""
-        return tuple(PARTIAL if s.dim and not tensor.has(s.dim) else s.dim for s in self.splits(operator))
+        """Where the operator leaves the gradient of one of its inputs: PARTIAL where the input
+        lacks the split dim.
+        """
+        return tuple(
+            PARTIAL if s.dim and not tensor.has(s.dim) else s.dim for s in self.splits(operator)
+        )
 
     def local_bytes(self, tensor: Tensor, place: Place) -> int:
         """Bytes of `tensor` on one rank when it lies at `place`."""
@@ -108,26 +132,43 @@ class Sharding:
         return self.local_bytes(tensor, self.place(operator, tensor))
 
     def parameter_shape(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
-        """The shape of a parameter on one rank; the matrices of its experts lie one under the other."""
+        """The shape of a parameter on one rank; the matrices of its experts lie one under the
+        other.
+        """
         shape = tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
         return (shape[0] * shape[1], *shape[2:]) if parameter.of_experts else shape
 
     def parameter_elements(self, operator: Operator) -> int:
         """Elements of the operator's parameters on one rank."""
-        return sum(math.prod(self.parameter_shape(operator, parameter)) for parameter in operator.parameters)
+        return sum(
+            math.prod(self.parameter_shape(operator, parameter))
+            for parameter in operator.parameters
+        )
 
     def summed_axes(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
-        """The axes over which the gradient of a parameter is a sum: those that split a dim which the parameter lacks."""
+        """The axes over which the gradient of a parameter is a sum: those that split a dim which
+        the parameter lacks.
+        """
         return tuple(
-            axis for axis, split in enumerate(self.splits(operator))
-            if self.degrees[axis] > 1 and split.dim is not None and parameter.tensor_dim(split.dim) is None)
+            axis
+            for axis, split in enumerate(self.splits(operator))
+            if self.degrees[axis] > 1
+            and split.dim is not None
+            and parameter.tensor_dim(split.dim) is None
+        )
 
 
 def _where(operator: Operator, tensor: Tensor, split: Split, *, ends: bool) -> str | None:
-    """Where `split` puts a tensor of the operator; `ends`: an output once its partial sums are added up."""
+    """Where `split` puts a tensor of the operator; `ends`: an output once its partial sums are
+    added up.
+    """
     if tensor.has(split.dim):
         return split.dim
-    if split.dim is None or split.dim != operator.contracted or all(tensor.name != output.name for output in operator.outputs):
+    if (
+        split.dim is None
+        or split.dim != operator.contracted
+        or all(tensor.name != output.name for output in operator.outputs)
+    ):
         return None
     return split.result if ends else PARTIAL
 
@@ -138,11 +179,15 @@ def placed_parts(place: Place, degrees: tuple[int, ...]) -> int:
 
 
 def megatron_split(operator: Operator, *, sequence_parallel: bool) -> Split:
-    """Megatron's tensor parallelism: the parallel dim is split, under sequence parallelism all else by token."""
+    """Megatron's tensor parallelism: the parallel dim is split, under sequence parallelism all else
+    by token.
+    """
     tokens = "sequence" if sequence_parallel else None
     if operator.parallel_dim is None:
         return Split(tokens)
-    return Split(operator.parallel_dim, tokens if operator.contracted == operator.parallel_dim else None)
+    return Split(
+        operator.parallel_dim, tokens if operator.contracted == operator.parallel_dim else None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +198,16 @@ class Rejected:
     reason: str
 
 
-def operator_splits(operator: Operator, degrees: tuple[int, ...]) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
-    """Every way to divide `operator` over axes of `degrees`: the legal ones, and the others with their reason."""
+def operator_splits(
+    operator: Operator, degrees: tuple[int, ...]
+) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
+    """Every way to divide `operator` over axes of `degrees`: the legal ones, and the others with
+    their reason.
+    """
     legal, rejected = [], []
-    for splits in itertools.product(*(tuple(_axis_splits(operator)) if p > 1 else (Split(),) for p in degrees)):
+    for splits in itertools.product(
+        *(tuple(_axis_splits(operator)) if p > 1 else (Split(),) for p in degrees)
+    ):
         reason = _illegal(operator, splits, degrees)
         if reason is None:
             legal.append(splits)
@@ -183,7 +234,11 @@ def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> st
         if split.result and split.result not in SCATTERED:
             return f"a reduce-scatter over {split.result} is not run by the executor"
     for dim in operator.dims:
-        parts = math.prod(p for p, split in zip(degrees, splits, strict=True) if dim.name in (split.dim, split.result))
+        parts = math.prod(
+            p
+            for p, split in zip(degrees, splits, strict=True)
+            if dim.name in (split.dim, split.result)
+        )
         if dim.size % (parts * dim.unit):
             of = f", {dim.size // dim.unit} groups of {dim.unit}" if dim.unit > 1 else ""
             return f"{parts} ranks do not divide {dim.name} {dim.size}{of}"
@@ -192,7 +247,9 @@ def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placements:
-    """DTensor placements over the tensor-parallel axis, as `Shard(0)@tp`; an empty tuple is Replicate."""
+    """DTensor placements over the tensor-parallel axis, as `Shard(0)@tp`; an empty tuple is
+    Replicate.
+    """
 
     parameters: dict[str, tuple[str, ...]]
     input: tuple[str, ...]
@@ -200,7 +257,8 @@ class Placements:
 
 
 def placements(operator: Operator, sharding: Sharding) -> Placements:
-    """The placements that `sharding`, of one axis, gives an operator's parameters, input and output.
+    """The placements that `sharding`, of one axis, gives an operator's parameters, input and
+    output.
 
     Activations are [batch, sequence, feature]: `Shard(2)@tp` splits features, `Shard(1)@tp` tokens.
     """
@@ -217,10 +275,21 @@ def placements(operator: Operator, sharding: Sharding) -> Placements:
     scalar = operator.kind is OperatorKind.CROSS_ENTROPY  # the loss of the tokens is one sum
     return Placements(
         parameters={found.name: parameter(found) for found in operator.parameters},
-        input=activation(operator.inputs), output=() if scalar else activation(operator.outputs))
+        input=activation(operator.inputs),
+        output=() if scalar else activation(operator.outputs),
+    )
 
 
 def placed_splits(operator: Operator, tp: int, found: Placements) -> Splits | None:
-    """The legal way to divide `operator` over `tp` ranks that gives the placements `found`, or None."""
+    """The legal way to divide `operator` over `tp` ranks that gives the placements `found`, or
+    None.
+    """
     legal, _ = operator_splits(operator, (tp,))
-    return next((splits for splits in legal if placements(operator, Sharding(tp, own=((operator.name, splits),))) == found), None)
+    return next(
+        (
+            splits
+            for splits in legal
+            if placements(operator, Sharding(tp, own=((operator.name, splits),))) == found
+        ),
+        None,
+    )

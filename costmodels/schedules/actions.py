@@ -1,7 +1,9 @@
-"""What a pipeline rank does, one action after the other, and the text of it: torch.distributed.pipelining's compute-only CSV.
+"""What a pipeline rank does, one action after the other, and the text of it:
+torch.distributed.pipelining's compute-only CSV.
 
     0F3     forward of virtual stage 0 and micro-batch 3
-    0B3     its backward (with its recompute, unless 0R3 was before): gradients of the input and of the weights
+    0B3     its backward (with its recompute, unless 0R3 was before): gradients of the input and of
+            the weights
     0R3     its recompute ahead of the gradient, so that the rank does not wait for that idly
     0I3     the gradient of its input alone, which the stage before waits for
     0W3     the gradients of its weights, some time after 0I3 on the same rank
@@ -19,7 +21,9 @@ from enum import StrEnum
 from parplan.profiles.errors import ConfigError
 
 _TEXT = re.compile(r"(\d{1,9})([FBIWR])(\d{1,9})", re.ASCII)
-_CSV = "one line per pipeline rank like 0F0,0F1,0B0,0B1: virtual stage, F, B, I, W or R, micro-batch"
+_CSV = (
+    "one line per pipeline rank like 0F0,0F1,0B0,0B1: virtual stage, F, B, I, W or R, micro-batch"
+)
 _PASSES = "F B, F R B or F I W"
 _CORRECT = "correct that line of the schedule"
 
@@ -34,7 +38,9 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One pass of one micro-batch through the rank's local model chunk `chunk`; a backward has its recompute in it unless R was before."""
+    """One pass of one micro-batch through the rank's local model chunk `chunk`; a backward has its
+    recompute in it unless R was before.
+    """
 
     work: ActionKind
     chunk: int
@@ -55,35 +61,53 @@ def parse_row(text: str, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
     for place, entry in enumerate(text.split(","), start=1):
         match = _TEXT.fullmatch(entry.strip())
         if match is None:
-            raise ConfigError(f"pipeline.actions, rank {rank}, entry {place}: {entry.strip()!r} is no action", hint=f"write {_CSV}")
+            raise ConfigError(
+                f"pipeline.actions, rank {rank}, entry {place}: {entry.strip()!r} is no action",
+                hint=f"write {_CSV}",
+            )
         found.append((int(match[1]), ActionKind(match[2]), int(match[3])))
     return tuple(found)
 
 
 def placement_of(rows: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """By rank the virtual stages that its line names, ascending. Raises ConfigError."""
-    return tuple(tuple(sorted({stage for stage, _, _ in parse_row(text, rank)})) for rank, text in enumerate(rows))
+    return tuple(
+        tuple(sorted({stage for stage, _, _ in parse_row(text, rank)}))
+        for rank, text in enumerate(rows)
+    )
 
 
 def orders_of(rows: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
-    """The action lists that CSV lines say, by rank; chunks are numbered as in `placement_of`. Raises ConfigError."""
+    """The action lists that CSV lines say, by rank; chunks are numbered as in `placement_of`.
+    Raises ConfigError.
+    """
     orders = []
     for rank, text in enumerate(rows):
         parsed = parse_row(text, rank)
-        chunk = {stage: index for index, stage in enumerate(sorted({stage for stage, _, _ in parsed}))}
-        orders.append(tuple(Action(work, chunk[stage], micro_batch) for stage, work, micro_batch in parsed))
+        chunk = {
+            stage: index for index, stage in enumerate(sorted({stage for stage, _, _ in parsed}))
+        }
+        orders.append(
+            tuple(Action(work, chunk[stage], micro_batch) for stage, work, micro_batch in parsed)
+        )
     return tuple(orders)
 
 
-def check(rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_batches: int) -> dict[int, int]:
-    """The rank of every virtual stage. Raises ConfigError unless the CSV lines are a step that every rank can finish.
+def check(
+    rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_batches: int
+) -> dict[int, int]:
+    """The rank of every virtual stage. Raises ConfigError unless the CSV lines are a step that
+    every rank can finish.
 
-    Every virtual stage is on one rank, `virtual_stages` on each; every micro-batch passes through every stage once forward and
-    once backward, the backward whole (B), after its recompute (R, later B) or in two parts (I, later W); and no rank waits for
-    another that waits for it.
+    Every virtual stage is on one rank, `virtual_stages` on each; every micro-batch passes through
+    every stage once forward and once backward, the backward whole (B), after its recompute (R,
+    later B) or in two parts (I, later W); and no rank waits for another that waits for it.
     """
     if len(rows) != num_ranks:
-        raise ConfigError(f"pipeline.actions: {len(rows)} lines for {num_ranks} pipeline ranks", hint=f"give {_CSV}")
+        raise ConfigError(
+            f"pipeline.actions: {len(rows)} lines for {num_ranks} pipeline ranks",
+            hint=f"give {_CSV}",
+        )
     parsed = [parse_row(text, rank) for rank, text in enumerate(rows)]
     home = _homes(parsed, virtual_stages)
     for rank, actions in enumerate(parsed):
@@ -92,7 +116,9 @@ def check(rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_ba
     return home
 
 
-def _homes(parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], virtual_stages: int) -> dict[int, int]:
+def _homes(
+    parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], virtual_stages: int
+) -> dict[int, int]:
     """The rank of every virtual stage."""
     num_stages = len(parsed) * virtual_stages
     home: dict[int, int] = {}
@@ -100,25 +126,41 @@ def _homes(parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], virtual_stag
         stages = sorted({stage for stage, _, _ in actions})
         for stage in stages:
             if home.setdefault(stage, rank) != rank:
-                raise ConfigError(f"pipeline.actions: virtual stage {stage} is on rank {home[stage]} and on rank {rank}", hint=_CORRECT)
+                raise ConfigError(
+                    f"pipeline.actions: virtual stage {stage} is on rank {home[stage]} and on rank {rank}",
+                    hint=_CORRECT,
+                )
             if stage >= num_stages:
-                raise ConfigError(f"pipeline.actions, rank {rank}: virtual stage {stage}, there are {num_stages}", hint=_CORRECT)
+                raise ConfigError(
+                    f"pipeline.actions, rank {rank}: virtual stage {stage}, there are {num_stages}",
+                    hint=_CORRECT,
+                )
         if len(stages) != virtual_stages:
-            raise ConfigError(f"pipeline.actions, rank {rank}: it has virtual stages {stages}, not {virtual_stages} of them", hint=_CORRECT)
+            raise ConfigError(
+                f"pipeline.actions, rank {rank}: it has virtual stages {stages}, not {virtual_stages} of them",
+                hint=_CORRECT,
+            )
     return home
 
 
-def _check_rank(actions: Sequence[tuple[int, ActionKind, int]], rank: int, num_micro_batches: int) -> None:
+def _check_rank(
+    actions: Sequence[tuple[int, ActionKind, int]], rank: int, num_micro_batches: int
+) -> None:
     """Each pass once, and the passes of one stage and micro-batch in order."""
     done: dict[tuple[int, int], str] = {}
     for stage, work, micro_batch in actions:
         where = f"pipeline.actions, rank {rank}: {stage}{work}{micro_batch}"
         if micro_batch >= num_micro_batches:
-            raise ConfigError(f"{where} is of micro-batch {micro_batch}, there are {num_micro_batches}", hint=_CORRECT)
+            raise ConfigError(
+                f"{where} is of micro-batch {micro_batch}, there are {num_micro_batches}",
+                hint=_CORRECT,
+            )
         before = done.get((stage, micro_batch), "")
         if before + work not in ("F", "FB", "FR", "FRB", "FI", "FIW"):
             raise ConfigError(
-                f"{where} comes after {before or 'nothing'} of that stage and micro-batch; it must be {_PASSES}", hint=_CORRECT)
+                f"{where} comes after {before or 'nothing'} of that stage and micro-batch; it must be {_PASSES}",
+                hint=_CORRECT,
+            )
         done[stage, micro_batch] = before + work
     for stage in sorted({stage for stage, _, _ in actions}):
         for micro_batch in range(num_micro_batches):
@@ -126,7 +168,8 @@ def _check_rank(actions: Sequence[tuple[int, ActionKind, int]], rank: int, num_m
             if had not in ("FB", "FRB", "FIW"):
                 raise ConfigError(
                     f"pipeline.actions, rank {rank}: stage {stage} and micro-batch {micro_batch} have {had or 'nothing'}, not {_PASSES}",
-                    hint=_CORRECT)
+                    hint=_CORRECT,
+                )
 
 
 def _check_ends(parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], num_stages: int) -> None:
@@ -141,17 +184,28 @@ def _check_ends(parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], num_sta
                 stage, work, micro_batch = rest.pop()
                 over.add((_passed(work), stage, micro_batch))
                 moved = True
-    stuck = [f"rank {rank} at {rest[-1][0]}{rest[-1][1]}{rest[-1][2]}" for rank, rest in enumerate(todo) if rest]
+    stuck = [
+        f"rank {rank} at {rest[-1][0]}{rest[-1][1]}{rest[-1][2]}"
+        for rank, rest in enumerate(todo)
+        if rest
+    ]
     if stuck:
-        raise ConfigError(f"pipeline.actions: the ranks wait for each other for ever: {', '.join(stuck)}", hint="change the order there")
+        raise ConfigError(
+            f"pipeline.actions: the ranks wait for each other for ever: {', '.join(stuck)}",
+            hint="change the order there",
+        )
 
 
 def _passed(work: ActionKind) -> str:
-    """What is over for the neighbours: a forward, or the gradient of the input; they do not ask for the others."""
+    """What is over for the neighbours: a forward, or the gradient of the input; they do not ask for
+    the others.
+    """
     return {ActionKind.BACKWARD: "I"}.get(work, work.value)
 
 
-def _arrived(action: tuple[int, ActionKind, int], over: set[tuple[str, int, int]], num_stages: int) -> bool:
+def _arrived(
+    action: tuple[int, ActionKind, int], over: set[tuple[str, int, int]], num_stages: int
+) -> bool:
     """Whether what the action needs from other stages is there."""
     stage, work, micro_batch = action
     if work is ActionKind.FORWARD:

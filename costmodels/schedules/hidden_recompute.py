@@ -1,16 +1,20 @@
-"""What a rank's pass of one micro-batch adds to the closed form of a step, where recompute may run ahead of the gradient (EQUATIONS P5).
+"""What a rank's pass of one micro-batch adds to the closed form of a step, where recompute may run
+ahead of the gradient (EQUATIONS P5).
 
     T = (M - a - e) max_s t_s + e max_s n_s + a sum_s u_s + max_s tail_s
 
-t_s is the whole pass of rank s, n_s the pass without its recompute, u_s what of it is in the ramps, where only one rank works.
-Without recompute ahead e = 0 and n = u = t. With it (a = 1) a rank recomputes in the ramp while it waits, so u_s is n_s, but
+t_s is the whole pass of rank s, n_s the pass without its recompute, u_s what of it is in the ramps,
+where only one rank works. Without recompute ahead e = 0 and n = u = t. With it (a = 1) a rank
+recomputes in the ramp while it waits, so u_s is n_s, but
 
     early recompute      e = 0    u of the last rank is t: it waits for nobody
     last-no-recompute    e = 1
-    SCP                  e = 2    u of rank P - 2 is n + max(0, r - max(0, b - f)), r, b, f its recompute, backward and forward
+    SCP                  e = 2    u of rank P - 2 is n + max(0, r - max(0, b - f)), r, b, f its
+                         recompute, backward and forward
 
-On equal ranks, the last of the last two without recompute, this is the table of EQUATIONS P4: e passes of the slowest rank have
-their recompute hidden. T is never below what the same ranks take without any recompute, (M - 1) max n + sum n. [derived]
+On equal ranks, the last of the last two without recompute, this is the table of EQUATIONS P4: e
+passes of the slowest rank have their recompute hidden. T is never below what the same ranks take
+without any recompute, (M - 1) max n + sum n. [derived]
 """
 
 from __future__ import annotations
@@ -43,9 +47,16 @@ def hidden_passes(schedule: Schedule) -> int:
 
 
 def plain_and_ramp(
-    schedule: Schedule, rank: int, num_ranks: int, time_s: _Seconds, recompute_s: _Seconds, longer_s: _Seconds,
+    schedule: Schedule,
+    rank: int,
+    num_ranks: int,
+    time_s: _Seconds,
+    recompute_s: _Seconds,
+    longer_s: _Seconds,
 ) -> tuple[_Seconds, _Seconds]:
-    """n and u of a rank, for one pass or for an array of them; longer_s: its backward pass less its forward pass."""
+    """n and u of a rank, for one pass or for an array of them; longer_s: its backward pass less its
+    forward pass.
+    """
     if schedule not in AHEAD or (schedule is Schedule.EARLY_RECOMPUTE and rank == num_ranks - 1):
         return time_s, time_s
     plain_s = time_s - recompute_s

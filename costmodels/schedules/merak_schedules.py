@@ -1,17 +1,21 @@
-"""Merak's schedules: 1F1B that recomputes while a stage waits, ahead of the gradient that it is for (R in the lists).
+"""Merak's schedules: 1F1B that recomputes while a stage waits, ahead of the gradient that it is for
+(R in the lists).
 
-Lai et al. 2023, Merak, arXiv:2206.04959, section 4; the orders are those of its public code, and EQUATIONS P4 has what a step of
-them takes. Stage s of P; f' is a forward whose recompute runs ahead of its gradient; what is not said is as in 1F1B:
+Lai et al. 2023, Merak, arXiv:2206.04959, section 4; the orders are those of its public code, and
+EQUATIONS P4 has what a step of them takes. Stage s of P; f' is a forward whose recompute runs ahead
+of its gradient; what is not said is as in 1F1B:
 
     early recompute     the cool-down, the last P - 1 - s micro-batches, is R b on every stage
-    last-no-recompute   the last stage, which holds one micro-batch, recomputes nothing. Stage P - 2 recomputes its first micro-batch
-                        while it waits for the first gradient: f'0 F1 R0 b0 F2 B1 F3 B2 ..., cool-down B; the others as above
+    last-no-recompute   the last stage, which holds one micro-batch, recomputes nothing. Stage P - 2
+                        recomputes its first micro-batch while it waits for the first gradient: f'0
+                        F1 R0 b0 F2 B1 F3 B2 ..., cool-down B; the others as above
     SCP                 shifted critical path: the last stage recomputes nothing, and
-        s = P - 2       one forward more goes before the first backward: f'0 f'1 F2 R0 b0 R1 b1 F3 B2 F4 B3 ..., cool-down B
-        s = P - 3       f'0 F1 F2 R0 b0 F3 B1 ..., cool-down R b
-        s < P - 3       as early recompute
+        s = P - 2       one forward more goes before the first backward: f'0 f'1 F2 R0 b0 R1 b1 F3
+        B2 F4 B3 ..., cool-down B s = P - 3       f'0 F1 F2 R0 b0 F3 B1 ..., cool-down R b s < P - 3
+        as early recompute
 
-Stage P - 2 of the last two could run R b in its cool-down as well, and would never end later; Merak does not. [derived]
+Stage P - 2 of the last two could run R b in its cool-down as well, and would never end later; Merak
+does not. [derived]
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from parplan.costmodels.schedules.actions import Action, ActionKind
 
-SHIFTED_FEWEST = 4  # micro-batches of a step of SCP: three before the first backward of stage P - 2, and one in order again
+# micro-batches of a step of SCP: three before the first backward of stage P - 2, and one in order
+# again
+SHIFTED_FEWEST = 4
 SHIFTED_STASHES = 3  # what that stage holds
 
 
@@ -30,7 +36,9 @@ def early_list(order: Sequence[Action], rank: int, num_ranks: int) -> tuple[Acti
 
 
 def last_list(order: Sequence[Action], rank: int, num_ranks: int) -> tuple[Action, ...]:
-    """The same of last-no-recompute. On the last stage there is no R, and no B has a recompute in it."""
+    """The same of last-no-recompute. On the last stage there is no R, and no B has a recompute in
+    it.
+    """
     if rank != num_ranks - 2:
         return early_list(order, rank, num_ranks)
     return tuple(_with_recompute(order, (0,)))

@@ -1,20 +1,24 @@
-"""Event simulation of a pipeline step: the exact length of a schedule's action lists for unequal stages (EQUATIONS P2, I6).
+"""Event simulation of a pipeline step: the exact length of a schedule's action lists for unequal
+stages (EQUATIONS P2, I6).
 
-A rank runs its actions in list order. The forward of virtual stage k and micro-batch i waits for the forward of k - 1,
-the backward for that of k + 1, and the backward of the last virtual stage for its own forward; so a micro-batch walks
-a chain of 2 K positions, K = P v: forwards 0..K-1, then backwards K-1..0. An action starts when its rank is free and
-the chain has arrived, and takes the exposed receive, then the forward or the recompute and backward:
+A rank runs its actions in list order. The forward of virtual stage k and micro-batch i waits for
+the forward of k - 1, the backward for that of k + 1, and the backward of the last virtual stage for
+its own forward; so a micro-batch walks a chain of 2 K positions, K = P v: forwards 0..K-1, then
+backwards K-1..0. An action starts when its rank is free and the chain has arrived, and takes the
+exposed receive, then the forward or the recompute and backward:
 
-    end(action) = max(end of the rank's previous action, end of the chain's previous position) + receive + work
-    step = max over ranks of (end of its last action + tail)
+    end(action) = max(end of the rank's previous action, end of the chain's previous position) +
+    receive + work step = max over ranks of (end of its last action + tail)
 
-Where the backward is in two parts, the input gradient (with the recompute) is the one in the chain; the weight gradient
-comes later on its rank and waits for nothing. On the first stage, whose input has no gradient, that part is the whole
-backward, as in torch. A stash stays until the weight gradient is over: autograd holds the graph of the micro-batch, and
-from the input gradient on also the gradients of the outputs of operators with weights.
+Where the backward is in two parts, the input gradient (with the recompute) is the one in the chain;
+the weight gradient comes later on its rank and waits for nothing. On the first stage, whose input
+has no gradient, that part is the whole backward, as in torch. A stash stays until the weight
+gradient is over: autograd holds the graph of the micro-batch, and from the input gradient on also
+the gradients of the outputs of operators with weights.
 
-A recompute ahead of the gradient (R) waits for nothing but its turn in the list, and the gradient is received while it runs. The
-backward after it is the backward alone; what R made is held until that is over.
+A recompute ahead of the gradient (R) waits for nothing but its turn in the list, and the gradient
+is received while it runs. The backward after it is the backward alone; what R made is held until
+that is over.
 
 Leaves out: sends that block the sender, links shared by several transfers.
 """
@@ -34,11 +38,13 @@ _NONE = (-1, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One micro-batch on one virtual stage. `receive_*_s` is the exposed transfer before the action, on the receiver.
+    """One micro-batch on one virtual stage. `receive_*_s` is the exposed transfer before the
+    action, on the receiver.
 
     backward_s      without recompute
     weight_s        of backward_s, what computes the gradients of weights
-    stash_bytes     what the forward keeps for the backward, held from the forward's start to the backward's end
+    stash_bytes     what the forward keeps for the backward, held from the forward's start to the
+                    backward's end
     waiting_bytes   what a weight gradient that waits holds besides
     remade_bytes    what a recompute ahead of the gradient holds besides, until the backward
     """
@@ -70,7 +76,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimeline:
-    """What one rank did: busy_s + transfer_s + tail_s + bubble_s is the step, so bubble_s holds all of its idle time.
+    """What one rank did: busy_s + transfer_s + tail_s + bubble_s is the step, so bubble_s holds all
+    of its idle time.
 
     finish_s            end of its last action, before the tail
     peak_stash_bytes    the largest sum of stashes held at once
@@ -103,35 +110,60 @@ def simulate(
     tail_s: Sequence[float] = (),
     keep_events: bool = False,
 ) -> SimulatedStep:
-    """Simulates one step of `schedule` (not a custom one) with the stage costs `costs[rank][chunk]`.
+    """Simulates one step of `schedule` (not a custom one) with the stage costs
+    `costs[rank][chunk]`.
 
-    tail_s      by rank: seconds after its last action (exposed gradient synchronisation, optimizer); empty: none
+    tail_s      by rank: seconds after its last action (exposed gradient synchronisation,
+                optimizer); empty: none
     Raises ConfigError when the schedule is not legal for these counts.
     """
     num_ranks, virtual_stages = len(costs), len(costs[0])
-    orders = [actions(schedule, rank, num_ranks, num_micro_batches, virtual_stages) for rank in range(num_ranks)]
+    orders = [
+        actions(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
+        for rank in range(num_ranks)
+    ]
     placement = [stages_of(schedule, rank, num_ranks, virtual_stages) for rank in range(num_ranks)]
     return replay(orders, num_micro_batches, costs, tail_s, keep_events, placement)
 
 
 def least_step_s(
-    num_micro_batches: int, costs: Sequence[Sequence[StageCost]], tail_s: Sequence[float], *, ahead: bool = False,
+    num_micro_batches: int,
+    costs: Sequence[Sequence[StageCost]],
+    tail_s: Sequence[float],
+    *,
+    ahead: bool = False,
 ) -> float:
-    """A lower bound of the simulated step of GPipe, 1F1B and interleaved 1F1B, exact for equal ranks:
+    """A lower bound of the simulated step of GPipe, 1F1B and interleaved 1F1B, exact for equal
+    ranks:
 
         max over q <= r of   sum_{i<r} f_i + M t_r + sum_{q<=i<r} b_i + tail_q
 
-    t_r all that rank r does for one micro-batch, f_i and b_i the forward and the backward of the first chunk of rank i, each
-    with what it receives. The first forward of rank r comes after those of all ranks before it, and its last action, a backward
-    of its first chunk, before those of the ranks from r - 1 down to q; between the two it does M t_r of work. [derived]
+    t_r all that rank r does for one micro-batch, f_i and b_i the forward and the backward of the
+    first chunk of rank i, each with what it receives. The first forward of rank r comes after those
+    of all ranks before it, and its last action, a backward of its first chunk, before those of the
+    ranks from r - 1 down to q; between the two it does M t_r of work. [derived]
 
-    ahead: for schedules that recompute ahead of the gradient, a bound alone: no recompute is in b_i, and what it hides not in t_r
+    ahead: for schedules that recompute ahead of the gradient, a bound alone: no recompute is in
+    b_i, and what it hides not in t_r
     """
     forward_s = [row[0].receive_forward_s + row[0].forward_s for row in costs]
-    backward_s = [row[0].receive_backward_s + row[0].backward_s + (0.0 if ahead else row[0].recompute_s) for row in costs]
-    work_s = [num_micro_batches * sum(
-        c.receive_forward_s + c.forward_s + c.receive_backward_s + c.recompute_s + c.backward_s - (c.hidden_s if ahead else 0.0)
-        for c in row) for row in costs]
+    backward_s = [
+        row[0].receive_backward_s + row[0].backward_s + (0.0 if ahead else row[0].recompute_s)
+        for row in costs
+    ]
+    work_s = [
+        num_micro_batches
+        * sum(
+            c.receive_forward_s
+            + c.forward_s
+            + c.receive_backward_s
+            + c.recompute_s
+            + c.backward_s
+            - (c.hidden_s if ahead else 0.0)
+            for c in row
+        )
+        for row in costs
+    ]
     before_s, after_s = [0.0, *accumulate(forward_s)], [0.0, *accumulate(backward_s)]
     latest_s = least_s = 0.0
     for rank in reversed(range(len(costs))):
@@ -154,43 +186,72 @@ def replay(
     Raises AssertionError with the stuck actions when the lists wait for each other.
     """
     tails = tuple(tail_s) or (0.0,) * len(costs)
-    assert len(orders) == len(costs) == len(tails), f"{len(orders)} lists, {len(costs)} ranks, {len(tails)} tails"
-    placed = placement or [range(rank, len(costs) * len(own), len(costs)) for rank, own in enumerate(costs)]
+    assert len(orders) == len(costs) == len(tails), (
+        f"{len(orders)} lists, {len(costs)} ranks, {len(tails)} tails"
+    )
+    placed = placement or [
+        range(rank, len(costs) * len(own), len(costs)) for rank, own in enumerate(costs)
+    ]
     num_stages = sum(map(len, costs))
-    slots = [_slots(*one, num_stages, num_micro_batches) for one in zip(orders, placed, costs, strict=True)]
+    slots = [
+        _slots(*one, num_stages, num_micro_batches)
+        for one in zip(orders, placed, costs, strict=True)
+    ]
     ahead = [_after_recompute(order) for order in orders]
     late_s = _hide(slots, orders, ahead, costs)
     end_s = _sweep(slots, late_s, num_stages, num_micro_batches)
     stuck = {rank: _unfinished(order, slots[rank], end_s) for rank, order in enumerate(orders)}
-    assert not any(stuck.values()), f"deadlock, rank: next actions that never start: {_shown(stuck)}"
+    assert not any(stuck.values()), (
+        f"deadlock, rank: next actions that never start: {_shown(stuck)}"
+    )
     finish_s = [end_s[own[-1][0]] for own in slots]
     step_s = max(finish + tail for finish, tail in zip(finish_s, tails, strict=True))
-    events = [_events(order, own, end_s) if keep_events else () for order, own in zip(orders, slots, strict=True)]
+    events = [
+        _events(order, own, end_s) if keep_events else ()
+        for order, own in zip(orders, slots, strict=True)
+    ]
     timelines = zip(orders, ahead, costs, tails, finish_s, events, strict=True)
-    return SimulatedStep(step_s=step_s, ranks=tuple(_timeline(step_s, num_micro_batches, *one) for one in timelines))
+    return SimulatedStep(
+        step_s=step_s, ranks=tuple(_timeline(step_s, num_micro_batches, *one) for one in timelines)
+    )
 
 
 _Slot = tuple[int, float]
 
 
 def _slots(
-    order: Sequence[Action], stages: Sequence[int], costs: Sequence[StageCost], num_stages: int, num_micro_batches: int
+    order: Sequence[Action],
+    stages: Sequence[int],
+    costs: Sequence[StageCost],
+    num_stages: int,
+    num_micro_batches: int,
 ) -> list[_Slot]:
-    """The actions as slots (position + 1) M + micro-batch, so that `slot - M` is always the one it waits for, and their seconds.
+    """The actions as slots (position + 1) M + micro-batch, so that `slot - M` is always the one it
+    waits for, and their seconds.
 
-    Position: virtual stage k for a forward, 2 K - 1 - k for a backward. Slots below M stand for "nothing to wait for"; each
-    weight gradient, or recompute ahead, has a row of its own for that, and behind it the row in which it ends.
+    Position: virtual stage k for a forward, 2 K - 1 - k for a backward. Slots below M stand for
+    "nothing to wait for"; each weight gradient, or recompute ahead, has a row of its own for that,
+    and behind it the row in which it ends.
     """
     first: dict[tuple[ActionKind, int], _Slot] = {}
     for chunk, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
         received, backward_s = cost.receive_backward_s, cost.recompute_s + cost.backward_s
         apart_s = backward_s if stage == 0 else cost.weight_s
         at = (2 * num_stages - stage) * num_micro_batches
-        first[ActionKind.FORWARD, chunk] = (stage + 1) * num_micro_batches, cost.receive_forward_s + cost.forward_s
+        first[ActionKind.FORWARD, chunk] = (
+            (stage + 1) * num_micro_batches,
+            cost.receive_forward_s + cost.forward_s,
+        )
         first[ActionKind.BACKWARD, chunk] = at, received + backward_s
         first[ActionKind.INPUT_GRADIENT, chunk] = at, received + backward_s - apart_s
-        first[ActionKind.WEIGHT_GRADIENT, chunk] = 2 * (num_stages + stage + 1) * num_micro_batches, apart_s
-        first[ActionKind.RECOMPUTE, chunk] = 2 * (num_stages + stage + 1) * num_micro_batches, cost.recompute_s
+        first[ActionKind.WEIGHT_GRADIENT, chunk] = (
+            2 * (num_stages + stage + 1) * num_micro_batches,
+            apart_s,
+        )
+        first[ActionKind.RECOMPUTE, chunk] = (
+            2 * (num_stages + stage + 1) * num_micro_batches,
+            cost.recompute_s,
+        )
     slots = []
     for action in order:
         start, duration_s = first[action.work, action.chunk]
@@ -200,18 +261,29 @@ def _slots(
 
 def _after_recompute(order: Sequence[Action]) -> list[int]:
     """The places in a list of the backwards whose recompute ran ahead."""
-    ahead = {(action.chunk, action.micro_batch) for action in order if action.work is ActionKind.RECOMPUTE}
+    ahead = {
+        (action.chunk, action.micro_batch)
+        for action in order
+        if action.work is ActionKind.RECOMPUTE
+    }
     if not ahead:
         return []
     return [
-        place for place, action in enumerate(order)
-        if action.work is ActionKind.BACKWARD and (action.chunk, action.micro_batch) in ahead]
+        place
+        for place, action in enumerate(order)
+        if action.work is ActionKind.BACKWARD and (action.chunk, action.micro_batch) in ahead
+    ]
 
 
 def _hide(
-    slots: Sequence[list[_Slot]], orders: Sequence[Sequence[Action]], ahead: Sequence[Sequence[int]], costs: Sequence[Sequence[StageCost]],
+    slots: Sequence[list[_Slot]],
+    orders: Sequence[Sequence[Action]],
+    ahead: Sequence[Sequence[int]],
+    costs: Sequence[Sequence[StageCost]],
 ) -> dict[int, float]:
-    """By slot how much later than its gradient a backward whose recompute ran `ahead` can start; its seconds become those that are left."""
+    """By slot how much later than its gradient a backward whose recompute ran `ahead` can start;
+    its seconds become those that are left.
+    """
     late_s = dict[int, float]()
     for own, order, chunks, places in zip(slots, orders, costs, ahead, strict=True):
         for place in places:
@@ -221,11 +293,17 @@ def _hide(
     return late_s
 
 
-def _sweep(slots: Sequence[Sequence[_Slot]], late_s: Mapping[int, float], num_stages: int, num_micro_batches: int) -> list[float]:
-    """The end of every slot; _PENDING for those that never ran. `late_s`: how long after what it waits for a slot can start.
+def _sweep(
+    slots: Sequence[Sequence[_Slot]],
+    late_s: Mapping[int, float],
+    num_stages: int,
+    num_micro_batches: int,
+) -> list[float]:
+    """The end of every slot; _PENDING for those that never ran. `late_s`: how long after what it
+    waits for a slot can start.
 
-    A rank runs until it meets a slot that is not there yet and leaves its name at it; whoever fills the slot wakes it.
-    Every action is visited once, and once more when it had to wait.
+    A rank runs until it meets a slot that is not there yet and leaves its name at it; whoever fills
+    the slot wakes it. Every action is visited once, and once more when it had to wait.
     """
     nothing, row = [0.0] * num_micro_batches, [_PENDING] * num_micro_batches
     end_s = nothing + row * (2 * num_stages) + (nothing + row) * num_stages
@@ -255,17 +333,26 @@ def _sweep(slots: Sequence[Sequence[_Slot]], late_s: Mapping[int, float], num_st
     return end_s
 
 
-def _unfinished(order: Sequence[Action], own: Sequence[_Slot], end_s: Sequence[float]) -> list[Action]:
+def _unfinished(
+    order: Sequence[Action], own: Sequence[_Slot], end_s: Sequence[float]
+) -> list[Action]:
     return [action for action, (slot, _) in zip(order, own, strict=True) if end_s[slot] == _PENDING]
 
 
 def _shown(stuck: dict[int, list[Action]]) -> str:
     """The first actions of each stuck rank, as `0: F0.1 B0.0 ...`."""
-    return "; ".join(f"{rank}: {' '.join(map(str, rest[:3]))}" for rank, rest in stuck.items() if rest)
+    return "; ".join(
+        f"{rank}: {' '.join(map(str, rest[:3]))}" for rank, rest in stuck.items() if rest
+    )
 
 
-def _events(order: Sequence[Action], own: Sequence[_Slot], end_s: Sequence[float]) -> tuple[Event, ...]:
-    return tuple(Event(action, end_s[slot] - duration_s, end_s[slot]) for action, (slot, duration_s) in zip(order, own, strict=True))
+def _events(
+    order: Sequence[Action], own: Sequence[_Slot], end_s: Sequence[float]
+) -> tuple[Event, ...]:
+    return tuple(
+        Event(action, end_s[slot] - duration_s, end_s[slot])
+        for action, (slot, duration_s) in zip(order, own, strict=True)
+    )
 
 
 def _timeline(
@@ -278,9 +365,15 @@ def _timeline(
     finish_s: float,
     events: tuple[Event, ...],
 ) -> RankTimeline:
-    """Sums over one rank. Its actions never overlap, so the stash held at any time follows from the order alone."""
-    busy_s = num_micro_batches * sum(cost.forward_s + cost.recompute_s + cost.backward_s for cost in costs)
-    transfer_s = num_micro_batches * sum(cost.receive_forward_s + cost.receive_backward_s for cost in costs)
+    """Sums over one rank. Its actions never overlap, so the stash held at any time follows from the
+    order alone.
+    """
+    busy_s = num_micro_batches * sum(
+        cost.forward_s + cost.recompute_s + cost.backward_s for cost in costs
+    )
+    transfer_s = num_micro_batches * sum(
+        cost.receive_forward_s + cost.receive_backward_s for cost in costs
+    )
     transfer_s -= sum(costs[order[place].chunk].hidden_s for place in ahead)
     change = [_STASHES[action.work] for action in order]
     return RankTimeline(
@@ -295,12 +388,22 @@ def _timeline(
     )
 
 
-_STASHES = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.INPUT_GRADIENT: 0, ActionKind.WEIGHT_GRADIENT: -1, ActionKind.RECOMPUTE: 0}
+_STASHES = {
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: -1,
+    ActionKind.INPUT_GRADIENT: 0,
+    ActionKind.WEIGHT_GRADIENT: -1,
+    ActionKind.RECOMPUTE: 0,
+}
 
 
-def _held_bytes(order: Sequence[Action], ahead: Sequence[int], costs: Sequence[StageCost]) -> list[float]:
+def _held_bytes(
+    order: Sequence[Action], ahead: Sequence[int], costs: Sequence[StageCost]
+) -> list[float]:
     """What each action adds to what the rank holds."""
-    held = {(work, chunk): _bytes(work, cost) for work in ActionKind for chunk, cost in enumerate(costs)}
+    held = {
+        (work, chunk): _bytes(work, cost) for work in ActionKind for chunk, cost in enumerate(costs)
+    }
     added = [held[action.work, action.chunk] for action in order]
     for place in ahead:
         added[place] -= costs[order[place].chunk].remade_bytes
@@ -308,7 +411,12 @@ def _held_bytes(order: Sequence[Action], ahead: Sequence[int], costs: Sequence[S
 
 
 def _bytes(work: ActionKind, cost: StageCost) -> float:
-    """What an action adds to what the rank holds; a backward after a recompute ahead frees what that made as well."""
+    """What an action adds to what the rank holds; a backward after a recompute ahead frees what
+    that made as well.
+    """
     besides = {
-        ActionKind.INPUT_GRADIENT: cost.waiting_bytes, ActionKind.WEIGHT_GRADIENT: -cost.waiting_bytes, ActionKind.RECOMPUTE: cost.remade_bytes}
+        ActionKind.INPUT_GRADIENT: cost.waiting_bytes,
+        ActionKind.WEIGHT_GRADIENT: -cost.waiting_bytes,
+        ActionKind.RECOMPUTE: cost.remade_bytes,
+    }
     return _STASHES[work] * cost.stash_bytes + besides.get(work, 0.0)

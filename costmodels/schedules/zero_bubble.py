@@ -1,18 +1,23 @@
-"""The zero-bubble schedule ZBV: backwards in two parts, and two chunks a rank that fold the pipeline into a V (EQUATIONS P6).
+"""The zero-bubble schedule ZBV: backwards in two parts, and two chunks a rank that fold the
+pipeline into a V (EQUATIONS P6).
 
-Rank r of P holds virtual stages r and 2 P - 1 - r, so that the first and the last stage are on rank 0 and a micro-batch
-comes back to the rank where it entered (Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv:2405.15362,
-section 4; the split of the backward: Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241). With forwards,
-input gradients and weight gradients of equal length a step of M >= 2 P - 1 micro-batches takes 6 M + P - 1 of them: the
-useful 6 M, and what the last rank waits at first.
+Rank r of P holds virtual stages r and 2 P - 1 - r, so that the first and the last stage are on rank
+0 and a micro-batch comes back to the rank where it entered (Qi et al. 2024, Pipeline Parallelism
+with Controllable Memory, arXiv:2405.15362, section 4; the split of the backward: Qi et al. 2023,
+Zero Bubble Pipeline Parallelism, arXiv:2401.10241). With forwards, input gradients and weight
+gradients of equal length a step of M >= 2 P - 1 micro-batches takes 6 M + P - 1 of them: the useful
+6 M, and what the last rank waits at first.
 
 The list of a rank, of which those papers give the pattern and this module its own making [derived]:
 
-- order of forwards (a first chunk, b second) and input gradients (A, B): 2 (P - r) - 1 times a; r times b a; P - r times
+- order of forwards (a first chunk, b second) and input gradients (A, B): 2 (P - r) - 1 times a; r
+times b a; P - r times
   b B; then a A b B in turn. What there is no micro-batch for is left out.
-- a weight gradient follows its input gradient at once while the rank has forwards to run, on the stage that ends the model
-  (whose output is the largest there is), and when one stash more would be above the peak; else it fills the time that the
-  rank would wait, which is found by running all ranks in steps of equal length.
+- a weight gradient follows its input gradient at once while the rank has forwards to run, on the
+stage that ends the model
+  (whose output is the largest there is), and when one stash more would be above the peak; else it
+  fills the time that the rank would wait, which is found by running all ranks in steps of equal
+  length.
 """
 
 from __future__ import annotations
@@ -32,12 +37,13 @@ def stage_of(chunk: int, rank: int, num_ranks: int) -> int:
 
 
 def most_stashes(rank: int, num_ranks: int, num_micro_batches: int) -> int:
-    """The largest number of chunk stashes that the rank holds at once: the count of `zbv_lists`, in closed form.
+    """The largest number of chunk stashes that the rank holds at once: the count of `zbv_lists`, in
+    closed form.
 
         min(2 P, M + min(M, r + 1))
 
-    A weight gradient that waits holds, besides its stash, the gradients of its operators' outputs; stashes and waiting weight
-    gradients together are never more than this and one.
+    A weight gradient that waits holds, besides its stash, the gradients of its operators' outputs;
+    stashes and waiting weight gradients together are never more than this and one.
     """
     return min(2 * num_ranks, num_micro_batches + min(num_micro_batches, rank + 1))
 
@@ -52,12 +58,16 @@ def zbv_lists(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...
         started = [rank.start(over) for rank in ranks]
         over.update(passed for passed in started if passed)
         running = any(started)
-    assert not any(rank.todo for rank in ranks), f"zbv on {num_ranks} ranks with {num_micro_batches} micro-batches does not end"
+    assert not any(rank.todo for rank in ranks), (
+        f"zbv on {num_ranks} ranks with {num_micro_batches} micro-batches does not end"
+    )
     return tuple(tuple(rank.done) for rank in ranks)
 
 
 def _order(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
-    """The forwards and input gradients of a rank in order, of as many micro-batches as the pattern needs to fill."""
+    """The forwards and input gradients of a rank in order, of as many micro-batches as the pattern
+    needs to fill.
+    """
     count = max(num_micro_batches, 2 * num_ranks - 1)
     lead, second_alone = 2 * (num_ranks - rank) - 1, num_ranks - rank
     yield from (Action(ActionKind.FORWARD, FIRST, i) for i in range(lead))
@@ -75,10 +85,16 @@ def _order(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action
 
 
 class _Rank:
-    """One rank in steps of equal length: what it still has to run in order, and the weight gradients that wait."""
+    """One rank in steps of equal length: what it still has to run in order, and the weight
+    gradients that wait.
+    """
 
     def __init__(self, rank: int, num_ranks: int, num_micro_batches: int) -> None:
-        self.todo = deque(action for action in _order(rank, num_ranks, num_micro_batches) if action.micro_batch < num_micro_batches)
+        self.todo = deque(
+            action
+            for action in _order(rank, num_ranks, num_micro_batches)
+            if action.micro_batch < num_micro_batches
+        )
         self.waiting: deque[Action] = deque()
         self.done: list[Action] = []
         self._stages = stage_of(FIRST, rank, num_ranks), stage_of(SECOND, rank, num_ranks)
@@ -87,7 +103,9 @@ class _Rank:
         self._forwards, self._held = 2 * num_micro_batches, 0
 
     def start(self, over: set[tuple[ActionKind, int, int]]) -> tuple[ActionKind, int, int] | None:
-        """Start what is next, given what is over; None when the rank waits for this step, or has nothing left."""
+        """Start what is next, given what is over; None when the rank waits for this step, or has
+        nothing left.
+        """
         action = self._next(over)
         if action is None:
             return None
@@ -95,7 +113,9 @@ class _Rank:
             self._forwards -= 1
             self._held += 1
         elif action.work is ActionKind.INPUT_GRADIENT:
-            self.waiting.append(Action(ActionKind.WEIGHT_GRADIENT, action.chunk, action.micro_batch))
+            self.waiting.append(
+                Action(ActionKind.WEIGHT_GRADIENT, action.chunk, action.micro_batch)
+            )
         else:
             self._held -= 1
         self.done.append(action)
@@ -104,7 +124,9 @@ class _Rank:
     def _next(self, over: set[tuple[ActionKind, int, int]]) -> Action | None:
         waiting = self.waiting
         if waiting and (
-            self._forwards or self._stages[waiting[0].chunk] == self._last or self._held + len(waiting) > self._most
+            self._forwards
+            or self._stages[waiting[0].chunk] == self._last
+            or self._held + len(waiting) > self._most
         ):
             return waiting.popleft()
         if self.todo and self._arrived(self.todo[0], over):

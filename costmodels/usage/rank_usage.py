@@ -19,7 +19,8 @@ class RankUse:
     states       parameters, gradients, optimizer states
     activations  the most that is kept for backward passes between two actions of the schedule
     temporaries  what the fullest moment holds beyond both
-    apart        what it holds less than both, which are never there together: with most activations gradients may still be missing
+    apart        what it holds less than both, which are never there together: with most activations
+                 gradients may still be missing
     saved        what one micro-batch keeps on all layers of the rank
     """
 
@@ -40,9 +41,21 @@ def predicted_use(strategy: Strategy, rank: int, price_cache: PriceCache) -> Ran
     """As the prices have it: the classes of `device_memory`, the collectives of `rank_traffic`."""
     layout, memory = strategy.layout, device_memory(strategy, rank, price_cache)
     saved = sum(
-        price_cache.activations(choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute, choice.on_host).saved
-        for choice in rank_layers(strategy, rank))
+        price_cache.activations(
+            choice.kind,
+            layout.micro_batch_size,
+            layout.sharding_of(choice),
+            choice.recompute,
+            choice.on_host,
+        ).saved
+        for choice in rank_layers(strategy, rank)
+    )
     beyond = round(memory.temporaries - memory.apart)
     return RankUse(
-        states=memory.states, activations=round(memory.activations), temporaries=max(0, beyond), saved=saved,
-        sent=rank_traffic(strategy, rank, price_cache), apart=max(0, -beyond))
+        states=memory.states,
+        activations=round(memory.activations),
+        temporaries=max(0, beyond),
+        saved=saved,
+        sent=rank_traffic(strategy, rank, price_cache),
+        apart=max(0, -beyond),
+    )

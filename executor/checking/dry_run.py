@@ -1,7 +1,9 @@
-"""The dry run of one pipeline rank: a step at full size on fake tensors, with everything it holds and sends written down.
+"""The dry run of one pipeline rank: a step at full size on fake tensors, with everything it holds
+and sends written down.
 
-Of a step with many micro-batches two short ones are run, one of them past the warm-up of the schedule: what a step sends is
-linear in their number, and what it holds stays the same from there on.
+Of a step with many micro-batches two short ones are run, one of them past the warm-up of the
+schedule: what a step sends is linear in their number, and what it holds stays the same from there
+on.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ OnBackward = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What a device of one pipeline rank uses; `micro_batches` are the steps that were run, of as many as the plan has."""
+    """What a device of one pipeline rank uses; `micro_batches` are the steps that were run, of as
+    many as the plan has.
+    """
 
     pipeline_rank: int
     use: RankUse
@@ -45,7 +49,9 @@ class DryRun:
 
 
 def dry_run(plan: Plan, pipeline_rank: int, on_backward: OnBackward = lambda: None) -> DryRun:
-    """Run the first rank of `pipeline_rank`; `on_backward` is called after each backward pass. Raises ConfigError."""
+    """Run the first rank of `pipeline_rank`; `on_backward` is called after each backward pass.
+    Raises ConfigError.
+    """
     runs: list[RankUse] = []
     counts = counted_micro_batches(plan, pipeline_rank)
     with alone(plan, pipeline_rank * plan.mesh.ranks_per_stage):
@@ -57,22 +63,33 @@ def dry_run(plan: Plan, pipeline_rank: int, on_backward: OnBackward = lambda: No
 
 
 def counted_micro_batches(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
-    """A number of micro-batches to count by and a larger one past the warm-up, or the plan's own where that is less work."""
+    """A number of micro-batches to count by and a larger one past the warm-up, or the plan's own
+    where that is less work.
+    """
     pipeline, pp = plan.pipeline, plan.mesh.pp
-    whole, chunks, in_turn = pipeline.num_micro_batches, pipeline.virtual_stages, pipeline.schedule is Schedule.INTERLEAVED
+    whole, chunks, in_turn = (
+        pipeline.num_micro_batches,
+        pipeline.virtual_stages,
+        pipeline.schedule is Schedule.INTERLEAVED,
+    )
     step = pp if in_turn else 1
     if pipeline.schedule is Schedule.CUSTOM:  # its lists are of that many
         return (whole,)
-    if pipeline.schedule is Schedule.ZBV:  # which holds no more than two chunks' worth for every rank
+    if (
+        pipeline.schedule is Schedule.ZBV
+    ):  # which holds no more than two chunks' worth for every rank
         first = 2 * pp
         last = first + 1
-    elif pipeline.schedule is Schedule.GPIPE:  # which holds all micro-batches: linear as soon as there are gradients
+    elif (
+        pipeline.schedule is Schedule.GPIPE
+    ):  # which holds all micro-batches: linear as soon as there are gradients
         first = max(pp, 2)
         last = first + 1
     else:
         first = max(pp, SHIFTED_FEWEST) if pipeline.schedule is Schedule.SCP else pp
         most = in_flight(pipeline.schedule, pipeline_rank, pp, whole, chunks)
-        # every chunk has had a backward pass, so that there are gradients beside a full set of activations
+        # every chunk has had a backward pass, so that there are gradients beside a full set of
+        # activations
         last = first + step
         while last < whole and last * chunks < most + step * (chunks - 1) + 1:
             last += step
@@ -84,13 +101,17 @@ def with_micro_batches(plan: Plan, count: int) -> Plan:
     """The plan with another number of micro-batches in a step."""
     size = count * plan.pipeline.micro_batch_size * plan.mesh.dp
     return replace(
-        plan, pipeline=replace(plan.pipeline, num_micro_batches=count), training=replace(plan.training, global_batch_size=size))
+        plan,
+        pipeline=replace(plan.pipeline, num_micro_batches=count),
+        training=replace(plan.training, global_batch_size=size),
+    )
 
 
 def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: Plan) -> RankUse:
     """What a step of the plan uses, from two steps of `counts`.
 
-    Collectives are linear in the number of micro-batches. Of what is held only token ids are, and in GPipe activations.
+    Collectives are linear in the number of micro-batches. Of what is held only token ids are, and
+    in GPipe activations.
     """
     pipeline = plan.pipeline
     more = pipeline.num_micro_batches - counts[1]
@@ -102,11 +123,22 @@ def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: P
     sent = []
     for later in last.sent:
         earlier = before.get((later.axis, later.kind), SentBytes(later.axis, later.kind, 0, 0))
-        sent.append(replace(later, calls=line(earlier.calls, later.calls), num_bytes=line(earlier.num_bytes, later.num_bytes)))
-    ids = 2 * 8 * more * pipeline.micro_batch_size * plan.training.seq_length  # and targets, in int64
+        sent.append(
+            replace(
+                later,
+                calls=line(earlier.calls, later.calls),
+                num_bytes=line(earlier.num_bytes, later.num_bytes),
+            )
+        )
+    ids = (
+        2 * 8 * more * pipeline.micro_batch_size * plan.training.seq_length
+    )  # and targets, in int64
     gpipe = pipeline.schedule is Schedule.GPIPE
     return replace(
-        last, activations=line(first.activations, last.activations) if gpipe else last.activations + ids, sent=tuple(sent))
+        last,
+        activations=line(first.activations, last.activations) if gpipe else last.activations + ids,
+        sent=tuple(sent),
+    )
 
 
 def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
@@ -116,31 +148,45 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
         trainer = trainer_of(plan, Options(), ranks, moments)
         memory.axes = _axes(trainer)
         sequences = plan.pipeline.micro_batch_size * plan.pipeline.num_micro_batches
-        ids, targets = (torch.empty((sequences, plan.training.seq_length), dtype=torch.int64) for _ in range(2))
+        ids, targets = (
+            torch.empty((sequences, plan.training.seq_length), dtype=torch.int64) for _ in range(2)
+        )
         memory.start()
         trainer.pipeline.step(ids, targets)
         fullest, sent = sum(memory.fullest().values()), memory.sent()
         trainer.optimizer.step()
     states = moments.measured(trainer.optimizer)
-    # in any step but the first the optimizer has its states; copies of parameters that are gathered for a moment are none
+    # in any step but the first the optimizer has its states; copies of parameters that are gathered
+    # for a moment are none
     made = sum(part(tensor).nbytes for tensor in optimizer_states(trainer.optimizer))
     beyond = fullest + made - states.total - moments.activations
     return RankUse(
-        states=states, activations=moments.activations, temporaries=max(0, beyond), saved=sum(moments.saved.values()), sent=sent,
-        apart=max(0, -beyond))
+        states=states,
+        activations=moments.activations,
+        temporaries=max(0, beyond),
+        saved=sum(moments.saved.values()),
+        sent=sent,
+        apart=max(0, -beyond),
+    )
 
 
 def _axes(trainer: Trainer) -> dict[str, str]:
     """Mesh axes by the name of their process group."""
     mesh, tied = trainer.ranks.mesh, trainer.pipeline.tied_group
-    found = {mesh[axis].get_group().group_name: axis for axis in ("pp", "dp", "tp") if mesh[axis].size() > 1}
+    found = {
+        mesh[axis].get_group().group_name: axis
+        for axis in ("pp", "dp", "tp")
+        if mesh[axis].size() > 1
+    }
     return found | ({tied.group_name: "pp"} if tied is not None else {})
 
 
 class _Moments(Meter):
-    """A meter that looks at all memory between the actions of the schedule: around a forward pass, and after another.
+    """A meter that looks at all memory between the actions of the schedule: around a forward pass,
+    and after another.
 
-    activations: the most that was held then and is no state; saved: by stage, what its last micro-batch left there
+    activations: the most that was held then and is no state; saved: by stage, what its last
+    micro-batch left there
     """
 
     def __init__(self, precision: Precision, memory: Observed, on_backward: OnBackward) -> None:
@@ -150,7 +196,12 @@ class _Moments(Meter):
         self._memory, self._on_backward = memory, on_backward
         self._turn = 0  # forward passes begun
 
-    def watch(self, stages: Sequence[nn.Module], shards: Sequence[nn.Parameter], apart: Sequence[nn.Parameter] = ()) -> None:
+    def watch(
+        self,
+        stages: Sequence[nn.Module],
+        shards: Sequence[nn.Parameter],
+        apart: Sequence[nn.Parameter] = (),
+    ) -> None:
         super().watch(stages, shards, apart)
         for index, stage in enumerate(stages):
             before = _Before()
@@ -170,7 +221,9 @@ class _Moments(Meter):
 
     def mark(self) -> None:
         """Say of what is a state what it is; in bf16 the shards are the optimizer's master copy."""
-        self._memory.mark(PARAMETERS if self.precision is Precision.FP32 else OPTIMIZER, self.shards)
+        self._memory.mark(
+            PARAMETERS if self.precision is Precision.FP32 else OPTIMIZER, self.shards
+        )
         self._memory.mark(PARAMETERS, self.gathered())
         self._memory.mark(GRADIENTS, self.gradients())
 
@@ -185,7 +238,9 @@ class _Moments(Meter):
             self._look(index, before)
 
     def _lost(self, index: int, before: _Before, _: nn.Module, __: object, loss: Tensor) -> None:
-        """The last stage keeps what its loss keeps, and no logits: look when the backward pass begins."""
+        """The last stage keeps what its loss keeps, and no logits: look when the backward pass
+        begins.
+        """
         loss.register_hook(partial(self._look, index, before))
 
     def _look(self, index: int, before: _Before, *_: object) -> None:

@@ -1,4 +1,6 @@
-"""Dry runs of several pipeline ranks, each in a child process, as many at once as there are cores."""
+"""Dry runs of several pipeline ranks, each in a child process, as many at once as there are
+cores.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,18 @@ from parplan.profiles.interrupts import leave_to_parent
 
 def num_actions(plan: Plan, pipeline_ranks: Sequence[int]) -> int:
     """The backward passes of all ranks, by which progress is counted."""
-    return plan.pipeline.virtual_stages * sum(sum(counted_micro_batches(plan, rank)) for rank in pipeline_ranks)
+    return plan.pipeline.virtual_stages * sum(
+        sum(counted_micro_batches(plan, rank)) for rank in pipeline_ranks
+    )
 
 
-def dry_runs(plan: Plan, pipeline_ranks: Sequence[int], on_done: Callable[[int], None] | None = None) -> list[DryRun]:
+def dry_runs(
+    plan: Plan, pipeline_ranks: Sequence[int], on_done: Callable[[int], None] | None = None
+) -> list[DryRun]:
     """One dry run for each pipeline rank; `on_done` is told how many of `num_actions` are done.
 
-    Raises the ConfigError of a child, and RunError for one that was killed; however it ends, no child is left.
+    Raises the ConfigError of a child, and RunError for one that was killed; however it ends, no
+    child is left.
     """
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     count = min(len(pipeline_ranks), os.cpu_count() or 1)
@@ -35,7 +42,9 @@ def dry_runs(plan: Plan, pipeline_ranks: Sequence[int], on_done: Callable[[int],
     try:
         for index in range(count):
             end, other = context.Pipe(duplex=False)
-            child = context.Process(target=_child, args=(other, plan, tuple(pipeline_ranks[index::count])), daemon=True)
+            child = context.Process(
+                target=_child, args=(other, plan, tuple(pipeline_ranks[index::count])), daemon=True
+            )
             child.start()
             other.close()
             children.append(child)
@@ -52,7 +61,9 @@ def dry_runs(plan: Plan, pipeline_ranks: Sequence[int], on_done: Callable[[int],
         code = children[pipeline_ranks.index(min(missing)) % count].exitcode or 0
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise RunError(
-            f"the dry run of pipeline rank {min(missing)} {how}, without a result", hint="run it alone: --rank, with more memory free")
+            f"the dry run of pipeline rank {min(missing)} {how}, without a result",
+            hint="run it alone: --rank, with more memory free",
+        )
     return sorted(found, key=lambda run: run.pipeline_rank)
 
 

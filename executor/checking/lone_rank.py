@@ -1,11 +1,16 @@
-"""One rank of a plan by itself: a process group in which nobody answers, tensors without data, and the kernels of a GPU.
+"""One rank of a plan by itself: a process group in which nobody answers, tensors without data, and
+the kernels of a GPU.
 
-Everything else is the executor's own: its stages, its schedule with torch's runtime, its optimizer. What is put aside, and why:
+Everything else is the executor's own: its stages, its schedule with torch's runtime, its optimizer.
+What is put aside, and why:
 
 - FSDP's list of all shards of a parameter, of which it reads two
-- the vote of torch.distributed.pipelining on whether shapes are known reads a number that another rank sent; they are given
-- between CPUs DTensor gathers where GPUs exchange, dropout keeps a mask of its input's type, an RMS norm copies in fp32, and
-  attention that drops out keeps the scores: for a plan of GPUs the operators that run there stand in, on the same shapes
+- the vote of torch.distributed.pipelining on whether shapes are known reads a number that another
+rank sent; they are given
+- between CPUs DTensor gathers where GPUs exchange, dropout keeps a mask of its input's type, an RMS
+norm copies in fp32, and
+  attention that drops out keeps the scores: for a plan of GPUs the operators that run there stand
+  in, on the same shapes
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ from parplan.planner.plan.plan import Plan
 
 @contextmanager
 def alone(plan: Plan, rank: int) -> Iterator[None]:
-    """A process group of all ranks of the plan, as `rank` sees it; transfers and collectives end at once."""
+    """A process group of all ranks of the plan, as `rank` sees it; transfers and collectives end at
+    once.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.mesh.num_ranks)
     try:
         with ExitStack() as stack:
@@ -45,13 +52,16 @@ def alone(plan: Plan, rank: int) -> Iterator[None]:
 
 def _vote(_: Any, stages: Any, has_backward: bool, __: bool) -> None:
     for stage in stages:
-        assert not InferenceMode.needs_dynamic(stage._user_meta, has_backward), "the executor gives its stages their shapes"
+        assert not InferenceMode.needs_dynamic(stage._user_meta, has_backward), (
+            "the executor gives its stages their shapes"
+        )
         stage._inference_mode = InferenceMode.STATIC
 
 
 class FirstAndLastChunk:
-    """`torch.chunk` with empty ones at the end, as FSDP cuts a parameter for its ranks. It reads two of them: to make all
-    for 64 ranks took a third of a dry run."""
+    """`torch.chunk` with empty ones at the end, as FSDP cuts a parameter for its ranks. It reads
+    two of them: to make all for 64 ranks took a third of a dry run.
+    """
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -69,13 +79,19 @@ def _gpu_kernels() -> tuple[tuple[Any, str, Any], ...]:
         (placement_types, "shard_dim_alltoall", _exchange),
         (functional, "dropout", _dropout),
         (functional, "rms_norm", _rms_norm),
-        (functional, "scaled_dot_product_attention", _attention(functional.scaled_dot_product_attention)),
+        (
+            functional,
+            "scaled_dot_product_attention",
+            _attention(functional.scaled_dot_product_attention),
+        ),
     )
 
 
 def _exchange(x: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
     """`torch.distributed.tensor._collective_utils.shard_dim_alltoall` between GPUs."""
-    return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, mesh.get_group(mesh_dim).group_name)
+    return torch.ops._dtensor.shard_dim_alltoall(
+        x, gather_dim, shard_dim, mesh.get_group(mesh_dim).group_name
+    )
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -84,7 +100,9 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The memory of the fused kernel of GPUs, which keeps its input and a number a token; the values are nobody's."""
+    """The memory of the fused kernel of GPUs, which keeps its input and a number a token; the
+    values are nobody's.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -104,7 +122,14 @@ def _rms_norm(x: Tensor, _: Any, weight: Tensor, __: float | None = None) -> Ten
 def _attention(kernel: Any) -> Any:
     """Fused attention of GPUs drops out without a mask."""
 
-    def without_mask(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Tensor:
+    def without_mask(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        **rest: Any,
+    ) -> Tensor:
         return kernel(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **rest)
 
     return without_mask

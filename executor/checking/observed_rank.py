@@ -1,7 +1,9 @@
-"""What a rank holds and sends while it runs on fake tensors: the life of every piece of memory, and every collective.
+"""What a rank holds and sends while it runs on fake tensors: the life of every piece of memory, and
+every collective.
 
-A piece of memory is a storage: it is met when an operator returns a tensor in it, changes when FSDP empties or fills it, and
-ends with its last tensor. Memory that a kernel uses inside itself is not seen.
+A piece of memory is a storage: it is met when an operator returns a tensor in it, changes when FSDP
+empties or fills it, and ends with its last tensor. Memory that a kernel uses inside itself is not
+seen.
 """
 
 from __future__ import annotations
@@ -26,17 +28,30 @@ from parplan.executor.tensors import memory_of, part
 
 OTHER = "other"  # of memory that is no state: activations and temporaries
 
-# kind, and which argument's bytes `collective_time` counts: the output of a gather, the input of all else
+# kind, and which argument's bytes `collective_time` counts: the output of a gather, the input of
+# all else
 _CALLS = {
-    "allreduce_": (Collective.ALL_REDUCE, 0), "all_reduce": (Collective.ALL_REDUCE, 0), "all_reduce_": (Collective.ALL_REDUCE, 0),
-    "_allgather_base_": (Collective.ALL_GATHER, 0), "allgather_": (Collective.ALL_GATHER, 0),
+    "allreduce_": (Collective.ALL_REDUCE, 0),
+    "all_reduce": (Collective.ALL_REDUCE, 0),
+    "all_reduce_": (Collective.ALL_REDUCE, 0),
+    "_allgather_base_": (Collective.ALL_GATHER, 0),
+    "allgather_": (Collective.ALL_GATHER, 0),
     "all_gather_into_tensor": (Collective.ALL_GATHER, None),
-    "_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1), "reduce_scatter_tensor": (Collective.REDUCE_SCATTER, 0),
-    "alltoall_base_": (Collective.ALL_TO_ALL, 1), "all_to_all_single": (Collective.ALL_TO_ALL, 0),
-    "shard_dim_alltoall": (Collective.ALL_TO_ALL, 0), "recv_": (MESSAGE, 0),
+    "_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1),
+    "reduce_scatter_tensor": (Collective.REDUCE_SCATTER, 0),
+    "alltoall_base_": (Collective.ALL_TO_ALL, 1),
+    "all_to_all_single": (Collective.ALL_TO_ALL, 0),
+    "shard_dim_alltoall": (Collective.ALL_TO_ALL, 0),
+    "recv_": (MESSAGE, 0),
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-_SILENT = ("send", "wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")  # a message counts where it arrives
+_SILENT = (
+    "send",
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+    "barrier",
+    "monitored_barrier_",
+)  # a message counts where it arrives
 
 
 class _Storage:
@@ -51,7 +66,8 @@ class _Storage:
 
 
 class Observed(TorchDispatchMode):
-    """Follows all memory of fake tensors and counts collectives; `axes` names the mesh axis of every process group.
+    """Follows all memory of fake tensors and counts collectives; `axes` names the mesh axis of
+    every process group.
 
     Operators on real tensors alone run for real: the device mesh is made of those.
     """
@@ -65,7 +81,9 @@ class Observed(TorchDispatchMode):
         self._before: dict[_Storage, int] = {}
         self._tally = Tally()
         self._resize = torch.UntypedStorage.resize_
-        self._patch = patch.object(torch.UntypedStorage, "resize_", lambda storage, size: self._resized(storage, size))
+        self._patch = patch.object(
+            torch.UntypedStorage, "resize_", lambda storage, size: self._resized(storage, size)
+        )
 
     def __enter__(self) -> Observed:
         self._patch.start()
@@ -77,7 +95,11 @@ class Observed(TorchDispatchMode):
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not types and func is not torch.ops.aten.lift_fresh.default and any(isinstance(a, Tensor) for a in tree_leaves(args)):
+        if (
+            not types
+            and func is not torch.ops.aten.lift_fresh.default
+            and any(isinstance(a, Tensor) for a in tree_leaves(args))
+        ):
             with unset_fake_temporarily():
                 return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -94,7 +116,9 @@ class Observed(TorchDispatchMode):
         self._before = {piece: piece.num_bytes for piece in self._pieces.values()}
 
     def mark(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
-        """The memory of these tensors, where they have any now, is of this kind: now, before and later."""
+        """The memory of these tensors, where they have any now, is of this kind: now, before and
+        later.
+        """
         for tensor in tensors:
             piece = None if tensor is None else self._pieces.get(memory_of(tensor))
             if piece is not None and piece.num_bytes:
@@ -146,11 +170,15 @@ class Observed(TorchDispatchMode):
 
     def _count(self, name: str, args: Any, out: Any) -> None:
         group = _group_name(args)
-        if name in _SILENT or (group and dist.distributed_c10d._resolve_process_group(group).size() == 1):
+        if name in _SILENT or (
+            group and dist.distributed_c10d._resolve_process_group(group).size() == 1
+        ):
             return
         kind, which = _CALLS.get(name, (name, 0))
         counted = out if which is None else args[which]
-        num_bytes = sum(part(tensor).nbytes for tensor in tree_leaves(counted) if isinstance(tensor, Tensor))
+        num_bytes = sum(
+            part(tensor).nbytes for tensor in tree_leaves(counted) if isinstance(tensor, Tensor)
+        )
         self._tally.add(self.axes.get(group, "other"), kind, num_bytes)
 
 

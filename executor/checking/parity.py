@@ -1,4 +1,6 @@
-"""Run plans in a forked world of gloo ranks, and the same model in one process without any of the machinery; compare both."""
+"""Run plans in a forked world of gloo ranks, and the same model in one process without any of the
+machinery; compare both.
+"""
 
 from __future__ import annotations
 
@@ -37,28 +39,41 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.report.runs.parity_table import relative_error
 
-# of `plan check --execute`, in fp32: of first-step gradients as `gradient_error` measures them, of losses relative
+# of `plan check --execute`, in fp32: of first-step gradients as `gradient_error` measures them, of
+# losses relative
 GRADIENT_TOLERANCE = 1e-5
 LOSS_TOLERANCE = 1e-6
-SMALLEST = 1e-4  # a gradient is compared with its largest entry, or with this: some are exactly zero
+SMALLEST = (
+    1e-4  # a gradient is compared with its largest entry, or with this: some are exactly zero
+)
 
 STEPS = 3
-OPTIONS = Options(steps=STEPS, seed=7, learning_rate=1e-2, allow_non_finite=True)  # a difference is what is looked for
+OPTIONS = Options(
+    steps=STEPS, seed=7, learning_rate=1e-2, allow_non_finite=True
+)  # a difference is what is looked for
 TIMEOUT = timedelta(seconds=60)
 
 T = TypeVar("T", bound=Trainer)
 Result = tuple[
-    list[tuple[float, float]], dict[str, Tensor], tuple[Any, StateBytes, StateBytes], "Counter[str]", dict[int, int], ChunkMoved | None]
+    list[tuple[float, float]],
+    dict[str, Tensor],
+    tuple[Any, StateBytes, StateBytes],
+    "Counter[str]",
+    dict[int, int],
+    ChunkMoved | None,
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
-    """Losses of all steps, norms of their gradients before clipping, first-step gradients by parameter name, per rank the
-    predicted and measured bytes, and what rank 0 sent in the first step, by kind; what DTensor's own rules send for the
-    embedding is not counted.
+    """Losses of all steps, norms of their gradients before clipping, first-step gradients by
+    parameter name, per rank the predicted and measured bytes, and what rank 0 sent in the first
+    step, by kind; what DTensor's own rules send for the embedding is not counted.
 
-    agree: whether all ranks have the same losses, and the same gradient of every parameter that several of them hold
-    in_flight: by pipeline stage, the most micro-batches that it held at once; moved: by rank, of one that has chunks, by the last step
+    agree: whether all ranks have the same losses, and the same gradient of every parameter that
+    several of them hold
+    in_flight: by pipeline stage, the most micro-batches that it held at once; moved: by rank, of
+    one that has chunks, by the last step
     """
 
     losses: list[float]
@@ -85,17 +100,27 @@ class CountCollectives(TorchDispatchMode):
 
 
 def run_plans(plans: Sequence[Plan]) -> list[TrainingOutcome]:
-    """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no process is left."""
+    """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no
+    process is left.
+    """
     return [joined(results) for results in run_ranks(plans, _train)]
 
 
 def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -> list[list[Any]]:
     """By plan, what `train` gives on every rank: tensors, plain values, and objects of `types`."""
     world = plans[0].mesh.num_ranks
-    forget_meshes()  # torch does so in every fork, where groups that only it remembers would wait for threads that no fork has
+    # torch does so in every fork, where groups that only it remembers would wait for threads that
+    # no fork has
+    forget_meshes()
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _rank, args=(world, list(plans), train, folder), nprocs=world, start_method="fork", join=False, daemon=True)
+            _rank,
+            args=(world, list(plans), train, folder),
+            nprocs=world,
+            start_method="fork",
+            join=False,
+            daemon=True,
+        )
         try:
             while not context.join():
                 pass
@@ -109,7 +134,10 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -
                 process.terminate()
                 process.join()
         with torch.serialization.safe_globals([StateBytes, ChunkMoved, Beside, *types]):
-            results = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
+            results = [
+                torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True)
+                for rank in range(world)
+            ]
     return [[result[i] for result in results] for i in range(len(plans))]
 
 
@@ -120,18 +148,24 @@ def _errors(error: type[PlannerError]) -> Iterator[type[PlannerError]]:
         yield from _errors(each)
 
 
-def _rank(rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], folder: str) -> None:
+def _rank(
+    rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], folder: str
+) -> None:
     begin_fork()
     leave_to_parent()
     torch.set_num_threads(1)
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # full_tensor() of a gradient sharded twice is slow
+    logging.getLogger("torch.distributed.tensor").setLevel(
+        logging.ERROR
+    )  # full_tensor() of a gradient sharded twice is slow
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
     except PlannerError as error:
-        torch.save(type(error)(error.message, hint=error.hint), f"{folder}/error{rank}.pt")  # without its traceback
+        torch.save(
+            type(error)(error.message, hint=error.hint), f"{folder}/error{rank}.pt"
+        )  # without its traceback
         sys.exit(1)
     dist.destroy_process_group()
 
@@ -141,26 +175,42 @@ def _train(plan: Plan) -> Result:
 
 
 def observed(trainer: T, gradients_of: Callable[[T], dict[str, Tensor]]) -> Result:
-    """What a rank finds: the collectives and gradients of the first step, then losses and norms of all."""
+    """What a rank finds: the collectives and gradients of the first step, then losses and norms of
+    all.
+    """
     with CountCollectives() as counted:
         loss = trainer.gradients(0)
     gradients = gradients_of(trainer)
     first = loss.item(), trainer.update(0).item()
     steps = [first, *((result.loss, result.gradient_norm) for result in trainer.run(first=1))]
-    return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight, trainer.moved()
+    return (
+        steps,
+        gradients,
+        trainer.state_bytes(),
+        counted.calls,
+        trainer.pipeline.in_flight,
+        trainer.moved(),
+    )
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """The gradient of every parameter on this rank, gathered over its data and tensor parallel ranks, by its own name; of those in
-    chunks the ones that this rank owns."""
+    """The gradient of every parameter on this rank, gathered over its data and tensor parallel
+    ranks, by its own name; of those in chunks the ones that this rank owns.
+    """
     chunks = trainer.pipeline.chunks
-    in_chunks, owned = (set(chunks.parameters), chunks.gradients()) if chunks is not None else (set(), {})
+    in_chunks, owned = (
+        (set(chunks.parameters), chunks.gradients()) if chunks is not None else (set(), {})
+    )
     outside = {
-        name.replace(_CHECKPOINT_PREFIX, ""): parameter.grad for stage in trainer.pipeline.stages
-        for name, parameter in stage.body.named_parameters(remove_duplicate=False) if parameter not in in_chunks}
+        name.replace(_CHECKPOINT_PREFIX, ""): parameter.grad
+        for stage in trainer.pipeline.stages
+        for name, parameter in stage.body.named_parameters(remove_duplicate=False)
+        if parameter not in in_chunks
+    }
     return {
         name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
-        for name, gradient in (outside | owned).items()}
+        for name, gradient in (outside | owned).items()
+    }
 
 
 def joined(results: list[Result]) -> TrainingOutcome:
@@ -177,17 +227,27 @@ def joined(results: list[Result]) -> TrainingOutcome:
     states = {at: (predicted, measured) for _, _, (at, predicted, measured), *_ in results}
     moved = {result[2][0]: result[5] for result in results if result[5] is not None}
     return TrainingOutcome(
-        losses=losses, norms=norms, gradients=gradients, states=states, collectives=results[0][3], agree=agree, in_flight=in_flight,
-        moved=moved)
+        losses=losses,
+        norms=norms,
+        gradients=gradients,
+        states=states,
+        collectives=results[0][3],
+        agree=agree,
+        in_flight=in_flight,
+        moved=moved,
+    )
 
 
 def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.ModuleDict:
     """The whole model in one process."""
     kinds = [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * model.num_layers, LayerKind.HEAD]
     names = ["embedding", *(f"block{i}" for i in range(model.num_layers)), "head"]
-    layers = nn.ModuleDict({
-        name: build_layer(model, training, kind, index, seed, torch.device("cpu"))
-        for index, (name, kind) in enumerate(zip(names, kinds, strict=True))})
+    layers = nn.ModuleDict(
+        {
+            name: build_layer(model, training, kind, index, seed, torch.device("cpu"))
+            for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
+        }
+    )
     if model.tied_embeddings:
         layers["head"].lm_head.weight = layers["embedding"].tokens.weight
     return layers
@@ -203,13 +263,21 @@ def forward(layers: nn.ModuleDict, ids: Tensor) -> Tensor:
 
 def reference_optimizer(layers: nn.Module, options: Options) -> torch.optim.Optimizer:
     """AdamW in torch's plain loop, without decay of vectors."""
-    decays = {True: [p for p in layers.parameters() if p.ndim > 1], False: [p for p in layers.parameters() if p.ndim == 1]}
-    groups = [{"params": decays[True], "weight_decay": options.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
+    decays = {
+        True: [p for p in layers.parameters() if p.ndim > 1],
+        False: [p for p in layers.parameters() if p.ndim == 1],
+    }
+    groups = [
+        {"params": decays[True], "weight_decay": options.weight_decay},
+        {"params": decays[False], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, foreach=False)
 
 
 def run_reference(plan: Plan) -> TrainingOutcome:
-    """The same batches through plain modules, whole batch at once: no mesh, no micro-batches, no wrappers."""
+    """The same batches through plain modules, whole batch at once: no mesh, no micro-batches, no
+    wrappers.
+    """
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
     optimizer = reference_optimizer(layers, OPTIONS)
     batches = synthetic(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
@@ -221,22 +289,37 @@ def run_reference(plan: Plan) -> TrainingOutcome:
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            first = {name: parameter.grad.clone() for name, parameter in layers.named_parameters(remove_duplicate=False)}
+            first = {
+                name: parameter.grad.clone()
+                for name, parameter in layers.named_parameters(remove_duplicate=False)
+            }
         norms.append(nn.utils.clip_grad_norm_(layers.parameters(), OPTIONS.clip_gradients).item())
         optimizer.step()
         losses.append(loss.item())
-    return TrainingOutcome(losses=losses, norms=norms, gradients=first, states={}, collectives=Counter())
+    return TrainingOutcome(
+        losses=losses, norms=norms, gradients=first, states={}, collectives=Counter()
+    )
 
 
 def gradient_errors(found: TrainingOutcome, expected: TrainingOutcome) -> dict[str, float]:
     """The error of every parameter's gradient; of one that only one side has, infinite."""
-    names = [*expected.gradients, *(name for name in found.gradients if name not in expected.gradients)]
+    names = [
+        *expected.gradients,
+        *(name for name in found.gradients if name not in expected.gradients),
+    ]
     both = expected.gradients.keys() & found.gradients.keys()
-    return {name: gradient_error(found.gradients[name], expected.gradients[name]) if name in both else float("inf") for name in names}
+    return {
+        name: gradient_error(found.gradients[name], expected.gradients[name])
+        if name in both
+        else float("inf")
+        for name in names
+    }
 
 
 def gradient_error(found: Tensor, expected: Tensor) -> float:
-    """max |found - expected| over the largest expected entry, at least SMALLEST; infinite where an entry is not finite."""
+    """max |found - expected| over the largest expected entry, at least SMALLEST; infinite where an
+    entry is not finite.
+    """
     error = float((found - expected).abs().max() / max(float(expected.abs().max()), SMALLEST))
     return error if math.isfinite(error) else math.inf
 

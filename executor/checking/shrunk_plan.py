@@ -1,9 +1,12 @@
-"""A plan of a small model with the structure of a large one: what can be run on a few CPUs to see whether a plan trains rightly.
+"""A plan of a small model with the structure of a large one: what can be run on a few CPUs to see
+whether a plan trains rightly.
 
-Kept: every mesh axis that is more than 1, the schedule, virtual stages where there are any, every layer plan (its ZeRO stage,
-recompute list and placements) in the order of the stages, kinds of norm, positions, attention and residual, tied embeddings,
-grouped heads, homes and eviction of chunks, in the smallest budget. Made small: degrees to 2, virtual stages to at most 4, runs of
-alike blocks, micro-batches, all sizes. Precision is fp32, and nothing is dropped out: only then can one process be compared with.
+Kept: every mesh axis that is more than 1, the schedule, virtual stages where there are any, every
+layer plan (its ZeRO stage, recompute list and placements) in the order of the stages, kinds of
+norm, positions, attention and residual, tied embeddings, grouped heads, homes and eviction of
+chunks, in the smallest budget. Made small: degrees to 2, virtual stages to at most 4, runs of alike
+blocks, micro-batches, all sizes. Precision is fp32, and nothing is dropped out: only then can one
+process be compared with.
 """
 
 from __future__ import annotations
@@ -25,20 +28,37 @@ EXPERTS = 4
 
 
 def shrunk(plan: Plan) -> Plan:
-    """The small plan; of its predictions nothing holds. Raises ConfigError where there is none, and for chunks of other blocks."""
+    """The small plan; of its predictions nothing holds. Raises ConfigError where there is none, and
+    for chunks of other blocks.
+    """
     if plan.module is not None:
         raise ConfigError(
-            f"the module {plan.module.text} has the size that it has", hint="run a small one of its kind: python -m parplan.executor")
+            f"the module {plan.module.text} has the size that it has",
+            hint="run a small one of its kind: python -m parplan.executor",
+        )
     mesh = _mesh(plan)
     pipeline = _pipeline(plan, mesh)
     stages = _stages(plan, mesh.pp, pipeline)
     num_layers = sum(run.blocks is not None for stage in stages for run in stage.layers)
     training = replace(
-        plan.training, global_batch_size=pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp, seq_length=SEQ_LENGTH,
-        precision=Precision.FP32, gradient_precision=Precision.FP32, fp8_matmuls=False)
+        plan.training,
+        global_batch_size=pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp,
+        seq_length=SEQ_LENGTH,
+        precision=Precision.FP32,
+        gradient_precision=Precision.FP32,
+        fp8_matmuls=False,
+    )
     small = replace(
-        plan, model=_model(plan.model, num_layers), training=training, mesh=mesh, pipeline=pipeline, stages=stages,
-        layer_plans={name: _layer_plan(found, plan.mesh, mesh) for name, found in plan.layer_plans.items()})
+        plan,
+        model=_model(plan.model, num_layers),
+        training=training,
+        mesh=mesh,
+        pipeline=pipeline,
+        stages=stages,
+        layer_plans={
+            name: _layer_plan(found, plan.mesh, mesh) for name, found in plan.layer_plans.items()
+        },
+    )
     if plan.chunks is None:
         return small
     require_own_chunks(plan)  # the small plan gets others
@@ -46,13 +66,16 @@ def shrunk(plan: Plan) -> Plan:
 
 
 def _mesh(plan: Plan) -> Mesh:
-    """Degrees of 2; 4 data-parallel ranks where fewer than all of them hold one copy, if there is room; a custom schedule's pp."""
+    """Degrees of 2; 4 data-parallel ranks where fewer than all of them hold one copy, if there is
+    room; a custom schedule's pp.
+    """
     custom = plan.pipeline.schedule is Schedule.CUSTOM
     pp = plan.mesh.pp if custom else min(plan.mesh.pp, DEGREE)
     if pp > MOST_RANKS:
         raise ConfigError(
             f"the lists of a custom schedule are of {pp} pipeline ranks, a small plan has at most {MOST_RANKS}",
-            hint="make one of fewer ranks, and check that")
+            hint="make one of fewer ranks, and check that",
+        )
     tp = min(plan.mesh.tp, DEGREE, MOST_RANKS // pp)
     several = any(_holds_copies(found, plan.mesh) for found in plan.layer_plans.values())
     dp = min(plan.mesh.dp, DEGREE * (1 + several), MOST_RANKS // (pp * tp))
@@ -65,7 +88,9 @@ def _holds_copies(layer_plan: LayerPlan, mesh: Mesh) -> bool:
 
 
 def _layer_plan(layer_plan: LayerPlan, before: Mesh, mesh: Mesh) -> LayerPlan:
-    return replace(layer_plan, zero_ranks=max(1, mesh.dp // 2) if _holds_copies(layer_plan, before) else None)
+    return replace(
+        layer_plan, zero_ranks=max(1, mesh.dp // 2) if _holds_copies(layer_plan, before) else None
+    )
 
 
 def _pipeline(plan: Plan, mesh: Mesh) -> PipelinePlan:
@@ -75,18 +100,26 @@ def _pipeline(plan: Plan, mesh: Mesh) -> PipelinePlan:
     most = MOST_MICRO_BATCHES if mesh.pp > 1 else MOST_MICRO_BATCHES // 2
     count = min(found.num_micro_batches, most)
     return replace(
-        found, virtual_stages=min(found.virtual_stages, MOST_CHUNKS), micro_batch_size=min(found.micro_batch_size, DEGREE),
-        num_micro_batches=-(-count // mesh.pp) * mesh.pp if found.schedule is Schedule.INTERLEAVED else count)
+        found,
+        virtual_stages=min(found.virtual_stages, MOST_CHUNKS),
+        micro_batch_size=min(found.micro_batch_size, DEGREE),
+        num_micro_batches=-(-count // mesh.pp) * mesh.pp
+        if found.schedule is Schedule.INTERLEAVED
+        else count,
+    )
 
 
 def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[StagePlan, ...]:
-    """The plan's stages drawn together to as many as the small pipeline has, one block for each run of alike ones.
+    """The plan's stages drawn together to as many as the small pipeline has, one block for each run
+    of alike ones.
 
     Two where all is one stage, and where blocks overlap with the next.
     """
     count, before = pp * pipeline.virtual_stages, len(plan.stages)
     custom = pipeline.schedule is Schedule.CUSTOM
-    ranks = [plan.stages[k].rank if custom else rank_of(pipeline.schedule, k, pp) for k in range(count)]
+    ranks = [
+        plan.stages[k].rank if custom else rank_of(pipeline.schedule, k, pp) for k in range(count)
+    ]
     runs: list[list[LayerRun]] = [[] for _ in range(count)]
     for index, stage in enumerate(plan.stages):
         runs[index * count // before].extend(stage.layers)
@@ -99,7 +132,9 @@ def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[StagePlan, ...
 
 
 def _short(runs: list[LayerRun], first: int, alike: int) -> Iterator[LayerRun]:
-    """Runs of one block each, numbered from `first`: of each layer plan of a stage as many as it has, up to `alike`."""
+    """Runs of one block each, numbered from `first`: of each layer plan of a stage as many as it
+    has, up to `alike`.
+    """
     seen: dict[str, int] = {}
     for run in runs:
         if run.blocks is None:
@@ -118,8 +153,19 @@ def _model(model: ModelSpec, num_layers: int) -> ModelSpec:
     hidden = HEADS * HEAD_DIM if model.q_size == model.hidden_size else HEADS * HEAD_DIM * 3 // 2
     padded = model.padded_vocab_size > model.vocab_size
     return replace(
-        model, name=f"{model.name}, shrunk", num_layers=num_layers, hidden_size=hidden, num_heads=HEADS, num_kv_heads=kv_heads,
-        head_dim=HEAD_DIM, num_experts=min(model.num_experts, EXPERTS), experts_per_token=min(model.experts_per_token, EXPERTS // 2),
-        ffn_hidden_size=0 if model.num_experts else FFN, expert_ffn_hidden_size=FFN if model.num_experts else 0,
-        vocab_size=VOCAB if padded else PADDED, max_seq_length=SEQ_LENGTH, dropout=0.0,
-        vocab_multiple=PADDED if padded else 1)
+        model,
+        name=f"{model.name}, shrunk",
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=HEADS,
+        num_kv_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        num_experts=min(model.num_experts, EXPERTS),
+        experts_per_token=min(model.experts_per_token, EXPERTS // 2),
+        ffn_hidden_size=0 if model.num_experts else FFN,
+        expert_ffn_hidden_size=FFN if model.num_experts else 0,
+        vocab_size=VOCAB if padded else PADDED,
+        max_seq_length=SEQ_LENGTH,
+        dropout=0.0,
+        vocab_multiple=PADDED if padded else 1,
+    )

@@ -1,8 +1,10 @@
-"""Checkpoints of a run: written beside the training, whole or not there at all, and read on any mesh or plan of the model.
+"""Checkpoints of a run: written beside the training, whole or not there at all, and read on any
+mesh or plan of the model.
 
-Every N steps the states are copied (that is all that training waits for) and torch.distributed.checkpoint writes the copy
-in a thread; a save waits for the one before it. A batch is a function of the step, so the step is the data's position.
-What cannot be written costs a warning and that checkpoint; at the end of a run, the exit code.
+Every N steps the states are copied (that is all that training waits for) and
+torch.distributed.checkpoint writes the copy in a thread; a save waits for the one before it. A
+batch is a function of the step, so the step is the data's position. What cannot be written costs a
+warning and that checkpoint; at the end of a run, the exit code.
 """
 
 from __future__ import annotations
@@ -60,7 +62,13 @@ class Checkpoints:
     """
 
     def __init__(
-        self, trainer: Trainer, options: CheckpointOptions, *, timeout: timedelta, note: Note, extra: Mapping[str, Stateful] | None = None,
+        self,
+        trainer: Trainer,
+        options: CheckpointOptions,
+        *,
+        timeout: timedelta,
+        note: Note,
+        extra: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.trainer = trainer
         self.options = options
@@ -70,13 +78,21 @@ class Checkpoints:
         self.extra = dict(extra or {})
         device = trainer.ranks.device.type
         self.document = {**described_run(trainer.plan, trainer.options), "device": device}
-        self._stager = DefaultStager(StagingOptions(
-            use_pinned_memory=device == "cuda", use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=device == "cuda"))
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=device == "cuda",
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=device == "cuda",
+            )
+        )
         self._saved = -1
         self._pending: tuple[int, Future[None]] | None = None
 
     def resume(self) -> int:
-        """Go on from a checkpoint, if there is one; returns the number of steps that are done. Raises ConfigError."""
+        """Go on from a checkpoint, if there is one; returns the number of steps that are done.
+        Raises ConfigError.
+        """
         choice: Choice = self._on_rank_0(lambda: choose(self.options, self.trainer.plan, self.note))
         for path, document in choice:
             if wrong := self._damage(path, document) or self._load(path, document):
@@ -84,7 +100,10 @@ class Checkpoints:
                     raise refused(path, wrong)
                 self.note(f"{path.name} is skipped, {wrong}")
                 continue
-            for line in (*differences(document, self.document), f"goes on from {path}, after step {document['step']}"):
+            for line in (
+                *differences(document, self.document),
+                f"goes on from {path}, after step {document['step']}",
+            ):
                 self.note(line)
             self._saved = document["step"] if path.parent == self.options.directory else -1
             return int(document["step"])
@@ -98,13 +117,18 @@ class Checkpoints:
             self._save(step, self.options.directory)
 
     def finish(self, step: int) -> None:
-        """Save the end of the run, after `step` steps, and wait for it. Raises RunError if it cannot be written."""
+        """Save the end of the run, after `step` steps, and wait for it. Raises RunError if it
+        cannot be written.
+        """
         if self.options.directory is not None and self._saved != step:
             self._save(step, self.options.directory)
         failure = self._settled()
         self._stager.close()
         if failure:
-            raise RunError(failure, hint="make room and start the run again, it goes on from the checkpoint before")
+            raise RunError(
+                failure,
+                hint="make room and start the run again, it goes on from the checkpoint before",
+            )
 
     def settle(self) -> None:
         """Wait for the save that runs, where the run ends with an error."""
@@ -115,9 +139,18 @@ class Checkpoints:
         if failure := self._settled():
             self.note(f"{failure}; the training goes on without it")
         self.trainer.progress.at(f"copies the states of step {step}")
-        states = {**self._own(), **self._scale(), **random_states(self.trainer.ranks.device), **self.extra}
-        writer = AtomicWriter(folder / checkpoint_name(step), {"step": step, **self.document}, self.options.keep)
-        future = dcp.async_save(states, storage_writer=writer, process_group=self.group, async_stager=self._stager)
+        states = {
+            **self._own(),
+            **self._scale(),
+            **random_states(self.trainer.ranks.device),
+            **self.extra,
+        }
+        writer = AtomicWriter(
+            folder / checkpoint_name(step), {"step": step, **self.document}, self.options.keep
+        )
+        future = dcp.async_save(
+            states, storage_writer=writer, process_group=self.group, async_stager=self._stager
+        )
         self._pending = step, future
         self._saved = step
 
@@ -137,7 +170,9 @@ class Checkpoints:
         return ""
 
     def _damage(self, path: Path, document: Document) -> str:
-        """What differs from the manifest in the files, "" if nothing does; each rank reads its share of them. Collective."""
+        """What differs from the manifest in the files, "" if nothing does; each rank reads its
+        share of them. Collective.
+        """
         progress = self.trainer.progress
         progress.at(f"reads the checksums of {path.name}")
         own = damage(path, document, dist.get_rank(), dist.get_world_size(), progress.moved)
@@ -172,19 +207,26 @@ class Checkpoints:
         if same:
             set_random_states(random, device)
         else:
-            torch.manual_seed((torch.initial_seed() + 1_000_000_007 * document["step"]) % (LARGEST_SEED + 1))
+            torch.manual_seed(
+                (torch.initial_seed() + 1_000_000_007 * document["step"]) % (LARGEST_SEED + 1)
+            )
 
     def _read(self, reader: CheckedReader, states: dict[str, Any]) -> None:
         dcp.load(states, storage_reader=reader, planner=SafeLoadPlanner(), process_group=self.group)
 
     def _own(self) -> dict[str, Any]:
         buffers = self.trainer.buffers()
-        outside, inside = self._tensors(self.held.own), self.trainer.adam.tensors() if self.trainer.adam is not None else {}
+        outside, inside = (
+            self._tensors(self.held.own),
+            self.trainer.adam.tensors() if self.trainer.adam is not None else {},
+        )
         states = {part: tensors | inside.get(part, {}) for part, tensors in outside.items()}
         return {**states, **({"buffers": buffers} if buffers else {})}
 
     def _scale(self) -> Tensors:
-        """The loss scale of an fp16 run; one that goes on from another precision begins with its own."""
+        """The loss scale of an fp16 run; one that goes on from another precision begins with its
+        own.
+        """
         return {"loss_scale": self.trainer.scale.states} if self.trainer.scale is not None else {}
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> Tensors:
@@ -210,5 +252,9 @@ def _silent(text: str) -> None:
 
 def _reason(error: CheckpointException) -> str:
     rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
-    text = failure.strerror if isinstance(failure, OSError) and failure.strerror else " ".join(str(failure).split())
+    text = (
+        failure.strerror
+        if isinstance(failure, OSError) and failure.strerror
+        else " ".join(str(failure).split())
+    )
     return f"{text} (rank {rank})"

@@ -1,8 +1,10 @@
-"""A folder of checkpoints: `step-000120` is complete, for it got that name last; `step-000120.tmp-...` is not.
+"""A folder of checkpoints: `step-000120` is complete, for it got that name last;
+`step-000120.tmp-...` is not.
 
-A checkpoint holds torch.distributed.checkpoint's files (one of each rank, `.metadata`), the index of their tensors and the manifest,
-`checkpoint.json`: what was trained, after how many steps, and the size and checksum of every file, by which a copy that went wrong is told
-from one that did not. Files that the manifest does not name are not read.
+A checkpoint holds torch.distributed.checkpoint's files (one of each rank, `.metadata`), the index
+of their tensors and the manifest, `checkpoint.json`: what was trained, after how many steps, and
+the size and checksum of every file, by which a copy that went wrong is told from one that did not.
+Files that the manifest does not name are not read.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, Metadata
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+)
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -33,7 +40,13 @@ from parplan.profiles.errors import ConfigError
 
 FORMAT = 2
 DOCUMENT = "checkpoint.json"
-PARTS = ("model", "training", "mesh", "pipeline", "options")  # what it says of the run, each a mapping
+PARTS = (
+    "model",
+    "training",
+    "mesh",
+    "pipeline",
+    "options",
+)  # what it says of the run, each a mapping
 READ_BYTES = 1 << 24  # at a time, for a checksum
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -47,7 +60,11 @@ def checkpoint_name(step: int) -> str:
 
 def checkpoint_paths(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, the newest first."""
-    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=checkpoint_step, reverse=True)
+    return sorted(
+        (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)),
+        key=checkpoint_step,
+        reverse=True,
+    )
 
 
 def checkpoint_step(path: Path) -> int:
@@ -57,7 +74,9 @@ def checkpoint_step(path: Path) -> int:
 
 
 def read_document(path: Path) -> Document:
-    """`checkpoint.json` of a checkpoint. Raises ValueError with what is wrong if the checkpoint is not whole, checksums aside."""
+    """`checkpoint.json` of a checkpoint. Raises ValueError with what is wrong if the checkpoint is
+    not whole, checksums aside.
+    """
     try:
         document: Any = read_json(path / DOCUMENT, DOCUMENT)
     except ConfigError as error:
@@ -66,7 +85,11 @@ def read_document(path: Path) -> Document:
         if document.get("format") != FORMAT:
             raise _OtherFormatError(document.get("format"))
         _require_manifest(document)
-        wrong = [name for name, file in document["files"].items() if (path / name).stat().st_size != file["bytes"]]
+        wrong = [
+            name
+            for name, file in document["files"].items()
+            if (path / name).stat().st_size != file["bytes"]
+        ]
     except OSError as error:
         raise ValueError(f"{Path(error.filename).name}: {error.strerror}") from None
     except _OtherFormatError:
@@ -74,7 +97,9 @@ def read_document(path: Path) -> Document:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{DOCUMENT} is not that of a checkpoint") from None
     if document["step"] != checkpoint_step(path) != -1:
-        raise ValueError(f"{DOCUMENT} is of step {document['step']}, the folder's name says {checkpoint_step(path)}")
+        raise ValueError(
+            f"{DOCUMENT} is of step {document['step']}, the folder's name says {checkpoint_step(path)}"
+        )
     if wrong:
         found, written = (path / wrong[0]).stat().st_size, document["files"][wrong[0]]["bytes"]
         raise ValueError(f"{wrong[0]} has {found} bytes, {written} were written")
@@ -82,17 +107,26 @@ def read_document(path: Path) -> Document:
 
 
 class _OtherFormatError(ValueError):
-    """A checkpoint of another version: without checksums nothing tells whether its files are of one step."""
+    """A checkpoint of another version: without checksums nothing tells whether its files are of one
+    step.
+    """
 
     def __init__(self, found: object) -> None:
         super().__init__(f"its format is {found}, this parplan reads {FORMAT}, which has checksums")
 
 
 def _require_manifest(document: Any) -> None:
-    """Raises ValueError, KeyError, AttributeError or TypeError for what no checkpoint's writer wrote."""
+    """Raises ValueError, KeyError, AttributeError or TypeError for what no checkpoint's writer
+    wrote.
+    """
     for name, file in document["files"].items():
         # a name alone, so that nothing outside of the folder is read
-        if name in (".", "..", "") or Path(name).name != name or type(file["bytes"]) is not int or type(file["crc32"]) is not str:
+        if (
+            name in (".", "..", "")
+            or Path(name).name != name
+            or type(file["bytes"]) is not int
+            or type(file["crc32"]) is not str
+        ):
             raise ValueError(name)
     if type(document["step"]) is not int or document["step"] < 0 or INDEX not in document["files"]:
         raise ValueError(INDEX)
@@ -100,8 +134,11 @@ def _require_manifest(document: Any) -> None:
         document[part].items()
 
 
-def damage(path: Path, document: Document, share: int, num_shares: int, on_read: Callable[[], None]) -> str:
-    """What differs from the manifest in the files of one share of `num_shares`, "" where nothing does; the shares are alike in bytes.
+def damage(
+    path: Path, document: Document, share: int, num_shares: int, on_read: Callable[[], None]
+) -> str:
+    """What differs from the manifest in the files of one share of `num_shares`, "" where nothing
+    does; the shares are alike in bytes.
 
     `on_read` is called after every part that was read.
     """
@@ -142,9 +179,11 @@ def temporary(final: Path, label: str) -> Path:
 
 
 class AtomicWriter(FileSystemWriter):
-    """Writes into a temporary folder; its last act, on one rank and when the files of all are on disk, is the rename.
+    """Writes into a temporary folder; its last act, on one rank and when the files of all are on
+    disk, is the rename.
 
-    Then it removes all but the `keep` newest. What fails before fails on every rank, as torch.distributed.checkpoint has it.
+    Then it removes all but the `keep` newest. What fails before fails on every rank, as
+    torch.distributed.checkpoint has it.
     """
 
     def __init__(self, final: Path, document: Document, keep: int) -> None:
@@ -155,7 +194,8 @@ class AtomicWriter(FileSystemWriter):
         self.keep = keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the files of this rank; each result says the checksum of its file, which rank 0 learns so.
+        """Write the files of this rank; each result says the checksum of its file, which rank 0
+        learns so.
 
         Raises the system's error where there is one: torch raises its own text over it.
         """
@@ -167,23 +207,42 @@ class AtomicWriter(FileSystemWriter):
                 found = found.__context__
             raise found or error from None
         done: Future[list[WriteResult]] = Future()
-        done.set_result([replace(result, storage_data=self._summed(result.storage_data)) for result in results])
+        done.set_result(
+            [replace(result, storage_data=self._summed(result.storage_data)) for result in results]
+        )
         return done
 
     def _summed(self, info: _StorageInfo) -> _Summed:
-        return _Summed(info.relative_path, info.offset, info.length, crc32=self.fs.checksums[info.relative_path])
+        return _Summed(
+            info.relative_path,
+            info.offset,
+            info.length,
+            crc32=self.fs.checksums[info.relative_path],
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        checksums = {result.storage_data.relative_path: result.storage_data.crc32 for rank in results for result in rank}
-        super().finish(metadata, [[replace(result, storage_data=result.storage_data.plain) for result in rank] for rank in results])
+        checksums = {
+            result.storage_data.relative_path: result.storage_data.crc32
+            for rank in results
+            for result in rank
+        }
+        super().finish(
+            metadata,
+            [
+                [replace(result, storage_data=result.storage_data.plain) for result in rank]
+                for rank in results
+            ],
+        )
         folder = Path(self.path)
         missing = sorted(name for name in checksums if not (folder / name).exists())
         if missing:
-            raise FileNotFoundError(f"{missing[0]} is not in {folder}: every node must see the same folder")
+            raise FileNotFoundError(
+                f"{missing[0]} is not in {folder}: every node must see the same folder"
+            )
         _write_json(index_document(metadata), folder / INDEX, indent=None)
         _write_document(folder, self.document, checksums)
         _replace(folder, self.final)
-        for old in checkpoint_paths(self.final.parent)[self.keep:]:
+        for old in checkpoint_paths(self.final.parent)[self.keep :]:
             _remove(old)
 
 
@@ -245,17 +304,29 @@ class CheckedReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Where torch's own would unpickle whatever an object in a checkpoint says, this one reads tensors and plain values alone."""
+    """Where torch's own would unpickle whatever an object in a checkpoint says, this one reads
+    tensors and plain values alone.
+    """
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], torch.load(value, weights_only=True))
+        set_element(
+            self.original_state_dict,
+            self.mappings[read_item.dest_index.fqn],
+            torch.load(value, weights_only=True),
+        )
 
 
 def _write_document(folder: Path, document: Document, checksums: Mapping[str, str]) -> None:
-    """The manifest, the last file; the files that are not among `checksums` are small, and were written here."""
+    """The manifest, the last file; the files that are not among `checksums` are small, and were
+    written here.
+    """
     files = {
-        path.name: {"bytes": path.stat().st_size, "crc32": checksums.get(path.name) or _checksum_of(path)}
-        for path in sorted(folder.iterdir())}
+        path.name: {
+            "bytes": path.stat().st_size,
+            "crc32": checksums.get(path.name) or _checksum_of(path),
+        }
+        for path in sorted(folder.iterdir())
+    }
     _write_json({"format": FORMAT, **document, "files": files}, folder / DOCUMENT, indent=1)
     _sync(folder)
 
@@ -268,7 +339,9 @@ def _write_json(document: Document, path: Path, *, indent: int | None) -> None:
 
 
 def _replace(folder: Path, final: Path) -> None:
-    """Give `folder` its final name; one that has it (it was not whole, or the run did not start from it) makes room."""
+    """Give `folder` its final name; one that has it (it was not whole, or the run did not start
+    from it) makes room.
+    """
     if final.exists():
         _remove(final)
     folder.rename(final)

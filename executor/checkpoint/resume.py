@@ -1,4 +1,6 @@
-"""From which checkpoint a run goes on, and what it says of differences between that run and itself."""
+"""From which checkpoint a run goes on, and what it says of differences between that run and
+itself.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
-    """Where checkpoints go, after how many steps, from which one to go on (`auto`, `never`, a path), how many to keep."""
+    """Where checkpoints go, after how many steps, from which one to go on (`auto`, `never`, a
+    path), how many to keep.
+    """
 
     directory: Path | None = None
     every: int = 100
@@ -44,9 +48,13 @@ Choice = tuple[tuple[Path, Document], ...]  # the checkpoints to try, the newest
 def described_run(plan: Plan | TracedPlan, options: object) -> dict[str, Any]:
     """What a checkpoint says of its run; of a file of data its name and size."""
     parts = {name: document(getattr(plan, name)) for name in ("training", "mesh", "pipeline")}
-    parts["model"] = {"module": document(plan.module)} if isinstance(plan, TracedPlan) else document(plan.model)
+    parts["model"] = (
+        {"module": document(plan.module)} if isinstance(plan, TracedPlan) else document(plan.model)
+    )
     fields = dataclasses.fields(options)  # type: ignore[arg-type]
-    return parts | {"options": {field.name: _fingerprint(getattr(options, field.name)) for field in fields}}
+    return parts | {
+        "options": {field.name: _fingerprint(getattr(options, field.name)) for field in fields}
+    }
 
 
 def _fingerprint(value: object) -> Any:
@@ -68,7 +76,8 @@ def choose(options: CheckpointOptions, plan: Plan | TracedPlan, note: Note) -> C
         if present and not restarted:
             raise ConfigError(
                 f"--resume never: {options.directory} holds {present[0].name} of another run",
-                hint="choose another --checkpoint-dir, or --resume auto to go on")
+                hint="choose another --checkpoint-dir, or --resume auto to go on",
+            )
         return ()
     return _named(Path(options.resume), present, plan)
 
@@ -81,12 +90,17 @@ def _prepare(folder: Path) -> list[Path]:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"--checkpoint-dir: cannot write in {folder}: {error.strerror}", hint="choose another folder") from None
+        raise ConfigError(
+            f"--checkpoint-dir: cannot write in {folder}: {error.strerror}",
+            hint="choose another folder",
+        ) from None
     remove_temporaries(folder)
     return checkpoint_paths(folder)
 
 
-def _newest(present: list[Path], options: CheckpointOptions, plan: Plan | TracedPlan, note: Note) -> Choice:
+def _newest(
+    present: list[Path], options: CheckpointOptions, plan: Plan | TracedPlan, note: Note
+) -> Choice:
     whole = []
     for path in present:
         try:
@@ -100,7 +114,9 @@ def _newest(present: list[Path], options: CheckpointOptions, plan: Plan | Traced
 
 def no_whole_checkpoint(folder: Path | None) -> ConfigError:
     return ConfigError(
-        f"no checkpoint in {folder} can be read", hint="move them away to start anew, or name another one with --resume PATH")
+        f"no checkpoint in {folder} can be read",
+        hint="move them away to start anew, or name another one with --resume PATH",
+    )
 
 
 def _named(path: Path, present: list[Path], plan: Plan | TracedPlan) -> Choice:
@@ -110,16 +126,27 @@ def _named(path: Path, present: list[Path], plan: Plan | TracedPlan) -> Choice:
         raise refused(path, f"it is not whole: {error}") from None
     if present and checkpoint_step(present[0]) > found["step"]:
         raise ConfigError(
-            f"--resume {path}: {present[0]} is newer and would be gone on from after a restart", hint="choose another --checkpoint-dir")
+            f"--resume {path}: {present[0]} is newer and would be gone on from after a restart",
+            hint="choose another --checkpoint-dir",
+        )
     return ((path, found),)
 
 
 def refused(path: Path, wrong: str) -> ConfigError:
-    """The error for a checkpoint that was named and cannot be gone on from; the hint names the one before it."""
-    older = (found for found in checkpoint_paths(path.parent) if checkpoint_step(found) < checkpoint_step(path))
+    """The error for a checkpoint that was named and cannot be gone on from; the hint names the one
+    before it.
+    """
+    older = (
+        found
+        for found in checkpoint_paths(path.parent)
+        if checkpoint_step(found) < checkpoint_step(path)
+    )
     before = next(filter(_is_whole, older), None)
     hint = "name a folder such as DIR/step-000120, or use --resume auto"
-    return ConfigError(f"--resume {path}: {wrong}", hint=hint if before is None else f"go on from the one before: --resume {before}")
+    return ConfigError(
+        f"--resume {path}: {wrong}",
+        hint=hint if before is None else f"go on from the one before: --resume {before}",
+    )
 
 
 def _is_whole(path: Path) -> bool:
@@ -131,7 +158,9 @@ def _is_whole(path: Path) -> bool:
 
 
 def _accepted(path: Path, plan: Plan | TracedPlan) -> Document:
-    """The document of a checkpoint of the plan's model. Raises ConfigError for another model, ValueError if it is not whole."""
+    """The document of a checkpoint of the plan's model. Raises ConfigError for another model,
+    ValueError if it is not whole.
+    """
     found = read_document(path)
     if isinstance(plan, TracedPlan) or "module" in found["model"]:
         _require_module(path, found["model"], plan)
@@ -141,26 +170,39 @@ def _accepted(path: Path, plan: Plan | TracedPlan) -> Document:
         was, now = getattr(saved, field.name), getattr(plan.model, field.name)
         if field.name not in FREE and was != now:
             raise ConfigError(
-                f"{path} is of another model: its {field.name} is {was}, the plan's {now}", hint="choose another --checkpoint-dir or plan")
+                f"{path} is of another model: its {field.name} is {was}, the plan's {now}",
+                hint="choose another --checkpoint-dir or plan",
+            )
     return found
 
 
 def _require_module(path: Path, saved: Mapping[str, Any], plan: Plan | TracedPlan) -> None:
-    """Raises ConfigError for a checkpoint of another module; what is in the function is not looked at, the parameters' names are read."""
+    """Raises ConfigError for a checkpoint of another module; what is in the function is not looked
+    at, the parameters' names are read.
+    """
     if not isinstance(plan, TracedPlan) or saved.get("module") != document(plan.module):
-        raise ConfigError(f"{path} is of another model", hint="choose another --checkpoint-dir or plan")
+        raise ConfigError(
+            f"{path} is of another model", hint="choose another --checkpoint-dir or plan"
+        )
 
 
 def differences(saved: Document, now: Mapping[str, Any]) -> Iterator[str]:
-    """What the run changes against the one it goes on from, as notes; another mesh or schedule changes nothing but dropout."""
+    """What the run changes against the one it goes on from, as notes; another mesh or schedule
+    changes nothing but dropout.
+    """
     for part in ("training", "options"):
         for name, value in now[part].items():
             was = saved[part].get(name)
             if name != "steps" and not isinstance(value, dict) and value != was:
                 yield f"{name} is {value}, until the checkpoint it was {was}"
-    if any(now["training"][name] != saved["training"].get(name) for name in ("global_batch_size", "seq_length")):
+    if any(
+        now["training"][name] != saved["training"].get(name)
+        for name in ("global_batch_size", "seq_length")
+    ):
         yield "the data goes on at this run's position of that step, which skips or repeats some"
     if now["model"].get("dropout") != saved["model"].get("dropout"):
         yield f"dropout is {now['model']['dropout']}, until the checkpoint it was {saved['model'].get('dropout')}"
-    if now["model"].get("dropout") and any(now[part] != saved.get(part) for part in ("mesh", "pipeline")):
+    if now["model"].get("dropout") and any(
+        now[part] != saved.get(part) for part in ("mesh", "pipeline")
+    ):
         yield "another mesh or schedule: the dropout masks are others than the run before would have drawn"

@@ -1,14 +1,18 @@
-"""A communication group of chunks as one rank has it: the whole run where it is used, and of its own chunk every state.
+"""A communication group of chunks as one rank has it: the whole run where it is used, and of its
+own chunk every state.
 
-A parameter is a view of the gathered run. It may cross the border between two ranks' chunks: each of them then owns a part of its
-elements, and what is done with states is done with flat parts.
+A parameter is a view of the gathered run. It may cross the border between two ranks' chunks: each
+of them then owns a part of its elements, and what is done with states is done with flat parts.
 
                     device                                         host
     DEVICE          parameters, gradient, master, moments
-    OPTIMIZER       parameters, gradient                           gradient, parameters, master, moments
-    HOST            parameters and gradient while they are used    gradient, parameters, master, moments
+    OPTIMIZER       parameters, gradient                           gradient, parameters, master,
+                    moments
+    HOST            parameters and gradient while they are used    gradient, parameters, master,
+                    moments
 
-In fp32 the parameters that the optimizer updates are the master itself: the device's of a DEVICE chunk, else the host's.
+In fp32 the parameters that the optimizer updates are the master itself: the device's of a DEVICE
+chunk, else the host's.
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class OwnedPart:
-    """Of a parameter's elements, in order, the `count` from `first` on that a rank owns; they lie in its chunk from `at` on."""
+    """Of a parameter's elements, in order, the `count` from `first` on that a rank owns; they lie
+    in its chunk from `at` on.
+    """
 
     first: int
     count: int
@@ -69,17 +75,28 @@ class OwnedPart:
 
 
 def own_part(offset: int, num_elements: int, chunk_elements: int, rank: int) -> OwnedPart:
-    """What data-parallel rank `rank` owns of a parameter that lies `offset` elements from its group's beginning; `count` 0: nothing."""
-    begin, end = max(offset, rank * chunk_elements), min(offset + num_elements, (rank + 1) * chunk_elements)
-    return OwnedPart(begin - offset, end - begin, begin - rank * chunk_elements) if begin < end else OwnedPart(0, 0, 0)
+    """What data-parallel rank `rank` owns of a parameter that lies `offset` elements from its
+    group's beginning; `count` 0: nothing.
+    """
+    begin, end = (
+        max(offset, rank * chunk_elements),
+        min(offset + num_elements, (rank + 1) * chunk_elements),
+    )
+    return (
+        OwnedPart(begin - offset, end - begin, begin - rank * chunk_elements)
+        if begin < end
+        else OwnedPart(0, 0, 0)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """A parameter as this rank computes with it.
 
-    name: `block3.qkv.weight`, as in the stage's body; offset: in the gathered group, elements; shape: on this tensor-parallel rank
-    own: what of it lies in the own chunk, the others' chunks have the rest; over_tp: its gradients are this rank's summands
+    name: `block3.qkv.weight`, as in the stage's body; offset: in the gathered group, elements;
+    shape: on this tensor-parallel rank
+    own: what of it lies in the own chunk, the others' chunks have the rest; over_tp: its gradients
+    are this rank's summands
     """
 
     name: str
@@ -91,19 +108,27 @@ class Place:
     over_tp: bool
 
     def whole(self, part: Tensor) -> Tensor:
-        """`part`, the tensor-parallel rank's of the parameter or of its gradient, as the parameter is placed."""
+        """`part`, the tensor-parallel rank's of the parameter or of its gradient, as the parameter
+        is placed.
+        """
         if not isinstance(self.parameter, DTensor):
             return part
         return DTensor.from_local(
-            part, self.parameter.device_mesh, self.parameter.placements, run_check=False, shape=self.parameter.shape,
-            stride=self.parameter.stride())
+            part,
+            self.parameter.device_mesh,
+            self.parameter.placements,
+            run_check=False,
+            shape=self.parameter.shape,
+            stride=self.parameter.stride(),
+        )
 
 
 class Chunk:
     """One communication group: what is done with it moves, gathers or reduces all of it.
 
-    own: the own chunk's parameters on the device; used: the group's, which parameters are views of (the same for one rank)
-    master, moments, gradient, parameters: flat [elements], where the update runs; `parameters` are to be written by it
+    own: the own chunk's parameters on the device; used: the group's, which parameters are views of
+    (the same for one rank) master, moments, gradient, parameters: flat [elements], where the update
+    runs; `parameters` are to be written by it
     """
 
     def __init__(self, home: StateLocation, elements: int, setting: Setting) -> None:
@@ -113,7 +138,11 @@ class Chunk:
         self._setting = setting
         self.own = setting.buffer(elements, setting.compute, Holds.CHUNKS)
         several = setting.ranks > 1
-        self.used = setting.buffer(elements * setting.ranks, setting.compute, Holds.GATHERED) if several else self.own
+        self.used = (
+            setting.buffer(elements * setting.ranks, setting.compute, Holds.GATHERED)
+            if several
+            else self.own
+        )
         if self.on_device:
             self.own.bring(zero=True)
         self._make_gradients(several)
@@ -125,8 +154,9 @@ class Chunk:
         return self.home is not StateLocation.HOST
 
     def _make_gradients(self, several: bool) -> None:
-        """Buffers that are one where they hold the same: `_fresh`, of a backward pass, of all ranks' chunks; `_kept`, of the own chunk
-        for the whole step; `_leaving`, of the own chunk on its way to the host.
+        """Buffers that are one where they hold the same: `_fresh`, of a backward pass, of all
+        ranks' chunks; `_kept`, of the own chunk for the whole step; `_leaving`, of the own chunk on
+        its way to the host.
         """
         setting = self._setting
         self._written: set[int] = set()
@@ -141,7 +171,9 @@ class Chunk:
         if setting.in_parameters:
             self._fresh = self.used
         else:
-            self._fresh = self._kept if self._kept is not None and not several else buffer(setting.ranks)
+            self._fresh = (
+                self._kept if self._kept is not None and not several else buffer(setting.ranks)
+            )
         self._leaving = buffer() if several else self._fresh
         if self._kept is not None and not setting.in_parameters:
             self._kept.bring(zero=True)
@@ -159,13 +191,21 @@ class Chunk:
         self.master = host_tensor(size, torch.float32, setting.device)
         self.moments = tuple(host_tensor(size, torch.float32, setting.device) for _ in range(2))
         self.gradient = host_tensor(size, setting.gradient, setting.device)
-        shared = self.on_device or setting.in_parameters  # what is returned, or fetched next, is written over what was sent
-        over = self.gradient.view(setting.compute)[:size] if shared else host_tensor(size, setting.compute, setting.device)
+        shared = (
+            self.on_device or setting.in_parameters
+        )  # what is returned, or fetched next, is written over what was sent
+        over = (
+            self.gradient.view(setting.compute)[:size]
+            if shared
+            else host_tensor(size, setting.compute, setting.device)
+        )
         self.parameters = self.master if plain else over
 
     @property
     def state_bytes(self) -> StateBytes:
-        """What is held for good of device and host, each piece of memory once, in the class that has it between steps."""
+        """What is held for good of device and host, each piece of memory once, in the class that
+        has it between steps.
+        """
         seen: set[int] = set()
 
         def new_bytes(*tensors: Tensor) -> int:
@@ -176,14 +216,19 @@ class Chunk:
 
         kept = (self._kept.flat,) if self._kept is not None else ()
         parameters = new_bytes(self.own.flat if self.on_device else self.parameters)
-        return StateBytes(parameters, new_bytes(*kept, self.gradient), new_bytes(self.master, *self.moments))
+        return StateBytes(
+            parameters, new_bytes(*kept, self.gradient), new_bytes(self.master, *self.moments)
+        )
 
     @property
     def host_bytes(self) -> int:
         """What the host holds of it."""
         if self.home is StateLocation.DEVICE:
             return 0
-        storages = {memory_of(each): each.untyped_storage() for each in (self.master, self.parameters, *self.moments, self.gradient)}
+        storages = {
+            memory_of(each): each.untyped_storage()
+            for each in (self.master, self.parameters, *self.moments, self.gradient)
+        }
         return sum(storage.nbytes() for storage in storages.values())
 
     def take(self, place: Place, value: Tensor) -> None:
@@ -204,7 +249,9 @@ class Chunk:
             self.own.flat.copy_(self.parameters)
 
     def joined(self, place: Place, flat: Tensor) -> Tensor:
-        """Of a parameter all that the ranks have of it in `flat`, a state of the own chunk; for one rank a view of it. Collective."""
+        """Of a parameter all that the ranks have of it in `flat`, a state of the own chunk; for one
+        rank a view of it. Collective.
+        """
         part, group = place.own.of(flat), self._setting.group
         if group is None:
             return part.view(place.shape)
@@ -239,7 +286,9 @@ class Chunk:
         self.used.free()
 
     def collect(self, block: int) -> None:
-        """Take the gradients that a backward pass left at the parameters of `block`: the same sums as autograd's own."""
+        """Take the gradients that a backward pass left at the parameters of `block`: the same sums
+        as autograd's own.
+        """
         if not self._fresh.there:
             self._fresh.bring(zero=True)
         for place in self.places:
@@ -259,7 +308,9 @@ class Chunk:
         place.parameter.grad = None
 
     def reduce(self) -> None:
-        """Begin to sum the gradients over the ranks, each of which has those of its own chunk then."""
+        """Begin to sum the gradients over the ranks, each of which has those of its own chunk
+        then.
+        """
         counts = self._setting.copies.counts
         buffer, reduced = self._reduced_to()
         self._reduces = not self._setting.in_parameters
@@ -271,7 +322,9 @@ class Chunk:
         counts.reduces += 1
 
     def _reduced_to(self) -> tuple[Buffer, Tensor]:
-        """The own chunk's gradients on their way to the host have memory of their own, else their place among those of all ranks."""
+        """The own chunk's gradients on their way to the host have memory of their own, else their
+        place among those of all ranks.
+        """
         setting = self._setting
         if not self.on_device:
             self._leaving.bring()
@@ -281,12 +334,16 @@ class Chunk:
         return self._fresh, self._fresh.flat.narrow(0, setting.rank * self.elements, self.elements)
 
     def reduced(self) -> None:
-        """The sums are there, the gradients that they are of can go; the own chunk's of several micro-batches are added up."""
+        """The sums are there, the gradients that they are of can go; the own chunk's of several
+        micro-batches are added up.
+        """
         if self._setting.in_parameters:
             return
         if self._kept is not None:
             self._fresh.wait()
-            (self._kept.flat.add_ if self._has_reduced else self._kept.flat.copy_)(self._reduced_to()[1])
+            (self._kept.flat.add_ if self._has_reduced else self._kept.flat.copy_)(
+                self._reduced_to()[1]
+            )
             self._has_reduced = True
         self._fresh.free()
         self._written.clear()
@@ -295,14 +352,20 @@ class Chunk:
             self.send()
 
     def send(self) -> None:
-        """Begin to send the own chunk's gradients to the host, which adds them to those of the step's micro-batches before.
+        """Begin to send the own chunk's gradients to the host, which adds them to those of the
+        step's micro-batches before.
 
         Where the last of them are still to be added up on the device it begins behind that.
         """
         self._to_send = self._reduces and self._kept is not None
         if self._to_send:
             return
-        self._setting.copies.send(self._kept or self._leaving, self.gradient, add=self._has_sent, dropped=self._leaving is self.own)
+        self._setting.copies.send(
+            self._kept or self._leaving,
+            self.gradient,
+            add=self._has_sent,
+            dropped=self._leaving is self.own,
+        )
         self._has_sent = True
 
     def sent(self) -> None:

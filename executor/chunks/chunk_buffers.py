@@ -1,8 +1,10 @@
-"""Memory of chunks: flat buffers on the device that come and go, flat tensors on the host, and the copies between them.
+"""Memory of chunks: flat buffers on the device that come and go, flat tensors on the host, and the
+copies between them.
 
-A GPU has a stream for each direction; the host's tensors are pinned there, and events say when a copy is over. On a CPU the
-"device" is memory of its own as well: copies are real copies, so that a wrong schedule gives wrong numbers. The streams were
-written against torch's documentation and have not been run.
+A GPU has a stream for each direction; the host's tensors are pinned there, and events say when a
+copy is over. On a CPU the "device" is memory of its own as well: copies are real copies, so that a
+wrong schedule gives wrong numbers. The streams were written against torch's documentation and have
+not been run.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ PORTABLE = 1  # cudaHostRegisterPortable
 
 
 class Holds(StrEnum):
-    """Classes of the device's bytes: chunks of parameters, groups of them that are gathered, gradients, master and moments."""
+    """Classes of the device's bytes: chunks of parameters, groups of them that are gathered,
+    gradients, master and moments.
+    """
 
     CHUNKS = "chunks"
     GATHERED = "gathered"
@@ -39,7 +43,8 @@ class BudgetError(PlannerError):
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """The device's bytes that chunks hold, by class, under a limit: in a pass what the schedule counts for it, else the budget.
+    """The device's bytes that chunks hold, by class, under a limit: in a pass what the schedule
+    counts for it, else the budget.
 
     most_bytes: at the fullest moment
     """
@@ -58,7 +63,9 @@ class Ledger:
             held = ", ".join(f"{each} {found}" for each, found in self.held.items() if found)
             raise BudgetError(
                 f"{holds} of {format_bytes(num_bytes)} ({num_bytes} bytes) are needed on the device beside {self.total_bytes} bytes "
-                f"({held or 'nothing'}), the budget is {self.limit_bytes} bytes", hint="make the plan again, or give it more device memory")
+                f"({held or 'nothing'}), the budget is {self.limit_bytes} bytes",
+                hint="make the plan again, or give it more device memory",
+            )
         self.held[holds] += num_bytes
         self.most_bytes = max(self.most_bytes, self.total_bytes)
 
@@ -68,7 +75,9 @@ class Ledger:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What was moved since the beginning of a step: bytes and calls to the device (`in`), from it, gathered and reduced."""
+    """What was moved since the beginning of a step: bytes and calls to the device (`in`), from it,
+    gathered and reduced.
+    """
 
     in_bytes: int = 0
     in_calls: int = 0
@@ -81,9 +90,13 @@ class Counts:
 
 
 class Buffer:
-    """[elements] on the device without memory until `bring`, and again after `free`; views of it stay valid."""
+    """[elements] on the device without memory until `bring`, and again after `free`; views of it
+    stay valid.
+    """
 
-    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device, ledger: Ledger, holds: Holds) -> None:
+    def __init__(
+        self, elements: int, dtype: torch.dtype, device: torch.device, ledger: Ledger, holds: Holds
+    ) -> None:
         self.flat = torch.empty(elements, dtype=dtype, device=device)
         self.num_bytes = elements * dtype.itemsize
         self._ledger, self._holds = ledger, holds
@@ -109,19 +122,25 @@ class Buffer:
         self.there = False
 
     def is_over(self, wait: Callable[[], object]) -> None:
-        """What is done with its memory is over when `wait`, which lets the current stream wait for that, is through."""
+        """What is done with its memory is over when `wait`, which lets the current stream wait for
+        that, is through.
+        """
         self._ready = wait
 
     def wait(self) -> None:
-        """Let what is computed from now on, on the current stream, wait until what is done with it elsewhere is over."""
+        """Let what is computed from now on, on the current stream, wait until what is done with it
+        elsewhere is over.
+        """
         if self._ready is not None:
             self._ready()
 
     @contextmanager
     def viewed(self, offset: int, shape: torch.Size) -> Iterator[Tensor]:
-        """A tensor in its memory with a version of its own: what is copied here is no change to autograd, which kept the view.
+        """A tensor in its memory with a version of its own: what is copied here is no change to
+        autograd, which kept the view.
 
-        Views of views can be made inside only: there the memory has its size, though nobody may count on what it holds.
+        Views of views can be made inside only: there the memory has its size, though nobody may
+        count on what it holds.
         """
         storage = self.flat.untyped_storage()
         storage.resize_(self.num_bytes)
@@ -131,7 +150,9 @@ class Buffer:
 
 
 def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [elements] of the host, pinned where `device` is a GPU. Raises ConfigError where the host does not let so much be pinned."""
+    """Zeros [elements] of the host, pinned where `device` is a GPU. Raises ConfigError where the
+    host does not let so much be pinned.
+    """
     tensor = torch.zeros(elements, dtype=dtype)
     if device.type == "cuda" and tensor.nbytes:
         _pin(tensor)
@@ -139,13 +160,16 @@ def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _pin(tensor: Tensor) -> None:
-    """Not by torch's allocator of pinned memory, which takes the next power of two: up to twice what a plan says of the host."""
+    """Not by torch's allocator of pinned memory, which takes the next power of two: up to twice
+    what a plan says of the host.
+    """
     address, runtime = tensor.data_ptr(), torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if error:
         raise ConfigError(
             f"the host does not pin {format_bytes(tensor.nbytes)} for chunks (error {error} of CUDA)",
-            hint="raise the limit of locked memory (ulimit -l), or keep less on the host")
+            hint="raise the limit of locked memory (ulimit -l), or keep less on the host",
+        )
     weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
 
 
@@ -164,24 +188,35 @@ class _Staged:
 
 
 class Copies:
-    """Copies of whole chunks between host and device, counted. `staging_elements`: of the largest gradient chunk that is added up."""
+    """Copies of whole chunks between host and device, counted. `staging_elements`: of the largest
+    gradient chunk that is added up.
+    """
 
-    def __init__(self, device: torch.device, counts: Counts, staging_elements: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device: torch.device, counts: Counts, staging_elements: int, dtype: torch.dtype
+    ) -> None:
         self.counts = counts
         on_gpu = device.type == "cuda"
         self._in = torch.cuda.Stream(device) if on_gpu else None
         self._out = torch.cuda.Stream(device) if on_gpu else None
         self._aside = torch.cuda.Stream(device) if on_gpu else None
-        self._stagings = deque(host_tensor(staging_elements, dtype, device) for _ in range(STAGED_CHUNKS if staging_elements else 0))
+        self._stagings = deque(
+            host_tensor(staging_elements, dtype, device)
+            for _ in range(STAGED_CHUNKS if staging_elements else 0)
+        )
         self._staged: deque[_Staged] = deque()
 
     @property
     def host_bytes(self) -> int:
-        return sum(each.nbytes for each in (*self._stagings, *(staged.staging for staged in self._staged)))
+        return sum(
+            each.nbytes for each in (*self._stagings, *(staged.staging for staged in self._staged))
+        )
 
     @contextmanager
     def aside(self) -> Iterator[bool]:
-        """Around a collective that compute need not wait for, where there are streams: its work is to be waited for then."""
+        """Around a collective that compute need not wait for, where there are streams: its work is
+        to be waited for then.
+        """
         if self._aside is None:
             yield False
             return
@@ -196,9 +231,11 @@ class Copies:
         self._copy(buffer.flat, host, buffer, self._in)
 
     def send(self, buffer: Buffer, host: Tensor, *, add: bool, dropped: bool = False) -> None:
-        """Gradients in `buffer` to the host, written there or added to what is there; there after `settle`.
+        """Gradients in `buffer` to the host, written there or added to what is there; there after
+        `settle`.
 
-        dropped: `buffer` is freed at once, and compute does not wait: its memory is not given to anything else before that
+        dropped: `buffer` is freed at once, and compute does not wait: its memory is not given to
+        anything else before that
         """
         self.counts.out_bytes += buffer.num_bytes
         self.counts.out_calls += 1
@@ -214,7 +251,13 @@ class Copies:
         self._staged.append(_Staged(staging, host, event))
 
     def _copy(
-        self, to: Tensor, source: Tensor, buffer: Buffer, stream: torch.cuda.Stream | None, *, dropped: bool = False,
+        self,
+        to: Tensor,
+        source: Tensor,
+        buffer: Buffer,
+        stream: torch.cuda.Stream | None,
+        *,
+        dropped: bool = False,
     ) -> torch.cuda.Event | None:
         """`buffer`: the one on the device, whose memory is the copy's until it is over."""
         if stream is None:

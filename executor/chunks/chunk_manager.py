@@ -1,9 +1,11 @@
-"""The chunk manager of one rank: it holds the states of its blocks and does, around every pass of a block, what the schedule says.
+"""The chunk manager of one rank: it holds the states of its blocks and does, around every pass of a
+block, what the schedule says.
 
-Parameters are views into a chunk (one data-parallel rank) or a gathered group of chunks, for good: their memory comes and goes.
-A block's forward pass begins and ends with its module's call. Its backward pass begins when the gradient of its output is there;
-it is over when that of its input is, or the action ends: autograd runs the nodes of a later block first, and accumulates a
-parameter's gradient before it goes on to what came before.
+Parameters are views into a chunk (one data-parallel rank) or a gathered group of chunks, for good:
+their memory comes and goes. A block's forward pass begins and ends with its module's call. Its
+backward pass begins when the gradient of its output is there; it is over when that of its input is,
+or the action ends: autograd runs the nodes of a later block first, and accumulates a parameter's
+gradient before it goes on to what came before.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parplan.costmodels.chunks.chunk_operations import ChunkAction, ChunkedBlocks, BlockPass, ChunkOp, RankChunks
+from parplan.costmodels.chunks.chunk_operations import (
+    BlockPass,
+    ChunkAction,
+    ChunkedBlocks,
+    ChunkOp,
+    RankChunks,
+)
 from parplan.costmodels.chunks.chunk_states import ChunkStates
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import sent_precision
@@ -42,22 +50,47 @@ class OrderError(PlannerError):
 class ChunkManager:
     """All chunks of one pipeline rank, of all its virtual stages.
 
-    `take` every block, `watch` its module, then `built`; each step is `begin_step`, the passes inside `action`, `end_step`, the
-    update of every chunk in `chunks` where its `gradient` is (`Chunk`), and `end_update`.
+    `take` every block, `watch` its module, then `built`; each step is `begin_step`, the passes
+    inside `action`, `end_step`, the update of every chunk in `chunks` where its `gradient` is
+    (`Chunk`), and `end_update`.
 
-    group: the data-parallel ranks, None where there is one. Raises BudgetError where there would be more on the device than the schedule
-    says, OrderError where passes run in another order, TransitionError where a pass does not find its parameters.
+    group: the data-parallel ranks, None where there is one. Raises BudgetError where there would be
+    more on the device than the schedule says, OrderError where passes run in another order,
+    TransitionError where a pass does not find its parameters.
     """
 
-    def __init__(self, schedule: RankChunks, training: TrainingSpec, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        schedule: RankChunks,
+        training: TrainingSpec,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.schedule = schedule
         self.counts = Counts()
         self.ledger = Ledger(limit_bytes=schedule.device_bytes)
-        compute, gradient = DTYPES[training.precision], DTYPES[sent_precision(training, schedule.in_parameters)]
-        staged = max((each.chunk_layout.chunk_elements for each in schedule.groups if each.home is StateLocation.HOST), default=0)
+        compute, gradient = (
+            DTYPES[training.precision],
+            DTYPES[sent_precision(training, schedule.in_parameters)],
+        )
+        staged = max(
+            (
+                each.chunk_layout.chunk_elements
+                for each in schedule.groups
+                if each.home is StateLocation.HOST
+            ),
+            default=0,
+        )
         self.setting = Setting(
-            device=device, compute=compute, gradient=gradient, in_parameters=schedule.in_parameters, ledger=self.ledger,
-            copies=Copies(device, self.counts, staged, gradient), group=group, rank=group.rank() if group is not None else 0)
+            device=device,
+            compute=compute,
+            gradient=gradient,
+            in_parameters=schedule.in_parameters,
+            ledger=self.ledger,
+            copies=Copies(device, self.counts, staged, gradient),
+            group=group,
+            rank=group.rank() if group is not None else 0,
+        )
         self._groups = [self._chunks_of(each) for each in schedule.groups]
         self._of_block: dict[int, list[Chunk]] = {}
         self._states = ChunkStates(schedule.groups, in_parameters=schedule.in_parameters)
@@ -69,8 +102,13 @@ class ChunkManager:
 
     def _chunks_of(self, group: ChunkedBlocks) -> list[Chunk]:
         if group.chunk_layout.ranks != self.setting.ranks:
-            raise OrderError(f"chunks are laid out for {group.chunk_layout.ranks} data-parallel ranks, there are {self.setting.ranks}")
-        return [Chunk(group.home, group.chunk_layout.chunk_elements, self.setting) for _ in range(group.chunk_layout.num_groups)]
+            raise OrderError(
+                f"chunks are laid out for {group.chunk_layout.ranks} data-parallel ranks, there are {self.setting.ranks}"
+            )
+        return [
+            Chunk(group.home, group.chunk_layout.chunk_elements, self.setting)
+            for _ in range(group.chunk_layout.num_groups)
+        ]
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -84,14 +122,21 @@ class ChunkManager:
 
     @property
     def moved(self) -> ChunkMoved:
-        """What was moved since the beginning of the step, and the most that chunks held of the device in any, beside the plan's."""
+        """What was moved since the beginning of the step, and the most that chunks held of the
+        device in any, beside the plan's.
+        """
         counts, schedule = self.counts, self.schedule
         return ChunkMoved(
             in_bytes=Beside(predicted=schedule.in_bytes, measured=counts.in_bytes),
             out_bytes=Beside(predicted=schedule.out_bytes, measured=counts.out_bytes),
-            gathered_bytes=Beside(predicted=schedule.moved(ChunkAction.GATHER), measured=counts.gathered_bytes),
-            reduced_bytes=Beside(predicted=schedule.moved(ChunkAction.REDUCE), measured=counts.reduced_bytes),
-            device_bytes=Beside(predicted=schedule.device_bytes, measured=self.ledger.most_bytes))
+            gathered_bytes=Beside(
+                predicted=schedule.moved(ChunkAction.GATHER), measured=counts.gathered_bytes
+            ),
+            reduced_bytes=Beside(
+                predicted=schedule.moved(ChunkAction.REDUCE), measured=counts.reduced_bytes
+            ),
+            device_bytes=Beside(predicted=schedule.device_bytes, measured=self.ledger.most_bytes),
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -99,33 +144,50 @@ class ChunkManager:
         return sum(chunk.host_bytes for chunk in self.chunks) + self.setting.copies.host_bytes
 
     def values(self) -> dict[str, Tensor]:
-        """The fp32 parameters by name, as they are placed; views of the masters where one rank owns all. Collective."""
+        """The fp32 parameters by name, as they are placed; views of the masters where one rank owns
+        all. Collective.
+        """
         return self._joined("master")
 
     def gradients(self) -> dict[str, Tensor]:
-        """Between `end_step` and the update: the gradients of all parameters by name, as they are placed. Collective."""
+        """Between `end_step` and the update: the gradients of all parameters by name, as they are
+        placed. Collective.
+        """
         return self._joined("gradient")
 
     def _joined(self, state: str) -> dict[str, Tensor]:
         return {
-            place.name: place.whole(chunk.joined(place, getattr(chunk, state))) for chunk in self.chunks for place in chunk.places}
+            place.name: place.whole(chunk.joined(place, getattr(chunk, state)))
+            for chunk in self.chunks
+            for place in chunk.places
+        }
 
     # building
 
     def take(self, block: int, module: nn.Module) -> None:
-        """Own the parameters of block `block`, which is placed: their values go to the chunks, they become views of them."""
+        """Own the parameters of block `block`, which is placed: their values go to the chunks, they
+        become views of them.
+        """
         named = {_short(name): name for name, _ in module.named_parameters()}
-        summed = {id(parameter) for each in module.modules() for parameter in parameters_summed_over_tp(each)}
+        summed = {
+            id(parameter)
+            for each in module.modules()
+            for parameter in parameters_summed_over_tp(each)
+        }
         index = next(i for i, group in enumerate(self.schedule.groups) if block in group.blocks)
         chunk_layout, prefix = self.schedule.groups[index].chunk_layout, f"block{block}."
-        for tensor, number, offset in zip(chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True):
+        for tensor, number, offset in zip(
+            chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True
+        ):
             if tensor.name.startswith(prefix):
                 name = named.pop(tensor.name.removeprefix(prefix))
                 self._take(self._groups[index][number], offset, block, module, name, summed)
         if named:
             raise OrderError(f"block {block} has {', '.join(named)}, of which no chunk knows")
 
-    def _take(self, chunk: Chunk, offset: int, block: int, module: nn.Module, name: str, summed: set[int]) -> None:
+    def _take(
+        self, chunk: Chunk, offset: int, block: int, module: nn.Module, name: str, summed: set[int]
+    ) -> None:
         old = module.get_parameter(name)
         value = local(old.detach())
         with chunk.used.viewed(offset, value.shape) as view:
@@ -133,15 +195,25 @@ class ChunkManager:
         path, _, last = name.rpartition(".")
         module.get_submodule(path).register_parameter(last, parameter)
         place = Place(
-            name=f"block{block}.{name}", block=block, parameter=parameter, offset=offset, shape=value.shape,
-            own=own_part(offset, value.numel(), chunk.elements, self.setting.rank), over_tp=id(old) in summed)
+            name=f"block{block}.{name}",
+            block=block,
+            parameter=parameter,
+            offset=offset,
+            shape=value.shape,
+            own=own_part(offset, value.numel(), chunk.elements, self.setting.rank),
+            over_tp=id(old) in summed,
+        )
         chunk.take(place, value)
         if chunk not in (known := self._of_block.setdefault(block, [])):
             known.append(chunk)
 
     def watch(self, block: int, module: nn.Module) -> None:
-        """Follow the passes of block `block`, whose outermost module is called once a forward pass."""
-        module.register_forward_pre_hook(lambda _, inputs: self._begin(ActionKind.FORWARD, self._micro_batch, block))
+        """Follow the passes of block `block`, whose outermost module is called once a forward
+        pass.
+        """
+        module.register_forward_pre_hook(
+            lambda _, inputs: self._begin(ActionKind.FORWARD, self._micro_batch, block)
+        )
         module.register_forward_hook(partial(self._forwarded, block))
 
     def built(self) -> None:
@@ -168,7 +240,9 @@ class ChunkManager:
     def end_step(self, tp_group: dist.ProcessGroup | None) -> None:
         """After the last backward pass: all gradients are where the update is."""
         if self._next != len(self.schedule.moments):
-            raise OrderError(f"the step ended after {self._next} of {len(self.schedule.moments)} passes of blocks")
+            raise OrderError(
+                f"the step ended after {self._next} of {len(self.schedule.moments)} passes of blocks"
+            )
         self.ledger.limit_bytes = self.schedule.device_bytes
         for op in self.schedule.closing[: self._updated]:
             self._do(op)
@@ -177,7 +251,12 @@ class ChunkManager:
             chunk.wait()
         self.setting.copies.settle()
         if tp_group is not None:
-            summed = [place.own.of(chunk.gradient) for chunk in self.chunks for place in chunk.owned if place.over_tp]
+            summed = [
+                place.own.of(chunk.gradient)
+                for chunk in self.chunks
+                for place in chunk.owned
+                if place.over_tp
+            ]
             all_reduce(summed, tp_group)
 
     def end_update(self) -> None:
@@ -190,26 +269,37 @@ class ChunkManager:
     def _updated(self) -> int:
         """The place of the update among what closes a step: before what returns from it."""
         closing = self.schedule.closing
-        return next((i for i, op in enumerate(closing) if op.does is ChunkAction.RETURN), len(closing))
+        return next(
+            (i for i, op in enumerate(closing) if op.does is ChunkAction.RETURN), len(closing)
+        )
 
     @property
     def _micro_batch(self) -> int:
         return self._action[2] if self._action is not None else -1
 
-    def _forwarded(self, block: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _forwarded(
+        self, block: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> None:
         self._end()
         micro_batch = self._micro_batch
         if output.requires_grad:
             output.register_hook(lambda _: self._begin(ActionKind.BACKWARD, micro_batch, block))
-        if inputs[0].grad_fn is not None:  # a leaf's gradient may come before those of parameters: there the action's end tells
+        if (
+            inputs[0].grad_fn is not None
+        ):  # a leaf's gradient may come before those of parameters: there the action's end tells
             inputs[0].register_hook(lambda _: self._end(block))
 
     def _begin(self, work: ActionKind, micro_batch: int, block: int) -> None:
-        """Before a block's pass: what its moment needs, and the copies for later ones that may begin now."""
+        """Before a block's pass: what its moment needs, and the copies for later ones that may
+        begin now.
+        """
         self._end()
         moment = self._expected(work, micro_batch, block)
         self.ledger.limit_bytes = min(moment.chunk_bytes, self.schedule.device_bytes)
-        for op in (*(op for op in moment.before if not _is_early(op, self._next)), *self._early.get(self._next, ())):
+        for op in (
+            *(op for op in moment.before if not _is_early(op, self._next)),
+            *self._early.get(self._next, ()),
+        ):
             self._do(op)
         self._states.begin(block)
         for chunk in self._of_block[block]:
@@ -223,9 +313,15 @@ class ChunkManager:
         found = (work, stage, micro_batch, block)
         moments = self.schedule.moments
         moment = moments[self._next] if self._next < len(moments) else None
-        wanted = (moment.work, moment.stage, moment.micro_batch, moment.block) if moment is not None else None
+        wanted = (
+            (moment.work, moment.stage, moment.micro_batch, moment.block)
+            if moment is not None
+            else None
+        )
         if moment is None or found != wanted or self._action is None or self._action[0] is not work:
-            raise OrderError(f"pass {self._next} of the step is {_text(found)}, the chunks' schedule has {_text(wanted)}")
+            raise OrderError(
+                f"pass {self._next} of the step is {_text(found)}, the chunks' schedule has {_text(wanted)}"
+            )
         return moment
 
     def _end(self, block: int | None = None) -> None:
@@ -247,8 +343,13 @@ class ChunkManager:
         chunk = self._groups[op.group][op.number]
         self._states.do(op)
         {
-            ChunkAction.DROP: chunk.drop, ChunkAction.FETCH: chunk.fetch, ChunkAction.GATHER: chunk.gather, ChunkAction.RELEASE: chunk.release,
-            ChunkAction.REDUCE: chunk.reduce, ChunkAction.SEND: chunk.send, ChunkAction.RETURN: chunk.bring_back,
+            ChunkAction.DROP: chunk.drop,
+            ChunkAction.FETCH: chunk.fetch,
+            ChunkAction.GATHER: chunk.gather,
+            ChunkAction.RELEASE: chunk.release,
+            ChunkAction.REDUCE: chunk.reduce,
+            ChunkAction.SEND: chunk.send,
+            ChunkAction.RETURN: chunk.bring_back,
         }[op.does]()
         over = {ChunkAction.REDUCE: chunk.reduced, ChunkAction.SEND: chunk.sent}.get(op.does)
         if over is not None and op.issued >= self._next:
@@ -281,7 +382,14 @@ def _placed_as(whole: Tensor, part: Tensor) -> Tensor:
     """`part`, this rank's of a tensor like `whole`, as that is placed."""
     if not isinstance(whole, DTensor):
         return part
-    return DTensor.from_local(part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        part,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
 
 
 def _short(name: str) -> str:

@@ -1,10 +1,12 @@
-"""Batches of tokens: synthetic, or from a memory-mapped file. A sequence depends on its global index alone, so every
-mesh trains on the same data and data-parallel rank r reads rows [r n, (r + 1) n) of every global batch.
+"""Batches of tokens: synthetic, or from a memory-mapped file. A sequence depends on its global
+index alone, so every mesh trains on the same data and data-parallel rank r reads rows [r n, (r + 1)
+n) of every global batch.
 
-The order of a file: it is cut into sequences, each from where the last ended (and one id on, for its targets). Row r of
-step s is global index s B + r, with B the global batch size. Every pass over the file takes each sequence once, in an
-order that the seed and the number of the pass decide (`parplan.executor.data.shuffle`), or in the file's with --no-shuffle. To go on
-after step s nothing has to be kept but s.
+The order of a file: it is cut into sequences, each from where the last ended (and one id on, for
+its targets). Row r of step s is global index s B + r, with B the global batch size. Every pass over
+the file takes each sequence once, in an order that the seed and the number of the pass decide
+(`parplan.executor.data.shuffle`), or in the file's with --no-shuffle. To go on after step s nothing
+has to be kept but s.
 """
 
 from __future__ import annotations
@@ -32,10 +34,18 @@ Batches = Callable[[int], tuple[Tensor, Tensor]]
 
 
 def build_batches(plan: Plan, dp_rank: int, options: Options) -> Batches:
-    """step -> (ids, targets), each [sequences of this rank, sequence length]; targets are the ids one token later."""
+    """step -> (ids, targets), each [sequences of this rank, sequence length]; targets are the ids
+    one token later.
+    """
     if options.data is None:
         return synthetic(plan, dp_rank, options.seed)
-    return from_file(plan, dp_rank, options.data, options.data_dtype, seed=options.seed if options.shuffle else None)
+    return from_file(
+        plan,
+        dp_rank,
+        options.data,
+        options.data_dtype,
+        seed=options.seed if options.shuffle else None,
+    )
 
 
 def synthetic(plan: Plan, dp_rank: int, seed: int) -> Batches:
@@ -43,22 +53,33 @@ def synthetic(plan: Plan, dp_rank: int, seed: int) -> Batches:
 
     def sequence(index: int) -> Tensor:
         generator = torch.Generator().manual_seed(derived_seed(seed, index))
-        return torch.randint(plan.model.vocab_size, (plan.training.seq_length + 1,), generator=generator)
+        return torch.randint(
+            plan.model.vocab_size, (plan.training.seq_length + 1,), generator=generator
+        )
 
     return _batches(plan, dp_rank, sequence)
 
 
-def from_file(plan: Plan, dp_rank: int, path: Path, data_type: str | None = None, *, seed: int | None = None) -> Batches:
-    """The sequences of a file of token ids; without a seed in the file's order. Raises ConfigError."""
+def from_file(
+    plan: Plan, dp_rank: int, path: Path, data_type: str | None = None, *, seed: int | None = None
+) -> Batches:
+    """The sequences of a file of token ids; without a seed in the file's order. Raises
+    ConfigError.
+    """
     length = plan.training.seq_length
     tokens = open_tokens(path, data_type, plan.model.vocab_size)
     num_sequences = (len(tokens) - 1) // length
     if num_sequences < 1:
-        raise ConfigError(f"{path}: {len(tokens)} tokens, one sequence needs {length + 1}", hint="use a longer file")
+        raise ConfigError(
+            f"{path}: {len(tokens)} tokens, one sequence needs {length + 1}",
+            hint="use a longer file",
+        )
 
     def sequence(index: int) -> Tensor:
         epoch, place = divmod(index, num_sequences)
-        start = (place if seed is None else shuffled(place, num_sequences, seed=seed, epoch=epoch)) * length
+        start = (
+            place if seed is None else shuffled(place, num_sequences, seed=seed, epoch=epoch)
+        ) * length
         ids = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64))
         _check_ids(int(ids.min()), int(ids.max()), plan.model.vocab_size, path)
         return ids
@@ -67,18 +88,28 @@ def from_file(plan: Plan, dp_rank: int, path: Path, data_type: str | None = None
 
 
 def open_tokens(path: Path, data_type: str | None, vocab_size: int) -> np.ndarray:
-    """The ids, mapped into memory: a .npy by its header, anything else by what lies beside it or as `data_type`.
+    """The ids, mapped into memory: a .npy by its header, anything else by what lies beside it or as
+    `data_type`.
 
-    Raises ConfigError for a file that is not one row of ids, and for two statements about it that differ.
+    Raises ConfigError for a file that is not one row of ids, and for two statements about it that
+    differ.
     """
     if data_type is not None and data_type not in TOKEN_TYPES:
         raise unknown_name_error("token type", data_type, TOKEN_TYPES, where="--data-dtype")
     if path.suffix == ".npz":
-        raise ConfigError(f"{path}: an archive of arrays cannot be mapped into memory", hint="save the ids with numpy.save, as a .npy")
+        raise ConfigError(
+            f"{path}: an archive of arrays cannot be mapped into memory",
+            hint="save the ids with numpy.save, as a .npy",
+        )
     require_regular(path, hint=_OTHER_DATA)
-    tokens = _mapped_array(path) if path.suffix == ".npy" else _mapped_ids(path, data_type, vocab_size)
+    tokens = (
+        _mapped_array(path) if path.suffix == ".npy" else _mapped_ids(path, data_type, vocab_size)
+    )
     if data_type not in (None, tokens.dtype.name):
-        raise ConfigError(f"{path} holds {tokens.dtype.name}, --data-dtype says {data_type}", hint="leave --data-dtype out")
+        raise ConfigError(
+            f"{path} holds {tokens.dtype.name}, --data-dtype says {data_type}",
+            hint="leave --data-dtype out",
+        )
     return tokens
 
 
@@ -87,12 +118,23 @@ def _mapped_array(path: Path) -> np.ndarray:
         # not np.load, which also opens archives and pickles
         with np.errstate(over="ignore"):
             tokens = np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError, TypeError, OverflowError, SyntaxError, MemoryError, TokenError) as error:  # numpy checks a header little
-        raise ConfigError(f"cannot read {path} as a .npy file: {error}", hint="save the ids again with numpy.save") from None
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        SyntaxError,
+        MemoryError,
+        TokenError,
+    ) as error:  # numpy checks a header little
+        raise ConfigError(
+            f"cannot read {path} as a .npy file: {error}", hint="save the ids again with numpy.save"
+        ) from None
     if tokens.dtype.name not in ARRAY_TYPES or tokens.ndim != 1:
         raise ConfigError(
             f"{path}: {tokens.ndim} dimensions of {tokens.dtype.name}, it must be one row of {', '.join(ARRAY_TYPES)}",
-            hint="save the ids as one flat array")
+            hint="save the ids as one flat array",
+        )
     return tokens
 
 
@@ -105,12 +147,18 @@ def _mapped_ids(path: Path, data_type: str | None, vocab_size: int) -> np.ndarra
         if not size:
             raise ConfigError(f"{path} is empty", hint="check --data")
         if size % dtype.itemsize:
-            raise ConfigError(f"{path}: {size} bytes are not a whole number of {name} ids", hint="check --data-dtype")
+            raise ConfigError(
+                f"{path}: {size} bytes are not a whole number of {name} ids",
+                hint="check --data-dtype",
+            )
         tokens = np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint=_OTHER_DATA) from None
     if beside and beside.count != len(tokens):
-        raise ConfigError(f"{path}: {len(tokens)} ids, the .json beside it says {beside.count}", hint="write it again: plan tokenize")
+        raise ConfigError(
+            f"{path}: {len(tokens)} ids, the .json beside it says {beside.count}",
+            hint="write it again: plan tokenize",
+        )
     if beside:
         _check_ids(0, beside.largest_id, vocab_size, path)
     return tokens
@@ -120,11 +168,14 @@ def _check_ids(least: int, largest: int, vocab_size: int, path: Path) -> None:
     if least < 0 or largest >= vocab_size:
         raise ConfigError(
             f"{path}: token id {least if least < 0 else largest}, the vocabulary has {vocab_size}",
-            hint="check --data-dtype and the model's vocab_size")
+            hint="check --data-dtype and the model's vocab_size",
+        )
 
 
 def _batches(plan: Plan, dp_rank: int, sequence: Callable[[int], Tensor]) -> Batches:
-    """step -> (ids, targets), each [sequences of this rank, sequence length]; targets are the ids one token later."""
+    """step -> (ids, targets), each [sequences of this rank, sequence length]; targets are the ids
+    one token later.
+    """
     rows = plan.training.global_batch_size // plan.mesh.dp
 
     def batch(step: int) -> tuple[Tensor, Tensor]:

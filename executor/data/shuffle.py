@@ -1,17 +1,23 @@
-"""A shuffled order of n things in constant memory: where each goes is computed, no list of them is made."""
+"""A shuffled order of n things in constant memory: where each goes is computed, no list of them is
+made.
+"""
 
 from __future__ import annotations
 
 import hashlib
 
-_ROUNDS = 4  # Luby and Rackoff 1988, doi:10.1137/0217022: three make a Feistel network look random, four against inverse queries
+# Luby and Rackoff 1988, doi:10.1137/0217022: three make a Feistel network look random, four against
+# inverse queries
+_ROUNDS = 4
 
 
 def shuffled(place: int, num: int, *, seed: int, epoch: int) -> int:
-    """Which of `num` things comes at `place`: over all places each comes once, another order for each seed and epoch.
+    """Which of `num` things comes at `place`: over all places each comes once, another order for
+    each seed and epoch.
 
-    A Feistel network permutes the 4^b >= num numbers of 2 b bits; where it leaves the first `num` it is applied again
-    until it comes back (cycle walking: Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9), at most four times on average.
+    A Feistel network permutes the 4^b >= num numbers of 2 b bits; where it leaves the first `num`
+    it is applied again until it comes back (cycle walking: Black and Rogaway 2002,
+    doi:10.1007/3-540-45760-7_9), at most four times on average.
     """
     half_bits = max(1, ((num - 1).bit_length() + 1) // 2)
     key = f"{seed}/{epoch}/".encode()

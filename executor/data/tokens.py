@@ -1,8 +1,9 @@
 """Files of token ids: what lies beside them, and how text becomes one. Needs no torch.
 
-A token file is the ids alone, little-endian, as nanoGPT and Megatron's readers have them; `tokens.bin.json` beside it
-says what they are. Every document is followed by the tokenizer's end-of-document id. Text is read and written in pieces,
-so a corpus of any size takes the same memory.
+A token file is the ids alone, little-endian, as nanoGPT and Megatron's readers have them;
+`tokens.bin.json` beside it says what they are. Every document is followed by the tokenizer's
+end-of-document id. Text is read and written in pieces, so a corpus of any size takes the same
+memory.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ _FORBID = {"extra": "forbid"}
 _AGAIN = "write it again: plan tokenize"
 _OTHER_FILE = "check --output"
 TOKEN_TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-PIECE = 4 * MIB  # characters or bytes of a document that are held at once; a longer document is cut after a newline
+PIECE = (
+    4 * MIB
+)  # characters or bytes of a document that are held at once; a longer document is cut after a newline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """What `tokens.bin.json` says: `count` ids of `dtype`, none above `largest_id`, of a tokenizer with `vocab_size` ids."""
+    """What `tokens.bin.json` says: `count` ids of `dtype`, none above `largest_id`, of a tokenizer
+    with `vocab_size` ids.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -50,7 +55,9 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """`encode` turns a document, as an open binary file, into ids, piece by piece. Ids are below `vocab_size`."""
+    """`encode` turns a document, as an open binary file, into ids, piece by piece. Ids are below
+    `vocab_size`.
+    """
 
     name: str
     vocab_size: int
@@ -63,14 +70,18 @@ def sidecar_path(path: Path) -> Path:
 
 
 def read_sidecar(path: Path) -> TokenFile | None:
-    """What lies beside the token file at `path`, or None. Raises ConfigError for one that cannot be read."""
+    """What lies beside the token file at `path`, or None. Raises ConfigError for one that cannot be
+    read.
+    """
     beside = sidecar_path(path)
     if not os.path.lexists(beside):
         return None
     found = read_json(beside, hints=Hints(_AGAIN, _AGAIN))
     version = found.get("version") if isinstance(found, dict) else None
     if version != SIDECAR_VERSION:
-        raise ConfigError(f"{beside}: version {version}, this reads version {SIDECAR_VERSION}", hint=_AGAIN)
+        raise ConfigError(
+            f"{beside}: version {version}, this reads version {SIDECAR_VERSION}", hint=_AGAIN
+        )
     sidecar = parse(TokenFile, found, str(beside))
     if sidecar.dtype not in TOKEN_TYPES:
         raise unknown_name_error("dtype", str(sidecar.dtype), TOKEN_TYPES, where=str(beside))
@@ -88,38 +99,55 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def load_tokenizer(name: str, *, download: bool = False) -> Tokenizer:
-    """`bytes`, or a Hugging Face tokenizer by its folder, with `download` also by its name on the hub. Raises ConfigError."""
+    """`bytes`, or a Hugging Face tokenizer by its folder, with `download` also by its name on the
+    hub. Raises ConfigError.
+    """
     return bytes_tokenizer() if name == "bytes" else _hugging_face(name, download=download)
 
 
 def _hugging_face(name: str, *, download: bool) -> Tokenizer:
     if find_spec("transformers") is None:
-        raise ConfigError(f"--tokenizer {name} needs the package transformers", hint="pip install 'parplan[tokenize]'")
+        raise ConfigError(
+            f"--tokenizer {name} needs the package transformers",
+            hint="pip install 'parplan[tokenize]'",
+        )
     if download:
         allow_download()
     elif not os.path.isdir(name):
         raise ConfigError(
-            f"--tokenizer {name}: no such folder", hint="give 'bytes' or the folder of a Hugging Face tokenizer, or add --download")
-    with hub_refusals(f"--tokenizer {name}", "give 'bytes', or the folder of a Hugging Face tokenizer"):
+            f"--tokenizer {name}: no such folder",
+            hint="give 'bytes' or the folder of a Hugging Face tokenizer, or add --download",
+        )
+    with hub_refusals(
+        f"--tokenizer {name}", "give 'bytes', or the folder of a Hugging Face tokenizer"
+    ):
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(name, local_files_only=not download, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            name, local_files_only=not download, trust_remote_code=False
+        )
     if loaded.eos_token_id is None:
-        raise ConfigError(f"--tokenizer {name} has no end-of-document token (eos_token)", hint="set eos_token in its tokenizer_config.json")
+        raise ConfigError(
+            f"--tokenizer {name} has no end-of-document token (eos_token)",
+            hint="set eos_token in its tokenizer_config.json",
+        )
 
     def encode(document: IO[bytes]) -> Iterator[Sequence[int]]:
         for piece in text_pieces(document):
             yield loaded(piece, add_special_tokens=False, verbose=False)["input_ids"]
 
     vocab_size = max(loaded.get_vocab().values()) + 1  # not len(): ids may have gaps
-    return Tokenizer(name=name, vocab_size=vocab_size, end_of_document=loaded.eos_token_id, encode=encode)
+    return Tokenizer(
+        name=name, vocab_size=vocab_size, end_of_document=loaded.eos_token_id, encode=encode
+    )
 
 
 def text_pieces(document: IO[bytes], size: int = PIECE) -> Iterator[str]:
-    """The document's UTF-8 text in pieces that end where the next starts with no white space, after a newline.
+    """The document's UTF-8 text in pieces that end where the next starts with no white space, after
+    a newline.
 
-    That is where the tokenizers that split text into words (GPT-2's, Llama 3's) split it anyway; a document shorter than
-    `size` bytes is one piece. Raises ConfigError for other text.
+    That is where the tokenizers that split text into words (GPT-2's, Llama 3's) split it anyway; a
+    document shorter than `size` bytes is one piece. Raises ConfigError for other text.
     """
     held = document.read(size)
     while more := document.read(size):
@@ -131,7 +159,9 @@ def text_pieces(document: IO[bytes], size: int = PIECE) -> Iterator[str]:
 
 
 def _cut(held: bytes) -> int:
-    """Where `held` can be cut last: after a newline that something other than white space follows; 0 for nowhere."""
+    """Where `held` can be cut last: after a newline that something other than white space follows;
+    0 for nowhere.
+    """
     end = len(held)
     while (end := held.rfind(b"\n", 0, end)) >= 0:
         if held[end + 1 : end + 2].strip():
@@ -144,17 +174,24 @@ def _text(piece: bytes, document: IO[bytes]) -> str:
         return piece.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{document.name}: not UTF-8, {error.reason} 0x{piece[error.start]:02x}", hint="convert it, or use --tokenizer bytes") from None
+            f"{document.name}: not UTF-8, {error.reason} 0x{piece[error.start]:02x}",
+            hint="convert it, or use --tokenizer bytes",
+        ) from None
 
 
 def documents(inputs: Iterable[Path], pattern: str) -> tuple[Path, ...]:
-    """The files among `inputs`, and those in folders that match `pattern`, each folder's in order. Raises ConfigError."""
+    """The files among `inputs`, and those in folders that match `pattern`, each folder's in order.
+    Raises ConfigError.
+    """
     found: list[Path] = []
     for path in inputs:
         if os.path.isdir(path):
             inside = _matching(path, pattern)
             if not inside:
-                raise ConfigError(f"{path}: no file matches --glob {pattern!r}", hint="--glob '**/*.txt' looks in every folder below")
+                raise ConfigError(
+                    f"{path}: no file matches --glob {pattern!r}",
+                    hint="--glob '**/*.txt' looks in every folder below",
+                )
             found += inside
         elif os.path.isfile(path):
             found.append(path)
@@ -164,29 +201,49 @@ def documents(inputs: Iterable[Path], pattern: str) -> tuple[Path, ...]:
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
-    """The files in a folder that match, in order. Raises ConfigError for what is no pattern of names below it."""
+    """The files in a folder that match, in order. Raises ConfigError for what is no pattern of
+    names below it.
+    """
     try:
         return sorted(file for file in folder.glob(pattern) if file.is_file())
     except (ValueError, NotImplementedError, IndexError):
         raise ConfigError(
-            f"--glob {pattern!r} is no pattern of names below {folder}", hint="--glob '**/*.txt' looks in every folder below") from None
+            f"--glob {pattern!r} is no pattern of names below {folder}",
+            hint="--glob '**/*.txt' looks in every folder below",
+        ) from None
 
 
-def write_tokens(inputs: Sequence[Path], output: Path, tokenizer: Tokenizer, dtype: str = "auto") -> TokenFile:
-    """Write the ids of `inputs` to `output` and what they are beside it; neither is there before both are whole.
+def write_tokens(
+    inputs: Sequence[Path], output: Path, tokenizer: Tokenizer, dtype: str = "auto"
+) -> TokenFile:
+    """Write the ids of `inputs` to `output` and what they are beside it; neither is there before
+    both are whole.
 
     Empty documents are left out. Raises ConfigError, and then leaves `output` as it was.
     """
     name = _chosen_dtype(tokenizer, dtype)
     if output.suffix != ".bin":
-        raise ConfigError(f"--output {output}: token files are named .bin", hint=f"-o {output.with_suffix('.bin')}")
-    with replacing(output, hint=_OTHER_FILE) as file, replacing(sidecar_path(output), hint=_OTHER_FILE) as beside:
+        raise ConfigError(
+            f"--output {output}: token files are named .bin",
+            hint=f"-o {output.with_suffix('.bin')}",
+        )
+    with (
+        replacing(output, hint=_OTHER_FILE) as file,
+        replacing(sidecar_path(output), hint=_OTHER_FILE) as beside,
+    ):
         count, num_documents, largest = _write_documents(inputs, file, tokenizer, TOKEN_TYPES[name])
         if not count:
             raise ConfigError(f"all {len(inputs)} documents are empty", hint="check INPUT")
         found = TokenFile(
-            version=SIDECAR_VERSION, dtype=name, count=count, documents=num_documents, vocab_size=tokenizer.vocab_size, largest_id=largest,
-            end_of_document=tokenizer.end_of_document, tokenizer=tokenizer.name)
+            version=SIDECAR_VERSION,
+            dtype=name,
+            count=count,
+            documents=num_documents,
+            vocab_size=tokenizer.vocab_size,
+            largest_id=largest,
+            end_of_document=tokenizer.end_of_document,
+            tokenizer=tokenizer.name,
+        )
         beside.write(json.dumps(asdict(found), indent=2).encode() + b"\n")
     return found
 
@@ -197,11 +254,16 @@ def _chosen_dtype(tokenizer: Tokenizer, dtype: str) -> str:
     if dtype not in TOKEN_TYPES:
         raise unknown_name_error("token type", dtype, TOKEN_TYPES, where="--dtype")
     if tokenizer.vocab_size > np.iinfo(TOKEN_TYPES[dtype]).max + 1:
-        raise ConfigError(f"--dtype {dtype}: the tokenizer has {tokenizer.vocab_size} ids", hint="use --dtype uint32, or auto")
+        raise ConfigError(
+            f"--dtype {dtype}: the tokenizer has {tokenizer.vocab_size} ids",
+            hint="use --dtype uint32, or auto",
+        )
     return dtype
 
 
-def _write_documents(inputs: Sequence[Path], file: IO[bytes], tokenizer: Tokenizer, dtype: np.dtype[Any]) -> tuple[int, int, int]:
+def _write_documents(
+    inputs: Sequence[Path], file: IO[bytes], tokenizer: Tokenizer, dtype: np.dtype[Any]
+) -> tuple[int, int, int]:
     """Ids written, documents that were not empty, the largest id."""
     count = num_documents = largest = 0
     end = np.array([tokenizer.end_of_document], dtype=dtype)
@@ -212,7 +274,11 @@ def _write_documents(inputs: Sequence[Path], file: IO[bytes], tokenizer: Tokeniz
             count, largest = count + len(ids), max(largest, int(ids.max()))
         if count > before:
             file.write(end.tobytes())
-            count, num_documents, largest = count + 1, num_documents + 1, max(largest, tokenizer.end_of_document)
+            count, num_documents, largest = (
+                count + 1,
+                num_documents + 1,
+                max(largest, tokenizer.end_of_document),
+            )
     return count, num_documents, largest
 
 
@@ -223,4 +289,6 @@ def _encoded(path: Path, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Iterator
                 if len(ids):
                     yield np.asarray(ids).astype(dtype)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="check INPUT") from None
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror or error}", hint="check INPUT"
+        ) from None

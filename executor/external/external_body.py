@@ -1,8 +1,10 @@
-"""One pipeline stage of a module: its own forward pass, with stand-ins for the parts that other stages own.
+"""One pipeline stage of a module: its own forward pass, with stand-ins for the parts that other
+stages own.
 
-A part of the embedding that is elsewhere gives zeros of the shape it would give. A block that is elsewhere hands on its
-input; the one right before this stage's first block gives what was received instead, and the one right after its last
-ends the forward pass there. So positions, masks and rotary tables are made on every stage as the module makes them.
+A part of the embedding that is elsewhere gives zeros of the shape it would give. A block that is
+elsewhere hands on its input; the one right before this stage's first block gives what was received
+instead, and the one right after its last ends the forward pass there. So positions, masks and
+rotary tables are made on every stage as the module makes them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Hidden = Callable[[Tensor], Tensor]
 
 
 class _StageEnds(BaseException):
-    """Carries a stage's output out of the module's forward pass; not an Exception, which the module might catch."""
+    """Carries a stage's output out of the module's forward pass; not an Exception, which the module
+    might catch.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -31,14 +35,20 @@ class _StageEnds(BaseException):
 
 
 class _StandIn(nn.Module):
-    """In the place of a part that another stage owns; whatever else the module asks of it, the part says (on meta)."""
+    """In the place of a part that another stage owns; whatever else the module asks of it, the part
+    says (on meta).
+    """
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        object.__setattr__(self, "part", part)  # not a submodule: its parameters are not this stage's
+        object.__setattr__(
+            self, "part", part
+        )  # not a submodule: its parameters are not this stage's
         for module in part.modules():
             for key, parameter in module.named_parameters(recurse=False):
-                module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                module._parameters[key] = nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
+                )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "part"), name)
@@ -50,7 +60,9 @@ class _AbsentEmbedding(_StandIn):
         self.shape, self.dtype = shape, dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=first_tensor(args, kwargs)[1].device).expand(self.shape)
+        return torch.zeros(
+            (), dtype=self.dtype, device=first_tensor(args, kwargs)[1].device
+        ).expand(self.shape)
 
 
 class _AbsentHead(_StandIn):
@@ -59,7 +71,9 @@ class _AbsentHead(_StandIn):
 
 
 class _AbsentBlock(_StandIn):
-    """Hands on its input, or what `hidden` makes of it, in the form in which the block returns it."""
+    """Hands on its input, or what `hidden` makes of it, in the form in which the block returns
+    it.
+    """
 
     def __init__(self, part: nn.Module, entries: int | None, hidden: Hidden) -> None:
         super().__init__(part)
@@ -85,7 +99,9 @@ class Ending(nn.Module):
 class ExternalBody(nn.Module):
     """A stage of `model`, whose parameters keep the module's own names behind `model.`"""
 
-    def __init__(self, model: nn.Module, tied: tuple[nn.Module, str] | None, ends_model: bool) -> None:
+    def __init__(
+        self, model: nn.Module, tied: tuple[nn.Module, str] | None, ends_model: bool
+    ) -> None:
         super().__init__()
         self.model = model
         self._tied = (tied,)  # in a tuple: not a submodule a second time
@@ -94,7 +110,9 @@ class ExternalBody(nn.Module):
             self.head = Ending()
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """`x` are token ids on the first stage, else what the stage before handed on; `ids` those of the micro-batch."""
+        """`x` are token ids on the first stage, else what the stage before handed on; `ids` those
+        of the micro-batch.
+        """
         self.received = x
         try:
             return logits_of(self.model(x if ids is None else ids))
@@ -119,33 +137,56 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     model.get_submodule(parent)._modules[key] = module
 
 
-def cut(body: ExternalBody, structure: Structure, own: set[str], dtype: torch.dtype, split: Hidden | None) -> None:
-    """Replace the parts that are not among the names `own`. `dtype` is that of activations; `split` is done to the output
-    of the embedding, of which the module makes positions and masks, before it enters a block or leaves the stage.
+def cut(
+    body: ExternalBody,
+    structure: Structure,
+    own: set[str],
+    dtype: torch.dtype,
+    split: Hidden | None,
+) -> None:
+    """Replace the parts that are not among the names `own`. `dtype` is that of activations; `split`
+    is done to the output of the embedding, of which the module makes positions and masks, before it
+    enters a block or leaves the stage.
     """
     _cut_ends(body.model, structure, own, dtype)
     model, blocks = body.model, structure.blocks
-    has_embedding, has_head = (bool(set(names) & own) for names in (structure.embedding, structure.head))
+    has_embedding, has_head = (
+        bool(set(names) & own) for names in (structure.embedding, structure.head)
+    )
     held = [name in own for name in blocks]
     starts = held.index(True) if any(held) else len(blocks) if has_head and not has_embedding else 0
     ends = starts + sum(held)
     for index, name in enumerate(blocks):
         if not held[index]:
             hidden = _hidden(body, index, starts, ends, split)
-            put(model, name, _AbsentBlock(model.get_submodule(name), structure.trace.entries, hidden))
+            put(
+                model,
+                name,
+                _AbsentBlock(model.get_submodule(name), structure.trace.entries, hidden),
+            )
     if held[0] and (split or not has_embedding):
         # before FSDP's own hook, which must see what the block really reads
         enter = partial(_change_first, split if has_embedding and split else body.receive)
-        model.get_submodule(blocks[0]).register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+        model.get_submodule(blocks[0]).register_forward_pre_hook(
+            enter, with_kwargs=True, prepend=True
+        )
     if held[-1] and not has_head:
-        model.get_submodule(blocks[-1]).register_forward_hook(lambda module, args, out: _end(hidden_of(out)))
+        model.get_submodule(blocks[-1]).register_forward_hook(
+            lambda module, args, out: _end(hidden_of(out))
+        )
 
 
 def _cut_ends(model: nn.Module, structure: Structure, own: set[str], dtype: torch.dtype) -> None:
     for name in structure.embedding:
         if name not in own:
             shape, made = structure.trace.shapes[name]
-            put(model, name, _AbsentEmbedding(model.get_submodule(name), shape, dtype if made.is_floating_point else made))
+            put(
+                model,
+                name,
+                _AbsentEmbedding(
+                    model.get_submodule(name), shape, dtype if made.is_floating_point else made
+                ),
+            )
     for name in structure.head:
         if name not in own:
             put(model, name, _AbsentHead(model.get_submodule(name)))
@@ -158,6 +199,12 @@ def _hidden(body: ExternalBody, index: int, starts: int, ends: int, split: Hidde
     return body.receive if index == starts - 1 else lambda x: x
 
 
-def _change_first(change: Hidden, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _change_first(
+    change: Hidden, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     where, hidden = first_tensor(args, kwargs)
-    return ((change(hidden), *args[1:]), kwargs) if isinstance(where, int) else (args, kwargs | {where: change(hidden)})
+    return (
+        ((change(hidden), *args[1:]), kwargs)
+        if isinstance(where, int)
+        else (args, kwargs | {where: change(hidden)})
+    )

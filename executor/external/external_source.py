@@ -1,8 +1,10 @@
-"""The module that a plan names, unmodified: a Hugging Face causal LM from its config, or what a user's function returns.
+"""The module that a plan names, unmodified: a Hugging Face causal LM from its config, or what a
+user's function returns.
 
-A Hugging Face model is made without memory for its parameters; `ExternalSource.fill` then makes those of one part, a function of
-the seed and the part's own names alone, with the family's own initialisation. A function's module comes with its values:
-every rank has the whole of it on the host until it keeps its own parts.
+A Hugging Face model is made without memory for its parameters; `ExternalSource.fill` then makes
+those of one part, a function of the seed and the part's own names alone, with the family's own
+initialisation. A function's module comes with its values: every rank has the whole of it on the
+host until it keeps its own parts.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ Fill = Callable[[str, nn.Module], None]
 class ExternalSource:
     """`fill(name, part)` gives the parameters of a part of `model` their values, on the host.
 
-    styles: how transformers divides the linear layers of a block over tensor-parallel ranks, by name inside the block
+    styles: how transformers divides the linear layers of a block over tensor-parallel ranks, by
+    name inside the block
     """
 
     model: nn.Module
@@ -47,29 +50,39 @@ class ExternalSource:
 
 
 def open_source(plan: Plan, seed: int) -> ExternalSource:
-    """The module of `plan`. Raises ConfigError: no such function, not a module, transformers is missing or knows no such model."""
+    """The module of `plan`. Raises ConfigError: no such function, not a module, transformers is
+    missing or knows no such model.
+    """
     module = plan.module
     if module is None:
         raise ConfigError("module: the plan names none")
     if module.huggingface is not None:
         return _hugging_face(plan, module.huggingface, seed)
-    return ExternalSource(model=_call(module.factory or "", seed), fill=lambda name, part: None, styles={})
+    return ExternalSource(
+        model=_call(module.factory or "", seed), fill=lambda name, part: None, styles={}
+    )
 
 
 def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> ExternalSource:
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise ConfigError(f"module: the plan runs a Hugging Face model, and transformers is not installed ({error})",
-                          hint="pip install transformers") from None
+        raise ConfigError(
+            f"module: the plan runs a Hugging Face model, and transformers is not installed ({error})",
+            hint="pip install transformers",
+        ) from None
     require_names(values)
     require_known_type(values, CONFIG_MAPPING)
     with users_code(MAKING[0], hint=MAKING[1]):
-        config = AutoConfig.for_model(values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY})
+        config = AutoConfig.for_model(
+            values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY}
+        )
         config.use_cache = False
         deferred = Deferred()
         with deferred, parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION[plan.training.attention])
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION[plan.training.attention]
+            )
         give_values(model, deferred)
     _check_positions(plan, config)
     styles = getattr(config, "base_model_tp_plan", None) or {}
@@ -79,12 +92,19 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> ExternalS
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have no memory for parameters, large or small (as accelerate's init_empty_weights)."""
+    """Modules made inside have no memory for parameters, large or small (as accelerate's
+    init_empty_weights).
+    """
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":  # one that is there already is shared, and stays one
-            parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32, device="meta"), parameter.requires_grad)
+        if (
+            parameter is not None and parameter.device.type != "meta"
+        ):  # one that is there already is shared, and stays one
+            parameter = nn.Parameter(
+                torch.empty_like(parameter, dtype=torch.float32, device="meta"),
+                parameter.requires_grad,
+            )
         register(module, name, parameter)
 
     nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
@@ -97,7 +117,10 @@ def parameters_on_meta() -> Iterator[None]:
 def _check_positions(plan: Plan, config: Any) -> None:
     length, positions = plan.training.seq_length, getattr(config, "max_position_embeddings", None)
     if plan.model.positions is Positions.LEARNED and positions is not None and length > positions:
-        raise ConfigError(f"module: seq_length is {length}, the model learns {positions} positions", hint=f"use --seq-length {positions}")
+        raise ConfigError(
+            f"module: seq_length is {length}, the model learns {positions} positions",
+            hint=f"use --seq-length {positions}",
+        )
 
 
 class _Initializer:
@@ -111,7 +134,12 @@ class _Initializer:
         for module in part.modules():
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
-                    module.register_parameter(key, nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad))
+                    module.register_parameter(
+                        key,
+                        nn.Parameter(
+                            torch.empty_like(parameter, device="cpu"), parameter.requires_grad
+                        ),
+                    )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             self._visit(name, part, self.model._init_weights)
 
@@ -130,17 +158,25 @@ def _call(factory: str, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = function_of(factory)()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"module: {factory} returned {type(model).__name__}, it must return a torch.nn.Module")
+        raise ConfigError(
+            f"module: {factory} returned {type(model).__name__}, it must return a torch.nn.Module"
+        )
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float32 or parameter.is_meta:
-            raise ConfigError(f"module: parameter {name} is {parameter.dtype} on {parameter.device}, it must be fp32 and have values",
-                              hint=f"let {factory} make fp32; the plan's precision decides what it computes in")
+            raise ConfigError(
+                f"module: parameter {name} is {parameter.dtype} on {parameter.device}, it must be fp32 and have values",
+                hint=f"let {factory} make fp32; the plan's precision decides what it computes in",
+            )
     return model.train()
 
 
 def logits_of(output: object) -> Tensor:
-    """The logits [batch, sequence, vocabulary] that a module returned, or those inside. Raises ConfigError."""
+    """The logits [batch, sequence, vocabulary] that a module returned, or those inside. Raises
+    ConfigError.
+    """
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
-        raise ConfigError(f"module: it returned {type(output).__name__}, it must return logits, or something with .logits")
+        raise ConfigError(
+            f"module: it returned {type(output).__name__}, it must return logits, or something with .logits"
+        )
     return logits

@@ -1,4 +1,6 @@
-"""One stage of a foreign module on this rank: its parts filled, divided, recomputed and sharded as the plan says."""
+"""One stage of a foreign module on this rank: its parts filled, divided, recomputed and sharded as
+the plan says.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +48,30 @@ class _Site:
         return self.model.get_submodule(name)
 
 
-def build_external(plan: Plan, ranks: RankPlace, seed: int, groups: Sequence[tuple[PlacedLayer, ...]]) -> tuple[ExternalBody, tuple[Unit, ...]]:
-    """The body of a stage that holds the layers of `groups`, which are gathered together. Raises ConfigError."""
+def build_external(
+    plan: Plan, ranks: RankPlace, seed: int, groups: Sequence[tuple[PlacedLayer, ...]]
+) -> tuple[ExternalBody, tuple[Unit, ...]]:
+    """The body of a stage that holds the layers of `groups`, which are gathered together. Raises
+    ConfigError.
+    """
     source = open_source(plan, seed)
-    site = _Site(plan=plan, ranks=ranks, source=source, structure=find_structure(source.model, plan))
+    site = _Site(
+        plan=plan, ranks=ranks, source=source, structure=find_structure(source.model, plan)
+    )
     layers = [layer for group in groups for layer in group]
     units = [_build_unit(site, group) for group in groups]
     own = {name for layer in layers for name in site.structure.names(layer.kind, layer.index)}
-    body = ExternalBody(source.model, _tied_here(site, own), any(layer.kind is LayerKind.HEAD for layer in layers))
+    body = ExternalBody(
+        source.model, _tied_here(site, own), any(layer.kind is LayerKind.HEAD for layer in layers)
+    )
     divided = ranks.tp_mesh is not None and layers[0].plan.sequence_parallel
-    cut(body, site.structure, own, compute_dtype(plan.training.precision), partial(split_sequence, ranks.tp_mesh) if divided else None)
+    cut(
+        body,
+        site.structure,
+        own,
+        compute_dtype(plan.training.precision),
+        partial(split_sequence, ranks.tp_mesh) if divided else None,
+    )
     _move_buffers(source.model, ranks.device)
     if ranks.tp_mesh is not None and hasattr(body, "head"):
         body.head.loss.group = ranks.tp_mesh.get_group()
@@ -83,7 +99,9 @@ def _build_unit(site: _Site, group: tuple[PlacedLayer, ...]) -> Unit:
 
 
 def _tie(site: _Site, *, fill: bool) -> None:
-    """Give the head the token table's Parameter; with `fill` that one's values, where the table is on another stage."""
+    """Give the head the token table's Parameter; with `fill` that one's values, where the table is
+    on another stage.
+    """
     if site.structure.tied is None:
         return
     table, weight = site.structure.tied
@@ -102,13 +120,24 @@ def _divide(site: _Site, layer: PlacedLayer, parts: list[nn.Module]) -> None:
     elif layer.kind is LayerKind.HEAD:
         place_head(parts, mesh, sequence=sequence)
     else:
-        place_block(parts[0], site.source.styles, site.structure.trace.inputs, mesh, sequence=sequence)
+        place_block(
+            parts[0], site.source.styles, site.structure.trace.inputs, mesh, sequence=sequence
+        )
 
 
 def _tied_here(site: _Site, own: set[str]) -> tuple[nn.Module, str] | None:
-    """The module of this stage that holds a tied weight, and its name in it: the table if it is here, else the head's."""
+    """The module of this stage that holds a tied weight, and its name in it: the table if it is
+    here, else the head's.
+    """
     places: tuple[Place, ...] = site.structure.tied or ()
-    return next(((site.part(name), key) for name, key in places if any(f"{name}.".startswith(f"{part}.") for part in own)), None)
+    return next(
+        (
+            (site.part(name), key)
+            for name, key in places
+            if any(f"{name}.".startswith(f"{part}.") for part in own)
+        ),
+        None,
+    )
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

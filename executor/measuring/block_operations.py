@@ -1,4 +1,6 @@
-"""The executor's whole Block, forward and backward, as a rank runs it for one of a step's micro-batches."""
+"""The executor's whole Block, forward and backward, as a rank runs it for one of a step's
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from parplan.profiles.stack import NEUTRAL
 class Whole(Graph):
     """A Graph whose parameters add their gradients to the step's.
 
-    In fp32 autograd does that; in 16 bits the executor adds them to gradients in fp32 once the layer's backward pass is over.
+    In fp32 autograd does that; in 16 bits the executor adds them to gradients in fp32 once the
+    layer's backward pass is over.
     """
 
     parameters: tuple[nn.Parameter, ...] = ()
@@ -43,11 +46,24 @@ class Whole(Graph):
 def block_specs(sizes: Sizes) -> tuple[ModelSpec, TrainingSpec]:
     """The model of one block that a case is of, and how it is trained."""
     model = model_spec(
-        hidden_size=sizes["hidden"], num_heads=sizes["heads"], num_kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"],
-        ffn_hidden_size=sizes["ffn"], gated_ffn=bool(sizes["gated"]), norm=Norm.RMS_NORM if sizes["rms"] else Norm.LAYER_NORM,
-        positions=Positions.ROTARY if sizes["rotary"] else Positions.LEARNED, dropout=DROPOUT * bool(sizes["dropout"]),
-        linear_bias=not sizes["rms"], qkv_bias=not sizes["rms"])
-    return model, TrainingSpec(global_batch_size=sizes["batch"], seq_length=sizes["seq"], precision=Precision.FP32, stack=NEUTRAL)
+        hidden_size=sizes["hidden"],
+        num_heads=sizes["heads"],
+        num_kv_heads=sizes["kv_heads"],
+        head_dim=sizes["head_dim"],
+        ffn_hidden_size=sizes["ffn"],
+        gated_ffn=bool(sizes["gated"]),
+        norm=Norm.RMS_NORM if sizes["rms"] else Norm.LAYER_NORM,
+        positions=Positions.ROTARY if sizes["rotary"] else Positions.LEARNED,
+        dropout=DROPOUT * bool(sizes["dropout"]),
+        linear_bias=not sizes["rms"],
+        qkv_bias=not sizes["rms"],
+    )
+    return model, TrainingSpec(
+        global_batch_size=sizes["batch"],
+        seq_length=sizes["seq"],
+        precision=Precision.FP32,
+        stack=NEUTRAL,
+    )
 
 
 def block(sizes: Sizes) -> tuple[TimedPasses, ...]:
@@ -64,7 +80,14 @@ def block(sizes: Sizes) -> tuple[TimedPasses, ...]:
         if maker.dtype is torch.float32:
             _lay_out(parameters, accumulated)
             parameters = accumulated = ()
-        return Whole(lambda: module(x), (x,), (x,), maker.gradient(*shape), parameters=parameters, accumulated=accumulated)
+        return Whole(
+            lambda: module(x),
+            (x,),
+            (x,),
+            maker.gradient(*shape),
+            parameters=parameters,
+            accumulated=accumulated,
+        )
 
     return both(trial)
 

@@ -1,4 +1,6 @@
-"""The other operators of a model, each through the executor's own module, with the micro-batch that the case gives."""
+"""The other operators of a model, each through the executor's own module, with the micro-batch that
+the case gives.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from parplan.profiles.stack import AttentionKernel
 DROPOUT = 0.1  # its value does not change what runs
 
 
-def _module(make: Callable[[], nn.Module], shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[TimedPasses, ...]:
+def _module(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], out: tuple[int, ...]
+) -> tuple[TimedPasses, ...]:
     """A module of one input, both passes, with the gradients of the input and of all parameters."""
 
     def trial(maker: Maker) -> Trial:
@@ -58,11 +62,15 @@ def gelu(sizes: Sizes) -> tuple[TimedPasses, ...]:
 def swiglu(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """`width` is that of one half, and of the output."""
     tokens, width = sizes["tokens"], sizes["width"]
-    return _module(lambda: Activation(model_spec(gated_ffn=True)), (1, tokens, 2 * width), (1, tokens, width))
+    return _module(
+        lambda: Activation(model_spec(gated_ffn=True)), (1, tokens, 2 * width), (1, tokens, width)
+    )
 
 
 def rotary(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    model = model_spec(num_heads=sizes["heads"], num_kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"])
+    model = model_spec(
+        num_heads=sizes["heads"], num_kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"]
+    )
     shape = (sizes["batch"], sizes["seq"], model.q_size + 2 * model.kv_size)
     return _module(lambda: Rotary(model), shape, shape)
 
@@ -70,9 +78,17 @@ def rotary(sizes: Sizes) -> tuple[TimedPasses, ...]:
 def attention(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """Fused attention with the copies that the module makes of queries, keys and values."""
     model = model_spec(
-        num_heads=sizes["heads"], num_kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"], dropout=DROPOUT * bool(sizes["dropout"]))
+        num_heads=sizes["heads"],
+        num_kv_heads=sizes["kv_heads"],
+        head_dim=sizes["head_dim"],
+        dropout=DROPOUT * bool(sizes["dropout"]),
+    )
     tokens = (sizes["batch"], sizes["seq"])
-    return _module(lambda: Attention(model, AttentionKernel.FLASH), (*tokens, model.q_size + 2 * model.kv_size), (*tokens, model.q_size))
+    return _module(
+        lambda: Attention(model, AttentionKernel.FLASH),
+        (*tokens, model.q_size + 2 * model.kv_size),
+        (*tokens, model.q_size),
+    )
 
 
 def softmax(sizes: Sizes) -> tuple[TimedPasses, ...]:
@@ -82,7 +98,9 @@ def softmax(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
     def trial(maker: Maker) -> Trial:
         products = maker.normal(*shape, learned=True)
-        return Graph(lambda: attention.weights(products), (products,), (products,), maker.gradient(*shape))
+        return Graph(
+            lambda: attention.weights(products), (products,), (products,), maker.gradient(*shape)
+        )
 
     return both(trial)
 
@@ -90,7 +108,9 @@ def softmax(sizes: Sizes) -> tuple[TimedPasses, ...]:
 def dropout(sizes: Sizes) -> tuple[TimedPasses, ...]:
     def trial(maker: Maker) -> Trial:
         x = maker.normal(sizes["elements"], learned=True)
-        return Graph(lambda: functional.dropout(x, DROPOUT), (x,), (x,), maker.gradient(sizes["elements"]))
+        return Graph(
+            lambda: functional.dropout(x, DROPOUT), (x,), (x,), maker.gradient(sizes["elements"])
+        )
 
     return both(trial)
 
@@ -104,8 +124,9 @@ def dropped_residual(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def _residual(sizes: Sizes, dropped: float) -> tuple[TimedPasses, ...]:
-    """Backward: the branch's gradient, and that of the stream added to what the branch's norm has just given, in place as autograd
-    adds a gradient that nobody else holds."""
+    """Backward: the branch's gradient, and that of the stream added to what the branch's norm has
+    just given, in place as autograd adds a gradient that nobody else holds.
+    """
     shape = (1, sizes["tokens"], sizes["hidden"])
 
     def trial(maker: Maker) -> Trial:
@@ -116,7 +137,9 @@ def _residual(sizes: Sizes, dropped: float) -> tuple[TimedPasses, ...]:
         def add(gradients: tuple[Tensor, ...]) -> None:
             from_norm.add_(gradients[0])
 
-        return Graph(lambda: module(stream, branch), (branch,), (stream, branch), maker.gradient(*shape), add)
+        return Graph(
+            lambda: module(stream, branch), (branch,), (stream, branch), maker.gradient(*shape), add
+        )
 
     return both(trial)
 
@@ -139,7 +162,13 @@ def _positions(sizes: Sizes, dropped: float) -> tuple[TimedPasses, ...]:
             module = LearnedPositions(model)
         module = maker.module(module)
         x = maker.normal(*shape, learned=True)
-        return Graph(lambda: module(x), (x,), (x, module.weight), maker.gradient(*shape), _accumulate(maker, module.weight))
+        return Graph(
+            lambda: module(x),
+            (x,),
+            (x, module.weight),
+            maker.gradient(*shape),
+            _accumulate(maker, module.weight),
+        )
 
     return both(trial)
 
@@ -153,7 +182,9 @@ def embedding(sizes: Sizes) -> tuple[TimedPasses, ...]:
         module = maker.module(module)
         ids = maker.numbers(sizes["vocab"], 1, sizes["tokens"])
         gradient = maker.gradient(1, sizes["tokens"], sizes["hidden"])
-        return Graph(lambda: module(ids), (), (module.weight,), gradient, _accumulate(maker, module.weight))
+        return Graph(
+            lambda: module(ids), (), (module.weight,), gradient, _accumulate(maker, module.weight)
+        )
 
     return both(trial)
 

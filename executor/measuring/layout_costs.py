@@ -1,8 +1,10 @@
-"""What a layer costs the host more in a layout that divides it: blocks as one process runs them beside the same blocks under FSDP,
-as DTensors over tensor-parallel ranks, with a backward pass in two parts, and as stages of a pipeline.
+"""What a layer costs the host more in a layout that divides it: blocks as one process runs them
+beside the same blocks under FSDP, as DTensors over tensor-parallel ranks, with a backward pass in
+two parts, and as stages of a pipeline.
 
-Each on one process, in a group of its own alone, so that what is seen is what the layout adds and not what is sent: hooks, copies
-into buffers and out of them, the dispatch of DTensors. Both take turns, and of each part of a step the medians are compared.
+Each on one process, in a group of its own alone, so that what is seen is what the layout adds and
+not what is sent: hooks, copies into buffers and out of them, the dispatch of DTensors. Both take
+turns, and of each part of a step the medians are compared.
 """
 
 from __future__ import annotations
@@ -60,22 +62,45 @@ def layouts(sizes: Sizes, device: torch.device) -> CaseFigures:
         x = torch.randn(sizes["batch"], sizes["seq"], sizes["hidden"], device=device)
         mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("tp",))
         figures: dict[str, float] = {}
-        made = {"sharded": _sharded, "split": _split} | ({"divided": _divided} if sizes["kv_heads"] % 2 == 0 else {})
+        made = {"sharded": _sharded, "split": _split} | (
+            {"divided": _divided} if sizes["kv_heads"] % 2 == 0 else {}
+        )
         for name, make in made.items():
-            plain, other = _plain(model, training, device, mesh), make(model, training, device, mesh)
-            figures |= {f"{name}_{part}_s": seconds for part, seconds in _more_s(plain, other, x).items() if seconds}
-        return CaseFigures(figures=figures | {"staged_action_s": _action_s(model, training, device, mesh.get_group())})
+            plain, other = (
+                _plain(model, training, device, mesh),
+                make(model, training, device, mesh),
+            )
+            figures |= {
+                f"{name}_{part}_s": seconds
+                for part, seconds in _more_s(plain, other, x).items()
+                if seconds
+            }
+        return CaseFigures(
+            figures=figures
+            | {"staged_action_s": _action_s(model, training, device, mesh.get_group())}
+        )
 
 
-def _action_s(model: ModelSpec, training: TrainingSpec, device: torch.device, group: dist.ProcessGroup) -> float:
-    """Seconds that torch's pipeline runtime takes for one action, a forward or a backward pass of a stage: two stages of this process
-    beside a loop over the same micro-batches."""
+def _action_s(
+    model: ModelSpec, training: TrainingSpec, device: torch.device, group: dist.ProcessGroup
+) -> float:
+    """Seconds that torch's pipeline runtime takes for one action, a forward or a backward pass of a
+    stage: two stages of this process beside a loop over the same micro-batches.
+    """
     plain, halves = (_blocks(model, training, device) for _ in range(2))
     body, half = nn.Sequential(*plain), LAYERS // 2
     parts = [nn.Sequential(*halves[:half]), nn.Sequential(*halves[half:])]
-    stages = [PipelineStage(part, index, len(parts), device, group=group) for index, part in enumerate(parts)]
+    stages = [
+        PipelineStage(part, index, len(parts), device, group=group)
+        for index, part in enumerate(parts)
+    ]
     schedule = ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=_loss)
-    x = torch.randn(MICRO_BATCHES * training.global_batch_size, training.seq_length, model.hidden_size, device=device)
+    x = torch.randn(
+        MICRO_BATCHES * training.global_batch_size,
+        training.seq_length,
+        model.hidden_size,
+        device=device,
+    )
 
     def loop() -> None:
         for micro_batch in x.chunk(MICRO_BATCHES):
@@ -89,7 +114,9 @@ def _action_s(model: ModelSpec, training: TrainingSpec, device: torch.device, gr
             module.zero_grad()
         return [seconds]
 
-    (looped_s,), (staged_s,) = _in_turns(lambda: timed(loop), lambda: timed(lambda: schedule.step(x, target=x)))
+    (looped_s,), (staged_s,) = _in_turns(
+        lambda: timed(loop), lambda: timed(lambda: schedule.step(x, target=x))
+    )
     return max(0.0, staged_s - looped_s) / (2 * len(parts) * MICRO_BATCHES)
 
 
@@ -133,41 +160,67 @@ class LayoutTrial:
     @torch.no_grad()
     def _update(self, device: torch.device) -> None:
         gradients = [local(p.grad) for p in self.body.parameters() if p.grad is not None]
-        clip_gradients(self.optimizer, Options().clip_gradients, squared_norm({1: gradients}, device).sqrt().float())
+        clip_gradients(
+            self.optimizer,
+            Options().clip_gradients,
+            squared_norm({1: gradients}, device).sqrt().float(),
+        )
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def _blocks(model: ModelSpec, training: TrainingSpec, device: torch.device) -> list[nn.Module]:
-    return [build_layer(model, training, LayerKind.BLOCK, 1 + index, 0, device) for index in range(LAYERS)]
+    return [
+        build_layer(model, training, LayerKind.BLOCK, 1 + index, 0, device)
+        for index in range(LAYERS)
+    ]
 
 
-def _plain(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> LayoutTrial:
+def _plain(
+    model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh
+) -> LayoutTrial:
     layers = _blocks(model, training, device)
     return LayoutTrial(layers, nn.Sequential(*layers))
 
 
-def _split(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> LayoutTrial:
+def _split(
+    model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh
+) -> LayoutTrial:
     found = _plain(model, training, device, mesh)
     found.splits = True
     return found
 
 
-def _sharded(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> LayoutTrial:
+def _sharded(
+    model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh
+) -> LayoutTrial:
     """ZeRO 1, which gathers and reduces once a step."""
     layers = _blocks(model, training, device)
-    body, units = nn.Sequential(*layers), [Unit(layers=(layer,), zero=1, mesh=mesh) for layer in layers]
+    body, units = (
+        nn.Sequential(*layers),
+        [Unit(layers=(layer,), zero=1, mesh=mesh) for layer in layers],
+    )
     for unit in units:
         shard_unit(unit, training.precision)
     shard_root(body, units, mesh)
-    return LayoutTrial(layers, body, begin=lambda: begin_step(body, units), reduce=lambda: reduce_gradients(body, units, None))
+    return LayoutTrial(
+        layers,
+        body,
+        begin=lambda: begin_step(body, units),
+        reduce=lambda: reduce_gradients(body, units, None),
+    )
 
 
-def _divided(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> LayoutTrial:
+def _divided(
+    model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh
+) -> LayoutTrial:
     """With the placements of Megatron's tensor parallelism."""
     block = build_graph(model, training, training.global_batch_size).block
     placed = {operator.name: placements(operator, Sharding(2)) for operator in block.operators}
-    operators = {name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()}
+    operators = {
+        name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output)
+        for name, p in placed.items()
+    }
     layers = _blocks(model, training, device)
     for layer in layers:
         place_layer(layer, operators, mesh, "block")
@@ -181,11 +234,16 @@ def _divided(model: ModelSpec, training: TrainingSpec, device: torch.device, mes
 def _more_s(plain: LayoutTrial, other: LayoutTrial, x: Tensor) -> dict[str, float]:
     """By part of the step, the seconds of a layer in `other` beyond those in `plain`."""
     once, more = _in_turns(lambda: _laps_s(plain, x), lambda: _laps_s(other, x))
-    return {part: max(0.0, there - here) / LAYERS for part, here, there in zip(PARTS, once, more, strict=True)}
+    return {
+        part: max(0.0, there - here) / LAYERS
+        for part, here, there in zip(PARTS, once, more, strict=True)
+    }
 
 
 def _in_turns(*runs: Callable[[], list[float]]) -> list[list[float]]:
-    """Of each run, the medians of the seconds that it returns, over rounds in which all take turns, after a warm-up."""
+    """Of each run, the medians of the seconds that it returns, over rounds in which all take turns,
+    after a warm-up.
+    """
     laps: list[list[list[float]]] = [[] for _ in runs]
     started_s = time.perf_counter()
     for number in range(WARM_UP + MOST_ROUNDS):

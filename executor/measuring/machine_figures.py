@@ -1,4 +1,6 @@
-"""Figures of the machine itself: its memory, the link to its host, the host's own pace, and what its allocator holds."""
+"""Figures of the machine itself: its memory, the link to its host, the host's own pace, and what
+its allocator holds.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from parplan.executor.measuring.block_operations import block
 from parplan.executor.measuring.operands import Maker, resident_bytes
 from parplan.executor.measuring.products import Sizes
 from parplan.executor.measuring.step_timing import timing
-from parplan.executor.measuring.trials import TrialStep, TimedPasses, Trial, once
+from parplan.executor.measuring.trials import TimedPasses, Trial, TrialStep, once
 from parplan.profiles.machines.measurements import CaseFigures, Timing, UnsupportedCase
 from parplan.profiles.units import US_PER_S
 
@@ -24,15 +26,27 @@ LAUNCHES = 100  # operators launched in one go, so that a GPU's queue is never f
 LAUNCH_ROUNDS = 30
 SMALL = 64  # elements of an operator that is nothing but its launch
 STEP_BLOCK = {  # of GPT-2's size: its step is to fill the allocator's pools
-    "hidden": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 4096, "gated": 0, "rms": 0, "rotary": 0, "dropout": 0,
-    "batch": 4, "seq": 1024}
+    "hidden": 1024,
+    "heads": 16,
+    "kv_heads": 16,
+    "head_dim": 64,
+    "ffn": 4096,
+    "gated": 0,
+    "rms": 0,
+    "rotary": 0,
+    "dropout": 0,
+    "batch": 4,
+    "seq": 1024,
+}
 
 
 def device_copy(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """From one place of the device's memory to another."""
 
     def trial(maker: Maker) -> Trial:
-        source, target = (maker.normal(-(-sizes["bytes"] // maker.dtype.itemsize)) for _ in range(2))
+        source, target = (
+            maker.normal(-(-sizes["bytes"] // maker.dtype.itemsize)) for _ in range(2)
+        )
         return TrialStep(lambda: target.copy_(source))
 
     return once(trial)
@@ -48,7 +62,9 @@ def adam_rates(sizes: Sizes, times: dict[str, Timing]) -> dict[str, float]:
 
 
 def transfer(sizes: Sizes, device: torch.device) -> CaseFigures:
-    """Between pinned memory of the host and the device: each way alone, and both at once, each on a stream of its own."""
+    """Between pinned memory of the host and the device: each way alone, and both at once, each on a
+    stream of its own.
+    """
     if device.type != "cuda":
         raise UnsupportedCase("a transfer needs a device with memory of its own, a CPU has none")
     n_bytes = sizes["bytes"]
@@ -65,7 +81,10 @@ def transfer(sizes: Sizes, device: torch.device) -> CaseFigures:
 def _moved_s(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> float:
     """Seconds until the last of the copies (target, source) is done, all begun at once."""
     streams = [torch.cuda.Stream(device) for _ in pairs]
-    begin, ends = torch.cuda.Event(enable_timing=True), [torch.cuda.Event(enable_timing=True) for _ in pairs]
+    begin, ends = (
+        torch.cuda.Event(enable_timing=True),
+        [torch.cuda.Event(enable_timing=True) for _ in pairs],
+    )
     torch.cuda.synchronize(device)
     begin.record()
     for stream, end, (target, source) in zip(streams, ends, pairs, strict=True):
@@ -94,9 +113,11 @@ def launch(_: Sizes, device: torch.device) -> CaseFigures:
 
 
 def allocator(_: Sizes, device: torch.device) -> CaseFigures:
-    """What the caching allocator rounds a small tensor up to, what it holds beyond what was allocated after a block's step, over that,
-    and what lies on the device besides, tensors left out. On a CPU there is no such allocator: what the process holds before its first
-    tensor alone."""
+    """What the caching allocator rounds a small tensor up to, what it holds beyond what was
+    allocated after a block's step, over that, and what lies on the device besides, tensors left
+    out. On a CPU there is no such allocator: what the process holds before its first tensor
+    alone.
+    """
     if device.type != "cuda":
         held = resident_bytes()
         if held is None:
@@ -108,9 +129,17 @@ def allocator(_: Sizes, device: torch.device) -> CaseFigures:
     del small
     _step(device)
     share = torch.cuda.max_memory_reserved(device) / torch.cuda.max_memory_allocated(device) - 1
-    free, total = torch.cuda.mem_get_info(device)  # of all processes: nobody else is to be on the device
+    free, total = torch.cuda.mem_get_info(
+        device
+    )  # of all processes: nobody else is to be on the device
     context = total - free - torch.cuda.memory_reserved(device)
-    return CaseFigures(figures={"granularity_bytes": float(granularity), "reserved_share": share, "context_bytes": float(context)})
+    return CaseFigures(
+        figures={
+            "granularity_bytes": float(granularity),
+            "reserved_share": share,
+            "context_bytes": float(context),
+        }
+    )
 
 
 def _step(device: torch.device) -> None:
@@ -129,8 +158,13 @@ def clock_mhz(device: torch.device) -> float | None:
     if device.type == "cuda":
         try:
             return float(torch.cuda.clock_rate(device))
-        except (ModuleNotFoundError, RuntimeError):  # it asks NVML, by a package that torch does not bring
+        except (
+            ModuleNotFoundError,
+            RuntimeError,
+        ):  # it asks NVML, by a package that torch does not bring
             return None
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
-    return max((float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), default=None)
+    return max(
+        (float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), default=None
+    )

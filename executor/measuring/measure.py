@@ -1,6 +1,7 @@
 """Measures one case on one device, in a process of its own: `measure`.
 
-Every operator runs through the executor's own modules. Copies of its operands take turns (executor/measuring/step_timing.py).
+Every operator runs through the executor's own modules. Copies of its operands take turns
+(executor/measuring/step_timing.py).
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ TIME = ("time",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredWork:
-    """What a work needs and gives: the names of its sizes, its passes, and how it is measured, timed `parts` or a figure.
+    """What a work needs and gives: the names of its sizes, its passes, and how it is measured,
+    timed `parts` or a figure.
 
-    figures: what follows of the times; on_host: on the CPU whatever the device; on_dtensors: needs a process group
+    figures: what follows of the times; on_host: on the CPU whatever the device; on_dtensors: needs
+    a process group
     """
 
     sizes: tuple[str, ...]
@@ -65,10 +68,30 @@ class MeasuredWork:
 
 
 FLAGS = frozenset({"bias", "dropout", "gated", "rms", "rotary"})
-BLOCK_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "gated", "rms", "rotary", "dropout", "batch", "seq")
+BLOCK_SIZES = (
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "gated",
+    "rms",
+    "rotary",
+    "dropout",
+    "batch",
+    "seq",
+)
 WORKS: Mapping[str, MeasuredWork] = {
-    "linear": MeasuredWork(sizes=("m", "n", "k", "bias"), passes=("forward", "input_gradient", "weight_gradient"), parts=products.linear),
-    "attention": MeasuredWork(sizes=("batch", "heads", "kv_heads", "seq", "head_dim", "dropout"), passes=BOTH, parts=layers.attention),
+    "linear": MeasuredWork(
+        sizes=("m", "n", "k", "bias"),
+        passes=("forward", "input_gradient", "weight_gradient"),
+        parts=products.linear,
+    ),
+    "attention": MeasuredWork(
+        sizes=("batch", "heads", "kv_heads", "seq", "head_dim", "dropout"),
+        passes=BOTH,
+        parts=layers.attention,
+    ),
     "batched": MeasuredWork(sizes=("batch", "m", "n", "k"), passes=BOTH, parts=products.batched),
     "softmax": MeasuredWork(sizes=("batch", "heads", "seq"), passes=BOTH, parts=layers.softmax),
     "dropout": MeasuredWork(sizes=("elements",), passes=BOTH, parts=layers.dropout),
@@ -76,23 +99,49 @@ WORKS: Mapping[str, MeasuredWork] = {
     "rms_norm": MeasuredWork(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.rms_norm),
     "gelu": MeasuredWork(sizes=("tokens", "width"), passes=BOTH, parts=layers.gelu),
     "swiglu": MeasuredWork(sizes=("tokens", "width"), passes=BOTH, parts=layers.swiglu),
-    "rotary": MeasuredWork(sizes=("batch", "seq", "heads", "kv_heads", "head_dim"), passes=BOTH, parts=layers.rotary),
-    "positions": MeasuredWork(sizes=("batch", "seq", "hidden"), passes=BOTH, parts=layers.positions),
-    "dropped_positions": MeasuredWork(sizes=("batch", "seq", "hidden"), passes=BOTH, parts=layers.dropped_positions),
+    "rotary": MeasuredWork(
+        sizes=("batch", "seq", "heads", "kv_heads", "head_dim"), passes=BOTH, parts=layers.rotary
+    ),
+    "positions": MeasuredWork(
+        sizes=("batch", "seq", "hidden"), passes=BOTH, parts=layers.positions
+    ),
+    "dropped_positions": MeasuredWork(
+        sizes=("batch", "seq", "hidden"), passes=BOTH, parts=layers.dropped_positions
+    ),
     "residual": MeasuredWork(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.residual),
-    "dropped_residual": MeasuredWork(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.dropped_residual),
+    "dropped_residual": MeasuredWork(
+        sizes=("tokens", "hidden"), passes=BOTH, parts=layers.dropped_residual
+    ),
     "accumulation": MeasuredWork(sizes=("elements",), passes=TIME, parts=updates.accumulation),
-    "bias_gradient": MeasuredWork(sizes=("tokens", "width"), passes=TIME, parts=products.bias_gradient),
-    "embedding": MeasuredWork(sizes=("tokens", "hidden", "vocab"), passes=BOTH, parts=layers.embedding),
-    "cross_entropy": MeasuredWork(sizes=("tokens", "vocab"), passes=BOTH, parts=layers.cross_entropy),
-    "adamw": MeasuredWork(sizes=("parameters",), passes=TIME, parts=updates.adamw, on_dtensors=True),
-    "gradient_norm": MeasuredWork(sizes=("parameters",), passes=TIME, parts=updates.gradient_norm, on_dtensors=True),
+    "bias_gradient": MeasuredWork(
+        sizes=("tokens", "width"), passes=TIME, parts=products.bias_gradient
+    ),
+    "embedding": MeasuredWork(
+        sizes=("tokens", "hidden", "vocab"), passes=BOTH, parts=layers.embedding
+    ),
+    "cross_entropy": MeasuredWork(
+        sizes=("tokens", "vocab"), passes=BOTH, parts=layers.cross_entropy
+    ),
+    "adamw": MeasuredWork(
+        sizes=("parameters",), passes=TIME, parts=updates.adamw, on_dtensors=True
+    ),
+    "gradient_norm": MeasuredWork(
+        sizes=("parameters",), passes=TIME, parts=updates.gradient_norm, on_dtensors=True
+    ),
     "block": MeasuredWork(sizes=BLOCK_SIZES, passes=BOTH, parts=blocks.block),
     "layouts": MeasuredWork(sizes=BLOCK_SIZES, figure=layouts.layouts),
-    "device_copy": MeasuredWork(sizes=("bytes",), passes=TIME, parts=machine.device_copy, figures=machine.copied),
+    "device_copy": MeasuredWork(
+        sizes=("bytes",), passes=TIME, parts=machine.device_copy, figures=machine.copied
+    ),
     "transfer": MeasuredWork(sizes=("bytes",), figure=machine.transfer),
     "host_adam": MeasuredWork(
-        sizes=("parameters",), passes=TIME, parts=updates.adamw, figures=machine.adam_rates, on_host=True, on_dtensors=True),
+        sizes=("parameters",),
+        passes=TIME,
+        parts=updates.adamw,
+        figures=machine.adam_rates,
+        on_host=True,
+        on_dtensors=True,
+    ),
     "launch": MeasuredWork(sizes=(), figure=machine.launch),
     "allocator": MeasuredWork(sizes=(), figure=machine.allocator),
 }
@@ -101,8 +150,8 @@ WORKS: Mapping[str, MeasuredWork] = {
 def measure(case: Case, device: str) -> CaseFigures:
     """Times, bytes and figures of a case on a device ("cpu", "cuda:0").
 
-    Raises ConfigError (no such work, sizes, passes or precision), UnsupportedCase (the device or torch on it cannot do it), and
-    torch.OutOfMemoryError or MemoryError (it does not fit).
+    Raises ConfigError (no such work, sizes, passes or precision), UnsupportedCase (the device or
+    torch on it cannot do it), and torch.OutOfMemoryError or MemoryError (it does not fit).
     """
     work, precision = _checked(case)
     place = torch.device("cpu" if work.on_host else device)
@@ -123,22 +172,35 @@ def measure(case: Case, device: str) -> CaseFigures:
 
 
 def _checked(case: Case) -> tuple[MeasuredWork, Precision]:
-    for what, found, known in (("work", case.work, WORKS), ("precision", case.precision, list(Precision))):
+    for what, found, known in (
+        ("work", case.work, WORKS),
+        ("precision", case.precision, list(Precision)),
+    ):
         if found not in known:
             raise unknown_name_error(what, found, known, where=f"case {case.key}")
     work, sizes = WORKS[case.work], dict(case.sizes)
     if set(sizes) != set(work.sizes) or len(sizes) != len(case.sizes):
-        raise ConfigError(f"case {case.key}: found the sizes {list(sizes)}, needed {list(work.sizes)}", hint="make the cases again")
+        raise ConfigError(
+            f"case {case.key}: found the sizes {list(sizes)}, needed {list(work.sizes)}",
+            hint="make the cases again",
+        )
     for name, size in sizes.items():
         if size < (0 if name in FLAGS else 1) or (name in FLAGS and size > 1):
-            raise ConfigError(f"case {case.key}: {name} is {size}, it must be {'0 or 1' if name in FLAGS else 'at least 1'}")
+            raise ConfigError(
+                f"case {case.key}: {name} is {size}, it must be {'0 or 1' if name in FLAGS else 'at least 1'}"
+            )
     unknown = {asked.name for asked in case.passes} - set(work.passes)
     if unknown:
-        raise ConfigError(f"case {case.key}: found the passes {sorted(unknown)}, needed {list(work.passes)}", hint="make the cases again")
+        raise ConfigError(
+            f"case {case.key}: found the passes {sorted(unknown)}, needed {list(work.passes)}",
+            hint="make the cases again",
+        )
     return work, Precision(case.precision)
 
 
-def _measured(case: Case, work: MeasuredWork, device: torch.device, dtype: torch.dtype) -> CaseFigures:
+def _measured(
+    case: Case, work: MeasuredWork, device: torch.device, dtype: torch.dtype
+) -> CaseFigures:
     sizes = dict(case.sizes)
     if work.parts is None:
         assert work.figure is not None
@@ -154,16 +216,27 @@ def _measured(case: Case, work: MeasuredWork, device: torch.device, dtype: torch
         if not steps:
             continue
         found, kept, workspace = _timed(part, tuple(steps), device, dtype)
-        times |= {steps[step]: replace(timing, median_us=timing.median_us / part.times) for step, timing in found.items()}
+        times |= {
+            steps[step]: replace(timing, median_us=timing.median_us / part.times)
+            for step, timing in found.items()
+        }
         saved.append(kept)
         workspaces.append(workspace)
     figures = work.figures(sizes, times) if work.figures is not None else {}
     return CaseFigures(
-        times=times, saved_bytes=max(saved, default=None), workspace_bytes=max(workspaces, default=None), figures=figures)
+        times=times,
+        saved_bytes=max(saved, default=None),
+        workspace_bytes=max(workspaces, default=None),
+        figures=figures,
+    )
 
 
-def _timed(part: TimedPasses, wanted: Sequence[str], device: torch.device, dtype: torch.dtype) -> tuple[Mapping[str, Timing], int, int]:
-    """Times of the wanted steps, saved bytes and workspace, over as many copies as keep caches cold."""
+def _timed(
+    part: TimedPasses, wanted: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> tuple[Mapping[str, Timing], int, int]:
+    """Times of the wanted steps, saved bytes and workspace, over as many copies as keep caches
+    cold.
+    """
     maker = Maker(device, dtype)
     trial = part.make(maker)
     steps = trial.steps[: max(trial.steps.index(step) for step in wanted) + 1]
@@ -180,9 +253,13 @@ def _copies(part: TimedPasses, count: int, device: torch.device, dtype: torch.dt
 
 
 def _num_copies(copy_bytes: int, slowest_s: float, device: torch.device) -> int:
-    """As many as are some times the last-level cache; fewer where memory, or the time for all of them, does not allow it."""
+    """As many as are some times the last-level cache; fewer where memory, or the time for all of
+    them, does not allow it.
+    """
     most_bytes = MOST_HOST_BYTES
     if device.type == "cuda":
         most_bytes = int(MOST_DEVICE_SHARE * torch.cuda.get_device_properties(device).total_memory)
     cold = -(-CACHES * cache_bytes(device) // max(1, copy_bytes))
-    return max(1, min(cold, most_bytes // max(1, copy_bytes), MOST_REPEATS, int(ENOUGH_S / slowest_s)))
+    return max(
+        1, min(cold, most_bytes // max(1, copy_bytes), MOST_REPEATS, int(ENOUGH_S / slowest_s))
+    )

@@ -1,4 +1,6 @@
-"""Operands of one case: normal values of the size that training has, on one device, and how many bytes they are."""
+"""Operands of one case: normal values of the size that training has, on one device, and how many
+bytes they are.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from parplan.executor.models.transformer_layers import INIT_STD
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.units import GIB, KIB
 
-GRADIENT_STD = 1e-3  # of an activation's gradient: not so small that a product of two would be denormal in 16 bits
+# of an activation's gradient: not so small that a product of two would be denormal in 16 bits
+GRADIENT_STD = 1e-3
 _MEMORY = Path("/proc/meminfo")
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -22,7 +25,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(slots=True)
 class Maker:
-    """Makes the tensors of one copy of a case's operands and counts them. Raises MemoryError where the host has no room for them."""
+    """Makes the tensors of one copy of a case's operands and counts them. Raises MemoryError where
+    the host has no room for them.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -33,7 +38,9 @@ class Maker:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.made)
 
-    def normal(self, *shape: int, std: float = 1.0, learned: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    def normal(
+        self, *shape: int, std: float = 1.0, learned: bool = False, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Normal values; `learned`: a leaf whose gradient is wanted."""
         tensor = self._empty(shape, dtype or self.dtype).normal_(0.0, std)
         return tensor.requires_grad_(learned)
@@ -49,7 +56,9 @@ class Maker:
         return self._empty(shape, torch.int64).random_(below)
 
     def module(self, module: Module) -> Module:
-        """`module`, made on the device "meta", in training mode and this precision: matrices normal, norm weights one, biases zero."""
+        """`module`, made on the device "meta", in training mode and this precision: matrices
+        normal, norm weights one, biases zero.
+        """
         for part in module.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
                 self.parameters.append(nn.Parameter(self._filled(name, tuple(parameter.shape))))
@@ -72,7 +81,9 @@ def _require_room(n_bytes: int) -> None:
     """Linux gives memory that it does not have and ends a process later, any process."""
     free = free_host_bytes()
     if free is not None and n_bytes > free:
-        raise MemoryError(f"{n_bytes / GIB:.1f} GiB of operands, the host has {free / GIB:.1f} GiB free")
+        raise MemoryError(
+            f"{n_bytes / GIB:.1f} GiB of operands, the host has {free / GIB:.1f} GiB free"
+        )
 
 
 def free_host_bytes() -> int | None:
@@ -97,7 +108,18 @@ def _kibibytes(text: str) -> int:
 
 def model_spec(**sizes: Any) -> ModelSpec:
     """A model of the sizes given, all others 1."""
-    ones = dict.fromkeys(("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size"), 1)
+    ones = dict.fromkeys(
+        (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "ffn_hidden_size",
+            "vocab_size",
+        ),
+        1,
+    )
     return ModelSpec(name="case", **{**ones, "max_seq_length": 1, "vocab_multiple": 1, **sizes})
 
 

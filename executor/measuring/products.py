@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping
 import torch
 
 from parplan.executor.measuring.operands import Maker
-from parplan.executor.measuring.trials import Graph, TrialStep, TimedPasses, Trial
+from parplan.executor.measuring.trials import Graph, TimedPasses, Trial, TrialStep
 from parplan.executor.models.transformer_layers import Linear
 
 Sizes = Mapping[str, int]
 
 
 def linear(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """[1, m, k] x [n, k]^T. Each gradient is that of one operand alone, so that the graph has one product; that of the bias is a
-    case of its own."""
+    """[1, m, k] x [n, k]^T. Each gradient is that of one operand alone, so that the graph has one
+    product; that of the bias is a case of its own.
+    """
     return (
         TimedPasses(_linear(sizes, ("x", "weight", "bias")), {"forward": "forward"}),
         TimedPasses(_linear(sizes, ("x",)), {"backward": "input_gradient"}),
@@ -24,7 +25,9 @@ def linear(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def bias_gradient(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """The sum over tokens of an output's gradient: the backward pass of a linear layer whose bias alone has one."""
+    """The sum over tokens of an output's gradient: the backward pass of a linear layer whose bias
+    alone has one.
+    """
     ones = {"m": sizes["tokens"], "n": sizes["width"], "k": 1, "bias": 1}
     return (TimedPasses(_linear(ones, ("bias",)), {"backward": "time"}),)
 
@@ -46,8 +49,9 @@ def _linear(sizes: Sizes, learned: tuple[str, ...]) -> Callable[[Maker], Trial]:
 def batched(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """One batched product [m, k] x [k, n], as un-fused attention lays out its operands.
 
-    forward: queries times transposed keys where n > k, else probabilities times values. backward: the first is that of the
-    probabilities' gradient; the second has its left operand transposed, as two of its three uses have (the gradients of values and keys).
+    forward: queries times transposed keys where n > k, else probabilities times values. backward:
+    the first is that of the probabilities' gradient; the second has its left operand transposed, as
+    two of its three uses have (the gradients of values and keys).
     """
     batch, m, n, k = (sizes[name] for name in ("batch", "m", "n", "k"))
 
@@ -61,5 +65,3 @@ def batched(sizes: Sizes) -> tuple[TimedPasses, ...]:
         TimedPasses(lambda maker: make(False, maker), {"time": "forward"}),
         TimedPasses(lambda maker: make(True, maker), {"time": "backward"}),
     )
-
-

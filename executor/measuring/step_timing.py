@@ -1,8 +1,10 @@
-"""Seconds of the steps of trials: round after round over several copies of the operands, in each of which every step runs on all copies.
+"""Seconds of the steps of trials: round after round over several copies of the operands, in each of
+which every step runs on all copies.
 
-Caches are then as cold as in a training step, where a whole model lies between two uses of a weight, and the rest of a forward pass
-between what is saved and its use. On a GPU the device is kept busy until the host has launched the round, so that the events around a
-step have its kernels between them and not the host's time to launch them; on a CPU the host is the device.
+Caches are then as cold as in a training step, where a whole model lies between two uses of a
+weight, and the rest of a forward pass between what is saved and its use. On a GPU the device is
+kept busy until the host has launched the round, so that the events around a step have its kernels
+between them and not the host's time to launch them; on a CPU the host is the device.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ SLOW_S = 1.0
 LEAST_WARM_UP = 2
 MOST_WARM_UP = 6
 CLOSE = 0.1  # by which two repeats in a row may differ once the device is warm
-MOST_LAUNCHED = 16  # trials ahead of the device: a queue holds about a thousand kernels, and the host waits where it is full
+# trials ahead of the device: a queue holds about a thousand kernels, and the host waits where it is
+# full
+MOST_LAUNCHED = 16
 SPIN_MARGIN = 1.2  # over what launching took the last time
 SPIN_HZ = 2e9  # at least the clock that torch.cuda._sleep counts
 MOST_SPIN_S = 0.5
@@ -68,13 +72,17 @@ class Rounds:
         return laps
 
     def _on_gpu(self, step: str) -> list[float]:
-        groups = (self.trials[i : i + MOST_LAUNCHED] for i in range(0, len(self.trials), MOST_LAUNCHED))
+        groups = (
+            self.trials[i : i + MOST_LAUNCHED] for i in range(0, len(self.trials), MOST_LAUNCHED)
+        )
         return [lap for group in groups for lap in self._launched(step, group)]
 
     def _launched(self, step: str, trials: Sequence[Trial]) -> list[float]:
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in trials]
         torch.cuda.synchronize(self.device)
-        torch.cuda._sleep(int(min(MOST_SPIN_S, SPIN_MARGIN * len(trials) * self.launched_s[step]) * SPIN_HZ))
+        torch.cuda._sleep(
+            int(min(MOST_SPIN_S, SPIN_MARGIN * len(trials) * self.launched_s[step]) * SPIN_HZ)
+        )
         started = time.perf_counter()
         for trial, (start, end) in zip(trials, marks, strict=True):
             trial.before(step)
@@ -99,7 +107,9 @@ def measure_steps(rounds: Rounds, wanted: Sequence[str]) -> Mapping[str, Timing]
 
 
 def engine_entry_s() -> float:
-    """The least seconds in which autograd's engine does nothing: what a step pays once for all of its operators' backward passes."""
+    """The least seconds in which autograd's engine does nothing: what a step pays once for all of
+    its operators' backward passes.
+    """
     leaf, gradient = torch.zeros((), requires_grad=True), torch.zeros(())
     laps = []
     for _ in range(MOST_REPEATS):
@@ -113,17 +123,23 @@ def timing(laps: Sequence[float]) -> Timing:
     """Of seconds."""
     median_s = statistics.median(laps)
     low, _, high = statistics.quantiles(laps, n=4, method="inclusive")
-    return Timing(median_us=median_s * US_PER_S, spread=(high - low) / 2 / median_s, repeats=len(laps))
+    return Timing(
+        median_us=median_s * US_PER_S, spread=(high - low) / 2 / median_s, repeats=len(laps)
+    )
 
 
 def _warm_up(rounds: Rounds) -> None:
-    """At least one round, since the first use of a copy takes memory, until two repeats in a row are close."""
+    """At least one round, since the first use of a copy takes memory, until two repeats in a row
+    are close.
+    """
     seen: Laps = {step: [] for step in rounds.steps}
     while True:
         for step, found in rounds.run().items():
             seen[step] += found
         repeats = len(seen[rounds.steps[0]])
-        if repeats >= MOST_WARM_UP or (repeats >= LEAST_WARM_UP and all(_close(*laps[-2:]) for laps in seen.values())):
+        if repeats >= MOST_WARM_UP or (
+            repeats >= LEAST_WARM_UP and all(_close(*laps[-2:]) for laps in seen.values())
+        ):
             return
 
 

@@ -1,7 +1,8 @@
 """What is timed: the steps of one case on one copy of its operands.
 
-Memory is taken and given back as in training. A forward pass's results are kept until the same copy comes again, so that what is
-written was not touched lately; gradients are let go at once, and the next copy's lie where they were. Neither is in the timed span.
+Memory is taken and given back as in training. A forward pass's results are kept until the same copy
+comes again, so that what is written was not touched lately; gradients are let go at once, and the
+next copy's lie where they were. Neither is in the timed span.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class Trial(Protocol):
     def steps(self) -> tuple[str, ...]: ...
 
     def before(self, step: str) -> None:
-        """What is not timed: frees the last results, brings the tensors near that the operator before has just written."""
+        """What is not timed: frees the last results, brings the tensors near that the operator
+        before has just written.
+        """
 
     def run(self, step: str) -> None: ...
 
@@ -37,7 +40,8 @@ class Trial(Protocol):
 
 @dataclass(slots=True)
 class Graph:
-    """An operator with its backward pass: its output and its output's gradient were written just before, all else long ago.
+    """An operator with its backward pass: its output and its output's gradient were written just
+    before, all else long ago.
 
     compute   the forward pass; records the graph
     inputs    that the operator before writes
@@ -118,7 +122,9 @@ class TrialStep:
 
 
 def _touch(tensors: tuple[Tensor, ...]) -> None:
-    """Write what is there once more. Not through autograd, which would take it for a change of what it saved."""
+    """Write what is there once more. Not through autograd, which would take it for a change of what
+    it saved.
+    """
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.data.mul_(1.0)
@@ -126,7 +132,9 @@ def _touch(tensors: tuple[Tensor, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TimedPasses:
-    """A trial of a case, which of its passes the trial's steps are, and how many of what is wanted a step does."""
+    """A trial of a case, which of its passes the trial's steps are, and how many of what is wanted
+    a step does.
+    """
 
     make: Callable[[Maker], Trial]
     passes: Mapping[str, str]

@@ -1,7 +1,9 @@
-"""The optimizer's part of a step over parameters in tensors as a GPT has them: the update, and the gradients' norm with clipping.
+"""The optimizer's part of a step over parameters in tensors as a GPT has them: the update, and the
+gradients' norm with clipping.
 
-Masters and gradients are in fp32. In 16 bits they are the DTensors that FSDP makes of a layer's parameters, whose operators cost the
-host more. Between two updates lies a whole step, of which nothing is left in a CPU's caches, neither data nor code: so here.
+Masters and gradients are in fp32. In 16 bits they are the DTensors that FSDP makes of a layer's
+parameters, whose operators cost the host more. Between two updates lies a whole step, of which
+nothing is left in a CPU's caches, neither data nor code: so here.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parplan.executor.measuring.operands import GRADIENT_STD, Maker, cache_bytes
 from parplan.executor.measuring.products import Sizes
-from parplan.executor.measuring.trials import TrialStep, TimedPasses, Trial, once
+from parplan.executor.measuring.trials import TimedPasses, Trial, TrialStep, once
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import forget_meshes, local
 from parplan.executor.training.optimizer import build_optimizer, clip_gradients, squared_norm
@@ -32,16 +34,25 @@ MOST_BYTES = GIB
 
 
 def layers_of(count: int) -> int:
-    """How many layers of `count` parameters are updated together, as in a model: what one of them adds is wanted, and not the
-    start of an update. Fewer where they take more than 1 GiB."""
+    """How many layers of `count` parameters are updated together, as in a model: what one of them
+    adds is wanted, and not the start of an update. Fewer where they take more than 1 GiB.
+    """
     return max(1, min(LAYERS, MOST_BYTES // (STATE_BYTES * count)))
 
 
 def parameter_shapes(count: int) -> Iterator[tuple[int, ...]]:
-    """Shapes of a layer with `count` elements: those of a GPT's block, and rows of a table for what is left."""
+    """Shapes of a layer with `count` elements: those of a GPT's block, and rows of a table for what
+    is left.
+    """
     hidden = max(1, int(((169 + 48 * count) ** 0.5 - 13) / 24))  # 12 hidden^2 + 13 hidden = count
     vectors = (hidden, hidden, 3 * hidden, hidden, hidden, hidden, 4 * hidden, hidden)
-    block = [*((n,) for n in vectors), (3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+    block = [
+        *((n,) for n in vectors),
+        (3 * hidden, hidden),
+        (hidden, hidden),
+        (4 * hidden, hidden),
+        (hidden, 4 * hidden),
+    ]
     rest = count - 12 * hidden**2 - sum(vectors)
     if rest >= 0:
         yield from block
@@ -58,7 +69,9 @@ def world_of_one(device: torch.device) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     try:
         yield
     finally:
@@ -83,12 +96,18 @@ def _held(maker: Maker, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def adamw(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """The update, after which the gradients are let go; in 16 bits with the copies for the next step's passes."""
+    """The update, after which the gradients are let go; in 16 bits with the copies for the next
+    step's passes.
+    """
 
     def trial(maker: Maker) -> Trial:
         parameters, gradients = _parameters(maker, sizes["parameters"])
         optimizer, sweep = build_optimizer(parameters, Options()), _sweep(maker)
-        masters = [local(parameter.detach()) for parameter in parameters] if maker.dtype is not torch.float32 else []
+        masters = (
+            [local(parameter.detach()) for parameter in parameters]
+            if maker.dtype is not torch.float32
+            else []
+        )
         copies = [maker.zeros_like(master, maker.dtype) for master in masters]
 
         def ready() -> None:
@@ -118,7 +137,11 @@ def gradient_norm(sizes: Sizes) -> tuple[TimedPasses, ...]:
             parameter.grad = gradient
 
         def clip() -> Tensor:
-            norm = squared_norm({1: [local(gradient) for gradient in gradients]}, maker.device).sqrt().float()
+            norm = (
+                squared_norm({1: [local(gradient) for gradient in gradients]}, maker.device)
+                .sqrt()
+                .float()
+            )
             clip_gradients(optimizer, largest, norm)
             return norm
 

@@ -1,8 +1,10 @@
-"""Recompute of a layer ahead of the gradient: what the backward pass would make again when it asks is made before it begins.
+"""Recompute of a layer ahead of the gradient: what the backward pass would make again when it asks
+is made before it begins.
 
-torch's checkpoint makes all that a layer saved when the first of it is asked for, once in a GraphExecGroup. A tensor that the
-layer saves before anything else and no backward pass needs is what is asked for ahead; inside the same group the backward
-pass takes the rest, each tensor the last time it is needed.
+torch's checkpoint makes all that a layer saved when the first of it is asked for, once in a
+GraphExecGroup. A tensor that the layer saves before anything else and no backward pass needs is
+what is asked for ahead; inside the same group the backward pass takes the rest, each tensor the
+last time it is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class EarlyRecompute:
 
     @contextmanager
     def collected(self) -> Iterator[list[Rerun]]:
-        """Around a forward pass: what to call, in this order, to have all that its backward pass makes again."""
+        """Around a forward pass: what to call, in this order, to have all that its backward pass
+        makes again.
+        """
         self._found = found = []
         try:
             yield found
@@ -60,7 +64,9 @@ class EarlyRecompute:
 
 
 def checkpointed(layer: nn.Module, each: Each = _as_it_is) -> nn.Module:
-    """`layer` run again as a whole in its backward pass, or ahead of it; `each` gives what is called for one forward pass and its rerun."""
+    """`layer` run again as a whole in its backward pass, or ahead of it; `each` gives what is
+    called for one forward pass and its rerun.
+    """
     ahead = EarlyRecompute(each)
     wrapped = checkpoint_wrapper(layer, checkpoint_fn=ahead.checkpoint)
     wrapped.ahead = ahead

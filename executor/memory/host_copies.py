@@ -1,14 +1,18 @@
-"""What operators keep for the backward pass, on the host in between: copies out as it is made, and back ahead of need.
+"""What operators keep for the backward pass, on the host in between: copies out as it is made, and
+back ahead of need.
 
-torch's save_on_cpu copies in the order of the kernels, so nothing hides it. Here each direction has a stream of its own; as in
-torchtune's OffloadActivations what is on its way out is held until the computation has waited for the copy, not given to the
-allocator with record_stream, whose memory comes back only when the host looks. The window is one block: what a block sends is
-let go of when the next block has run forward, and when a block's backward pass begins what the block before it sent starts
-to come back. On a CPU the same copies are made at the same places, at once. Pinned memory is that of torch's caching
-allocator, which uses it again when the copies that were under way have ended (in blocks of powers of two).
+torch's save_on_cpu copies in the order of the kernels, so nothing hides it. Here each direction has
+a stream of its own; as in torchtune's OffloadActivations what is on its way out is held until the
+computation has waited for the copy, not given to the allocator with record_stream, whose memory
+comes back only when the host looks. The window is one block: what a block sends is let go of when
+the next block has run forward, and when a block's backward pass begins what the block before it
+sent starts to come back. On a CPU the same copies are made at the same places, at once. Pinned
+memory is that of torch's caching allocator, which uses it again when the copies that were under way
+have ended (in blocks of powers of two).
 
-A tensor that several operators keep goes to the host if the first of them is named (`recompute.host_bytes_by_operator`); of
-what autograd keeps, what the graph knows nothing of (statistics of norms, tables, causal masks, random states) stays.
+A tensor that several operators keep goes to the host if the first of them is named
+(`recompute.host_bytes_by_operator`); of what autograd keeps, what the graph knows nothing of
+(statistics of norms, tables, causal masks, random states) stays.
 """
 
 from __future__ import annotations
@@ -27,11 +31,15 @@ from parplan.executor.tensors import local, memory_of
 from parplan.profiles.models.operator_graph import LayerClass
 
 _Key = tuple[int, ...]
-FEWEST_DIMS = 3  # of an activation: batch, sequence or heads, features; masks and states that no batch has have fewer
+# of an activation: batch, sequence or heads, features; masks and states that no batch has have
+# fewer
+FEWEST_DIMS = 3
 
 
 class HostCopies:
-    """The copies between one rank's device and its host; how many bytes went out and came back since the start."""
+    """The copies between one rank's device and its host; how many bytes went out and came back
+    since the start.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,7 +47,9 @@ class HostCopies:
         self.back_bytes = 0
         self._last: Flight | None = None
         self._unsettled: Flight | None = None
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._streams = (
+            [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        )
 
     def begin_pass(self) -> None:
         """A micro-batch begins with the first layer of a stage: no layer runs before it."""
@@ -61,14 +71,22 @@ class HostCopies:
             self._unsettled.let_go()
         self._unsettled = None
 
-    def copied(self, tensor: Tensor, *, to_host: bool, after: torch.cuda.Event | None = None) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy of `tensor`, dense, and when it is there; it begins after what was computed, and after `after`."""
+    def copied(
+        self, tensor: Tensor, *, to_host: bool, after: torch.cuda.Event | None = None
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """A copy of `tensor`, dense, and when it is there; it begins after what was computed, and
+        after `after`.
+        """
         if to_host:
             self.out_bytes += tensor.nbytes
         else:
             self.back_bytes += tensor.nbytes
         stream = self._streams[to_host] if self._streams else None
-        copy = torch.empty_like(tensor, device="cpu" if to_host else self.device, pin_memory=to_host and stream is not None)
+        copy = torch.empty_like(
+            tensor,
+            device="cpu" if to_host else self.device,
+            pin_memory=to_host and stream is not None,
+        )
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
             if after is not None:
@@ -91,7 +109,9 @@ class HostTensor:
 
     def start(self) -> None:
         if self._host is not None:
-            self._back, self._there = self._copies.copied(self._host, to_host=False, after=self.gone)
+            self._back, self._there = self._copies.copied(
+                self._host, to_host=False, after=self.gone
+            )
             self._host = None
 
     def tensor(self, index: int = 0) -> Tensor:
@@ -132,13 +152,17 @@ class Flight:
         self._on_the_way.clear()
 
     def follow(self, output: Any) -> None:
-        """The layer's backward pass begins when the gradient of its output is there, or of a part of it."""
+        """The layer's backward pass begins when the gradient of its output is there, or of a part
+        of it.
+        """
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self.begin_backward)
 
     def begin_backward(self, _: Tensor | None = None) -> None:
-        """The layer's backward pass begins: its own copies come back, and those of the layer before it."""
+        """The layer's backward pass begins: its own copies come back, and those of the layer before
+        it.
+        """
         self._copies.settle()
         for flight in (self, self._before):
             if flight is not None:
@@ -153,17 +177,26 @@ class Flight:
 
 
 class OnHost:
-    """Which of the tensors that one layer keeps go to the host: those of the operators `names`, which are in `layer`.
+    """Which of the tensors that one layer keeps go to the host: those of the operators `names`,
+    which are in `layer`.
 
     again: the operators that run again in the backward pass
     """
 
-    def __init__(self, names: Iterable[str], layer: LayerClass, again: Iterable[str], copies: HostCopies) -> None:
+    def __init__(
+        self, names: Iterable[str], layer: LayerClass, again: Iterable[str], copies: HostCopies
+    ) -> None:
         self._named = frozenset(names)
         self._copies = copies
         reruns = frozenset(again)
-        self._reads = {op.name for op in layer.operators if op.name in reruns or any(tensor in op.inputs for tensor in op.saved)}
-        self._makes = {op.name for op in layer.operators if op.name not in reruns and made_inside(op)}
+        self._reads = {
+            op.name
+            for op in layer.operators
+            if op.name in reruns or any(tensor in op.inputs for tensor in op.saved)
+        }
+        self._makes = {
+            op.name for op in layer.operators if op.name not in reruns and made_inside(op)
+        }
         # what runs again as a whole keeps its input for the first of its operators
         self._whole = layer.operators[0].name if len(reruns) == len(layer.operators) else None
         self._operators: Mapping[str, tuple[str, ...]] = {}
@@ -174,7 +207,9 @@ class OnHost:
         self._known: dict[_Key, HostTensor | None] = {}
 
     def follow(self, layer: nn.Module) -> None:
-        """From now on know which operator of `layer` runs; after all other hooks were registered."""
+        """From now on know which operator of `layer` runs; after all other hooks were
+        registered.
+        """
         for name, module in layer.named_children():
             operators = tuple(getattr(module, "operators", (name,)))
             module.register_forward_pre_hook(partial(self._begins, operators), prepend=True)
@@ -215,7 +250,9 @@ class OnHost:
         if self._flight is None or memory_of(tensor) in self._parameters:
             return None
         reads = memory_of(tensor) in self._inputs and not self._reads.isdisjoint(self._running)
-        fewest = FEWEST_DIMS if len(self._running) == 1 else FEWEST_DIMS - 1  # a mixture of experts has its tokens in a row
+        fewest = (
+            FEWEST_DIMS if len(self._running) == 1 else FEWEST_DIMS - 1
+        )  # a mixture of experts has its tokens in a row
         makes = not self._makes.isdisjoint(self._running) and tensor.dim() >= fewest
         return self._kept(tensor) if reads or makes or self._running == (self._whole,) else None
 
@@ -224,7 +261,9 @@ class OnHost:
         key = memory_of(flat), int(flat.storage_offset()), *flat.size(), *flat.stride()
         if key not in self._known:
             assert self._flight is not None
-            self._known[key] = None if self._named.isdisjoint(self._running) else self._flight.send(flat)
+            self._known[key] = (
+                None if self._named.isdisjoint(self._running) else self._flight.send(flat)
+            )
         return self._known[key]
 
 

@@ -1,9 +1,11 @@
-"""The token table on the host (`Offload.LOOKUP`): its rows come to the device, their gradients go back, the table stays where it is.
+"""The token table on the host (`Offload.LOOKUP`): its rows come to the device, their gradients go
+back, the table stays where it is.
 
-As costmodels/host/host_embedding.py prices it: of D data-parallel ranks each has h / D columns of the table, all rows of them, in fp32. A rank looks
-up its columns of the tokens of all ranks, and an all-to-all gives every rank all columns of its own tokens; backward the same way. So
-no gradient of the table is reduced, and the optimizer updates it on the host. Copies are counted and waited for: the pass behind needs
-them. On a CPU the "device" gets copies as well.
+As costmodels/host/host_embedding.py prices it: of D data-parallel ranks each has h / D columns of
+the table, all rows of them, in fp32. A rank looks up its columns of the tokens of all ranks, and an
+all-to-all gives every rank all columns of its own tokens; backward the same way. So no gradient of
+the table is reduced, and the optimizer updates it on the host. Copies are counted and waited for:
+the pass behind needs them. On a CPU the "device" gets copies as well.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 class HostTable(nn.Module):
-    """Looks ids up in a table of the host. weight: [vocabulary, hidden], of which this rank has its columns.
+    """Looks ids up in a table of the host. weight: [vocabulary, hidden], of which this rank has its
+    columns.
 
     table: the whole, before training, on the device; dtype: what that computes in
     copies: counts the bytes of rows that came, and of gradients that went
@@ -33,7 +36,12 @@ class HostTable(nn.Module):
 
     def __init__(self, table: Tensor, dp_mesh: DeviceMesh, dtype: torch.dtype) -> None:
         super().__init__()
-        own = table.detach().chunk(dp_mesh.size(), dim=1)[dp_mesh.get_local_rank()].to("cpu", copy=True).contiguous()
+        own = (
+            table.detach()
+            .chunk(dp_mesh.size(), dim=1)[dp_mesh.get_local_rank()]
+            .to("cpu", copy=True)
+            .contiguous()
+        )
         self.weight = nn.Parameter(DTensor.from_local(own, dp_mesh, (Shard(1),), run_check=False))
         self.group = dp_mesh.get_group() if dp_mesh.size() > 1 else None
         self._dtype = dtype
@@ -41,7 +49,9 @@ class HostTable(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[batch, sequence] -> [batch, sequence, hidden] on the device."""
-        rows = functional.embedding(self._of_all_ranks(ids).cpu(), local(self.weight)).to(self._dtype)
+        rows = functional.embedding(self._of_all_ranks(ids).cpu(), local(self.weight)).to(
+            self._dtype
+        )
         found: Tensor = _Rows.apply(rows.unflatten(0, (-1, len(ids))), self)
         return found
 
@@ -62,7 +72,9 @@ class HostTable(nn.Module):
         return received
 
     def moved(self, tensor: Tensor, *, to_host: bool) -> Tensor:
-        """A copy on the other side, which is there when this returns, or before what is computed next."""
+        """A copy on the other side, which is there when this returns, or before what is computed
+        next.
+        """
         copy, there = self.copies.copied(tensor, to_host=to_host)
         if there is not None and to_host:
             there.synchronize()
@@ -72,7 +84,9 @@ class HostTable(nn.Module):
 
 
 class _Rows(torch.autograd.Function):
-    """[ranks, batch, sequence, columns] on the host, tokens by rank -> [batch, sequence, hidden] of this rank's on the device."""
+    """[ranks, batch, sequence, columns] on the host, tokens by rank -> [batch, sequence, hidden] of
+    this rank's on the device.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: HostTable) -> Tensor:

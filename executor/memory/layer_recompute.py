@@ -1,11 +1,12 @@
 """Activation recompute of one layer: nothing, a list of operators, or everything.
 
-What a list frees is what `parplan.costmodels.layers.recompute.kept_tensors` says: the outputs of the named operators are not kept for
-the operators that read them, but made again from the named operators' own inputs when the backward pass asks for them,
-through as many operators as the list names in a row. torch's selective checkpointing keeps the outputs of all other
-operators instead, views and sums included: more than no recompute at all. The attention core, whose backward pass needs
-more than its input, runs again as a whole; its output stays for an output projection that is not recomputed, as in
-Korthikanti's selective recompute.
+What a list frees is what `parplan.costmodels.layers.recompute.kept_tensors` says: the outputs of
+the named operators are not kept for the operators that read them, but made again from the named
+operators' own inputs when the backward pass asks for them, through as many operators as the list
+names in a row. torch's selective checkpointing keeps the outputs of all other operators instead,
+views and sums included: more than no recompute at all. The attention core, whose backward pass
+needs more than its input, runs again as a whole; its output stays for an output projection that is
+not recomputed, as in Korthikanti's selective recompute.
 """
 
 from __future__ import annotations
@@ -24,15 +25,26 @@ ATTENTION = "attention"
 AFTER_ATTENTION = "attention_out"  # the one operator that reads what attention gives
 
 
-def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes: Recipes | None = None) -> nn.Module:
-    """`layer` so that the named operators run again in its backward pass. Raises ConfigError where that cannot be.
+def recomputed(
+    layer: nn.Module, operators: tuple[str, ...], where: str, recipes: Recipes | None = None
+) -> nn.Module:
+    """`layer` so that the named operators run again in its backward pass. Raises ConfigError where
+    that cannot be.
 
-    `recipes` are those of the layer's gathered inputs; without a full recompute they are followed as well.
+    `recipes` are those of the layer's gathered inputs; without a full recompute they are followed
+    as well.
     """
-    names = [name for child, module in layer.named_children() for name in getattr(module, "operators", (child,))]
+    names = [
+        name
+        for child, module in layer.named_children()
+        for name in getattr(module, "operators", (child,))
+    ]
     unknown = [name for name in operators if name not in names]
     if unknown:
-        raise ConfigError(f"{where}: recompute names {unknown[0]}, the layer has {', '.join(names)}", hint="make the plan again")
+        raise ConfigError(
+            f"{where}: recompute names {unknown[0]}, the layer has {', '.join(names)}",
+            hint="make the plan again",
+        )
     if operators and set(operators) == set(names):
         return _checkpointed(layer, recipes)
     discarded = [name for name in operators if name != ATTENTION]
@@ -43,7 +55,9 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
     _discard_outputs(layer, discarded, recipes)
     attention = getattr(layer, ATTENTION, None)
     if ATTENTION in operators:
-        again = partial(recipes.rerun, output_too=AFTER_ATTENTION in operators, random=bool(attention.dropout))
+        again = partial(
+            recipes.rerun, output_too=AFTER_ATTENTION in operators, random=bool(attention.dropout)
+        )
         attention.forward = partial(again, attention.forward)
     elif attention is not None:
         _follow_copies(attention, recipes)
@@ -53,7 +67,9 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
 
 
 def _checkpointed(layer: nn.Module, recipes: Recipes | None) -> nn.Module:
-    """`layer` run again as a whole: by torch, or where inputs are gathered by `recipes`, which then need not keep them whole."""
+    """`layer` run again as a whole: by torch, or where inputs are gathered by `recipes`, which then
+    need not keep them whole.
+    """
     if recipes is not None and not recipes.in_halves:
         layer.forward = partial(recipes.checkpoint, layer.forward)
         return _watched(layer, recipes)
@@ -70,20 +86,28 @@ def _watched(layer: nn.Module, recipes: Recipes) -> nn.Module:
 
 
 def _check_random(layer: nn.Module, operators: list[str], where: str) -> None:
-    """An output that is made again must be the same: an operator that draws a dropout mask would draw another."""
+    """An output that is made again must be the same: an operator that draws a dropout mask would
+    draw another.
+    """
     random = [name for name in operators if getattr(_operator(layer, name), "dropout", 0.0)]
     if random:
         raise ConfigError(
-            f"{where}: {random[0]} draws a dropout mask, it cannot be recomputed by itself", hint="recompute the whole layer, or not this")
+            f"{where}: {random[0]} draws a dropout mask, it cannot be recomputed by itself",
+            hint="recompute the whole layer, or not this",
+        )
 
 
 def _operator(layer: nn.Module, name: str) -> nn.Module:
     """The module of an operator: of the layer, or of its experts."""
-    return getattr(layer, name) if hasattr(layer, name) else layer.mixture.experts.get_submodule(name)
+    return (
+        getattr(layer, name) if hasattr(layer, name) else layer.mixture.experts.get_submodule(name)
+    )
 
 
 def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -> None:
-    """Let the operators of `layer` keep a recipe where they would keep an output of one of `operators`."""
+    """Let the operators of `layer` keep a recipe where they would keep an output of one of
+    `operators`.
+    """
 
     def remember(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         recipes.remember((output,), lambda *tensors: (local(module(*tensors)),), *inputs)
@@ -93,8 +117,9 @@ def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -
 
 
 def _follow_copies(attention: Attention, recipes: Recipes) -> None:
-    """Attention keeps queries, keys and values, copies of its input where they do not lie in it as they are needed: when
-    that input is not kept, neither are they."""
+    """Attention keeps queries, keys and values, copies of its input where they do not lie in it as
+    they are needed: when that input is not kept, neither are they.
+    """
     split = attention.split
 
     def followed(qkv: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,9 @@
-"""Cross entropy over a vocabulary that tensor-parallel ranks may share, in the memory that the price counts.
+"""Cross entropy over a vocabulary that tensor-parallel ranks may share, in the memory that the
+price counts.
 
-Four bytes a logit are kept for the backward pass, which turns them into the gradient in place: torch's own cross entropy
-holds a second fp32 copy of the logits, and a third for their gradient (EQUATIONS M5; Shoeybi et al. 2019, section 3).
+Four bytes a logit are kept for the backward pass, which turns them into the gradient in place:
+torch's own cross entropy holds a second fp32 copy of the logits, and a third for their gradient
+(EQUATIONS M5; Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from torch import Tensor, nn
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """sum over tokens of log(sum_v exp x_v) - x_target, for this rank's slice of v; three reductions over `group`."""
+    """sum over tokens of log(sum_v exp x_v) - x_target, for this rank's slice of v; three
+    reductions over `group`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
+    ) -> Tensor:
         scores = logits.to(torch.float32, copy=True)
         first = scores.shape[-1] * (dist.get_rank(group) if group else 0)
         scores.sub_(_reduced(scores.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX, group))
@@ -38,17 +44,20 @@ class _CrossEntropy(torch.autograd.Function):
         return probabilities.to(ctx.dtype), None, None
 
 
-def _reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+def _reduced(
+    tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> Tensor:
     if group:
         dist.all_reduce(tensor, operation, group)
     return tensor
 
 
 class Loss(nn.Module):
-    """Cross entropy summed over the tokens; with `group` its ranks hold equal slices of the vocabulary, in rank order.
+    """Cross entropy summed over the tokens; with `group` its ranks hold equal slices of the
+    vocabulary, in rank order.
 
-    logits [batch, sequence, vocabulary of this rank], targets [batch, sequence] -> a scalar in fp32. The backward pass
-    can run once: it works in place.
+    logits [batch, sequence, vocabulary of this rank], targets [batch, sequence] -> a scalar in
+    fp32. The backward pass can run once: it works in place.
     """
 
     on_shards = True

@@ -1,11 +1,14 @@
-"""A mixture of experts: router, tokens to the ranks of their experts, the experts, and back (Mixtral, arXiv 2401.04088).
+"""A mixture of experts: router, tokens to the ranks of their experts, the experts, and back
+(Mixtral, arXiv 2401.04088).
 
-Each rank of an expert-parallel group holds as many experts, in rank order. A token goes to `experts_per_token` of them, none is
-dropped, and however many arrive at a rank are multiplied there: the parts that are exchanged are as uneven as the routing is. A
-copy of a token is its row in the order of (expert, rank it came from, place there), so every run adds in the same order.
+Each rank of an expert-parallel group holds as many experts, in rank order. A token goes to
+`experts_per_token` of them, none is dropped, and however many arrive at a rank are multiplied
+there: the parts that are exchanged are as uneven as the routing is. A copy of a token is its row in
+the order of (expert, rank it came from, place there), so every run adds in the same order.
 
-The experts' matrices lie one under the other in a parameter of [experts * features, contracted]; over an expert-parallel mesh it
-is a DTensor divided by rows. Left out: a load-balancing loss, a limit of tokens for an expert.
+The experts' matrices lie one under the other in a parameter of [experts * features, contracted];
+over an expert-parallel mesh it is a DTensor divided by rows. Left out: a load-balancing loss, a
+limit of tokens for an expert.
 """
 
 from __future__ import annotations
@@ -37,7 +40,12 @@ class Grouped(nn.Module):
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         matrices = local(self.weight).unflatten(0, (self.num_experts, -1)).unbind()
-        return torch.cat([functional.linear(own, matrix) for own, matrix in zip(rows.split(counts), matrices, strict=True)])
+        return torch.cat(
+            [
+                functional.linear(own, matrix)
+                for own, matrix in zip(rows.split(counts), matrices, strict=True)
+            ]
+        )
 
 
 class Experts(nn.Module):
@@ -57,7 +65,9 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exchange:
-    """How many rows go to each rank of the group and come from it, the arrived ones' order by expert, and how many each has."""
+    """How many rows go to each rank of the group and come from it, the arrived ones' order by
+    expert, and how many each has.
+    """
 
     sent: list[int]
     received: list[int]
@@ -66,7 +76,8 @@ class _Exchange:
 
 
 class MixtureOfExperts(nn.Module):
-    """[batch, sequence, hidden] -> the same; computes on what a rank holds of it. `group`: who shares the experts, if not alone.
+    """[batch, sequence, hidden] -> the same; computes on what a rank holds of it. `group`: who
+    shares the experts, if not alone.
 
     operators: those of the graph that run here
     """
@@ -93,33 +104,48 @@ class MixtureOfExperts(nn.Module):
         else:
             exchange = self._exchange(sizes, self.group)
             rows = all_to_all_single_autograd(rows, exchange.received, exchange.sent, self.group)
-            rows = self.experts(rows[exchange.by_expert], exchange.counts)[exchange.by_expert.argsort()]
+            rows = self.experts(rows[exchange.by_expert], exchange.counts)[
+                exchange.by_expert.argsort()
+            ]
             rows = all_to_all_single_autograd(rows, exchange.sent, exchange.received, self.group)
         mine = rows[by_expert.argsort()].unflatten(0, (-1, self.experts_per_token))
         return torch.bmm(weights.to(mine.dtype).unsqueeze(1), mine).view(x.shape)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, experts per token]: the experts of a token, best first, and their weights, which add up to one."""
+        """[tokens, experts per token]: the experts of a token, best first, and their weights, which
+        add up to one.
+        """
         probabilities = self.router(tokens).float().softmax(dim=-1)
         weights, chosen = probabilities.topk(self.experts_per_token, dim=-1)
         return chosen, weights / weights.sum(dim=-1, keepdim=True)
 
     def _exchange(self, sizes: Tensor, group: dist.ProcessGroup) -> _Exchange:
-        """What the ranks of `group` send each other when this one has `sizes` rows for every expert."""
+        """What the ranks of `group` send each other when this one has `sizes` rows for every
+        expert.
+        """
         arriving = torch.empty_like(sizes)
         dist.all_to_all_single(arriving, sizes, group=group)
         from_rank = arriving.view(group.size(), -1)  # [rank it comes from, expert of this rank]
         experts = torch.arange(from_rank.shape[1], device=sizes.device).repeat(group.size())
         return _Exchange(
-            sent=sizes.view(group.size(), -1).sum(dim=1).tolist(), received=from_rank.sum(dim=1).tolist(),
-            by_expert=experts.repeat_interleave(arriving).argsort(stable=True), counts=from_rank.sum(dim=0).tolist())
+            sent=sizes.view(group.size(), -1).sum(dim=1).tolist(),
+            received=from_rank.sum(dim=1).tolist(),
+            by_expert=experts.repeat_interleave(arriving).argsort(stable=True),
+            counts=from_rank.sum(dim=0).tolist(),
+        )
 
     def placement(self, operators: Mapping[str, OperatorPlacement]) -> OperatorPlacement:
-        """From where it reads to where it leaves: all its operators are placed alike (executor/rules/expert_rules.py)."""
-        return OperatorPlacement(input=operators["router"].input, output=operators["combine"].output)
+        """From where it reads to where it leaves: all its operators are placed alike
+        (executor/rules/expert_rules.py).
+        """
+        return OperatorPlacement(
+            input=operators["router"].input, output=operators["combine"].output
+        )
 
     def sum_over_tensor_parallel(self) -> None:
-        """Its weights are whole and its tokens divided: the weights' gradients are this rank's summands."""
+        """Its weights are whole and its tokens divided: the weights' gradients are this rank's
+        summands.
+        """
         for module in (self.router, self.experts.fc1, self.experts.fc2):
             module.summed_over_tp = ("weight",)
 
@@ -133,12 +159,16 @@ def held_experts(model: ModelSpec, ep_mesh: DeviceMesh | None) -> range:
 
 
 def divide_experts(layer: nn.Module, ep_mesh: DeviceMesh) -> None:
-    """Say that the experts of `layer` are one part of those that the ranks of `ep_mesh` hold together."""
+    """Say that the experts of `layer` are one part of those that the ranks of `ep_mesh` hold
+    together.
+    """
     for module in layer.modules():
         if isinstance(module, MixtureOfExperts):
             module.group = ep_mesh.get_group()
         if isinstance(module, Grouped):
-            module.weight = nn.Parameter(DTensor.from_local(module.weight.data, ep_mesh, (Shard(0),), run_check=False))
+            module.weight = nn.Parameter(
+                DTensor.from_local(module.weight.data, ep_mesh, (Shard(0),), run_check=False)
+            )
 
 
 def experts_of(layer: nn.Module) -> tuple[Experts, ...]:

@@ -1,8 +1,10 @@
-"""GPT and Llama as plain modules: one submodule per operator of `parplan.profiles.models.transformer`, with its name and parameters.
+"""GPT and Llama as plain modules: one submodule per operator of
+`parplan.profiles.models.transformer`, with its name and parameters.
 
-Layouts that let a tensor-parallel shard along dim 0 hold whole units: qkv rows are (kv groups, queries + 2, head_dim),
-gated fc1 rows are (ffn, gate and up). A module with `on_shards` computes on the local shards of its inputs and parameters;
-the others run on DTensors. Activations are [batch, sequence, feature].
+Layouts that let a tensor-parallel shard along dim 0 hold whole units: qkv rows are (kv groups,
+queries + 2, head_dim), gated fc1 rows are (ffn, gate and up). A module with `on_shards` computes on
+the local shards of its inputs and parameters; the others run on DTensors. Activations are [batch,
+sequence, feature].
 """
 
 from __future__ import annotations
@@ -33,20 +35,28 @@ INIT_STD = 0.02  # GPT-2, Radford et al. 2019
 
 
 class Linear(nn.Linear):
-    """A product of whatever rows or columns of the weight a rank holds; the bias only where that gives whole sums."""
+    """A product of whatever rows or columns of the weight a rank holds; the bias only where that
+    gives whole sums.
+    """
 
     on_shards = True
     adds_bias = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, local(self.weight), local(self.bias) if self.adds_bias and self.bias is not None else None)
+        return functional.linear(
+            x,
+            local(self.weight),
+            local(self.bias) if self.adds_bias and self.bias is not None else None,
+        )
 
 
 class LayerNorm(nn.LayerNorm):
     on_shards = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
+        return functional.layer_norm(
+            x, self.normalized_shape, local(self.weight), local(self.bias), self.eps
+        )
 
 
 class RMSNorm(nn.RMSNorm):
@@ -62,7 +72,8 @@ class Tokens(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self.weight
         if isinstance(weight, DTensor):
-            # DTensor gives the gradient of a vocabulary shard whole; through this no-op it is cut to the shard at once
+            # DTensor gives the gradient of a vocabulary shard whole; through this no-op it is cut
+            # to the shard at once
             weight = weight.redistribute(placements=weight.placements)
         return functional.embedding(ids, weight)
 
@@ -85,11 +96,15 @@ def _dropped(x: Tensor, probability: float) -> Tensor:
         return x
     if not isinstance(x, DTensor):
         return functional.dropout(x, probability)
-    return DTensor.from_local(functional.dropout(x.to_local(), probability), x.device_mesh, x.placements, run_check=False)
+    return DTensor.from_local(
+        functional.dropout(x.to_local(), probability), x.device_mesh, x.placements, run_check=False
+    )
 
 
 class Rotary(nn.Module):
-    """Rotates the first `rotary_fraction` of every query and key head (rotate-half, as Llama and NeoX)."""
+    """Rotates the first `rotary_fraction` of every query and key head (rotate-half, as Llama and
+    NeoX).
+    """
 
     on_shards = True
 
@@ -109,13 +124,17 @@ class Rotary(nn.Module):
 
 
 def _groups(qkv: Tensor, model: ModelSpec) -> Tensor:
-    """[batch, sequence, features] as [batch, sequence, kv groups, queries per group + key + value, head_dim]."""
+    """[batch, sequence, features] as [batch, sequence, kv groups, queries per group + key + value,
+    head_dim].
+    """
     return qkv.unflatten(-1, (-1, model.num_heads // model.num_kv_heads + 2, model.head_dim))
 
 
 def _rotary_tables(length: int, size: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of [sequence, 1, 1, size], computed in fp32."""
-    frequencies = theta ** -(torch.arange(0, size, 2, device=like.device, dtype=torch.float32) / size)
+    frequencies = theta ** -(
+        torch.arange(0, size, 2, device=like.device, dtype=torch.float32) / size
+    )
     angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)[:, None, None]
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
@@ -137,34 +156,58 @@ class Attention(nn.Module):
         return run(*self.split(qkv)).transpose(1, 2).flatten(2)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each [batch, heads, sequence, head_dim], as the kernel keeps them."""
+        """Queries, keys and values, each [batch, heads, sequence, head_dim], as the kernel keeps
+        them.
+        """
         groups = _groups(qkv, self.model)
         query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
         key, value = (groups[..., i, :].transpose(1, 2) for i in (-2, -1))
         if self.kernel is AttentionKernel.UNFUSED:
-            repeats = query.shape[1] // key.shape[1]  # repeat_interleave copies; a batched product would copy the queries
-            return query.contiguous(), key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+            repeats = (
+                query.shape[1] // key.shape[1]
+            )  # repeat_interleave copies; a batched product would copy the queries
+            return (
+                query.contiguous(),
+                key.repeat_interleave(repeats, dim=1),
+                value.repeat_interleave(repeats, dim=1),
+            )
         if self.model.num_kv_heads != self.model.num_heads:
-            # the queries of several groups are copied together; views of the keys would keep the whole of qkv beside them
+            # the queries of several groups are copied together; views of the keys would keep the
+            # whole of qkv beside them
             key, value = key.contiguous(), value.contiguous()
         return query, key, value
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0, enable_gqa=key.shape[1] != query.shape[1])
+            query,
+            key,
+            value,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return functional.dropout(self.weights(query @ key.transpose(-2, -1)), self.dropout, self.training) @ value
+        return (
+            functional.dropout(
+                self.weights(query @ key.transpose(-2, -1)), self.dropout, self.training
+            )
+            @ value
+        )
 
     def weights(self, products: Tensor) -> Tensor:
-        """The masked softmax of the products of queries and keys, [batch, heads, sequence, sequence]."""
+        """The masked softmax of the products of queries and keys, [batch, heads, sequence,
+        sequence].
+        """
         scores = products * self.model.head_dim**-0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         return scores.masked_fill(future, float("-inf")).softmax(dim=-1)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up that keeps only its input, as fused kernels do; autograd would also keep silu(gate)."""
+    """silu(gate) * up that keeps only its input, as fused kernels do; autograd would also keep
+    silu(gate).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -242,7 +285,9 @@ class Block(nn.Module):
         self.norm2 = _norm(model)
         if model.num_experts:
             router = Linear(hidden, model.num_experts, bias=False)
-            self.mixture = MixtureOfExperts(model, router, Experts(model, experts, Activation(model)))
+            self.mixture = MixtureOfExperts(
+                model, router, Experts(model, experts, Activation(model))
+            )
         else:
             self.fc1 = Linear(hidden, ffn * (2 if model.gated_ffn else 1), bias=model.linear_bias)
             self.activation = Activation(model)
@@ -265,11 +310,17 @@ class Block(nn.Module):
     def feed_forward(self, x: Tensor) -> Tensor:
         """What the feed-forward network, or the mixture, adds to `x`."""
         normed = self.norm2(x)
-        return self.mixture(normed) if hasattr(self, "mixture") else self.fc2(self.activation(self.fc1(normed)))
+        return (
+            self.mixture(normed)
+            if hasattr(self, "mixture")
+            else self.fc2(self.activation(self.fc1(normed)))
+        )
 
 
 class Head(nn.Module):
-    """[batch, sequence, hidden] -> logits [batch, sequence, padded vocabulary]; `loss` is called on them by the schedule."""
+    """[batch, sequence, hidden] -> logits [batch, sequence, padded vocabulary]; `loss` is called on
+    them by the schedule.
+    """
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
@@ -287,13 +338,19 @@ def _norm(model: ModelSpec) -> nn.Module:
 
 
 def build_layer(
-    model: ModelSpec, training: TrainingSpec, kind: LayerKind, index: int, seed: int, device: torch.device,
+    model: ModelSpec,
+    training: TrainingSpec,
+    kind: LayerKind,
+    index: int,
+    seed: int,
+    device: torch.device,
     ep_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """A whole fp32 layer on `device`, its values a function of `seed`, the layer's index and the parameter alone.
+    """A whole fp32 layer on `device`, its values a function of `seed`, the layer's index and the
+    parameter alone.
 
-    Every mesh therefore starts from the same model: each rank makes the layer and keeps its shard. Over `ep_mesh` a rank makes
-    only its own experts, each of which has its own values.
+    Every mesh therefore starts from the same model: each rank makes the layer and keeps its shard.
+    Over `ep_mesh` a rank makes only its own experts, each of which has its own values.
     """
     experts = held_experts(model, ep_mesh)
     with torch.device("meta"):
@@ -303,7 +360,11 @@ def build_layer(
             LayerKind.HEAD: lambda: Head(model),
         }[kind]()
     _materialize(layer, device)
-    grouped = {f"{name}.weight": module.weight for name, module in layer.named_modules() if isinstance(module, Grouped)}
+    grouped = {
+        f"{name}.weight": module.weight
+        for name, module in layer.named_modules()
+        if isinstance(module, Grouped)
+    }
     for name, parameter in layer.named_parameters():
         tied = model.tied_embeddings and name == "lm_head.weight"
         if name not in grouped:
@@ -317,10 +378,14 @@ def build_layer(
 
 
 def _materialize(layer: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on `device`. Not `to_empty`, which cannot do it to fake tensors (executor/checking/dry_run.py)."""
+    """Give every parameter memory on `device`. Not `to_empty`, which cannot do it to fake tensors
+    (executor/checking/dry_run.py).
+    """
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device=device)))
+            module.register_parameter(
+                name, nn.Parameter(torch.empty_like(parameter, device=device))
+            )
 
 
 @torch.no_grad()

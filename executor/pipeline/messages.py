@@ -1,9 +1,11 @@
-"""A pipeline stage that holds the buffer of a message from when it is posted until its micro-batch's backward pass is over.
+"""A pipeline stage that holds the buffer of a message from when it is posted until its
+micro-batch's backward pass is over.
 
-torch's own stage makes the buffers of all micro-batches, activations and gradients, before the first step and keeps them: as
-many again as a long step has messages, beside the few that the schedule has in flight. It also keeps logits, in GPipe those of all
-micro-batches, through a backward pass that starts from their loss, and the graph of every loss, with what the stage received, until
-the step is over.
+torch's own stage makes the buffers of all micro-batches, activations and gradients, before the
+first step and keeps them: as many again as a long step has messages, beside the few that the
+schedule has in flight. It also keeps logits, in GPipe those of all micro-batches, through a
+backward pass that starts from their loss, and the graph of every loss, with what the stage
+received, until the step is over.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class LeanStage(PipelineStage):
         self._without_memory(super()._setup_backward_recv_info, *args, **kwargs)
 
     def _without_memory(self, setup: Any, *args: Any, **kwargs: Any) -> None:
-        """Let torch write down shapes and sources; where it would put a buffer there is one without memory."""
+        """Let torch write down shapes and sources; where it would put a buffer there is one without
+        memory.
+        """
         device, self.device = self.device, torch.device("meta")
         try:
             setup(*args, **kwargs)
@@ -46,10 +50,16 @@ class LeanStage(PipelineStage):
         return output
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, **kwargs: Any,
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        **kwargs: Any,
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
         if loss is not None and full_backward:
-            loss.detach_()  # the schedule keeps it until the step is over, and with its graph what the stage received
+            # the schedule keeps it until the step is over, and with its graph what the stage
+            # received
+            loss.detach_()
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None

@@ -1,4 +1,6 @@
-"""The schedule: its action lists through torch.distributed.pipelining's runtime, or a plain loop with one pipeline rank."""
+"""The schedule: its action lists through torch.distributed.pipelining's runtime, or a plain loop
+with one pipeline rank.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPipeline:
-    """This rank's stages and what runs them: `run` does all forward and backward passes of (ids, targets).
+    """This rank's stages and what runs them: `run` does all forward and backward passes of (ids,
+    targets).
 
     scale: of the loss, which `run` returns scaled
-    chunks: what holds the states of the blocks, if they are held in chunks; their gradients stay scaled
+    chunks: what holds the states of the blocks, if they are held in chunks; their gradients stay
+    scaled
     """
 
     stages: tuple[Stage, ...]
@@ -53,17 +57,29 @@ class RankPipeline:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank updates: shards between steps, and none that lies in chunks."""
+        """The parameters that this rank updates: shards between steps, and none that lies in
+        chunks.
+        """
         apart = set(self.chunks.parameters) if self.chunks is not None else set()
-        return [p for p in dict.fromkeys(parameter for stage in self.stages for parameter in stage.parameters()) if p not in apart]
+        return [
+            p
+            for p in dict.fromkeys(
+                parameter for stage in self.stages for parameter in stage.parameters()
+            )
+            if p not in apart
+        ]
 
     @property
     def in_flight(self) -> dict[int, int]:
-        """By pipeline stage, the most micro-batches of which it has held at once what a backward pass needs."""
+        """By pipeline stage, the most micro-batches of which it has held at once what a backward
+        pass needs.
+        """
         return {stage.stage_index: stage.in_flight for stage in self.piped}
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of one batch of [sequences, sequence length] ids; returns this rank's share of the mean loss."""
+        """Gradients of one batch of [sequences, sequence length] ids; returns this rank's share of
+        the mean loss.
+        """
         for stage in self.stages:
             stage.begin_step()
         if self.chunks is not None:
@@ -82,8 +98,14 @@ class RankPipeline:
         return loss / self.scale.value
 
     def _sum_tied_gradients(self) -> None:
-        """Add the gradients of the two copies of a tied embedding, in the model's first and its last stage."""
-        copies = [local(weight.grad) for stage in self.stages if self.tied and (weight := stage.tied_weight()) is not None]
+        """Add the gradients of the two copies of a tied embedding, in the model's first and its
+        last stage.
+        """
+        copies = [
+            local(weight.grad)
+            for stage in self.stages
+            if self.tied and (weight := stage.tied_weight()) is not None
+        ]
         if len(copies) == 2:
             copies[0].add_(copies[1])
             copies[1].copy_(copies[0])
@@ -92,7 +114,13 @@ class RankPipeline:
 
 
 def build_pipeline(
-    plan: Plan, ranks: RankPlace, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = nothing,
+    plan: Plan,
+    ranks: RankPlace,
+    *,
+    seed: int,
+    after_backward: After,
+    span: Span = no_span,
+    after_recompute: After = nothing,
     scale: LossScale | None = None,
 ) -> RankPipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
@@ -103,21 +131,44 @@ def build_pipeline(
         span = _also(span, chunks)
     piped: tuple[PipelineStep, ...] = ()
     if plan.mesh.pp == 1:
-        run = partial(_loop, stages[0], partial(_mean_loss, stages[0], plan, scale), plan, after_backward, span)
+        run = partial(
+            _loop,
+            stages[0],
+            partial(_mean_loss, stages[0], plan, scale),
+            plan,
+            after_backward,
+            span,
+        )
     else:
         schedule, piped = _schedule(plan, ranks, stages, scale)
         for stage in piped:
-            stage.after_backward, stage.after_recompute, stage.span = after_backward, after_recompute, span
+            stage.after_backward, stage.after_recompute, stage.span = (
+                after_backward,
+                after_recompute,
+                span,
+            )
         run = partial(_scheduled, schedule, stages, plan.module is not None)
     return RankPipeline(
-        stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
-        tied_group=_tied_group(plan, ranks), span=span, piped=piped, scale=scale, chunks=chunks)
+        stages=stages,
+        run=run,
+        tp_mesh=ranks.tp_mesh,
+        tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
+        tied_group=_tied_group(plan, ranks),
+        span=span,
+        piped=piped,
+        scale=scale,
+        chunks=chunks,
+    )
 
 
 def _chunk_manager(plan: Plan, ranks: RankPlace) -> ChunkManager:
-    """Of this pipeline rank. Raises ConfigError, and BudgetError where what stays on the device is too much."""
+    """Of this pipeline rank. Raises ConfigError, and BudgetError where what stays on the device is
+    too much.
+    """
     group = ranks.dp_mesh.get_group() if plan.mesh.dp > 1 else None
-    return ChunkManager(rank_chunks_of(plan, ranks.coordinate("pp")), plan.training, ranks.device, group)
+    return ChunkManager(
+        rank_chunks_of(plan, ranks.coordinate("pp")), plan.training, ranks.device, group
+    )
 
 
 def _also(span: Span, chunks: ChunkManager) -> Span:
@@ -131,16 +182,32 @@ def _also(span: Span, chunks: ChunkManager) -> Span:
     return around
 
 
-def _mean_loss(stage: Stage, plan: Plan, scale: LossScale | None, logits: Tensor, targets: Tensor) -> Tensor:
-    """The micro-batch's share of the mean loss over all tokens of the global batch, so that every reduction is a sum; scaled."""
+def _mean_loss(
+    stage: Stage, plan: Plan, scale: LossScale | None, logits: Tensor, targets: Tensor
+) -> Tensor:
+    """The micro-batch's share of the mean loss over all tokens of the global batch, so that every
+    reduction is a sum; scaled.
+    """
     loss = local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
     return loss if scale is None else loss * scale.value
 
 
-def _loop(stage: Stage, mean_loss: Run, plan: Plan, after_backward: After, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
-    """The schedule of one pipeline rank: forward and backward of one micro-batch after the other."""
+def _loop(
+    stage: Stage,
+    mean_loss: Run,
+    plan: Plan,
+    after_backward: After,
+    span: Span,
+    ids: Tensor,
+    targets: Tensor,
+) -> Tensor:
+    """The schedule of one pipeline rank: forward and backward of one micro-batch after the
+    other.
+    """
     total = torch.zeros((), device=ids.device)
-    micro_batches = zip(*(x.split(plan.pipeline.micro_batch_size) for x in (ids, targets)), strict=True)
+    micro_batches = zip(
+        *(x.split(plan.pipeline.micro_batch_size) for x in (ids, targets)), strict=True
+    )
     for index, (micro_ids, micro_targets) in enumerate(micro_batches):
         with span("F", 0, index):
             loss = mean_loss(stage(micro_ids), micro_targets)
@@ -152,23 +219,42 @@ def _loop(stage: Stage, mean_loss: Run, plan: Plan, after_backward: After, span:
 
 
 def _scheduled(
-    schedule: _PipelineScheduleRuntime, stages: Sequence[Stage], ids_everywhere: bool, ids: Tensor, targets: Tensor,
+    schedule: _PipelineScheduleRuntime,
+    stages: Sequence[Stage],
+    ids_everywhere: bool,
+    ids: Tensor,
+    targets: Tensor,
 ) -> Tensor:
-    """`ids_everywhere`: every stage of a foreign module runs the module's own forward pass, which starts from the ids."""
+    """`ids_everywhere`: every stage of a foreign module runs the module's own forward pass, which
+    starts from the ids.
+    """
     losses: list[Tensor] = []
     ends_model = any(stage.ends_model for stage in stages)
     first = (ids,) if any(stage.begins_model for stage in stages) else ()
     inputs = {"ids": ids} if ids_everywhere else {}
-    schedule.step(*first, target=targets if ends_model else None, losses=losses, return_outputs=False, **inputs)
+    schedule.step(
+        *first,
+        target=targets if ends_model else None,
+        losses=losses,
+        return_outputs=False,
+        **inputs,
+    )
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
 
 
 def _schedule(
-    plan: Plan, ranks: RankPlace, modules: Sequence[Stage], scale: LossScale | None,
+    plan: Plan,
+    ranks: RankPlace,
+    modules: Sequence[Stage],
+    scale: LossScale | None,
 ) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
-    """The runtime with the plan's action lists, which it completes with sends and receives, and this rank's stages in it."""
+    """The runtime with the plan's action lists, which it completes with sends and receives, and
+    this rank's stages in it.
+    """
     indices, rank = local_stages(plan, ranks.coordinate("pp")), ranks.coordinate("pp")
-    stages = [_pipeline_stage(plan, ranks, k, module) for k, module in zip(indices, modules, strict=True)]
+    stages = [
+        _pipeline_stage(plan, ranks, k, module) for k, module in zip(indices, modules, strict=True)
+    ]
     loss = partial(_spanned_loss, stages[-1], partial(_mean_loss, stages[-1].submod, plan, scale))
     schedule = build_runtime(action_rows(plan), rank, stages, plan.pipeline.num_micro_batches, loss)
     return schedule, tuple(stages)
@@ -183,17 +269,24 @@ def _spanned_loss(stage: PipelineStep, mean_loss: Run, logits: Tensor, targets: 
 def _pipeline_stage(plan: Plan, ranks: RankPlace, index: int, module: Stage) -> PipelineStep:
     """Shapes are given, so that torch runs no extra forward pass to find them."""
     layers = stage_layers(plan)
-    ids = torch.empty((plan.pipeline.micro_batch_size, plan.training.seq_length), dtype=torch.int64, device="meta")
+    ids = torch.empty(
+        (plan.pipeline.micro_batch_size, plan.training.seq_length), dtype=torch.int64, device="meta"
+    )
     return PipelineStep(
-        module, index, len(layers), ranks.device,
+        module,
+        index,
+        len(layers),
+        ranks.device,
         input_args=border_example(plan, layers[index - 1][-1]) if index else ids,
         output_args=border_example(plan, layers[index][-1]),
-        group=ranks.mesh["pp"].get_group())
+        group=ranks.mesh["pp"].get_group(),
+    )
 
 
 def _tied_group(plan: Plan, ranks: RankPlace) -> dist.ProcessGroup | None:
-    """The pipeline ranks of the first and the last stage, in this rank's dp and tp coordinates, where each holds a copy of a tied
-    weight; None where one rank holds both."""
+    """The pipeline ranks of the first and the last stage, in this rank's dp and tp coordinates,
+    where each holds a copy of a tied weight; None where one rank holds both.
+    """
     ends = [plan.stages[index].rank for index in (0, -1)]
     if not plan.model.tied_embeddings or ends[0] == ends[1]:
         return None

@@ -1,4 +1,5 @@
-"""The action R of a stage: its layers' recompute for one micro-batch before the gradient is there, and the backward pass after it.
+"""The action R of a stage: its layers' recompute for one micro-batch before the gradient is there,
+and the backward pass after it.
 
 The parameters of a layer of ZeRO 3 are gathered for it as for a forward pass, and freed again.
 """
@@ -15,11 +16,18 @@ from parplan.executor.sharding.zero_units import Unit, gathered
 
 
 class Early:
-    """What the layers of `units` run again before the backward pass of each micro-batch in `micro_batches` begins."""
+    """What the layers of `units` run again before the backward pass of each micro-batch in
+    `micro_batches` begins.
+    """
 
     def __init__(self, units: Sequence[Unit], micro_batches: frozenset[int]) -> None:
         self._micro_batches = micro_batches
-        self._layers = [(_together(unit, units), layer.ahead) for unit in units for layer in unit.layers if _can_run_again(layer)]
+        self._layers = [
+            (_together(unit, units), layer.ahead)
+            for unit in units
+            for layer in unit.layers
+            if _can_run_again(layer)
+        ]
         self._waiting: dict[int, list[tuple[Sequence[Unit], list[Rerun]]]] = {}
         self._done: dict[int, GraphExecGroup] = {}
 
@@ -28,7 +36,9 @@ class Early:
         """Around the stage's forward pass."""
         with ExitStack() as stack:
             if micro_batch in self._micro_batches:
-                self._waiting[micro_batch] = [(units, stack.enter_context(ahead.collected())) for units, ahead in self._layers]
+                self._waiting[micro_batch] = [
+                    (units, stack.enter_context(ahead.collected())) for units, ahead in self._layers
+                ]
             yield
 
     def recompute(self, micro_batch: int) -> None:
@@ -55,4 +65,8 @@ def _can_run_again(layer: object) -> bool:
 
 def _together(unit: Unit, units: Sequence[Unit]) -> tuple[Unit, ...]:
     """The units that hold the parameters of a layer: its own, and that of its experts."""
-    return unit, *(other for other in units if other is not unit and any(module in unit.apart for module in other.layers))
+    return unit, *(
+        other
+        for other in units
+        if other is not unit and any(module in unit.apart for module in other.layers)
+    )

@@ -1,4 +1,6 @@
-"""One rank's part of the model: for each of its pipeline stages the layers, placed, recomputed and sharded as planned."""
+"""One rank's part of the model: for each of its pipeline stages the layers, placed, recomputed and
+sharded as planned.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,19 @@ from parplan.profiles.models.transformer import build_graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where this process sits: its device, the (pp, dp, tp) mesh of all processes, and its coordinates in it.
+    """Where this process sits: its device, the (pp, dp, tp) mesh of all processes, and its
+    coordinates in it.
 
-    `sharded` has by number of ranks that hold one copy of states the same mesh with dp as (copies, shards).
+    `sharded` has by number of ranks that hold one copy of states the same mesh with dp as (copies,
+    shards).
     """
 
     device: torch.device
     mesh: DeviceMesh
     sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
-    expert_mesh: DeviceMesh | None = None  # the same ranks where experts are divided, dp as (copies, ep)
+    expert_mesh: DeviceMesh | None = (
+        None  # the same ranks where experts are divided, dp as (copies, ep)
+    )
 
     def coordinate(self, axis: str) -> int:
         return int(self.mesh.get_local_rank(axis))
@@ -74,7 +80,10 @@ class RankPlace:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return (*self.mesh.get_all_groups(), *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()))
+        return (
+            *self.mesh.get_all_groups(),
+            *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()),
+        )
 
     @property
     def ep_mesh(self) -> DeviceMesh | None:
@@ -85,15 +94,28 @@ class RankPlace:
         return self.mesh["dp"]
 
     def shard_mesh(self, num_ranks: int) -> DeviceMesh:
-        """The data-parallel ranks that hold one copy of a layer's states with this one, `num_ranks` together."""
+        """The data-parallel ranks that hold one copy of a layer's states with this one, `num_ranks`
+        together.
+        """
         return self.sharded[num_ranks]["shards"] if num_ranks in self.sharded else self.dp_mesh
 
-    def unit(self, plan: Plan, placed: PlacedLayer, layers: tuple[nn.Module, ...], apart: tuple[nn.Module, ...] = ()) -> Unit:
+    def unit(
+        self,
+        plan: Plan,
+        placed: PlacedLayer,
+        layers: tuple[nn.Module, ...],
+        apart: tuple[nn.Module, ...] = (),
+    ) -> Unit:
         """The modules of a layer, or of two that share a Parameter, sharded as planned."""
         zero, held_by = effective_zero(placed, plan.mesh), zero_ranks(placed, plan.mesh)
         unit = Unit(
-            layers=layers, zero=zero, mesh=self.shard_mesh(held_by) if zero else self.dp_mesh, apart=apart,
-            copies=self.copies_mesh(held_by) if zero else None, offloaded=Offload.STATES in placed.plan.offload)
+            layers=layers,
+            zero=zero,
+            mesh=self.shard_mesh(held_by) if zero else self.dp_mesh,
+            apart=apart,
+            copies=self.copies_mesh(held_by) if zero else None,
+            offloaded=Offload.STATES in placed.plan.offload,
+        )
         shard_unit(unit, plan.training.precision)
         return unit
 
@@ -125,13 +147,20 @@ class Body(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage with local tensors at its borders: this rank's shard of [micro-batch, sequence, hidden], or ids, or logits.
+    """A stage with local tensors at its borders: this rank's shard of [micro-batch, sequence,
+    hidden], or ids, or logits.
 
-    It is not an FSDP module itself, its `body` is: torch.distributed.pipelining then leaves gathering and reducing alone.
+    It is not an FSDP module itself, its `body` is: torch.distributed.pipelining then leaves
+    gathering and reducing alone.
     """
 
     def __init__(
-        self, body: Body | ExternalBody, units: tuple[Unit, ...], enter: Callable[[Tensor], Tensor], begins_model: bool, ends_model: bool,
+        self,
+        body: Body | ExternalBody,
+        units: tuple[Unit, ...],
+        enter: Callable[[Tensor], Tensor],
+        begins_model: bool,
+        ends_model: bool,
         host: HostCopies | None = None,
     ) -> None:
         super().__init__()
@@ -159,27 +188,48 @@ class Stage(nn.Module):
         return self.body.tied_weight()
 
 
-def build_stages(plan: Plan, ranks: RankPlace, seed: int, chunks: ChunkManager | None = None) -> tuple[Stage, ...]:
-    """The stages that this rank runs; without a pipeline all stages are one. `chunks` owns their blocks. Raises ConfigError."""
+def build_stages(
+    plan: Plan, ranks: RankPlace, seed: int, chunks: ChunkManager | None = None
+) -> tuple[Stage, ...]:
+    """The stages that this rank runs; without a pipeline all stages are one. `chunks` owns their
+    blocks. Raises ConfigError.
+    """
     stages, host = stage_layers(plan), HostCopies(ranks.device)
     if plan.mesh.pp == 1:
-        return (_build_stage(plan, ranks, seed, tuple(layer for stage in stages for layer in stage), host, chunks),)
-    return tuple(_build_stage(plan, ranks, seed, stages[k], host, chunks) for k in local_stages(plan, ranks.coordinate("pp")))
+        return (
+            _build_stage(
+                plan, ranks, seed, tuple(layer for stage in stages for layer in stage), host, chunks
+            ),
+        )
+    return tuple(
+        _build_stage(plan, ranks, seed, stages[k], host, chunks)
+        for k in local_stages(plan, ranks.coordinate("pp"))
+    )
 
 
 def _build_stage(
-    plan: Plan, ranks: RankPlace, seed: int, placed: tuple[PlacedLayer, ...], host: HostCopies, chunks: ChunkManager | None,
+    plan: Plan,
+    ranks: RankPlace,
+    seed: int,
+    placed: tuple[PlacedLayer, ...],
+    host: HostCopies,
+    chunks: ChunkManager | None,
 ) -> Stage:
     ends = placed[0].kind is LayerKind.EMBEDDING, placed[-1].kind is LayerKind.HEAD
     if plan.module is not None:
-        return Stage(*build_external(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends)
+        return Stage(
+            *build_external(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends
+        )
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     tables: list[HostTable] = []
     last_choice = LastChoice()
     for group in _unit_layers(plan, placed):
         recipes = {layer.name: _recipes(plan, layer, ranks, host) for layer in group}
-        built = {layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name]) for layer in group}
+        built = {
+            layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name])
+            for layer in group
+        }
         _overlap(plan, ranks, built, recipes, placed, last_choice)
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
@@ -187,37 +237,63 @@ def _build_stage(
         in_chunks = chunks is not None and group[0].kind is LayerKind.BLOCK
         if in_chunks:
             chunks.take(group[0].block, built[group[0].name])
-        whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
+        whole = {
+            layer.name: recomputed(
+                built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]
+            )
+            for layer in group
+        }
         if in_chunks:
             chunks.watch(group[0].block, whole[group[0].name])
         else:
             units += _units(plan, ranks, group[0], tuple(whole.values()), tuple(tables))
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
-    shard_root(body, units, ranks.dp_mesh, (*(chunks.parameters if chunks is not None else ()), *(table.weight for table in tables)))
+    shard_root(
+        body,
+        units,
+        ranks.dp_mesh,
+        (*(chunks.parameters if chunks is not None else ()), *(table.weight for table in tables)),
+    )
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
 
 
-def _looked_up(plan: Plan, ranks: RankPlace, built: dict[str, nn.Module], placed: PlacedLayer) -> tuple[HostTable, ...]:
-    """The token table on the host in place of the embedding's, where the plan says so: no unit has it."""
+def _looked_up(
+    plan: Plan, ranks: RankPlace, built: dict[str, nn.Module], placed: PlacedLayer
+) -> tuple[HostTable, ...]:
+    """The token table on the host in place of the embedding's, where the plan says so: no unit has
+    it.
+    """
     if Offload.LOOKUP not in placed.plan.offload:
         return ()
     embedding = built[placed.name]
-    embedding.tokens = HostTable(embedding.tokens.weight, ranks.dp_mesh, compute_dtype(plan.training.precision))
+    embedding.tokens = HostTable(
+        embedding.tokens.weight, ranks.dp_mesh, compute_dtype(plan.training.precision)
+    )
     return (embedding.tokens,)
 
 
 def _units(
-    plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tuple[nn.Module, ...], tables: tuple[HostTable, ...],
+    plan: Plan,
+    ranks: RankPlace,
+    placed: PlacedLayer,
+    layers: tuple[nn.Module, ...],
+    tables: tuple[HostTable, ...],
 ) -> tuple[Unit, ...]:
-    """The sharded unit of `layers` without `tables`, and one for the experts where not every data-parallel rank holds them."""
+    """The sharded unit of `layers` without `tables`, and one for the experts where not every
+    data-parallel rank holds them.
+    """
     experts = _expert_units(plan, ranks, placed, layers)
     for each in experts:
         shard_unit(each, plan.training.precision)
-    return ranks.unit(plan, placed, layers, apart=(*tables, *(each.layers[0] for each in experts))), *experts
+    return ranks.unit(
+        plan, placed, layers, apart=(*tables, *(each.layers[0] for each in experts))
+    ), *experts
 
 
-def _expert_units(plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
+def _expert_units(
+    plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tuple[nn.Module, ...]
+) -> tuple[Unit, ...]:
     """The experts of a layer are sharded and reduced over the ranks that hold the same."""
     if ranks.expert_mesh is None:
         return ()
@@ -225,7 +301,10 @@ def _expert_units(plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tup
     zero = placed.plan.zero if copies.size() > 1 else 0
     offloaded = Offload.STATES in placed.plan.offload
     return tuple(
-        Unit(layers=(experts,), zero=zero, mesh=copies, offloaded=offloaded) for layer in layers for experts in experts_of(layer))
+        Unit(layers=(experts,), zero=zero, mesh=copies, offloaded=offloaded)
+        for layer in layers
+        for experts in experts_of(layer)
+    )
 
 
 def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[PlacedLayer, ...]]:
@@ -236,44 +315,72 @@ def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[Plac
     return [ends, *((layer,) for layer in placed if layer.kind is LayerKind.BLOCK)]
 
 
-def _build_placed_layer(plan: Plan, ranks: RankPlace, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
-    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh)
+def _build_placed_layer(
+    plan: Plan, ranks: RankPlace, seed: int, placed: PlacedLayer, recipes: Recipes | None
+) -> nn.Module:
+    layer = build_layer(
+        plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh
+    )
     level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
     if ranks.tp_mesh is None:
         return layer
     if level > PER_LINEAR:
         place_parameters(layer, placed.plan.operators, ranks.tp_mesh, placed.name)
     else:
-        place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes, in_halves=level == PER_LINEAR)
+        place_layer(
+            layer,
+            placed.plan.operators,
+            ranks.tp_mesh,
+            placed.name,
+            recipes,
+            in_halves=level == PER_LINEAR,
+        )
     if placed.kind is LayerKind.HEAD:
         layer.loss.group = ranks.tp_mesh.get_group()
     return layer
 
 
 def _overlap(
-    plan: Plan, ranks: RankPlace, built: dict[str, nn.Module], recipes: dict[str, Recipes | None], stage: tuple[PlacedLayer, ...],
+    plan: Plan,
+    ranks: RankPlace,
+    built: dict[str, nn.Module],
+    recipes: dict[str, Recipes | None],
+    stage: tuple[PlacedLayer, ...],
     last_choice: LastChoice,
 ) -> None:
     """Let the blocks among `built` run as two halves, where the plan says so."""
-    level, following = plan.pipeline.tp_overlap, {before.name: after.kind for before, after in itertools.pairwise(stage)}
+    level, following = (
+        plan.pipeline.tp_overlap,
+        {before.name: after.kind for before, after in itertools.pairwise(stage)},
+    )
     for name, layer in built.items() if level > PER_LINEAR and ranks.tp_mesh is not None else ():
         if isinstance(layer, Block):
             hands_on = level == PER_STAGE and following.get(name) is LayerKind.BLOCK
-            block_in_halves(layer, ranks.tp_mesh, recipes[name] or Recipes(), last_choice, hands_on=hands_on)
+            block_in_halves(
+                layer, ranks.tp_mesh, recipes[name] or Recipes(), last_choice, hands_on=hands_on
+            )
 
 
 def _recipes(plan: Plan, placed: PlacedLayer, ranks: RankPlace, host: HostCopies) -> Recipes | None:
-    """Where a layer has more to do with what autograd keeps than to keep it: gathered inputs, or the host."""
+    """Where a layer has more to do with what autograd keeps than to keep it: gathered inputs, or
+    the host.
+    """
     if not placed.plan.keep_on_host:
         return Recipes() if ranks.tp_mesh is not None else None
-    layer = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).layer_class(placed.kind)
+    layer = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).layer_class(
+        placed.kind
+    )
     return Recipes(on_host=OnHost(placed.plan.keep_on_host, layer, placed.plan.recompute, host))
 
 
 def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
     """The placement of the activation that `after`, the last layer of a stage, hands on."""
     embedding = "positions" if plan.model.positions is Positions.LEARNED else "tokens"
-    name = {LayerKind.EMBEDDING: embedding, LayerKind.BLOCK: "residual2", LayerKind.HEAD: "lm_head"}[after.kind]
+    name = {
+        LayerKind.EMBEDDING: embedding,
+        LayerKind.BLOCK: "residual2",
+        LayerKind.HEAD: "lm_head",
+    }[after.kind]
     return after.plan.operators[name].output if plan.mesh.tp > 1 else ()
 
 
@@ -293,4 +400,6 @@ def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
     """The shape and type, without data, of the local tensor that leaves `after`."""
     whole = (plan.pipeline.micro_batch_size, plan.training.seq_length, plan.model.hidden_size)
     shape = local_shape(whole, border(plan, after), plan.mesh.tp)
-    return torch.empty(shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True)
+    return torch.empty(
+        shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True
+    )

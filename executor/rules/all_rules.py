@@ -1,8 +1,10 @@
-"""What the executor cannot run, or would run to wrong results: every rule, and the nearest plan that can run.
+"""What the executor cannot run, or would run to wrong results: every rule, and the nearest plan
+that can run.
 
-A rule looks at a plan, without torch and without ranks, and says what it found. Why the executor cannot have it is the
-rule's own text, which docs/design/executor.md lists. The nearest plan differs in the fields that the hint names; it may break
-another rule, so `nearest_legal` goes on until there is none to break.
+A rule looks at a plan, without torch and without ranks, and says what it found. Why the executor
+cannot have it is the rule's own text, which docs/design/executor.md lists. The nearest plan differs
+in the fields that the hint names; it may break another rule, so `nearest_legal` goes on until there
+is none to break.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 
 RULES: tuple[Rule, ...] = (*SCHEDULE, *TRAINING, *LAYERS, halves, *CHUNKS)
-MAX_REPAIRS = 1000  # each changes a field for good, so no plan of a few hundred layers needs as many
+MAX_REPAIRS = (
+    1000  # each changes a field for good, so no plan of a few hundred layers needs as many
+)
 
 
 def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
@@ -32,7 +36,9 @@ def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
 
 
 def validate(plan: Plan) -> None:
-    """Raises ConfigError for a plan that is well-formed but that the executor cannot run as it stands."""
+    """Raises ConfigError for a plan that is well-formed but that the executor cannot run as it
+    stands.
+    """
     for rule, refusal in refusals(plan):
         raise ConfigError(f"{refusal.found}: {rule.why}", hint=refusal.action)
 

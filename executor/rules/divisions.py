@@ -4,13 +4,14 @@
     matmul, by batch          Shard(0)   whole                  Shard(0)
             by sequence       Shard(1)   whole                  Shard(1)
             by its outputs    whole      Shard(0), Shard(0)     Shard(2)
-            by its sums       Shard(2)   Shard(1), whole        whole, Shard(0) or Shard(1): all-reduced or reduce-scattered
+            by its sums       Shard(2)   Shard(1), whole        whole, Shard(0) or Shard(1):
+                              all-reduced or reduce-scattered
     attention, rotary         Shard(0) or Shard(2), whole heads; the same output
     norm                      Shard(0) or Shard(1); the same output
     activation, residual      Shard(0), Shard(1) or Shard(2); the same output
 
-or everything whole. The token table and the head's product are divided over the vocabulary, as the loss reads them.
-Activations are [batch, sequence, feature].
+or everything whole. The token table and the head's product are divided over the vocabulary, as the
+loss reads them. Activations are [batch, sequence, feature].
 """
 
 from __future__ import annotations
@@ -66,11 +67,15 @@ class Undivided:
 
 
 def misplaced(plan: Plan) -> Iterator[Misplaced]:
-    """Every operator whose placements do not fit its kind, whatever the degree of tensor parallelism."""
+    """Every operator whose placements do not fit its kind, whatever the degree of tensor
+    parallelism.
+    """
     for name, layer, operator in _operators(plan):
         placement = plan.layer_plans[name].operators.get(operator.name)
         if placement is None:
-            yield Misplaced(layer_plan=name, layer=layer, operator=operator, problem="it has no placement")
+            yield Misplaced(
+                layer_plan=name, layer=layer, operator=operator, problem="it has no placement"
+            )
             continue
         for problem in _problems(operator, layer, placement):
             yield Misplaced(layer_plan=name, layer=layer, operator=operator, problem=problem)
@@ -87,19 +92,28 @@ def undivided(plan: Plan) -> Iterator[Undivided]:
 
 
 def nearest_placement(plan: Plan, found: Misplaced) -> OperatorPlacement:
-    """The legal placement that differs from what was found in the fewest entries and, of those, divides the most."""
+    """The legal placement that differs from what was found in the fewest entries and, of those,
+    divides the most.
+    """
     operator = found.operator
     had = plan.layer_plans[found.layer_plan].operators.get(operator.name, OperatorPlacement())
     names = [parameter.name for parameter in operator.parameters]
     legal = []
-    for read, gives, *held in itertools.product((FEATURES, SEQUENCE, BATCH, WHOLE), repeat=2 + len(names)):
-        placement = OperatorPlacement(parameters=dict(zip(names, held, strict=True)), input=read, output=gives)
+    for read, gives, *held in itertools.product(
+        (FEATURES, SEQUENCE, BATCH, WHOLE), repeat=2 + len(names)
+    ):
+        placement = OperatorPlacement(
+            parameters=dict(zip(names, held, strict=True)), input=read, output=gives
+        )
         if not any(_problems(operator, found.layer, placement)):
             legal.append(placement)
 
     def changes(placement: OperatorPlacement) -> int:
         sides = (placement.input != had.input, placement.output != had.output)
-        return sum(sides) + sum(entries != had.parameters.get(name, WHOLE) for name, entries in placement.parameters.items())
+        return sum(sides) + sum(
+            entries != had.parameters.get(name, WHOLE)
+            for name, entries in placement.parameters.items()
+        )
 
     return min(legal, key=changes)
 
@@ -119,8 +133,16 @@ def _problems(operator: Operator, layer: LayerKind, placement: OperatorPlacement
 
 def _entries(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
     """Entries that are not one shard of a dim that the tensor has."""
-    num_dims = {"input": 3, "output": 3, **{parameter.name: len(parameter.shape) for parameter in operator.parameters}}
-    for name, entries in {"input": placement.input, "output": placement.output, **placement.parameters}.items():
+    num_dims = {
+        "input": 3,
+        "output": 3,
+        **{parameter.name: len(parameter.shape) for parameter in operator.parameters},
+    }
+    for name, entries in {
+        "input": placement.input,
+        "output": placement.output,
+        **placement.parameters,
+    }.items():
         if name not in num_dims:
             yield f"it has no parameter {name}"
         elif entries and shard_dim(entries) not in range(num_dims[name]):
@@ -166,7 +188,11 @@ def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str
         yield "its parameters must be whole"
     over_heads = operator.parallel_dim == "heads"
     if over_heads and placement.input == SEQUENCE:
-        why = "queries need every key before them" if operator.kind is OperatorKind.ATTENTION else "positions count from a shard's start"
+        why = (
+            "queries need every key before them"
+            if operator.kind is OperatorKind.ATTENTION
+            else "positions count from a shard's start"
+        )
         yield f"it cannot be divided by sequence: {why}"
     if operator.kind is OperatorKind.NORM and placement.input == FEATURES:
         yield "a norm needs the whole hidden dim of a token"
@@ -177,7 +203,9 @@ def _embedding_rule(operator: Operator, placement: OperatorPlacement) -> Iterato
     weight, wanted = placement.parameters.get("weight", ()), ROWS if is_table else WHOLE
     if weight != wanted:
         yield f"weight {_text(weight)}, it must be {_text(wanted)}"
-    if placement.output not in (WHOLE, SEQUENCE) or placement.input not in ((WHOLE,) if is_table else (placement.output,)):
+    if placement.output not in (WHOLE, SEQUENCE) or placement.input not in (
+        (WHOLE,) if is_table else (placement.output,)
+    ):
         yield f"input {_text(placement.input)} and output {_text(placement.output)}: its output is whole or divided by sequence"
 
 
@@ -190,20 +218,32 @@ def _vocabulary_rule(operator: Operator, placement: OperatorPlacement) -> Iterat
         yield f"it must read {_text(ends[0])} and give {_text(ends[1])}, divided over the vocabulary"
 
 
-def _divided_sizes(plan: Plan, operator: Operator, placement: OperatorPlacement) -> Iterator[tuple[str, int]]:
+def _divided_sizes(
+    plan: Plan, operator: Operator, placement: OperatorPlacement
+) -> Iterator[tuple[str, int]]:
     """The extents that the placement divides, with their names."""
     for parameter in operator.parameters:
         dim = shard_dim(placement.parameters.get(parameter.name, ()))
         if dim is not None:
-            yield f"{operator.name}.{parameter.name} of shape {parameter.shape}", parameter.shape[dim]
+            yield (
+                f"{operator.name}.{parameter.name} of shape {parameter.shape}",
+                parameter.shape[dim],
+            )
     sizes = (plan.pipeline.micro_batch_size, plan.training.seq_length)
     names = ("micro_batch_size", "seq_length")
-    for tensors, entries in ((operator.inputs, placement.input), (operator.outputs, placement.output)):
+    for tensors, entries in (
+        (operator.inputs, placement.input),
+        (operator.outputs, placement.output),
+    ):
         dim = shard_dim(entries)
         if dim is None or not tensors:
             continue
         size, name = (tensors[0].dims[2].size, "features") if dim == 2 else (sizes[dim], names[dim])
-        if dim == 2 and operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
+        if (
+            dim == 2
+            and operator.parallel_dim == "heads"
+            and operator.kind is not OperatorKind.MATMUL
+        ):
             size, name = plan.model.num_kv_heads, "num_kv_heads"
         yield f"{name} {size}", size
 

@@ -1,4 +1,6 @@
-"""What the executor requires of a plan for a model of experts: executor/rules/layer_rules.py asks it."""
+"""What the executor requires of a plan for a model of experts: executor/rules/layer_rules.py asks
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,24 @@ from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.transformer import build_graph
 
-MIXTURE = ("router", "choice", "dispatch", "fc1", "activation", "fc2", "combine")  # one module: executor/models/mixture_of_experts.py
+MIXTURE = (
+    "router",
+    "choice",
+    "dispatch",
+    "fc1",
+    "activation",
+    "fc2",
+    "combine",
+)  # one module: executor/models/mixture_of_experts.py
 AGAIN_ALONE = ("activation",)  # of it, what can run again by itself
 
 Problem = tuple[str, str, LayerPlan]  # what was found, what to set, and the layer plan with that
 
 
 def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
-    """By name of a layer plan of blocks, placements or a list of operators that a mixture of experts cannot have."""
+    """By name of a layer plan of blocks, placements or a list of operators that a mixture of
+    experts cannot have.
+    """
     if not plan.model.num_experts:
         return
     block = build_graph(plan.model, plan.training, 1).block
@@ -27,7 +39,10 @@ def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
         if layer_plan.layer is LayerKind.BLOCK:
             kept = host_bytes_by_operator(block, Sharding(), layer_plan.recompute)
             for problem in (
-                    _recompute(layer_plan, names), _kept_on_host(layer_plan, kept), _placements(layer_plan) if plan.mesh.tp > 1 else None):
+                _recompute(layer_plan, names),
+                _kept_on_host(layer_plan, kept),
+                _placements(layer_plan) if plan.mesh.tp > 1 else None,
+            ):
                 if problem:
                     yield name, problem
 
@@ -55,13 +70,21 @@ def _kept_on_host(layer_plan: LayerPlan, kept: Mapping[str, int]) -> Problem | N
 
 def _placements(layer_plan: LayerPlan) -> Problem | None:
     """The mixture is one module: what enters it stays divided as it is until it is combined."""
-    wanted = replace(layer_plan.operators["router"], parameters={}, output=layer_plan.operators["router"].input)
-    wrong = [name for name in MIXTURE if _sides(layer_plan, name) != (wanted.input, wanted.output, False)]
+    wanted = replace(
+        layer_plan.operators["router"], parameters={}, output=layer_plan.operators["router"].input
+    )
+    wrong = [
+        name for name in MIXTURE if _sides(layer_plan, name) != (wanted.input, wanted.output, False)
+    ]
     if not wrong:
         return None
     operators = {**layer_plan.operators, **dict.fromkeys(MIXTURE, wanted)}
     found = f"operator {wrong[0]} is placed otherwise than router's input: a mixture divides its tokens alike, its parameters not at all"
-    return found, f"place router to combine on {list(wanted.input)}, parameters whole", replace(layer_plan, operators=operators)
+    return (
+        found,
+        f"place router to combine on {list(wanted.input)}, parameters whole",
+        replace(layer_plan, operators=operators),
+    )
 
 
 def _sides(layer_plan: LayerPlan, name: str) -> tuple[tuple[str, ...], tuple[str, ...], bool]:

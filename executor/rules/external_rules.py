@@ -1,4 +1,6 @@
-"""What the executor cannot run of a plan for a foreign module: executor/rules/layer_rules.py asks it. Loads no torch: `plan` asks it too."""
+"""What the executor cannot run of a plan for a foreign module: executor/rules/layer_rules.py asks
+it. Loads no torch: `plan` asks it too.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,27 @@ Problem = tuple[str, str, Plan]  # what was found, what to set, and the plan wit
 
 
 def module_problems(plan: Plan) -> Iterator[Problem]:
-    """What torch's parts cannot run on the plan's module; nothing where the executor's own modules run."""
+    """What torch's parts cannot run on the plan's module; nothing where the executor's own modules
+    run.
+    """
     if plan.module is None:
         return
     model = plan.model
     if model.padded_vocab_size != model.vocab_size:
-        found = f"model: the vocabulary of {model.vocab_size} is padded to {model.padded_vocab_size}"
-        yield found, "set vocab_multiple to 1", replace(plan, model=replace(model, vocab_multiple=1))
+        found = (
+            f"model: the vocabulary of {model.vocab_size} is padded to {model.padded_vocab_size}"
+        )
+        yield (
+            found,
+            "set vocab_multiple to 1",
+            replace(plan, model=replace(model, vocab_multiple=1)),
+        )
     if model.num_experts:
-        yield f"model: {model.num_experts} experts", "set module to null", replace(plan, module=None)
+        yield (
+            f"model: {model.num_experts} experts",
+            "set module to null",
+            replace(plan, module=None),
+        )
         return
     graph = build_graph(model, plan.training, plan.pipeline.micro_batch_size)
     for name, layer_plan in plan.layer_plans.items():
@@ -39,44 +53,69 @@ def validate_module(plan: Plan) -> None:
         raise ConfigError(found, hint=action)
 
 
-def _layer_problems(plan: Plan, name: str, layer_plan: LayerPlan, graph: ModelGraph) -> Iterator[Problem]:
-    """A module runs again as a whole or not at all, its operators are not the plan's; and what it keeps stays where it is."""
+def _layer_problems(
+    plan: Plan, name: str, layer_plan: LayerPlan, graph: ModelGraph
+) -> Iterator[Problem]:
+    """A module runs again as a whole or not at all, its operators are not the plan's; and what it
+    keeps stays where it is.
+    """
     names = {operator.name for operator in graph.layer_class(layer_plan.layer).operators}
     whole = layer_plan.layer is LayerKind.BLOCK and set(layer_plan.recompute) == names
     if layer_plan.recompute and not whole:
         found = f"layer_plans.{name}: recompute names {', '.join(layer_plan.recompute)}, it is all operators of a block or none"
-        yield found, f"set recompute to [] on layer plan {name}", with_layer_plan(plan, name, recompute=())
+        yield (
+            found,
+            f"set recompute to [] on layer plan {name}",
+            with_layer_plan(plan, name, recompute=()),
+        )
     if layer_plan.keep_on_host:
         yield (
-            f"layer_plans.{name}: keep_on_host names {', '.join(layer_plan.keep_on_host)}", f"set keep_on_host to [] on layer plan {name}",
-            with_layer_plan(plan, name, keep_on_host=()))
+            f"layer_plans.{name}: keep_on_host names {', '.join(layer_plan.keep_on_host)}",
+            f"set keep_on_host to [] on layer plan {name}",
+            with_layer_plan(plan, name, keep_on_host=()),
+        )
 
 
 def _tensor_parallel_problems(plan: Plan, graph: ModelGraph) -> Iterator[Problem]:
     mesh, reason = plan.mesh, plan.module.undivided if plan.module else None
     if reason:
         smaller = replace(mesh, dp=mesh.dp * mesh.tp, tp=1)
-        yield f"mesh: tp is {mesh.tp}, and {reason}", f"set tp to 1 and dp to {smaller.dp}", replace(plan, mesh=smaller)
+        yield (
+            f"mesh: tp is {mesh.tp}, and {reason}",
+            f"set tp to 1 and dp to {smaller.dp}",
+            replace(plan, mesh=smaller),
+        )
         return
     sequence = any(layer_plan.sequence_parallel for layer_plan in plan.layer_plans.values())
     for name, layer_plan in plan.layer_plans.items():
         operators = graph.layer_class(layer_plan.layer).operators
         sharding = Sharding(tp=mesh.tp, sequence_parallel=sequence)
-        wanted = {op.name: OperatorPlacement(**asdict(placements(op, sharding))) for op in operators}
-        wrong = [op for op, placement in wanted.items() if layer_plan.operators.get(op) != placement]
+        wanted = {
+            op.name: OperatorPlacement(**asdict(placements(op, sharding))) for op in operators
+        }
+        wrong = [
+            op for op, placement in wanted.items() if layer_plan.operators.get(op) != placement
+        ]
         if wrong or layer_plan.sequence_parallel != sequence:
             uneven = layer_plan.sequence_parallel != sequence
-            what = "sequence_parallel differs between layers" if uneven else f"operator {wrong[0]} is not divided as Megatron does"
+            what = (
+                "sequence_parallel differs between layers"
+                if uneven
+                else f"operator {wrong[0]} is not divided as Megatron does"
+            )
             yield (
-                f"layer_plans.{name}: {what}", f"divide layer plan {name} as Megatron does",
-                with_layer_plan(plan, name, sequence_parallel=sequence, operators=wanted))
+                f"layer_plans.{name}: {what}",
+                f"divide layer plan {name} as Megatron does",
+                with_layer_plan(plan, name, sequence_parallel=sequence, operators=wanted),
+            )
 
 
 def has_even_shards(plan: Plan) -> bool:
     """Whether the planner's bytes are exactly those of the plan's module.
 
-    A module may hold queries, keys, values and gates in several tensors, or transposed: the sum over a rank's shards is the
-    same where dp divides all their dims, and may be a few rows more or less where it does not.
+    A module may hold queries, keys, values and gates in several tensors, or transposed: the sum
+    over a rank's shards is the same where dp divides all their dims, and may be a few rows more or
+    less where it does not.
     """
     model, mesh = plan.model, plan.mesh
     divided = (size // mesh.tp for size in (model.q_size, model.kv_size, model.ffn_hidden_size))

@@ -24,7 +24,10 @@ from parplan.profiles.divisors import divisors
 from parplan.profiles.models.operator_graph import LayerKind
 
 
-@rule(why="the operator's placements are not among those that give the right values and gradients", action="place it otherwise")
+@rule(
+    why="the operator's placements are not among those that give the right values and gradients",
+    action="place it otherwise",
+)
 def placements_rule(plan: Plan) -> Iterator[Refusal]:
     for found in misplaced(plan):
         placement = nearest_placement(plan, found)
@@ -32,8 +35,10 @@ def placements_rule(plan: Plan) -> Iterator[Refusal]:
         sides = {"input": placement.input, "output": placement.output, **placement.parameters}
         yield Refusal(
             found=f"layer_plans.{found.layer_plan}: operator {found.operator.name}: {found.problem}",
-            action="set " + ", ".join(f"{name} to {list(entries)}" for name, entries in sides.items()),
-            nearest=with_layer_plan(plan, found.layer_plan, operators=operators))
+            action="set "
+            + ", ".join(f"{name} to {list(entries)}" for name, entries in sides.items()),
+            nearest=with_layer_plan(plan, found.layer_plan, operators=operators),
+        )
 
 
 @rule(why="tensor-parallel ranks hold equal parts", action="use a tp that divides it")
@@ -44,10 +49,14 @@ def divisible(plan: Plan) -> Iterator[Refusal]:
         smaller = Mesh(pp=mesh.pp, dp=mesh.dp * mesh.tp // tp, tp=tp)
         yield Refusal(
             found=f"layer_plans.{found.layer_plan}: operator {found.operator}: tp {mesh.tp} does not divide {found.what}",
-            action=f"use tp {tp}, dp {smaller.dp}: it divides {found.size}", nearest=replace(plan, mesh=smaller))
+            action=f"use tp {tp}, dp {smaller.dp}: it divides {found.size}",
+            nearest=replace(plan, mesh=smaller),
+        )
 
 
-@rule(why="equal groups of neighbours hold one copy of the states each", action="use a divisor of dp")
+@rule(
+    why="equal groups of neighbours hold one copy of the states each", action="use a divisor of dp"
+)
 def zero_ranks(plan: Plan) -> Iterator[Refusal]:
     dp = plan.mesh.dp
     for name, layer_plan in plan.layer_plans.items():
@@ -56,16 +65,25 @@ def zero_ranks(plan: Plan) -> Iterator[Refusal]:
             nearest = min(divisors(dp), key=lambda n: (abs(n - found), -n))
             yield Refusal(
                 found=f"layer_plans.{name}: zero_ranks {found} does not divide dp {dp}",
-                action=f"set zero_ranks to {nearest} on layer plan {name}", nearest=with_layer_plan(plan, name, zero_ranks=nearest))
+                action=f"set zero_ranks to {nearest} on layer plan {name}",
+                nearest=with_layer_plan(plan, name, zero_ranks=nearest),
+            )
 
 
-@rule(why="the two gradients of the one weight are added as they are held: whole, or in the same shards", action="use one zero for both")
+@rule(
+    why="the two gradients of the one weight are added as they are held: whole, or in the same shards",
+    action="use one zero for both",
+)
 def tied(plan: Plan) -> Iterator[Refusal]:
     if not plan.model.tied_embeddings:
         return
     stages = stage_layers(plan)
     embedding, head = (_held(layer, plan.mesh) for layer in (stages[0][0], stages[-1][-1]))
-    alike = embedding == head if plan.mesh.pp == 1 else (embedding[0] == 0) == (head[0] == 0) and embedding[1] == head[1]
+    alike = (
+        embedding == head
+        if plan.mesh.pp == 1
+        else (embedding[0] == 0) == (head[0] == 0) and embedding[1] == head[1]
+    )
     if not alike:
         to_head = embedding[0] >= head[0]
         name = _plan_name(plan, stages[-1][-1] if to_head else stages[0][0])
@@ -74,7 +92,8 @@ def tied(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(
             found=f"layer_plans: the tied embedding has zero {_said(embedding)} and the head zero {_said(head)}",
             action=f"set zero to {zero}, zero_ranks to {ranks} and offload to {list(map(str, offload))} on layer plan {name}",
-            nearest=with_layer_plan(plan, name, zero=zero, zero_ranks=ranks, offload=offload))
+            nearest=with_layer_plan(plan, name, zero=zero, zero_ranks=ranks, offload=offload),
+        )
 
 
 def _plan_name(plan: Plan, layer: PlacedLayer) -> str:
@@ -86,7 +105,9 @@ def _held(layer: PlacedLayer, mesh: Mesh) -> tuple[int, int, bool]:
 
 
 def _said(held: tuple[int, int, bool]) -> str:
-    return (f"{held[0]} over {held[1]} ranks" if held[0] else "0") + (" on the host" if held[2] else "")
+    return (f"{held[0]} over {held[1]} ranks" if held[0] else "0") + (
+        " on the host" if held[2] else ""
+    )
 
 
 @rule(why="only operators of the layer can run again", action="leave out the others")
@@ -95,13 +116,20 @@ def recompute_names_rule(plan: Plan) -> Iterator[Refusal]:
         known = layer_operators(plan, layer_plan)
         unknown = [operator for operator in layer_plan.recompute if operator not in known]
         if unknown:
-            yield _without(plan, name, unknown, f"it names {unknown[0]}, the layer has {', '.join(known)}")
+            yield _without(
+                plan, name, unknown, f"it names {unknown[0]}, the layer has {', '.join(known)}"
+            )
 
 
-@rule(why="alone it would draw another mask in the backward pass: wrong gradients", action="recompute the whole layer, or leave it out")
+@rule(
+    why="alone it would draw another mask in the backward pass: wrong gradients",
+    action="recompute the whole layer, or leave it out",
+)
 def recomputed_dropout(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items():
-        if plan.model.dropout and set(layer_plan.recompute) != set(layer_operators(plan, layer_plan)):
+        if plan.model.dropout and set(layer_plan.recompute) != set(
+            layer_operators(plan, layer_plan)
+        ):
             random = [operator for operator in layer_plan.recompute if operator in DRAWS_MASK]
             if random:
                 yield _without(plan, name, random, f"{random[0]} draws a dropout mask")
@@ -117,14 +145,18 @@ def kept_on_host(plan: Plan) -> Iterator[Refusal]:
             has = f"the layer has {', '.join(known)}" if known else f"it is the {layer_plan.layer}"
             yield Refusal(
                 found=f"layer_plans.{name}: keep_on_host: it names {unknown[0]}, {has}",
-                action=f"set keep_on_host to {list(left)}", nearest=with_layer_plan(plan, name, keep_on_host=left))
+                action=f"set keep_on_host to {list(left)}",
+                nearest=with_layer_plan(plan, name, keep_on_host=left),
+            )
 
 
 @rule(why="the host looks whole rows up in a table of its own", action="leave lookup out")
 def lookup(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items():
         if Offload.LOOKUP in layer_plan.offload:
-            reason = illegal_host_embedding(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings)
+            reason = illegal_host_embedding(
+                plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings
+            )
             if layer_plan.layer is not LayerKind.EMBEDDING:
                 reason = f"the {layer_plan.layer} has no token table"
             elif plan.module is not None:
@@ -132,42 +164,81 @@ def lookup(plan: Plan) -> Iterator[Refusal]:
             if reason:
                 left = tuple(what for what in layer_plan.offload if what is not Offload.LOOKUP)
                 yield Refusal(
-                    found=f"layer_plans.{name}: offload has lookup: {reason}", action=f"set offload to {list(map(str, left))}",
-                    nearest=with_layer_plan(plan, name, offload=left))
+                    found=f"layer_plans.{name}: offload has lookup: {reason}",
+                    action=f"set offload to {list(map(str, left))}",
+                    nearest=with_layer_plan(plan, name, offload=left),
+                )
 
 
-DRAWS_MASK = ("positions", "residual1", "residual2")  # attention does too, and restores the generator when it runs again
+DRAWS_MASK = (
+    "positions",
+    "residual1",
+    "residual2",
+)  # attention does too, and restores the generator when it runs again
 
 
 def _without(plan: Plan, name: str, operators: list[str], problem: str) -> Refusal:
     layer_plan: LayerPlan = plan.layer_plans[name]
     left = tuple(operator for operator in layer_plan.recompute if operator not in operators)
     return Refusal(
-        found=f"layer_plans.{name}: recompute: {problem}", action=f"set recompute to {list(left)}",
-        nearest=with_layer_plan(plan, name, recompute=left))
+        found=f"layer_plans.{name}: recompute: {problem}",
+        action=f"set recompute to {list(left)}",
+        nearest=with_layer_plan(plan, name, recompute=left),
+    )
 
 
-@rule(why="equal groups of neighbouring data-parallel ranks divide the experts", action="use another ep")
+@rule(
+    why="equal groups of neighbouring data-parallel ranks divide the experts",
+    action="use another ep",
+)
 def expert_parallel(plan: Plan) -> Iterator[Refusal]:
     reason = illegal_expert_parallel(plan.mesh, plan.model)
     if reason:
-        fits = max(n for n in range(1, plan.mesh.ep + 1) if plan.mesh.dp % n == 0 and (plan.model.num_experts or 1) % n == 0)
-        yield Refusal(found=f"mesh: {reason}", action=f"set ep to {fits}", nearest=replace(plan, mesh=replace(plan.mesh, ep=fits)))
+        fits = max(
+            n
+            for n in range(1, plan.mesh.ep + 1)
+            if plan.mesh.dp % n == 0 and (plan.model.num_experts or 1) % n == 0
+        )
+        yield Refusal(
+            found=f"mesh: {reason}",
+            action=f"set ep to {fits}",
+            nearest=replace(plan, mesh=replace(plan.mesh, ep=fits)),
+        )
 
 
-@rule(why="a mixture of experts is one module, whose experts are a unit of their own", action="treat its operators alike")
+@rule(
+    why="a mixture of experts is one module, whose experts are a unit of their own",
+    action="treat its operators alike",
+)
 def mixture(plan: Plan) -> Iterator[Refusal]:
     for name, (found, action, layer_plan) in mixture_problems(plan):
         nearest = replace(plan, layer_plans={**plan.layer_plans, name: layer_plan})
-        yield Refusal(found=f"layer_plans.{name}: {found}", action=f"{action} on layer plan {name}", nearest=nearest)
+        yield Refusal(
+            found=f"layer_plans.{name}: {found}",
+            action=f"{action} on layer plan {name}",
+            nearest=nearest,
+        )
 
 
-@rule(why="a module that is not the executor's own is divided, cut and recomputed by whole layers", action="plan with --module")
+@rule(
+    why="a module that is not the executor's own is divided, cut and recomputed by whole layers",
+    action="plan with --module",
+)
 def modules(plan: Plan) -> Iterator[Refusal]:
     for found, action, nearest in module_problems(plan):
         yield Refusal(found=found, action=action, nearest=nearest)
 
 
 LAYERS = (
-    placements_rule, divisible, zero_ranks, tied, recompute_names_rule, recomputed_dropout, kept_on_host, lookup, expert_parallel,
-    mixture, modules)
+    placements_rule,
+    divisible,
+    zero_ranks,
+    tied,
+    recompute_names_rule,
+    recomputed_dropout,
+    kept_on_host,
+    lookup,
+    expert_parallel,
+    mixture,
+    modules,
+)

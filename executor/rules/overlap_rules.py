@@ -1,4 +1,6 @@
-"""A rule on sub-pipelined tensor parallelism, which runs blocks as executor/sharding/overlap.py has them."""
+"""A rule on sub-pipelined tensor parallelism, which runs blocks as executor/sharding/overlap.py has
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,20 @@ ACROSS_BLOCKS = 3
 
 @rule(
     why="the all-reduces of a block of Megatron's tensor parallelism run under the products of the other half of its micro-batch",
-    action="set tp_overlap to 0, or what it says")
+    action="set tp_overlap to 0, or what it says",
+)
 def halves(plan: Plan) -> Iterator[Refusal]:
     level = plan.pipeline.tp_overlap
     problem = _problem(plan) if level else None
-    lower, remaining = (0, problem) if problem or level < ACROSS_BLOCKS else (ACROSS_BLOCKS - 1, _half_kept(plan))
+    lower, remaining = (
+        (0, problem) if problem or level < ACROSS_BLOCKS else (ACROSS_BLOCKS - 1, _half_kept(plan))
+    )
     if remaining:
         yield Refusal(
-            found=f"pipeline: tp_overlap {level} with {remaining}", action=f"set tp_overlap to {lower}",
-            nearest=replace(plan, pipeline=replace(plan.pipeline, tp_overlap=lower)))
+            found=f"pipeline: tp_overlap {level} with {remaining}",
+            action=f"set tp_overlap to {lower}",
+            nearest=replace(plan, pipeline=replace(plan.pipeline, tp_overlap=lower)),
+        )
 
 
 def _problem(plan: Plan) -> str | None:
@@ -39,16 +46,27 @@ def _problem(plan: Plan) -> str | None:
     if plan.pipeline.micro_batch_size % 2:
         return f"micro-batches of {plan.pipeline.micro_batch_size}, which have no two equal halves"
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
-    wanted = {operator.name: placements(operator, Sharding(tp=plan.mesh.tp)) for operator in graph.block.operators}
+    wanted = {
+        operator.name: placements(operator, Sharding(tp=plan.mesh.tp))
+        for operator in graph.block.operators
+    }
     for name, layer_plan in _blocks(plan):
-        others = [operator for operator in wanted if layer_plan.operators[operator] != OperatorPlacement(**asdict(wanted[operator]))]
+        others = [
+            operator
+            for operator in wanted
+            if layer_plan.operators[operator] != OperatorPlacement(**asdict(wanted[operator]))
+        ]
         if others:
-            return f"{others[0]} of layer plan {name} divided otherwise" + (", by sequence" if layer_plan.sequence_parallel else "")
+            return f"{others[0]} of layer plan {name} divided otherwise" + (
+                ", by sequence" if layer_plan.sequence_parallel else ""
+            )
     return None
 
 
 def _half_kept(plan: Plan) -> str | None:
-    """What keeps a plan from level 3, whose blocks get half of their input while they run: nothing sees it to draw or to move it."""
+    """What keeps a plan from level 3, whose blocks get half of their input while they run: nothing
+    sees it to draw or to move it.
+    """
     for name, layer_plan in _blocks(plan):
         if set(layer_plan.recompute) == set(layer_operators(plan, layer_plan)):
             if plan.model.dropout:
@@ -59,4 +77,6 @@ def _half_kept(plan: Plan) -> str | None:
 
 
 def _blocks(plan: Plan) -> Iterator[tuple[str, LayerPlan]]:
-    return ((name, found) for name, found in plan.layer_plans.items() if found.layer is LayerKind.BLOCK)
+    return (
+        (name, found) for name, found in plan.layer_plans.items() if found.layer is LayerKind.BLOCK
+    )

@@ -11,7 +11,9 @@ from parplan.planner.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """`found` says where and what; `action` is the change, in field values, that gives the `nearest` plan, if there is one."""
+    """`found` says where and what; `action` is the change, in field values, that gives the
+    `nearest` plan, if there is one.
+    """
 
     found: str
     action: str
@@ -42,4 +44,6 @@ def rule(*, why: str, action: str) -> Callable[[Check], Rule]:
 
 def with_layer_plan(plan: Plan, name: str, **changes: Any) -> Plan:
     """The plan with fields of one of its layer plans changed."""
-    return replace(plan, layer_plans={**plan.layer_plans, name: replace(plan.layer_plans[name], **changes)})
+    return replace(
+        plan, layer_plans={**plan.layer_plans, name: replace(plan.layer_plans[name], **changes)}
+    )

@@ -19,7 +19,10 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
 
 
-@rule(why="every layer is run once, in the model's order, and every stage runs at least one", action="cut the layers anew")
+@rule(
+    why="every layer is run once, in the model's order, and every stage runs at least one",
+    action="cut the layers anew",
+)
 def layers(plan: Plan) -> Iterator[Refusal]:
     needed = list(range(plan.model.num_layers + 2))
     found = [layer.index for stage in stage_layers(plan) for layer in stage]
@@ -27,60 +30,108 @@ def layers(plan: Plan) -> Iterator[Refusal]:
     if found == needed and not empty:
         return
     nearest = _cut_anew(plan)
-    counts = [sum(len(_indices(plan, run)) for run in stage.layers) for stage in nearest.stages] if nearest else []
+    counts = (
+        [sum(len(_indices(plan, run)) for run in stage.layers) for stage in nearest.stages]
+        if nearest
+        else []
+    )
     action = f"give the stages {counts} layers in order" if nearest else "make the plan again"
     if found != needed:
-        yield Refusal(found=f"stages: they hold layers {_text(found)}, the model has {len(needed)}", action=action, nearest=nearest)
+        yield Refusal(
+            found=f"stages: they hold layers {_text(found)}, the model has {len(needed)}",
+            action=action,
+            nearest=nearest,
+        )
     elif empty:
-        yield Refusal(found=f"stages: stage {empty[0]} of {len(plan.stages)} holds no layer", action=action, nearest=nearest)
+        yield Refusal(
+            found=f"stages: stage {empty[0]} of {len(plan.stages)} holds no layer",
+            action=action,
+            nearest=nearest,
+        )
 
 
 def _text(indices: list[int]) -> str:
     """Layer numbers, runs of them as first-last."""
-    runs = [[index for _, index in group] for _, group in groupby(enumerate(indices), lambda item: item[1] - item[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
+    runs = [
+        [index for _, index in group]
+        for _, group in groupby(enumerate(indices), lambda item: item[1] - item[0])
+    ]
+    return (
+        ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
+    )
 
 
 def _indices(plan: Plan, run: LayerRun) -> range:
     if run.blocks is not None:
         return range(run.blocks[0] + 1, run.blocks[1] + 2)
-    first = 0 if plan.layer_plans[run.plan].layer is LayerKind.EMBEDDING else plan.model.num_layers + 1
+    first = (
+        0 if plan.layer_plans[run.plan].layer is LayerKind.EMBEDDING else plan.model.num_layers + 1
+    )
     return range(first, first + 1)
 
 
 def _cut_anew(plan: Plan) -> Plan | None:
-    """Each layer once, as evenly as can be, on the layer plan that it had, or on one that another layer of its kind has."""
+    """Each layer once, as evenly as can be, on the layer plan that it had, or on one that another
+    layer of its kind has.
+    """
     num_layers, num_stages = plan.model.num_layers + 2, plan.mesh.pp * plan.pipeline.virtual_stages
-    names = {index: run.plan for stage in plan.stages for run in stage.layers for index in _indices(plan, run)}
+    names = {
+        index: run.plan
+        for stage in plan.stages
+        for run in stage.layers
+        for index in _indices(plan, run)
+    }
     spare = {layer_plan.layer: name for name, layer_plan in reversed(plan.layer_plans.items())}
     if num_stages > num_layers or set(spare) != set(LayerKind):
         return None
     kinds = [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * plan.model.num_layers, LayerKind.HEAD]
-    runs = [LayerRun(plan=names.get(i, spare[kind]), blocks=(i - 1, i - 1) if kind is LayerKind.BLOCK else None)
-            for i, kind in enumerate(kinds)]
+    runs = [
+        LayerRun(
+            plan=names.get(i, spare[kind]),
+            blocks=(i - 1, i - 1) if kind is LayerKind.BLOCK else None,
+        )
+        for i, kind in enumerate(kinds)
+    ]
     firsts = [num_layers * k // num_stages for k in range(num_stages + 1)]
     rank_of = layout_of(plan).rank_of
-    stages = tuple(StagePlan(rank=rank_of(k), layers=tuple(runs[firsts[k] : firsts[k + 1]])) for k in range(num_stages))
+    stages = tuple(
+        StagePlan(rank=rank_of(k), layers=tuple(runs[firsts[k] : firsts[k + 1]]))
+        for k in range(num_stages)
+    )
     return replace(plan, stages=stages)
 
 
-@rule(why="the schedule says on which pipeline rank a virtual stage runs", action="give the stages those ranks")
+@rule(
+    why="the schedule says on which pipeline rank a virtual stage runs",
+    action="give the stages those ranks",
+)
 def stage_ranks(plan: Plan) -> Iterator[Refusal]:
     pp, num_stages = plan.mesh.pp, plan.mesh.pp * plan.pipeline.virtual_stages
-    expected, found = [layout_of(plan).rank_of(k) for k in range(num_stages)], [stage.rank for stage in plan.stages]
+    expected, found = (
+        [layout_of(plan).rank_of(k) for k in range(num_stages)],
+        [stage.rank for stage in plan.stages],
+    )
     if len(found) != num_stages:
         yield Refusal(
             found=f"stages: there are {len(found)}, pp {pp} with {plan.pipeline.virtual_stages} virtual stages has {num_stages}",
-            action=f"cut the layers into {num_stages} stages", nearest=_cut_anew(plan))
+            action=f"cut the layers into {num_stages} stages",
+            nearest=_cut_anew(plan),
+        )
     elif found != expected:
-        stages = tuple(replace(stage, rank=rank) for stage, rank in zip(plan.stages, expected, strict=True))
+        stages = tuple(
+            replace(stage, rank=rank) for stage, rank in zip(plan.stages, expected, strict=True)
+        )
         yield Refusal(
-            found=f"stages: their ranks are {found}", action=f"set the ranks to {expected}", nearest=replace(plan, stages=stages))
+            found=f"stages: their ranks are {found}",
+            action=f"set the ranks to {expected}",
+            nearest=replace(plan, stages=stages),
+        )
 
 
 @rule(
     why="the schedule has one stage per pipeline rank, zbv two, interleaved two or more",
-    action="use another schedule, or its number of virtual stages")
+    action="use another schedule, or its number of virtual stages",
+)
 def virtual_stages(plan: Plan) -> Iterator[Refusal]:
     pipeline = plan.pipeline
     known = {Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.ZBV: 2, **dict.fromkeys(AHEAD, 1)}
@@ -90,28 +141,44 @@ def virtual_stages(plan: Plan) -> Iterator[Refusal]:
         return
     found = f"pipeline: {pipeline.schedule} with virtual_stages {pipeline.virtual_stages}"
     if pipeline.virtual_stages > 1:
-        yield Refusal(found=found, action="set schedule to interleaved", nearest=_with_pipeline(plan, schedule=Schedule.INTERLEAVED))
+        yield Refusal(
+            found=found,
+            action="set schedule to interleaved",
+            nearest=_with_pipeline(plan, schedule=Schedule.INTERLEAVED),
+        )
     else:
-        yield Refusal(found=found, action="set schedule to 1f1b", nearest=_with_pipeline(plan, schedule=Schedule.ONE_F_ONE_B))
+        yield Refusal(
+            found=found,
+            action="set schedule to 1f1b",
+            nearest=_with_pipeline(plan, schedule=Schedule.ONE_F_ONE_B),
+        )
 
 
 def _with_pipeline(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, pipeline=replace(plan.pipeline, **changes))
 
 
-@rule(why="the micro-batches of all data-parallel ranks are the global batch, each sequence once", action="change their number or size")
+@rule(
+    why="the micro-batches of all data-parallel ranks are the global batch, each sequence once",
+    action="change their number or size",
+)
 def batch(plan: Plan) -> Iterator[Refusal]:
     pipeline, dp = plan.pipeline, plan.mesh.dp
     sequences = pipeline.micro_batch_size * pipeline.num_micro_batches * dp
     if sequences != plan.training.global_batch_size:
-        yield _micro_batch_refusal(plan, (
-            f"pipeline: {pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} on {dp} data-parallel ranks are "
-            f"{sequences} sequences, global_batch_size is {plan.training.global_batch_size}"))
+        yield _micro_batch_refusal(
+            plan,
+            (
+                f"pipeline: {pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} on {dp} data-parallel ranks are "
+                f"{sequences} sequences, global_batch_size is {plan.training.global_batch_size}"
+            ),
+        )
 
 
 @rule(
     why="the schedule goes round by round through all pipeline ranks, or needs as many to fill them",
-    action="change the number of micro-batches")
+    action="change the number of micro-batches",
+)
 def micro_batches(plan: Plan) -> Iterator[Refusal]:
     if plan.mesh.pp > 1 and (problem := _schedule_problem(plan.pipeline, plan.mesh.pp)):
         yield _micro_batch_refusal(plan, f"pipeline: {problem}")
@@ -124,72 +191,118 @@ def _schedule_problem(pipeline: PipelinePlan, pp: int) -> str | None:
 
 
 def _micro_batch_refusal(plan: Plan, found: str) -> Refusal:
-    """The refusal with micro-batches that make up the global batch; where none do, the global batch changes."""
+    """The refusal with micro-batches that make up the global batch; where none do, the global batch
+    changes.
+    """
     pipeline, mesh, batch = plan.pipeline, plan.mesh, plan.training.global_batch_size
     sizes = divisors(batch // mesh.dp) if batch % mesh.dp == 0 else ()
-    shapes = [replace(pipeline, micro_batch_size=size, num_micro_batches=batch // size // mesh.dp) for size in sizes]
+    shapes = [
+        replace(pipeline, micro_batch_size=size, num_micro_batches=batch // size // mesh.dp)
+        for size in sizes
+    ]
     legal = [shape for shape in shapes if not _schedule_problem(shape, mesh.pp)]
     if legal:
         best = min(legal, key=lambda shape: abs(shape.micro_batch_size - pipeline.micro_batch_size))
         action = f"set micro_batch_size to {best.micro_batch_size} and num_micro_batches to {best.num_micro_batches}"
         return Refusal(found=found, action=action, nearest=replace(plan, pipeline=best))
-    numbers = range(pipeline.num_micro_batches, pipeline.num_micro_batches + max(mesh.pp, SHIFTED_FEWEST) + 1)
-    number = next((n for n in numbers if not _schedule_problem(replace(pipeline, num_micro_batches=n), mesh.pp)), None)
+    numbers = range(
+        pipeline.num_micro_batches, pipeline.num_micro_batches + max(mesh.pp, SHIFTED_FEWEST) + 1
+    )
+    number = next(
+        (
+            n
+            for n in numbers
+            if not _schedule_problem(replace(pipeline, num_micro_batches=n), mesh.pp)
+        ),
+        None,
+    )
     if number is None:
         return Refusal(found=found, action="make the plan again")
     batch = number * pipeline.micro_batch_size * mesh.dp
     return Refusal(
-        found=found, action=f"set num_micro_batches to {number} and global_batch_size to {batch}",
-        nearest=replace(_with_pipeline(plan, num_micro_batches=number), training=replace(plan.training, global_batch_size=batch)))
+        found=found,
+        action=f"set num_micro_batches to {number} and global_batch_size to {batch}",
+        nearest=replace(
+            _with_pipeline(plan, num_micro_batches=number),
+            training=replace(plan.training, global_batch_size=batch),
+        ),
+    )
 
 
-@rule(why="each rank's list must be whole, and none may wait for ever for another", action="correct the lists of the schedule")
+@rule(
+    why="each rank's list must be whole, and none may wait for ever for another",
+    action="correct the lists of the schedule",
+)
 def action_lists(plan: Plan) -> Iterator[Refusal]:
     pipeline = plan.pipeline
     if plan.mesh.pp == 1:
         if pipeline.actions:
             yield Refusal(
-                found="pipeline: a custom schedule on 1 pipeline rank", action="set schedule to 1f1b and actions to []",
-                nearest=_with_pipeline(plan, schedule=Schedule.ONE_F_ONE_B, actions=()))
+                found="pipeline: a custom schedule on 1 pipeline rank",
+                action="set schedule to 1f1b and actions to []",
+                nearest=_with_pipeline(plan, schedule=Schedule.ONE_F_ONE_B, actions=()),
+            )
         return
     try:
         check(action_rows(plan), plan.mesh.pp, pipeline.virtual_stages, pipeline.num_micro_batches)
     except ConfigError as error:
         schedule = Schedule.ONE_F_ONE_B if pipeline.virtual_stages == 1 else Schedule.INTERLEAVED
         yield Refusal(
-            found=f"pipeline: {error.message}", action=f"{error.hint}, or set schedule to {schedule} and actions to []",
-            nearest=_with_pipeline(plan, schedule=schedule, actions=()))
+            found=f"pipeline: {error.message}",
+            action=f"{error.hint}, or set schedule to {schedule} and actions to []",
+            nearest=_with_pipeline(plan, schedule=schedule, actions=()),
+        )
 
 
-@rule(why="what is freed between input and weight gradients loses the second", action="use zero 2 or less, or another schedule")
+@rule(
+    why="what is freed between input and weight gradients loses the second",
+    action="use zero 2 or less, or another schedule",
+)
 def split_zero(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items() if _splits(plan) else ():
         if layer_plan.zero == 3 and plan.mesh.dp > 1:
             yield Refusal(
                 found=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of a layer of zero 3",
-                action=f"set zero to 2 on layer plan {name}", nearest=with_layer_plan(plan, name, zero=2))
+                action=f"set zero to 2 on layer plan {name}",
+                nearest=with_layer_plan(plan, name, zero=2),
+            )
 
 
-@rule(why="the layer would run again for every parameter", action="recompute some operators, or none, or use another schedule")
+@rule(
+    why="the layer would run again for every parameter",
+    action="recompute some operators, or none, or use another schedule",
+)
 def split_recompute(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items() if _splits(plan) else ():
         if set(layer_plan.recompute) == set(layer_operators(plan, layer_plan)):
             yield Refusal(
                 found=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of a layer that is recomputed in full",
-                action=f"set recompute to [] on layer plan {name}", nearest=with_layer_plan(plan, name, recompute=()))
+                action=f"set recompute to [] on layer plan {name}",
+                nearest=with_layer_plan(plan, name, recompute=()),
+            )
 
 
-@rule(why="the schedule leaves the last stage no time to recompute", action="recompute nothing there, or use early-recompute")
+@rule(
+    why="the schedule leaves the last stage no time to recompute",
+    action="recompute nothing there, or use early-recompute",
+)
 def last_stage(plan: Plan) -> Iterator[Refusal]:
-    schedule, again = plan.pipeline.schedule, [run.plan for run in plan.stages[-1].layers if plan.layer_plans[run.plan].recompute]
+    schedule, again = (
+        plan.pipeline.schedule,
+        [run.plan for run in plan.stages[-1].layers if plan.layer_plans[run.plan].recompute],
+    )
     if plan.mesh.pp > 1 and schedule in LAST_KEEPS_ALL and again:
         yield Refusal(
             found=f"stages: under {schedule} the last stage has layers of {', '.join(dict.fromkeys(again))}, which are recomputed",
-            action="give the layers of the last stage plans with recompute []", nearest=_last_keeps_all(plan))
+            action="give the layers of the last stage plans with recompute []",
+            nearest=_last_keeps_all(plan),
+        )
 
 
 def _last_keeps_all(plan: Plan) -> Plan:
-    """Layers of the last stage that are recomputed on plans of their own, which differ in that they are not."""
+    """Layers of the last stage that are recomputed on plans of their own, which differ in that they
+    are not.
+    """
     plans, last, runs = dict(plan.layer_plans), plan.stages[-1], []
     for run in last.layers:
         name = f"{run.plan}-kept" if plan.layer_plans[run.plan].recompute else run.plan
@@ -199,7 +312,11 @@ def _last_keeps_all(plan: Plan) -> Plan:
         runs.append(replace(run, plan=name))
     stages = (*plan.stages[:-1], replace(last, layers=tuple(runs)))
     used = {run.plan for stage in stages for run in stage.layers}
-    return replace(plan, stages=stages, layer_plans={name: found for name, found in plans.items() if name in used})
+    return replace(
+        plan,
+        stages=stages,
+        layer_plans={name: found for name, found in plans.items() if name in used},
+    )
 
 
 def _splits(plan: Plan) -> bool:
@@ -207,4 +324,14 @@ def _splits(plan: Plan) -> bool:
     return plan.mesh.pp > 1 and layout_of(plan).splits_backward
 
 
-SCHEDULE = (layers, stage_ranks, virtual_stages, batch, micro_batches, action_lists, split_zero, split_recompute, last_stage)
+SCHEDULE = (
+    layers,
+    stage_ranks,
+    virtual_stages,
+    batch,
+    micro_batches,
+    action_lists,
+    split_zero,
+    split_recompute,
+    last_stage,
+)

@@ -12,25 +12,39 @@ _SPLIT = (Schedule.ZBV,)  # schedules that split backward passes
 
 
 def validate_traced_plan(plan: TracedPlan, options: Options | None = None) -> None:
-    """Raises ConfigError for a plan, or options, that would run to other results than one process, or not at all."""
+    """Raises ConfigError for a plan, or options, that would run to other results than one process,
+    or not at all.
+    """
     training = plan.training
     if training.precision is Precision.FP16 or training.gradient_precision is not Precision.FP32:
-        raise ConfigError(f"training: precision {training.precision} with gradients in {training.gradient_precision}",
-                          hint="use bf16 or fp32, and fp32 gradients")
+        raise ConfigError(
+            f"training: precision {training.precision} with gradients in {training.gradient_precision}",
+            hint="use bf16 or fp32, and fp32 gradients",
+        )
     _check_stages(plan)
     if options is not None and options.data is not None:
-        raise ConfigError("--data: a traced module draws its own batches", hint="let the function's batch read the file")
+        raise ConfigError(
+            "--data: a traced module draws its own batches",
+            hint="let the function's batch read the file",
+        )
     if options is not None and options.compile:
-        raise ConfigError("--compile: the shards of a traced module are not compiled", hint="leave --compile out")
+        raise ConfigError(
+            "--compile: the shards of a traced module are not compiled", hint="leave --compile out"
+        )
 
 
 def _check_stages(plan: TracedPlan) -> None:
     pipeline, pp, count = plan.pipeline, plan.mesh.pp, len(plan.stages)
     split = any(letter in row for row in pipeline.actions for letter in "IW")
     if pipeline.schedule in _SPLIT or split:
-        raise ConfigError(f"pipeline: schedule {pipeline.schedule} splits backward passes, a stage of a traced module has one",
-                          hint="use 1f1b or interleaved")
+        raise ConfigError(
+            f"pipeline: schedule {pipeline.schedule} splits backward passes, a stage of a traced module has one",
+            hint="use 1f1b or interleaved",
+        )
     wanted = [k % pp for k in range(pp * pipeline.virtual_stages)]
     if [stage.rank for stage in plan.stages] != wanted:
-        raise ConfigError(f"stages: {count} on ranks {', '.join(str(stage.rank) for stage in plan.stages)}; pp {pp} with "
-                          f"{pipeline.virtual_stages} virtual stages has them on {', '.join(map(str, wanted))}", hint="make the plan again")
+        raise ConfigError(
+            f"stages: {count} on ranks {', '.join(str(stage.rank) for stage in plan.stages)}; pp {pp} with "
+            f"{pipeline.virtual_stages} virtual stages has them on {', '.join(map(str, wanted))}",
+            hint="make the plan again",
+        )

@@ -10,22 +10,33 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Positions, Precision
 
 
-@rule(why="the executor has no fp8 products and would run 16-bit ones", action="make a plan without --fp8")
+@rule(
+    why="the executor has no fp8 products and would run 16-bit ones",
+    action="make a plan without --fp8",
+)
 def fp8(plan: Plan) -> Iterator[Refusal]:
     if plan.training.fp8_matmuls:
         yield Refusal(
-            found="training: fp8_matmuls is set", action="set fp8_matmuls to false",
-            nearest=replace(plan, training=replace(plan.training, fp8_matmuls=False)))
+            found="training: fp8_matmuls is set",
+            action="set fp8_matmuls to false",
+            nearest=replace(plan, training=replace(plan.training, fp8_matmuls=False)),
+        )
 
 
 @rule(
-    why="outside of chunks gradients accumulate and are reduced in fp32, which takes twice the planned bytes", action="use fp32 gradients")
+    why="outside of chunks gradients accumulate and are reduced in fp32, which takes twice the planned bytes",
+    action="use fp32 gradients",
+)
 def gradient_precision(plan: Plan) -> Iterator[Refusal]:
     found = plan.training.gradient_precision
     if found is not Precision.FP32 and plan.chunks is None:
         yield Refusal(
-            found=f"training: gradient_precision is {found}", action="set gradient_precision to fp32",
-            nearest=replace(plan, training=replace(plan.training, gradient_precision=Precision.FP32)))
+            found=f"training: gradient_precision is {found}",
+            action="set gradient_precision to fp32",
+            nearest=replace(
+                plan, training=replace(plan.training, gradient_precision=Precision.FP32)
+            ),
+        )
 
 
 @rule(why="the table of learned positions ends there", action="use shorter sequences")
@@ -33,8 +44,10 @@ def positions_rule(plan: Plan) -> Iterator[Refusal]:
     length, most = plan.training.seq_length, plan.model.max_seq_length
     if plan.model.positions is Positions.LEARNED and length > most:
         yield Refusal(
-            found=f"training: seq_length is {length}, the model's max_seq_length {most}", action=f"set seq_length to {most}",
-            nearest=replace(plan, training=replace(plan.training, seq_length=most)))
+            found=f"training: seq_length is {length}, the model's max_seq_length {most}",
+            action=f"set seq_length to {most}",
+            nearest=replace(plan, training=replace(plan.training, seq_length=most)),
+        )
 
 
 @rule(why="rotary embedding turns pairs of features", action="turn an even share of a head")
@@ -42,10 +55,16 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
     model = plan.model
     turned = int(model.head_dim * model.rotary_fraction)
     if model.positions is Positions.ROTARY and turned % 2:
-        share = (turned + 1) / model.head_dim if turned < model.head_dim else (turned - 1) / model.head_dim
+        share = (
+            (turned + 1) / model.head_dim
+            if turned < model.head_dim
+            else (turned - 1) / model.head_dim
+        )
         yield Refusal(
             found=f"model: rotary_fraction {model.rotary_fraction} of head_dim {model.head_dim} is {turned} features",
-            action=f"set rotary_fraction to {share}", nearest=replace(plan, model=replace(model, rotary_fraction=share)))
+            action=f"set rotary_fraction to {share}",
+            nearest=replace(plan, model=replace(model, rotary_fraction=share)),
+        )
 
 
 TRAINING = (fp8, gradient_precision, positions_rule, rotary_pairs)

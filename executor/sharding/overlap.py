@@ -1,22 +1,25 @@
-"""Sub-pipelined tensor parallelism: a block runs as two halves of its micro-batch, and the all-reduces of one half run under the
-computation of the other (Merak, arXiv 2206.04959, section 4.3; EQUATIONS P8).
+"""Sub-pipelined tensor parallelism: a block runs as two halves of its micro-batch, and the
+all-reduces of one half run under the computation of the other (Merak, arXiv 2206.04959, section
+4.3; EQUATIONS P8).
 
-A is attention with its projections, M the feed-forward network, 1 and 2 the halves; each ends in a sum over the ranks, and so does
-the gradient of what its first product reads. What is computed between the start of a sum and the wait for it:
+A is attention with its projections, M the feed-forward network, 1 and 2 the halves; each ends in a
+sum over the ranks, and so does the gradient of what its first product reads. What is computed
+between the start of a sum and the wait for it:
 
     level  forward pass                                  backward pass
-    1      half 2 of the product after half 1; of        the same with the gradients of halves 2 and 1
-           half 2 nothing
+    1      half 2 of the product after half 1; of        the same with the gradients of halves 2 and
+           1 half 2 nothing
     2      A1: A2   A2: M1   M1: M2   M2: nothing        M2: M1   M1: A2   A2: A1   A1: nothing
     3      as 2, but M2: A1 of the next block            as 2, but A1: M2 of the block before
            (of a stage's last block nothing)             (of a stage's first block nothing)
 
-In the forward pass that is the order in which it is issued. Autograd goes through a graph from its last node to its first, wherever
-it has a choice: it would take the norm of M2, and so the wait before it, ahead of M1, because the forward pass takes M1 ahead of
-that norm. The nodes that wait for gradients therefore have to be the last choice, see `LastChoice`.
+In the forward pass that is the order in which it is issued. Autograd goes through a graph from its
+last node to its first, wherever it has a choice: it would take the norm of M2, and so the wait
+before it, ahead of M1, because the forward pass takes M1 ahead of that norm. The nodes that wait
+for gradients therefore have to be the last choice, see `LastChoice`.
 
-Halves that are sent by NCCL go through its own stream: the functional collectives make the stream of the computation wait only
-where they are told to.
+Halves that are sent by NCCL go through its own stream: the functional collectives make the stream
+of the computation wait only where they are told to.
 """
 
 from __future__ import annotations
@@ -73,8 +76,9 @@ def _waited(x: Tensor) -> Tensor:
 class LastChoice:
     """Makes nodes that the backward pass runs when it can run no other, the youngest first.
 
-    Among the nodes that are ready autograd runs that with the highest number, and every thread numbers the nodes that it makes
-    (torch/csrc/autograd/function.h, "Sequence Number"). These are made by a thread that makes nothing else.
+    Among the nodes that are ready autograd runs that with the highest number, and every thread
+    numbers the nodes that it makes (torch/csrc/autograd/function.h, "Sequence Number"). These are
+    made by a thread that makes nothing else.
     """
 
     def __init__(self) -> None:
@@ -88,7 +92,9 @@ class LastChoice:
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum over the ranks that is under way, and the bias that is added to it. Nothing holds it once it was taken."""
+    """A sum over the ranks that is under way, and the bias that is added to it. Nothing holds it
+    once it was taken.
+    """
 
     total: Tensor | None
     bias: Tensor | None
@@ -99,7 +105,8 @@ class _Sum:
 
 
 class _Sums:
-    """The sums of one forward pass. One that ends before its time, as a recomputation does, waits for those under way.
+    """The sums of one forward pass. One that ends before its time, as a recomputation does, waits
+    for those under way.
 
     A sum of what `recipes` make again is made again as well.
     """
@@ -130,7 +137,12 @@ class _Sums:
     def __enter__(self) -> _Sums:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for begun in self._begun if kind else ():
             if begun.total is not None:
                 _waited(begun.total.detach())
@@ -143,14 +155,18 @@ def ended(total: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_in_halves(module: Linear, group: dist.ProcessGroup, *, rows: bool) -> None:
-    """Level 1: `module` sums each half of its output, or with `rows` of its input's gradient, under the product of the other."""
+    """Level 1: `module` sums each half of its output, or with `rows` of its input's gradient, under
+    the product of the other.
+    """
     module.forward = partial(_rows_in_halves if rows else _columns_in_halves, module.forward, group)
 
 
 def _rows_in_halves(product: Change, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     # both nodes that wait come first, so that the backward pass comes to them last
     halves = [_Both.apply(half, _same, _waited) for half in x.chunk(2)]
-    return torch.cat([product(_Both.apply(half, _same, partial(_started, group=group))) for half in halves])
+    return torch.cat(
+        [product(_Both.apply(half, _same, partial(_started, group=group))) for half in halves]
+    )
 
 
 def _columns_in_halves(product: Change, group: dist.ProcessGroup, x: Tensor) -> Tensor:
@@ -160,7 +176,9 @@ def _columns_in_halves(product: Change, group: dist.ProcessGroup, x: Tensor) -> 
 
 
 class Handed(NamedTuple):
-    """What a block hands to the next at level 3: its output for half 1, and what that for half 2 is the sum of."""
+    """What a block hands to the next at level 3: its output for half 1, and what that for half 2 is
+    the sum of.
+    """
 
     first: Tensor
     middle: Tensor
@@ -174,10 +192,12 @@ class Handed(NamedTuple):
 
 
 class Later:
-    """The second half of a block's input, made when it is asked for first, and then held in place of what it was made of.
+    """The second half of a block's input, made when it is asked for first, and then held in place
+    of what it was made of.
 
-    FSDP waits with what follows a unit's backward pass for the gradients of all tensors that entered the unit: it must not know
-    of this one, for the gradient of the first half is there last, with all others.
+    FSDP waits with what follows a unit's backward pass for the gradients of all tensors that
+    entered the unit: it must not know of this one, for the gradient of the first half is there
+    last, with all others.
     """
 
     def __init__(self, handed: Handed) -> None:
@@ -192,7 +212,9 @@ class Later:
 
 
 class _Program:
-    """Levels 2 and 3: the forward pass of `block`, all of whose tensors but its parameters are this rank's own."""
+    """Levels 2 and 3: the forward pass of `block`, all of whose tensors but its parameters are this
+    rank's own.
+    """
 
     def __init__(self, block: Block, mesh: DeviceMesh, recipes: Recipes, hands_on: bool) -> None:
         self._block, self._mesh, self._recipes, self._hands_on = block, mesh, recipes, hands_on
@@ -212,8 +234,16 @@ class _Program:
         attended.append(sums.start(block.attend(second), biases[0]))
         middles, fed = [], []
         for x, begun in zip((first, second), attended, strict=True):
-            middles.append((block.residual2 if block.parallel_residual else block.residual1)(x, sums.end(begun)))
-            fed.append(sums.start(block.feed_forward(x if block.parallel_residual else middles[-1]), biases[1]))
+            middles.append(
+                (block.residual2 if block.parallel_residual else block.residual1)(
+                    x, sums.end(begun)
+                )
+            )
+            fed.append(
+                sums.start(
+                    block.feed_forward(x if block.parallel_residual else middles[-1]), biases[1]
+                )
+            )
         first = block.residual2(middles[0], sums.end(fed[0]))
         if self._hands_on:
             return Handed(first, middles[1], fed[1].taken(), biases[1], block.residual2)
@@ -226,8 +256,12 @@ def _copy(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else local(bias).clone()
 
 
-def block_in_halves(block: Block, mesh: DeviceMesh, recipes: Recipes, last_choice: LastChoice, *, hands_on: bool) -> None:
-    """Levels 2 and 3: `block`, whose parameters are placed, runs as two halves; with `hands_on` it gives a `Handed`."""
+def block_in_halves(
+    block: Block, mesh: DeviceMesh, recipes: Recipes, last_choice: LastChoice, *, hands_on: bool
+) -> None:
+    """Levels 2 and 3: `block`, whose parameters are placed, runs as two halves; with `hands_on` it
+    gives a `Handed`.
+    """
     start = partial(_started, group=mesh.get_group())
 
     def summed_gradient(_: nn.Module, args: tuple[Tensor, ...]) -> Tensor:

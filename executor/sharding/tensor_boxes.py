@@ -1,7 +1,9 @@
-"""A part of a tensor's elements, in order, as torch.distributed.checkpoint can write and read it: cut into boxes.
+"""A part of a tensor's elements, in order, as torch.distributed.checkpoint can write and read it:
+cut into boxes.
 
-A run of elements of a matrix is the end of one row, some whole rows and the beginning of another: at most three boxes, each of which is
-a view of the run. Checkpoints have them as they have the shards of any tensor, so that they are read whole or in any other parts.
+A run of elements of a matrix is the end of one row, some whole rows and the beginning of another:
+at most three boxes, each of which is a view of the run. Checkpoints have them as they have the
+shards of any tensor, so that they are read whole or in any other parts.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
@@ -26,7 +32,9 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], first: int, last: int) -> Iterator[Box]:
-    """The fewest boxes with the elements `first` to `last` - 1 of a tensor of `shape`, in their order."""
+    """The fewest boxes with the elements `first` to `last` - 1 of a tensor of `shape`, in their
+    order.
+    """
     if len(shape) == 1:
         yield Box((first,), (last - first,))
         return
@@ -50,21 +58,27 @@ def _in_row(shape: Sequence[int], index: int, first: int, last: int) -> Iterator
 
 
 class Boxes(Tensor):
-    """Of a tensor of `shape` the elements `flat` that this rank has, which lie in `boxes` one after the other.
+    """Of a tensor of `shape` the elements `flat` that this rank has, which lie in `boxes` one after
+    the other.
 
-    It computes nothing. The methods with underscores are torch.distributed.checkpoint's protocol for tensors in parts.
+    It computes nothing. The methods with underscores are torch.distributed.checkpoint's protocol
+    for tensors in parts.
     """
 
     flat: Tensor
     boxes: tuple[Box, ...]
 
     def __new__(cls, flat: Tensor, shape: Sequence[int], boxes: tuple[Box, ...]) -> Self:
-        found = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=flat.dtype, device=flat.device)  # type: ignore[attr-defined]
+        found = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=flat.dtype, device=flat.device
+        )  # type: ignore[attr-defined]
         found.flat, found.boxes = flat, boxes
         return found  # type: ignore[no-any-return]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Boxes:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Boxes:
         """A checkpoint's copy begins with `new_empty`, and takes the attributes over."""
         if func is not torch.ops.aten.new_empty.default:
             raise NotImplementedError(f"{func} of a part of a tensor")
@@ -74,7 +88,9 @@ class Boxes(Tensor):
         at = 0
         for box in self.boxes:
             count = math.prod(box.shape)
-            where = ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
+            where = ChunkStorageMetadata(
+                offsets=torch.Size(box.offset), sizes=torch.Size(box.shape)
+            )
             yield where, self.flat.narrow(0, at, count).view(box.shape)
             at += count
 
@@ -82,9 +98,12 @@ class Boxes(Tensor):
         properties = TensorProperties.create_from_tensor(self.flat)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, where.offsets), type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=where, properties=properties, size=object.size()))
-            for where, _ in self._parts()]
+                index=MetadataIndex(fqn, where.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=where, properties=properties, size=object.size()),
+            )
+            for where, _ in self._parts()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [where for where, _ in self._parts()]

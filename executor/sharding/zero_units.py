@@ -1,4 +1,5 @@
-"""ZeRO through FSDP2: one unit per layer, one mechanism for the stages 1, 2 and 3, and one reduction per step for 0 and 1.
+"""ZeRO through FSDP2: one unit per layer, one mechanism for the stages 1, 2 and 3, and one
+reduction per step for 0 and 1.
 
 stage | parameters during the step | gradients of a micro-batch
 0     | whole                      | accumulate whole, all-reduced at the end of the step
@@ -6,15 +7,18 @@ stage | parameters during the step | gradients of a micro-batch
 2     | gathered once a step       | reduce-scattered after every micro-batch
 3     | gathered per micro-batch   | reduce-scattered after every micro-batch
 
-Gradients that are this rank's summands over the tensor-parallel axis too (`parplan.executor.sharding.place`) are added over it after that,
-at the end of the step and as they are held then: with ZeRO the shards. Experts that are divided over data-parallel ranks are
-units of their own, whose data-parallel ranks are those that hold the same experts.
+Gradients that are this rank's summands over the tensor-parallel axis too
+(`parplan.executor.sharding.place`) are added over it after that, at the end of the step and as they
+are held then: with ZeRO the shards. Experts that are divided over data-parallel ranks are units of
+their own, whose data-parallel ranks are those that hold the same experts.
 
-Where fewer ranks than dp hold one copy of a layer's states together (hybrid sharding), the shards' gradients are added
-over the copies at the end of the step too, once: FSDP2's own hybrid mesh would do so after every micro-batch.
+Where fewer ranks than dp hold one copy of a layer's states together (hybrid sharding), the shards'
+gradients are added over the copies at the end of the step too, once: FSDP2's own hybrid mesh would
+do so after every micro-batch.
 
-bf16 and fp16 run on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is torch's `replicate`. Every
-reduction is a sum: the loss is already this rank's share of the mean over the global batch.
+bf16 and fp16 run on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is
+torch's `replicate`. Every reduction is a sum: the loss is already this rank's share of the mean
+over the global batch.
 """
 
 from __future__ import annotations
@@ -29,7 +33,13 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from parplan.executor.sharding.place import parameters_summed_over_tp
@@ -42,7 +52,8 @@ BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default bucket_cap_mb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Layers that are gathered and reduced together: one layer, or embedding and head when they share a Parameter.
+    """Layers that are gathered and reduced together: one layer, or embedding and head when they
+    share a Parameter.
 
     mesh: the ranks that hold one copy together, or with ZeRO 0 the same
     apart: modules inside that are units of their own
@@ -70,29 +81,54 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
         policy = MixedPrecisionPolicy()
     else:
         policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype(precision), reduce_dtype=torch.float32, cast_forward_inputs=unit.casts_inputs)
-    offload = CPUOffloadPolicy(pin_memory=unit.mesh.device_type == "cuda") if unit.offloaded else OffloadPolicy()
+            param_dtype=compute_dtype(precision),
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=unit.casts_inputs,
+        )
+    offload = (
+        CPUOffloadPolicy(pin_memory=unit.mesh.device_type == "cuda")
+        if unit.offloaded
+        else OffloadPolicy()
+    )
     modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
     others = {parameter for module in unit.apart for parameter in module.parameters()}
     if unit.zero:
         fully_shard(
-            modules, mesh=unit.mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy, offload_policy=offload, ignored_params=others)
+            modules,
+            mesh=unit.mesh,
+            reshard_after_forward=unit.zero == 3,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=others,
+        )
     elif precision is not Precision.FP32 or unit.offloaded:
-        replicate(modules, mesh=unit.mesh, mp_policy=policy, offload_policy=offload, ignored_params=others)
+        replicate(
+            modules, mesh=unit.mesh, mp_policy=policy, offload_policy=offload, ignored_params=others
+        )
     for module in _fsdp_modules(unit):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-def shard_root(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh, apart: Sequence[nn.Parameter] = ()) -> None:
-    """Join the units of a stage under one FSDP root, which shares their streams; it manages no parameter itself, nor those `apart`."""
+def shard_root(
+    body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh, apart: Sequence[nn.Parameter] = ()
+) -> None:
+    """Join the units of a stage under one FSDP root, which shares their streams; it manages no
+    parameter itself, nor those `apart`.
+    """
     managed = [unit for unit in units if _fsdp_modules(unit)]
     if not managed:
         return
     ignored = {*apart, *(p for unit in units if unit not in managed for p in _parameters(unit))}
     fully_shard(body, mesh=dp_mesh, ignored_params=ignored)
-    # the first layer has none before it; by default it would gather the last layer of another micro-batch
-    for module in (inside for layer in managed[0].layers for inside in layer.modules() if isinstance(inside, FSDPModule)):
+    # the first layer has none before it; by default it would gather the last layer of another
+    # micro-batch
+    for module in (
+        inside
+        for layer in managed[0].layers
+        for inside in layer.modules()
+        if isinstance(inside, FSDPModule)
+    ):
         module.set_modules_to_backward_prefetch([module])
 
 
@@ -119,16 +155,20 @@ def gathered(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def settle_weight_gradients(body: nn.Module) -> None:
-    """Do what FSDP does when the backward pass of a layer is over: reduce, or accumulate in fp32, as `begin_step` set.
+    """Do what FSDP does when the backward pass of a layer is over: reduce, or accumulate in fp32,
+    as `begin_step` set.
 
-    FSDP's own hook runs with the gradient of the layer's input, when those of the weights are not there yet.
+    FSDP's own hook runs with the gradient of the layer's input, when those of the weights are not
+    there yet.
     """
     if isinstance(body, FSDPModule):
         body._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def reduce_gradients(body: nn.Module, units: Sequence[Unit], tp_mesh: DeviceMesh | None) -> None:
-    """End the step's backward passes: reduce what accumulated whole, free the gathered parameters."""
+    """End the step's backward passes: reduce what accumulated whole, free the gathered
+    parameters.
+    """
     if isinstance(body, FSDPModule):
         body.set_requires_gradient_sync(True)
         body.set_reshard_after_backward(True)
@@ -140,13 +180,20 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], tp_mesh: DeviceMesh
             _settle(_parameters(unit))
     for mesh, summed in _summed_after(units).items():
         # one that no loss depends on, or that does not learn, has none
-        all_reduce([local(parameter.grad) for parameter in summed if parameter.grad is not None], mesh.get_group())
+        all_reduce(
+            [local(parameter.grad) for parameter in summed if parameter.grad is not None],
+            mesh.get_group(),
+        )
     if tp_mesh is not None:
-        all_reduce([local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group())
+        all_reduce(
+            [local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group()
+        )
 
 
 def _summed_after(units: Sequence[Unit]) -> dict[DeviceMesh, list[nn.Parameter]]:
-    """What is added up at the end of the step, by mesh: what no FSDP reduces, and the shards of several copies."""
+    """What is added up at the end of the step, by mesh: what no FSDP reduces, and the shards of
+    several copies.
+    """
     found: dict[DeviceMesh, list[nn.Parameter]] = {}
     for unit in units:
         mesh = unit.copies if _fsdp_modules(unit) else unit.mesh
@@ -166,7 +213,13 @@ def _fsdp_modules(unit: Unit) -> list[FSDPModule]:
 
 def _parameters(unit: Unit) -> list[nn.Parameter]:
     others = {parameter for module in unit.apart for parameter in module.parameters()}
-    return [p for p in dict.fromkeys(parameter for layer in unit.layers for parameter in layer.parameters()) if p not in others]
+    return [
+        p
+        for p in dict.fromkeys(
+            parameter for layer in unit.layers for parameter in layer.parameters()
+        )
+        if p not in others
+    ]
 
 
 def _settle(parameters: Iterable[nn.Parameter]) -> None:
@@ -178,7 +231,9 @@ def _settle(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum every tensor over `group`, in buckets of one device; what the host keeps goes to the device of `group` for it."""
+    """Sum every tensor over `group`, in buckets of one device; what the host keeps goes to the
+    device of `group` for it.
+    """
     by_device = sorted(tensors, key=lambda tensor: tensor.device.type)
     for bucket in _buckets(by_device):
         flat = _flatten_dense_tensors(bucket).to(_device(group))

@@ -1,4 +1,6 @@
-"""Batches of a traced module: what its own function draws, sample by sample, so that every layout trains on the same."""
+"""Batches of a traced module: what its own function draws, sample by sample, so that every layout
+trains on the same.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ Batches = Callable[[int], dict[str, Tensor]]
 def module_batches(plan: TracedPlan, workload: TracedWorkload, dp_rank: int, seed: int) -> Batches:
     """step -> the samples of a data-parallel rank, by key, floats in the plan's precision.
 
-    Sample i of step s has the seed of (seed, s B + i) with B the global batch size; rank r has samples [r n, (r + 1) n).
-    Raises ConfigError for samples that do not fit together.
+    Sample i of step s has the seed of (seed, s B + i) with B the global batch size; rank r has
+    samples [r n, (r + 1) n). Raises ConfigError for samples that do not fit together.
     """
     rows = plan.training.global_batch_size // plan.mesh.dp
     dtype = compute_dtype(plan.training.precision)
@@ -28,7 +30,10 @@ def module_batches(plan: TracedPlan, workload: TracedWorkload, dp_rank: int, see
     def batch(step: int) -> dict[str, Tensor]:
         first = step * plan.training.global_batch_size + dp_rank * rows
         samples = [_sample(workload, seed, first + row) for row in range(rows)]
-        return {key: _cast(_joined(key, [sample[key] for sample in samples]), dtype) for key in samples[0]}
+        return {
+            key: _cast(_joined(key, [sample[key] for sample in samples]), dtype)
+            for key in samples[0]
+        }
 
     return batch
 
@@ -42,8 +47,10 @@ def _sample(workload: TracedWorkload, seed: int, index: int) -> dict[str, Tensor
 def _joined(key: str, parts: list[Tensor]) -> Tensor:
     shapes = sorted({tuple(part.shape) for part in parts})
     if len(shapes) > 1:
-        raise ConfigError(f"module: {key} of batch(1) is of shape {list(shapes[0])} once and {list(shapes[1])} another time",
-                          hint="let the function pad to one shape")
+        raise ConfigError(
+            f"module: {key} of batch(1) is of shape {list(shapes[0])} once and {list(shapes[1])} another time",
+            hint="let the function pad to one shape",
+        )
     return torch.cat(parts)
 
 

@@ -1,8 +1,12 @@
-"""A recorded program cut by the plan: which calls each shard makes, what it reads and gives, and what stages hand to each other.
+"""A recorded program cut by the plan: which calls each shard makes, what it reads and gives, and
+what stages hand to each other.
 
-    constants    calls that depend on the batch and on no parameter: every stage makes those that it needs, before its shards
-    views        of a value of another stage: made again of what is handed on, so that one piece of memory travels once
-    the rest     is made by the shard that the plan names; a value that a later stage reads goes through all stages between
+    constants    calls that depend on the batch and on no parameter: every stage makes those that it
+                 needs, before its shards
+    views        of a value of another stage: made again of what is handed on, so that one piece of
+                 memory travels once
+    the rest     is made by the shard that the plan names; a value that a later stage reads goes
+                 through all stages between
 
 Only values with gradients travel: the gradient of each comes back the same way.
 """
@@ -16,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from parplan.planner.plan.traced_plan import TracedPlan, ShardPlan
+from parplan.planner.plan.traced_plan import ShardPlan, TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.tracing.program import BUFFER, PARAMETER, Program
 
@@ -25,7 +29,9 @@ Nodes = tuple[fx.Node, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCut:
-    """`calls` in order; `reads` are values, and tensors of the batch, that others made; `gives` values that others read."""
+    """`calls` in order; `reads` are values, and tensors of the batch, that others made; `gives`
+    values that others read.
+    """
 
     name: str
     calls: Nodes
@@ -35,7 +41,14 @@ class ShardCut:
     @property
     def attributes(self) -> Nodes:
         """The parameters, buffers and constants that it reads."""
-        return tuple(dict.fromkeys(node for call in self.calls for node in call.all_input_nodes if node.op == "get_attr"))
+        return tuple(
+            dict.fromkeys(
+                node
+                for call in self.calls
+                for node in call.all_input_nodes
+                if node.op == "get_attr"
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +63,20 @@ class StageCut:
     @property
     def parameters(self) -> tuple[str, ...]:
         """The full names of the parameters that its shards read."""
-        return tuple(dict.fromkeys(node.target for shard in self.shards for node in shard.attributes if node.meta["origin"] == PARAMETER))
+        return tuple(
+            dict.fromkeys(
+                node.target
+                for shard in self.shards
+                for node in shard.attributes
+                if node.meta["origin"] == PARAMETER
+            )
+        )
 
 
 def cut(plan: TracedPlan, program: Program) -> tuple[StageCut, ...]:
-    """The stages of `plan`. Raises ConfigError for a plan of another program, and for a cut that the program does not allow."""
+    """The stages of `plan`. Raises ConfigError for a plan of another program, and for a cut that
+    the program does not allow.
+    """
     _check_same(plan, program)
     places = _Places(plan, program)
     _check_counting(places)
@@ -68,13 +90,21 @@ def _check_same(plan: TracedPlan, program: Program) -> None:
         if shard.first != last or shard.end < shard.first or shard.starts != found:
             raise ConfigError(
                 f"shards.{index}: operator {shard.first} is {found} in this trace, the plan has {shard.starts} from {last} on",
-                hint="make the plan again: the module, or torch, has changed")
+                hint="make the plan again: the module, or torch, has changed",
+            )
         last = shard.end
     if last != len(calls):
-        raise ConfigError(f"shards: they end at operator {last}, this trace has {len(calls)}", hint="make the plan again")
+        raise ConfigError(
+            f"shards: they end at operator {last}, this trace has {len(calls)}",
+            hint="make the plan again",
+        )
     ends = [0, *(stage.end for stage in plan.stages)]
-    if any(stage.first != end for stage, end in zip(plan.stages, ends, strict=False)) or ends[-1] != len(plan.shards):
-        raise ConfigError("stages: they do not hold every shard once, in order", hint="make the plan again")
+    if any(stage.first != end for stage, end in zip(plan.stages, ends, strict=False)) or ends[
+        -1
+    ] != len(plan.shards):
+        raise ConfigError(
+            "stages: they do not hold every shard once, in order", hint="make the plan again"
+        )
 
 
 class _Places:
@@ -89,10 +119,14 @@ class _Places:
         self.plan = plan
         self.nodes = tuple(node for node in program.graph.nodes if node.op == "call_function")
         self.loss = next(node for node in program.graph.nodes if node.op == "output").args[0]
-        stage_of = {shard: k for k, stage in enumerate(plan.stages) for shard in range(stage.first, stage.end)}
+        stage_of = {
+            shard: k
+            for k, stage in enumerate(plan.stages)
+            for shard in range(stage.first, stage.end)
+        }
         self.shard: dict[fx.Node, int] = {}
         for index, shard in enumerate(plan.shards):
-            self.shard |= dict.fromkeys(program.calls[shard.first:shard.end], index)
+            self.shard |= dict.fromkeys(program.calls[shard.first : shard.end], index)
         for node in self.nodes:
             if node.target is operator.getitem:
                 self.shard[node] = self.shard[node.args[0]]  # type: ignore[index]
@@ -100,7 +134,11 @@ class _Places:
         for node in self.nodes:
             if self._is_constant(node):
                 self.constants[node] = None
-        self.stage = {node: stage_of[shard] for node, shard in self.shard.items() if node not in self.constants}
+        self.stage = {
+            node: stage_of[shard]
+            for node, shard in self.shard.items()
+            if node not in self.constants
+        }
         self.last = self._last_readers()
 
     def _is_constant(self, node: fx.Node) -> bool:
@@ -115,7 +153,9 @@ class _Places:
         return (node for node, place in self.stage.items() if place == stage)
 
     def _last_readers(self) -> dict[fx.Node, int]:
-        """By value, the last stage that needs it; views of it that other stages make are reads of it."""
+        """By value, the last stage that needs it; views of it that other stages make are reads of
+        it.
+        """
         last: dict[fx.Node, int] = {}
         for stage in range(len(self.plan.stages)):
             for node in self.external(stage):
@@ -131,15 +171,25 @@ class _Places:
         return self._needed_of(stage)[1]
 
     def _needed_of(self, stage: int) -> tuple[Nodes, Nodes]:
-        wanted = list(dict.fromkeys(
-            node for call in self.calls(stage) for node in call.all_input_nodes if self.stage.get(node, stage) != stage))
+        wanted = list(
+            dict.fromkeys(
+                node
+                for call in self.calls(stage)
+                for node in call.all_input_nodes
+                if self.stage.get(node, stage) != stage
+            )
+        )
         values: dict[fx.Node, None] = {}
         views: dict[fx.Node, None] = {}
         while wanted:
             node = wanted.pop()
             if _is_view(node):
                 views[node] = None
-                wanted += [each for each in node.all_input_nodes if self.stage.get(each, stage) != stage and each not in views]
+                wanted += [
+                    each
+                    for each in node.all_input_nodes
+                    if self.stage.get(each, stage) != stage and each not in views
+                ]
             elif not _is_leaf(node) and node not in self.constants:
                 values[node] = None
         return tuple(sorted(values)), tuple(sorted(views))
@@ -147,8 +197,12 @@ class _Places:
 
 def _of_stage(places: _Places, stage: int) -> StageCut:
     plan = places.plan
-    receives = tuple(sorted(node for node, last in places.last.items() if places.stage[node] < stage <= last))
-    sends = tuple(sorted(node for node, last in places.last.items() if places.stage[node] <= stage < last))
+    receives = tuple(
+        sorted(node for node, last in places.last.items() if places.stage[node] < stage <= last)
+    )
+    sends = tuple(
+        sorted(node for node, last in places.last.items() if places.stage[node] <= stage < last)
+    )
     _check_travel(sends)
     own = plan.stages[stage]
     calls: dict[int, list[fx.Node]] = {index: [] for index in range(own.first, own.end)}
@@ -159,28 +213,49 @@ def _of_stage(places: _Places, stage: int) -> StageCut:
     _check_writes(places, stage)
     constants = _constants_of(places, [node for each in calls.values() for node in each])
     wanted = {*sends, places.loss}
-    parts = [("constants", constants), *((plan.shards[index].name, tuple(sorted(each))) for index, each in calls.items())]
-    cuts = [_shard(name, each, [later for _, later in parts[i + 1:]], wanted) for i, (name, each) in enumerate(parts)]
+    parts = [
+        ("constants", constants),
+        *((plan.shards[index].name, tuple(sorted(each))) for index, each in calls.items()),
+    ]
+    cuts = [
+        _shard(name, each, [later for _, later in parts[i + 1 :]], wanted)
+        for i, (name, each) in enumerate(parts)
+    ]
     return StageCut(constants=cuts[0], shards=tuple(cuts[1:]), receives=receives, sends=sends)
 
 
 def _shard(name: str, calls: Nodes, later: Sequence[Nodes], wanted: set[fx.Node]) -> ShardCut:
     made = set(calls)
-    reads = dict.fromkeys(node for call in calls for node in call.all_input_nodes if node not in made and node.op != "get_attr")
+    reads = dict.fromkeys(
+        node
+        for call in calls
+        for node in call.all_input_nodes
+        if node not in made and node.op != "get_attr"
+    )
     read_later = {node for each in later for call in each for node in call.all_input_nodes}
-    gives = tuple(node for node in calls if (node in read_later or node in wanted) and isinstance(node.meta["val"], Tensor))
+    gives = tuple(
+        node
+        for node in calls
+        if (node in read_later or node in wanted) and isinstance(node.meta["val"], Tensor)
+    )
     return ShardCut(name=name, calls=calls, reads=tuple(reads), gives=gives)
 
 
 def _add_views(views: Nodes, calls: dict[int, list[fx.Node]]) -> None:
     """Each view is made by the first shard that reads it, or a view of it."""
     for view in reversed(views):
-        readers = (index for index, each in calls.items() if any(view in call.all_input_nodes for call in each))
+        readers = (
+            index
+            for index, each in calls.items()
+            if any(view in call.all_input_nodes for call in each)
+        )
         calls[next(readers)].append(view)
 
 
 def _drop_unread_views(calls: dict[int, list[fx.Node]], wanted: set[fx.Node]) -> None:
-    """A view that only later stages read is theirs to make: with it goes a parameter that nobody else here reads."""
+    """A view that only later stages read is theirs to make: with it goes a parameter that nobody
+    else here reads.
+    """
     read = {node: 0 for each in calls.values() for node in each}
     for node in read:
         for before in node.all_input_nodes:
@@ -203,7 +278,9 @@ def _constants_of(places: _Places, calls: Sequence[fx.Node]) -> Nodes:
     memory: set[int] = set()
     found = []
     for node in reversed(places.constants):
-        if node in needed or memory & {each for written in node.meta.get("written", ()) for each in _memory(written)}:
+        if node in needed or memory & {
+            each for written in node.meta.get("written", ()) for each in _memory(written)
+        }:
             found.append(node)
             needed |= {each for each in node.all_input_nodes if not _is_leaf(each)}
             memory |= _memory(node)
@@ -216,7 +293,8 @@ def _check_travel(values: Nodes) -> None:
         if not isinstance(value, Tensor) or not value.requires_grad:
             raise ConfigError(
                 f"stages: {_where(node)} gives a value without gradient, which a later stage reads",
-                hint="make the plan again: no stage may end between the two")
+                hint="make the plan again: no stage may end between the two",
+            )
 
 
 def _check_writes(places: _Places, stage: int) -> None:
@@ -224,18 +302,30 @@ def _check_writes(places: _Places, stage: int) -> None:
     received = {each for node in places.external(stage) for each in _memory(node)}
     for node in places.calls(stage):
         if any(received & _memory(written) for written in node.meta.get("written", ())):
-            raise ConfigError(f"stages: {_where(node)} writes into a value of an earlier stage", hint="make the plan again")
+            raise ConfigError(
+                f"stages: {_where(node)} writes into a value of an earlier stage",
+                hint="make the plan again",
+            )
 
 
 def _check_counting(places: _Places) -> None:
-    """Raises ConfigError for a buffer that one stage writes and another reads: each has a copy of its own."""
-    written = {each for node in places.stage for each in node.meta.get("written", ()) if each.op == "get_attr"}
+    """Raises ConfigError for a buffer that one stage writes and another reads: each has a copy of
+    its own.
+    """
+    written = {
+        each
+        for node in places.stage
+        for each in node.meta.get("written", ())
+        if each.op == "get_attr"
+    }
     held: dict[fx.Node, int] = {}
     for node, stage in places.stage.items():
         for each in node.all_input_nodes:
             if each in written and held.setdefault(each, stage) != stage:
-                raise ConfigError(f"stages: {_where(node)} reads or writes buffer {each.target}, which another stage counts in",
-                                  hint="make the plan again: no stage may end between the two")
+                raise ConfigError(
+                    f"stages: {_where(node)} reads or writes buffer {each.target}, which another stage counts in",
+                    hint="make the plan again: no stage may end between the two",
+                )
 
 
 def check_recompute(shard: ShardCut, plan: ShardPlan) -> None:
@@ -243,13 +333,20 @@ def check_recompute(shard: ShardCut, plan: ShardPlan) -> None:
     read = {each for node in shard.reads for each in _memory(node)}
     for node in shard.calls:
         if any(read & _memory(written) for written in node.meta.get("written", ())):
-            raise ConfigError(f"shards: {plan.name} writes into its input at {_where(node)}, so it cannot run again",
-                              hint="take it out of recompute")
+            raise ConfigError(
+                f"shards: {plan.name} writes into its input at {_where(node)}, so it cannot run again",
+                hint="take it out of recompute",
+            )
 
 
 def written_buffers(shard: ShardCut) -> Nodes:
     """The buffers that it writes into, as batch norms do."""
-    found = (node for call in shard.calls for node in call.meta.get("written", ()) if node.op == "get_attr")
+    found = (
+        node
+        for call in shard.calls
+        for node in call.meta.get("written", ())
+        if node.op == "get_attr"
+    )
     return tuple(dict.fromkeys(node for node in found if node.meta["origin"] == BUFFER))
 
 
@@ -274,5 +371,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def _memory(node: fx.Node) -> frozenset[int]:
     """What tells the memory of a node's value; the fake tensors live as long as the program."""
-    return frozenset(leaf.untyped_storage()._cdata for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor))
-
+    return frozenset(
+        leaf.untyped_storage()._cdata
+        for leaf in tree_leaves(node.meta.get("val"))
+        if isinstance(leaf, Tensor)
+    )

@@ -1,6 +1,8 @@
-"""A shard as a module: the calls of the user's code that the plan gives it, made again in their order, on parameters of its own.
+"""A shard as a module: the calls of the user's code that the plan gives it, made again in their
+order, on parameters of its own.
 
-The parameters have their full names behind `of.`, as submodules: what FSDP gathers, and a checkpoint runs again, is the shard.
+The parameters have their full names behind `of.`, as submodules: what FSDP gathers, and a
+checkpoint runs again, is the shard.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Holder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One call: its target, its arguments with nodes in the place of tensors, and the values that nobody reads after it."""
+    """One call: its target, its arguments with nodes in the place of tensors, and the values that
+    nobody reads after it.
+    """
 
     node: fx.Node
     target: Any
@@ -61,7 +65,9 @@ class _Step:
 class ShardModule(nn.Module):
     """`forward` takes the values of `cut.reads`, and gives those of `cut.gives`, in their order."""
 
-    def __init__(self, cut: ShardCut, attributes: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, cut: ShardCut, attributes: Mapping[str, Tensor], device: torch.device
+    ) -> None:
         super().__init__()
         self.cut = cut
         self.add_module(OF, Holder())
@@ -71,7 +77,11 @@ class ShardModule(nn.Module):
                 self._constants[node] = attributes[node.target].to(device)
             else:
                 self.holder.put(node.target, attributes[node.target])
-        self._places = {node: self.holder.place(node.target) for node in cut.attributes if node not in self._constants}
+        self._places = {
+            node: self.holder.place(node.target)
+            for node in cut.attributes
+            if node not in self._constants
+        }
         self._steps = tuple(_steps(cut, device))
 
     @property
@@ -93,8 +103,9 @@ class ShardModule(nn.Module):
             yield node.target, getattr(owner, key)
 
     def once(self, layer: nn.Module) -> Callable[..., Any]:
-        """`layer`, which is this shard, for one forward pass; called again, it starts from the buffers of the first call and counts in
-        copies of them."""
+        """`layer`, which is this shard, for one forward pass; called again, it starts from the
+        buffers of the first call and counts in copies of them.
+        """
         if not written_buffers(self.cut):
             return layer
         places = [self._places[node] for node in written_buffers(self.cut)]
@@ -112,6 +123,7 @@ class ShardModule(nn.Module):
             finally:
                 for (owner, key), value in zip(places, now, strict=True):
                     owner._buffers[key] = value
+
         return called
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +132,10 @@ class ShardModule(nn.Module):
         known.update({node: getattr(owner, key) for node, (owner, key) in self._places.items()})
         del values
         for step in self._steps:
-            args, kwargs = map_aggregate((step.args, step.kwargs), lambda leaf: known[leaf] if isinstance(leaf, fx.Node) else leaf)
+            args, kwargs = map_aggregate(
+                (step.args, step.kwargs),
+                lambda leaf: known[leaf] if isinstance(leaf, fx.Node) else leaf,
+            )
             with step.context():
                 known[step.node] = step.target(*args, **kwargs)
             del args, kwargs
@@ -137,8 +152,13 @@ def _steps(cut: ShardCut, device: torch.device) -> Iterator[_Step]:
         if node not in kept:
             drops.setdefault(call, []).append(node)
     for call in cut.calls:
-        args, kwargs = map_aggregate((call.args, call.kwargs), lambda leaf: device if isinstance(leaf, torch.device) else leaf)
-        yield _Step(call, call.target, args, kwargs, tuple(drops.get(call, ())), _context(call, device))
+        args, kwargs = map_aggregate(
+            (call.args, call.kwargs),
+            lambda leaf: device if isinstance(leaf, torch.device) else leaf,
+        )
+        yield _Step(
+            call, call.target, args, kwargs, tuple(drops.get(call, ())), _context(call, device)
+        )
 
 
 def _context(call: fx.Node, device: torch.device) -> Any:
@@ -154,4 +174,5 @@ def _context(call: fx.Node, device: torch.device) -> Any:
         if autocast is not None:
             stack.enter_context(torch.autocast(device.type, dtype=autocast))
         return stack
+
     return entered

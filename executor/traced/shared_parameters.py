@@ -1,4 +1,6 @@
-"""Parameters that several stages hold: a copy on each, and one gradient, the sum over the copies."""
+"""Parameters that several stages hold: a copy on each, and one gradient, the sum over the
+copies.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from parplan.profiles.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """By name, this rank's copies of parameters that the same pipeline ranks hold, and the group of those; None where it is one rank."""
+    """By name, this rank's copies of parameters that the same pipeline ranks hold, and the group of
+    those; None where it is one rank.
+    """
 
     copies: Mapping[str, tuple[nn.Parameter, ...]]
     group: dist.ProcessGroup | None
@@ -53,10 +57,13 @@ def check_shared(plan: TracedPlan, cuts: Sequence[StageCut]) -> None:
         if plan.mesh.dp > 1 and len(zeros) > 1:
             raise ConfigError(
                 f"stages: {name} is held by stages {', '.join(map(str, stages))}, some with zero 0 and some with more",
-                hint="use one zero for the stages that share a parameter")
+                hint="use one zero for the stages that share a parameter",
+            )
 
 
-def build_shared(plan: TracedPlan, cuts: Sequence[StageCut], stages: Sequence[TracedStage]) -> tuple[Shared, ...]:
+def build_shared(
+    plan: TracedPlan, cuts: Sequence[StageCut], stages: Sequence[TracedStage]
+) -> tuple[Shared, ...]:
     """What this rank shares; collective."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, owners in shared_names(cuts).items():
@@ -72,7 +79,9 @@ def build_shared(plan: TracedPlan, cuts: Sequence[StageCut], stages: Sequence[Tr
 
 
 def _group(plan: TracedPlan, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The group of this rank among those of all data-parallel coordinates: every rank makes every group."""
+    """The group of this rank among those of all data-parallel coordinates: every rank makes every
+    group.
+    """
     own = None
     for place in range(plan.mesh.ranks_per_stage):
         members = [pp * plan.mesh.ranks_per_stage + place for pp in ranks]

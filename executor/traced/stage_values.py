@@ -1,8 +1,10 @@
-"""The values of a module's parameters and buffers on this process: those of its own stages, and of no other.
+"""The values of a module's parameters and buffers on this process: those of its own stages, and of
+no other.
 
-The module is made without memory (profiles/tracing/deferred.py); a parameter's value is a function of the seed and of what the module's
-code does with it, so that every layout, and one process that has the whole, starts from the same. What the code reads from files or takes
-from outside is there on every process until it has picked its own: `kept_bytes` says how much.
+The module is made without memory (profiles/tracing/deferred.py); a parameter's value is a function
+of the seed and of what the module's code does with it, so that every layout, and one process that
+has the whole, starts from the same. What the code reads from files or takes from outside is there
+on every process until it has picked its own: `kept_bytes` says how much.
 """
 
 from __future__ import annotations
@@ -22,21 +24,31 @@ from parplan.profiles.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A workload whose buffers have their values, and whose parameters can be given theirs one by one."""
+    """A workload whose buffers have their values, and whose parameters can be given theirs one by
+    one.
+    """
 
     workload: TracedWorkload
     deferred: Deferred
     seed: int
 
     def value(self, name: str) -> nn.Parameter:
-        """The parameter of that full name, on the CPU, in memory that no other parameter has. Raises ConfigError."""
+        """The parameter of that full name, on the CPU, in memory that no other parameter has.
+        Raises ConfigError.
+        """
         parameter = self.workload.module.get_parameter(name)
         return nn.Parameter(self._value(name, parameter), parameter.requires_grad)
 
     @property
     def kept_bytes(self) -> int:
-        """Of parameters that the module's code did not make with calls of torch: every process has them all while it starts."""
-        return sum(p.nbytes for p in self.workload.module.parameters() if not p.is_meta and p.nbytes >= self.deferred.at_least_bytes)
+        """Of parameters that the module's code did not make with calls of torch: every process has
+        them all while it starts.
+        """
+        return sum(
+            p.nbytes
+            for p in self.workload.module.parameters()
+            if not p.is_meta and p.nbytes >= self.deferred.at_least_bytes
+        )
 
     @property
     def note(self) -> str | None:
@@ -49,18 +61,26 @@ class Opened:
         if not tensor.is_meta:
             return tensor.detach().clone()
         if not self.deferred.knows(tensor):
-            raise ConfigError(f"module: {name} is on the meta device and nothing gives it values", hint="make it on the CPU in the factory")
+            raise ConfigError(
+                f"module: {name} is on the meta device and nothing gives it values",
+                hint="make it on the CPU in the factory",
+            )
         return self.deferred.value(tensor, self.seed)
 
 
 def open_values(
-    source: ModuleSource, *, seq_length: int, seed: int, attention: AttentionKernel = AttentionKernel.FLASH,
+    source: ModuleSource,
+    *,
+    seq_length: int,
+    seed: int,
+    attention: AttentionKernel = AttentionKernel.FLASH,
     at_least_bytes: int = AT_LEAST_BYTES,
 ) -> Opened:
     """The module of `source`, made without the memory of its parameters. Raises ConfigError."""
     deferred = Deferred(at_least_bytes, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # of what is so small that it is made at once
-        workload = open_workload(source, seq_length=seq_length, attention=attention, deferred=deferred)
+        workload = open_workload(
+            source, seq_length=seq_length, attention=attention, deferred=deferred
+        )
     return Opened(workload=workload, deferred=deferred, seed=seed)
-

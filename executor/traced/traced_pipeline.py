@@ -1,7 +1,9 @@
-"""The schedule of a traced module: the action lists of the plan through torch.distributed.pipelining, or a plain loop.
+"""The schedule of a traced module: the action lists of the plan through
+torch.distributed.pipelining, or a plain loop.
 
-What is handed on between stages is a tuple of tensors; the batch reaches every stage by key. The loss of a micro-batch, the mean over its
-samples as the module has it, is divided by the number of micro-batches of the global batch, so that all reductions are sums.
+What is handed on between stages is a tuple of tensors; the batch reaches every stage by key. The
+loss of a micro-batch, the mean over its samples as the module has it, is divided by the number of
+micro-batches of the global batch, so that all reductions are sums.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class _TracedStep(PipelineStep):
 class TracedPipeline:
     """This rank's stages and what runs them.
 
-    copies: the names of parameters that several stages hold, with those stages; shared: this rank's part in them
+    copies: the names of parameters that several stages hold, with those stages; shared: this rank's
+    part in them
     """
 
     stages: tuple[TracedStage, ...]
@@ -64,20 +67,34 @@ class TracedPipeline:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank updates: shards between steps."""
-        return [parameter for stage in self.stages for _, parameter in stage.named() if parameter.requires_grad]
+        return [
+            parameter
+            for stage in self.stages
+            for _, parameter in stage.named()
+            if parameter.requires_grad
+        ]
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by name, without copies of what an earlier stage holds."""
-        return {name: p for stage in self.stages for name, p in stage.named() if self.copies.get(name, (stage.index,))[0] == stage.index}
+        return {
+            name: p
+            for stage in self.stages
+            for name, p in stage.named()
+            if self.copies.get(name, (stage.index,))[0] == stage.index
+        }
 
     @property
     def in_flight(self) -> dict[int, int]:
-        """By stage of this rank, the most micro-batches that it held at once; nothing without a pipeline."""
+        """By stage of this rank, the most micro-batches that it held at once; nothing without a
+        pipeline.
+        """
         return {step.stage_index: step.in_flight for step in self.steps}
 
     def step(self, batch: Batch) -> Tensor:
-        """Gradients of this rank's samples of a batch; returns this rank's share of the mean loss."""
+        """Gradients of this rank's samples of a batch; returns this rank's share of the mean
+        loss.
+        """
         for stage in self.stages:
             stage.begin_step()
         loss = self.run(batch)
@@ -91,22 +108,43 @@ class TracedPipeline:
 
 
 def build_traced_pipeline(
-    plan: TracedPlan, program: Program, opened: Opened, ranks: RankPlace, *, after_backward: After, span: Span = no_span,
+    plan: TracedPlan,
+    program: Program,
+    opened: Opened,
+    ranks: RankPlace,
+    *,
+    after_backward: After,
+    span: Span = no_span,
 ) -> TracedPipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
     cuts = cut(plan, program)
     check_shared(plan, cuts)
     here = [k for k, stage in enumerate(plan.stages) if stage.rank == ranks.coordinate("pp")]
     stages = tuple(build_stage(plan, k, cuts[k], program, opened, ranks) for k in here)
-    steps = tuple(_step(plan, ranks, stage, cuts, after_backward, span) for stage in stages) if len(cuts) > 1 else ()
+    steps = (
+        tuple(_step(plan, ranks, stage, cuts, after_backward, span) for stage in stages)
+        if len(cuts) > 1
+        else ()
+    )
     if steps:
         schedule = build_runtime(
-            action_rows(plan), ranks.coordinate("pp"), steps, plan.pipeline.num_micro_batches, lambda loss, _: loss.float() / _share(plan))
+            action_rows(plan),
+            ranks.coordinate("pp"),
+            steps,
+            plan.pipeline.num_micro_batches,
+            lambda loss, _: loss.float() / _share(plan),
+        )
         run = partial(_scheduled, schedule, stages, plan)
     else:
         run = partial(_loop, stages[0], plan, after_backward, span)
     return TracedPipeline(
-        stages=stages, run=run, copies=shared_names(cuts), shared=build_shared(plan, cuts, stages), span=span, steps=steps)
+        stages=stages,
+        run=run,
+        copies=shared_names(cuts),
+        shared=build_shared(plan, cuts, stages),
+        span=span,
+        steps=steps,
+    )
 
 
 def _share(plan: TracedPlan) -> int:
@@ -114,13 +152,19 @@ def _share(plan: TracedPlan) -> int:
     return plan.pipeline.num_micro_batches * plan.mesh.dp
 
 
-def _loop(stage: TracedStage, plan: TracedPlan, after_backward: After, span: Span, batch: Batch) -> Tensor:
-    """The schedule of one pipeline rank: forward and backward of one micro-batch after the other."""
+def _loop(
+    stage: TracedStage, plan: TracedPlan, after_backward: After, span: Span, batch: Batch
+) -> Tensor:
+    """The schedule of one pipeline rank: forward and backward of one micro-batch after the
+    other.
+    """
     split = {key: value.split(plan.pipeline.micro_batch_size) for key, value in batch.items()}
     losses = []
     for index in range(plan.pipeline.num_micro_batches):
         with span("F", 0, index):
-            loss = stage(**argument_names({key: parts[index] for key, parts in split.items()})).float() / _share(plan)
+            loss = stage(
+                **argument_names({key: parts[index] for key, parts in split.items()})
+            ).float() / _share(plan)
         with span("B", 0, index):
             loss.backward()
         after_backward()
@@ -128,24 +172,47 @@ def _loop(stage: TracedStage, plan: TracedPlan, after_backward: After, span: Spa
     return torch.stack(losses).sum()
 
 
-def _scheduled(schedule: _PipelineScheduleRuntime, stages: Sequence[TracedStage], plan: TracedPlan, batch: Batch) -> Tensor:
+def _scheduled(
+    schedule: _PipelineScheduleRuntime,
+    stages: Sequence[TracedStage],
+    plan: TracedPlan,
+    batch: Batch,
+) -> Tensor:
     losses: list[Tensor] = []
     ends = any(stage.ends_model for stage in stages)
     device = next(iter(batch.values())).device
-    no_targets = torch.empty(plan.pipeline.num_micro_batches, device=device)  # a part for each loss: it is made inside of the module
-    schedule.step(target=no_targets if ends else None, losses=losses, return_outputs=False, **argument_names(batch))
+    no_targets = torch.empty(
+        plan.pipeline.num_micro_batches, device=device
+    )  # a part for each loss: it is made inside of the module
+    schedule.step(
+        target=no_targets if ends else None,
+        losses=losses,
+        return_outputs=False,
+        **argument_names(batch),
+    )
     return torch.stack(losses).sum().detach() if ends else torch.zeros((), device=device)
 
 
 def _step(
-    plan: TracedPlan, ranks: RankPlace, stage: TracedStage, cuts: Sequence[StageCut], after_backward: After, span: Span,
+    plan: TracedPlan,
+    ranks: RankPlace,
+    stage: TracedStage,
+    cuts: Sequence[StageCut],
+    after_backward: After,
+    span: Span,
 ) -> _TracedStep:
     """Shapes are given, so that torch runs no extra forward pass to find them."""
     own = cuts[stage.index]
     step = _TracedStep(
-        stage, stage.index, len(cuts), ranks.device, input_args=tuple(map(_example, own.receives)),
-        output_args=tuple(map(_example, own.sends)) or torch.empty((), device="meta", requires_grad=True),
-        group=ranks.mesh["pp"].get_group())
+        stage,
+        stage.index,
+        len(cuts),
+        ranks.device,
+        input_args=tuple(map(_example, own.receives)),
+        output_args=tuple(map(_example, own.sends))
+        or torch.empty((), device="meta", requires_grad=True),
+        group=ranks.mesh["pp"].get_group(),
+    )
     step.after_backward, step.after_recompute, step.span = after_backward, nothing, span
     return step
 

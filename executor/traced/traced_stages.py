@@ -1,4 +1,6 @@
-"""This rank's stages of a traced module: shards with their own values, recomputed and sharded as the plan says."""
+"""This rank's stages of a traced module: shards with their own values, recomputed and sharded as
+the plan says.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,13 @@ def argument_names(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TracedBody(nn.Module):
-    """The shards of one stage in order. `forward` takes what the stage before hands on and the batch by key; it gives what the next
-    stage needs, or the loss."""
+    """The shards of one stage in order. `forward` takes what the stage before hands on and the
+    batch by key; it gives what the next stage needs, or the loss.
+    """
 
-    def __init__(self, cut: StageCut, constants: ShardModule, shards: Mapping[str, nn.Module], loss: fx.Node) -> None:
+    def __init__(
+        self, cut: StageCut, constants: ShardModule, shards: Mapping[str, nn.Module], loss: fx.Node
+    ) -> None:
         super().__init__()
         self.cut = cut
         self.constants = constants
@@ -58,9 +63,13 @@ class TracedBody(nn.Module):
 
 
 class TracedStage(nn.Module):
-    """A stage for torch.distributed.pipelining; its `body` is the FSDP module, as in parplan.executor.pipeline.stages."""
+    """A stage for torch.distributed.pipelining; its `body` is the FSDP module, as in
+    parplan.executor.pipeline.stages.
+    """
 
-    def __init__(self, body: TracedBody, units: tuple[Unit, ...], shards: Sequence[ShardModule], index: int) -> None:
+    def __init__(
+        self, body: TracedBody, units: tuple[Unit, ...], shards: Sequence[ShardModule], index: int
+    ) -> None:
         super().__init__()
         self.body = body
         self.units = units
@@ -69,7 +78,9 @@ class TracedStage(nn.Module):
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Any:
         """`batch` as `argument_names` has it."""
-        out = self.body(*received, **{key.removeprefix(_BATCH): value for key, value in batch.items()})
+        out = self.body(
+            *received, **{key.removeprefix(_BATCH): value for key, value in batch.items()}
+        )
         return out if self.body.cut.sends else out[0]
 
     @property
@@ -91,17 +102,27 @@ class TracedStage(nn.Module):
         return (pair for shard in self._shards for pair in shard.counted())
 
 
-def build_stage(plan: TracedPlan, index: int, cut: StageCut, program: Program, opened: Opened, ranks: RankPlace) -> TracedStage:
-    """Stage `index` of the plan, with the values of its parameters and no others. Raises ConfigError."""
+def build_stage(
+    plan: TracedPlan, index: int, cut: StageCut, program: Program, opened: Opened, ranks: RankPlace
+) -> TracedStage:
+    """Stage `index` of the plan, with the values of its parameters and no others. Raises
+    ConfigError.
+    """
     planned = plan.stages[index]
     zero = planned.zero if plan.mesh.dp > 1 else 0
     values: dict[str, Tensor] = dict(program.constants)
-    values.update({name: buffer.to(ranks.device) for name, buffer in opened.workload.module.named_buffers()})
+    values.update(
+        {name: buffer.to(ranks.device) for name, buffer in opened.workload.module.named_buffers()}
+    )
     shards: dict[int, ShardModule] = {}
     modules: dict[int, nn.Module] = {}
     units = []
     for group in _groups(cut):
-        own = {name: _on(opened.value(name), ranks.device) for place in group for name in _parameters(cut.shards[place])}
+        own = {
+            name: _on(opened.value(name), ranks.device)
+            for place in group
+            for name in _parameters(cut.shards[place])
+        }
         for place in group:
             shards[place] = ShardModule(cut.shards[place], values | own, ranks.device)
             modules[place] = shards[place]
@@ -109,7 +130,14 @@ def build_stage(plan: TracedPlan, index: int, cut: StageCut, program: Program, o
                 check_recompute(cut.shards[place], plan.shards[planned.first + place])
                 modules[place] = checkpointed(shards[place], shards[place].once)
         if own:
-            units.append(Unit(layers=tuple(modules[place] for place in group), zero=zero, mesh=ranks.dp_mesh, casts_inputs=False))
+            units.append(
+                Unit(
+                    layers=tuple(modules[place] for place in group),
+                    zero=zero,
+                    mesh=ranks.dp_mesh,
+                    casts_inputs=False,
+                )
+            )
             del own
             shard_unit(units[-1], plan.training.precision)
     named = {f"shard{planned.first + place}": modules[place] for place in sorted(modules)}
@@ -127,7 +155,9 @@ def _parameters(cut: ShardCut) -> tuple[str, ...]:
 
 
 def _groups(cut: StageCut) -> list[list[int]]:
-    """The places of the shards, those together that have a parameter in common: FSDP gathers and reduces them as one."""
+    """The places of the shards, those together that have a parameter in common: FSDP gathers and
+    reduces them as one.
+    """
     groups: list[tuple[set[str], list[int]]] = []
     for place, shard in enumerate(cut.shards):
         names, members = set(_parameters(shard)), [place]
@@ -138,7 +168,9 @@ def _groups(cut: StageCut) -> list[list[int]]:
     return [sorted(members) for _, members in groups]
 
 
-def _run(cut: ShardCut, module: nn.Module, known: dict[fx.Node, Tensor], batch: Mapping[str, Tensor]) -> None:
+def _run(
+    cut: ShardCut, module: nn.Module, known: dict[fx.Node, Tensor], batch: Mapping[str, Tensor]
+) -> None:
     values = [batch[node.target] if node.op == "placeholder" else known[node] for node in cut.reads]
     known.update(zip(cut.gives, module(*values), strict=True))
 

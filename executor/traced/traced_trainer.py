@@ -1,4 +1,6 @@
-"""The training loop of a traced module: parplan.executor.training.train's, with the module's own batches, values and names."""
+"""The training loop of a traced module: parplan.executor.training.train's, with the module's own
+batches, values and names.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class TracedTrainer(Trainer):
     pipeline: TracedPipeline  # type: ignore[assignment]
 
     def gradients(self, step: int) -> Tensor:
-        """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
+        """Forward, backward and reduction of the batch of `step`; returns the mean loss of the
+        global batch.
+        """
         self.progress.begin_step(step)
         with self.recorder.span("data", -1, -1):
             batch = {key: value.to(self.ranks.device) for key, value in self.batches(step).items()}
@@ -50,17 +54,28 @@ class TracedTrainer(Trainer):
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The 2-norm of the gradients of the whole model, each parameter counted once: the same on every rank. Collective."""
+        """The 2-norm of the gradients of the whole model, each parameter counted once: the same on
+        every rank. Collective.
+        """
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in self.pipeline.own.values():
             if parameter.grad is not None:
-                by_copies.setdefault(num_copies(self.plan.mesh, parameter), []).append(local(parameter.grad))
+                by_copies.setdefault(num_copies(self.plan.mesh, parameter), []).append(
+                    local(parameter.grad)
+                )
         return self.shares.sum_norm(squared_norm(by_copies, self.ranks.device))
 
     def held(self) -> RankTensors:
-        """The parameters that a checkpoint has of this rank, and a copy of each that another rank saves."""
+        """The parameters that a checkpoint has of this rank, and a copy of each that another rank
+        saves.
+        """
         own = self.pipeline.own
-        others = {name: p for stage in self.pipeline.stages for name, p in stage.named() if name not in own}
+        others = {
+            name: p
+            for stage in self.pipeline.stages
+            for name, p in stage.named()
+            if name not in own
+        }
         return RankTensors(own=_learning(own), copies=_learning(others))
 
     @property
@@ -68,11 +83,15 @@ class TracedTrainer(Trainer):
         return bool(self.pipeline.copies)
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that the module's calls write into, as the first data-parallel rank has them."""
+        """The buffers that the module's calls write into, as the first data-parallel rank has
+        them.
+        """
         return dict(pair for stage in self.pipeline.stages for pair in stage.counted())
 
     def settle_copies(self) -> None:
-        """Give the further copies that this rank holds of one parameter what was loaded into the first."""
+        """Give the further copies that this rank holds of one parameter what was loaded into the
+        first.
+        """
         for shared in self.pipeline.shared:
             for first, *others in shared.copies.values():
                 for other in others:
@@ -81,7 +100,11 @@ class TracedTrainer(Trainer):
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
         pp, dp = (self.ranks.coordinate(axis) for axis in ("pp", "dp"))
-        return (pp, dp, 0), predicted_states(self.plan, self.pipeline, dp), self.meter.measured(self.optimizer)
+        return (
+            (pp, dp, 0),
+            predicted_states(self.plan, self.pipeline, dp),
+            self.meter.measured(self.optimizer),
+        )
 
 
 def _learning(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -96,30 +119,50 @@ def _copy(source: nn.Parameter, target: nn.Parameter, optimizer: torch.optim.Opt
 
 
 def predicted_states(plan: TracedPlan, pipeline: TracedPipeline, dp_rank: int) -> StateBytes:
-    """What the planner's memory model says a rank holds of the parameters of its stages (EQUATIONS M2)."""
+    """What the planner's memory model says a rank holds of the parameters of its stages (EQUATIONS
+    M2).
+    """
     total = StateBytes()
     for stage in pipeline.stages:
         zero = plan.stages[stage.index].zero if plan.mesh.dp > 1 else 0
         for _, parameter in stage.named():
             if parameter.requires_grad:
                 shape = tuple(parameter.shape)
-                total += states_of(parameter.numel(), chunk_elements(shape, plan.mesh.dp, dp_rank), zero, plan.training)
+                total += states_of(
+                    parameter.numel(),
+                    chunk_elements(shape, plan.mesh.dp, dp_rank),
+                    zero,
+                    plan.training,
+                )
     return total
 
 
 def build_traced_trainer(
-    plan: TracedPlan, options: Options, device: torch.device, progress: RankProgress | None = None, opened: Opened | None = None,
+    plan: TracedPlan,
+    options: Options,
+    device: torch.device,
+    progress: RankProgress | None = None,
+    opened: Opened | None = None,
 ) -> TracedTrainer:
-    """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
+    """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises
+    ConfigError.
+    """
     validate_traced_plan(plan, options)
     progress = progress or RankProgress()
     opened = opened or opened_of(plan, options.seed)
     program = record(opened.workload, plan.pipeline.micro_batch_size, plan.training.precision)
-    mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = init_device_mesh(
+        device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp")
+    )
     ranks = RankPlace(device=device, mesh=mesh)
     dp_rank = ranks.coordinate("dp")
-    torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))  # dropout
-    recorder, meter = RunRecorder(device, options.steps if options.record else 0), Meter(plan.training.precision)
+    torch.manual_seed(
+        derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
+    )  # dropout
+    recorder, meter = (
+        RunRecorder(device, options.steps if options.record else 0),
+        Meter(plan.training.precision),
+    )
 
     def after_backward() -> None:
         progress.end_micro_batch()
@@ -129,14 +172,28 @@ def build_traced_trainer(
         progress.moves += 1
         return recorder.span(work, stage, micro_batch)
 
-    pipeline = build_traced_pipeline(plan, program, opened, ranks, after_backward=after_backward, span=span)
+    pipeline = build_traced_pipeline(
+        plan, program, opened, ranks, after_backward=after_backward, span=span
+    )
     meter.watch(pipeline.stages, pipeline.parameters)
     return TracedTrainer(
-        plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=build_optimizer(pipeline.parameters, options),
+        plan=plan,
+        options=options,
+        ranks=ranks,
+        pipeline=pipeline,
+        optimizer=build_optimizer(pipeline.parameters, options),
         batches=module_batches(plan, opened.workload, dp_rank, options.seed),  # type: ignore[arg-type]
-        meter=meter, recorder=recorder, progress=progress)
+        meter=meter,
+        recorder=recorder,
+        progress=progress,
+    )
 
 
 def opened_of(plan: TracedPlan, seed: int) -> Opened:
     """The plan's module without the memory of its parameters. Raises ConfigError."""
-    return open_values(plan.module, seq_length=plan.training.seq_length, seed=seed, attention=plan.training.attention)
+    return open_values(
+        plan.module,
+        seq_length=plan.training.seq_length,
+        seed=seed,
+        attention=plan.training.attention,
+    )

@@ -1,7 +1,8 @@
-"""torch.compile of every block, each as one graph: `Module.compile`, which leaves parameters and their names alone.
+"""torch.compile of every block, each as one graph: `Module.compile`, which leaves parameters and
+their names alone.
 
-Embedding, head and loss stay as they are. Blocks of one shape share what is compiled. What a block keeps for its backward
-pass is then the compiler's choice, which no price counts.
+Embedding, head and loss stay as they are. Blocks of one shape share what is compiled. What a block
+keeps for its backward pass is then the compiler's choice, which no price counts.
 """
 
 from __future__ import annotations
@@ -19,34 +20,45 @@ from parplan.profiles.models.transformer import build_graph
 
 
 def validate_compiled(plan: Plan, device: torch.device) -> None:
-    """Raises ConfigError for a plan whose blocks are no single graph, and for a machine that cannot compile.
+    """Raises ConfigError for a plan whose blocks are no single graph, and for a machine that cannot
+    compile.
 
-    Recipes (`parplan.executor.memory.saved_tensors`) are what autograd asks Python for when it keeps a tensor. A compiled block keeps tensors of
-    its own: tracing it ends at the hooks, and in pieces around them an operator that runs again met freed memory.
+    Recipes (`parplan.executor.memory.saved_tensors`) are what autograd asks Python for when it
+    keeps a tensor. A compiled block keeps tensors of its own: tracing it ends at the hooks, and in
+    pieces around them an operator that runs again met freed memory.
     """
     if plan.chunks is not None:
         raise ConfigError(
             "--compile: parameters in chunks come and go around the passes of their block, which torch.compile cannot trace",
-            hint="leave --compile out, or make a plan without chunks")
+            hint="leave --compile out, or make a plan without chunks",
+        )
     if plan.mesh.tp > 1:
         raise ConfigError(
             f"--compile: with tp {plan.mesh.tp} the gathered inputs are kept by recipes, which torch.compile cannot trace",
-            hint="leave --compile out, or make a plan with --tp 1")
+            hint="leave --compile out, or make a plan with --tp 1",
+        )
     block = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).block
     for name, layer in plan.layer_plans.items():
-        if layer.layer is LayerKind.BLOCK and layer.recompute and set(layer.recompute) != {operator.name for operator in block.operators}:
+        if (
+            layer.layer is LayerKind.BLOCK
+            and layer.recompute
+            and set(layer.recompute) != {operator.name for operator in block.operators}
+        ):
             raise ConfigError(
                 f"--compile: layer_plans.{name} recomputes {', '.join(layer.recompute)} by recipes, which torch.compile cannot trace",
-                hint="leave --compile out, or make a plan with --recompute none,full")
+                hint="leave --compile out, or make a plan with --recompute none,full",
+            )
         if layer.keep_on_host:
             raise ConfigError(
                 f"--compile: layer_plans.{name} has {', '.join(layer.keep_on_host)} keep on the host, which torch.compile cannot trace",
-                hint="leave --compile out, or make a plan without --offload activations")
+                hint="leave --compile out, or make a plan without --offload activations",
+            )
     schedule = plan.pipeline.schedule
     if recomputes_ahead(plan) and any(layer.recompute for layer in plan.layer_plans.values()):
         raise ConfigError(
             f"--compile: {schedule} recomputes ahead of the gradient, and a compiled block does so when that is there",
-            hint="leave --compile out, or make a plan with --schedule 1f1b")
+            hint="leave --compile out, or make a plan with --schedule 1f1b",
+        )
     if device.type == "cpu":
         _require_compiler()
 
@@ -60,10 +72,15 @@ def compile_blocks(stages: Sequence[Stage]) -> None:
 
 
 def _require_compiler() -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler  # torch's compiler takes a second to import
+    from torch._inductor.cpp_builder import (
+        get_cpp_compiler,  # torch's compiler takes a second to import
+    )
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        raise ConfigError("--compile: torch finds no C++ compiler on this machine", hint="install g++, or set CXX to a compiler") from None
+        raise ConfigError(
+            "--compile: torch finds no C++ compiler on this machine",
+            hint="install g++, or set CXX to a compiler",
+        ) from None

@@ -1,4 +1,6 @@
-"""The training loop: batches through the pipeline, AdamW on what each rank owns, the loss and the speed of every step."""
+"""The training loop: batches through the pipeline, AdamW on what each rank owns, the loss and the
+speed of every step.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,11 @@ METERED_STEPS = 2  # what is held repeats from then on, and looking at every ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping: the same on every rank.
+    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping:
+    the same on every rank.
 
-    loss_scale: of an fp16 run, which the next step begins with; skipped: whether a gradient was not finite, and nothing was updated
+    loss_scale: of an fp16 run, which the next step begins with; skipped: whether a gradient was not
+    finite, and nothing was updated
     """
 
     step: int
@@ -58,7 +62,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """One rank of a training run. `optimizer` updates the parameters that lie in no chunk, `adam` the others."""
+    """One rank of a training run. `optimizer` updates the parameters that lie in no chunk, `adam`
+    the others.
+    """
 
     plan: Plan
     options: Options
@@ -73,17 +79,23 @@ class Trainer:
     shares: RankLosses = field(default_factory=RankLosses)
 
     def gradients(self, step: int) -> Tensor:
-        """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
+        """Forward, backward and reduction of the batch of `step`; returns the mean loss of the
+        global batch.
+        """
         self.progress.begin_step(step)
         with self.recorder.span("data", -1, -1):
             ids, targets = (tensor.to(self.ranks.device) for tensor in self.batches(step))
         self.progress.at("runs forward and backward passes")
         loss = self.pipeline.step(ids, targets)
         # every tensor-parallel rank of the last stage has the whole loss of its data-parallel rank
-        return self.shares.sum_loss(loss if self.ranks.coordinate("tp") == 0 else torch.zeros_like(loss))
+        return self.shares.sum_loss(
+            loss if self.ranks.coordinate("tp") == 0 else torch.zeros_like(loss)
+        )
 
     def run(self, first: int = 0) -> Iterator[StepResult]:
-        """Train from step `first`, of which all before are done, to `options.steps`. Raises RunError."""
+        """Train from step `first`, of which all before are done, to `options.steps`. Raises
+        RunError.
+        """
         if self.options.record:
             self.recorder.expect(self.options.steps - first)
         for step in range(first, self.options.steps):
@@ -96,9 +108,14 @@ class Trainer:
                 self.shares.require_finite(step, loss, norm if self.scale is None else None)
             self.shares.forget()
             result = StepResult(
-                step=step, loss=loss, gradient_norm=norm, learning_rate=learning_rate(self.options, step),
-                seconds=time.perf_counter() - started, loss_scale=self.scale.value if self.scale else None,
-                skipped=self.scale is not None and not math.isfinite(norm))
+                step=step,
+                loss=loss,
+                gradient_norm=norm,
+                learning_rate=learning_rate(self.options, step),
+                seconds=time.perf_counter() - started,
+                loss_scale=self.scale.value if self.scale else None,
+                skipped=self.scale is not None and not math.isfinite(norm),
+            )
             self.recorder.finish(result.seconds, result.loss, skipped=result.skipped)
             yield result
 
@@ -111,10 +128,14 @@ class Trainer:
         return loss.item(), norm.item()
 
     def update(self, step: int) -> Tensor:
-        """The optimizer's update for the gradients that are there, if they are finite; returns their norm over the whole model."""
+        """The optimizer's update for the gradients that are there, if they are finite; returns
+        their norm over the whole model.
+        """
         norm = self.norm()
         set_learning_rate(self.optimizer, self.options, step)
-        factor = clip_factor(self.options.clip_gradients, norm, self.scale)  # of the scale that these gradients have
+        factor = clip_factor(
+            self.options.clip_gradients, norm, self.scale
+        )  # of the scale that these gradients have
         if self._goes_on(norm):
             clip_gradients(self.optimizer, self.options.clip_gradients, norm)
             self.optimizer.step()
@@ -140,7 +161,9 @@ class Trainer:
             self.adam.step(learning_rate(self.options, step), factor)
 
     def _goes_on(self, norm: Tensor) -> bool:
-        """Whether there is an update: all ranks have the same norm. Raises RunError where no loss scale helps."""
+        """Whether there is an update: all ranks have the same norm. Raises RunError where no loss
+        scale helps.
+        """
         if self.scale is None:
             return True
         finite = math.isfinite(norm.item())
@@ -155,7 +178,11 @@ class Trainer:
     def norm(self) -> Tensor:
         """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
         in_chunks = self.adam.gradients() if self.adam is not None else None
-        return self.shares.sum_norm(own_squared_norm(self.plan, self.pipeline.stages, self.ranks.device, in_chunks, self.scale))
+        return self.shares.sum_norm(
+            own_squared_norm(
+                self.plan, self.pipeline.stages, self.ranks.device, in_chunks, self.scale
+            )
+        )
 
     def held(self) -> RankTensors:
         """The parameters that a checkpoint has of this rank."""
@@ -193,25 +220,49 @@ class Trainer:
         """This rank's coordinates, and its predicted and measured bytes."""
         pp, dp, tp = (self.ranks.coordinate(axis) for axis in ("pp", "dp", "tp"))
         in_chunks = self.adam.state_bytes() if self.adam is not None else StateBytes()
-        return (pp, dp, tp), predicted_state_bytes(self.plan, pp, dp), self.meter.measured(self.optimizer) + in_chunks
+        return (
+            (pp, dp, tp),
+            predicted_state_bytes(self.plan, pp, dp),
+            self.meter.measured(self.optimizer) + in_chunks,
+        )
 
 
-def build_trainer(plan: Plan, options: Options, device: torch.device, progress: RankProgress | None = None) -> Trainer:
-    """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
-    return trainer_of(plan, options, ranks_of(plan, device), Meter(plan.training.precision), progress)
+def build_trainer(
+    plan: Plan, options: Options, device: torch.device, progress: RankProgress | None = None
+) -> Trainer:
+    """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises
+    ConfigError.
+    """
+    return trainer_of(
+        plan, options, ranks_of(plan, device), Meter(plan.training.precision), progress
+    )
 
 
 def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
     """This rank's place in the mesh of the plan; collective."""
-    mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
-    return RankPlace(device=device, mesh=mesh, sharded=_sharded(plan, mesh), expert_mesh=_expert_mesh(plan, device))
+    mesh = init_device_mesh(
+        device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp")
+    )
+    return RankPlace(
+        device=device,
+        mesh=mesh,
+        sharded=_sharded(plan, mesh),
+        expert_mesh=_expert_mesh(plan, device),
+    )
 
 
-def trainer_of(plan: Plan, options: Options, ranks: RankPlace, meter: Meter, progress: RankProgress | None = None) -> Trainer:
+def trainer_of(
+    plan: Plan,
+    options: Options,
+    ranks: RankPlace,
+    meter: Meter,
+    progress: RankProgress | None = None,
+) -> Trainer:
     """The trainer of the rank at `ranks`; collective. Raises ConfigError."""
     progress = progress or RankProgress()
     dp_rank = ranks.coordinate("dp")
-    # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
+    # dropout: tensor-parallel ranks share their generator's state, since they hold the same
+    # residual stream
     torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))
     recorder = RunRecorder(ranks.device, options.steps if options.record else 0)
 
@@ -224,27 +275,54 @@ def trainer_of(plan: Plan, options: Options, ranks: RankPlace, meter: Meter, pro
         return recorder.span(work, stage, micro_batch)
 
     pipeline = build_pipeline(
-        plan, ranks, seed=options.seed, after_backward=after_backward, span=span, after_recompute=meter.recomputed,
-        scale=loss_scale(plan.training.precision))
+        plan,
+        ranks,
+        seed=options.seed,
+        after_backward=after_backward,
+        span=span,
+        after_recompute=meter.recomputed,
+        scale=loss_scale(plan.training.precision),
+    )
     if options.compile:
         compile_blocks(pipeline.stages)
     chunks = pipeline.chunks
-    meter.watch(pipeline.stages, pipeline.parameters, apart=chunks.parameters if chunks is not None else ())
+    meter.watch(
+        pipeline.stages, pipeline.parameters, apart=chunks.parameters if chunks is not None else ()
+    )
     return Trainer(
-        plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=build_optimizer(pipeline.parameters, options),
-        batches=build_batches(plan, dp_rank, options), meter=meter, recorder=recorder, progress=progress,
-        adam=ChunkAdam(chunks, options) if chunks is not None else None)
+        plan=plan,
+        options=options,
+        ranks=ranks,
+        pipeline=pipeline,
+        optimizer=build_optimizer(pipeline.parameters, options),
+        batches=build_batches(plan, dp_rank, options),
+        meter=meter,
+        recorder=recorder,
+        progress=progress,
+        adam=ChunkAdam(chunks, options) if chunks is not None else None,
+    )
 
 
 def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
-    """The mesh with dp as (copies, shards) for every number of ranks that hold one copy of some layer; collective."""
-    held_by = sorted({found.zero_ranks or plan.mesh.dp for found in plan.layer_plans.values() if found.zero} - {plan.mesh.dp})
+    """The mesh with dp as (copies, shards) for every number of ranks that hold one copy of some
+    layer; collective.
+    """
+    held_by = sorted(
+        {found.zero_ranks or plan.mesh.dp for found in plan.layer_plans.values() if found.zero}
+        - {plan.mesh.dp}
+    )
     return {n: mesh._unflatten("dp", (plan.mesh.dp // n, n), ("copies", "shards")) for n in held_by}
 
 
 def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
-    """The ranks with the data-parallel ones as (those that hold the same experts, those that divide them), neighbours dividing."""
+    """The ranks with the data-parallel ones as (those that hold the same experts, those that divide
+    them), neighbours dividing.
+    """
     mesh = plan.mesh
     if mesh.ep == 1:
         return None
-    return init_device_mesh(device.type, (mesh.pp, mesh.expert_dp, mesh.ep, mesh.tp), mesh_dim_names=("pp", "copies", "ep", "tp"))
+    return init_device_mesh(
+        device.type,
+        (mesh.pp, mesh.expert_dp, mesh.ep, mesh.tp),
+        mesh_dim_names=("pp", "copies", "ep", "tp"),
+    )

@@ -1,8 +1,10 @@
-"""What a CPU rank holds at the fullest moment of a step: the count that torch.cuda.max_memory_allocated has on GPUs.
+"""What a CPU rank holds at the fullest moment of a step: the count that
+torch.cuda.max_memory_allocated has on GPUs.
 
-torch's profiler sees every block that torch's CPU allocator hands out and takes back, those inside kernels too, but none
-from before it was started: what tensors hold then is counted by itself. Memory of Python, numpy and the libraries is not
-the allocator's. Measured on a step of 100 M parameters: 0.1 s beside 8.5 s, within the noise of the step.
+torch's profiler sees every block that torch's CPU allocator hands out and takes back, those inside
+kernels too, but none from before it was started: what tensors hold then is counted by itself.
+Memory of Python, numpy and the libraries is not the allocator's. Measured on a step of 100 M
+parameters: 0.1 s beside 8.5 s, within the noise of the step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_QUIET = "99"  # above all levels: the profiler's library says on stderr when it starts and when it ends
+_QUIET = (
+    "99"  # above all levels: the profiler's library says on stderr when it starts and when it ends
+)
 
 
 class PeakBytes:
@@ -30,7 +34,9 @@ class PeakBytes:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what this thread allocates and frees. Of no effect inside a profile of one's own, of which torch has one at a time."""
+        """Count what this thread allocates and frees. Of no effect inside a profile of one's own,
+        of which torch has one at a time.
+        """
         if torch.autograd._profiler_enabled():
             yield
             return
@@ -42,10 +48,12 @@ class PeakBytes:
 
 
 def _most(changes: Iterable[tuple[int, int]]) -> int:
-    """The most that was held at once of blocks whose end is among `changes`: their address, and bytes, less than 0 where it ends.
+    """The most that was held at once of blocks whose end is among `changes`: their address, and
+    bytes, less than 0 where it ends.
 
-    Between two steps nothing is held but what was before: a block without an end was given back by another thread, gloo's, with
-    a collective that it was an argument of. Such blocks live as long as the collective, and are left out.
+    Between two steps nothing is held but what was before: a block without an end was given back by
+    another thread, gloo's, with a collective that it was an argument of. Such blocks live as long
+    as the collective, and are left out.
     """
     sizes: list[int] = []
     begun: dict[int, int] = {}
@@ -67,8 +75,12 @@ def _changes(seen: profile) -> list[tuple[int, int]]:
         event = left.pop()
         left += event.children
         if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    return [(address, num_bytes) for _, address, num_bytes in sorted(found, key=lambda event: event[0])]
+            found.append(
+                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            )
+    return [
+        (address, num_bytes) for _, address, num_bytes in sorted(found, key=lambda event: event[0])
+    ]
 
 
 def allocated_bytes(objects: Iterable[object]) -> int:

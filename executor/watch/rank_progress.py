@@ -1,10 +1,14 @@
-"""How far a rank is: written by the thread that trains, by assignments alone, and read by the one that watches."""
+"""How far a rank is: written by the thread that trains, by assignments alone, and read by the one
+that watches.
+"""
 
 from __future__ import annotations
 
 
 class RankProgress:
-    """The step and micro-batch that a rank is in, from 0, and what it does there. `moves` counts the changes."""
+    """The step and micro-batch that a rank is in, from 0, and what it does there. `moves` counts
+    the changes.
+    """
 
     __slots__ = ("doing", "micro_batch", "moves", "step")
 

@@ -1,8 +1,10 @@
-"""What a run measures of itself: the spans of the last steps on every rank, memory peaks, and clocks that agree.
+"""What a run measures of itself: the spans of the last steps on every rank, memory peaks, and
+clocks that agree.
 
-A span costs a few microseconds and stops nothing: on a CPU it reads the clock twice, on a GPU it records two CUDA events on
-the current stream, which are read at the end of the step (untested: no GPU was at hand). Each is also a range of torch's
-profiler (`torch.profiler.record_function`), so that a profile of one's own shows F0.3 and B0.3 around the kernels.
+A span costs a few microseconds and stops nothing: on a CPU it reads the clock twice, on a GPU it
+records two CUDA events on the current stream, which are read at the end of the step (untested: no
+GPU was at hand). Each is also a range of torch's profiler (`torch.profiler.record_function`), so
+that a profile of one's own shows F0.3 and B0.3 around the kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from parplan.report.runs.run_table import print_run
 from parplan.report.text import console, say
 
 RECORDED_STEPS = 5
-WARM_UP_STEPS = 2  # the first meets allocators and caches empty, and both are metered (executor/training/train.py)
+# the first meets allocators and caches empty, and both are metered (executor/training/train.py)
+WARM_UP_STEPS = 2
 CLOCK_ROUNDS = 9
 _OTHER_TRACE = "choose another file with --trace"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -45,7 +48,9 @@ Mark = float | torch.cuda.Event
 
 
 class RunRecorder:
-    """Times and losses of `num_steps` steps, and the spans of the last RECORDED_STEPS of them; nothing of none."""
+    """Times and losses of `num_steps` steps, and the spans of the last RECORDED_STEPS of them;
+    nothing of none.
+    """
 
     def __init__(self, device: torch.device, num_steps: int) -> None:
         self.on_gpu = device.type == "cuda"
@@ -79,7 +84,9 @@ class RunRecorder:
         self._started_s = time.perf_counter()
 
     def counted(self) -> AbstractContextManager[None]:
-        """Around a step: on CPUs the last of the warm-up is counted byte by byte, if the optimizer had its states before it."""
+        """Around a step: on CPUs the last of the warm-up is counted byte by byte, if the optimizer
+        had its states before it.
+        """
         done = len(self.seconds)
         counts = not self.on_gpu and 0 < done == self.warm_up - 1 and self.first < sys.maxsize
         return self.cpu_peak.counted() if counts else _NOTHING
@@ -103,8 +110,15 @@ class RunRecorder:
         self.losses.append(loss)
         if self._active:
             spans = tuple(
-                WorkSpan(work=work, stage=stage, micro_batch=micro_batch, start_s=self._clock_s(start), end_s=self._clock_s(end))
-                for work, stage, micro_batch, start, end in self._marks)
+                WorkSpan(
+                    work=work,
+                    stage=stage,
+                    micro_batch=micro_batch,
+                    start_s=self._clock_s(start),
+                    end_s=self._clock_s(end),
+                )
+                for work, stage, micro_batch, start, end in self._marks
+            )
             self.steps.append(RecordedStep(started_s=self._started_s, seconds=seconds, spans=spans))
         self._active = False
 
@@ -123,8 +137,11 @@ class RunRecorder:
         return self._started_s + self._anchor.elapsed_time(mark) / 1000
 
 
-def memory_peaks(device: torch.device, cpu_peak: PeakBytes, on_host_bytes: int = 0) -> dict[str, int | None]:
-    """Bytes of this rank: of the CUDA allocator since the first recorded step, or of a CPU's step that was counted, and of the process.
+def memory_peaks(
+    device: torch.device, cpu_peak: PeakBytes, on_host_bytes: int = 0
+) -> dict[str, int | None]:
+    """Bytes of this rank: of the CUDA allocator since the first recorded step, or of a CPU's step
+    that was counted, and of the process.
 
     on_host_bytes: what of a CPU's memory is the host's in the plan
     """
@@ -134,12 +151,16 @@ def memory_peaks(device: torch.device, cpu_peak: PeakBytes, on_host_bytes: int =
     counted = None if cpu_peak.num_bytes is None else cpu_peak.num_bytes - on_host_bytes
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else counted,
-        "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None, "host_rss_bytes": rss}
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "host_rss_bytes": rss,
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What this rank's clock showed as it left each of a few barriers, and which machine it is the clock of."""
+    """What this rank's clock showed as it left each of a few barriers, and which machine it is the
+    clock of.
+    """
 
     machine: str
     left_s: tuple[float, ...]
@@ -157,10 +178,12 @@ def read_clock(device: torch.device) -> Clock:
 
 
 def clock_offsets(clocks: Sequence[Clock]) -> tuple[list[float], float]:
-    """By rank, by how much its clock is ahead of rank 0's, and how far off that may be, all in seconds.
+    """By rank, by how much its clock is ahead of rank 0's, and how far off that may be, all in
+    seconds.
 
-    Ranks of one machine share a clock. Others leave a barrier at about the same time: the median difference over the rounds,
-    and half of its spread; a rank that always leaves later than rank 0 is not seen.
+    Ranks of one machine share a clock. Others leave a barrier at about the same time: the median
+    difference over the rounds, and half of its spread; a rank that always leaves later than rank 0
+    is not seen.
     """
     first, offsets, error_s = clocks[0], [], 0.0
     for clock in clocks:
@@ -174,30 +197,58 @@ def clock_offsets(clocks: Sequence[Clock]) -> tuple[list[float], float]:
 
 
 def collect(
-    plan: Plan, recorder: RunRecorder, states: Row, device: torch.device, chunks: ChunkMoved | None = None, on_host_bytes: int = 0,
+    plan: Plan,
+    recorder: RunRecorder,
+    states: Row,
+    device: torch.device,
+    chunks: ChunkMoved | None = None,
+    on_host_bytes: int = 0,
 ) -> RunFile | None:
-    """The run, on rank 0; None on the others, and where nothing was recorded. Collective. `chunks`: of the last step."""
+    """The run, on rank 0; None on the others, and where nothing was recorded. Collective. `chunks`:
+    of the last step.
+    """
     if not recorder.steps:
         return None
     (pp, dp, tp), predicted, held = states
     own = RankMeasured(
-        pp=pp, dp=dp, tp=tp, predicted=predicted, held=held, steps=tuple(recorder.steps), chunks=chunks,
-        **memory_peaks(device, recorder.cpu_peak, on_host_bytes))
-    found: list[tuple[RankMeasured, Clock] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        predicted=predicted,
+        held=held,
+        steps=tuple(recorder.steps),
+        chunks=chunks,
+        **memory_peaks(device, recorder.cpu_peak, on_host_bytes),
+    )
+    found: list[tuple[RankMeasured, Clock] | None] | None = (
+        [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    )
     dist.gather_object((own, read_clock(device)), found)
     if found is None:
         return None
     offsets, error_s = clock_offsets([clock for _, clock in found])
     return make_run(
-        plan, environment(device), [replace(rank, ahead_s=ahead) for (rank, _), ahead in zip(found, offsets, strict=True)],
-        seconds=recorder.seconds, losses=recorder.losses, skipped=recorder.skipped, warm_up=recorder.warm_up, clock_error_s=error_s,
-        date=date.today().isoformat())
+        plan,
+        environment(device),
+        [replace(rank, ahead_s=ahead) for (rank, _), ahead in zip(found, offsets, strict=True)],
+        seconds=recorder.seconds,
+        losses=recorder.losses,
+        skipped=recorder.skipped,
+        warm_up=recorder.warm_up,
+        clock_error_s=error_s,
+        date=date.today().isoformat(),
+    )
 
 
 def environment(device: torch.device) -> RunEnvironment:
     """What the run runs on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return RunEnvironment(torch=str(torch.__version__), device=name, world_size=dist.get_world_size(), cpu_count=os.cpu_count() or 1)
+    return RunEnvironment(
+        torch=str(torch.__version__),
+        device=name,
+        world_size=dist.get_world_size(),
+        cpu_count=os.cpu_count() or 1,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +261,18 @@ class RunFiles:
     def require_writable(self, *, record: bool) -> None:
         """Raises ConfigError, before the run and not after it."""
         if not record and self.trace is not None:
-            raise ConfigError("--trace needs what --no-record leaves out", hint="leave out one of them")
+            raise ConfigError(
+                "--trace needs what --no-record leaves out", hint="leave out one of them"
+            )
         if record:
             require_writable(self.run, hint="choose another file with --run-json, or --no-record")
         if self.trace is not None:
             require_writable(self.trace, hint=_OTHER_TRACE)
 
     def write(self, run: RunFile) -> None:
-        """Write the files and print what was predicted beside what was measured. Raises ConfigError."""
+        """Write the files and print what was predicted beside what was measured. Raises
+        ConfigError.
+        """
         print_run(run, console(sys.stdout))
         write_run(run, self.run)
         say(console(sys.stdout), f"wrote {self.run}")

@@ -1,7 +1,8 @@
 """Predicted against measured bytes of parameters, gradients and optimizer states on one rank.
 
-Parameters are what is held at the end of a micro-batch's backward pass, shards and gathered copies; gradients the most
-that is held then. In bf16 the fp32 shard is the master copy and counts as optimizer state. Tensors count by their own
+Parameters are what is held at the end of a micro-batch's backward pass, shards and gathered copies;
+gradients the most that is held then. In bf16 the fp32 shard is the master copy and counts as
+optimizer state. Tensors count by their own
 size: what FSDP pads to give every rank an equal share is left out.
 """
 
@@ -35,7 +36,8 @@ from parplan.profiles.units import format_bytes
 
 
 def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> StateBytes:
-    """What the planner's memory model says a rank holds, of shapes divided as the plan's placements say.
+    """What the planner's memory model says a rank holds, of shapes divided as the plan's placements
+    say.
 
     Every tensor-parallel rank holds the same.
     """
@@ -63,40 +65,60 @@ def _in_chunks(plan: Plan, pipeline_rank: int) -> StateBytes:
         if group.stage == pipeline_rank:
             own = group.num_chunks // plan.mesh.dp * group.chunk_elements
             for widths in state_widths(group.home, training, over):
-                total += StateBytes(widths.parameters * own, widths.gradients * own, widths.optimizer * own)
+                total += StateBytes(
+                    widths.parameters * own, widths.gradients * own, widths.optimizer * own
+                )
     return total
 
 
-def _parameter_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
+def _parameter_states(
+    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int
+) -> StateBytes:
     if parameter.of_experts:
         return _expert_states(plan, layer, operator, parameter, dp_rank)
-    if Offload.LOOKUP in layer.plan.offload and operator == "tokens":  # columns, in fp32 at any precision
+    if (
+        Offload.LOOKUP in layer.plan.offload and operator == "tokens"
+    ):  # columns, in fp32 at any precision
         own = math.prod(parameter.shape) // plan.mesh.dp
         return states_of(own, own, 3, plan.training)
     shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh)
-    entries = layer.plan.operators[operator].parameters.get(parameter.name, ()) if plan.mesh.tp > 1 else ()
+    entries = (
+        layer.plan.operators[operator].parameters.get(parameter.name, ())
+        if plan.mesh.tp > 1
+        else ()
+    )
     shape = local_shape(parameter.shape, entries, plan.mesh.tp)
     return _shard_states(plan, layer, shape, shards, dp_rank % shards, zero)
 
 
-def _expert_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
-    """Of the matrices of a rank's experts, which its neighbours in the expert-parallel group do not hold."""
+def _expert_states(
+    plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int
+) -> StateBytes:
+    """Of the matrices of a rank's experts, which its neighbours in the expert-parallel group do not
+    hold.
+    """
     experts, features, contracted = parameter.shape
     shape, same = (experts // plan.mesh.ep * features, contracted), plan.mesh.expert_dp
     zero = layer.plan.zero if same > 1 else 0
     return _shard_states(plan, layer, shape, same, dp_rank // plan.mesh.ep, zero)
 
 
-def _shard_states(plan: Plan, layer: PlacedLayer, shape: tuple[int, ...], shards: int, index: int, zero: int) -> StateBytes:
+def _shard_states(
+    plan: Plan, layer: PlacedLayer, shape: tuple[int, ...], shards: int, index: int, zero: int
+) -> StateBytes:
     """Of a tensor that `shards` ranks hold together, on the rank of shard `index`."""
     elements = math.prod(shape)
-    if not zero and Offload.STATES in layer.plan.offload:  # the whole is held as one shard, which is gathered
+    if (
+        not zero and Offload.STATES in layer.plan.offload
+    ):  # the whole is held as one shard, which is gathered
         return states_of(elements, elements, 1, plan.training)
     return states_of(elements, chunk_elements(shape, shards, index), zero, plan.training)
 
 
 class Meter:
-    """Collects the bytes that this rank really holds; `sample` is called after each micro-batch's backward pass."""
+    """Collects the bytes that this rank really holds; `sample` is called after each micro-batch's
+    backward pass.
+    """
 
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
@@ -107,8 +129,15 @@ class Meter:
         self.shards: Sequence[nn.Parameter] = ()
         self.apart: Sequence[nn.Parameter] = ()
 
-    def watch(self, stages: Sequence[nn.Module], shards: Sequence[nn.Parameter], apart: Sequence[nn.Parameter] = ()) -> None:
-        """`shards` are the parameters between steps, which the optimizer holds; `stages` show the gathered ones; chunks have `apart`."""
+    def watch(
+        self,
+        stages: Sequence[nn.Module],
+        shards: Sequence[nn.Parameter],
+        apart: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """`shards` are the parameters between steps, which the optimizer holds; `stages` show the
+        gathered ones; chunks have `apart`.
+        """
         self.stages = stages
         self.shards = shards
         self.apart = apart
@@ -126,7 +155,11 @@ class Meter:
     def gathered(self) -> Sequence[nn.Parameter]:
         """The parameters of the stages that are not the shards between steps."""
         others = {id(parameter) for parameter in (*self.shards, *self.apart)}
-        return tuple({id(p): p for stage in self.stages for p in stage.parameters() if id(p) not in others}.values())
+        return tuple(
+            {
+                id(p): p for stage in self.stages for p in stage.parameters() if id(p) not in others
+            }.values()
+        )
 
     def gradients(self) -> Iterator[Tensor | None]:
         """All gradients there are, of shards and of gathered parameters."""
@@ -134,9 +167,15 @@ class Meter:
         yield from _accumulated_gradients(self.stages)
 
     def measured(self, optimizer: torch.optim.Optimizer) -> StateBytes:
-        """The bytes by class, once the optimizer has made its states; its step counters are left out."""
+        """The bytes by class, once the optimizer has made its states; its step counters are left
+        out.
+        """
         masters = 0 if self.precision is Precision.FP32 else _held_bytes(self.shards)
-        return StateBytes(self.most_parameters, self.most_gradients, _held_bytes(optimizer_states(optimizer)) + masters)
+        return StateBytes(
+            self.most_parameters,
+            self.most_gradients,
+            _held_bytes(optimizer_states(optimizer)) + masters,
+        )
 
 
 def optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -145,13 +184,17 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _held_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of this rank's part of every tensor that has memory (FSDP empties the storage of what it frees)."""
+    """Bytes of this rank's part of every tensor that has memory (FSDP empties the storage of what
+    it frees).
+    """
     parts = [part(tensor) for tensor in tensors if tensor is not None]
     return sum(held.nbytes for held in parts if held.untyped_storage().size())
 
 
 def _accumulated_gradients(stages: Sequence[nn.Module]) -> Iterator[Tensor | None]:
-    """The fp32 gradients that FSDP keeps beside a bf16 parameter until they are reduced; it has no public name for them."""
+    """The fp32 gradients that FSDP keeps beside a bf16 parameter until they are reduced; it has no
+    public name for them.
+    """
     modules = {id(m): m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)}
     states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in modules.values()}
     for state in states.values():
@@ -163,13 +206,19 @@ Row = tuple[tuple[int, int, int], StateBytes, StateBytes]
 
 
 def table(rows: Sequence[Row], *, compared: bool = True) -> str:
-    """One line per rank: predicted and measured bytes of each class, and whether they are equal if they are to be `compared`."""
-    lines = [f"{'pp dp tp':<10}{'parameters':>24}{'gradients':>24}{'optimizer':>24}  (predicted / measured)"]
+    """One line per rank: predicted and measured bytes of each class, and whether they are equal if
+    they are to be `compared`.
+    """
+    lines = [
+        f"{'pp dp tp':<10}{'parameters':>24}{'gradients':>24}{'optimizer':>24}  (predicted / measured)"
+    ]
     for (pp, dp, tp), predicted, measured in rows:
         pairs = zip(_classes(predicted), _classes(measured), strict=True)
         cells = "".join(f"{format_bytes(p) + ' / ' + format_bytes(m):>24}" for p, m in pairs)
         verdict = "equal" if predicted == measured else "DIFFERS"
-        lines.append(f"{pp:>2} {dp:>2} {tp:>2}  {cells}  {verdict if compared else 'not compared: dp does not divide the module evenly'}")
+        lines.append(
+            f"{pp:>2} {dp:>2} {tp:>2}  {cells}  {verdict if compared else 'not compared: dp does not divide the module evenly'}"
+        )
     return "\n".join(lines)
 
 

@@ -1,10 +1,11 @@
 """Ends a run that no longer moves, with one error that names the rank that is behind.
 
-A thread of every rank writes its state to the job's store a few times a second. A rank that has not moved for half the
-timeout reads everybody's; when nobody has moved for the whole of it, the run ends on every rank that still can. Behind is
-a rank whose thread is silent too (stopped, dead, or in code that holds the interpreter), else one that does not wait for
-others, else the one that came least far; where it is said to be is where its last beat was. The same states say which
-rank died when a collective fails.
+A thread of every rank writes its state to the job's store a few times a second. A rank that has not
+moved for half the timeout reads everybody's; when nobody has moved for the whole of it, the run
+ends on every rank that still can. Behind is a rank whose thread is silent too (stopped, dead, or in
+code that holds the interpreter), else one that does not wait for others, else the one that came
+least far; where it is said to be is where its last beat was. The same states say which rank died
+when a collective fails.
 """
 
 from __future__ import annotations
@@ -33,14 +34,21 @@ RANKS_PER_BEAT = 64  # more ranks write less often, so that their store has as l
 SLACK_S = 10.0  # the end comes at most so long after the timeout
 LOST_S = 1.5  # without a beat after a collective failed: gone
 # a thread that waits in a collective has one of these near the end of its stack
-_COLLECTIVES = ("distributed_c10d", "_functional_collectives", "torch/distributed/fsdp/", "torch/distributed/pipelining/")
+_COLLECTIVES = (
+    "distributed_c10d",
+    "_functional_collectives",
+    "torch/distributed/fsdp/",
+    "torch/distributed/pipelining/",
+)
 _DEPTH = 3
 _LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What a rank says of itself. `idle_s` is the time since it moved; `place` is where its main thread is."""
+    """What a rank says of itself. `idle_s` is the time since it moved; `place` is where its main
+    thread is.
+    """
 
     beat: int
     step: int
@@ -55,14 +63,18 @@ class RankState:
 class Watch:
     """The watch of one rank. `store` must be its own connection: others may block in theirs."""
 
-    def __init__(self, store: dist.Store, rank: int, mesh: Mesh, progress: RankProgress, timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, mesh: Mesh, progress: RankProgress, timeout_s: float
+    ) -> None:
         self.store = dist.PrefixStore("watch", store)
         self.rank = rank
         self.mesh = mesh
         self.progress = progress
         self.timeout_s = timeout_s
         self.beat_s = min(BEAT_S * max(1.0, mesh.num_ranks / RANKS_PER_BEAT), SLACK_S / 4)
-        self.quiet_s = max(5 * self.beat_s, min(timeout_s / 2, SLACK_S / 2))  # no beat for so long is no answer
+        self.quiet_s = max(
+            5 * self.beat_s, min(timeout_s / 2, SLACK_S / 2)
+        )  # no beat for so long is no answer
         self._beat = 0
         self._moved = (-1, time.monotonic())
         self._seen: dict[int, tuple[int, float]] = {}
@@ -88,7 +100,8 @@ class Watch:
             return True
 
     def lost(self) -> str | None:
-        """After a collective failed: which rank is gone, or None if all are there. Takes a second or two.
+        """After a collective failed: which rank is gone, or None if all are there. Takes a second
+        or two.
 
         torchrun asks the ranks that are left to end; they do, when they have said this.
         """
@@ -126,17 +139,39 @@ class Watch:
         idle_s = now - self._moved[1]
         stuck = idle_s >= self.timeout_s / 4
         self._beat += 1
-        self.store.set(str(self.rank), json.dumps(asdict(RankState(
-            beat=self._beat, step=progress.step, micro_batch=progress.micro_batch, doing=progress.doing, idle_s=idle_s,
-            waits=stuck and self._waits(), place=_place(sys._current_frames()[self._main]) if stuck else "", ended=ended))))
+        self.store.set(
+            str(self.rank),
+            json.dumps(
+                asdict(
+                    RankState(
+                        beat=self._beat,
+                        step=progress.step,
+                        micro_batch=progress.micro_batch,
+                        doing=progress.doing,
+                        idle_s=idle_s,
+                        waits=stuck and self._waits(),
+                        place=_place(sys._current_frames()[self._main]) if stuck else "",
+                        ended=ended,
+                    )
+                )
+            ),
+        )
         return idle_s
 
     def _waits(self) -> bool:
-        """Whether the main thread is inside a collective, or one of autograd's, which Python did not start."""
+        """Whether the main thread is inside a collective, or one of autograd's, which Python did
+        not start.
+        """
         if self.progress.doing.startswith("waits"):
             return True
-        others = {thread.ident for thread in threading.enumerate()} - {self._main}  # this one, and the one that saves
-        return any(_in_collective(frame) for ident, frame in sys._current_frames().items() if ident not in others)
+        others = {thread.ident for thread in threading.enumerate()} - {
+            self._main
+        }  # this one, and the one that saves
+        return any(
+            _in_collective(frame)
+            for ident, frame in sys._current_frames().items()
+            if ident not in others
+        )
 
     def _states(self) -> Iterator[tuple[int, RankState]]:
         """The ranks that have ever said anything."""
@@ -153,7 +188,10 @@ class Watch:
                 self._seen[rank] = (state.beat, now)
         silent = [rank for rank in states if now - self._seen[rank][1] >= self.quiet_s]
         idle_s = [state.idle_s for rank, state in states.items() if rank not in silent]
-        if own_idle_s >= self.timeout_s and min(idle_s, default=own_idle_s) >= self.timeout_s - 2 * self.beat_s:
+        if (
+            own_idle_s >= self.timeout_s
+            and min(idle_s, default=own_idle_s) >= self.timeout_s - 2 * self.beat_s
+        ):
             self._end(self._verdict(states, silent))
 
     def _verdict(self, states: dict[int, RankState], silent: Sequence[int]) -> str:
@@ -163,11 +201,20 @@ class Watch:
         running = [rank for rank, state in states.items() if not state.ended]
         gone = [rank for rank in running if rank in silent]
         busy = [rank for rank in running if not states[rank].waits]
-        least = min(gone or busy or running, key=lambda rank: (states[rank].step, states[rank].micro_batch, -states[rank].idle_s))
+        least = min(
+            gone or busy or running,
+            key=lambda rank: (states[rank].step, states[rank].micro_batch, -states[rank].idle_s),
+        )
         state = states[least]
         silence = "it does not answer, so it is stopped, dead or stuck outside Python"
         what = silence if gone else f"it {state.doing}{state.place}"
-        waiting = "" if len(states) == 1 else "; the others wait for it" if gone or busy else "; all wait for one another"
+        waiting = (
+            ""
+            if len(states) == 1
+            else "; the others wait for it"
+            if gone or busy
+            else "; all wait for one another"
+        )
         name = self._name(least, len(gone) - 1)
         return f"{name} has not moved since {_position(state)}, for {self.timeout_s:g} s: {what}{waiting}"
 
@@ -175,11 +222,16 @@ class Watch:
         """A rank with its coordinates: the mesh counts tp first, then dp, then pp."""
         rest, tp = divmod(rank, self.mesh.tp)
         pp, dp = divmod(rest, self.mesh.dp)
-        return f"rank {rank} (pp {pp}, dp {dp}, tp {tp}){f' and {others} more' if others > 0 else ''}"
+        return (
+            f"rank {rank} (pp {pp}, dp {dp}, tp {tp}){f' and {others} more' if others > 0 else ''}"
+        )
 
     def _end(self, text: str) -> None:
         if self.claim():
-            os.write(sys.stderr.fileno(), f"error: {text}\nhint: a longer --timeout lets a slow step end\n".encode())
+            os.write(
+                sys.stderr.fileno(),
+                f"error: {text}\nhint: a longer --timeout lets a slow step end\n".encode(),
+            )
         else:
             time.sleep(self.beat_s)  # so that torchrun does not stop the one that speaks first
         os._exit(RunError.exit_code)
@@ -205,7 +257,11 @@ def _place(frame: FrameType | None) -> str:
     """The innermost line that is not torch's or Python's own."""
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
-    return "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, {frame.f_code.co_name})"
+    return (
+        ""
+        if frame is None
+        else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, {frame.f_code.co_name})"
+    )
 
 
 def own_connection(store: dist.Store) -> dist.Store:

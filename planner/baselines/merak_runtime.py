@@ -1,4 +1,5 @@
-"""Merak's runtime as a list of strategies: on equal stages its schedules, each with the least recompute of its knob that fits.
+"""Merak's runtime as a list of strategies: on equal stages its schedules, each with the least
+recompute of its knob that fits.
 
 Its parts can be left out one by one, so that a benchmark can say what each of them gains.
 """
@@ -29,7 +30,9 @@ ZEROS = (0, 1)
 def one_chunk_layouts(price_cache: PriceCache) -> Iterator[ParallelLayout]:
     """Megatron-LM's layouts with one model chunk a rank: 1F1B, or no pipeline."""
     meshes = megatron_meshes(price_cache.model, price_cache.machine.cluster, price_cache.training)
-    layouts = chain.from_iterable(megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes)
+    layouts = chain.from_iterable(
+        megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes
+    )
     yield from (layout for layout in layouts if layout.virtual_stages == 1)
 
 
@@ -46,30 +49,47 @@ def last_keeps_all(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterat
         yield stage_aware(layout, blocks, (*blocks[:-1], 0), zero)
 
 
-def overlapped(layouts: Iterable[ParallelLayout], price_cache: PriceCache) -> Iterator[ParallelLayout]:
+def overlapped(
+    layouts: Iterable[ParallelLayout], price_cache: PriceCache
+) -> Iterator[ParallelLayout]:
     """The same at every level of sub-pipelined tensor parallelism that they can run at."""
     for layout in layouts:
         levels = (replace(layout, tp_overlap=level) for level in TP_OVERLAP_LEVELS[1:])
         yield from (found for found in levels if not illegal_overlap(found, price_cache.model))
 
 
-def least_recompute(layouts: Iterable[ParallelLayout], price_cache: PriceCache, limit_bytes: float) -> Iterator[Strategy]:
-    """Every layout with the least of the knob that fits; where nothing fits, all of it: the leanest."""
+def least_recompute(
+    layouts: Iterable[ParallelLayout], price_cache: PriceCache, limit_bytes: float
+) -> Iterator[Strategy]:
+    """Every layout with the least of the knob that fits; where nothing fits, all of it: the
+    leanest.
+    """
     for layout, blocks, zero in _equal(layouts, price_cache.model.num_layers):
-        counts = StageAwareRoom(layout, blocks, zero, price_cache, limit_bytes).least_knob() or every_knob(blocks, layout)[-1]
+        counts = (
+            StageAwareRoom(layout, blocks, zero, price_cache, limit_bytes).least_knob()
+            or every_knob(blocks, layout)[-1]
+        )
         if not any(counts) or not illegal_full_recompute(layout.tp_overlap, price_cache.model):
             yield stage_aware(layout, blocks, counts, zero)
 
 
-def without_pipeline(layouts: Iterable[ParallelLayout], price_cache: PriceCache) -> Iterator[Strategy]:
+def without_pipeline(
+    layouts: Iterable[ParallelLayout], price_cache: PriceCache
+) -> Iterator[Strategy]:
     """The layouts that have no stages: every block recomputed, or none."""
     for layout in layouts:
-        levels = (Recompute.NONE,) if illegal_full_recompute(layout.tp_overlap, price_cache.model) else (Recompute.NONE, Recompute.FULL)
+        levels = (
+            (Recompute.NONE,)
+            if illegal_full_recompute(layout.tp_overlap, price_cache.model)
+            else (Recompute.NONE, Recompute.FULL)
+        )
         if layout.mesh.pp == 1:
             yield from strategies((layout,), price_cache.model.num_layers, ZEROS, levels)
 
 
-def _equal(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterator[tuple[ParallelLayout, tuple[int, ...], int]]:
+def _equal(
+    layouts: Iterable[ParallelLayout], num_layers: int
+) -> Iterator[tuple[ParallelLayout, tuple[int, ...], int]]:
     for layout in layouts:
         for ends in counted_ends(num_layers, layout.mesh.pp) if layout.mesh.pp > 1 else ():
             for zero in ZEROS if layout.mesh.dp > 1 else ZEROS[:1]:
@@ -77,7 +97,12 @@ def _equal(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterator[tuple
 
 
 def merak_strategies(price_cache: PriceCache, limit_bytes: float) -> tuple[Strategy, ...]:
-    """The whole runtime: its schedule and 1F1B with the knob, or no pipeline; tensor parallelism sub-pipelined or not."""
+    """The whole runtime: its schedule and 1F1B with the knob, or no pipeline; tensor parallelism
+    sub-pipelined or not.
+    """
     plain = tuple(one_chunk_layouts(price_cache))
     layouts = (*plain, *overlapped(plain, price_cache))
-    return (*without_pipeline(layouts, price_cache), *least_recompute((*layouts, *shifted(layouts)), price_cache, limit_bytes))
+    return (
+        *without_pipeline(layouts, price_cache),
+        *least_recompute((*layouts, *shifted(layouts)), price_cache, limit_bytes),
+    )

@@ -1,7 +1,9 @@
-"""The fastest of a list of strategies that fits, proven: every one is priced, none is left out by a rule of thumb.
+"""The fastest of a list of strategies that fits, proven: every one is priced, none is left out by a
+rule of thumb.
 
-Memory first; then those that fit in the order of a lower bound of their simulated step (costmodels/schedules/simulator.py). The
-simulation of all whose bound is below the best so far makes the answer the optimum of the price that is reported.
+Memory first; then those that fit in the order of a lower bound of their simulated step
+(costmodels/schedules/simulator.py). The simulation of all whose bound is below the best so far
+makes the answer the optimum of the price that is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from parplan.planner.deadline import NEVER, Deadline, in_time
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The fastest strategy and its price; how many fitted, and how many of those had to be simulated to prove it."""
+    """The fastest strategy and its price; how many fitted, and how many of those had to be
+    simulated to prove it.
+    """
 
     strategy: Strategy
     price: StepPrice
@@ -29,7 +33,9 @@ class Optimum:
 
 @dataclass(frozen=True, slots=True)
 class Leanest:
-    """The strategy whose fullest device needs least, the pipeline rank of that device, and its bytes."""
+    """The strategy whose fullest device needs least, the pipeline rank of that device, and its
+    bytes.
+    """
 
     strategy: Strategy
     rank: int
@@ -39,7 +45,8 @@ class Leanest:
 def _rank_bytes(strategy: Strategy, price_cache: PriceCache) -> Iterator[tuple[int, float]]:
     """Peak bytes of the ranks that can be the fullest.
 
-    Of neighbours with the same layers the later one holds no more micro-batches: only the first counts.
+    Of neighbours with the same layers the later one holds no more micro-batches: only the first
+    counts.
     """
     for rank in range(strategy.layout.mesh.pp):
         if rank == 0 or strategy.chunks(rank) != strategy.chunks(rank - 1):
@@ -53,13 +60,32 @@ def fits(strategy: Strategy, price_cache: PriceCache, limit_bytes: float) -> boo
 
 def _bound_s(strategy: Strategy, price_cache: PriceCache) -> float:
     costs = step_costs(strategy, price_cache)
-    return least_step_s(strategy.layout.num_micro_batches, costs.stages, costs.tail_s, ahead=strategy.layout.recomputes_ahead)
+    return least_step_s(
+        strategy.layout.num_micro_batches,
+        costs.stages,
+        costs.tail_s,
+        ahead=strategy.layout.recomputes_ahead,
+    )
 
 
-def fastest(candidates: Iterable[Strategy], price_cache: PriceCache, limit_bytes: float, deadline: Deadline = NEVER) -> Optimum | None:
-    """The candidate with the shortest simulated step among those that fit; None when none does. Raises OutOfTimeError."""
-    fitting = [strategy for strategy in in_time(candidates, deadline) if fits(strategy, price_cache, limit_bytes)]
-    bounded = sorted((_bound_s(strategy, price_cache), index) for index, strategy in enumerate(in_time(fitting, deadline)))
+def fastest(
+    candidates: Iterable[Strategy],
+    price_cache: PriceCache,
+    limit_bytes: float,
+    deadline: Deadline = NEVER,
+) -> Optimum | None:
+    """The candidate with the shortest simulated step among those that fit; None when none does.
+    Raises OutOfTimeError.
+    """
+    fitting = [
+        strategy
+        for strategy in in_time(candidates, deadline)
+        if fits(strategy, price_cache, limit_bytes)
+    ]
+    bounded = sorted(
+        (_bound_s(strategy, price_cache), index)
+        for index, strategy in enumerate(in_time(fitting, deadline))
+    )
     best: tuple[Strategy, StepPrice] | None = None
     simulated = 0
     for bound_s, index in in_time(bounded, deadline):
@@ -71,8 +97,13 @@ def fastest(candidates: Iterable[Strategy], price_cache: PriceCache, limit_bytes
     return None if best is None else Optimum(*best, fitted=len(fitting), simulated=simulated)
 
 
-def leanest(candidates: Sequence[Strategy], price_cache: PriceCache, deadline: Deadline = NEVER) -> Leanest:
-    """The candidate whose fullest device needs least. `candidates` are not empty. Raises OutOfTimeError."""
+def leanest(
+    candidates: Sequence[Strategy], price_cache: PriceCache, deadline: Deadline = NEVER
+) -> Leanest:
+    """The candidate whose fullest device needs least. `candidates` are not empty. Raises
+    OutOfTimeError.
+    """
+
     def fullest(strategy: Strategy) -> Leanest:
         rank, peak = max(_rank_bytes(strategy, price_cache), key=lambda found: found[1])
         return Leanest(strategy, rank, peak)

@@ -1,20 +1,25 @@
-"""The baselines by name: what each system would run, under our prices, on the same cluster, batch and memory limit.
+"""The baselines by name: what each system would run, under our prices, on the same cluster, batch
+and memory limit.
 
-Megatron-LM's flags and their defaults are read in NVIDIA/Megatron-LM at 000c4ac24f61, megatron/training/arguments.py:
---tensor-model-parallel-size 1, --pipeline-model-parallel-size 1, --num-layers-per-virtual-pipeline-stage None (no
-interleaving), --sequence-parallel, --use-distributed-optimizer and --recompute-activations off, --recompute-granularity
-None, --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split off; --micro-batch-size has no
-default. Its guide is docs/user-guide/parallelism-guide.md of the same repository at
-157006d6d9bf ("Start Simple": data parallelism only, tensor parallelism if the model does not fit, pipeline parallelism
-for very large models; "Always enable [sequence parallelism] when using TP"; the distributed optimizer "Recommended for all
-multi-GPU training"; activation checkpointing "for extreme cases"), with the takeaways of Narayanan et al. 2021 (arXiv
-2104.04473, section 3: tensor parallelism up to the size of a node, then pipeline parallelism; the best micro-batch
-depends on the model and is looked for).
+Megatron-LM's flags and their defaults are read in NVIDIA/Megatron-LM at 000c4ac24f61,
+megatron/training/arguments.py: --tensor-model-parallel-size 1, --pipeline-model-parallel-size 1,
+--num-layers-per-virtual-pipeline-stage None (no interleaving), --sequence-parallel,
+--use-distributed-optimizer and --recompute-activations off, --recompute-granularity None,
+--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split off;
+--micro-batch-size has no default. Its guide is docs/user-guide/parallelism-guide.md of the same
+repository at 157006d6d9bf ("Start Simple": data parallelism only, tensor parallelism if the model
+does not fit, pipeline parallelism for very large models; "Always enable [sequence parallelism] when
+using TP"; the distributed optimizer "Recommended for all multi-GPU training"; activation
+checkpointing "for extreme cases"), with the takeaways of Narayanan et al. 2021 (arXiv 2104.04473,
+section 3: tensor parallelism up to the size of a node, then pipeline parallelism; the best
+micro-batch depends on the model and is looked for).
 
-DeepSpeed's pipeline engine refuses ZeRO 2 and 3 (deepspeed/runtime/pipe/engine.py) and cuts the model by one of its own rules
-(planner/baselines/deepspeed_stages.py); with Megatron's layers it recomputes whole layers or nothing and has no sequence parallelism
-(--deepspeed-activation-checkpointing of bigscience-workshop/Megatron-DeepSpeed 58d92042, pretrain_gpt.py with
-partition_method type:transformer). Merak's runtime is the one of planner/baselines/stage_aware.py on equal stages.
+DeepSpeed's pipeline engine refuses ZeRO 2 and 3 (deepspeed/runtime/pipe/engine.py) and cuts the
+model by one of its own rules (planner/baselines/deepspeed_stages.py); with Megatron's layers it
+recomputes whole layers or nothing and has no sequence parallelism
+(--deepspeed-activation-checkpointing of bigscience-workshop/Megatron-DeepSpeed 58d92042,
+pretrain_gpt.py with partition_method type:transformer). Merak's runtime is the one of
+planner/baselines/stage_aware.py on equal stages.
 
 What hides under what, and how fast kernels run, is that of the request's stack for every baseline.
 """
@@ -53,8 +58,8 @@ class Baseline:
     """What a system would run: its fastest that fits, or how much its leanest is short of fitting.
 
     what: the space in words; candidates: how many strategies it has
-    in_order: the user goes through them in an order and takes the first that fits; `optimum` then knows of those alone
-    Neither `optimum` nor `leanest` where the space is empty.
+    in_order: the user goes through them in an order and takes the first that fits; `optimum` then
+    knows of those alone Neither `optimum` nor `leanest` where the space is empty.
     """
 
     name: str
@@ -67,7 +72,9 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """Groups of strategies in the order in which the system's user goes through them: the first that fits is taken."""
+    """Groups of strategies in the order in which the system's user goes through them: the first
+    that fits is taken.
+    """
 
     groups: tuple[tuple[Strategy, ...], ...]
 
@@ -75,7 +82,9 @@ class _Space:
     def strategies(self) -> tuple[Strategy, ...]:
         return tuple(chain.from_iterable(self.groups))
 
-    def answer(self, price_cache: PriceCache, limit_bytes: float, deadline: Deadline) -> Optimum | None:
+    def answer(
+        self, price_cache: PriceCache, limit_bytes: float, deadline: Deadline
+    ) -> Optimum | None:
         for group in self.groups:
             found = fastest(group, price_cache, limit_bytes, deadline)
             if found:
@@ -87,15 +96,20 @@ _Make = Callable[[PriceCache, float], _Space]
 
 
 def _meshes(price_cache: PriceCache) -> tuple[Mesh, ...]:
-    return tuple(megatron_meshes(price_cache.model, price_cache.machine.cluster, price_cache.training))
+    return tuple(
+        megatron_meshes(price_cache.model, price_cache.machine.cluster, price_cache.training)
+    )
 
 
 def _layouts(meshes: Iterable[Mesh], price_cache: PriceCache) -> Iterable[ParallelLayout]:
-    return chain.from_iterable(megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes)
+    return chain.from_iterable(
+        megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes
+    )
 
 
 def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Make:
     """Every layout whose virtual stages are as asked for."""
+
     def make(price_cache: PriceCache, _: float) -> _Space:
         layouts = filter(chunks, _layouts(_meshes(price_cache), price_cache))
         return _Space((strategies(layouts, price_cache.model.num_layers, (0, 1), LEVELS),))
@@ -104,39 +118,91 @@ def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Mak
 
 
 def _defaults(price_cache: PriceCache, _: float) -> _Space:
-    """Micro-batch 1, and as little model parallelism as fits; of as many GPUs a replica, tensor parallelism first."""
-    whole = (mesh for mesh in _meshes(price_cache) if price_cache.model.num_layers % mesh.pp == 0 and mesh.ep == 1)
+    """Micro-batch 1, and as little model parallelism as fits; of as many GPUs a replica, tensor
+    parallelism first.
+    """
+    whole = (
+        mesh
+        for mesh in _meshes(price_cache)
+        if price_cache.model.num_layers % mesh.pp == 0 and mesh.ep == 1
+    )
     ordered = sorted(whole, key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
     plain = (
-        layout for layout in _layouts(ordered, price_cache)
-        if layout.micro_batch_size == 1 and layout.virtual_stages == 1 and not layout.sequence_parallel)
-    return _Space(tuple((one,) for one in strategies(plain, price_cache.model.num_layers, (0,), (Recompute.NONE,))))
+        layout
+        for layout in _layouts(ordered, price_cache)
+        if layout.micro_batch_size == 1
+        and layout.virtual_stages == 1
+        and not layout.sequence_parallel
+    )
+    return _Space(
+        tuple(
+            (one,)
+            for one in strategies(plain, price_cache.model.num_layers, (0,), (Recompute.NONE,))
+        )
+    )
 
 
 def _guide(price_cache: PriceCache, _: float) -> _Space:
-    """The degrees in the guide's order, all without recompute before any with; the fastest micro-batch and interleaving of each."""
-    widest = {(mesh.pp, mesh.tp): mesh for mesh in _meshes(price_cache)}  # the last has the largest ep: experts rather by ep than by tp
+    """The degrees in the guide's order, all without recompute before any with; the fastest
+    micro-batch and interleaving of each.
+    """
+    widest = {
+        (mesh.pp, mesh.tp): mesh for mesh in _meshes(price_cache)
+    }  # the last has the largest ep: experts rather by ep than by tp
     meshes = tuple(widest.values())
     most = max((mesh.tp for mesh in meshes), default=1)
-    ordered = [mesh for mesh in meshes if mesh.pp == 1] + [mesh for mesh in meshes if mesh.pp > 1 and mesh.tp == most]
-    return _Space(tuple(
-        strategies(
-            (layout for layout in _layouts((mesh,), price_cache) if layout.sequence_parallel or mesh.tp == 1), price_cache.model.num_layers, (1,), (level,))
-        for level in LEVELS for mesh in ordered))
+    ordered = [mesh for mesh in meshes if mesh.pp == 1] + [
+        mesh for mesh in meshes if mesh.pp > 1 and mesh.tp == most
+    ]
+    return _Space(
+        tuple(
+            strategies(
+                (
+                    layout
+                    for layout in _layouts((mesh,), price_cache)
+                    if layout.sequence_parallel or mesh.tp == 1
+                ),
+                price_cache.model.num_layers,
+                (1,),
+                (level,),
+            )
+            for level in LEVELS
+            for mesh in ordered
+        )
+    )
 
 
 def _deepspeed(price_cache: PriceCache, _: float) -> _Space:
-    """1F1B on stages by any of DeepSpeed's partitions, ZeRO 1 at most with a pipeline; whole layers recomputed, or nothing."""
+    """1F1B on stages by any of DeepSpeed's partitions, ZeRO 1 at most with a pipeline; whole layers
+    recomputed, or nothing.
+    """
+
     def zeros(mesh: Mesh) -> tuple[int, ...]:
         return (0,) if mesh.dp == 1 else (0, 1) if mesh.pp > 1 else (0, 1, 2, 3)
 
     def partitions(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        return tuple(dict.fromkeys(filter(None, (blocks_of_stages(method, mesh.pp, price_cache) for method in Partition))))
+        return tuple(
+            dict.fromkeys(
+                filter(
+                    None, (blocks_of_stages(method, mesh.pp, price_cache) for method in Partition)
+                )
+            )
+        )
 
-    return _Space((tuple(
-        staged(layout, [(level,) * count for count in blocks], zero)
-        for mesh in any_stages(price_cache.model, price_cache.machine.cluster, price_cache.training) for blocks in partitions(mesh)
-        for layout in plain_layouts(mesh, price_cache.training) for zero in zeros(mesh) for level in WHOLE_LAYERS),))
+    return _Space(
+        (
+            tuple(
+                staged(layout, [(level,) * count for count in blocks], zero)
+                for mesh in any_stages(
+                    price_cache.model, price_cache.machine.cluster, price_cache.training
+                )
+                for blocks in partitions(mesh)
+                for layout in plain_layouts(mesh, price_cache.training)
+                for zero in zeros(mesh)
+                for level in WHOLE_LAYERS
+            ),
+        )
+    )
 
 
 def _merak(price_cache: PriceCache, limit_bytes: float) -> _Space:
@@ -145,7 +211,9 @@ def _merak(price_cache: PriceCache, limit_bytes: float) -> _Space:
 
 def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> _Make:
     def make(price_cache: PriceCache, _: float) -> _Space:
-        layouts = data_parallel_layouts(price_cache.model, price_cache.machine.cluster, price_cache.training)
+        layouts = data_parallel_layouts(
+            price_cache.model, price_cache.machine.cluster, price_cache.training
+        )
         return _Space((strategies(layouts, price_cache.model.num_layers, (zero,), levels),))
 
     return make
@@ -154,53 +222,86 @@ def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> _Make:
 _SYSTEMS: dict[str, tuple[str, _Make]] = {
     "megatron": (
         "Megatron-LM at its fastest: tp in the node, pp of equal stages, interleaving, sequence parallelism, distributed "
-        "optimizer, one recompute for all layers, any micro-batch, any ep of experts", _megatron()),
+        "optimizer, one recompute for all layers, any micro-batch, any ep of experts",
+        _megatron(),
+    ),
     "megatron-defaults": (
         "the flags left as they are (no sequence parallelism, distributed optimizer, recompute or interleaving), micro-batch 1, "
-        "the least model parallelism that fits, tp first", _defaults),
+        "the least model parallelism that fits, tp first",
+        _defaults,
+    ),
     "megatron-guide": (
         "Megatron-Core's guide: data parallelism, then tp up to the node, then pp until it fits, with sequence parallelism and "
-        "distributed optimizer; recompute last; the fastest micro-batch and interleaving", _guide),
+        "distributed optimizer; recompute last; the fastest micro-batch and interleaving",
+        _guide,
+    ),
     "megatron-1f1b": (
-        "Megatron-LM without interleaving: the same, with one model chunk a rank", _megatron(lambda layout: layout.virtual_stages == 1)),
+        "Megatron-LM without interleaving: the same, with one model chunk a rank",
+        _megatron(lambda layout: layout.virtual_stages == 1),
+    ),
     "megatron-interleaved": (
-        "Megatron-LM with interleaving: the same, with two model chunks a rank or more", _megatron(lambda layout: layout.virtual_stages > 1)),
+        "Megatron-LM with interleaving: the same, with two model chunks a rank or more",
+        _megatron(lambda layout: layout.virtual_stages > 1),
+    ),
     "deepspeed-3d": (
         "DeepSpeed's 3D parallelism with Megatron's layers: tp in the node, 1F1B on stages cut uniform, by parameters or by type, "
-        "ZeRO 1 with a pipeline, whole layers recomputed or nothing, no sequence parallelism, any micro-batch", _deepspeed),
+        "ZeRO 1 with a pipeline, whole layers recomputed or nothing, no sequence parallelism, any micro-batch",
+        _deepspeed,
+    ),
     "merak": (
         "Merak's runtime on equal stages: shifted critical path or 1F1B, recompute of whole layers by its one knob, the least that "
-        "fits, sub-pipelined tp in the node, distributed optimizer, any micro-batch", _merak),
-    "zero-1": ("data parallelism with ZeRO 1, the fastest micro-batch and recompute", _data_parallel(1)),
-    "zero-2": ("data parallelism with ZeRO 2, the fastest micro-batch and recompute", _data_parallel(2)),
-    "zero-3": ("data parallelism with ZeRO 3, the fastest micro-batch and recompute", _data_parallel(3)),
+        "fits, sub-pipelined tp in the node, distributed optimizer, any micro-batch",
+        _merak,
+    ),
+    "zero-1": (
+        "data parallelism with ZeRO 1, the fastest micro-batch and recompute",
+        _data_parallel(1),
+    ),
+    "zero-2": (
+        "data parallelism with ZeRO 2, the fastest micro-batch and recompute",
+        _data_parallel(2),
+    ),
+    "zero-3": (
+        "data parallelism with ZeRO 3, the fastest micro-batch and recompute",
+        _data_parallel(3),
+    ),
     "fsdp": (
         "ZeRO 3 as FSDP2 is mostly run: whole blocks recomputed, or nothing; the fastest micro-batch",
-        _data_parallel(3, WHOLE_LAYERS)),
+        _data_parallel(3, WHOLE_LAYERS),
+    ),
 }
 ALL = "all"
 GROUPS = {
     "megatron": ("megatron", "megatron-defaults", "megatron-guide"),
     "3d": ("megatron-1f1b", "megatron-interleaved", "deepspeed-3d", "merak"),
-    ALL: tuple(name for name in _SYSTEMS if name not in ("megatron-1f1b", "megatron-interleaved")),  # those are parts of "megatron"
+    ALL: tuple(
+        name for name in _SYSTEMS if name not in ("megatron-1f1b", "megatron-interleaved")
+    ),  # those are parts of "megatron"
 }
 
 
 def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
-    """The baselines that `asked` names, each once: `megatron` brings its two companions, `3d` is four, `all` is every system.
+    """The baselines that `asked` names, each once: `megatron` brings its two companions, `3d` is
+    four, `all` is every system.
 
     Raises ConfigError.
     """
     names: dict[str, None] = {}
     for name in asked:
         if name not in _SYSTEMS and name not in GROUPS:
-            raise unknown_name_error("baseline", name, (*_SYSTEMS, *(group for group in GROUPS if group not in _SYSTEMS)))
+            raise unknown_name_error(
+                "baseline", name, (*_SYSTEMS, *(group for group in GROUPS if group not in _SYSTEMS))
+            )
         names.update(dict.fromkeys(GROUPS.get(name, (name,))))
     return tuple(names)
 
 
-def price_baseline(name: str, price_cache: PriceCache, limit_bytes: float, deadline: Deadline = NEVER) -> Baseline:
-    """What the system called `name` would run on the machine of `price_cache`, within `limit_bytes` of every device. Raises OutOfTimeError."""
+def price_baseline(
+    name: str, price_cache: PriceCache, limit_bytes: float, deadline: Deadline = NEVER
+) -> Baseline:
+    """What the system called `name` would run on the machine of `price_cache`, within `limit_bytes`
+    of every device. Raises OutOfTimeError.
+    """
     what, make = _SYSTEMS[name]
     deadline.check()
     space = make(price_cache, limit_bytes)
@@ -208,4 +309,10 @@ def price_baseline(name: str, price_cache: PriceCache, limit_bytes: float, deadl
     optimum = space.answer(price_cache, limit_bytes, deadline)
     lean = leanest(everything, price_cache, deadline) if everything and optimum is None else None
     return Baseline(
-        name=name, what=what, candidates=len(everything), in_order=len(space.groups) > 1, optimum=optimum, leanest=lean)
+        name=name,
+        what=what,
+        candidates=len(everything),
+        in_order=len(space.groups) > 1,
+        optimum=optimum,
+        leanest=lean,
+    )

@@ -1,16 +1,20 @@
-"""The strategies of other systems: one choice for all layers on equal stages, as Megatron-LM's flags and data parallelism give.
+"""The strategies of other systems: one choice for all layers on equal stages, as Megatron-LM's
+flags and data parallelism give.
 
-Megatron-LM's rules, read in NVIDIA/Megatron-LM at 000c4ac24f61, megatron/training/arguments.py (validate_args): tp x pp
-divides the GPUs; pp x virtual stages divides the layers, to which --account-for-embedding-in-pipeline-split and
---account-for-loss-in-pipeline-split each add one, whose place on the first and on the last stage is a block less; virtual
-stages need pp > 1. Megatron-Core's interleaved schedule takes micro-batches in multiples of pp (Narayanan et al. 2021, arXiv
-2104.04473, section 2.2), and its 1F1B takes fewer micro-batches than stages, which our own search leaves to GPipe. Where
-tensor parallelism may go is our rule: inside a node, dividing heads, ffn width and the vocabulary as the model is padded.
+Megatron-LM's rules, read in NVIDIA/Megatron-LM at 000c4ac24f61, megatron/training/arguments.py
+(validate_args): tp x pp divides the GPUs; pp x virtual stages divides the layers, to which
+--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split each add one,
+whose place on the first and on the last stage is a block less; virtual stages need pp > 1.
+Megatron-Core's interleaved schedule takes micro-batches in multiples of pp (Narayanan et al. 2021,
+arXiv 2104.04473, section 2.2), and its 1F1B takes fewer micro-batches than stages, which our own
+search leaves to GPipe. Where tensor parallelism may go is our rule: inside a node, dividing heads,
+ffn width and the vocabulary as the model is padded.
 
-Recompute is none, selective or full as this planner prices them: selective with flash attention recomputes norms and
-activation functions, which saves more than Megatron's default of the attention core would. Left out of Megatron's flags:
-first and last stages of any other length, pipeline layouts, recompute of some layers of a stage, its FSDP, context parallelism,
-tensor parallelism of experts.
+Recompute is none, selective or full as this planner prices them: selective with flash attention
+recomputes norms and activation functions, which saves more than Megatron's default of the attention
+core would. Left out of Megatron's flags: first and last stages of any other length, pipeline
+layouts, recompute of some layers of a stage, its FSDP, context parallelism, tensor parallelism of
+experts.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import expert_degrees, illegal_tensor_parallel
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.hardware import Cluster
@@ -28,12 +32,23 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 NEITHER = (0, 0)
-COUNTED = (NEITHER, (1, 0), (0, 1), (1, 1))  # whether the embedding and whether the loss count as a layer of the pipeline
+COUNTED = (
+    NEITHER,
+    (1, 0),
+    (0, 1),
+    (1, 1),
+)  # whether the embedding and whether the loss count as a layer of the pipeline
 
 
 def counted_ends(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """The members of `COUNTED` with which `num_stages` stages are equal; without a pipeline there is nothing to share."""
-    return tuple(ends for ends in COUNTED if (num_layers + sum(ends)) % num_stages == 0) if num_stages > 1 else (NEITHER,)
+    """The members of `COUNTED` with which `num_stages` stages are equal; without a pipeline there
+    is nothing to share.
+    """
+    return (
+        tuple(ends for ends in COUNTED if (num_layers + sum(ends)) % num_stages == 0)
+        if num_stages > 1
+        else (NEITHER,)
+    )
 
 
 def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Mesh]:
@@ -47,17 +62,27 @@ def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) 
                 yield from (Mesh(pp=pp, dp=dp, tp=tp, ep=ep) for ep in expert_degrees(dp, model))
 
 
-def megatron_layouts(mesh: Mesh, model: ModelSpec, training: TrainingSpec) -> Iterator[ParallelLayout]:
-    """Every micro-batch, number of virtual stages, and sequence parallelism off and on, of one mesh."""
+def megatron_layouts(
+    mesh: Mesh, model: ModelSpec, training: TrainingSpec
+) -> Iterator[ParallelLayout]:
+    """Every micro-batch, number of virtual stages, and sequence parallelism off and on, of one
+    mesh.
+    """
     per_replica = training.global_batch_size // mesh.dp
     for micro_batch_size in divisors(per_replica):
         num_micro_batches = per_replica // micro_batch_size
         for virtual_stages in _virtual_stages(mesh, model, num_micro_batches):
-            for sequence_parallel in (False, True) if mesh.tp > 1 and training.seq_length % mesh.tp == 0 else (False,):
+            for sequence_parallel in (
+                (False, True) if mesh.tp > 1 and training.seq_length % mesh.tp == 0 else (False,)
+            ):
                 yield ParallelLayout(
-                    mesh=mesh, schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
-                    virtual_stages=virtual_stages, micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches,
-                    sequence_parallel=sequence_parallel)
+                    mesh=mesh,
+                    schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
+                    virtual_stages=virtual_stages,
+                    micro_batch_size=micro_batch_size,
+                    num_micro_batches=num_micro_batches,
+                    sequence_parallel=sequence_parallel,
+                )
 
 
 def _virtual_stages(mesh: Mesh, model: ModelSpec, num_micro_batches: int) -> Iterator[int]:
@@ -67,7 +92,9 @@ def _virtual_stages(mesh: Mesh, model: ModelSpec, num_micro_batches: int) -> Ite
 
 
 def any_stages(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Mesh]:
-    """The degrees of a system whose stages need not be equal, by tp, then by pp: tp inside a node, pp up to a block a stage."""
+    """The degrees of a system whose stages need not be equal, by tp, then by pp: tp inside a node,
+    pp up to a block a stage.
+    """
     for tp in divisors(cluster.num_gpus):
         if illegal_tensor_parallel(tp, model, cluster, across_nodes=False):
             continue
@@ -82,12 +109,21 @@ def plain_layouts(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout
     per_replica = training.global_batch_size // mesh.dp
     for micro_batch_size in divisors(per_replica):
         yield ParallelLayout(
-            mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=micro_batch_size,
-            num_micro_batches=per_replica // micro_batch_size, sequence_parallel=False)
+            mesh=mesh,
+            schedule=Schedule.ONE_F_ONE_B,
+            virtual_stages=1,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=per_replica // micro_batch_size,
+            sequence_parallel=False,
+        )
 
 
-def data_parallel_layouts(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[ParallelLayout]:
-    """Every micro-batch on all GPUs as one data-parallel group; none where they do not divide the batch."""
+def data_parallel_layouts(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec
+) -> Iterator[ParallelLayout]:
+    """Every micro-batch on all GPUs as one data-parallel group; none where they do not divide the
+    batch.
+    """
     if training.global_batch_size % cluster.num_gpus == 0:
         yield from megatron_layouts(Mesh(pp=1, dp=cluster.num_gpus, tp=1), model, training)
 
@@ -97,19 +133,38 @@ def layer_choice(kind: LayerKind, zero: int, level: Recompute) -> LayerChoice:
     return LayerChoice(kind, level if kind is LayerKind.BLOCK else Recompute.NONE, zero)
 
 
-def equal_stages(layout: ParallelLayout, num_layers: int, zero: int, level: Recompute, ends: tuple[int, int] = NEITHER) -> Strategy:
-    """All blocks alike; the embedding before the first and the head after the last stage, each in the place of a block where it counts."""
-    return staged(layout, [(level,) * count for count in equal_blocks(layout, num_layers, ends)], zero)
+def equal_stages(
+    layout: ParallelLayout,
+    num_layers: int,
+    zero: int,
+    level: Recompute,
+    ends: tuple[int, int] = NEITHER,
+) -> Strategy:
+    """All blocks alike; the embedding before the first and the head after the last stage, each in
+    the place of a block where it counts.
+    """
+    return staged(
+        layout, [(level,) * count for count in equal_blocks(layout, num_layers, ends)], zero
+    )
 
 
-def equal_blocks(layout: ParallelLayout, num_layers: int, ends: tuple[int, int] = NEITHER) -> tuple[int, ...]:
+def equal_blocks(
+    layout: ParallelLayout, num_layers: int, ends: tuple[int, int] = NEITHER
+) -> tuple[int, ...]:
     """Blocks of every virtual stage, where the ends that count take the place of one."""
-    each, last = (num_layers + sum(ends)) // layout.num_virtual_stages, layout.num_virtual_stages - 1
-    return tuple(each - (stage == 0) * ends[0] - (stage == last) * ends[1] for stage in range(last + 1))
+    each, last = (
+        (num_layers + sum(ends)) // layout.num_virtual_stages,
+        layout.num_virtual_stages - 1,
+    )
+    return tuple(
+        each - (stage == 0) * ends[0] - (stage == last) * ends[1] for stage in range(last + 1)
+    )
 
 
 def staged(layout: ParallelLayout, levels: Sequence[Sequence[Recompute]], zero: int) -> Strategy:
-    """`levels[k]` of the blocks of virtual stage k; the embedding before the first and the head after the last stage."""
+    """`levels[k]` of the blocks of virtual stage k; the embedding before the first and the head
+    after the last stage.
+    """
     stages = [[layer_choice(LayerKind.BLOCK, zero, level) for level in stage] for stage in levels]
     stages[0].insert(0, layer_choice(LayerKind.EMBEDDING, zero, Recompute.NONE))
     stages[-1].append(layer_choice(LayerKind.HEAD, zero, Recompute.NONE))
@@ -117,11 +172,19 @@ def staged(layout: ParallelLayout, levels: Sequence[Sequence[Recompute]], zero: 
 
 
 def strategies(
-    layouts: Iterable[ParallelLayout], num_layers: int, zeros: Iterable[int], levels: Iterable[Recompute],
+    layouts: Iterable[ParallelLayout],
+    num_layers: int,
+    zeros: Iterable[int],
+    levels: Iterable[Recompute],
 ) -> tuple[Strategy, ...]:
-    """Every layout with every ZeRO stage (without data parallelism there is one: nothing is sharded), recompute level and ends."""
+    """Every layout with every ZeRO stage (without data parallelism there is one: nothing is
+    sharded), recompute level and ends.
+    """
     zeros, levels = tuple(zeros), tuple(levels)
     return tuple(
         equal_stages(layout, num_layers, zero, level, ends)
-        for layout in layouts for ends in counted_ends(num_layers, layout.num_virtual_stages)
-        for zero in (zeros if layout.mesh.dp > 1 else zeros[:1]) for level in levels)
+        for layout in layouts
+        for ends in counted_ends(num_layers, layout.num_virtual_stages)
+        for zero in (zeros if layout.mesh.dp > 1 else zeros[:1])
+        for level in levels
+    )

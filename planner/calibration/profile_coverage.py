@@ -1,7 +1,9 @@
-"""Which sizes of a plan its machine's own profile has measured, which lie between those, and which are missing.
+"""Which sizes of a plan its machine's own profile has measured, which lie between those, and which
+are missing.
 
-The sizes are those of every operator of the plan as it is divided, of the optimizer, and of collectives and messages by group shape.
-Left out: what the host does for offloaded states, updates of chunks, the exchanges of experts, and the reduction of a tied embedding.
+The sizes are those of every operator of the plan as it is divided, of the optimizer, and of
+collectives and messages by group shape. Left out: what the host does for offloaded states, updates
+of chunks, the exchanges of experts, and the reduction of a tied embedding.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.compute import kernel_time
 from parplan.costmodels.operators.kernels import Kernel, StreamKernel
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy, in_chunks
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy, in_chunks
 from parplan.costmodels.usage.rank_traffic import SentBytes, rank_tally
 from parplan.planner.calibration.operator_cases import (
     kernels_by_case,
@@ -42,7 +44,9 @@ from parplan.profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """The cases of a plan, each once with the kind of its price, and the operations that no case measures, by name."""
+    """The cases of a plan, each once with the kind of its price, and the operations that no case
+    measures, by name.
+    """
 
     cases: tuple[tuple[Case, Kind], ...]
     beyond: tuple[str, ...] = ()
@@ -57,10 +61,14 @@ class Coverage:
         return sum(found is kind and (case.work in TIMED) is of_ranks for case, found in self.cases)
 
 
-def missing_cases(plan: Plan, profile: Profile | None = None, *, messages: bool = True) -> tuple[Case, ...]:
-    """What is to be measured so that `profile` has all of a plan: by default the plan's own, without one everything.
+def missing_cases(
+    plan: Plan, profile: Profile | None = None, *, messages: bool = True
+) -> tuple[Case, ...]:
+    """What is to be measured so that `profile` has all of a plan: by default the plan's own,
+    without one everything.
 
-    messages: also what ranks send each other, which more than one process measures. Raises ConfigError, as `coverage` does.
+    messages: also what ranks send each other, which more than one process measures. Raises
+    ConfigError, as `coverage` does.
     """
     own = profile or plan.cluster.profile or analytic_profile(plan.cluster.device.name)
     found = coverage(replace(plan, cluster=replace(plan.cluster, profile=own)))
@@ -69,7 +77,9 @@ def missing_cases(plan: Plan, profile: Profile | None = None, *, messages: bool 
 
 
 def coverage(plan: Plan) -> Coverage | None:
-    """What the profile in `plan.cluster` says of the plan, None without one. Raises ConfigError: its layers have no price today."""
+    """What the profile in `plan.cluster` says of the plan, None without one. Raises ConfigError:
+    its layers have no price today.
+    """
     if plan.cluster.profile is None:
         return None
     price_cache = prices_of_plan(plan)
@@ -84,18 +94,29 @@ def coverage(plan: Plan) -> Coverage | None:
     return Coverage(cases=tuple(found.items()), beyond=tuple(beyond))
 
 
-def _of_operators(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache, beyond: dict[str, None]) -> dict[Case, Kind]:
+def _of_operators(
+    choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache, beyond: dict[str, None]
+) -> dict[Case, Kind]:
     """Of one layer; what no case measures goes to `beyond`."""
     found: dict[Case, Kind] = {}
     for operator in _sizes_of(choice, layout, price_cache):
-        measured, others = kernels_by_case(operator, layout.sharding_of(choice), price_cache.model, price_cache.training)
+        measured, others = kernels_by_case(
+            operator, layout.sharding_of(choice), price_cache.model, price_cache.training
+        )
         found |= {case: _kind(kernels, price_cache) for case, kernels in measured.items()}
-        beyond |= dict.fromkeys(kernel.name if isinstance(kernel, StreamKernel) else f"{operator.name}'s products" for kernel in others)
+        beyond |= dict.fromkeys(
+            kernel.name if isinstance(kernel, StreamKernel) else f"{operator.name}'s products"
+            for kernel in others
+        )
     return found
 
 
-def _sizes_of(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> tuple[Operator, ...]:
-    """The operators of a layer at the sizes that it runs them: of half a micro-batch where a block runs as two, at level 1 of both."""
+def _sizes_of(
+    choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
+) -> tuple[Operator, ...]:
+    """The operators of a layer at the sizes that it runs them: of half a micro-batch where a block
+    runs as two, at level 1 of both.
+    """
     whole = price_cache.layer(choice.kind, layout.micro_batch_size).operators
     if not layout.tp_overlap or choice.kind is not LayerKind.BLOCK:
         return whole
@@ -104,34 +125,57 @@ def _sizes_of(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCac
 
 
 def _kind(kernels: tuple[Kernel, ...], price_cache: PriceCache) -> Kind:
-    return weakest(kernel_time(kernel, price_cache.machine, price_cache.training).kind for kernel in kernels)
+    return weakest(
+        kernel_time(kernel, price_cache.machine, price_cache.training).kind for kernel in kernels
+    )
 
 
 def _of_updates(strategy: Strategy, price_cache: PriceCache) -> dict[Case, Kind]:
-    """The updates of layers, each priced alone. What costs nothing without a measurement is not missed, nor what is too little of
-    all updates to decide their kind (a head's norm)."""
+    """The updates of layers, each priced alone. What costs nothing without a measurement is not
+    missed, nor what is too little of all updates to decide their kind (a head's norm).
+    """
     if price_cache.offloads_states:
         return {}
     counts = Counter(
-        _owned(choice, strategy.layout, price_cache) for stage in strategy.stages for choice in stage if not in_chunks(choice, strategy.layout))
+        _owned(choice, strategy.layout, price_cache)
+        for stage in strategy.stages
+        for choice in stage
+        if not in_chunks(choice, strategy.layout)
+    )
     prices = {
-        case: kernel_time(kernel, price_cache.machine, price_cache.training) for owned in counts if owned
-        for case in update_cases(owned, price_cache.training) for kernel in kernels_of_update(case, price_cache.training)}
-    spent_s = {case: price.value_s * counts[case.size("parameters")] for case, price in prices.items()}
+        case: kernel_time(kernel, price_cache.machine, price_cache.training)
+        for owned in counts
+        if owned
+        for case in update_cases(owned, price_cache.training)
+        for kernel in kernels_of_update(case, price_cache.training)
+    }
+    spent_s = {
+        case: price.value_s * counts[case.size("parameters")] for case, price in prices.items()
+    }
     whole_s: dict[str, float] = defaultdict(float)
     for case, seconds in spent_s.items():
         whole_s[case.work] += seconds
-    return {case: price.kind for case, price in prices.items() if spent_s[case] > NEGLIGIBLE_SHARE * whole_s[case.work]}
+    return {
+        case: price.kind
+        for case, price in prices.items()
+        if spent_s[case] > NEGLIGIBLE_SHARE * whole_s[case.work]
+    }
 
 
 def _owned(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> int:
     """Of one layer, the parameters that a rank updates."""
     layer, mesh = price_cache.layer(choice.kind, 1), layout.mesh
-    return owned_parameters(layer, layout.sharding_of(choice), price_cache.shards(mesh) if choice.zero else 1, with_tied=mesh.pp > 1)
+    return owned_parameters(
+        layer,
+        layout.sharding_of(choice),
+        price_cache.shards(mesh) if choice.zero else 1,
+        with_tied=mesh.pp > 1,
+    )
 
 
 def _of_traffic(strategy: Strategy, rank: int, price_cache: PriceCache) -> dict[Case, Kind]:
-    """What a device of a pipeline rank sends, each collective of each size once, without what is too little to matter.
+    """What a device of a pipeline rank sends, each collective of each size once, without what is
+    too little to matter.
 
     No curve starts below 1 KiB, where all is latency: less counts as that.
     """
@@ -141,24 +185,38 @@ def _of_traffic(strategy: Strategy, rank: int, price_cache: PriceCache) -> dict[
         for shape, price in _prices(sent, n_bytes, rank, strategy.layout, price_cache):
             case = timed_case(sent.kind, n_bytes, shape, price_cache.training.precision.value)
             prices[case], spent_s[case] = price, sent.calls * price.value_s
-    return {case: price.kind for case, price in prices.items() if spent_s[case] > NEGLIGIBLE_SHARE * sum(spent_s.values())}
+    return {
+        case: price.kind
+        for case, price in prices.items()
+        if spent_s[case] > NEGLIGIBLE_SHARE * sum(spent_s.values())
+    }
 
 
-def _prices(sent: SentBytes, n_bytes: int, rank: int, layout: ParallelLayout, price_cache: PriceCache) -> Iterator[tuple[Shape, Seconds]]:
-    """The group shapes of one kind of message, with their prices, as costmodels/layers/layer_price.py and step.py place them."""
+def _prices(
+    sent: SentBytes, n_bytes: int, rank: int, layout: ParallelLayout, price_cache: PriceCache
+) -> Iterator[tuple[Shape, Seconds]]:
+    """The group shapes of one kind of message, with their prices, as
+    costmodels/layers/layer_price.py and step.py place them.
+    """
     machine, gpus_per_node = price_cache.machine, price_cache.machine.cluster.gpus_per_node
     if sent.kind == POINT_TO_POINT:
         stride = layout.mesh.stride(Axis.PP)
         sharing = min(stride, gpus_per_node)
         others = (other for other in (rank - 1, rank + 1) if other in range(layout.mesh.pp))
-        for crosses in sorted({rank * stride // gpus_per_node != other * stride // gpus_per_node for other in others}):
+        for crosses in sorted(
+            {rank * stride // gpus_per_node != other * stride // gpus_per_node for other in others}
+        ):
             nodes, ranks = (2, 1) if crosses else (1, 2)
-            price = point_to_point_time(n_bytes, crosses_nodes=crosses, sharing=sharing, machine=machine)
+            price = point_to_point_time(
+                n_bytes, crosses_nodes=crosses, sharing=sharing, machine=machine
+            )
             yield Shape(nodes=nodes, ranks_per_node=ranks, groups=sharing), price
         return
     where = _place(sent, layout, price_cache)
     if where is not None:
-        groups = where.groups_per_node if where.crosses_nodes else gpus_per_node // where.ranks_per_node
+        groups = (
+            where.groups_per_node if where.crosses_nodes else gpus_per_node // where.ranks_per_node
+        )
         price = collective_time(Collective(sent.kind), n_bytes, where, machine)
         yield Shape(nodes=where.nodes, ranks_per_node=where.ranks_per_node, groups=groups), price
 

@@ -1,7 +1,9 @@
-"""A machine's own profile from nothing to a file: which cases, measured, fitted, merged with what the file had.
+"""A machine's own profile from nothing to a file: which cases, measured, fitted, merged with what
+the file had.
 
-What runs a case is handed in by its name (`program`), since it belongs to the executor, above. Every finished case is in the journal
-beside the file at once; the journal goes when the file is written.
+What runs a case is handed in by its name (`program`), since it belongs to the executor, above.
+Every finished case is in the journal beside the file at once; the journal goes when the file is
+written.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ from parplan.profiles.stack import Stack
 
 STACK = "parplan"  # whose blocks are measured
 Tell = Callable[[str], None]
-MODULES = ("torch", "torch.distributed")  # what every measurement needs, and takes seconds to import
+MODULES = (
+    "torch",
+    "torch.distributed",
+)  # what every measurement needs, and takes seconds to import
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +83,9 @@ class ProfileRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """The file's profile; the cases that the budget or Ctrl-C did not reach; remarks on what was found on the way."""
+    """The file's profile; the cases that the budget or Ctrl-C did not reach; remarks on what was
+    found on the way.
+    """
 
     profile: UserProfile
     missed: tuple[Case, ...] = ()
@@ -87,15 +94,20 @@ class Profiled:
 
 
 def measure_operators(wanted: ProfileRequest, on_progress: OnProgress | None) -> Profiled:
-    """Measure what the file and its journals lack of the operators on one device, and write the file. Raises ConfigError.
+    """Measure what the file and its journals lack of the operators on one device, and write the
+    file. Raises ConfigError.
 
-    Every case twice, at two moments, where the budget has room for that, since what disturbs a machine for a second shifts all repeats
-    of a case: of each pass the faster one counts. All of them or none, since one operator is compared with another.
+    Every case twice, at two moments, where the budget has room for that, since what disturbs a
+    machine for a second shifts all repeats of a case: of each pass the faster one counts. All of
+    them or none, since one operator is compared with another.
     """
     here, known = environment(wanted.device), known_profile(wanted)
     begins_s = time.monotonic()
     ends_s = begins_s + 60 * wanted.minutes
-    with closing(_journal(wanted, here, "")) as first, closing(_journal(wanted, here, ".again")) as second:
+    with (
+        closing(_journal(wanted, here, "")) as first,
+        closing(_journal(wanted, here, ".again")) as second,
+    ):
         seen = {record.case.key: record for record in known.records} if known else {}
         first.records.update(seen | first.records)
         found = _session(wanted, cases_wanted(wanted, here), here, first, ends_s, on_progress)
@@ -103,11 +115,19 @@ def measure_operators(wanted: ProfileRequest, on_progress: OnProgress | None) ->
         if missing is not None and found.interrupted:
             raise KeyboardInterrupt  # no profile can be made yet; the journal keeps what there is
         if not found.records:
-            raise ConfigError("nothing was measured before it ended", hint="give it more time with --minutes")
+            raise ConfigError(
+                "nothing was measured before it ended", hint="give it more time with --minutes"
+            )
         if missing is not None and found.missed:
-            raise ConfigError(f"the time was over before {missing} was measured, so nothing says how fast {here.device} is",
-                              hint="give it more time with --minutes: the same command goes on")
-        fresh = [record.case for record in found.records if record.case.key not in seen and record.outcome is CaseOutcome.MEASURED]
+            raise ConfigError(
+                f"the time was over before {missing} was measured, so nothing says how fast {here.device} is",
+                hint="give it more time with --minutes: the same command goes on",
+            )
+        fresh = [
+            record.case
+            for record in found.records
+            if record.case.key not in seen and record.outcome is CaseOutcome.MEASURED
+        ]
         roomy = 2 * (time.monotonic() - begins_s) < ends_s - begins_s or bool(second.records)
         if fresh and roomy and not found.missed and not found.interrupted:
             again = _session(wanted, fresh, here, second, math.inf, on_progress)
@@ -116,12 +136,19 @@ def measure_operators(wanted: ProfileRequest, on_progress: OnProgress | None) ->
         profile = kept(wanted.output, known, found.records, here, wanted.precision)
         second.delete()
         first.delete()
-        return Profiled(profile=profile, missed=found.missed, interrupted=found.interrupted, notes=(*first.notes, *second.notes))
+        return Profiled(
+            profile=profile,
+            missed=found.missed,
+            interrupted=found.interrupted,
+            notes=(*first.notes, *second.notes),
+        )
 
 
 def _journal(wanted: ProfileRequest, here: ProfileEnvironment, which: str) -> Journal:
     asked = {"fingerprint": fingerprint(here, wanted.precision), "device": here.device}
-    return open_journal(beside(wanted.output.with_name(wanted.output.name + which)), asked, restart=wanted.restart)
+    return open_journal(
+        beside(wanted.output.with_name(wanted.output.name + which)), asked, restart=wanted.restart
+    )
 
 
 def faster(records: Sequence[Record], others: Sequence[Record]) -> tuple[Record, ...]:
@@ -133,7 +160,10 @@ def faster(records: Sequence[Record], others: Sequence[Record]) -> tuple[Record,
 def _faster(record: Record, again: CaseFigures | None) -> Record:
     if record.measured is None or again is None:
         return record
-    times = {name: min(once, again.times.get(name, once), key=lambda one: one.median_us) for name, once in record.measured.times.items()}
+    times = {
+        name: min(once, again.times.get(name, once), key=lambda one: one.median_us)
+        for name, once in record.measured.times.items()
+    }
     return replace(record, measured=replace(record.measured, times=times))
 
 
@@ -144,7 +174,14 @@ def measure_links(wanted: ProfileRequest, minutes: float, told: Tell) -> Profile
     """
     here, known = environment(wanted.device), known_profile(wanted)
     beside_it = comm_path(wanted.output)
-    found = comm_records(here.num_devices, beside_it, device=wanted.device, minutes=minutes, restart=wanted.restart, told=told)
+    found = comm_records(
+        here.num_devices,
+        beside_it,
+        device=wanted.device,
+        minutes=minutes,
+        restart=wanted.restart,
+        told=told,
+    )
     profile = kept(wanted.output, known, found.records, here, wanted.precision)
     beside_it.unlink(missing_ok=True)
     return Profiled(profile=profile)
@@ -156,25 +193,42 @@ def comm_path(output: Path) -> Path:
 
 
 def has_links(output: Path, num_ranks: int) -> bool:
-    """Whether the file has all that can be measured of the communication of one node of `num_ranks`."""
+    """Whether the file has all that can be measured of the communication of one node of
+    `num_ranks`.
+    """
     if not output.exists() or beside(comm_path(output)).exists():
         return False
-    sizes = [dict(record.case.sizes) for record in read_profile(output).records if record.case.work == ALL_REDUCE]
+    sizes = [
+        dict(record.case.sizes)
+        for record in read_profile(output).records
+        if record.case.work == ALL_REDUCE
+    ]
     return any(found["nodes"] == 1 and found["ranks_per_node"] == num_ranks for found in sizes)
 
 
-def add_records(output: Path, records: Sequence[Record], device: str | None, where: str) -> Profiled:
-    """Put records that something else measured into a profile that is there. Raises ConfigError: none is, or of another device."""
+def add_records(
+    output: Path, records: Sequence[Record], device: str | None, where: str
+) -> Profiled:
+    """Put records that something else measured into a profile that is there. Raises ConfigError:
+    none is, or of another device.
+    """
     if not output.exists():
         hint = f"measure operators first: plan profile --no-comm -o {output}"
         raise ConfigError(f"{output}: no such profile to add {where} to", hint=hint)
     known = read_profile(output)
     if known.environment is None or known.precision is None:
-        raise ConfigError(f"{output}: it does not say what it was measured on", hint="make one with: plan profile -o FILE")
+        raise ConfigError(
+            f"{output}: it does not say what it was measured on",
+            hint="make one with: plan profile -o FILE",
+        )
     if device is not None and device != known.environment.device:
         raise ConfigError(
-            f"{where}: it was measured on {device}, {output} on {known.environment.device}", hint="add it to a profile of its own device")
-    return Profiled(profile=kept(output, known, records, known.environment, Precision(known.precision)))
+            f"{where}: it was measured on {device}, {output} on {known.environment.device}",
+            hint="add it to a profile of its own device",
+        )
+    return Profiled(
+        profile=kept(output, known, records, known.environment, Precision(known.precision))
+    )
 
 
 def known_profile(wanted: ProfileRequest) -> UserProfile | None:
@@ -189,64 +243,131 @@ def cases_wanted(wanted: ProfileRequest, here: ProfileEnvironment) -> tuple[Case
     cluster, stack = nominal_cluster(here), load_stack(STACK)
     training = training_of(wanted.precision, stack)
     workloads = [
-        ProfiledWorkload(model=entry.spec, training=replace(training, global_batch_size=entry.global_batch_size, seq_length=entry.seq_length))
-        for entry in wanted.models]
+        ProfiledWorkload(
+            model=entry.spec,
+            training=replace(
+                training, global_batch_size=entry.global_batch_size, seq_length=entry.seq_length
+            ),
+        )
+        for entry in wanted.models
+    ]
     return cases_of(workloads or default_workloads(cluster, training), cluster)
 
 
 def training_of(precision: Precision, stack: Stack) -> TrainingSpec:
     """How the shapes that are measured are trained; batch and sequence are the models'."""
     return TrainingSpec(
-        global_batch_size=1, seq_length=1, precision=precision, attention=stack.attention, stack=stack,
-        overlap_grad_reduce=stack.overlap_grad_reduce)
+        global_batch_size=1,
+        seq_length=1,
+        precision=precision,
+        attention=stack.attention,
+        stack=stack,
+        overlap_grad_reduce=stack.overlap_grad_reduce,
+    )
 
 
 def nominal_cluster(here: ProfileEnvironment) -> Cluster:
-    """The node that this is before anything was measured: what a datasheet says, or what is assumed, with its number of devices."""
+    """The node that this is before anything was measured: what a datasheet says, or what is
+    assumed, with its number of devices.
+    """
     try:
         return cluster_of(here)
     except ConfigError:  # no datasheet
         base = load_cluster(CPU if here.device == CPU else ASSUMED_LINK)
         memory_bytes = here.memory_bytes or base.device.memory_bytes
         return with_gpus(
-            replace(base, device=replace(base.device, memory_bytes=memory_bytes)), here.num_devices, here.num_devices)
+            replace(base, device=replace(base.device, memory_bytes=memory_bytes)),
+            here.num_devices,
+            here.num_devices,
+        )
 
 
 def _session(
-    wanted: ProfileRequest, cases: Sequence[Case], here: ProfileEnvironment, journal: Journal, ends_s: float, on_progress: OnProgress | None,
+    wanted: ProfileRequest,
+    cases: Sequence[Case],
+    here: ProfileEnvironment,
+    journal: Journal,
+    ends_s: float,
+    on_progress: OnProgress | None,
 ) -> Measurements:
     """Measure: on CPUs one case at a time, since they share the memory; on GPUs one on each."""
-    devices = [CPU] if wanted.device == CPU else [f"cuda:{index}" for index in range(here.num_devices)]
+    devices = (
+        [CPU] if wanted.device == CPU else [f"cuda:{index}" for index in range(here.num_devices)]
+    )
     return run_session(
-        cases, wanted.program, devices, journal, deadline_s=ends_s - time.monotonic(), hang_limit_s=wanted.hang_limit_s,
-        on_progress=on_progress, retry_failed=wanted.retry_failed, modules=(*MODULES, wanted.program.split(":")[0]))
+        cases,
+        wanted.program,
+        devices,
+        journal,
+        deadline_s=ends_s - time.monotonic(),
+        hang_limit_s=wanted.hang_limit_s,
+        on_progress=on_progress,
+        retry_failed=wanted.retry_failed,
+        modules=(*MODULES, wanted.program.split(":")[0]),
+    )
 
 
 def kept(
-    output: Path, known: UserProfile | None, records: Sequence[Record], here: ProfileEnvironment, precision: Precision,
+    output: Path,
+    known: UserProfile | None,
+    records: Sequence[Record],
+    here: ProfileEnvironment,
+    precision: Precision,
 ) -> UserProfile:
-    """Write the file with new records beside those it has, and every curve fitted to all. Raises ConfigError."""
+    """Write the file with new records beside those it has, and every curve fitted to all. Raises
+    ConfigError.
+    """
     new = UserProfile(
-        profile_version=PROFILE_VERSION, device=nominal_cluster(here).device.name, precision=precision.value, environment=here,
-        records=rounded_records(tuple(records)))
-    whole = new if known is None else merged(replace(known, calibration=None, fingerprint="", runs=()), new)
+        profile_version=PROFILE_VERSION,
+        device=nominal_cluster(here).device.name,
+        precision=precision.value,
+        environment=here,
+        records=rounded_records(tuple(records)),
+    )
+    whole = (
+        new
+        if known is None
+        else merged(replace(known, calibration=None, fingerprint="", runs=()), new)
+    )
     whole = fitted(whole)
     write_profile(whole, output)
     return whole
 
 
 def fitted(profile: UserProfile) -> UserProfile:
-    """The profile with cluster and curves of its records. Raises ConfigError: nothing that says how fast the device is."""
+    """The profile with cluster and curves of its records. Raises ConfigError: nothing that says how
+    fast the device is.
+    """
     here, precision = profile.environment, profile.precision
     if here is None or precision is None:
-        raise ConfigError("the profile does not say what it was measured on", hint="measure it again with plan profile")
+        raise ConfigError(
+            "the profile does not say what it was measured on",
+            hint="measure it again with plan profile",
+        )
     cluster = cluster_of(here, profile.records)
     base = shipped_profile(cluster.device.name) or analytic_profile(cluster.device.name)
     intra, inter, contention = links_of(profile.records, cluster)
-    curves = fit_profile(profile.records, cluster, precision, intra=intra or base.intra, inter=inter or base.inter, contention=contention)
+    curves = fit_profile(
+        profile.records,
+        cluster,
+        precision,
+        intra=intra or base.intra,
+        inter=inter or base.inter,
+        contention=contention,
+    )
     in_step = in_step_of(
-        profile.records, curves, cluster, Precision(precision), load_stack(STACK), host_adds=here.device == CPU)
-    return with_memory_facts(replace(
-        profile, device=cluster.device.name, cluster=cluster_document(cluster),
-        profile=replace(curves, in_step=in_step, host=host_speed(profile.records))))
-
+        profile.records,
+        curves,
+        cluster,
+        Precision(precision),
+        load_stack(STACK),
+        host_adds=here.device == CPU,
+    )
+    return with_memory_facts(
+        replace(
+            profile,
+            device=cluster.device.name,
+            cluster=cluster_document(cluster),
+            profile=replace(curves, in_step=in_step, host=host_speed(profile.records)),
+        )
+    )

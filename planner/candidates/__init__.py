@@ -1,1 +1,3 @@
-"""Every mesh, micro-batch and schedule is a candidate here, with its legality and its lower bounds."""
+"""Every mesh, micro-batch and schedule is a candidate here, with its legality and its lower
+bounds.
+"""

@@ -1,9 +1,11 @@
-"""A lower bound of a layout in chunks before any column is made: what a rank with many blocks must leave to the host, and pay for it.
+"""A lower bound of a layout in chunks before any column is made: what a rank with many blocks must
+leave to the host, and pay for it.
 
-Every block keeps as little as any can, its chunks are not padded, its workspace is nothing. For each count of HOST blocks the
-optimizer states of at least so many others must be on the host that the rest fits the device; more of them leave room for
-parameters of HOST blocks, which need not be fetched again, until copies take no longer than compute or all stay. What both cost is
-linear in between, so that the least is at one of these counts, taken as real numbers (EQUATIONS I5).
+Every block keeps as little as any can, its chunks are not padded, its workspace is nothing. For
+each count of HOST blocks the optimizer states of at least so many others must be on the host that
+the rest fits the device; more of them leave room for parameters of HOST blocks, which need not be
+fetched again, until copies take no longer than compute or all stay. What both cost is linear in
+between, so that the least is at one of these counts, taken as real numbers (EQUATIONS I5).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Least:
-    """What any block of a layout costs at least, by home; `room` bytes of the device are left by `num_blocks` of them."""
+    """What any block of a layout costs at least, by home; `room` bytes of the device are left by
+    `num_blocks` of them.
+    """
 
     num_blocks: int
     costs: dict[StateLocation, BlockCost]
@@ -42,7 +46,9 @@ class _Least:
         return float(getattr(self.costs[home], name).total) if home in self.costs else 0.0
 
     def counts(self) -> tuple[Array, Array, Array]:
-        """HOST blocks, and the least and the most OPTIMIZER blocks beside them that fit both sides."""
+        """HOST blocks, and the least and the most OPTIMIZER blocks beside them that fit both
+        sides.
+        """
         host = np.arange(self.num_blocks * (StateLocation.HOST in self.costs) + 1, dtype=np.float64)
         least = np.maximum(0.0, self._optimizer(host, np.zeros(len(host))))
         most = (self.num_blocks - host) * (StateLocation.OPTIMIZER in self.costs)
@@ -53,14 +59,22 @@ class _Least:
         return host[fits], least[fits], np.maximum(least[fits], most[fits])
 
     def _optimizer(self, host: Array, spare: Array) -> Array:
-        """How many OPTIMIZER blocks leave `spare` bytes of the device, beside `host` HOST blocks."""
+        """How many OPTIMIZER blocks leave `spare` bytes of the device, beside `host` HOST
+        blocks.
+        """
         device = self._value(StateLocation.DEVICE, "device")
-        found: Array = (spare - self.room + (self.num_blocks - host) * device) / (device - self._value(StateLocation.OPTIMIZER, "device"))
+        found: Array = (spare - self.room + (self.num_blocks - host) * device) / (
+            device - self._value(StateLocation.OPTIMIZER, "device")
+        )
         return found
 
     def _spare(self, host: Array, optimizer: Array) -> Array:
         device = self.num_blocks - host - optimizer
-        found: Array = self.room - device * self._value(StateLocation.DEVICE, "device") - optimizer * self._value(StateLocation.OPTIMIZER, "device")
+        found: Array = (
+            self.room
+            - device * self._value(StateLocation.DEVICE, "device")
+            - optimizer * self._value(StateLocation.OPTIMIZER, "device")
+        )
         return found
 
     def ways(self) -> tuple[Array, list[Array]]:
@@ -75,13 +89,26 @@ class _Least:
         hidden_s = np.maximum(self.num_blocks * self.compute_s, host * cost.send_s)
         missed = (hidden_s * self.passes / cost.fetch_s - host) / (2 * self.passes - 1)
         enough = [np.maximum(0.0, host - 1 - missed), np.maximum(0.0, host - 1)]
-        return host, [*ways, *(np.clip(self._optimizer(host, held * cost.fetched_bytes), least, most) for held in enough)]
+        return host, [
+            *ways,
+            *(
+                np.clip(self._optimizer(host, held * cost.fetched_bytes), least, most)
+                for held in enough
+            ),
+        ]
 
     def _even_updates(self, host: Array) -> Iterator[Array]:
-        """OPTIMIZER blocks with which two of the host's update, the device's and the way back take equally long."""
+        """OPTIMIZER blocks with which two of the host's update, the device's and the way back take
+        equally long.
+        """
         on_host, on_device, back = (
-            getattr(self.costs[home], name) for home, name in
-            ((StateLocation.OPTIMIZER, "host_adam_s"), (StateLocation.DEVICE, "device_adam_s"), (StateLocation.OPTIMIZER, "return_s")))
+            getattr(self.costs[home], name)
+            for home, name in (
+                (StateLocation.OPTIMIZER, "host_adam_s"),
+                (StateLocation.DEVICE, "device_adam_s"),
+                (StateLocation.OPTIMIZER, "return_s"),
+            )
+        )
         yield ((self.num_blocks - host) * on_device - host * on_host) / (on_host + on_device)
         yield (self.num_blocks - host) * on_device / (back + on_device)
         if back > on_host:
@@ -95,8 +122,14 @@ class _Least:
             held = np.maximum(0.0, self._spare(host, optimizer)) / cost.fetched_bytes
             swept = host + (2 * self.passes - 1) * np.maximum(0.0, host - 1 - held)
             copied_s = np.maximum(swept / self.passes * cost.fetch_s, host * cost.send_s)
-            micro_batch_s = np.maximum(micro_batch_s, copied_s) + (1 - 1 / self.passes) * host * cost.added_s
-        counts = {StateLocation.HOST: host, StateLocation.OPTIMIZER: optimizer, StateLocation.DEVICE: self.num_blocks - host - optimizer}
+            micro_batch_s = (
+                np.maximum(micro_batch_s, copied_s) + (1 - 1 / self.passes) * host * cost.added_s
+            )
+        counts = {
+            StateLocation.HOST: host,
+            StateLocation.OPTIMIZER: optimizer,
+            StateLocation.DEVICE: self.num_blocks - host - optimizer,
+        }
         found: Array = repeats * micro_batch_s + once_s(counts, self.costs)
         return found
 
@@ -104,38 +137,75 @@ class _Least:
 class ChunkBound:
     """The bound of one layout within a memory limit, by the blocks of its fullest rank."""
 
-    def __init__(self, layout: ParallelLayout, table: MixTable, time: TimeBound, limit_bytes: float, share: float) -> None:
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        table: MixTable,
+        time: TimeBound,
+        limit_bytes: float,
+        share: float,
+    ) -> None:
         price_cache = table.price_cache
         self.layout, self.time, self.repeats = layout, time, layout.num_micro_batches - share
         self.costs = table.block_costs(layout, layout.sharding)
         held = [stashes(LayerKind.BLOCK, rank, layout) for rank in range(layout.mesh.pp)]
-        self.kept_bytes = least_kept_bytes(layout, table) / layout.virtual_stages * (max if layout.equal_ranks else min)(held)
+        self.kept_bytes = (
+            least_kept_bytes(layout, table)
+            / layout.virtual_stages
+            * (max if layout.equal_ranks else min)(held)
+        )
         self.host_room = table.host_share_bytes
-        ends = ends_bytes(0, layout, 3 if layout.mesh.dp > 1 else 0, table) if layout.mesh.pp == 1 else 0.0
-        self.usable = usable_bytes(limit_bytes, layout.mesh, price_cache) - max(ends, self._inside_bytes(table))
+        ends = (
+            ends_bytes(0, layout, 3 if layout.mesh.dp > 1 else 0, table)
+            if layout.mesh.pp == 1
+            else 0.0
+        )
+        self.usable = usable_bytes(limit_bytes, layout.mesh, price_cache) - max(
+            ends, self._inside_bytes(table)
+        )
         self.num_layers = price_cache.model.num_layers
 
     def _inside_bytes(self, table: MixTable) -> float:
-        """What a block that runs backward needs at least besides states and what it keeps: gradients, and gathered groups."""
+        """What a block that runs backward needs at least besides states and what it keeps:
+        gradients, and gathered groups.
+        """
         training, mesh = table.price_cache.training, self.layout.mesh
         in_parameters = writes_over_parameters(training, self.layout.num_micro_batches)
         gradient = 0 if in_parameters else training.gradient_precision.num_bytes
         gathered = (training.precision.num_bytes + gradient) * (mesh.dp > 1)
-        return float((training.precision.num_bytes + gathered) * sum(table.tensors(self.layout.sharding)))
+        return float(
+            (training.precision.num_bytes + gathered) * sum(table.tensors(self.layout.sharding))
+        )
 
     def step_s(self, num_blocks: int | None = None) -> float:
-        """Seconds of a step in which some rank has `num_blocks` blocks, by default as many as the fullest has at least."""
+        """Seconds of a step in which some rank has `num_blocks` blocks, by default as many as the
+        fullest has at least.
+        """
         count = -(-self.num_layers // self.layout.mesh.pp) if num_blocks is None else num_blocks
         least = _Least(
-            num_blocks=count, costs=self.costs, compute_s=self.time.block_s, passes=self.layout.num_micro_batches,
-            room=self.usable - count * self.kept_bytes, host_room=self.host_room)
+            num_blocks=count,
+            costs=self.costs,
+            compute_s=self.time.block_s,
+            passes=self.layout.num_micro_batches,
+            room=self.usable - count * self.kept_bytes,
+            host_room=self.host_room,
+        )
         host, ways = least.ways()
         if not len(host):
             return INFINITY
-        return self.time.total_s + min(float(least.seconds(host, optimizer, self.repeats).min()) for optimizer in ways)
+        return self.time.total_s + min(
+            float(least.seconds(host, optimizer, self.repeats).min()) for optimizer in ways
+        )
 
     def longest_rank(self, cut_s: float) -> int | None:
-        """How many blocks a rank may hold before the layout takes `cut_s` or more; None when there is no such limit."""
+        """How many blocks a rank may hold before the layout takes `cut_s` or more; None when there
+        is no such limit.
+        """
         if self.step_s(self.num_layers) < cut_s:
             return None
-        return max(1, bisect_left(range(1, self.num_layers + 1), True, key=lambda count: self.step_s(count) >= cut_s))
+        return max(
+            1,
+            bisect_left(
+                range(1, self.num_layers + 1), True, key=lambda count: self.step_s(count) >= cut_s
+            ),
+        )

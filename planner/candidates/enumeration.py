@@ -1,4 +1,6 @@
-"""The outer candidates: every mesh, micro-batch and schedule for a number of GPUs, each illegal one with its reason."""
+"""The outer candidates: every mesh, micro-batch and schedule for a number of GPUs, each illegal one
+with its reason.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +50,23 @@ class CandidateSpace:
 
 def layout_text(layout: ParallelLayout) -> str:
     """A candidate in one line: `pp 4 x dp 16 x tp 1, 1f1b, micro-batch 4 x 16`."""
-    schedule = f"{layout.schedule}" + (f" x {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else "")
+    schedule = f"{layout.schedule}" + (
+        f" x {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else ""
+    )
     sequence = ", sequence parallel" if layout.sequence_parallel else ""
     overlap = f", sub-pipelined at level {layout.tp_overlap}" if layout.tp_overlap else ""
     chunks = ", in chunks" if layout.chunked else ""
     return f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}{sequence}{overlap}{chunks}"
 
 
-def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool) -> str | None:
+def illegal_tensor_parallel(
+    tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool
+) -> str | None:
     """Why `tp` cannot split this model on this cluster, or None."""
     for name, size in (
-        ("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads), ("ffn width", model.ffn_hidden_size),
+        ("attention heads", model.num_heads),
+        ("key-value heads", model.num_kv_heads),
+        ("ffn width", model.ffn_hidden_size),
         ("vocabulary", model.padded_vocab_size),
     ):
         if size % tp:
@@ -114,42 +122,71 @@ def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | Non
     ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep)
     if ban:
         return f"excluded by --forbid {ban}"
-    if not (_allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)):
+    if not (
+        _allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)
+    ):
         return "excluded by --pp, --dp or --tp"
     if not _allowed(pins.ep, mesh.ep):
         return "excluded by --ep"
-    return f"pp {mesh.pp} is more than the {model.num_layers} layers" if mesh.pp > model.num_layers else None
+    return (
+        f"pp {mesh.pp} is more than the {model.num_layers} layers"
+        if mesh.pp > model.num_layers
+        else None
+    )
 
 
-def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
-    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned.
+def _schedules(
+    mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints
+) -> Iterator[tuple[Schedule, int]]:
+    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot
+    run or GPipe is pinned.
 
-    ZBV wherever it is legal, filled or not. Schedules that recompute ahead of the gradient where a pin leaves something to
-    recompute, or pinned: early recompute and the shifted critical path. Last-no-recompute only pinned: where every layer may
-    choose its recompute, early recompute has the plans in which the last stage recomputes nothing, at most one recompute slower.
+    ZBV wherever it is legal, filled or not. Schedules that recompute ahead of the gradient where a
+    pin leaves something to recompute, or pinned: early recompute and the shifted critical path.
+    Last-no-recompute only pinned: where every layer may choose its recompute, early recompute has
+    the plans in which the last stage recomputes nothing, at most one recompute slower.
     """
     if mesh.pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
         return
-    asked = (*(pins.schedule or ()), *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()))
+    asked = (
+        *(pins.schedule or ()),
+        *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()),
+    )
     if num_micro_batches >= mesh.pp or Schedule.ONE_F_ONE_B in asked:
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
         yield Schedule.GPIPE, 1
     moves = set(pins.recompute or Recompute) != {Recompute.NONE}
     for schedule in (Schedule.EARLY_RECOMPUTE, Schedule.SCP):
-        if schedule in asked or (moves and num_micro_batches >= mesh.pp and not legal(schedule, mesh.pp, num_micro_batches, 1)):
+        if schedule in asked or (
+            moves
+            and num_micro_batches >= mesh.pp
+            and not legal(schedule, mesh.pp, num_micro_batches, 1)
+        ):
             yield schedule, 1
     if Schedule.LAST_NO_RECOMPUTE in asked:
         yield Schedule.LAST_NO_RECOMPUTE, 1
     yield Schedule.ZBV, 2
-    shares = (layers // mesh.pp for layers in (model.num_layers, model.num_layers + 2) if layers % mesh.pp == 0)
-    yield from ((Schedule.INTERLEAVED, v) for v in sorted({v for share in shares for v in divisors(share) if v > 1}))
+    shares = (
+        layers // mesh.pp
+        for layers in (model.num_layers, model.num_layers + 2)
+        if layers % mesh.pp == 0
+    )
+    yield from (
+        (Schedule.INTERLEAVED, v)
+        for v in sorted({v for share in shares for v in divisors(share) if v > 1})
+    )
 
 
-def _layouts(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[ParallelLayout | Pruned]:
+def _layouts(
+    mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constraints
+) -> Iterator[ParallelLayout | Pruned]:
     if training.global_batch_size % mesh.dp:
-        yield Pruned(str(mesh), f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}")
+        yield Pruned(
+            str(mesh),
+            f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}",
+        )
         return
     per_replica = training.global_batch_size // mesh.dp
     for micro_batch_size in divisors(per_replica):
@@ -160,25 +197,53 @@ def _layouts(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constra
             yield Pruned(f"{mesh}, micro-batch {micro_batch_size}", f"excluded by --forbid {ban}")
             continue
         if micro_batch_size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
-            yield Pruned(f"{mesh}, micro-batch {micro_batch_size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned")
+            yield Pruned(
+                f"{mesh}, micro-batch {micro_batch_size}",
+                f"above {MAX_MICRO_BATCH_SIZE} only if pinned",
+            )
             continue
         num_micro_batches = per_replica // micro_batch_size
-        if mesh.pp > 1 and num_micro_batches >= mesh.pp and not (pins.schedule or pins.ban(schedule=Schedule.ONE_F_ONE_B)):
-            yield Pruned(f"{mesh}, gpipe, micro-batch {micro_batch_size}", "gpipe takes as long as 1f1b and holds more; --schedule gpipe")
+        if (
+            mesh.pp > 1
+            and num_micro_batches >= mesh.pp
+            and not (pins.schedule or pins.ban(schedule=Schedule.ONE_F_ONE_B))
+        ):
+            yield Pruned(
+                f"{mesh}, gpipe, micro-batch {micro_batch_size}",
+                "gpipe takes as long as 1f1b and holds more; --schedule gpipe",
+            )
         for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
             for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
                 layout = ParallelLayout(
-                    mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
-                    num_micro_batches=num_micro_batches, sequence_parallel=sequence_parallel)
-                reason = _excluded(layout, pins, training.stack) or illegal_layout(layout, model, training)
-                yield from (Pruned(layout_text(layout), reason),) if reason else _levels(layout, model, training, pins)
+                    mesh=mesh,
+                    schedule=schedule,
+                    virtual_stages=virtual_stages,
+                    micro_batch_size=micro_batch_size,
+                    num_micro_batches=num_micro_batches,
+                    sequence_parallel=sequence_parallel,
+                )
+                reason = _excluded(layout, pins, training.stack) or illegal_layout(
+                    layout, model, training
+                )
+                yield from (
+                    (Pruned(layout_text(layout), reason),)
+                    if reason
+                    else _levels(layout, model, training, pins)
+                )
 
 
-def _levels(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[ParallelLayout | Pruned]:
-    """The layout at each level of sub-pipelining that is pinned, else at those that the stack runs."""
+def _levels(
+    layout: ParallelLayout, model: ModelSpec, training: TrainingSpec, pins: Constraints
+) -> Iterator[ParallelLayout | Pruned]:
+    """The layout at each level of sub-pipelining that is pinned, else at those that the stack
+    runs.
+    """
     asked = range(training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
     for level in asked if layout.mesh.tp > 1 else (0,):
-        found, ban = replace(layout, tp_overlap=level), pins.ban(tp_overlap=level) if layout.mesh.tp > 1 else None
+        found, ban = (
+            replace(layout, tp_overlap=level),
+            pins.ban(tp_overlap=level) if layout.mesh.tp > 1 else None,
+        )
         reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
         if pins.recompute == (Recompute.FULL,):
             reason = reason or illegal_full_recompute(level, model)
@@ -191,7 +256,10 @@ def _levels(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec, pi
 
 def _in_chunks(layout: ParallelLayout, pins: Constraints) -> ParallelLayout | Pruned:
     """The same with the states of its blocks in chunks, of which the host may keep some."""
-    found, reason = replace(layout, chunked=True), illegal_chunks(layout, pins.zero, pins.zero_ranks)
+    found, reason = (
+        replace(layout, chunked=True),
+        illegal_chunks(layout, pins.zero, pins.zero_ranks),
+    )
     return Pruned(layout_text(found), reason) if reason else found
 
 
@@ -199,8 +267,14 @@ def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | 
     reason = lacking_schedule(layout, stack)
     if reason:
         return reason
-    ban = pins.ban(schedule=layout.schedule, virtual_stages=layout.virtual_stages) if layout.mesh.pp > 1 else None
-    ban = ban or (pins.ban(sequence_parallel=layout.sequence_parallel) if layout.mesh.tp > 1 else None)
+    ban = (
+        pins.ban(schedule=layout.schedule, virtual_stages=layout.virtual_stages)
+        if layout.mesh.pp > 1
+        else None
+    )
+    ban = ban or (
+        pins.ban(sequence_parallel=layout.sequence_parallel) if layout.mesh.tp > 1 else None
+    )
     if ban:
         return f"excluded by --forbid {ban}"
     if layout.mesh.pp > 1 and not _allowed(pins.schedule, layout.schedule):
@@ -218,9 +292,14 @@ def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | 
 
 
 def enumerate_candidates(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    deadline: Deadline = NEVER,
 ) -> CandidateSpace:
-    """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes.
+    """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches
+    that a pin excludes.
 
     Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
     """
@@ -241,7 +320,10 @@ def enumerate_candidates(
 def no_candidate_error(space: CandidateSpace, cluster: Cluster) -> ConfigError:
     """Of a space without candidates the most common reason."""
     reasons = Counter(pruned.reason for pruned in space.pruned)
-    reason, _ = max(reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0))
+    reason, _ = max(
+        reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0)
+    )
     return ConfigError(
         f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates most fall because {reason}",
-        hint="choose another --gpus or --global-batch-size, or drop a pinned degree")
+        hint="choose another --gpus or --global-batch-size, or drop a pinned degree",
+    )

@@ -1,4 +1,6 @@
-"""What no search looks at, whatever the request, and so what no gap covers. `--explain` lists it beside the candidates that were pruned."""
+"""What no search looks at, whatever the request, and so what no gap covers. `--explain` lists it
+beside the candidates that were pruned.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,23 @@ class LeftOut:
 
 
 _ALWAYS = (
-    LeftOut("recompute under zero-bubble V", "schedules that split backward passes run without recompute"),
+    LeftOut(
+        "recompute under zero-bubble V",
+        "schedules that split backward passes run without recompute",
+    ),
     LeftOut("ZeRO 3 under zero-bubble V", "it frees what a split backward pass still needs"),
-    LeftOut("ZeRO 3 under early recompute and the shifted critical path", "its gather for a recompute ahead of the gradient has no price"),
-    LeftOut("interleaved 1F1B with unequal virtual stages", "each holds as many blocks, but for one less on the first and the last"),
-    LeftOut("blocks of one stage whose weights are divided in different ways", "a stage has one layout of the weights"),
+    LeftOut(
+        "ZeRO 3 under early recompute and the shifted critical path",
+        "its gather for a recompute ahead of the gradient has no price",
+    ),
+    LeftOut(
+        "interleaved 1F1B with unequal virtual stages",
+        "each holds as many blocks, but for one less on the first and the last",
+    ),
+    LeftOut(
+        "blocks of one stage whose weights are divided in different ways",
+        "a stage has one layout of the weights",
+    ),
     LeftOut("different ZeRO stages of embedding and head on one rank", "they have one"),
 )
 
@@ -30,14 +44,37 @@ def left_out(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[LeftOut, ...]:
     """What a search within `pins` leaves out, for what the stack runs."""
     found = list(_ALWAYS)
     if "operators" not in stack.recompute:
-        found.append(LeftOut("recompute of any list of operators", f"{stack.name} runs {', '.join(stack.recompute)}"))
+        found.append(
+            LeftOut(
+                "recompute of any list of operators",
+                f"{stack.name} runs {', '.join(stack.recompute)}",
+            )
+        )
     if "last-no-recompute" not in (pins.schedule or ()):
-        found.append(LeftOut(
-            "last-no-recompute", "early recompute has its plans and takes at most one recompute longer; --schedule last-no-recompute"))
+        found.append(
+            LeftOut(
+                "last-no-recompute",
+                "early recompute has its plans and takes at most one recompute longer; --schedule last-no-recompute",
+            )
+        )
     if pins.tp_overlap is None:
-        found.append(LeftOut("sub-pipelined tensor parallelism that the stack does not run", "--tp-overlap asks for it"))
+        found.append(
+            LeftOut(
+                "sub-pipelined tensor parallelism that the stack does not run",
+                "--tp-overlap asks for it",
+            )
+        )
     if pins.zero_ranks is None:
-        found.append(LeftOut("states sharded over some of the data-parallel ranks", "--zero-ranks asks for it"))
+        found.append(
+            LeftOut(
+                "states sharded over some of the data-parallel ranks", "--zero-ranks asks for it"
+            )
+        )
     if pins.offload is None:
-        found.append(LeftOut("the host, where something fits without it", "--host-memory or --offload asks for it"))
+        found.append(
+            LeftOut(
+                "the host, where something fits without it",
+                "--host-memory or --offload asks for it",
+            )
+        )
     return tuple(found)

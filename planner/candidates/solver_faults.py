@@ -1,4 +1,6 @@
-"""Frames that a solver leaves without an answer, and a solver's `infeasible` that is not: neither may pass for a proof."""
+"""Frames that a solver leaves without an answer, and a solver's `infeasible` that is not: neither
+may pass for a proof.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class GaveUp(Exception):  # noqa: N818 - not an error where a plan was found
 class Unanswered:
     """The candidates that ended without an answer: their bounds stay open.
 
-    failures: the errors of a solver that crashed, hung or answered nonsense; in_a_row: how many since its last answer
+    failures: the errors of a solver that crashed, hung or answered nonsense; in_a_row: how many
+    since its last answer
     """
 
     bounds: list[float] = field(default_factory=list)
@@ -32,7 +35,9 @@ class Unanswered:
     in_a_row: int = 0
 
     def attempt(self, solve: Callable[[], T | None], bound: float) -> T | None:
-        """What `solve` finds; None when it finds nothing, or ends without an answer. Raises GaveUp."""
+        """What `solve` finds; None when it finds nothing, or ends without an answer. Raises
+        GaveUp.
+        """
         try:
             found = solve()
         except Unsolved:
@@ -55,19 +60,25 @@ def failure_text(failures: Sequence[SolverError]) -> str | None:
     if not failures:
         return None
     candidates = "1 candidate" if len(failures) == 1 else f"{len(failures)} candidates"
-    return f"the solver failed on {candidates}, which nothing is proven about: {failures[-1].message}"
+    return (
+        f"the solver failed on {candidates}, which nothing is proven about: {failures[-1].message}"
+    )
 
 
 def can_place(options: Sequence[Sequence[StageColumn]], num_layers: int, *, tied: bool) -> bool:
-    """Whether one column a rank can hold `num_layers` blocks: what makes the throughput master feasible.
+    """Whether one column a rank can hold `num_layers` blocks: what makes the throughput master
+    feasible.
 
-    tied: first and last rank must both shard their states, or neither (C7). Bit n of `reachable`: n blocks can be held.
+    tied: first and last rank must both shard their states, or neither (C7). Bit n of `reachable`: n
+    blocks can be held.
     """
     for sharded in (False, True) if tied and len(options) > 1 else (None,):
         reachable = 1
         for rank, columns in enumerate(options):
             free = sharded is None or 0 < rank < len(options) - 1
-            counts = {column.num_blocks for column in columns if free or (column.zero > 0) is sharded}
+            counts = {
+                column.num_blocks for column in columns if free or (column.zero > 0) is sharded
+            }
             reachable = reduce(or_, (reachable << count for count in counts), 0)
         if reachable >> num_layers & 1:
             return True

@@ -1,4 +1,6 @@
-"""What a software stack runs of schedules and recompute: a search keeps to it, and a pin that it lacks is an error."""
+"""What a software stack runs of schedules and recompute: a search keeps to it, and a pin that it
+lacks is an error.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,37 @@ from parplan.profiles.stack import Stack
 def lacking_schedule(layout: ParallelLayout, stack: Stack) -> str | None:
     """Why the stack does not run the pipeline of a layout, or None.
 
-    1F1B of too few micro-batches to fill the pipeline is GPipe: every forward pass comes before the first backward pass on rank 0.
+    1F1B of too few micro-batches to fill the pipeline is GPipe: every forward pass comes before the
+    first backward pass on rank 0.
     """
     unfilled = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < layout.mesh.pp
-    runs = Schedule.ONE_F_ONE_B if unfilled and Schedule.GPIPE.value not in stack.schedules else layout.schedule
+    runs = (
+        Schedule.ONE_F_ONE_B
+        if unfilled and Schedule.GPIPE.value not in stack.schedules
+        else layout.schedule
+    )
     if layout.mesh.pp == 1 or runs.value in stack.schedules:
         return None
     return f"{stack.name} does not run {layout.schedule}"
 
 
-def require_stack_runs(stack: Stack, schedules: Sequence[Schedule], levels: Sequence[Recompute]) -> None:
-    """Raises ConfigError for the first schedule or level of recompute that the stack does not run, with the stacks that do."""
+def require_stack_runs(
+    stack: Stack, schedules: Sequence[Schedule], levels: Sequence[Recompute]
+) -> None:
+    """Raises ConfigError for the first schedule or level of recompute that the stack does not run,
+    with the stacks that do.
+    """
     for option, names in (("schedule", schedules), ("recompute", levels)):
         has = _runs(stack, option)
         lacking = next((name.value for name in names if name.value not in has), None)
         if lacking is not None:
-            others = [other for other in stack_names() if lacking in _runs(load_stack(other), option)]
+            others = [
+                other for other in stack_names() if lacking in _runs(load_stack(other), option)
+            ]
             raise ConfigError(
                 f"--{option} {lacking}: the stack {stack.name} does not run it, it runs {', '.join(has) or 'none'}",
-                hint=f"choose a --stack that does: {', '.join(others)}")
+                hint=f"choose a --stack that does: {', '.join(others)}",
+            )
 
 
 def _runs(stack: Stack, option: str) -> tuple[str, ...]:

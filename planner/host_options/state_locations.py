@@ -1,7 +1,9 @@
-"""Where the states of a rank's blocks may lie, and which candidates may hold them in chunks (EQUATIONS O3).
+"""Where the states of a rank's blocks may lie, and which candidates may hold them in chunks
+(EQUATIONS O3).
 
-The homes of a rank are two counts: its last `host` blocks have all at the host, the `optimizer` blocks before them their
-master weights and moments, the rest nothing. Blocks of one home are next to each other, so that a chunk holds one home.
+The homes of a rank are two counts: its last `host` blocks have all at the host, the `optimizer`
+blocks before them their master weights and moments, the rest nothing. Blocks of one home are next
+to each other, so that a chunk holds one home.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import StateLocation
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout
 from parplan.planner.dominance import Ints
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -23,7 +25,9 @@ _NEEDS = {StateLocation.OPTIMIZER: Offload.OPTIMIZER, StateLocation.HOST: Offloa
 
 @dataclass(frozen=True, slots=True)
 class BlockLocations:
-    """How many of a rank's blocks the host keeps whole, and of how many others the optimizer's states."""
+    """How many of a rank's blocks the host keeps whole, and of how many others the optimizer's
+    states.
+    """
 
     host: int = 0
     optimizer: int = 0
@@ -31,7 +35,11 @@ class BlockLocations:
     def of(self, num_blocks: int) -> tuple[StateLocation, ...]:
         """The home of each of the rank's blocks, in the order of the model."""
         device = num_blocks - self.host - self.optimizer
-        return (StateLocation.DEVICE,) * device + (StateLocation.OPTIMIZER,) * self.optimizer + (StateLocation.HOST,) * self.host
+        return (
+            (StateLocation.DEVICE,) * device
+            + (StateLocation.OPTIMIZER,) * self.optimizer
+            + (StateLocation.HOST,) * self.host
+        )
 
 
 NOTHING = BlockLocations()
@@ -49,18 +57,29 @@ def locations_allowed(offload: Collection[Offload]) -> tuple[StateLocation, ...]
 
 @lru_cache(maxsize=256)
 def _counts(num_blocks: int, allowed: tuple[StateLocation, ...]) -> tuple[Ints, Ints]:
-    host, optimizer = np.indices([num_blocks * (home in allowed) + 1 for home in (StateLocation.HOST, StateLocation.OPTIMIZER)]).reshape(2, -1)
+    host, optimizer = np.indices(
+        [
+            num_blocks * (home in allowed) + 1
+            for home in (StateLocation.HOST, StateLocation.OPTIMIZER)
+        ]
+    ).reshape(2, -1)
     within = host + optimizer <= num_blocks
     return host[within], optimizer[within]
 
 
 def counts_of_locations(num_blocks: int, allowed: Collection[StateLocation]) -> tuple[Ints, Ints]:
-    """Every way to give the blocks of a rank homes that are `allowed`: the counts of HOST and of OPTIMIZER blocks."""
+    """Every way to give the blocks of a rank homes that are `allowed`: the counts of HOST and of
+    OPTIMIZER blocks.
+    """
     return _counts(num_blocks, tuple(home for home in StateLocation if home in allowed))
 
 
-def illegal_chunks(layout: ParallelLayout, zero: Collection[int] | None = None, zero_ranks: int | None = None) -> str | None:
-    """Why the blocks of a layout cannot be held in chunks, or None; `zero`: the ZeRO stages allowed, None for all."""
+def illegal_chunks(
+    layout: ParallelLayout, zero: Collection[int] | None = None, zero_ranks: int | None = None
+) -> str | None:
+    """Why the blocks of a layout cannot be held in chunks, or None; `zero`: the ZeRO stages
+    allowed, None for all.
+    """
     what = "chunks"
     if layout.splits_backward:
         return f"{what} follow whole backward passes, {layout.schedule} splits them"
@@ -77,11 +96,32 @@ def illegal_chunks(layout: ParallelLayout, zero: Collection[int] | None = None, 
     return None
 
 
-def at_locations(stages: Sequence[tuple[LayerChoice, ...]], layout: ParallelLayout, homes: Sequence[BlockLocations]) -> tuple[tuple[LayerChoice, ...], ...]:
-    """`stages` with the blocks of every pipeline rank at `homes[rank]`, over all its virtual stages in the order of the model."""
+def at_locations(
+    stages: Sequence[tuple[LayerChoice, ...]],
+    layout: ParallelLayout,
+    homes: Sequence[BlockLocations],
+) -> tuple[tuple[LayerChoice, ...], ...]:
+    """`stages` with the blocks of every pipeline rank at `homes[rank]`, over all its virtual stages
+    in the order of the model.
+    """
     left = {
-        rank: iter(homes[rank].of(sum(choice.kind is LayerKind.BLOCK for stage in layout.stages_of(rank) for choice in stages[stage])))
-        for rank in range(layout.mesh.pp)}
+        rank: iter(
+            homes[rank].of(
+                sum(
+                    choice.kind is LayerKind.BLOCK
+                    for stage in layout.stages_of(rank)
+                    for choice in stages[stage]
+                )
+            )
+        )
+        for rank in range(layout.mesh.pp)
+    }
     return tuple(
-        tuple(replace(choice, home=next(left[layout.rank_of(number)])) if choice.kind is LayerKind.BLOCK else choice for choice in stage)
-        for number, stage in enumerate(stages))
+        tuple(
+            replace(choice, home=next(left[layout.rank_of(number)]))
+            if choice.kind is LayerKind.BLOCK
+            else choice
+            for choice in stage
+        )
+        for number, stage in enumerate(stages)
+    )

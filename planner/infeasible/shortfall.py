@@ -1,4 +1,6 @@
-"""When nothing fits: how much the leanest plan is short, on which stage, and the smallest cluster on which one would fit."""
+"""When nothing fits: how much the leanest plan is short, on which stage, and the smallest cluster
+on which one would fit.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,15 @@ from parplan.profiles.stack import Stack
 from parplan.profiles.units import GIB, MIB, gib
 
 STATE_BYTES = 24  # of a parameter on the host, padding included: more than any home needs
-FILLED = 4  # micro-batches for each virtual stage: the pipeline is full, and no pass is the first and the last of its chunk
+# micro-batches for each virtual stage: the pipeline is full, and no pass is the first and the last
+# of its chunk
+FILLED = 4
 EXPLAINED_S = 60.0  # for what binds, and how many GPUs are enough: an explanation, not an answer
 ROUNDING = 2.0**-40  # relative: bytes are not halved in on beyond it
 UNTRIED = "how many are enough was not searched to the end"
-MOST_TIMES_LARGER = 64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
+MOST_TIMES_LARGER = (
+    64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
+)
 
 
 def limit_bytes(cluster: Cluster, stack: Stack, options: SearchOptions) -> float:
@@ -47,7 +53,9 @@ def limit_bytes(cluster: Cluster, stack: Stack, options: SearchOptions) -> float
 
 @dataclass(frozen=True, slots=True)
 class _LeastPeakCandidate:
-    """The layout whose fullest rank needs the fewest bytes, that rank, and the columns of all ranks."""
+    """The layout whose fullest rank needs the fewest bytes, that rank, and the columns of all
+    ranks.
+    """
 
     layout: ParallelLayout
     rank: int
@@ -64,9 +72,11 @@ class _LeastPeakCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """The leanest plan of a request that does not fit: what its fullest stage needs and what a plan may fill, and both in words.
+    """The leanest plan of a request that does not fit: what its fullest stage needs and what a plan
+    may fill, and both in words.
 
-    host_bytes: of a node with which something fits the devices as they are, None where no host's memory is enough or asked for
+    host_bytes: of a node with which something fits the devices as they are, None where no host's
+    memory is enough or asked for
     """
 
     need_bytes: float
@@ -93,7 +103,9 @@ class _Ranks:
     def most_blocks(self, rank: int, limit: float) -> int:
         """How many blocks fit a device of `limit` bytes, 0 when not even the fewest do."""
         counts = self.counts(rank)
-        within = bisect_right(counts, limit, key=lambda count: self.smallest(rank, count).memory_bytes)
+        within = bisect_right(
+            counts, limit, key=lambda count: self.smallest(rank, count).memory_bytes
+        )
         return counts[within - 1] if within else 0
 
 
@@ -111,10 +123,22 @@ def _fits(layout: ParallelLayout, table: MixTable, limit: float) -> bool:
 
 
 def _leanest_of(layout: ParallelLayout, table: MixTable) -> _LeastPeakCandidate:
-    """The split of the blocks whose fullest rank needs least, by bisection over the memory limit, to 1 MiB."""
-    num_layers, pp, ranks = table.price_cache.model.num_layers, layout.mesh.pp, _Ranks(layout, table)
+    """The split of the blocks whose fullest rank needs least, by bisection over the memory limit,
+    to 1 MiB.
+    """
+    num_layers, pp, ranks = (
+        table.price_cache.model.num_layers,
+        layout.mesh.pp,
+        _Ranks(layout, table),
+    )
     even = -(-num_layers // pp)
-    low, high = 0.0, max(ranks.smallest(rank, min(even, ranks.counts(rank)[-1])).memory_bytes for rank in range(pp))
+    low, high = (
+        0.0,
+        max(
+            ranks.smallest(rank, min(even, ranks.counts(rank)[-1])).memory_bytes
+            for rank in range(pp)
+        ),
+    )
     while high - low > max(MIB, ROUNDING * high):
         table.deadline.check()
         middle = (low + high) / 2
@@ -122,16 +146,23 @@ def _leanest_of(layout: ParallelLayout, table: MixTable) -> _LeastPeakCandidate:
         low, high = (low, middle) if all(most) and sum(most) >= num_layers else (middle, high)
     held = [ranks.most_blocks(rank, high) for rank in range(pp)]
     fullest = max(range(pp), key=lambda rank: ranks.smallest(rank, held[rank]).memory_bytes)
-    for rank in (rank for rank in range(pp) if rank != fullest):  # the others need not hold as many as they could
+    for rank in (
+        rank for rank in range(pp) if rank != fullest
+    ):  # the others need not hold as many as they could
         held[rank] -= min(held[rank] - 1, sum(held) - num_layers)
     return _LeastPeakCandidate(layout, fullest, tuple(map(ranks.smallest, range(pp), held)))
 
 
 def _least_memory_layouts(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    deadline: Deadline = NEVER,
 ) -> Iterator[ParallelLayout]:
-    """The layouts that can be leanest: per mesh and level of sub-pipelining the smallest micro-batch, without virtual stages,
-    sequence parallel."""
+    """The layouts that can be leanest: per mesh and level of sub-pipelining the smallest
+    micro-batch, without virtual stages, sequence parallel.
+    """
     seen: dict[object, ParallelLayout] = {}
     for layout in enumerate_candidates(model, cluster, training, pins, deadline).layouts:
         alike = layout.mesh, layout.tp_overlap, layout.chunked
@@ -142,35 +173,66 @@ def _least_memory_layouts(
 
 
 def _thirst(layout: ParallelLayout) -> tuple[int, bool, int, bool]:
-    """Orders the layouts of one mesh by the memory they need: of virtual stages many hold less than few, one least."""
-    return layout.micro_batch_size, layout.virtual_stages > 1, -layout.virtual_stages, not layout.sequence_parallel
+    """Orders the layouts of one mesh by the memory they need: of virtual stages many hold less than
+    few, one least.
+    """
+    return (
+        layout.micro_batch_size,
+        layout.virtual_stages > 1,
+        -layout.virtual_stages,
+        not layout.sequence_parallel,
+    )
 
 
 def _leanest(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    deadline: Deadline = NEVER,
 ) -> _LeastPeakCandidate | None:
-    table = MixTable(PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(training.stack), deadline)
-    found = (_leanest_of(layout, table) for layout in _least_memory_layouts(model, cluster, training, pins, deadline))
+    table = MixTable(
+        PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks),
+        pins.resolved(training.stack),
+        deadline,
+    )
+    found = (
+        _leanest_of(layout, table)
+        for layout in _least_memory_layouts(model, cluster, training, pins, deadline)
+    )
     return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
 
 
 def least_peak_bytes(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    deadline: Deadline = NEVER,
 ) -> float | None:
-    """The bytes that the fullest rank of the leanest plan needs, to 1 MiB, or None when no candidate is legal. Raises OutOfTimeError.
+    """The bytes that the fullest rank of the leanest plan needs, to 1 MiB, or None when no
+    candidate is legal. Raises OutOfTimeError.
 
-    A tied embedding, whose ends must shard alike, can make the least that a search reaches a little larger.
+    A tied embedding, whose ends must shard alike, can make the least that a search reaches a little
+    larger.
     """
     lean = _leanest(model, cluster, training, pins, deadline)
     return None if lean is None else lean.column.memory_bytes
 
 
 def smallest_cluster(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float, deadline: Deadline = NEVER,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    limit: float,
+    deadline: Deadline = NEVER,
 ) -> int | None:
-    """The smallest number of GPUs, in whole nodes beyond `cluster`, on which some plan fits, or None within the range.
+    """The smallest number of GPUs, in whole nodes beyond `cluster`, on which some plan fits, or
+    None within the range.
 
-    Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for. Raises OutOfTimeError.
+    Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for.
+    Raises OutOfTimeError.
     """
     pins = replace(pins, pp=None, dp=None)
     for nodes in range(cluster.nodes + 1, MOST_TIMES_LARGER * cluster.nodes + 1):
@@ -183,25 +245,56 @@ def smallest_cluster(
     return None
 
 
-def shortfall(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions) -> Shortfall:
-    """What binds: the leanest plan, its fullest stage, the bytes it is short, and what most of them are. Raises OutOfTimeError."""
+def shortfall(
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    options: SearchOptions,
+) -> Shortfall:
+    """What binds: the leanest plan, its fullest stage, the bytes it is short, and what most of them
+    are. Raises OutOfTimeError.
+    """
     limit = limit_bytes(cluster, training.stack, options)
     lean = _leanest(model, cluster, training, pins, options.deadline)
     assert lean is not None, "there are legal frames"
-    need, price_cache = lean.column.memory_bytes, PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
-    margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
+    need, price_cache = (
+        lean.column.memory_bytes,
+        PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks),
+    )
+    margin = (
+        ""
+        if options.memory_limit_bytes is not None
+        else f" with --memory-margin {memory_margin(training.stack, options):g}"
+    )
     host = enough_host_bytes(model, cluster, training, pins, limit, options.deadline)
-    return Shortfall(need_bytes=need, limit_bytes=limit, host_bytes=host, text=(
-        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.layout.mesh}, "
-        f"zero {lean.column.zero}, {_recompute_of(lean.column, price_cache)} recompute, micro-batch {lean.layout.micro_batch_size}{_homes(lean)}) "
-        f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short; "
-        f"the largest part is {_largest_part(lean, price_cache)}{_host_text(host, cluster, pins)}"))
+    return Shortfall(
+        need_bytes=need,
+        limit_bytes=limit,
+        host_bytes=host,
+        text=(
+            f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.layout.mesh}, "
+            f"zero {lean.column.zero}, {_recompute_of(lean.column, price_cache)} recompute, micro-batch {lean.layout.micro_batch_size}{_homes(lean)}) "
+            f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short; "
+            f"the largest part is {_largest_part(lean, price_cache)}{_host_text(host, cluster, pins)}"
+        ),
+    )
 
 
 def _homes(lean: _LeastPeakCandidate) -> str:
-    """Of the fullest stage, how many blocks leave the device; and whether the token table has left its own."""
-    homes, count, table = lean.column.homes, lean.column.num_blocks, ", the token table on the host" if lean.looks_up else ""
-    blocks = f", {homes.host} of {count} blocks on the host and the optimizer of {homes.optimizer}" if lean.layout.chunked else ""
+    """Of the fullest stage, how many blocks leave the device; and whether the token table has left
+    its own.
+    """
+    homes, count, table = (
+        lean.column.homes,
+        lean.column.num_blocks,
+        ", the token table on the host" if lean.looks_up else "",
+    )
+    blocks = (
+        f", {homes.host} of {count} blocks on the host and the optimizer of {homes.optimizer}"
+        if lean.layout.chunked
+        else ""
+    )
     return blocks + table
 
 
@@ -215,17 +308,31 @@ def _host_text(enough: int | None, cluster: Cluster, pins: Constraints) -> str:
 
 
 def enough_host_bytes(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float, deadline: Deadline = NEVER,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    limit: float,
+    deadline: Deadline = NEVER,
 ) -> int | None:
-    """How much memory of a node's host is enough for its devices as they are, to 1 GiB, by bisection; None where none is.
+    """How much memory of a node's host is enough for its devices as they are, to 1 GiB, by
+    bisection; None where none is.
 
     Raises OutOfTimeError.
     """
     if not has_chunks(pins.offload):
         return None
-    table = MixTable(PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(training.stack), deadline)
+    table = MixTable(
+        PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks),
+        pins.resolved(training.stack),
+        deadline,
+    )
     most = -(-STATE_BYTES * table.price_cache.graph(1).num_parameters // GIB)
-    layouts = [layout for layout in _least_memory_layouts(model, cluster, training, pins, deadline) if layout.chunked]
+    layouts = [
+        layout
+        for layout in _least_memory_layouts(model, cluster, training, pins, deadline)
+        if layout.chunked
+    ]
 
     def fitting(host_gib: int) -> list[ParallelLayout]:
         table.host_share_bytes = host_gib * GIB / cluster.gpus_per_node
@@ -244,26 +351,42 @@ def enough_host_bytes(
 
 def _largest_part(lean: _LeastPeakCandidate, price_cache: PriceCache) -> str:
     """What most of the memory of the fullest stage is."""
-    as_large = Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.layout.chunked else Chunking()
+    as_large = (
+        Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.layout.chunked else Chunking()
+    )
     price_cache = price_cache.with_table(on_host=lean.looks_up).within(as_large)
     memory = device_memory(to_strategy(_shorter(lean.layout), lean.columns), lean.rank, price_cache)
     parts = {
-        "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
-        "temporaries": memory.temporaries, "reserve (context, communicators, allocator)": memory.reserve}
+        "states (parameters, gradients, optimizer)": memory.states.total,
+        "activations": memory.activations,
+        "temporaries": memory.temporaries,
+        "reserve (context, communicators, allocator)": memory.reserve,
+    }
     name = max(parts, key=lambda part: parts[part])
     return f"{name}, {gib(parts[name]):.1f} GiB"
 
 
 def _shorter(layout: ParallelLayout) -> ParallelLayout:
-    """The same in chunks with fewer micro-batches, which fill the pipeline as well: but for the ids of the batch it holds as much."""
+    """The same in chunks with fewer micro-batches, which fill the pipeline as well: but for the ids
+    of the batch it holds as much.
+    """
     enough = FILLED * layout.num_virtual_stages
-    return replace(layout, num_micro_batches=min(layout.num_micro_batches, enough)) if layout.chunked else layout
+    return (
+        replace(layout, num_micro_batches=min(layout.num_micro_batches, enough))
+        if layout.chunked
+        else layout
+    )
 
 
 def infeasible_error(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    options: SearchOptions,
 ) -> InfeasibleError:
-    """The error that says what binds, and how many GPUs are enough; planner/search/relaxations.py looks for other ways out.
+    """The error that says what binds, and how many GPUs are enough; planner/search/relaxations.py
+    looks for other ways out.
 
     It takes EXPLAINED_S at most, and says what it did not come to.
     """
@@ -273,17 +396,25 @@ def infeasible_error(
     except OutOfTimeError:
         return unexplained_error(model, cluster)
     try:
-        enough = smallest_cluster(model, cluster, training, pins, short.limit_bytes, options.deadline)
+        enough = smallest_cluster(
+            model, cluster, training, pins, short.limit_bytes, options.deadline
+        )
     except OutOfTimeError:
         return InfeasibleError(short.text, hint=f"use more GPUs: {UNTRIED}, the time was over")
-    return InfeasibleError(short.text, hint=f"{enough} GPUs are enough (--gpus {enough})" if enough else no_cluster_text(cluster))
+    return InfeasibleError(
+        short.text,
+        hint=f"{enough} GPUs are enough (--gpus {enough})" if enough else no_cluster_text(cluster),
+    )
 
 
-def unexplained_error(model: ModelSpec, cluster: Cluster, why: str = "the time was over") -> InfeasibleError:
+def unexplained_error(
+    model: ModelSpec, cluster: Cluster, why: str = "the time was over"
+) -> InfeasibleError:
     """The error where there is no time for more than that nothing fits."""
     return InfeasibleError(
         f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not searched, {why}",
-        hint=f"use more GPUs or pin less: {UNTRIED}")
+        hint=f"use more GPUs or pin less: {UNTRIED}",
+    )
 
 
 def no_cluster_text(cluster: Cluster) -> str:
@@ -293,6 +424,12 @@ def no_cluster_text(cluster: Cluster) -> str:
 
 def _recompute_of(column: StageColumn, price_cache: PriceCache) -> str:
     """`none`, `full`, or the operators by name, for each option of the column."""
-    levels = {price_cache.recompute_operators(LayerKind.BLOCK, level): level.value for level in reversed(Recompute)}
-    used = (price_cache.recompute_operators(LayerKind.BLOCK, option.recompute) for option, _ in column.mix)
+    levels = {
+        price_cache.recompute_operators(LayerKind.BLOCK, level): level.value
+        for level in reversed(Recompute)
+    }
+    used = (
+        price_cache.recompute_operators(LayerKind.BLOCK, option.recompute)
+        for option, _ in column.mix
+    )
     return " and ".join(levels.get(again, ", ".join(again)) for again in used)

@@ -1,8 +1,8 @@
 """The catalogue: the ways to run one block that a search chooses from (EQUATIONS I3).
 
-For each layout of the weights (which of them tensor parallelism divides) the front over placements and recompute of every
-operator, made once per micro-batch and sharding and only where the search asks for it. The exact prices of the options come
-from the price cache.
+For each layout of the weights (which of them tensor parallelism divides) the front over placements
+and recompute of every operator, made once per micro-batch and sharding and only where the search
+asks for it. The exact prices of the options come from the price cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from parplan.costmodels.layers.operator_price import single
-from parplan.costmodels.layers.recompute import RecomputedOperators, Recompute, ideal_saved_bytes
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.sharding import Sharding, Split, Splits
 from parplan.costmodels.price_cache import PriceCache
@@ -31,12 +31,16 @@ WeightLayout = frozenset[str]  # the parallel dims whose weights are divided
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerOption:
-    """One way to run a block, with the seconds and bytes of one micro-batch without data parallelism.
+    """One way to run a block, with the seconds and bytes of one micro-batch without data
+    parallelism.
 
     weight_layout        which weights are divided over the tensor-parallel ranks
-    zero          the ZeRO stage of its states; an option of the catalogue has stage 0 until a rank places it
-    on_host       operators whose kept tensors the host keeps, host_bytes of them (planner/host_options/host_variants.py)
-    out_s, back_s the copies of these; last_s: what the last block of a stage that has any waits besides
+    zero          the ZeRO stage of its states; an option of the catalogue has stage 0 until a rank
+                  places it
+    on_host       operators whose kept tensors the host keeps, host_bytes of them
+                  (planner/host_options/host_variants.py)
+    out_s, back_s the copies of these; last_s: what the last block of a stage that has any waits
+    besides
     """
 
     recompute: RecomputedOperators
@@ -55,17 +59,30 @@ class LayerOption:
 
     @property
     def values(self) -> tuple[float, float, float, float]:
-        return self.time_s, self.saved_bytes, self.workspace_bytes, self.saved_bytes - self.ideal_saved_bytes
+        return (
+            self.time_s,
+            self.saved_bytes,
+            self.workspace_bytes,
+            self.saved_bytes - self.ideal_saved_bytes,
+        )
 
 
 def divided_dims(price_cache: PriceCache) -> tuple[str, ...]:
     """The dims of a block's weights that tensor parallelism may divide: heads and ffn."""
-    return tuple(dict.fromkeys(op.parallel_dim for op in price_cache.graph(1).block.operators if op.parameters and op.parallel_dim))
+    return tuple(
+        dict.fromkeys(
+            op.parallel_dim
+            for op in price_cache.graph(1).block.operators
+            if op.parameters and op.parallel_dim
+        )
+    )
 
 
 @dataclass(frozen=True)
 class _OneNode:
-    """A machine with one node and no memory to speak of, known by what it says of itself: the prices of a block need no more."""
+    """A machine with one node and no memory to speak of, known by what it says of itself: the
+    prices of a block need no more.
+    """
 
     text: str
     machine: Machine = field(compare=False)
@@ -74,28 +91,50 @@ class _OneNode:
 def catalogue_of(price_cache: PriceCache, pins: Constraints) -> Catalogue:
     """The catalogue for a search over the prices of `price_cache`.
 
-    A block does not know how many nodes there are and how much memory they have: requests that differ in those share one.
+    A block does not know how many nodes there are and how much memory they have: requests that
+    differ in those share one.
     """
     cluster = price_cache.machine.cluster
     device = replace(cluster.device, memory_bytes=1)
-    machine = replace(price_cache.machine, cluster=replace(cluster, nodes=1, device=device, host_memory_bytes=1))
+    machine = replace(
+        price_cache.machine, cluster=replace(cluster, nodes=1, device=device, host_memory_bytes=1)
+    )
     key = _OneNode(f"{machine.cluster} {machine.profile}", machine)
-    return _catalogue(price_cache.model, price_cache.training, key, pins.recompute, pins.megatron_sharding)
+    return _catalogue(
+        price_cache.model, price_cache.training, key, pins.recompute, pins.megatron_sharding
+    )
 
 
 @lru_cache(maxsize=16)
 def _catalogue(
-    model: ModelSpec, training: TrainingSpec, node: _OneNode, recompute: tuple[Recompute, ...] | None, megatron_sharding: bool,
+    model: ModelSpec,
+    training: TrainingSpec,
+    node: _OneNode,
+    recompute: tuple[Recompute, ...] | None,
+    megatron_sharding: bool,
 ) -> Catalogue:
     def problem(micro_batch_size: int, sharding: Sharding) -> LayerProblem:
         return _block_problem(model, training, node, micro_batch_size, sharding)
 
-    return Catalogue(PriceCache(model, training, node.machine), recompute, megatron_sharding=megatron_sharding, problem=problem)
+    return Catalogue(
+        PriceCache(model, training, node.machine),
+        recompute,
+        megatron_sharding=megatron_sharding,
+        problem=problem,
+    )
 
 
 @lru_cache(maxsize=256)
-def _block_problem(model: ModelSpec, training: TrainingSpec, node: _OneNode, micro_batch_size: int, sharding: Sharding) -> LayerProblem:
-    return layer_problem(build_graph(model, training, micro_batch_size).block, sharding, node.machine, training)
+def _block_problem(
+    model: ModelSpec,
+    training: TrainingSpec,
+    node: _OneNode,
+    micro_batch_size: int,
+    sharding: Sharding,
+) -> LayerProblem:
+    return layer_problem(
+        build_graph(model, training, micro_batch_size).block, sharding, node.machine, training
+    )
 
 
 class Catalogue:
@@ -106,41 +145,70 @@ class Catalogue:
     """
 
     def __init__(
-        self, price_cache: PriceCache, recompute: tuple[Recompute, ...] | None = None, *, megatron_sharding: bool = False,
+        self,
+        price_cache: PriceCache,
+        recompute: tuple[Recompute, ...] | None = None,
+        *,
+        megatron_sharding: bool = False,
         problem: Callable[[int, Sharding], LayerProblem] | None = None,
     ) -> None:
         self.price_cache = price_cache
-        self.problem = problem or (lambda b, sharding: layer_problem(price_cache.graph(b).block, sharding, price_cache.machine, price_cache.training))
+        self.problem = problem or (
+            lambda b, sharding: layer_problem(
+                price_cache.graph(b).block, sharding, price_cache.machine, price_cache.training
+            )
+        )
         self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
-        experts = price_cache.model.num_experts > 0  # such blocks have Megatron's division and the three levels of recompute
+        experts = (
+            price_cache.model.num_experts > 0
+        )  # such blocks have Megatron's division and the three levels of recompute
         self.by_operator = recompute is None and not experts
         self.free = not megatron_sharding and not experts
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
-        self._operators = {operator.name: operator for operator in price_cache.graph(1).block.operators}
+        self._operators = {
+            operator.name: operator for operator in price_cache.graph(1).block.operators
+        }
         self._fastest_s: dict[tuple[int, Sharding], dict[WeightLayout, float]] = {}
         dims = divided_dims(price_cache)
-        subsets = (frozenset(d for i, d in enumerate(dims) if bits >> i & 1) for bits in reversed(range(2 ** len(dims))))
-        self._weight_layouts = [weight_layout for weight_layout in subsets if weight_layout]  # nothing divided: that is data parallelism, another mesh
+        subsets = (
+            frozenset(d for i, d in enumerate(dims) if bits >> i & 1)
+            for bits in reversed(range(2 ** len(dims)))
+        )
+        self._weight_layouts = [
+            weight_layout for weight_layout in subsets if weight_layout
+        ]  # nothing divided: that is data parallelism, another mesh
 
     @property
     def least_levels(self) -> tuple[Recompute, ...]:
-        """The levels among which is the one that keeps least: no list of operators keeps less than full recompute."""
+        """The levels among which is the one that keeps least: no list of operators keeps less than
+        full recompute.
+        """
         return (Recompute.FULL,) if self.by_operator else self.levels
 
     def fastest_s(self, micro_batch_size: int, sharding: Sharding) -> dict[WeightLayout, float]:
-        """By layout of the weights, the seconds that one micro-batch takes at least in one block."""
+        """By layout of the weights, the seconds that one micro-batch takes at least in one
+        block.
+        """
         key = micro_batch_size, sharding
         if key not in self._fastest_s:
             self._fastest_s[key] = dict(self._least_s(micro_batch_size, sharding))
         return self._fastest_s[key]
 
     def divides(self, sharding: Sharding) -> bool:
-        """Whether operators may be divided in other ways than Megatron's, as no micro-batch that runs in two halves has them."""
+        """Whether operators may be divided in other ways than Megatron's, as no micro-batch that
+        runs in two halves has them.
+        """
         return self.free and sharding.tp > 1 and not sharding.overlap
 
     def _least_s(self, b: int, sharding: Sharding) -> Iterator[tuple[WeightLayout, float]]:
         if not self.divides(sharding):
-            yield self._weight_layouts[0], min(self.price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s for level in self.levels)
+            yield (
+                self._weight_layouts[0],
+                min(
+                    self.price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s
+                    for level in self.levels
+                ),
+            )
             return
         problem = self.problem(b, sharding).only(lambda _, option: not option.again)
         for weight_layout in self._weight_layouts:
@@ -151,11 +219,20 @@ class Catalogue:
     def with_weight_layout(self, weight_layout: WeightLayout, sharding: Sharding) -> Sharding:
         """Any sharding with that layout: what is not divided is the same on every rank."""
         whole = (Split(),) * len(sharding.degrees)
-        products = (operator for operator in self._operators.values() if operator.parameters and operator.parallel_dim)
-        return replace(sharding, own=tuple((op.name, whole) for op in products if op.parallel_dim not in weight_layout))
+        products = (
+            operator
+            for operator in self._operators.values()
+            if operator.parameters and operator.parallel_dim
+        )
+        return replace(
+            sharding,
+            own=tuple((op.name, whole) for op in products if op.parallel_dim not in weight_layout),
+        )
 
     def options(self, micro_batch_size: int, sharding: Sharding) -> tuple[LayerOption, ...]:
-        """All options that no other of the same layout beats in time, kept bytes, workspace and redundancy, fastest first."""
+        """All options that no other of the same layout beats in time, kept bytes, workspace and
+        redundancy, fastest first.
+        """
         key = micro_batch_size, sharding
         if key not in self._options:
             self._options[key] = _unbeaten(self._found(micro_batch_size, sharding))
@@ -163,7 +240,9 @@ class Catalogue:
 
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
         for level in self.levels:
-            if level is not Recompute.FULL or not illegal_full_recompute(sharding.overlap, self.price_cache.model):
+            if level is not Recompute.FULL or not illegal_full_recompute(
+                sharding.overlap, self.price_cache.model
+            ):
                 yield self.preset(level, b, sharding)
         divides = self.divides(sharding)
         if not divides and not self.by_operator:
@@ -173,11 +252,22 @@ class Catalogue:
         for weight_layout in weight_layouts:
             for wanted in (None,) if self.by_operator else self.levels:
                 some = problem.only(self._allowed(weight_layout, wanted, sharding))
-                yield from (self._option(evaluate(some, options), weight_layout, b, sharding) for options in layer_front(some))
+                yield from (
+                    self._option(evaluate(some, options), weight_layout, b, sharding)
+                    for options in layer_front(some)
+                )
 
-    def _allowed(self, weight_layout: WeightLayout, level: Recompute | None, sharding: Sharding) -> Callable[[str, StrategyOption], bool]:
-        """Which options belong to a layout of the weights and, unless it is None, to a level of recompute."""
-        names = frozenset(self.price_cache.recompute_operators(LayerKind.BLOCK, level)) if level else frozenset[str]()
+    def _allowed(
+        self, weight_layout: WeightLayout, level: Recompute | None, sharding: Sharding
+    ) -> Callable[[str, StrategyOption], bool]:
+        """Which options belong to a layout of the weights and, unless it is None, to a level of
+        recompute.
+        """
+        names = (
+            frozenset(self.price_cache.recompute_operators(LayerKind.BLOCK, level))
+            if level
+            else frozenset[str]()
+        )
 
         def allowed(name: str, option: StrategyOption) -> bool:
             operator = self._operators[name]
@@ -186,38 +276,75 @@ class Catalogue:
             if not self.free or sharding.overlap:
                 return option.splits == sharding.splits(operator)
             weighty = sharding.tp > 1 and operator.parameters and operator.parallel_dim
-            return not weighty or weight_divided(operator, option.splits, sharding.degrees) == (operator.parallel_dim in weight_layout)
+            return not weighty or weight_divided(operator, option.splits, sharding.degrees) == (
+                operator.parallel_dim in weight_layout
+            )
 
         return allowed
 
-    def _option(self, picked: PickedStrategies, weight_layout: WeightLayout, b: int, sharding: Sharding) -> LayerOption:
+    def _option(
+        self, picked: PickedStrategies, weight_layout: WeightLayout, b: int, sharding: Sharding
+    ) -> LayerOption:
         """An option of the catalogue; what is divided as in Megatron's way is left unsaid."""
         chosen = list(zip(self._operators.values(), picked.options, strict=True))
-        own = tuple((op.name, option.splits) for op, option in chosen if option.splits != sharding.splits(op))
-        again, divided = tuple(op.name for op, option in chosen if option.again), replace(sharding, own=own)
-        block, saved, workspace = self.price_cache.kept_graph(b).block, picked.cost.saved_bytes, picked.workspace_bytes
-        time_s = self.price_cache.layer_time(LayerKind.BLOCK, b, divided, again).total_s if sharding.overlap else picked.launched_s
-        # copies that are no sum over pairs, and what the problem, whose bytes are those of GPUs and of whole micro-batches, does not know
-        if sharding.overlap or (own and shared_beside_a_copy(block, divided)) or self.price_cache.plain_dropout:
+        own = tuple(
+            (op.name, option.splits)
+            for op, option in chosen
+            if option.splits != sharding.splits(op)
+        )
+        again, divided = (
+            tuple(op.name for op, option in chosen if option.again),
+            replace(sharding, own=own),
+        )
+        block, saved, workspace = (
+            self.price_cache.kept_graph(b).block,
+            picked.cost.saved_bytes,
+            picked.workspace_bytes,
+        )
+        time_s = (
+            self.price_cache.layer_time(LayerKind.BLOCK, b, divided, again).total_s
+            if sharding.overlap
+            else picked.launched_s
+        )
+        # copies that are no sum over pairs, and what the problem, whose bytes are those of GPUs and
+        # of whole micro-batches, does not know
+        if (
+            sharding.overlap
+            or (own and shared_beside_a_copy(block, divided))
+            or self.price_cache.plain_dropout
+        ):
             size = self.price_cache.activations(LayerKind.BLOCK, b, divided, again)
             saved, workspace = float(size.saved), float(size.workspace)
         return LayerOption(
-            recompute=again, sharding=divided, weight_layout=weight_layout, time_s=time_s, saved_bytes=saved,
-            ideal_saved_bytes=ideal_saved_bytes(block, sharding.tp, again), workspace_bytes=workspace)
+            recompute=again,
+            sharding=divided,
+            weight_layout=weight_layout,
+            time_s=time_s,
+            saved_bytes=saved,
+            ideal_saved_bytes=ideal_saved_bytes(block, sharding.tp, again),
+            workspace_bytes=workspace,
+        )
 
     def preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
         """Megatron's way to divide a block, at a level of recompute."""
         size = self.price_cache.activations(LayerKind.BLOCK, b, sharding, level)
         return LayerOption(
-            recompute=self.price_cache.recompute_operators(LayerKind.BLOCK, level), sharding=sharding, weight_layout=self._weight_layouts[0],
+            recompute=self.price_cache.recompute_operators(LayerKind.BLOCK, level),
+            sharding=sharding,
+            weight_layout=self._weight_layouts[0],
             time_s=self.price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s,
-            saved_bytes=float(size.saved), ideal_saved_bytes=size.ideal_saved, workspace_bytes=float(size.workspace))
+            saved_bytes=float(size.saved),
+            ideal_saved_bytes=size.ideal_saved,
+            workspace_bytes=float(size.workspace),
+        )
 
 
 def weight_divided(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> bool:
     """Whether each rank of the axes holds only a part of the operator's weight."""
     own = single(operator, splits, degrees)
-    return any(own.parameter_shape(operator, p) != p.shape for p in operator.parameters if len(p.dims) > 1)
+    return any(
+        own.parameter_shape(operator, p) != p.shape for p in operator.parameters if len(p.dims) > 1
+    )
 
 
 def _unbeaten(options: Iterable[LayerOption]) -> tuple[LayerOption, ...]:
@@ -225,6 +352,8 @@ def _unbeaten(options: Iterable[LayerOption]) -> tuple[LayerOption, ...]:
     kept: list[LayerOption] = []
     for option in sorted(options, key=lambda option: option.values):
         alike = (other for other in kept if other.weight_layout == option.weight_layout)
-        if not any(all(a <= b for a, b in zip(other.values, option.values, strict=True)) for other in alike):
+        if not any(
+            all(a <= b for a, b in zip(other.values, option.values, strict=True)) for other in alike
+        ):
             kept.append(option)
     return tuple(kept)

@@ -1,8 +1,10 @@
-"""All layers worth having: the front of (time, kept bytes) over the strategies of a layer's operators (EQUATIONS I3).
+"""All layers worth having: the front of (time, kept bytes) over the strategies of a layer's
+operators (EQUATIONS I3).
 
-Operators are walked in topological order. For each placement of the tensors that are still to be read the walk keeps the
-labels that no other label beats in both; a label that is beaten there can be no part of a layer on the front. Exact; the
-integer program of planner/layer_options/layer_program.py is its oracle in the tests.
+Operators are walked in topological order. For each placement of the tensors that are still to be
+read the walk keeps the labels that no other label beats in both; a label that is beaten there can
+be no part of a layer on the front. Exact; the integer program of
+planner/layer_options/layer_program.py is its oracle in the tests.
 """
 
 from __future__ import annotations
@@ -17,17 +19,21 @@ from parplan.planner.layer_options.layer_problem import (
     BEFORE,
     LayerProblem,
     LeftTensor,
-    TensorLink,
     StrategyOption,
+    TensorLink,
     WantedTensor,
 )
 
-Frontier = tuple[int, ...]  # where the open tensors are: by maker, the number of its output placement
+Frontier = tuple[
+    int, ...
+]  # where the open tensors are: by maker, the number of its output placement
 
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Points by increasing time; each with the point it came from (of which frontier, which one) and the option it took."""
+    """Points by increasing time; each with the point it came from (of which frontier, which one)
+    and the option it took.
+    """
 
     time_s: Array
     saved_bytes: Array
@@ -40,24 +46,47 @@ Layers = dict[Frontier, _Labels]
 
 
 class _Table:
-    """A problem by numbers: output placements of every operator, and the cells of its links by option of the reader.
+    """A problem by numbers: output placements of every operator, and the cells of its links by
+    option of the reader.
 
     The layer after counts as a last operator with one option.
     """
 
     def __init__(self, problem: LayerProblem) -> None:
         lefts = {BEFORE: [problem.enters]}
-        lefts |= {i: list(dict.fromkeys(option.output for option in options)) for i, options in enumerate(problem.options)}
-        self.outputs = [[lefts[i].index(option.output) for option in options] for i, options in enumerate(problem.options)] + [[0]]
-        self.makers = [[link.maker for link in problem.incoming(i)] for i in range(len(problem.options) + 1)]
-        self.costs = [[(o.cost.time_s, o.cost.saved_bytes) for o in options] for options in problem.options] + [[(0.0, 0.0)]]
-        self.cells: list[list[list[list[tuple[float, float]]]]] = []  # reader, link, placement of the maker, option
+        lefts |= {
+            i: list(dict.fromkeys(option.output for option in options))
+            for i, options in enumerate(problem.options)
+        }
+        self.outputs = [
+            [lefts[i].index(option.output) for option in options]
+            for i, options in enumerate(problem.options)
+        ] + [[0]]
+        self.makers = [
+            [link.maker for link in problem.incoming(i)] for i in range(len(problem.options) + 1)
+        ]
+        self.costs = [
+            [(o.cost.time_s, o.cost.saved_bytes) for o in options] for options in problem.options
+        ] + [[(0.0, 0.0)]]
+        self.cells: list[
+            list[list[list[tuple[float, float]]]]
+        ] = []  # reader, link, placement of the maker, option
         for i in range(len(problem.options) + 1):
             links = problem.incoming(i)
-            wanted = [option.inputs for option in problem.options[i]] if i < len(problem.options) else [(problem.leaves,)]
-            self.cells.append([
-                [[_time_and_saved(link, left, w[position]) for w in wanted] for left in lefts[link.maker]]
-                for position, link in enumerate(links)])
+            wanted = (
+                [option.inputs for option in problem.options[i]]
+                if i < len(problem.options)
+                else [(problem.leaves,)]
+            )
+            self.cells.append(
+                [
+                    [
+                        [_time_and_saved(link, left, w[position]) for w in wanted]
+                        for left in lefts[link.maker]
+                    ]
+                    for position, link in enumerate(links)
+                ]
+            )
 
     def still_open(self, i: int, open_makers: tuple[int, ...]) -> tuple[int, ...]:
         """The makers whose output some operator after the i-th reads."""
@@ -65,14 +94,18 @@ class _Table:
         return tuple(maker for maker in (*open_makers, i) if maker in needed)
 
 
-def _time_and_saved(link: TensorLink, left: LeftTensor, wanted: WantedTensor | None) -> tuple[float, float]:
+def _time_and_saved(
+    link: TensorLink, left: LeftTensor, wanted: WantedTensor | None
+) -> tuple[float, float]:
     assert wanted is not None, "a link has a reader"
     cell = link.cells[left, wanted]
     return cell.time_s, cell.saved_bytes
 
 
 def least_time_s(problem: LayerProblem) -> float | None:
-    """Seconds of the fastest layer, whatever it keeps, or None without a solution: the walk with one number a label."""
+    """Seconds of the fastest layer, whatever it keeps, or None without a solution: the walk with
+    one number a label.
+    """
     table = _Table(problem)
     times: dict[Frontier, float] = {(0,): 0.0}
     open_makers: tuple[int, ...] = (BEFORE,)
@@ -81,7 +114,10 @@ def least_time_s(problem: LayerProblem) -> float | None:
         grown: dict[Frontier, float] = {}
         for frontier, time_s in times.items():
             where = dict(zip(open_makers, frontier, strict=True))
-            rows = [cells[where[maker]] for cells, maker in zip(table.cells[i], table.makers[i], strict=True)]
+            rows = [
+                cells[where[maker]]
+                for cells, maker in zip(table.cells[i], table.makers[i], strict=True)
+            ]
             for k, output in enumerate(table.outputs[i]):
                 where[i] = output
                 after = tuple(where[maker] for maker in still)
@@ -93,7 +129,9 @@ def least_time_s(problem: LayerProblem) -> float | None:
 
 
 def layer_front(problem: LayerProblem) -> list[tuple[StrategyOption, ...]]:
-    """An option for every operator, for each point of the front, fastest first; of equals one. Empty without a solution."""
+    """An option for every operator, for each point of the front, fastest first; of equals one.
+    Empty without a solution.
+    """
     table, zero, none = _Table(problem), np.zeros(1), np.zeros(1, np.int64)
     labels: Layers = {(0,): _Labels(zero, zero, none, none, none)}
     open_makers: tuple[int, ...] = (BEFORE,)
@@ -104,17 +142,31 @@ def layer_front(problem: LayerProblem) -> list[tuple[StrategyOption, ...]]:
         history.append(labels)
         open_makers = still
     ends = _ended(table, labels, open_makers)
-    return [_traced(problem, history, int(f), int(p)) for f, p in zip(ends.frontier, ends.point, strict=True)] if ends else []
+    return (
+        [
+            _traced(problem, history, int(f), int(p))
+            for f, p in zip(ends.frontier, ends.point, strict=True)
+        ]
+        if ends
+        else []
+    )
 
 
 def _step(
-    table: _Table, i: int, labels: Layers, open_makers: tuple[int, ...], still: tuple[int, ...],
+    table: _Table,
+    i: int,
+    labels: Layers,
+    open_makers: tuple[int, ...],
+    still: tuple[int, ...],
 ) -> Layers:
     """The labels after operator i, over the outputs of `still`, which later operators read."""
     grown: dict[Frontier, list[_Labels]] = {}
     for number, (frontier, found) in enumerate(labels.items()):
         where = dict(zip(open_makers, frontier, strict=True))
-        rows = [cells[where[maker]] for cells, maker in zip(table.cells[i], table.makers[i], strict=True)]
+        rows = [
+            cells[where[maker]]
+            for cells, maker in zip(table.cells[i], table.makers[i], strict=True)
+        ]
         for k, (time_s, saved) in enumerate(table.costs[i]):
             for row in rows:
                 time_s, saved = time_s + row[k][0], saved + row[k][1]
@@ -127,11 +179,18 @@ def _step(
 def _moved_on(found: _Labels, time_s: float, saved: float, frontier: int, option: int) -> _Labels:
     count = len(found.time_s)
     return _Labels(
-        found.time_s + time_s, found.saved_bytes + saved, np.full(count, frontier), np.arange(count), np.full(count, option))
+        found.time_s + time_s,
+        found.saved_bytes + saved,
+        np.full(count, frontier),
+        np.arange(count),
+        np.full(count, option),
+    )
 
 
 def _undominated(parts: list[_Labels]) -> _Labels:
-    columns = [np.concatenate([getattr(part, name) for part in parts]) for name in _Labels.__slots__]
+    columns = [
+        np.concatenate([getattr(part, name) for part in parts]) for name in _Labels.__slots__
+    ]
     kept = undominated_rows(*columns[:2])
     return _Labels(*(column[kept] for column in columns))
 
@@ -141,12 +200,19 @@ def _ended(table: _Table, labels: Layers, open_makers: tuple[int, ...]) -> _Labe
     parts = []
     for number, (frontier, found) in enumerate(labels.items()):
         where = dict(zip(open_makers, frontier, strict=True))
-        cells = [cell[where[maker]][0] for cell, maker in zip(table.cells[-1], table.makers[-1], strict=True)]
-        parts.append(_moved_on(found, sum(c[0] for c in cells), sum(c[1] for c in cells), number, 0))
+        cells = [
+            cell[where[maker]][0]
+            for cell, maker in zip(table.cells[-1], table.makers[-1], strict=True)
+        ]
+        parts.append(
+            _moved_on(found, sum(c[0] for c in cells), sum(c[1] for c in cells), number, 0)
+        )
     return _undominated(parts) if parts else None
 
 
-def _traced(problem: LayerProblem, history: list[Layers], frontier: int, point: int) -> tuple[StrategyOption, ...]:
+def _traced(
+    problem: LayerProblem, history: list[Layers], frontier: int, point: int
+) -> tuple[StrategyOption, ...]:
     """The options of one end, followed back through the labels."""
     options: list[StrategyOption] = []
     for i in reversed(range(len(history))):

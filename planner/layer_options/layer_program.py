@@ -1,16 +1,18 @@
-"""The integer program of one layer: a strategy for every operator, with placement-pair edges (EQUATIONS I2).
+"""The integer program of one layer: a strategy for every operator, with placement-pair edges
+(EQUATIONS I2).
 
     min  time,  or  min  memory,   with   memory = state + stashes saved + workspace
 
     (C1) sum_k s_ik = 1                                     for each operator i
-    (C2) sum_b e_uv(a, b) = sum_{k: out = a} s_uk           for each link (u, v) and placement a of its maker
-    (C3) sum_a e_uv(a, b) = sum_{k: in = b} s_vk            for each link (u, v) and placement b of its reader
-    (C4) workspace >= again + gradients_i - freed_i         for each operator i, see below
-    (C5) memory <= budget   or   time <= slowest
+    (C2) sum_b e_uv(a, b) = sum_{k: out = a} s_uk           for each link (u, v) and placement a of
+    its maker (C3) sum_a e_uv(a, b) = sum_{k: in = b} s_vk            for each link (u, v) and
+    placement b of its reader (C4) workspace >= again + gradients_i - freed_i         for each
+    operator i, see below (C5) memory <= budget   or   time <= slowest
 
-The e are continuous: (C2) and (C3) as equalities make them 0 or 1. Workspace is the most that the backward pass of one
-operator needs: what is recomputed (kept without recompute, less kept), its gradients, less what the operators after it had
-kept (costmodels/layers/recompute.py). Microseconds and MiB, because CBC's tolerances are absolute.
+The e are continuous: (C2) and (C3) as equalities make them 0 or 1. Workspace is the most that the
+backward pass of one operator needs: what is recomputed (kept without recompute, less kept), its
+gradients, less what the operators after it had kept (costmodels/layers/recompute.py). Microseconds
+and MiB, because CBC's tolerances are absolute.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from typing import Any
 
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
-    StrategyCost,
     LayerProblem,
     LeftTensor,
-    TensorLink,
+    StrategyCost,
     StrategyOption,
+    TensorLink,
     WantedTensor,
 )
 from parplan.planner.request import SolverName
@@ -39,7 +41,8 @@ Terms = list[tuple[Any, float]]
 class PickedStrategies:
     """An option for every operator, what they cost together, and whether that is proven least.
 
-    launched_s: its time where no pass is faster than the host launches it (costmodels/layers/layer_price.py), which the program leaves out
+    launched_s: its time where no pass is faster than the host launches it
+    (costmodels/layers/layer_price.py), which the program leaves out
     """
 
     options: tuple[StrategyOption, ...]
@@ -53,31 +56,59 @@ class PickedStrategies:
         return self.cost.state_bytes + stashes * self.cost.saved_bytes + self.workspace_bytes
 
 
-def evaluate(problem: LayerProblem, options: tuple[StrategyOption, ...], *, proven: bool = True) -> PickedStrategies:
+def evaluate(
+    problem: LayerProblem, options: tuple[StrategyOption, ...], *, proven: bool = True
+) -> PickedStrategies:
     """The price of one option for every operator, added up."""
-    parts = [[option.cost] for option in options]  # by operator: its own, and of the tensors that it reads
+    parts = [
+        [option.cost] for option in options
+    ]  # by operator: its own, and of the tensors that it reads
     for link in problem.links:
         parts[min(link.reader, len(options) - 1)].append(link.cells[_sides(problem, link, options)])
     whole = [sum(part.whole_bytes for part in own) for own in parts]
-    total = StrategyCost(*(
-        sum(getattr(part, name) for own in parts for part in own) for name in ("time_s", "state_bytes", "saved_bytes", "whole_bytes")))
+    total = StrategyCost(
+        *(
+            sum(getattr(part, name) for own in parts for part in own)
+            for name in ("time_s", "state_bytes", "saved_bytes", "whole_bytes")
+        )
+    )
     widest = max(option.gradient_bytes - sum(whole[i + 1 :]) for i, option in enumerate(options))
     remade = max(0.0, total.whole_bytes - total.saved_bytes)
-    return PickedStrategies(options, total, remade + widest + problem.workspace_bytes, _launched_s(problem, options, parts), proven)
+    return PickedStrategies(
+        options,
+        total,
+        remade + widest + problem.workspace_bytes,
+        _launched_s(problem, options, parts),
+        proven,
+    )
 
 
-def _launched_s(problem: LayerProblem, options: tuple[StrategyOption, ...], parts: list[list[StrategyCost]]) -> float:
-    """The three passes, none faster than the host launches its operators, collectives and both gradients of a product."""
-    forward = [(sum(part.forward_s for part in own), 1 + any(part.sent_forward for part in own)) for own in parts]
+def _launched_s(
+    problem: LayerProblem, options: tuple[StrategyOption, ...], parts: list[list[StrategyCost]]
+) -> float:
+    """The three passes, none faster than the host launches its operators, collectives and both
+    gradients of a product.
+    """
+    forward = [
+        (sum(part.forward_s for part in own), 1 + any(part.sent_forward for part in own))
+        for own in parts
+    ]
     again = [pair for pair, option in zip(forward, options, strict=True) if option.again]
     backward_s = sum(part.backward_s for own in parts for part in own)
     launches = sum(
-        1 + product + any(part.sent_backward for part in own) for own, product in zip(parts, problem.products, strict=True))
-    ahead_s = sum(max(sum(s for s, _ in pairs), problem.host_forward_s * sum(n for _, n in pairs)) for pairs in (forward, again))
+        1 + product + any(part.sent_backward for part in own)
+        for own, product in zip(parts, problem.products, strict=True)
+    )
+    ahead_s = sum(
+        max(sum(s for s, _ in pairs), problem.host_forward_s * sum(n for _, n in pairs))
+        for pairs in (forward, again)
+    )
     return ahead_s + max(backward_s, problem.host_backward_s * launches)
 
 
-def _sides(problem: LayerProblem, link: TensorLink, options: tuple[StrategyOption, ...]) -> tuple[LeftTensor, WantedTensor]:
+def _sides(
+    problem: LayerProblem, link: TensorLink, options: tuple[StrategyOption, ...]
+) -> tuple[LeftTensor, WantedTensor]:
     left = problem.enters if link.maker == BEFORE else options[link.maker].output
     if link.reader == len(options):
         assert problem.leaves is not None
@@ -88,19 +119,32 @@ def _sides(problem: LayerProblem, link: TensorLink, options: tuple[StrategyOptio
 class LayerProgram:
     """The program of one problem; `stashes` micro-batches are in flight.
 
-    Several layers can be parts of one `program`, each with its own `label` in the names of its variables and rows.
+    Several layers can be parts of one `program`, each with its own `label` in the names of its
+    variables and rows.
     """
 
-    def __init__(self, problem: LayerProblem, stashes: float = 1.0, program: Problem | None = None, label: str = "") -> None:
+    def __init__(
+        self,
+        problem: LayerProblem,
+        stashes: float = 1.0,
+        program: Problem | None = None,
+        label: str = "",
+    ) -> None:
         self.problem, self.stashes, self.label = problem, stashes, label
         self.program = program or Problem("layer")
         self.picks = [
             {option: self.program.binary(f"s{label}_{i}_{k}") for k, option in enumerate(options)}
-            for i, options in enumerate(problem.options)]
+            for i, options in enumerate(problem.options)
+        ]
         self.priced: list[tuple[int, Any, StrategyCost]] = [  # by operator that keeps what is kept
-            (i, variable, option.cost) for i, picks in enumerate(self.picks) for option, variable in picks.items()]
+            (i, variable, option.cost)
+            for i, picks in enumerate(self.picks)
+            for option, variable in picks.items()
+        ]
         for i, picks in enumerate(self.picks):
-            self.program.require(weighted((s, 1.0) for s in picks.values()) == 1, f"C1_one{label}_{i}")
+            self.program.require(
+                weighted((s, 1.0) for s in picks.values()) == 1, f"C1_one{label}_{i}"
+            )
         for index, link in enumerate(problem.links):
             self._link(index, link)
         self.workspace = self.program.continuous(f"workspace{label}")
@@ -108,13 +152,19 @@ class LayerProgram:
 
     def _link(self, index: int, link: TensorLink) -> None:
         """The edge variables of a link and their marginals on both sides."""
-        cells = {pair: self.program.continuous(f"e{self.label}_{index}_{c}") for c, pair in enumerate(link.cells)}
+        cells = {
+            pair: self.program.continuous(f"e{self.label}_{index}_{c}")
+            for c, pair in enumerate(link.cells)
+        }
         self.priced += [(link.reader, e, link.cells[pair]) for pair, e in cells.items()]
         for side, label in ((0, "C2"), (1, "C3")):
             for n, placement in enumerate(dict.fromkeys(pair[side] for pair in cells)):
                 edges = [(e, 1.0) for pair, e in cells.items() if pair[side] == placement]
                 self.program.require(
-                    weighted([*edges, *self._side(link, side, placement)]) == self._fixed(link, side), f"{label}{self.label}_{index}_{n}")
+                    weighted([*edges, *self._side(link, side, placement)])
+                    == self._fixed(link, side),
+                    f"{label}{self.label}_{index}_{n}",
+                )
 
     def _side(self, link: TensorLink, side: int, placement: LeftTensor | WantedTensor) -> Terms:
         """The strategies of the maker or reader with that placement, to be taken from the edges."""
@@ -122,7 +172,10 @@ class LayerProgram:
         if operator in (BEFORE, len(self.picks)):
             return []
         position = self.problem.incoming(operator).index(link) if side else 0
-        found = ((option.inputs[position] if side else option.output, s) for option, s in self.picks[operator].items())
+        found = (
+            (option.inputs[position] if side else option.output, s)
+            for option, s in self.picks[operator].items()
+        )
         return [(s, -1.0) for own, s in found if own == placement]
 
     def _fixed(self, link: TensorLink, side: int) -> float:
@@ -133,9 +186,17 @@ class LayerProgram:
         remade = [(v, (cost.whole_bytes - cost.saved_bytes) / MIB) for _, v, cost in self.priced]
         for i, picks in enumerate(self.picks):
             gradients = [(s, option.gradient_bytes / MIB) for option, s in picks.items()]
-            freed = [(v, -cost.whole_bytes / MIB) for operator, v, cost in self.priced if operator > i]
-            self.program.require(weighted([*gradients, *freed]) + constant <= self.workspace, f"C4_workspace{self.label}_{i}")
-            self.program.require(weighted([*remade, *gradients, *freed]) + constant <= self.workspace, f"C4_again{self.label}_{i}")
+            freed = [
+                (v, -cost.whole_bytes / MIB) for operator, v, cost in self.priced if operator > i
+            ]
+            self.program.require(
+                weighted([*gradients, *freed]) + constant <= self.workspace,
+                f"C4_workspace{self.label}_{i}",
+            )
+            self.program.require(
+                weighted([*remade, *gradients, *freed]) + constant <= self.workspace,
+                f"C4_again{self.label}_{i}",
+            )
 
     @property
     def time_us(self) -> Any:
@@ -148,17 +209,34 @@ class LayerProgram:
     @property
     def held_mib(self) -> Terms:
         """States and kept tensors, without the workspace."""
-        return [(v, (cost.state_bytes + self.stashes * cost.saved_bytes) / MIB) for _, v, cost in self.priced]
+        return [
+            (v, (cost.state_bytes + self.stashes * cost.saved_bytes) / MIB)
+            for _, v, cost in self.priced
+        ]
 
-    def fastest(self, budget_bytes: float, solver: SolverName, time_limit_s: float | None = None) -> PickedStrategies | None:
+    def fastest(
+        self, budget_bytes: float, solver: SolverName, time_limit_s: float | None = None
+    ) -> PickedStrategies | None:
         """The fastest layer within `budget_bytes`, or None."""
-        return self._solve(lambda: self.time_us, self.memory_mib <= budget_bytes / MIB, solver, time_limit_s)
+        return self._solve(
+            lambda: self.time_us, self.memory_mib <= budget_bytes / MIB, solver, time_limit_s
+        )
 
-    def leanest(self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None) -> PickedStrategies | None:
+    def leanest(
+        self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None
+    ) -> PickedStrategies | None:
         """The layer with least memory among those that take at most `slowest_s`, or None."""
-        return self._solve(lambda: self.memory_mib, self.time_us <= slowest_s * US_PER_S, solver, time_limit_s)
+        return self._solve(
+            lambda: self.memory_mib, self.time_us <= slowest_s * US_PER_S, solver, time_limit_s
+        )
 
-    def _solve(self, objective: Callable[[], Any], bound: Any, solver: SolverName, time_limit_s: float | None) -> PickedStrategies | None:
+    def _solve(
+        self,
+        objective: Callable[[], Any],
+        bound: Any,
+        solver: SolverName,
+        time_limit_s: float | None,
+    ) -> PickedStrategies | None:
         if not all(self.picks):
             return None
         self.program.minimize(objective())

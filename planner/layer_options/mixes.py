@@ -1,9 +1,10 @@
 """Mixes: how many of a rank's blocks run on each option of the catalogue.
 
-The price of a rank is a sum over its blocks, so a mix is a tuple of counts. Few options give every tuple; of many a rank
-takes at most two with the same layout of the weights, which is what the linear relaxation takes for one memory limit, so
-that only its fraction of a block is lost. The relaxation itself is the bound that says how much that is. The two may differ in
-recompute, in ZeRO stage, or in both.
+The price of a rank is a sum over its blocks, so a mix is a tuple of counts. Few options give every
+tuple; of many a rank takes at most two with the same layout of the weights, which is what the
+linear relaxation takes for one memory limit, so that only its fraction of a block is lost. The
+relaxation itself is the bound that says how much that is. The two may differ in recompute, in ZeRO
+stage, or in both.
 """
 
 from __future__ import annotations
@@ -18,19 +19,32 @@ import numpy as np
 from parplan.planner.dominance import Array, Ints, new_lows
 from parplan.planner.layer_options.catalogue import LayerOption
 
-_BY_ROW = ("counts", "chunk_counts", "saved_bytes", "ideal_saved_bytes", "workspace_bytes", "host_bytes", "window_bytes", "last_s")
+_BY_ROW = (
+    "counts",
+    "chunk_counts",
+    "saved_bytes",
+    "ideal_saved_bytes",
+    "workspace_bytes",
+    "host_bytes",
+    "window_bytes",
+    "last_s",
+)
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
 NEAR = 2  # two options of a mix are next to each other on a hull, or one is between them
-MOST_PRICES = 6  # of a byte on the host, at which the relaxation of options that send activations is solved
+MOST_PRICES = (
+    6  # of a byte on the host, at which the relaxation of options that send activations is solved
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixes:
-    """Mixes of the blocks of one rank: `counts[row, option]` of the whole rank, `chunk_counts` of its longest chunk.
+    """Mixes of the blocks of one rank: `counts[row, option]` of the whole rank, `chunk_counts` of
+    its longest chunk.
 
     host_bytes     what the host keeps of a micro-batch, of the longest chunk
     window_bytes   what other blocks' copies to and from the host may hold beside a layer that runs
-    last_s         what the last block of each chunk that sends to the host waits besides, of all chunks
+    last_s         what the last block of each chunk that sends to the host waits besides, of all
+                   chunks
     """
 
     options: tuple[LayerOption, ...]
@@ -53,8 +67,8 @@ def column_of(options: Sequence[object], name: str) -> Array:
 class OptionPairs:
     """Two options of which a rank runs any share each: `index[side, pair]` into the options.
 
-    saved_bytes of one block by side and pair; workspace_bytes the larger of both, or that of the one where they are the same, with
-    the larger window of copies to the host
+    saved_bytes of one block by side and pair; workspace_bytes the larger of both, or that of the
+    one where they are the same, with the larger window of copies to the host
     """
 
     index: Ints
@@ -66,48 +80,86 @@ def option_pairs(options: tuple[LayerOption, ...]) -> OptionPairs:
     """Every ordered pair of options, an option with itself included."""
     count = len(options)
     index = np.stack(np.meshgrid(np.arange(count), np.arange(count), indexing="ij")).reshape(2, -1)
-    workspace = sum(column_of(options, name)[index].max(axis=0) for name in ("workspace_bytes", "host_bytes"))
+    workspace = sum(
+        column_of(options, name)[index].max(axis=0) for name in ("workspace_bytes", "host_bytes")
+    )
     return OptionPairs(index, column_of(options, "saved_bytes")[index], workspace)
 
 
 def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
-    """All mixes of `num_blocks` blocks at one ZeRO stage that no other beats; with several chunks every chunk has the same mix."""
-    pairs = [(i, j) for i, j in combinations(hull(options), 2) if options[i].weight_layout == options[j].weight_layout]
-    mixes = _mixes(options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks)
+    """All mixes of `num_blocks` blocks at one ZeRO stage that no other beats; with several chunks
+    every chunk has the same mix.
+    """
+    pairs = [
+        (i, j)
+        for i, j in combinations(hull(options), 2)
+        if options[i].weight_layout == options[j].weight_layout
+    ]
+    mixes = _mixes(
+        options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks
+    )
     rows = _worth_it(mixes, mixes.counts @ column_of(options, "time_s") + mixes.last_s)
     return replace(mixes, **{name: getattr(mixes, name)[rows] for name in _BY_ROW})
 
 
 def near_mixes(
-    options: tuple[LayerOption, ...], chains: Sequence[Sequence[int]], num_blocks: int, num_chunks: int,
+    options: tuple[LayerOption, ...],
+    chains: Sequence[Sequence[int]],
+    num_blocks: int,
+    num_chunks: int,
 ) -> Mixes:
-    """Mixes of `num_blocks` blocks whose options may differ in ZeRO stage: one option, or two that are near on a chain of `chains`.
+    """Mixes of `num_blocks` blocks whose options may differ in ZeRO stage: one option, or two that
+    are near on a chain of `chains`.
 
-    With several chunks every chunk has the same mix, or the two options differ in their ZeRO stage alone: states add up over the
-    chunks of a rank, so that any number of its blocks may be on the second.
+    With several chunks every chunk has the same mix, or the two options differ in their ZeRO stage
+    alone: states add up over the chunks of a rank, so that any number of its blocks may be on the
+    second.
     """
-    pairs = sorted({(i, j) for chain in chains for a, i in enumerate(chain) for j in chain[a + 1 : a + 1 + NEAR]})
-    found = _mixes(options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks)
+    pairs = sorted(
+        {
+            (i, j)
+            for chain in chains
+            for a, i in enumerate(chain)
+            for j in chain[a + 1 : a + 1 + NEAR]
+        }
+    )
+    found = _mixes(
+        options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks
+    )
     if num_chunks == 1:
         return found
     if all_tried(options, num_blocks, num_chunks):
         return _spread(options, _tuples(options, num_blocks, ()), num_blocks, num_chunks)
     spread = [(i, j) for i, j in pairs if _same_but_zero(options[i], options[j])]
-    whole = np.concatenate([np.zeros((0, len(options)), np.int64), *_of_pairs(len(options), num_blocks, spread)])
+    whole = np.concatenate(
+        [np.zeros((0, len(options)), np.int64), *_of_pairs(len(options), num_blocks, spread)]
+    )
     return _joined(found, _spread(options, whole, num_blocks, num_chunks))
 
 
 def all_tried(options: Sequence[LayerOption], num_blocks: int, num_chunks: int) -> bool:
-    """Whether `near_mixes` has every choice of an option for each block: over several chunks only where nothing but ZeRO stages differs."""
-    return exhaustive(options, num_blocks) and (num_chunks == 1 or all(_same_but_zero(options[0], option) for option in options))
+    """Whether `near_mixes` has every choice of an option for each block: over several chunks only
+    where nothing but ZeRO stages differs.
+    """
+    return exhaustive(options, num_blocks) and (
+        num_chunks == 1 or all(_same_but_zero(options[0], option) for option in options)
+    )
 
 
 def _same_but_zero(one: LayerOption, other: LayerOption) -> bool:
-    return (one.recompute, one.sharding, one.on_host) == (other.recompute, other.sharding, other.on_host)
+    return (one.recompute, one.sharding, one.on_host) == (
+        other.recompute,
+        other.sharding,
+        other.on_host,
+    )
 
 
-def _spread(options: tuple[LayerOption, ...], whole: Ints, num_blocks: int, num_chunks: int) -> Mixes:
-    """Mixes with any counts, wherever the chunks of the rank begin, of options that keep the same of a block."""
+def _spread(
+    options: tuple[LayerOption, ...], whole: Ints, num_blocks: int, num_chunks: int
+) -> Mixes:
+    """Mixes with any counts, wherever the chunks of the rank begin, of options that keep the same
+    of a block.
+    """
     chunk = np.zeros_like(whole)  # the longest chunk counts as of the first option in use
     chunk[np.arange(len(whole)), (whole > 0).argmax(axis=1)] = -(-num_blocks // num_chunks)
     return _summed(options, whole, chunk, num_chunks)
@@ -120,10 +172,17 @@ def _joined(first: Mixes, second: Mixes) -> Mixes:
 
 def pure_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
     """All blocks on each option in turn."""
-    return _mixes(options, -(-num_blocks // num_chunks) * np.eye(len(options), dtype=np.int64), num_blocks, num_chunks)
+    return _mixes(
+        options,
+        -(-num_blocks // num_chunks) * np.eye(len(options), dtype=np.int64),
+        num_blocks,
+        num_chunks,
+    )
 
 
-def _mixes(options: tuple[LayerOption, ...], chunk: Ints, num_blocks: int, num_chunks: int) -> Mixes:
+def _mixes(
+    options: tuple[LayerOption, ...], chunk: Ints, num_blocks: int, num_chunks: int
+) -> Mixes:
     counts = chunk * num_chunks
     if num_blocks % num_chunks:  # the shorter chunk lacks a block of its last option
         last = chunk.shape[1] - 1 - (chunk[:, ::-1] > 0).argmax(axis=1)
@@ -133,17 +192,29 @@ def _mixes(options: tuple[LayerOption, ...], chunk: Ints, num_blocks: int, num_c
 
 def _summed(options: tuple[LayerOption, ...], counts: Ints, chunk: Ints, num_chunks: int) -> Mixes:
     names = ("saved_bytes", "ideal_saved_bytes", "host_bytes")
-    saved, ideal_saved, host = (chunk.astype(np.float64) @ np.stack([column_of(options, name) for name in names], axis=1)).T
+    saved, ideal_saved, host = (
+        chunk.astype(np.float64) @ np.stack([column_of(options, name) for name in names], axis=1)
+    ).T
     sends = bool(host.any())
     return Mixes(
-        options=options, counts=counts, chunk_counts=chunk, saved_bytes=saved, ideal_saved_bytes=ideal_saved, host_bytes=host,
+        options=options,
+        counts=counts,
+        chunk_counts=chunk,
+        saved_bytes=saved,
+        ideal_saved_bytes=ideal_saved,
+        host_bytes=host,
         workspace_bytes=widest_mixes(chunk, column_of(options, "workspace_bytes")),
-        window_bytes=widest_mixes(chunk, column_of(options, "host_bytes")) if sends else np.zeros(len(chunk)),
-        last_s=num_chunks * _of_the_last(options, chunk) if sends else np.zeros(len(chunk)))
+        window_bytes=widest_mixes(chunk, column_of(options, "host_bytes"))
+        if sends
+        else np.zeros(len(chunk)),
+        last_s=num_chunks * _of_the_last(options, chunk) if sends else np.zeros(len(chunk)),
+    )
 
 
 def _of_the_last(options: Sequence[LayerOption], counts: Ints) -> Array:
-    """By row the `last_s` of the last option in use that sends to the host, whose blocks are behind those of the others."""
+    """By row the `last_s` of the last option in use that sends to the host, whose blocks are behind
+    those of the others.
+    """
     sends = (counts > 0) & (column_of(options, "host_bytes") > 0)
     last = counts.shape[1] - 1 - sends[:, ::-1].argmax(axis=1)
     found: Array = np.where(sends.any(axis=1), column_of(options, "last_s")[last], 0.0)
@@ -159,7 +230,9 @@ def widest_mixes(counts: Ints, values: Array) -> Array:
 def _tuples(options: tuple[LayerOption, ...], total: int, pairs: Sequence[tuple[int, int]]) -> Ints:
     if exhaustive(options, total):
         return np.array(list(_every_tuple(len(options), total)), np.int64).reshape(-1, len(options))
-    return np.concatenate([total * np.eye(len(options), dtype=np.int64), *_of_pairs(len(options), total, pairs)])
+    return np.concatenate(
+        [total * np.eye(len(options), dtype=np.int64), *_of_pairs(len(options), total, pairs)]
+    )
 
 
 def exhaustive(options: Sequence[LayerOption], total: int) -> bool:
@@ -188,22 +261,29 @@ def _of_pairs(num_options: int, total: int, pairs: Sequence[tuple[int, int]]) ->
 def hull(options: Sequence[LayerOption]) -> list[int]:
     """The options on one of the `chains` of (time, kept bytes).
 
-    The workspace needs no hull of its own: what is recomputed there is what is not kept. What is sent has a window besides.
+    The workspace needs no hull of its own: what is recomputed there is what is not kept. What is
+    sent has a window besides.
     """
     found = chains(options, column_of(options, "time_s"), column_of(options, "saved_bytes"))
     return sorted({index for chain in found for index in chain})
 
 
 def chains(options: Sequence[LayerOption], seconds: Array, held: Array) -> list[list[int]]:
-    """Lower convex hulls of (seconds, held bytes) of a block: for each layout of the weights, and each limit on the ZeRO stage, that
-    of all options and that of the options that send nothing to the host.
+    """Lower convex hulls of (seconds, held bytes) of a block: for each layout of the weights, and
+    each limit on the ZeRO stage, that of all options and that of the options that send nothing to
+    the host.
 
-    A limit on the ZeRO stage has a hull of its own because the buffers of a higher stage are a maximum over blocks, not a sum.
+    A limit on the ZeRO stage has a hull of its own because the buffers of a higher stage are a
+    maximum over blocks, not a sum.
     """
     found: dict[tuple[int, ...], None] = {}
     for weight_layout in dict.fromkeys(option.weight_layout for option in options):
         for most in sorted({option.zero for option in options}):
-            own = [i for i, option in enumerate(options) if option.weight_layout == weight_layout and option.zero <= most]
+            own = [
+                i
+                for i, option in enumerate(options)
+                if option.weight_layout == weight_layout and option.zero <= most
+            ]
             for some in (own, [i for i in own if not options[i].on_host]):
                 found[tuple(_chain([(float(seconds[i]), float(held[i]), i) for i in some]))] = None
     return [list(chain) for chain in found if chain]
@@ -231,9 +311,11 @@ def _chain(points: Iterable[tuple[float, float, int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class MixHulls:
-    """What mixes of real numbers of blocks reach: lower convex hulls of kept bytes and seconds of a block, as the lines along their sides.
+    """What mixes of real numbers of blocks reach: lower convex hulls of kept bytes and seconds of a
+    block, as the lines along their sides.
 
-    By price of a byte on the host, and by workspace: `kept` is the least, `first_s` and `slope` are of the lines, by side.
+    By price of a byte on the host, and by workspace: `kept` is the least, `first_s` and `slope` are
+    of the lines, by side.
     """
 
     prices: Array
@@ -243,12 +325,16 @@ class MixHulls:
     slope: Array
 
     def least_s(self, room: Array, in_flight: float) -> Array:
-        """By price and `room`, the least seconds of a block where workspace and `in_flight` of what it keeps fit, infinity where not."""
+        """By price and `room`, the least seconds of a block where workspace and `in_flight` of what
+        it keeps fit, infinity where not.
+        """
         each = (room - self.workspace[:, :, None]) / in_flight
         beyond = each - self.kept[:, :, None]
         found = self.first_s[:, :, 0, None] + self.slope[:, :, 0, None] * beyond
         for side in range(1, self.slope.shape[2]):
-            found = np.maximum(found, self.first_s[:, :, side, None] + self.slope[:, :, side, None] * beyond)
+            found = np.maximum(
+                found, self.first_s[:, :, side, None] + self.slope[:, :, side, None] * beyond
+            )
         least: Array = np.where(beyond >= 0, found, np.inf).min(axis=1)
         return least
 
@@ -262,44 +348,89 @@ def hulls(options: Sequence[LayerOption]) -> MixHulls:
     found = [_hulls(options, price) for price in prices]
     most, sides = max(map(len, found)), max(len(kept) for own in found for _, kept, _ in own)
     shape = len(prices), most
-    made = MixHulls(np.array(prices), np.zeros(shape), np.zeros(shape), np.full((*shape, sides), -np.inf), np.zeros((*shape, sides)))
+    made = MixHulls(
+        np.array(prices),
+        np.zeros(shape),
+        np.zeros(shape),
+        np.full((*shape, sides), -np.inf),
+        np.zeros((*shape, sides)),
+    )
     for i, own in enumerate(found):
         for j, (workspace, kept, time_s) in enumerate(own + own[-1:] * (most - len(own))):
             made.workspace[i, j], made.kept[i, j] = workspace, kept[0]
             slope = np.append(np.diff(time_s) / np.diff(kept), 0.0)
-            made.slope[i, j, : len(kept)], made.first_s[i, j, : len(kept)] = slope, time_s - slope * (kept - kept[0])
+            made.slope[i, j, : len(kept)], made.first_s[i, j, : len(kept)] = (
+                slope,
+                time_s - slope * (kept - kept[0]),
+            )
     return made
 
 
-def _hulls(options: Sequence[LayerOption], sent_s_per_byte: float) -> list[tuple[float, Array, Array]]:
+def _hulls(
+    options: Sequence[LayerOption], sent_s_per_byte: float
+) -> list[tuple[float, Array, Array]]:
     """By workspace, ascending, the kept bytes and seconds of the corners, where they are new."""
     found: list[tuple[float, Array, Array]] = []
     needs = [option.workspace_bytes + option.host_bytes for option in options]
     values_s = [option.time_s + sent_s_per_byte * option.host_bytes for option in options]
     for workspace in sorted(set(needs)):
-        chain = _chain((values_s[i], option.saved_bytes, i) for i, option in enumerate(options) if needs[i] <= workspace)[::-1]
-        kept, time_s = np.array([float(options[i].saved_bytes) for i in chain]), np.array([values_s[i] for i in chain])
-        if not found or not (np.array_equal(kept, found[-1][1]) and np.array_equal(time_s, found[-1][2])):
+        chain = _chain(
+            (values_s[i], option.saved_bytes, i)
+            for i, option in enumerate(options)
+            if needs[i] <= workspace
+        )[::-1]
+        kept, time_s = (
+            np.array([float(options[i].saved_bytes) for i in chain]),
+            np.array([values_s[i] for i in chain]),
+        )
+        if not found or not (
+            np.array_equal(kept, found[-1][1]) and np.array_equal(time_s, found[-1][2])
+        ):
             found.append((workspace, kept, time_s))
     return found
 
 
 def sent_prices(options: Sequence[LayerOption]) -> tuple[float, ...]:
-    """Seconds a byte that the host keeps may be worth: what options without it pay for a byte less on the device, and nothing."""
+    """Seconds a byte that the host keeps may be worth: what options without it pay for a byte less
+    on the device, and nothing.
+    """
     if not any(option.on_host for option in options):
         return (0.0,)
-    chain = [options[i] for i in _lower_hull(options, [i for i, option in enumerate(options) if not option.on_host])]
-    slopes = sorted({
-        (slower.time_s - faster.time_s) / (faster.saved_bytes - slower.saved_bytes) for faster, slower in pairwise(chain)})
+    chain = [
+        options[i]
+        for i in _lower_hull(options, [i for i, option in enumerate(options) if not option.on_host])
+    ]
+    slopes = sorted(
+        {
+            (slower.time_s - faster.time_s) / (faster.saved_bytes - slower.saved_bytes)
+            for faster, slower in pairwise(chain)
+        }
+    )
     return (0.0, *slopes[:: max(1, -(-len(slopes) // MOST_PRICES))])
 
 
 def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
-    """Rows that no other row of the same layout and workspace beats in time and kept, or in time and redundant, bytes."""
-    numbers = {weight_layout: n for n, weight_layout in enumerate(dict.fromkeys(option.weight_layout for option in mixes.options))}
-    weight_layout = (mixes.chunk_counts > 0) @ np.array([2 ** numbers[option.weight_layout] for option in mixes.options])
-    _, group = np.unique(np.stack([weight_layout.astype(float), mixes.workspace_bytes, mixes.window_bytes]), axis=1, return_inverse=True)
-    kept = [skyline(group.ravel(), time_s, held) for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)]
+    """Rows that no other row of the same layout and workspace beats in time and kept, or in time
+    and redundant, bytes.
+    """
+    numbers = {
+        weight_layout: n
+        for n, weight_layout in enumerate(
+            dict.fromkeys(option.weight_layout for option in mixes.options)
+        )
+    }
+    weight_layout = (mixes.chunk_counts > 0) @ np.array(
+        [2 ** numbers[option.weight_layout] for option in mixes.options]
+    )
+    _, group = np.unique(
+        np.stack([weight_layout.astype(float), mixes.workspace_bytes, mixes.window_bytes]),
+        axis=1,
+        return_inverse=True,
+    )
+    kept = [
+        skyline(group.ravel(), time_s, held)
+        for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)
+    ]
     return np.unique(np.concatenate(kept))
 
 

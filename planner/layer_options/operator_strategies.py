@@ -1,4 +1,6 @@
-"""The strategies of every operator of a layer on one mesh, each with its price, and the rejected ones with their reason."""
+"""The strategies of every operator of a layer on one mesh, each with its price, and the rejected
+ones with their reason.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class PricedStrategy:
 class OperatorStrategies:
     """All strategies of one operator; `recomputable`: each can also run again in the backward pass.
 
-    kept_bytes, copy_s: what it may keep on the host of a micro-batch where the layer is divided as Megatron does, and the way there
+    kept_bytes, copy_s: what it may keep on the host of a micro-batch where the layer is divided as
+    Megatron does, and the way there
     """
 
     layer: LayerKind
@@ -41,8 +44,11 @@ class OperatorStrategies:
     copy_s: float = 0.0
 
 
-def operator_strategies(layout: ParallelLayout, zero: int, price_cache: PriceCache, only: str | None = None) -> Iterator[OperatorStrategies]:
-    """The strategies on the tensor-parallel axis of `layout`, states at ZeRO stage `zero`; of operator `only` if named.
+def operator_strategies(
+    layout: ParallelLayout, zero: int, price_cache: PriceCache, only: str | None = None
+) -> Iterator[OperatorStrategies]:
+    """The strategies on the tensor-parallel axis of `layout`, states at ZeRO stage `zero`; of
+    operator `only` if named.
 
     Raises ConfigError when the model has no operator of that name.
     """
@@ -51,17 +57,32 @@ def operator_strategies(layout: ParallelLayout, zero: int, price_cache: PriceCac
     if only is not None and only not in names:
         raise unknown_name_error("operator", only, names)
     kept = host_bytes_by_operator(
-        price_cache.kept_layer(LayerKind.BLOCK, layout.micro_batch_size), layout.sharding, (), price_cache.training.stack)
+        price_cache.kept_layer(LayerKind.BLOCK, layout.micro_batch_size),
+        layout.sharding,
+        (),
+        price_cache.training.stack,
+    )
     inside = StageAxes(layout.sharding.degrees, price_cache.machine, price_cache.training.stack)
     for layer in graph:
         for operator in layer.operators:
             if only in (None, operator.name):
                 legal, rejected = operator_splits(operator, inside.degrees)
                 priced = (
-                    PricedStrategy(splits=s, price=operator_price(operator, s, inside, price_cache.training, zero=zero, dp=layout.mesh.dp))
-                    for s in legal)
+                    PricedStrategy(
+                        splits=s,
+                        price=operator_price(
+                            operator, s, inside, price_cache.training, zero=zero, dp=layout.mesh.dp
+                        ),
+                    )
+                    for s in legal
+                )
                 n_bytes = kept[operator.name] if layer.kind is LayerKind.BLOCK else 0
                 yield OperatorStrategies(
-                    layer=layer.kind, operator=operator, legal=tuple(priced), rejected=rejected,
-                    recomputable=layer.kind is LayerKind.BLOCK and may_recompute(operator), kept_bytes=n_bytes,
-                    copy_s=copy_time(n_bytes, price_cache.machine.cluster, to_host=True).value_s)
+                    layer=layer.kind,
+                    operator=operator,
+                    legal=tuple(priced),
+                    rejected=rejected,
+                    recomputable=layer.kind is LayerKind.BLOCK and may_recompute(operator),
+                    kept_bytes=n_bytes,
+                    copy_s=copy_time(n_bytes, price_cache.machine.cluster, to_host=True).value_s,
+                )

@@ -1,9 +1,11 @@
-"""Levels of sub-pipelined tensor parallelism: where one applies, and which of them are worth a search.
+"""Levels of sub-pipelined tensor parallelism: where one applies, and which of them are worth a
+search.
 
-With e what two halves take longer than a whole, a level pays where (1 + e) x + exposed < x + 2 c (EQUATIONS P8). The times of a
-block decide it, whatever the number of blocks; and temporary bytes, of which halves need less. Of the same candidate at two levels
-the one that is worse in both is not searched. Level 3 takes no longer than 2, as it waits for less, and holds the same; level 0
-always stays: it alone divides operators otherwise than Megatron.
+With e what two halves take longer than a whole, a level pays where (1 + e) x + exposed < x + 2 c
+(EQUATIONS P8). The times of a block decide it, whatever the number of blocks; and temporary bytes,
+of which halves need less. Of the same candidate at two levels the one that is worse in both is not
+searched. Level 3 takes no longer than 2, as it waits for less, and holds the same; level 0 always
+stays: it alone divides operators otherwise than Megatron.
 """
 
 from __future__ import annotations
@@ -45,15 +47,19 @@ def illegal_overlap(layout: ParallelLayout, model: ModelSpec) -> str | None:
 
 
 def illegal_zero(layout: ParallelLayout, zero: int) -> str | None:
-    """Why the schedule of a layout cannot run at a ZeRO stage, or None: stage 3 frees what a split backward still needs, and would gather
-    for a recompute ahead of the gradient once more than it is priced for."""
+    """Why the schedule of a layout cannot run at a ZeRO stage, or None: stage 3 frees what a split
+    backward still needs, and would gather for a recompute ahead of the gradient once more than it
+    is priced for.
+    """
     if zero < 3 or layout.mesh.dp == 1 or not (layout.splits_backward or layout.recomputes_ahead):
         return None
     return f"{layout.schedule} {'does not run' if layout.splits_backward else 'has no price'} with ZeRO 3"
 
 
 def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = False) -> str | None:
-    """Why blocks at a level cannot run again as a whole, or None: at level 3 half of their input comes while they run."""
+    """Why blocks at a level cannot run again as a whole, or None: at level 3 half of their input
+    comes while they run.
+    """
     if level < 3 or not (model.dropout or on_host):
         return None
     what = "dropout draws other masks" if model.dropout else "the host keeps activations"
@@ -61,9 +67,13 @@ def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = Fals
 
 
 def paying(
-    layouts: Sequence[ParallelLayout], price_cache: PriceCache, deadline: Deadline = NEVER,
+    layouts: Sequence[ParallelLayout],
+    price_cache: PriceCache,
+    deadline: Deadline = NEVER,
 ) -> tuple[tuple[ParallelLayout, ...], tuple[tuple[ParallelLayout, str], ...]]:
-    """The layouts that are worth a search, and the others with their reason: the same layout is better at another level."""
+    """The layouts that are worth a search, and the others with their reason: the same layout is
+    better at another level.
+    """
     levels: dict[ParallelLayout, list[ParallelLayout]] = {}
     for layout in layouts:
         levels.setdefault(replace(layout, tp_overlap=0), []).append(layout)
@@ -88,11 +98,14 @@ def paying(
 
 
 def _beats(one: ParallelLayout, other: ParallelLayout, price_cache: PriceCache) -> bool:
-    """Whether blocks take and hold no more at the level of `one`, whatever runs again and however few a stage has.
+    """Whether blocks take and hold no more at the level of `one`, whatever runs again and however
+    few a stage has.
 
     Of equals, the lower level.
     """
-    alone_s = sum(edge.value_s for edge in price_cache.row_edges(one.micro_batch_size, one.sharding))
+    alone_s = sum(
+        edge.value_s for edge in price_cache.row_edges(one.micro_batch_size, one.sharding)
+    )
     pairs = list(zip(_values(one, price_cache), _values(other, price_cache), strict=True))
     if all(isclose(a, b, rel_tol=ROUNDING) for pair in pairs for a, b in zip(*pair, strict=True)):
         return one.tp_overlap < other.tp_overlap
@@ -100,9 +113,15 @@ def _beats(one: ParallelLayout, other: ParallelLayout, price_cache: PriceCache) 
 
 
 def _values(layout: ParallelLayout, price_cache: PriceCache) -> Iterator[tuple[float, int]]:
-    """Seconds and temporary bytes of a block by recompute level, where it can run; what is kept is the same at all levels."""
+    """Seconds and temporary bytes of a block by recompute level, where it can run; what is kept is
+    the same at all levels.
+    """
     b, sharding = layout.micro_batch_size, layout.sharding
     for level in Recompute:
-        runs = level is not Recompute.FULL or not illegal_full_recompute(layout.tp_overlap, price_cache.model)
-        time_s = price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s if runs else inf
+        runs = level is not Recompute.FULL or not illegal_full_recompute(
+            layout.tp_overlap, price_cache.model
+        )
+        time_s = (
+            price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s if runs else inf
+        )
         yield time_s, price_cache.activations(LayerKind.BLOCK, b, sharding, level).workspace

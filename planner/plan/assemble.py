@@ -1,4 +1,6 @@
-"""A priced strategy -> the Plan: its layer plans and placements, and the predictions in the units of the file."""
+"""A priced strategy -> the Plan: its layer plans and placements, and the predictions in the units
+of the file.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.operators.sharding import placements
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, model_flops_utilization
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.costmodels.usage.redundancy import RedundantBytes, added, operator_redundancy
 from parplan.planner.plan.error_band import error_band
 from parplan.planner.plan.pipeline_plan import PipelinePlan
@@ -55,26 +57,46 @@ def _gib(n_bytes: float) -> float:
 
 def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> LayerPlan:
     layer = price_cache.graph(1).layer_class(choice.kind)
-    placed = {op.name: placements(op, layout.sharding_of(choice)) for op in layer.operators} if layout.mesh.tp > 1 else {}
+    placed = (
+        {op.name: placements(op, layout.sharding_of(choice)) for op in layer.operators}
+        if layout.mesh.tp > 1
+        else {}
+    )
     shards = price_cache.shards(layout.mesh)
     zero = choice.zero if layout.mesh.dp > 1 or price_cache.offloads_states else 0
     return LayerPlan(
-        layer=choice.kind, sequence_parallel=layout.sequence_parallel, zero=zero,
+        layer=choice.kind,
+        sequence_parallel=layout.sequence_parallel,
+        zero=zero,
         zero_ranks=shards if zero and shards < layout.mesh.dp else None,
         offload=_offload(choice, layout, price_cache),
-        recompute=price_cache.recompute_operators(choice.kind, choice.recompute), keep_on_host=choice.on_host,
-        operators={name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()})
+        recompute=price_cache.recompute_operators(choice.kind, choice.recompute),
+        keep_on_host=choice.on_host,
+        operators={
+            name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output)
+            for name, p in placed.items()
+        },
+    )
 
 
-def _offload(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> tuple[Offload, ...]:
-    """What the host keeps of a layer: by its home where it is in chunks, and of what the price cache offloads."""
+def _offload(
+    choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
+) -> tuple[Offload, ...]:
+    """What the host keeps of a layer: by its home where it is in chunks, and of what the price
+    cache offloads.
+    """
     chunked = layout.chunked and choice.kind is LayerKind.BLOCK
     kept = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
-    return (*(OFFLOAD_OF[choice.home] if chunked else ()), *(what for what in price_cache.offload if kept[what]))
+    return (
+        *(OFFLOAD_OF[choice.home] if chunked else ()),
+        *(what for what in price_cache.offload if kept[what]),
+    )
 
 
 def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
-    """A name for every distinct layer plan: A, B, ... for blocks in order of use, the kind for embedding and head."""
+    """A name for every distinct layer plan: A, B, ... for blocks in order of use, the kind for
+    embedding and head.
+    """
     names: dict[LayerChoice, str] = {}
     for stage in strategy.stages:
         for choice in stage:
@@ -115,8 +137,13 @@ def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePla
 def pipeline_of(layout: ParallelLayout) -> PipelinePlan:
     """The pipeline fields of the plan file."""
     return PipelinePlan(
-        schedule=layout.schedule, virtual_stages=layout.virtual_stages, micro_batch_size=layout.micro_batch_size,
-        num_micro_batches=layout.num_micro_batches, actions=layout.actions, tp_overlap=layout.tp_overlap)
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        micro_batch_size=layout.micro_batch_size,
+        num_micro_batches=layout.num_micro_batches,
+        actions=layout.actions,
+        tp_overlap=layout.tp_overlap,
+    )
 
 
 def step_kind(price: StepPrice) -> Kind:
@@ -136,27 +163,50 @@ def breakdown(price: StepPrice) -> Breakdown:
     def quantity(seconds: Seconds) -> Quantity:
         return Quantity(value=rounded_figures(seconds.value_s), kind=seconds.kind)
 
-    idle_s = max(0.0, round(simulated.step_s - time.total.value_s, 9))  # no bubble but for the order of the additions: zero
+    idle_s = max(
+        0.0, round(simulated.step_s - time.total.value_s, 9)
+    )  # no bubble but for the order of the additions: zero
     bubble = Quantity(value=rounded_figures(idle_s), kind=step_kind(price))
     return Breakdown(
-        compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
-        dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer),
-        host_comm_s=quantity(time.host_comm))
+        compute_s=quantity(time.compute),
+        recompute_s=quantity(time.recompute),
+        tp_comm_s=quantity(time.tp_comm),
+        dp_comm_s=quantity(time.dp_comm),
+        pp_comm_s=quantity(time.pp_comm),
+        pp_bubble_s=bubble,
+        optimizer_s=quantity(time.optimizer),
+        host_comm_s=quantity(time.host_comm),
+    )
 
 
 def memory_of_stages(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
     """By pipeline rank, GiB of one device by class."""
-    return tuple(_stage_memory(rank, memory, capacity_bytes) for rank, memory in enumerate(price.memory))
+    return tuple(
+        _stage_memory(rank, memory, capacity_bytes) for rank, memory in enumerate(price.memory)
+    )
 
 
 def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMemory:
-    """The classes at the fullest moment. What is apart from the others are gradients that are not there yet; what remains of it are
-    activations that are freed by then, and of layers that are gathered and reduced at different times their temporaries."""
-    gradients, activations, temporaries = _without(memory.apart, memory.states.gradients, memory.activations, memory.temporaries)
+    """The classes at the fullest moment. What is apart from the others are gradients that are not
+    there yet; what remains of it are activations that are freed by then, and of layers that are
+    gathered and reduced at different times their temporaries.
+    """
+    gradients, activations, temporaries = _without(
+        memory.apart, memory.states.gradients, memory.activations, memory.temporaries
+    )
     return StageMemory(
-        stage=rank, parameters=_gib(memory.states.parameters), gradients=_gib(gradients),
-        optimizer=_gib(memory.states.optimizer), activations=_gib(activations), temporaries=_gib(temporaries),
-        reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes), host=_gib(memory.host), kind=Kind.ANALYTIC)
+        stage=rank,
+        parameters=_gib(memory.states.parameters),
+        gradients=_gib(gradients),
+        optimizer=_gib(memory.states.optimizer),
+        activations=_gib(activations),
+        temporaries=_gib(temporaries),
+        reserve=_gib(memory.reserve),
+        total=_gib(memory.total),
+        capacity=_gib(capacity_bytes),
+        host=_gib(memory.host),
+        kind=Kind.ANALYTIC,
+    )
 
 
 def _without(apart: float, *classes: float) -> Iterator[float]:
@@ -167,80 +217,145 @@ def _without(apart: float, *classes: float) -> Iterator[float]:
         apart -= taken
 
 
-def _redundancy(strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], price_cache: PriceCache) -> Redundancy:
+def _redundancy(
+    strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], price_cache: PriceCache
+) -> Redundancy:
     return replace(
         redundancy_of(strategy.layout, price),
-        layers={name: _layer_redundancy(choice, strategy, price_cache) for choice, name in names.items()})
+        layers={
+            name: _layer_redundancy(choice, strategy, price_cache) for choice, name in names.items()
+        },
+    )
 
 
 def redundancy_of(layout: ParallelLayout, price: StepPrice) -> Redundancy:
     """Over the cluster and by pipeline rank, without that of single layers."""
     devices = layout.mesh.ranks_per_stage
-    sums = {name: _gib(devices * sum(getattr(rank, name) for rank in price.redundant)) for name in _CLASSES}
+    sums = {
+        name: _gib(devices * sum(getattr(rank, name) for rank in price.redundant))
+        for name in _CLASSES
+    }
     stages = tuple(map(_redundant_gib, price.redundant))
     return Redundancy(
-        parameters=sums["parameters"], gradients=sums["gradients"], optimizer=sums["optimizer"], activations=sums["activations"],
-        temporaries=sums["temporaries"], total=_gib(devices * sum(rank.total for rank in price.redundant)), kind=Kind.ANALYTIC,
-        stages=stages)
+        parameters=sums["parameters"],
+        gradients=sums["gradients"],
+        optimizer=sums["optimizer"],
+        activations=sums["activations"],
+        temporaries=sums["temporaries"],
+        total=_gib(devices * sum(rank.total for rank in price.redundant)),
+        kind=Kind.ANALYTIC,
+        stages=stages,
+    )
 
 
-def _layer_redundancy(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> LayerRedundancy:
+def _layer_redundancy(
+    choice: LayerChoice, strategy: Strategy, price_cache: PriceCache
+) -> LayerRedundancy:
     layout = strategy.layout
-    stage = layout.rank_of(next(index for index, layers in enumerate(strategy.stages) if choice in layers))
+    stage = layout.rank_of(
+        next(index for index, layers in enumerate(strategy.stages) if choice in layers)
+    )
     operators = operator_redundancy(choice, stage, layout, price_cache)
     workspace = price_cache.activations(
-        choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute, choice.on_host).workspace
+        choice.kind,
+        layout.micro_batch_size,
+        layout.sharding_of(choice),
+        choice.recompute,
+        choice.on_host,
+    ).workspace
     layer = replace(added(operators.values()), temporaries=float(workspace))
     return LayerRedundancy(
-        stage=stage, layer=_redundant_gib(layer), operators={name: _redundant_gib(found) for name, found in operators.items()})
+        stage=stage,
+        layer=_redundant_gib(layer),
+        operators={name: _redundant_gib(found) for name, found in operators.items()},
+    )
 
 
 def _redundant_gib(found: RedundantBytes) -> RedundantGib:
-    return RedundantGib(**{name: _gib(getattr(found, name)) for name in _CLASSES}, total=_gib(found.total))
+    return RedundantGib(
+        **{name: _gib(getattr(found, name)) for name in _CLASSES}, total=_gib(found.total)
+    )
 
 
-def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, price_cache: PriceCache) -> Plan:
+def assemble(
+    strategy: Strategy, price: StepPrice, record: SearchRecord, price_cache: PriceCache
+) -> Plan:
     """The Plan of a priced strategy."""
     layout, cluster, training = strategy.layout, price_cache.machine.cluster, price_cache.training
     step_s, num_ranks = price.step_s, layout.mesh.num_ranks
     kind = step_kind(price)
     names = _name_choices(strategy)
-    unmeasured = price_cache.model.num_experts or price_cache.offload or layout.chunked or any(choice.on_host for choice in names)
+    unmeasured = (
+        price_cache.model.num_experts
+        or price_cache.offload
+        or layout.chunked
+        or any(choice.on_host for choice in names)
+    )
     predicted = Prediction(
         step_time_s=Quantity(value=rounded_figures(step_s), kind=kind),
-        tokens_per_s_per_gpu=Quantity(value=rounded_figures(training.tokens_per_step / step_s / num_ranks), kind=kind),
-        mfu=Quantity(value=rounded_figures(model_flops_utilization(step_s, num_ranks, price_cache)), kind=kind),
+        tokens_per_s_per_gpu=Quantity(
+            value=rounded_figures(training.tokens_per_step / step_s / num_ranks), kind=kind
+        ),
+        mfu=Quantity(
+            value=rounded_figures(model_flops_utilization(step_s, num_ranks, price_cache)),
+            kind=kind,
+        ),
         # no measured step has experts, or keeps anything on the host
         error_band=None if unmeasured else error_band(price_cache.machine, training.stack),
         breakdown=breakdown(price),
         memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
-        redundancy_gib=_redundancy(strategy, price, names, price_cache))
+        redundancy_gib=_redundancy(strategy, price, names, price_cache),
+    )
     return Plan(
-        plan_version=PLAN_VERSION, model=price_cache.model, cluster=cluster, training=training, mesh=layout.mesh, pipeline=pipeline_of(layout),
-        layer_plans={name: _layer_plan(choice, layout, price_cache) for choice, name in names.items()},
-        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted), chunks=chunks_of(strategy, price_cache))
+        plan_version=PLAN_VERSION,
+        model=price_cache.model,
+        cluster=cluster,
+        training=training,
+        mesh=layout.mesh,
+        pipeline=pipeline_of(layout),
+        layer_plans={
+            name: _layer_plan(choice, layout, price_cache) for choice, name in names.items()
+        },
+        stages=_stages(strategy, names),
+        predicted=predicted,
+        search=_with_ties(record, predicted),
+        chunks=chunks_of(strategy, price_cache),
+    )
 
 
 def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
-    """The record with the runners-up marked whose step time is inside the error band of the plan's."""
+    """The record with the runners-up marked whose step time is inside the error band of the
+    plan's.
+    """
     band = predicted.error_band
     if band is None:
         return record
     step_s = predicted.step_time_s.value
     others = tuple(
-        replace(other, inside_error_band=abs(other.step_time_s.value / step_s - 1) <= band.time.share) for other in record.runners_up)
+        replace(
+            other, inside_error_band=abs(other.step_time_s.value / step_s - 1) <= band.time.share
+        )
+        for other in record.runners_up
+    )
     return replace(record, runners_up=others)
 
 
 def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
-    """The line of another candidate in the plan file; `assemble` says whether it is inside the error band."""
+    """The line of another candidate in the plan file; `assemble` says whether it is inside the
+    error band.
+    """
     return runner_up_of(strategy.layout, price)
 
 
 def runner_up_of(layout: ParallelLayout, price: StepPrice) -> RunnerUp:
     """The same of any priced candidate of `layout`."""
     return RunnerUp(
-        mesh=layout.mesh, pipeline=pipeline_of(layout), sequence_parallel=layout.sequence_parallel,
+        mesh=layout.mesh,
+        pipeline=pipeline_of(layout),
+        sequence_parallel=layout.sequence_parallel,
         step_time_s=Quantity(value=rounded_figures(price.step_s), kind=step_kind(price)),
         peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
-        redundancy_gib=_gib(layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)))
+        redundancy_gib=_gib(
+            layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
+        ),
+    )

@@ -1,4 +1,6 @@
-"""What one device holds at every moment of a chunk schedule, by class, replayed from the schedule's ops."""
+"""What one device holds at every moment of a chunk schedule, by class, replayed from the schedule's
+ops.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from parplan.costmodels.chunks.chunk_memory import chunk_states
-from parplan.costmodels.chunks.chunk_operations import ChunkAction, BlockPass, ChunkOp, RankChunks
+from parplan.costmodels.chunks.chunk_operations import BlockPass, ChunkAction, ChunkOp, RankChunks
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.price_cache import PriceCache
 from parplan.profiles.models.spec import Precision
@@ -44,17 +46,35 @@ class ChunkLevel:
 
 
 def levels(found: RankChunks, price_cache: PriceCache) -> tuple[ChunkLevel, ...]:
-    """Every moment of a schedule. Transfers of the update, after the last moment, are in none of them."""
-    always, chunk_bytes = chunk_states(found, price_cache)[0].total, _parameter_bytes(found, price_cache.training.precision)
+    """Every moment of a schedule. Transfers of the update, after the last moment, are in none of
+    them.
+    """
+    always, chunk_bytes = (
+        chunk_states(found, price_cache)[0].total,
+        _parameter_bytes(found, price_cache.training.precision),
+    )
     pool, gathered, made = set[tuple[int, int]](), dict[tuple[int, int], int](), []
     for number, moment in enumerate(found.moments):
         _apply(moment.before, pool, gathered)
         here = len(pool) * chunk_bytes
         whole = sum(gathered.values())
-        made.append(ChunkLevel(
-            moment=number, work=str(moment.work), stage=moment.stage, micro_batch=moment.micro_batch, block=moment.block, always=always,
-            pool=here, gathered=whole, other=moment.device_bytes - always - here - whole, in_bytes=_sum(moment, ChunkAction.FETCH),
-            out_bytes=_sum(moment, ChunkAction.SEND), gathered_bytes=_sum(moment, ChunkAction.GATHER), reduced_bytes=_sum(moment, ChunkAction.REDUCE)))
+        made.append(
+            ChunkLevel(
+                moment=number,
+                work=str(moment.work),
+                stage=moment.stage,
+                micro_batch=moment.micro_batch,
+                block=moment.block,
+                always=always,
+                pool=here,
+                gathered=whole,
+                other=moment.device_bytes - always - here - whole,
+                in_bytes=_sum(moment, ChunkAction.FETCH),
+                out_bytes=_sum(moment, ChunkAction.SEND),
+                gathered_bytes=_sum(moment, ChunkAction.GATHER),
+                reduced_bytes=_sum(moment, ChunkAction.REDUCE),
+            )
+        )
         _apply(moment.after, pool, gathered)
     return tuple(made)
 
@@ -64,7 +84,9 @@ def _parameter_bytes(found: RankChunks, precision: Precision) -> int:
     return next((precision.num_bytes * group.chunk_layout.chunk_elements for group in on_host), 0)
 
 
-def _apply(ops: Iterable[ChunkOp], pool: set[tuple[int, int]], gathered: dict[tuple[int, int], int]) -> None:
+def _apply(
+    ops: Iterable[ChunkOp], pool: set[tuple[int, int]], gathered: dict[tuple[int, int], int]
+) -> None:
     for op in ops:
         which = op.group, op.number
         if op.does is ChunkAction.FETCH:

@@ -1,7 +1,9 @@
-"""Whether the parts of a plan file fit together: one check of every plan that is read, whoever reads it.
+"""Whether the parts of a plan file fit together: one check of every plan that is read, whoever
+reads it.
 
-A plan says the same thing several times, for people and for the executor: devices and mesh, batch and micro-batches, pipeline and
-stages, layers and model. Where two of them differ nobody can say which is meant, so the plan is refused.
+A plan says the same thing several times, for people and for the executor: devices and mesh, batch
+and micro-batches, pipeline and stages, layers and model. Where two of them differ nobody can say
+which is meant, so the plan is refused.
 """
 
 from __future__ import annotations
@@ -30,46 +32,92 @@ IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]  # what only blocks in chunks offload
 
 
 def require_consistent(plan: Plan, where: str) -> None:
-    """Raises ConfigError with `where` and the key for the first part of a plan of a described model that does not fit the others."""
+    """Raises ConfigError with `where` and the key for the first part of a plan of a described model
+    that does not fit the others.
+    """
     stages = [stage.rank for stage in plan.stages]
     _require_layout(plan.cluster, plan.training, plan.mesh, plan.pipeline, stages, where)
     reason = illegal_expert_parallel(plan.mesh, plan.model)
     if reason:
         raise _unfit(where, "mesh", reason)
-    if plan.model.positions is Positions.LEARNED and plan.training.seq_length > plan.model.max_seq_length:
+    if (
+        plan.model.positions is Positions.LEARNED
+        and plan.training.seq_length > plan.model.max_seq_length
+    ):
         raise _unfit(
-            where, "training", f"seq_length is {plan.training.seq_length}, the model learns {plan.model.max_seq_length} positions")
+            where,
+            "training",
+            f"seq_length is {plan.training.seq_length}, the model learns {plan.model.max_seq_length} positions",
+        )
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     for name, layer_plan in plan.layer_plans.items():
         operators = [operator.name for operator in graph.layer_class(layer_plan.layer).operators]
         _require_layer_plan(layer_plan, plan.mesh, operators, f"{where}: layer_plans.{name}")
         if plan.chunks is None and any(what in IN_CHUNKS for what in layer_plan.offload):
-            raise _unfit(where, f"layer_plans.{name}", f"offload is {', '.join(layer_plan.offload)}, and the plan has no chunks")
+            raise _unfit(
+                where,
+                f"layer_plans.{name}",
+                f"offload is {', '.join(layer_plan.offload)}, and the plan has no chunks",
+            )
     if plan.mesh.tp == 1 and plan.pipeline.tp_overlap:
-        raise _unfit(where, "pipeline", f"tp_overlap is {plan.pipeline.tp_overlap}, the mesh has tp 1")
+        raise _unfit(
+            where, "pipeline", f"tp_overlap is {plan.pipeline.tp_overlap}, the mesh has tp 1"
+        )
     _require_layers(plan.stages, plan.layer_plans, plan.model.num_layers, where)
     _require_prediction(plan.predicted, plan.mesh.pp, plan.layer_plans, where)
     if plan.chunks is not None:
         if [rank.stage for rank in plan.chunks.ranks] != list(range(plan.mesh.pp)):
             raise ConfigError(
-                f"{where}: chunks.ranks has {len(plan.chunks.ranks)} stages, the mesh has pp {plan.mesh.pp}", hint=_AGAIN)
+                f"{where}: chunks.ranks has {len(plan.chunks.ranks)} stages, the mesh has pp {plan.mesh.pp}",
+                hint=_AGAIN,
+            )
         for index, group in enumerate(plan.chunks.groups):
             _require_rank(group.stage, plan.mesh.pp, f"{where}: chunks.groups.{index}: stage")
 
 
 def require_consistent_traced(plan: TracedPlan, where: str) -> None:
     """The same of a plan for a traced module, whose stages are runs of shards."""
-    _require_gapless("shards", [(found.first, found.end) for found in plan.shards], plan.traced.num_operators, "operators", where)
-    _require_gapless("stages", [(found.first, found.end) for found in plan.stages], len(plan.shards), "shards", where)
+    _require_gapless(
+        "shards",
+        [(found.first, found.end) for found in plan.shards],
+        plan.traced.num_operators,
+        "operators",
+        where,
+    )
+    _require_gapless(
+        "stages",
+        [(found.first, found.end) for found in plan.stages],
+        len(plan.shards),
+        "shards",
+        where,
+    )
     if plan.mesh.tp > 1 or plan.mesh.ep > 1:
-        raise _unfit(where, "mesh", f"it is {plan.mesh}, nothing says how the operators of a traced module are divided")
-    _require_layout(plan.cluster, plan.training, plan.mesh, plan.pipeline, [stage.rank for stage in plan.stages], where)
+        raise _unfit(
+            where,
+            "mesh",
+            f"it is {plan.mesh}, nothing says how the operators of a traced module are divided",
+        )
+    _require_layout(
+        plan.cluster,
+        plan.training,
+        plan.mesh,
+        plan.pipeline,
+        [stage.rank for stage in plan.stages],
+        where,
+    )
     for index, stage in enumerate(plan.stages):
         if stage.zero not in range(4):
-            raise ConfigError(f"{where}: stages.{index}: zero is {stage.zero}, it must be 0, 1, 2 or 3", hint=_AGAIN)
+            raise ConfigError(
+                f"{where}: stages.{index}: zero is {stage.zero}, it must be 0, 1, 2 or 3",
+                hint=_AGAIN,
+            )
         wrong = [shard for shard in stage.recompute if not stage.first <= shard < stage.end]
         if wrong:
-            raise _unfit(where, f"stages.{index}", f"it recomputes shard {wrong[0]}, and has {stage.first} to {stage.end - 1}")
+            raise _unfit(
+                where,
+                f"stages.{index}",
+                f"it recomputes shard {wrong[0]}, and has {stage.first} to {stage.end - 1}",
+            )
     _require_prediction(plan.predicted, plan.mesh.pp, None, where)
 
 
@@ -78,22 +126,41 @@ def _unfit(where: str, key: str, problem: str) -> ConfigError:
 
 
 def _require_layout(
-    cluster: Cluster, training: TrainingSpec, mesh: Mesh, pipeline: PipelinePlan, ranks: list[int], where: str,
+    cluster: Cluster,
+    training: TrainingSpec,
+    mesh: Mesh,
+    pipeline: PipelinePlan,
+    ranks: list[int],
+    where: str,
 ) -> None:
-    """Raises ConfigError unless devices, batch and stages are those of mesh and pipeline. `ranks`: of the stages in order."""
+    """Raises ConfigError unless devices, batch and stages are those of mesh and pipeline. `ranks`:
+    of the stages in order.
+    """
     if mesh.num_ranks != cluster.num_gpus:
-        raise _unfit(where, "mesh", f"{mesh} has {mesh.num_ranks} ranks, the cluster has {cluster.num_gpus} devices, "
-                                    f"nodes {cluster.nodes} x {cluster.gpus_per_node}")
+        raise _unfit(
+            where,
+            "mesh",
+            f"{mesh} has {mesh.num_ranks} ranks, the cluster has {cluster.num_gpus} devices, "
+            f"nodes {cluster.nodes} x {cluster.gpus_per_node}",
+        )
     reason = legal(pipeline.schedule, mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages)
     if reason:
         raise _unfit(where, "pipeline", reason)
     sequences = pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp
     if sequences != training.global_batch_size:
-        raise _unfit(where, "pipeline", f"{pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} on dp {mesh.dp} are "
-                                        f"{sequences} sequences, global_batch_size is {training.global_batch_size}")
+        raise _unfit(
+            where,
+            "pipeline",
+            f"{pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} on dp {mesh.dp} are "
+            f"{sequences} sequences, global_batch_size is {training.global_batch_size}",
+        )
     num_stages = mesh.pp * pipeline.virtual_stages
     if len(ranks) != num_stages:
-        raise _unfit(where, "stages", f"there are {len(ranks)}, pp {mesh.pp} x virtual_stages {pipeline.virtual_stages} are {num_stages}")
+        raise _unfit(
+            where,
+            "stages",
+            f"there are {len(ranks)}, pp {mesh.pp} x virtual_stages {pipeline.virtual_stages} are {num_stages}",
+        )
     for index, rank in enumerate(ranks):
         _require_rank(rank, mesh.pp, f"{where}: stages.{index}: rank")
     if pipeline.schedule is Schedule.CUSTOM:
@@ -102,7 +169,11 @@ def _require_layout(
     for index, rank in enumerate(ranks):
         needed = rank_of(pipeline.schedule, index, mesh.pp)
         if rank != needed:
-            raise _unfit(where, f"stages.{index}", f"rank is {rank}, schedule {pipeline.schedule} runs it on {needed}")
+            raise _unfit(
+                where,
+                f"stages.{index}",
+                f"rank is {rank}, schedule {pipeline.schedule} runs it on {needed}",
+            )
 
 
 def _require_actions(pipeline: PipelinePlan, pp: int, ranks: list[int], where: str) -> None:
@@ -113,7 +184,9 @@ def _require_actions(pipeline: PipelinePlan, pp: int, ranks: list[int], where: s
         raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
     for index, rank in enumerate(ranks):
         if homes[index] != rank:
-            raise _unfit(where, f"stages.{index}", f"rank is {rank}, the actions have it on {homes[index]}")
+            raise _unfit(
+                where, f"stages.{index}", f"rank is {rank}, the actions have it on {homes[index]}"
+            )
 
 
 def _require_rank(rank: int, pp: int, what: str) -> None:
@@ -121,35 +194,58 @@ def _require_rank(rank: int, pp: int, what: str) -> None:
         raise ConfigError(f"{what} is {rank}, the mesh has pp {pp}", hint=_AGAIN)
 
 
-def _require_layer_plan(layer_plan: LayerPlan, mesh: Mesh, operators: list[str], where: str) -> None:
-    """Raises ConfigError unless a layer plan is one of ranks of this mesh, and names operators of its layer alone."""
+def _require_layer_plan(
+    layer_plan: LayerPlan, mesh: Mesh, operators: list[str], where: str
+) -> None:
+    """Raises ConfigError unless a layer plan is one of ranks of this mesh, and names operators of
+    its layer alone.
+    """
     if layer_plan.zero and layer_plan.zero_ranks is not None and mesh.dp % layer_plan.zero_ranks:
-        raise ConfigError(f"{where}: zero_ranks {layer_plan.zero_ranks} does not divide dp {mesh.dp}", hint=_AGAIN)
-    for key, names in (("recompute", layer_plan.recompute), ("keep_on_host", layer_plan.keep_on_host)):
+        raise ConfigError(
+            f"{where}: zero_ranks {layer_plan.zero_ranks} does not divide dp {mesh.dp}", hint=_AGAIN
+        )
+    for key, names in (
+        ("recompute", layer_plan.recompute),
+        ("keep_on_host", layer_plan.keep_on_host),
+    ):
         unknown = next((name for name in names if name not in operators), None)
         if unknown is not None:
             raise _unfit(where, key, f"it names {unknown}, the layer has {', '.join(operators)}")
 
 
-def _require_layers(stages: Iterable[StagePlan], known: Mapping[str, LayerPlan], num_layers: int, where: str) -> None:
-    """Raises ConfigError unless the stages run the embedding, every block once in order, and the head."""
+def _require_layers(
+    stages: Iterable[StagePlan], known: Mapping[str, LayerPlan], num_layers: int, where: str
+) -> None:
+    """Raises ConfigError unless the stages run the embedding, every block once in order, and the
+    head.
+    """
     runs = []
     for index, stage in enumerate(stages):
         if not stage.layers:
             raise _unfit(where, f"stages.{index}", "it has no layers")
         for run in stage.layers:
             if run.plan not in known:
-                raise unknown_name_error("layer plan", run.plan, known, where=f"{where}: stages.{index}")
+                raise unknown_name_error(
+                    "layer plan", run.plan, known, where=f"{where}: stages.{index}"
+                )
             runs.append((f"stages.{index}", known[run.plan].layer, run.blocks))
     ends = [kind for _, kind, _ in (*runs[:1], *runs[-1:])]
     if ends != [LayerKind.EMBEDDING, LayerKind.HEAD]:
-        raise _unfit(where, "stages", "the first layer must be the embedding, and the last the head")
+        raise _unfit(
+            where, "stages", "the first layer must be the embedding, and the last the head"
+        )
     block = 0
     for key, kind, blocks in runs[1:-1]:
         if kind is not LayerKind.BLOCK or blocks is None:
-            raise _unfit(where, key, f"a layer of kind {kind} {'with' if blocks else 'without'} blocks, inside are only runs of blocks")
+            raise _unfit(
+                where,
+                key,
+                f"a layer of kind {kind} {'with' if blocks else 'without'} blocks, inside are only runs of blocks",
+            )
         if blocks[0] != block or blocks[1] < block:
-            raise _unfit(where, key, f"blocks are {blocks[0]} to {blocks[1]}, they must begin with {block}")
+            raise _unfit(
+                where, key, f"blocks are {blocks[0]} to {blocks[1]}, they must begin with {block}"
+            )
         block = blocks[1] + 1
     if block != num_layers:
         raise _unfit(where, "stages", f"they have {block} blocks, the model has {num_layers}")
@@ -157,24 +253,39 @@ def _require_layers(stages: Iterable[StagePlan], known: Mapping[str, LayerPlan],
         raise _unfit(where, "stages", "embedding and head have no blocks")
 
 
-def _require_prediction(predicted: Prediction, pp: int, known: Mapping[str, LayerPlan] | None, where: str) -> None:
+def _require_prediction(
+    predicted: Prediction, pp: int, known: Mapping[str, LayerPlan] | None, where: str
+) -> None:
     """Raises ConfigError unless what is predicted is of these stages and layer plans."""
     if [memory.stage for memory in predicted.memory_gib] != list(range(pp)):
-        raise ConfigError(f"{where}: predicted.memory_gib has {len(predicted.memory_gib)} stages, the mesh has pp {pp}", hint=_AGAIN)
+        raise ConfigError(
+            f"{where}: predicted.memory_gib has {len(predicted.memory_gib)} stages, the mesh has pp {pp}",
+            hint=_AGAIN,
+        )
     if predicted.redundancy_gib.stages and len(predicted.redundancy_gib.stages) != pp:
-        raise _unfit(where, "predicted.redundancy_gib", f"it has {len(predicted.redundancy_gib.stages)} stages, the mesh has pp {pp}")
+        raise _unfit(
+            where,
+            "predicted.redundancy_gib",
+            f"it has {len(predicted.redundancy_gib.stages)} stages, the mesh has pp {pp}",
+        )
     for name, layer in predicted.redundancy_gib.layers.items() if known is not None else ():
         if name not in (known or ()):
-            raise unknown_name_error("layer plan", name, known or (), where=f"{where}: predicted.redundancy_gib.layers")
+            raise unknown_name_error(
+                "layer plan", name, known or (), where=f"{where}: predicted.redundancy_gib.layers"
+            )
         _require_rank(layer.stage, pp, f"{where}: predicted.redundancy_gib.layers.{name}: stage")
 
 
-def _require_gapless(key: str, found: list[tuple[int, int]], size: int, what: str, where: str) -> None:
+def _require_gapless(
+    key: str, found: list[tuple[int, int]], size: int, what: str, where: str
+) -> None:
     """Raises ConfigError unless the ranges follow one another from 0 to `size`."""
     last = 0
     for index, (first, end) in enumerate(found):
         if first != last or end <= first:
-            raise _unfit(where, f"{key}.{index}", f"it is {what} {first} to {end}, it must begin with {last}")
+            raise _unfit(
+                where, f"{key}.{index}", f"it is {what} {first} to {end}, it must begin with {last}"
+            )
         last = end
     if last != size:
         raise ConfigError(f"{where}: {key} end with {what} {last}, there are {size}", hint=_AGAIN)

@@ -13,10 +13,13 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved or zbv).
+    """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved
+    or zbv).
 
-    actions: of a custom schedule, and only of that, what each pipeline rank runs, as a line of torch's compute-only CSV
-    tp_overlap: level of sub-pipelined tensor parallelism in the blocks: all-reduces of one half of a micro-batch under the compute of the
+    actions: of a custom schedule, and only of that, what each pipeline rank runs, as a line of
+    torch's compute-only CSV
+    tp_overlap: level of sub-pipelined tensor parallelism in the blocks: all-reduces of one half of
+    a micro-batch under the compute of the
         other. 0 none, 1 inside each linear, 2 inside a block, 3 across the blocks of a stage
     """
 
@@ -33,4 +36,6 @@ class PipelinePlan:
         if self.tp_overlap not in TP_OVERLAP_LEVELS:
             raise ConfigError(f"pipeline: tp_overlap is {self.tp_overlap}, it must be 0, 1, 2 or 3")
         if bool(self.actions) != (self.schedule is Schedule.CUSTOM):
-            raise ConfigError(f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; custom, and only it, has some")
+            raise ConfigError(
+                f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; custom, and only it, has some"
+            )

@@ -1,6 +1,8 @@
-"""The chunks of a plan (EQUATIONS O1, O3, O4): what its file says of them, and the schedule that it stands for.
+"""The chunks of a plan (EQUATIONS O1, O3, O4): what its file says of them, and the schedule that it
+stands for.
 
-The file has homes, groups, budgets and predicted bytes. The schedule is made again from them: the same plan, the same schedule.
+The file has homes, groups, budgets and predicted bytes. The schedule is made again from them: the
+same plan, the same schedule.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.plan.plan import ChunkGroup, ChunkRank, ChunkPlan, Plan
-from parplan.planner.plan.plan_strategy import prices_of_plan, layers_of, strategy_of
+from parplan.planner.plan.plan import ChunkGroup, ChunkPlan, ChunkRank, Plan
+from parplan.planner.plan.plan_strategy import layers_of, prices_of_plan, strategy_of
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.provenance import Kind
 
@@ -23,13 +25,17 @@ _AMPLE = 2**62
 
 
 def chunks_of(strategy: Strategy, price_cache: PriceCache) -> ChunkPlan | None:
-    """The section of the plan file, None where no blocks are in chunks. Raises InfeasibleError with the smallest budget."""
+    """The section of the plan file, None where no blocks are in chunks. Raises InfeasibleError with
+    the smallest budget.
+    """
     if not strategy.layout.chunked:
         return None
     found = [chunks_of_rank(strategy, rank, price_cache) for rank in range(strategy.layout.mesh.pp)]
     return ChunkPlan(
-        eviction=price_cache.chunking.eviction, groups=tuple(_groups(found)),
-        ranks=tuple(_rank(stage, own) for stage, own in enumerate(found)))
+        eviction=price_cache.chunking.eviction,
+        groups=tuple(_groups(found)),
+        ranks=tuple(_rank(stage, own) for stage, own in enumerate(found)),
+    )
 
 
 def _groups(ranks: Sequence[RankChunks]) -> Iterator[ChunkGroup]:
@@ -37,43 +43,75 @@ def _groups(ranks: Sequence[RankChunks]) -> Iterator[ChunkGroup]:
         for group in own.groups:
             chunk_layout = group.chunk_layout
             yield ChunkGroup(
-                stage=stage, home=group.home, chunk_elements=chunk_layout.chunk_elements, num_chunks=chunk_layout.num_chunks,
-                utilisation=round(chunk_layout.utilisation, DIGITS))
+                stage=stage,
+                home=group.home,
+                chunk_elements=chunk_layout.chunk_elements,
+                num_chunks=chunk_layout.num_chunks,
+                utilisation=round(chunk_layout.utilisation, DIGITS),
+            )
 
 
 def _rank(stage: int, own: RankChunks) -> ChunkRank:
     return ChunkRank(
-        stage=stage, device_bytes=own.device_bytes, smallest_bytes=own.smallest_bytes, in_bytes=own.in_bytes, out_bytes=own.out_bytes,
-        kind=Kind.ANALYTIC)
+        stage=stage,
+        device_bytes=own.device_bytes,
+        smallest_bytes=own.smallest_bytes,
+        in_bytes=own.in_bytes,
+        out_bytes=own.out_bytes,
+        kind=Kind.ANALYTIC,
+    )
 
 
 def busiest_rank(plan: Plan) -> int:
     """The pipeline rank whose devices move most in a step; 0 where the plan has no chunks."""
-    return max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage if plan.chunks else 0
+    return (
+        max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage
+        if plan.chunks
+        else 0
+    )
 
 
 def rechunked(plan: Plan) -> Plan:
-    """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the smallest budget. Raises ConfigError."""
+    """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the
+    smallest budget. Raises ConfigError.
+    """
     assert plan.chunks is not None, "it has chunks"
     price_cache = prices_of_plan(plan)
-    strategy, ample = layers_of(plan, price_cache), price_cache.within(Chunking(eviction=plan.chunks.eviction, device_bytes=_AMPLE))
-    smallest = max(chunks_of_rank(strategy, rank, ample).smallest_bytes for rank in range(plan.mesh.pp))
-    return replace(plan, chunks=chunks_of(strategy, ample.within(replace(ample.chunking, device_bytes=smallest))))
+    strategy, ample = (
+        layers_of(plan, price_cache),
+        price_cache.within(Chunking(eviction=plan.chunks.eviction, device_bytes=_AMPLE)),
+    )
+    smallest = max(
+        chunks_of_rank(strategy, rank, ample).smallest_bytes for rank in range(plan.mesh.pp)
+    )
+    return replace(
+        plan,
+        chunks=chunks_of(strategy, ample.within(replace(ample.chunking, device_bytes=smallest))),
+    )
 
 
 def require_own_chunks(plan: Plan) -> None:
-    """Raises ConfigError where the groups of chunks in a plan are not those that its blocks fill."""
+    """Raises ConfigError where the groups of chunks in a plan are not those that its blocks
+    fill.
+    """
     strategy_of(plan, prices_of_plan(plan))
 
 
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     """The chunk schedule of one pipeline rank of a plan, made again.
 
-    Raises ConfigError where the plan has no chunks, or others than its blocks fill; InfeasibleError where its budget is too small.
+    Raises ConfigError where the plan has no chunks, or others than its blocks fill; InfeasibleError
+    where its budget is too small.
     """
     if plan.chunks is None:
-        raise ConfigError("the plan has no chunks", hint="make one with: plan estimate --offload optimizer,parameters")
+        raise ConfigError(
+            "the plan has no chunks",
+            hint="make one with: plan estimate --offload optimizer,parameters",
+        )
     if not 0 <= pipeline_rank < plan.mesh.pp:
-        raise ConfigError(f"pipeline rank {pipeline_rank}: the plan has 0 to {plan.mesh.pp - 1}", hint="choose one of them")
+        raise ConfigError(
+            f"pipeline rank {pipeline_rank}: the plan has 0 to {plan.mesh.pp - 1}",
+            hint="choose one of them",
+        )
     price_cache = prices_of_plan(plan)
     return chunks_of_rank(strategy_of(plan, price_cache), pipeline_rank, price_cache)

@@ -21,32 +21,69 @@ from parplan.profiles.models.operator_graph import LayerKind, Operator
 
 
 def prices_of_plan(plan: Plan) -> PriceCache:
-    """The prices for a plan. Raises ConfigError where its layers differ in what the prices know only of all of them."""
+    """The prices for a plan. Raises ConfigError where its layers differ in what the prices know
+    only of all of them.
+    """
     sharded = {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values() if layer_plan.zero}
-    blocks = [layer_plan for layer_plan in plan.layer_plans.values() if layer_plan.layer is LayerKind.BLOCK]
-    ends = [layer_plan for layer_plan in plan.layer_plans.values() if layer_plan.layer is not LayerKind.BLOCK]
-    offload = {tuple(kept for kept in layer_plan.offload if kept not in IN_CHUNKS) for layer_plan in blocks}
+    blocks = [
+        layer_plan
+        for layer_plan in plan.layer_plans.values()
+        if layer_plan.layer is LayerKind.BLOCK
+    ]
+    ends = [
+        layer_plan
+        for layer_plan in plan.layer_plans.values()
+        if layer_plan.layer is not LayerKind.BLOCK
+    ]
+    offload = {
+        tuple(kept for kept in layer_plan.offload if kept not in IN_CHUNKS) for layer_plan in blocks
+    }
     if len(sharded) > 1 or len(offload) > 1:
         raise ConfigError(
             f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload {sorted(map(list, offload))} differ between layers, "
-            "they can be run so but are priced alike for all", hint="give all layers one zero_ranks and one offload")
+            "they can be run so but are priced alike for all",
+            hint="give all layers one zero_ranks and one offload",
+        )
     kept = (*next(iter(offload), ()), *(_kept_of_ends(ends) if plan.chunks else _lookup(ends)))
-    reason = illegal_host_embedding(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings) if Offload.LOOKUP in kept else None
+    reason = (
+        illegal_host_embedding(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings)
+        if Offload.LOOKUP in kept
+        else None
+    )
     if reason:
         raise ConfigError(f"layer_plans: offload has lookup: {reason}", hint="leave lookup out")
     return PriceCache(
-        plan.model, plan.training, machine_for(plan.cluster), zero_ranks=next(iter(sharded), None), offload=kept, chunking=_chunking(plan))
+        plan.model,
+        plan.training,
+        machine_for(plan.cluster),
+        zero_ranks=next(iter(sharded), None),
+        offload=kept,
+        chunking=_chunking(plan),
+    )
 
 
 def _lookup(ends: Iterable[LayerPlan]) -> tuple[Offload, ...]:
-    return (Offload.LOOKUP,) if any(Offload.LOOKUP in layer_plan.offload for layer_plan in ends) else ()
+    return (
+        (Offload.LOOKUP,)
+        if any(Offload.LOOKUP in layer_plan.offload for layer_plan in ends)
+        else ()
+    )
 
 
 def _kept_of_ends(ends: Iterable[LayerPlan]) -> tuple[Offload, ...]:
-    """What the host keeps of embedding and head where blocks are in chunks. Raises ConfigError where one of them has states there."""
-    found = {Offload.STATES in layer_plan.offload for layer_plan in ends if Offload.LOOKUP not in layer_plan.offload}
+    """What the host keeps of embedding and head where blocks are in chunks. Raises ConfigError
+    where one of them has states there.
+    """
+    found = {
+        Offload.STATES in layer_plan.offload
+        for layer_plan in ends
+        if Offload.LOOKUP not in layer_plan.offload
+    }
     if len(found) > 1:
-        raise ConfigError("layer_plans: offload has states for one of embedding and head, they are priced alike", hint="give both the same")
+        raise ConfigError(
+            "layer_plans: offload has states for one of embedding and head, they are priced alike",
+            hint="give both the same",
+        )
     return (*((Offload.STATES,) if True in found else ()), *_lookup(ends))
 
 
@@ -54,65 +91,121 @@ def _chunking(plan: Plan) -> Chunking | None:
     """How devices hold chunks."""
     if plan.chunks is None:
         return None
-    return Chunking(eviction=plan.chunks.eviction, device_bytes=tuple(rank.device_bytes for rank in plan.chunks.ranks) or None)
+    return Chunking(
+        eviction=plan.chunks.eviction,
+        device_bytes=tuple(rank.device_bytes for rank in plan.chunks.ranks) or None,
+    )
 
 
 def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> StateLocation:
-    """Where the states of a layer's blocks lie. Raises ConfigError for what no home is, and for chunks where there are none."""
+    """Where the states of a layer's blocks lie. Raises ConfigError for what no home is, and for
+    chunks where there are none.
+    """
     kept = tuple(kept for kept in layer_plan.offload if kept in IN_CHUNKS)
     where = f"layer_plans.{name}: offload"
     if kept and (plan.chunks is None or layer_plan.layer is not LayerKind.BLOCK):
-        raise ConfigError(f"{where} has {kept[0]}, which is of blocks of a plan with chunks", hint="use states, or make the plan again")
-    if plan.chunks is not None and layer_plan.layer is LayerKind.BLOCK and Offload.STATES in layer_plan.offload:
-        raise ConfigError(f"{where} has states, blocks in chunks have optimizer, parameters", hint="make the plan again")
+        raise ConfigError(
+            f"{where} has {kept[0]}, which is of blocks of a plan with chunks",
+            hint="use states, or make the plan again",
+        )
+    if (
+        plan.chunks is not None
+        and layer_plan.layer is LayerKind.BLOCK
+        and Offload.STATES in layer_plan.offload
+    ):
+        raise ConfigError(
+            f"{where} has states, blocks in chunks have optimizer, parameters",
+            hint="make the plan again",
+        )
     home = next((home for home, offload in OFFLOAD_OF.items() if set(offload) == set(kept)), None)
     if home is None:
-        raise ConfigError(f"{where} has {kept[0]} without {IN_CHUNKS[0]}", hint=f"add {IN_CHUNKS[0]}, or take {kept[0]} out")
+        raise ConfigError(
+            f"{where} has {kept[0]} without {IN_CHUNKS[0]}",
+            hint=f"add {IN_CHUNKS[0]}, or take {kept[0]} out",
+        )
     return home
 
 
 def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCache) -> LayerChoice:
     """The choice that a layer plan was made of; its sharding where that is not the layout's."""
     layout = layout_of(plan)
-    operators = price_cache.graph(plan.pipeline.micro_batch_size).layer_class(layer_plan.layer).operators
+    operators = (
+        price_cache.graph(plan.pipeline.micro_batch_size).layer_class(layer_plan.layer).operators
+    )
     known = [operator.name for operator in operators]
-    for field, names in (("recompute", layer_plan.recompute), ("keep_on_host", layer_plan.keep_on_host)):
+    for field, names in (
+        ("recompute", layer_plan.recompute),
+        ("keep_on_host", layer_plan.keep_on_host),
+    ):
         unknown = next((each for each in names if each not in known), None)
         if unknown:
-            raise ConfigError(f"layer_plans.{name}: {field} names {unknown}, the layer has {', '.join(known)}", hint="make the plan again")
+            raise ConfigError(
+                f"layer_plans.{name}: {field} names {unknown}, the layer has {', '.join(known)}",
+                hint="make the plan again",
+            )
     own = tuple(
-        (operator.name, split) for operator in operators
-        if (split := _splits(operator, name, layer_plan, plan.mesh.tp)) not in (None, layout.sharding.splits(operator)))
+        (operator.name, split)
+        for operator in operators
+        if (split := _splits(operator, name, layer_plan, plan.mesh.tp))
+        not in (None, layout.sharding.splits(operator))
+    )
     if own and layout.tp_overlap:
         raise ConfigError(
             f"layer_plans.{name}: {own[0][0]} is not divided as Megatron does, sub-pipelined tensor parallelism is priced for nothing else",
-            hint="set pipeline.tp_overlap to 0")
+            hint="set pipeline.tp_overlap to 0",
+        )
     sharding = replace(layout.sharding, own=own) if own else None
     return LayerChoice(
-        layer_plan.layer, tuple(layer_plan.recompute), layer_plan.zero, sharding, _home(name, layer_plan, plan),
-        tuple(layer_plan.keep_on_host))
+        layer_plan.layer,
+        tuple(layer_plan.recompute),
+        layer_plan.zero,
+        sharding,
+        _home(name, layer_plan, plan),
+        tuple(layer_plan.keep_on_host),
+    )
 
 
 def _splits(operator: Operator, name: str, layer_plan: LayerPlan, tp: int) -> Splits | None:
-    """How the tensor-parallel axis divides one operator of a layer plan, None where there is no such axis."""
+    """How the tensor-parallel axis divides one operator of a layer plan, None where there is no
+    such axis.
+    """
     if tp == 1:
         return None
-    where, placed = f"layer_plans.{name}.operators.{operator.name}", layer_plan.operators.get(operator.name)
-    found = None if placed is None else placed_splits(
-        operator, tp, Placements(parameters=dict(placed.parameters), input=placed.input, output=placed.output))
+    where, placed = (
+        f"layer_plans.{name}.operators.{operator.name}",
+        layer_plan.operators.get(operator.name),
+    )
+    found = (
+        None
+        if placed is None
+        else placed_splits(
+            operator,
+            tp,
+            Placements(
+                parameters=dict(placed.parameters), input=placed.input, output=placed.output
+            ),
+        )
+    )
     if found is None:
-        raise ConfigError(f"{where}: its placements are none that tp {tp} can give it", hint="make the plan again, or see plan explain")
+        raise ConfigError(
+            f"{where}: its placements are none that tp {tp} can give it",
+            hint="make the plan again, or see plan explain",
+        )
     return found
 
 
 def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerChoice, ...]:
     return tuple(
-        choices[run.plan] for run in stage.layers for _ in range(1 if run.blocks is None else run.blocks[1] - run.blocks[0] + 1))
+        choices[run.plan]
+        for run in stage.layers
+        for _ in range(1 if run.blocks is None else run.blocks[1] - run.blocks[0] + 1)
+    )
 
 
 def strategy_of(plan: Plan, price_cache: PriceCache) -> Strategy:
-    """The strategy that `planner/plan/assemble.py` made a plan of. Raises ConfigError: layers missing, placements that are not legal, or other
-    chunks than the layers have."""
+    """The strategy that `planner/plan/assemble.py` made a plan of. Raises ConfigError: layers
+    missing, placements that are not legal, or other chunks than the layers have.
+    """
     strategy = layers_of(plan, price_cache)
     _require_groups(plan, strategy, price_cache)
     return strategy
@@ -121,32 +214,53 @@ def strategy_of(plan: Plan, price_cache: PriceCache) -> Strategy:
 def layers_of(plan: Plan, price_cache: PriceCache) -> Strategy:
     """The strategy of the layers of a plan, whatever its chunks are. Raises ConfigError."""
     choices = {name: _choice(name, p, plan, price_cache) for name, p in plan.layer_plans.items()}
-    strategy = Strategy(layout=layout_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages))
-    num_blocks = sum(choice.kind is LayerKind.BLOCK for stage in strategy.stages for choice in stage)
-    if num_blocks != plan.model.num_layers or len(strategy.stages) != strategy.layout.num_virtual_stages:
+    strategy = Strategy(
+        layout=layout_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages)
+    )
+    num_blocks = sum(
+        choice.kind is LayerKind.BLOCK for stage in strategy.stages for choice in stage
+    )
+    if (
+        num_blocks != plan.model.num_layers
+        or len(strategy.stages) != strategy.layout.num_virtual_stages
+    ):
         raise ConfigError(
             f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, not {plan.model.num_layers} on "
-            f"{strategy.layout.num_virtual_stages}", hint="make the plan again")
+            f"{strategy.layout.num_virtual_stages}",
+            hint="make the plan again",
+        )
     return strategy
 
 
 def _require_groups(plan: Plan, strategy: Strategy, price_cache: PriceCache) -> None:
-    """Raises ConfigError where the groups of chunks are not those that the blocks' homes give, and where a chunked block is not sharded."""
+    """Raises ConfigError where the groups of chunks are not those that the blocks' homes give, and
+    where a chunked block is not sharded.
+    """
     if plan.chunks is None:
         return
     zero = 3 if plan.mesh.dp > 1 else 0
     for name, layer_plan in plan.layer_plans.items():
         if layer_plan.layer is LayerKind.BLOCK and layer_plan.zero != zero:
-            raise ConfigError(f"layer_plans.{name}: a block in chunks has zero {layer_plan.zero}, not {zero}", hint="make the plan again")
-    stated = {(group.stage, group.home): (group.num_chunks, group.chunk_elements) for group in plan.chunks.groups}
+            raise ConfigError(
+                f"layer_plans.{name}: a block in chunks has zero {layer_plan.zero}, not {zero}",
+                hint="make the plan again",
+            )
+    stated = {
+        (group.stage, group.home): (group.num_chunks, group.chunk_elements)
+        for group in plan.chunks.groups
+    }
     filled = {
         (stage, group.home): (group.chunk_layout.num_chunks, group.chunk_layout.chunk_elements)
-        for stage in range(plan.mesh.pp) for group in rank_groups(strategy, stage, price_cache)}
+        for stage in range(plan.mesh.pp)
+        for group in rank_groups(strategy, stage, price_cache)
+    }
     for stage, home in sorted(stated.keys() | filled.keys()):
         if stated.get((stage, home)) != filled.get((stage, home)):
             found, needed = (_chunks_text(groups.get((stage, home))) for groups in (stated, filled))
             where = f"chunks.groups: stage {stage}, home {home}"
-            raise ConfigError(f"{where} has {found}, its blocks fill {needed}", hint="make the plan again")
+            raise ConfigError(
+                f"{where} has {found}, its blocks fill {needed}", hint="make the plan again"
+            )
 
 
 def _chunks_text(group: tuple[int, int] | None) -> str:

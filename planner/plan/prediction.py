@@ -1,7 +1,7 @@
 """What a plan should cost, and what its search proved of it.
 
-Quantities here are in the units a person reads (GiB, seconds); the cost models keep bytes. Every predicted number
-says whether it was measured, interpolated or computed.
+Quantities here are in the units a person reads (GiB, seconds); the cost models keep bytes. Every
+predicted number says whether it was measured, interpolated or computed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Objective(StrEnum):
 
 
 class Status(StrEnum):
-    """`optimal`: proven within the stated gap. `feasible`: the best found when the time ran out or Ctrl-C came.
-    `estimate`: priced by hand, nothing was searched."""
+    """`optimal`: proven within the stated gap. `feasible`: the best found when the time ran out or
+    Ctrl-C came. `estimate`: priced by hand, nothing was searched.
+    """
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -44,9 +45,11 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the step time.
+    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the
+    step time.
 
-    host_comm_s: copies between device and host that compute does not hide, and what the host adds up
+    host_comm_s: copies between device and host that compute does not hide, and what the host adds
+    up
     """
 
     __pydantic_config__ = _FORBID
@@ -63,7 +66,9 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Peak GiB per device of one pipeline rank by class; `capacity` is what the device has, `host` what its host holds for it."""
+    """Peak GiB per device of one pipeline rank by class; `capacity` is what the device has, `host`
+    what its host holds for it.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -82,7 +87,9 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundantGib:
-    """GiB of one device beyond its share of one copy (EQUATIONS R1); temporaries are a largest moment, the rest adds up."""
+    """GiB of one device beyond its share of one copy (EQUATIONS R1); temporaries are a largest
+    moment, the rest adds up.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -96,7 +103,9 @@ class RedundantGib:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRedundancy:
-    """One layer of a layer plan on a device of pipeline rank `stage`, the first that runs it, and its operators."""
+    """One layer of a layer plan on a device of pipeline rank `stage`, the first that runs it, and
+    its operators.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -109,7 +118,8 @@ class LayerRedundancy:
 class Redundancy:
     """GiB held beyond one copy of everything, summed over the cluster (EQUATIONS R1).
 
-    stages: of one device of every pipeline rank; layers: by layer plan, of one device and its micro-batches in flight
+    stages: of one device of every pipeline rank; layers: by layer plan, of one device and its
+    micro-batches in flight
     """
 
     __pydantic_config__ = _FORBID
@@ -127,7 +137,8 @@ class Redundancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Eight in ten of `rows` measurements, which the fit of the prices had not seen, were within +- `share` of their prediction.
+    """Eight in ten of `rows` measurements, which the fit of the prices had not seen, were within +-
+    `share` of their prediction.
 
     stack: whose measurements, `all` for those of every stack
     """
@@ -141,7 +152,9 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBand:
-    """`time`: of the step and of what is derived from it (tokens per second, MFU). `memory`: of every stage's total."""
+    """`time`: of the step and of what is derived from it (tokens per second, MFU). `memory`: of
+    every stage's total.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -168,7 +181,8 @@ class Prediction:
 class RunnerUp:
     """Another candidate that was solved: the best plan of that mesh, schedule and micro-batch.
 
-    inside_error_band: its step time is within the band of the plan's, so that the prices cannot say which is faster
+    inside_error_band: its step time is within the band of the plan's, so that the prices cannot say
+    which is faster
     """
 
     __pydantic_config__ = _FORBID
@@ -184,7 +198,9 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """`pruned` are illegal, do not fit, or are above the best by their bound; `left` were not solved when the search ended."""
+    """`pruned` are illegal, do not fit, or are above the best by their bound; `left` were not
+    solved when the search ended.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -196,7 +212,8 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontPoint:
-    """The place of a plan on a front of step time, peak memory and redundant memory, and the limit its search was given.
+    """The place of a plan on a front of step time, peak memory and redundant memory, and the limit
+    its search was given.
 
     number: from 1, fastest first, of `points`; complete: whether the front was walked to its end
     memory_limit_gib: of the throughput objective, None for the fastest of all
@@ -214,10 +231,13 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
-    """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower `bound`, their `gap`.
+    """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower
+    `bound`, their `gap`.
 
-    `fastest_step_time_s` is the closed form of the fastest plan, which the slowdown of the objectives memory and peak is measured by.
-    front: where the plan is on a front (planner/search/pareto.py), None for the plan of a single search
+    `fastest_step_time_s` is the closed form of the fastest plan, which the slowdown of the
+    objectives memory and peak is measured by.
+    front: where the plan is on a front (planner/search/pareto.py), None for the plan of a single
+    search
     solver_failure: on how many candidates the solver failed, and how; None when it did not
     """
 

@@ -23,8 +23,12 @@ class Repriced:
 
 
 def reprice(plan: Plan) -> Repriced:
-    """The plan with every prediction made again; its record of the search stays. Raises ConfigError, as `strategy_of` does."""
+    """The plan with every prediction made again; its record of the search stays. Raises
+    ConfigError, as `strategy_of` does.
+    """
     price_cache = prices_of_plan(plan)
     strategy = strategy_of(plan, price_cache)
     price = price_step(strategy, price_cache)
-    return Repriced(assemble(strategy, price, plan.search, price_cache), strategy, price, price_cache)
+    return Repriced(
+        assemble(strategy, price, plan.search, price_cache), strategy, price, price_cache
+    )

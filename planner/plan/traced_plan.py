@@ -1,7 +1,9 @@
-"""The plan of a model that was traced, not described: which of its shards run on which stage, and how.
+"""The plan of a model that was traced, not described: which of its shards run on which stage, and
+how.
 
-It shares the parts of the plan of a built-in model (planner/plan/plan.py): cluster, training, mesh, pipeline, prediction, search. A shard
-is a run of operators in the order in which the module ran them; the executor traces the module again and cuts it at the same places.
+It shares the parts of the plan of a built-in model (planner/plan/plan.py): cluster, training, mesh,
+pipeline, prediction, search. A shard is a run of operators in the order in which the module ran
+them; the executor traces the module again and cuts it at the same places.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSummary:
-    """What a reader wants to know of the traced model; `unit` is what `training.seq_length` counts in a sequence: tokens or samples."""
+    """What a reader wants to know of the traced model; `unit` is what `training.seq_length` counts
+    in a sequence: tokens or samples.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -39,8 +43,10 @@ class TracedSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """Operators [first, end) of the trace. `name` is that of the modules they belong to; `starts` that of its first operator, by which
-    the executor knows that it traced the same; `layer` a letter, the same for shards that are alike."""
+    """Operators [first, end) of the trace. `name` is that of the modules they belong to; `starts`
+    that of its first operator, by which the executor knows that it traced the same; `layer` a
+    letter, the same for shards that are alike.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -54,8 +60,9 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStage:
-    """One (virtual) pipeline stage: shards [first, end), the pipeline rank that runs it, its ZeRO stage, and which of the shards run
-    again in the backward pass."""
+    """One (virtual) pipeline stage: shards [first, end), the pipeline rank that runs it, its ZeRO
+    stage, and which of the shards run again in the backward pass.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -68,7 +75,9 @@ class ShardStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedPlan:
-    """A strategy for a traced module on one cluster, with its predicted cost and the record of the search that found it."""
+    """A strategy for a traced module on one cluster, with its predicted cost and the record of the
+    search that found it.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -86,13 +95,19 @@ class TracedPlan:
 
 
 def read_any_plan(path: Path) -> Plan | TracedPlan:
-    """The plan in a file, of either kind. Raises ConfigError as `parplan.planner.plan.plan.read_plan`."""
+    """The plan in a file, of either kind. Raises ConfigError as
+    `parplan.planner.plan.plan.read_plan`.
+    """
     return any_plan_from_document(described.load_plan(path), str(path))
 
 
 def any_plan_from_document(body: Any, where: str) -> Plan | TracedPlan:
     """The plan of either kind in a document. Raises ConfigError with `where`."""
-    return traced_plan_from_document(body, where) if isinstance(body, dict) and "traced" in body else described.plan_from_document(body, where)
+    return (
+        traced_plan_from_document(body, where)
+        if isinstance(body, dict) and "traced" in body
+        else described.plan_from_document(body, where)
+    )
 
 
 def traced_plan_from_document(body: Any, where: str) -> TracedPlan:

@@ -1,4 +1,6 @@
-"""What a dry run found against what the plan was priced with: deviations by class, whether it fits, one verdict."""
+"""What a dry run found against what the plan was priced with: deviations by class, whether it fits,
+one verdict.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class RankCheck:
     """One pipeline rank: predicted and found.
 
     planned: the predicted peak that stands in the plan file, rounded
-    occupied: bytes of the device with what is no tensor; micro_batches: of the steps that were run, of as many as `of`
+    occupied: bytes of the device with what is no tensor; micro_batches: of the steps that were run,
+    of as many as `of`
     """
 
     rank: int
@@ -48,7 +51,9 @@ class RankCheck:
         return self.occupied <= self.capacity
 
     def share(self, name: str) -> float | None:
-        """By how much the class was found larger than predicted, None where it was predicted to be empty and is not."""
+        """By how much the class was found larger than predicted, None where it was predicted to be
+        empty and is not.
+        """
         predicted, found = class_bytes(self.predicted, name), class_bytes(self.found, name)
         if predicted == found:
             return 0.0
@@ -81,28 +86,50 @@ def class_bytes(use: RankUse, name: str) -> int:
 
 
 def priced(plan: Plan) -> RepricedPlan:
-    """What a plan is priced as today. Raises ConfigError where the prices do not know its placements, or a dry run cannot count it."""
+    """What a plan is priced as today. Raises ConfigError where the prices do not know its
+    placements, or a dry run cannot count it.
+    """
     if plan.model.num_experts:
         raise ConfigError(
-            "the routing of experts depends on the data, which a dry run has none of", hint="run it on real tensors: plan check --execute")
+            "the routing of experts depends on the data, which a dry run has none of",
+            hint="run it on real tensors: plan check --execute",
+        )
     if plan.chunks is not None:
-        raise ConfigError("a dry run does not hold states in chunks", hint="run it on real tensors: plan check --execute")
-    if any(layer_plan.offload or layer_plan.keep_on_host for layer_plan in plan.layer_plans.values()):
         raise ConfigError(
-            "a dry run has one memory, it cannot tell what the host keeps", hint="check the plan without offload, or use --execute")
+            "a dry run does not hold states in chunks",
+            hint="run it on real tensors: plan check --execute",
+        )
+    if any(
+        layer_plan.offload or layer_plan.keep_on_host for layer_plan in plan.layer_plans.values()
+    ):
+        raise ConfigError(
+            "a dry run has one memory, it cannot tell what the host keeps",
+            hint="check the plan without offload, or use --execute",
+        )
     price_cache = prices_of_plan(plan)
     return RepricedPlan(plan, strategy_of(plan, price_cache), price_cache)
 
 
-def check_ranks(today: RepricedPlan, found: Mapping[int, tuple[RankUse, tuple[int, ...]]]) -> tuple[RankCheck, ...]:
-    """Each pipeline rank of `found` (its use, and the steps that were run) beside its prediction."""
+def check_ranks(
+    today: RepricedPlan, found: Mapping[int, tuple[RankUse, tuple[int, ...]]]
+) -> tuple[RankCheck, ...]:
+    """Each pipeline rank of `found` (its use, and the steps that were run) beside its
+    prediction.
+    """
     plan, price_cache = today.plan, today.price_cache
     return tuple(
         RankCheck(
-            rank=rank, predicted=predicted_use(today.strategy, rank, price_cache), found=use,
-            planned=_planned_bytes(plan.predicted.memory_gib[rank]), occupied=occupied_bytes(use.held, plan.mesh, price_cache),
-            capacity=plan.cluster.device.memory_bytes, micro_batches=steps, of=plan.pipeline.num_micro_batches)
-        for rank, (use, steps) in sorted(found.items()))
+            rank=rank,
+            predicted=predicted_use(today.strategy, rank, price_cache),
+            found=use,
+            planned=_planned_bytes(plan.predicted.memory_gib[rank]),
+            occupied=occupied_bytes(use.held, plan.mesh, price_cache),
+            capacity=plan.cluster.device.memory_bytes,
+            micro_batches=steps,
+            of=plan.pipeline.num_micro_batches,
+        )
+        for rank, (use, steps) in sorted(found.items())
+    )
 
 
 def _planned_bytes(memory: StageMemory) -> float:
@@ -111,22 +138,34 @@ def _planned_bytes(memory: StageMemory) -> float:
 
 def sent_checks(check: RankCheck) -> tuple[SentCheck, ...]:
     """Every kind of collective that was predicted or found."""
-    sides = [{(str(sent.axis), str(sent.kind)): sent for sent in use.sent} for use in (check.predicted, check.found)]
+    sides = [
+        {(str(sent.axis), str(sent.kind)): sent for sent in use.sent}
+        for use in (check.predicted, check.found)
+    ]
     return tuple(
         SentCheck(
-            axis=key[0], kind=key[1], predicted=sides[0].get(key, SentBytes(*key, 0, 0)), found=sides[1].get(key, SentBytes(*key, 0, 0)))
-        for key in sorted(sides[0].keys() | sides[1].keys()))
+            axis=key[0],
+            kind=key[1],
+            predicted=sides[0].get(key, SentBytes(*key, 0, 0)),
+            found=sides[1].get(key, SentBytes(*key, 0, 0)),
+        )
+        for key in sorted(sides[0].keys() | sides[1].keys())
+    )
 
 
 def worst(checks: Sequence[RankCheck], name: str) -> float | None:
     """The largest deviation of a class over all ranks; None: found where nothing was predicted."""
     shares = [check.share(name) for check in checks]
-    return None if None in shares else max((share for share in shares if share is not None), key=abs)
+    return (
+        None if None in shares else max((share for share in shares if share is not None), key=abs)
+    )
 
 
 def exact(checks: Sequence[RankCheck], name: str) -> bool:
     """Whether the class is as predicted on every rank, to the byte."""
-    return all(class_bytes(check.predicted, name) == class_bytes(check.found, name) for check in checks)
+    return all(
+        class_bytes(check.predicted, name) == class_bytes(check.found, name) for check in checks
+    )
 
 
 def matches(checks: Sequence[RankCheck]) -> bool:

@@ -15,13 +15,13 @@ from parplan.planner.runs.run_file import (
     RUN_VERSION,
     Beside,
     ChunkMoved,
-    RunEnvironment,
     Figures,
     MeasuredPart,
     RankRecord,
+    RunEnvironment,
     RunFile,
-    WorkSpan,
     Steps,
+    WorkSpan,
     plan_parts,
 )
 from parplan.planner.runs.timelines import Timeline, measured_parts_s, predicted_timeline
@@ -40,7 +40,8 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasured:
-    """One rank: bytes of states predicted and held, peaks (None where nobody counted), and its recorded steps.
+    """One rank: bytes of states predicted and held, peaks (None where nobody counted), and its
+    recorded steps.
 
     ahead_s: by how much its clock is ahead of rank 0's
     """
@@ -62,7 +63,8 @@ class RankMeasured:
 class Predicted:
     """What the plan's prices say of it today; nothing of a plan that they do not cover.
 
-    mfu: that of a step of so many seconds; memory: by pipeline rank, the bytes that are allocated and reserved
+    mfu: that of a step of so many seconds; memory: by pipeline rank, the bytes that are allocated
+    and reserved
     """
 
     mfu: Callable[[float], float]
@@ -72,7 +74,9 @@ class Predicted:
 
 
 def predict(plan: Plan | TracedPlan) -> Predicted:
-    """The plan priced again, with its calibration if it was made with one; of a traced module what its file says."""
+    """The plan priced again, with its calibration if it was made with one; of a traced module what
+    its file says.
+    """
     if isinstance(plan, TracedPlan):
         return _as_written(plan)
     price_cache = prices_of_plan(plan)
@@ -82,24 +86,46 @@ def predict(plan: Plan | TracedPlan) -> Predicted:
 
     try:
         strategy = strategy_of(plan, price_cache)
-        timeline, memory = predicted_timeline(strategy, price_cache), price_step(strategy, price_cache).memory
+        timeline, memory = (
+            predicted_timeline(strategy, price_cache),
+            price_step(strategy, price_cache).memory,
+        )
     except ConfigError:
         return Predicted(mfu=mfu, step_s=None, timeline=None, memory=())
     return Predicted(
-        mfu=mfu, step_s=timeline.step_s, timeline=timeline, memory=tuple((rank.allocated, rank.reserved) for rank in memory))
+        mfu=mfu,
+        step_s=timeline.step_s,
+        timeline=timeline,
+        memory=tuple((rank.allocated, rank.reserved) for rank in memory),
+    )
 
 
 def _as_written(plan: TracedPlan) -> Predicted:
     flops = plan.traced.flops_per_sequence * plan.training.global_batch_size
     peak = plan.cluster.device.peak(plan.training.precision) * plan.mesh.num_ranks
-    memory = tuple((round((rank.total - rank.reserve) * GIB), round(rank.total * GIB)) for rank in plan.predicted.memory_gib)
+    memory = tuple(
+        (round((rank.total - rank.reserve) * GIB), round(rank.total * GIB))
+        for rank in plan.predicted.memory_gib
+    )
     return Predicted(
-        mfu=lambda seconds: flops / (peak * seconds), step_s=plan.predicted.step_time_s.value, timeline=None, memory=memory)
+        mfu=lambda seconds: flops / (peak * seconds),
+        step_s=plan.predicted.step_time_s.value,
+        timeline=None,
+        memory=memory,
+    )
 
 
 def make_run(
-    plan: Plan | TracedPlan, environment: RunEnvironment, ranks: Sequence[RankMeasured], *, seconds: Sequence[float], losses: Sequence[float],
-    warm_up: int, clock_error_s: float, date: str, skipped: Sequence[int] = (),
+    plan: Plan | TracedPlan,
+    environment: RunEnvironment,
+    ranks: Sequence[RankMeasured],
+    *,
+    seconds: Sequence[float],
+    losses: Sequence[float],
+    warm_up: int,
+    clock_error_s: float,
+    date: str,
+    skipped: Sequence[int] = (),
 ) -> RunFile:
     """The run of `plan` whose steps took `seconds`, on all ranks in their order."""
     predicted = predict(plan)
@@ -107,70 +133,126 @@ def make_run(
     counted = seconds[warm_up:] or seconds
     body, mark = plan_parts(plan)
     return RunFile(
-        run_version=RUN_VERSION, date=date, plan_fingerprint=mark, environment=environment, recorded_steps=len(steps),
-        clock_error_s=clock_error_s, plan=body,
+        run_version=RUN_VERSION,
+        date=date,
+        plan_fingerprint=mark,
+        environment=environment,
+        recorded_steps=len(steps),
+        clock_error_s=clock_error_s,
+        plan=body,
         steps=Steps(
-            seconds=tuple(seconds), loss=tuple(losses), warm_up=warm_up, median_s=median(counted), least_s=min(counted),
-            most_s=max(counted), skipped=tuple(skipped)),
+            seconds=tuple(seconds),
+            loss=tuple(losses),
+            warm_up=warm_up,
+            median_s=median(counted),
+            least_s=min(counted),
+            most_s=max(counted),
+            skipped=tuple(skipped),
+        ),
         figures=_figures(plan, predicted, median(counted), _idle_share(ranks)),
-        parts=_parts(predicted.timeline, measured_parts_s(steps)), ranks=tuple(steps[-1]))
+        parts=_parts(predicted.timeline, measured_parts_s(steps)),
+        ranks=tuple(steps[-1]),
+    )
 
 
 def _records(ranks: Sequence[RankMeasured], index: int, predicted: Predicted) -> list[RankRecord]:
     """All ranks of one recorded step, from the moment in which the first of them started it."""
     origin_s = min(rank.steps[index].started_s - rank.ahead_s for rank in ranks)
-    return [_record(number, rank, rank.steps[index], origin_s + rank.ahead_s, predicted) for number, rank in enumerate(ranks)]
+    return [
+        _record(number, rank, rank.steps[index], origin_s + rank.ahead_s, predicted)
+        for number, rank in enumerate(ranks)
+    ]
 
 
-def _record(number: int, rank: RankMeasured, step: RecordedStep, origin_s: float, predicted: Predicted) -> RankRecord:
+def _record(
+    number: int, rank: RankMeasured, step: RecordedStep, origin_s: float, predicted: Predicted
+) -> RankRecord:
     allocated, reserved = predicted.memory[rank.pp] if predicted.memory else (None, None)
     return RankRecord(
-        rank=number, pp=rank.pp, dp=rank.dp, tp=rank.tp,
+        rank=number,
+        pp=rank.pp,
+        dp=rank.dp,
+        tp=rank.tp,
         parameters_bytes=Beside(predicted=rank.predicted.parameters, measured=rank.held.parameters),
         gradients_bytes=Beside(predicted=rank.predicted.gradients, measured=rank.held.gradients),
         optimizer_bytes=Beside(predicted=rank.predicted.optimizer, measured=rank.held.optimizer),
         peak_allocated_bytes=Beside(predicted=allocated, measured=rank.allocated_bytes),
         peak_reserved_bytes=Beside(predicted=reserved, measured=rank.reserved_bytes),
-        host_rss_bytes=rank.host_rss_bytes, chunks=rank.chunks,
-        spans=tuple(replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in step.spans))
+        host_rss_bytes=rank.host_rss_bytes,
+        chunks=rank.chunks,
+        spans=tuple(
+            replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s)
+            for span in step.spans
+        ),
+    )
 
 
 def _idle_share(ranks: Sequence[RankMeasured]) -> float:
     """Of the ranks' time in the recorded steps, the share that is in no span."""
-    return fmean(1 - sum(span.seconds for span in step.spans) / step.seconds for rank in ranks for step in rank.steps)
+    return fmean(
+        1 - sum(span.seconds for span in step.spans) / step.seconds
+        for rank in ranks
+        for step in rank.steps
+    )
 
 
-def _figures(plan: Plan | TracedPlan, predicted: Predicted, step_s: float, idle_share: float) -> Figures:
+def _figures(
+    plan: Plan | TracedPlan, predicted: Predicted, step_s: float, idle_share: float
+) -> Figures:
     tokens, num_ranks = plan.training.tokens_per_step, plan.mesh.num_ranks
 
     def both(of: Callable[[float], float]) -> Beside:
-        return Beside(predicted=None if predicted.step_s is None else of(predicted.step_s), measured=of(step_s))
+        return Beside(
+            predicted=None if predicted.step_s is None else of(predicted.step_s),
+            measured=of(step_s),
+        )
 
     return Figures(
-        step_time_s=both(lambda seconds: seconds), tokens_per_s=both(lambda seconds: tokens / seconds),
+        step_time_s=both(lambda seconds: seconds),
+        tokens_per_s=both(lambda seconds: tokens / seconds),
         tokens_per_s_per_gpu=both(lambda seconds: tokens / seconds / num_ranks),
         mfu=both(predicted.mfu),
-        idle_share=Beside(predicted=predicted.timeline.idle_share if predicted.timeline else None, measured=idle_share))
+        idle_share=Beside(
+            predicted=predicted.timeline.idle_share if predicted.timeline else None,
+            measured=idle_share,
+        ),
+    )
 
 
-def _parts(timeline: Timeline | None, measured: Mapping[tuple[str, int], float]) -> tuple[MeasuredPart, ...]:
+def _parts(
+    timeline: Timeline | None, measured: Mapping[tuple[str, int], float]
+) -> tuple[MeasuredPart, ...]:
     prices = timeline.parts_s if timeline else {}
     return tuple(
-        MeasuredPart(work=work, stage=stage, predicted_s=prices.get((work, stage)), measured_s=measured.get((work, stage)))
-        for work, stage in sorted({*prices, *measured}) if prices.get((work, stage)) or (work, stage) in measured)
+        MeasuredPart(
+            work=work,
+            stage=stage,
+            predicted_s=prices.get((work, stage)),
+            measured_s=measured.get((work, stage)),
+        )
+        for work, stage in sorted({*prices, *measured})
+        if prices.get((work, stage)) or (work, stage) in measured
+    )
 
 
 def trace_ranks(run: RunFile) -> dict[str, dict[str, Sequence[WorkSpan]]]:
-    """What a trace shows of a run: by rank, the predicted and the measured spans of the last step."""
+    """What a trace shows of a run: by rank, the predicted and the measured spans of the last
+    step.
+    """
     timeline = predict(run.any_plan()).timeline
     return {
         f"rank {rank.rank}: pp {rank.pp} dp {rank.dp} tp {rank.tp}": {
-            **({"predicted": timeline.spans[rank.pp]} if timeline else {}), "measured": rank.spans}
-        for rank in run.ranks}
+            **({"predicted": timeline.spans[rank.pp]} if timeline else {}),
+            "measured": rank.spans,
+        }
+        for rank in run.ranks
+    }
 
 
 def plan_trace_ranks(plan: Plan) -> dict[str, dict[str, Sequence[WorkSpan]]]:
-    """The same of a plan that was not run: one process for each pipeline rank. Raises ConfigError: not a plan that can be priced."""
+    """The same of a plan that was not run: one process for each pipeline rank. Raises ConfigError:
+    not a plan that can be priced.
+    """
     price_cache = prices_of_plan(plan)
     spans = predicted_timeline(strategy_of(plan, price_cache), price_cache).spans
     return {f"pipeline rank {rank}": {"predicted": own} for rank, own in enumerate(spans)}

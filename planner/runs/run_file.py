@@ -1,7 +1,8 @@
-"""run.json: what a run of a plan measured, beside what was predicted (docs/reference/run-file.md). The executor writes it.
+"""run.json: what a run of a plan measured, beside what was predicted (docs/reference/run-file.md).
+The executor writes it.
 
-Self-contained: it holds the plan, so that `plan calibrate` needs nothing else. Times of spans are seconds since the start of
-the step on one clock for all ranks, known to within `clock_error_s`.
+Self-contained: it holds the plan, so that `plan calibrate` needs nothing else. Times of spans are
+seconds since the start of the step on one clock for all ranks, known to within `clock_error_s`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkSpan:
-    """One piece of work of a rank: F, R, B, I, W of a micro-batch (forward, recompute ahead of the backward, backward, its input's and
-    its weights' part), or data, reduce, tied, optimizer of the step (stage and micro-batch -1). A forward that ends in the loss may
-    have two spans."""
+    """One piece of work of a rank: F, R, B, I, W of a micro-batch (forward, recompute ahead of the
+    backward, backward, its input's and its weights' part), or data, reduce, tied, optimizer of the
+    step (stage and micro-batch -1). A forward that ends in the loss may have two spans.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -46,7 +48,9 @@ class WorkSpan:
 
     @property
     def name(self) -> str:
-        return self.work if self.stage == NO_PLACE else f"{self.work}{self.stage}.{self.micro_batch}"
+        return (
+            self.work if self.stage == NO_PLACE else f"{self.work}{self.stage}.{self.micro_batch}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +77,11 @@ class RunEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Seconds and mean loss of every step. `warm_up` first steps are not in the median, the least and the most.
+    """Seconds and mean loss of every step. `warm_up` first steps are not in the median, the least
+    and the most.
 
-    skipped: the steps of an fp16 run, counted from 0, that updated nothing, since a gradient was not finite
+    skipped: the steps of an fp16 run, counted from 0, that updated nothing, since a gradient was
+    not finite
     """
 
     __pydantic_config__ = _FORBID
@@ -91,7 +97,9 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of the step. idle_share: of the ranks' time, what is in no work: bubbles, and transfers that are waited for."""
+    """Of the step. idle_share: of the ranks' time, what is in no work: bubbles, and transfers that
+    are waited for.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -104,9 +112,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """Seconds of one kind of work: F, B (with R), receive_F or receive_B of a stage and one micro-batch (the mean over a step's, of which
-    the median over replicas and recorded steps); data, reduce or optimizer of a pipeline rank, `stage`, and one step; tied: the
-    reduction of a tied embedding's two gradients, the least over the ranks, since the others wait in it."""
+    """Seconds of one kind of work: F, B (with R), receive_F or receive_B of a stage and one
+    micro-batch (the mean over a step's, of which the median over replicas and recorded steps);
+    data, reduce or optimizer of a pipeline rank, `stage`, and one step; tied: the reduction of a
+    tied embedding's two gradients, the least over the ranks, since the others wait in it.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -140,12 +150,15 @@ class ChunkMoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """One rank: bytes of its states, peaks of its memory, the spans of the last step, and what its chunks moved in it.
+    """One rank: bytes of its states, peaks of its memory, the spans of the last step, and what its
+    chunks moved in it.
 
-    peak_allocated_bytes   of torch's allocator: of all recorded steps on GPUs, of the last step of the warm-up on CPUs, None in runs
-                           too short for that (executor/watch/allocated.py)
+    peak_allocated_bytes   of torch's allocator: of all recorded steps on GPUs, of the last step of
+                           the warm-up on CPUs, None in runs too short for that
+                           (executor/watch/allocated.py)
     peak_reserved_bytes    of the CUDA allocator, predicted with its reserve; measured on GPUs only
-    host_rss_bytes         peak resident set of the process, with libraries: not comparable with a prediction
+    host_rss_bytes         peak resident set of the process, with libraries: not comparable with a
+                           prediction
     """
 
     __pydantic_config__ = _FORBID
@@ -166,7 +179,9 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """One run. `plan` is the plan's document, `plan_fingerprint` of its file's text; `date` as YYYY-MM-DD."""
+    """One run. `plan` is the plan's document, `plan_fingerprint` of its file's text; `date` as
+    YYYY-MM-DD.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -186,8 +201,10 @@ class RunFile:
         """The plan that was run. Raises ConfigError, also for that of a traced module."""
         plan = self.any_plan(where)
         if isinstance(plan, TracedPlan):
-            raise ConfigError(f"{where}: it is a run of the traced module {plan.traced.name}, whose prices are not of layers",
-                              hint="calibrate with the run of a named model")
+            raise ConfigError(
+                f"{where}: it is a run of the traced module {plan.traced.name}, whose prices are not of layers",
+                hint="calibrate with the run of a named model",
+            )
         return plan
 
     def any_plan(self, where: str = "run.json") -> Plan | TracedPlan:
@@ -207,16 +224,21 @@ def write_run(run: RunFile, path: Path) -> None:
 
 
 def read_run(path: Path) -> RunFile:
-    """The run in a file. Raises ConfigError: not readable, not JSON, another version, keys unknown or missing, no steps."""
+    """The run in a file. Raises ConfigError: not readable, not JSON, another version, keys unknown
+    or missing, no steps.
+    """
     body = _json(path)
     version = body.get("run_version") if isinstance(body, dict) else None
     if version != RUN_VERSION:
         raise ConfigError(
             f"{path}: run_version is {'missing' if version is None else repr(version)}, this parplan reads {RUN_VERSION}",
-            hint="give the run.json that python -m parplan.executor wrote")
+            hint="give the run.json that python -m parplan.executor wrote",
+        )
     run = parse(RunFile, body, str(path))
     if not run.recorded_steps or not run.steps.seconds or not run.ranks:
-        raise ConfigError(f"{path}: no step was recorded", hint="run the plan with --steps 5 or more")
+        raise ConfigError(
+            f"{path}: no step was recorded", hint="run the plan with --steps 5 or more"
+        )
     return run
 
 
@@ -230,7 +252,13 @@ def is_run(path: Path) -> bool:
 
 
 def _json(path: Path) -> Any:
-    return read_json(path, hints=Hints("make one with: torchrun ... -m parplan.executor plan.yaml", "give the run.json of a run"))
+    return read_json(
+        path,
+        hints=Hints(
+            "make one with: torchrun ... -m parplan.executor plan.yaml",
+            "give the run.json of a run",
+        ),
+    )
 
 
 def run_fingerprint(run: RunFile) -> str:

@@ -1,4 +1,6 @@
-"""The timeline of a step: predicted, by replaying a plan's schedule, and what the spans of a run add up to."""
+"""The timeline of a step: predicted, by replaying a plan's schedule, and what the spans of a run
+add up to.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +33,53 @@ class Timeline:
 
 
 def predicted_timeline(strategy: Strategy, price_cache: PriceCache) -> Timeline:
-    """The step of `strategy` under the prices of `price_cache`, replayed; a transfer is the gap before what waits for it."""
+    """The step of `strategy` under the prices of `price_cache`, replayed; a transfer is the gap
+    before what waits for it.
+    """
     costs = step_costs(strategy, price_cache)
     step = simulated_step(strategy, costs, keep_events=True)
-    spans = tuple(tuple(_rank_spans(strategy, rank, timeline, costs)) for rank, timeline in enumerate(step.ranks))
+    spans = tuple(
+        tuple(_rank_spans(strategy, rank, timeline, costs))
+        for rank, timeline in enumerate(step.ranks)
+    )
     return Timeline(step.step_s, _idle_share(step), spans, parts_s(strategy, costs))
 
 
 def _idle_share(step: SimulatedStep) -> float:
-    return sum(rank.bubble_s + rank.transfer_s for rank in step.ranks) / (step.step_s * len(step.ranks))
+    return sum(rank.bubble_s + rank.transfer_s for rank in step.ranks) / (
+        step.step_s * len(step.ranks)
+    )
 
 
-def _rank_spans(strategy: Strategy, rank: int, timeline: RankTimeline, costs: StepCosts) -> Iterator[WorkSpan]:
-    ahead = {(event.action.chunk, event.action.micro_batch) for event in timeline.events if event.action.work is ActionKind.RECOMPUTE}
+def _rank_spans(
+    strategy: Strategy, rank: int, timeline: RankTimeline, costs: StepCosts
+) -> Iterator[WorkSpan]:
+    ahead = {
+        (event.action.chunk, event.action.micro_batch)
+        for event in timeline.events
+        if event.action.work is ActionKind.RECOMPUTE
+    }
     for event in timeline.events:
         action, cost = event.action, costs.stages[rank][event.action.chunk]
-        start_s = event.start_s + _received_s(action.work, cost, after_recompute=(action.chunk, action.micro_batch) in ahead)
+        start_s = event.start_s + _received_s(
+            action.work, cost, after_recompute=(action.chunk, action.micro_batch) in ahead
+        )
         yield WorkSpan(
-            work=action.work.value, stage=_stage(strategy, rank, action.chunk), micro_batch=action.micro_batch, start_s=start_s,
-            end_s=event.end_s)
+            work=action.work.value,
+            stage=_stage(strategy, rank, action.chunk),
+            micro_batch=action.micro_batch,
+            start_s=start_s,
+            end_s=event.end_s,
+        )
     end_s, tail = timeline.finish_s, (costs.reduced_s, costs.tied_s, costs.optimizer_s)
-    for work, seconds in zip(("reduce", "tied", "optimizer"), (by_rank[rank] for by_rank in tail), strict=True):
+    for work, seconds in zip(
+        ("reduce", "tied", "optimizer"), (by_rank[rank] for by_rank in tail), strict=True
+    ):
         start_s, end_s = end_s, end_s + seconds
         if seconds > 0:
-            yield WorkSpan(work=work, stage=NO_PLACE, micro_batch=NO_PLACE, start_s=start_s, end_s=end_s)
+            yield WorkSpan(
+                work=work, stage=NO_PLACE, micro_batch=NO_PLACE, start_s=start_s, end_s=end_s
+            )
 
 
 def _stage(strategy: Strategy, rank: int, chunk: int) -> int:
@@ -65,7 +90,11 @@ def _stage(strategy: Strategy, rank: int, chunk: int) -> int:
 def _received_s(work: ActionKind, cost: StageCost, *, after_recompute: bool) -> float:
     """What of an action is its receive; a recompute ahead of a backward pass hides some of that."""
     backward_s = cost.receive_backward_s - (cost.hidden_s if after_recompute else 0.0)
-    return {ActionKind.FORWARD: cost.receive_forward_s, ActionKind.BACKWARD: backward_s, ActionKind.INPUT_GRADIENT: backward_s}.get(work, 0.0)
+    return {
+        ActionKind.FORWARD: cost.receive_forward_s,
+        ActionKind.BACKWARD: backward_s,
+        ActionKind.INPUT_GRADIENT: backward_s,
+    }.get(work, 0.0)
 
 
 def parts_s(strategy: Strategy, costs: StepCosts) -> dict[Key, float]:
@@ -85,13 +114,15 @@ def parts_s(strategy: Strategy, costs: StepCosts) -> dict[Key, float]:
 
 
 def measured_parts_s(steps: Iterable[Sequence[RankRecord]]) -> dict[Key, float]:
-    """The measured seconds of the same parts: the mean over a step's micro-batches, of which the median over replicas and steps.
+    """The measured seconds of the same parts: the mean over a step's micro-batches, of which the
+    median over replicas and steps.
 
-    The mean, since a gather of parameters once a step is in the first forward pass. All spans of a pass of a micro-batch are
-    its parts: a backward pass in two, its recompute ahead of it, or the loss after the last stage's forward. A reduction holds
-    the wait for slower replicas, as the step does; of a tied embedding's the least over the ranks, since the other end of the
-    pipeline waits in it for this one's bubble. A receive is what an action waited after its rank was free and its other end was
-    done, which needs the ranks' clocks to agree.
+    The mean, since a gather of parameters once a step is in the first forward pass. All spans of a
+    pass of a micro-batch are its parts: a backward pass in two, its recompute ahead of it, or the
+    loss after the last stage's forward. A reduction holds the wait for slower replicas, as the step
+    does; of a tied embedding's the least over the ranks, since the other end of the pipeline waits
+    in it for this one's bubble. A receive is what an action waited after its rank was free and its
+    other end was done, which needs the ranks' clocks to agree.
     """
     found: dict[Key, list[float]] = defaultdict(list)
     for ranks in steps:
@@ -122,16 +153,25 @@ def _means(rank: RankRecord, waits: Iterable[tuple[Key, float]]) -> dict[Key, fl
 
 
 def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]:
-    """By rank, (part, seconds waited) of every action whose input came from another rank, not while the rank recomputed ahead of it."""
+    """By rank, (part, seconds waited) of every action whose input came from another rank, not while
+    the rank recomputed ahead of it.
+    """
     waits: dict[int, list[tuple[Key, float]]] = {rank.rank: [] for rank in ranks}
     done = {
-        (rank.dp, rank.tp, span.work, span.stage, span.micro_batch): (span.end_s, rank.rank) for rank in ranks for span in rank.spans}
+        (rank.dp, rank.tp, span.work, span.stage, span.micro_batch): (span.end_s, rank.rank)
+        for rank in ranks
+        for span in rank.spans
+    }
     for rank in ranks:
         free_s, seen = 0.0, set[str]()
         for span in sorted(rank.spans, key=lambda span: span.start_s):
-            hidden = span.work == "B" and (rank.dp, rank.tp, "R", span.stage, span.micro_batch) in done
+            hidden = (
+                span.work == "B" and (rank.dp, rank.tp, "R", span.stage, span.micro_batch) in done
+            )
             for work, before in () if hidden or span.name in seen else _waits_for(span):
-                end_s, maker = done.get((rank.dp, rank.tp, work, before, span.micro_batch), (0.0, rank.rank))
+                end_s, maker = done.get(
+                    (rank.dp, rank.tp, work, before, span.micro_batch), (0.0, rank.rank)
+                )
                 if maker != rank.rank:
                     key = RECEIVE + _PASS.get(span.work, span.work), span.stage
                     waits[rank.rank].append((key, max(0.0, span.start_s - max(end_s, free_s))))
@@ -141,7 +181,9 @@ def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]
 
 
 def _waits_for(span: WorkSpan) -> tuple[tuple[str, int], ...]:
-    """The actions that may have made the input of one: the next stage's backward pass, whole or of its input alone."""
+    """The actions that may have made the input of one: the next stage's backward pass, whole or of
+    its input alone.
+    """
     if span.work == "F":
         return (("F", span.stage - 1),)
     return (("B", span.stage + 1), ("I", span.stage + 1)) if span.work in ("B", "I") else ()

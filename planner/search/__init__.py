@@ -1,1 +1,3 @@
-"""The search runs here: the loop, replay, objectives, estimates, the largest model and comparisons."""
+"""The search runs here: the loop, replay, objectives, estimates, the largest model and
+comparisons.
+"""

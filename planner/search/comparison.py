@@ -1,4 +1,6 @@
-"""A plan beside what other systems would run: the same model, cluster, batch, prices and memory limit."""
+"""A plan beside what other systems would run: the same model, cluster, batch, prices and memory
+limit.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,18 @@ class ComparedPlan:
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Peak bytes of the fullest device by class, in the order of `MEMORY_NAMES`; they add up to its total."""
+        """Peak bytes of the fullest device by class, in the order of `MEMORY_NAMES`; they add up to
+        its total.
+        """
         held, states = self.fullest, self.fullest.states
-        return (states.parameters, states.gradients, states.optimizer, held.activations, held.temporaries, held.reserve)
+        return (
+            states.parameters,
+            states.gradients,
+            states.optimizer,
+            held.activations,
+            held.temporaries,
+            held.reserve,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +76,22 @@ class Comparison:
     unpriced: tuple[str, ...] = ()
 
     def is_tie(self, other: ComparedPlan) -> bool:
-        """Whether the prices cannot say whose step is shorter: the other's is inside the error band of ours."""
+        """Whether the prices cannot say whose step is shorter: the other's is inside the error band
+        of ours.
+        """
         band = self.ours.plan.predicted.error_band
         return band is not None and abs(other.step_s / self.ours.step_s - 1) <= band.time.share
 
 
 def _side(name: str, plan: Plan, strategy: Strategy, price: StepPrice) -> ComparedPlan:
     fullest = max(price.memory, key=lambda memory: memory.total)
-    return ComparedPlan(name=name, plan=plan, step_s=price.step_s, parts=parts_of(strategy.layout, price), fullest=fullest)
+    return ComparedPlan(
+        name=name,
+        plan=plan,
+        step_s=price.step_s,
+        parts=parts_of(strategy.layout, price),
+        fullest=fullest,
+    )
 
 
 def _row(baseline: Baseline, price_cache: PriceCache) -> ComparisonRow:
@@ -80,30 +99,53 @@ def _row(baseline: Baseline, price_cache: PriceCache) -> ComparisonRow:
     if found is None:
         return ComparisonRow(baseline=baseline, side=None)
     plan = assemble(found.strategy, found.price, _record(baseline, found), price_cache)
-    return ComparisonRow(baseline=baseline, side=_side(baseline.name, plan, found.strategy, found.price))
+    return ComparisonRow(
+        baseline=baseline, side=_side(baseline.name, plan, found.strategy, found.price)
+    )
 
 
 def _record(baseline: Baseline, found: Optimum) -> SearchRecord:
     """What is proven of a baseline, about its simulated step."""
     step_s = round(found.price.step_s, 6)
     return SearchRecord(
-        objective=Objective.THROUGHPUT, status=Status.OPTIMAL, value=step_s, bound=step_s, gap=0.0, fastest_step_time_s=step_s,
-        candidates=Candidates(considered=baseline.candidates, pruned=baseline.candidates - found.simulated, solved=found.simulated, left=0))
+        objective=Objective.THROUGHPUT,
+        status=Status.OPTIMAL,
+        value=step_s,
+        bound=step_s,
+        gap=0.0,
+        fastest_step_time_s=step_s,
+        candidates=Candidates(
+            considered=baseline.candidates,
+            pruned=baseline.candidates - found.simulated,
+            solved=found.simulated,
+            left=0,
+        ),
+    )
 
 
 def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Comparison:
-    """`plan`, priced again, beside the baselines called `names`, within the memory that `options` leave.
+    """`plan`, priced again, beside the baselines called `names`, within the memory that `options`
+    leave.
 
-    Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: of `baselines.systems.baseline_names`.
+    Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: of
+    `baselines.systems.baseline_names`.
     """
     names, rows = tuple(names), list[ComparisonRow]()
     ours = reprice(plan)
-    price_cache = ours.price_cache.with_table(on_host=False)  # no baseline has it on the host, and not every mesh of theirs could
+    price_cache = ours.price_cache.with_table(
+        on_host=False
+    )  # no baseline has it on the host, and not every mesh of theirs could
     limit = limit_bytes(plan.cluster, plan.training.stack, options)
     filed_s, now_s = plan.predicted.step_time_s.value, ours.plan.predicted.step_time_s.value
     with suppress(OutOfTimeError):
         for name in names:
-            rows.append(_row(price_baseline(name, price_cache, limit, options.deadline), price_cache))
+            rows.append(
+                _row(price_baseline(name, price_cache, limit, options.deadline), price_cache)
+            )
     return Comparison(
         ours=_side("ours", ours.plan, ours.strategy, ours.price),
-        rows=tuple(rows), unpriced=names[len(rows):], limit_bytes=limit, filed_step_s=None if filed_s == now_s else filed_s)
+        rows=tuple(rows),
+        unpriced=names[len(rows) :],
+        limit_bytes=limit,
+        filed_step_s=None if filed_s == now_s else filed_s,
+    )

@@ -44,10 +44,12 @@ from parplan.profiles.units import gib
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRequest:
-    """The states of blocks in chunks: of every pipeline rank the last `host_blocks` blocks, or all it has, at home on the host, before
-    them `optimizer_blocks` with only the optimizer's there, the rest on the device.
+    """The states of blocks in chunks: of every pipeline rank the last `host_blocks` blocks, or all
+    it has, at home on the host, before them `optimizer_blocks` with only the optimizer's there, the
+    rest on the device.
 
-    device_bytes: what tensors may fill of a device; None for what `limit_bytes` leaves beside context, communicators and allocator
+    device_bytes: what tensors may fill of a device; None for what `limit_bytes` leaves beside
+    context, communicators and allocator
     limit_bytes: of a device in all; None for its memory less the margin of a search
     """
 
@@ -59,7 +61,9 @@ class ChunkRequest:
 
     def __post_init__(self) -> None:
         if self.host_blocks < 0 or self.optimizer_blocks < 0:
-            raise ConfigError(f"{self.host_blocks} and {self.optimizer_blocks} blocks on the host: a number must not be negative")
+            raise ConfigError(
+                f"{self.host_blocks} and {self.optimizer_blocks} blocks on the host: a number must not be negative"
+            )
 
     def homes(self, num_blocks: int) -> tuple[StateLocation, ...]:
         """Of the blocks of a pipeline rank, in the order of the model."""
@@ -73,7 +77,9 @@ class ChunkRequest:
 
 
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Blocks for each pipeline rank, as equal as possible; the first ranks take the blocks that are left over."""
+    """Blocks for each pipeline rank, as equal as possible; the first ranks take the blocks that are
+    left over.
+    """
     return tuple(num_layers // pp + (rank < num_layers % pp) for rank in range(pp))
 
 
@@ -85,51 +91,77 @@ def default_blocks(layout: ParallelLayout, num_layers: int) -> tuple[int, ...]:
 
 
 def _check(
-    layout: ParallelLayout, blocks: Sequence[int], model: ModelSpec, cluster: Cluster, training: TrainingSpec, recompute: Recompute,
+    layout: ParallelLayout,
+    blocks: Sequence[int],
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    recompute: Recompute,
 ) -> None:
     stack = training.stack
-    require_stack_runs(stack, (layout.schedule,) if lacking_schedule(layout, stack) else (), (recompute,))
+    require_stack_runs(
+        stack, (layout.schedule,) if lacking_schedule(layout, stack) else (), (recompute,)
+    )
     mesh = layout.mesh
     if mesh.num_ranks != cluster.num_gpus:
         raise ConfigError(
             f"{mesh} is {mesh.num_ranks} GPUs, the cluster has {cluster.num_gpus}",
-            hint="change a degree or --gpus")
+            hint="change a degree or --gpus",
+        )
     if layout.schedule is Schedule.CUSTOM:
         check(layout.actions, mesh.pp, layout.virtual_stages, layout.num_micro_batches)
     reason = (
-        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True) or illegal_expert_parallel(mesh, model)
-        or illegal_layout(layout, model, training))
+        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
+        or illegal_expert_parallel(mesh, model)
+        or illegal_layout(layout, model, training)
+    )
     if reason:
         raise ConfigError(reason, hint="change that option")
     if len(blocks) != mesh.pp or sum(blocks) != model.num_layers or min(blocks) < 1:
         raise ConfigError(
             f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over {mesh.pp} stages with at least one each",
-            hint="change the number of blocks of a stage")
+            hint="change the number of blocks of a stage",
+        )
     if min(blocks) < layout.virtual_stages:
         raise ConfigError(
             f"the ranks hold {', '.join(map(str, blocks))} blocks, not one for each of the {layout.virtual_stages} virtual stages",
-            hint="change the number of blocks of a rank")
-    whole_chunks = not layout.equal_ranks or all(count % layout.virtual_stages == 0 for count in blocks)
+            hint="change the number of blocks of a rank",
+        )
+    whole_chunks = not layout.equal_ranks or all(
+        count % layout.virtual_stages == 0 for count in blocks
+    )
     if not whole_chunks and tuple(blocks) != default_blocks(layout, model.num_layers):
         raise ConfigError(
             f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {layout.virtual_stages} virtual stages",
-            hint="change the number of blocks of a rank")
+            hint="change the number of blocks of a rank",
+        )
 
 
 def _check_holders(layout: ParallelLayout, zero: int, zero_ranks: int | None) -> None:
     if zero_ranks and (zero == 0 or layout.mesh.dp % zero_ranks):
-        reason = "nothing is sharded at --zero 0" if zero == 0 else f"it does not divide dp {layout.mesh.dp}"
-        raise ConfigError(f"--zero-ranks is {zero_ranks}: {reason}", hint="leave it out, or use a divisor of dp with --zero 1 or more")
+        reason = (
+            "nothing is sharded at --zero 0"
+            if zero == 0
+            else f"it does not divide dp {layout.mesh.dp}"
+        )
+        raise ConfigError(
+            f"--zero-ranks is {zero_ranks}: {reason}",
+            hint="leave it out, or use a divisor of dp with --zero 1 or more",
+        )
 
 
 def _require_host(price: StepPrice, cluster: Cluster, *, chunked: bool) -> None:
-    """Raises InfeasibleError where the host of a node cannot hold what its devices offload; a node's ranks are taken for the fullest."""
+    """Raises InfeasibleError where the host of a node cannot hold what its devices offload; a
+    node's ranks are taken for the fullest.
+    """
     needed = max(memory.host for memory in price.memory) * cluster.gpus_per_node
     if needed > cluster.host_memory_bytes:
         raise InfeasibleError(
             f"the hosts need {gib(needed):,.1f} GiB a node for what is offloaded, they have {gib(cluster.host_memory_bytes):,.1f}",
-            hint="keep fewer blocks on the host: --host-blocks and --host-optimizer say how many" if chunked else
-            "offload less, or shard more: --zero 1 or higher")
+            hint="keep fewer blocks on the host: --host-blocks and --host-optimizer say how many"
+            if chunked
+            else "offload less, or shard more: --zero 1 or higher",
+        )
 
 
 def _check_split(layout: ParallelLayout, zero: int, recompute: Recompute) -> None:
@@ -137,60 +169,108 @@ def _check_split(layout: ParallelLayout, zero: int, recompute: Recompute) -> Non
     if reason:
         raise ConfigError(reason, hint="choose --zero 2 or less")
     if layout.splits_backward and recompute is not Recompute.NONE:
-        raise ConfigError(f"{layout.schedule} splits the backward pass, which runs without recompute", hint="drop --recompute")
+        raise ConfigError(
+            f"{layout.schedule} splits the backward pass, which runs without recompute",
+            hint="drop --recompute",
+        )
 
 
-def _check_halves(layout: ParallelLayout, model: ModelSpec, recompute: Recompute, *, on_host: bool) -> None:
-    reason = illegal_full_recompute(layout.tp_overlap, model, on_host=on_host) if recompute is Recompute.FULL else None
+def _check_halves(
+    layout: ParallelLayout, model: ModelSpec, recompute: Recompute, *, on_host: bool
+) -> None:
+    reason = (
+        illegal_full_recompute(layout.tp_overlap, model, on_host=on_host)
+        if recompute is Recompute.FULL
+        else None
+    )
     if reason:
         raise ConfigError(reason, hint="use --tp-overlap 2")
 
 
-def _check_offload(offload: tuple[Offload, ...], chunks: ChunkRequest | None, mesh: Mesh, model: ModelSpec) -> None:
+def _check_offload(
+    offload: tuple[Offload, ...], chunks: ChunkRequest | None, mesh: Mesh, model: ModelSpec
+) -> None:
     homes = next((what for what in offload if what in OFFLOAD_OF[StateLocation.HOST]), None)
     if homes:
         raise ConfigError(f"offload has {homes}, which is by block", hint="ask for chunks")
     if chunks is not None and Offload.STATES in offload:
         raise ConfigError(
             "--offload states is of whole layers, optimizer and parameters are of blocks in chunks: one or the other",
-            hint="drop states, chunks move less")
-    reason = illegal_host_embedding(mesh, model.hidden_size, model.tied_embeddings) if Offload.LOOKUP in offload else None
+            hint="drop states, chunks move less",
+        )
+    reason = (
+        illegal_host_embedding(mesh, model.hidden_size, model.tied_embeddings)
+        if Offload.LOOKUP in offload
+        else None
+    )
     if reason:
         raise ConfigError(f"--offload lookup: {reason}", hint="leave lookup out")
 
 
 def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
-    """The strategy with the states of its blocks in chunks, at home where `request` says, by pipeline rank."""
+    """The strategy with the states of its blocks in chunks, at home where `request` says, by
+    pipeline rank.
+    """
     layout, stages = strategy.layout, [list(stage) for stage in strategy.stages]
     zero = 3 if layout.mesh.dp > 1 else 0
     for rank in range(layout.mesh.pp):
         own = [
-            (stage, index) for stage in sorted(layout.stages_of(rank)) for index, choice in enumerate(stages[stage])
-            if choice.kind is LayerKind.BLOCK]
+            (stage, index)
+            for stage in sorted(layout.stages_of(rank))
+            for index, choice in enumerate(stages[stage])
+            if choice.kind is LayerKind.BLOCK
+        ]
         for (stage, index), home in zip(own, request.homes(len(own)), strict=True):
             stages[stage][index] = replace(stages[stage][index], zero=zero, home=home)
     return Strategy(layout=replace(layout, chunked=True), stages=tuple(map(tuple, stages)))
 
 
-def uniform_strategy(layout: ParallelLayout, blocks: Sequence[int], *, zero: int, recompute: Recompute, price_cache: PriceCache) -> Strategy:
+def uniform_strategy(
+    layout: ParallelLayout,
+    blocks: Sequence[int],
+    *,
+    zero: int,
+    recompute: Recompute,
+    price_cache: PriceCache,
+) -> Strategy:
     """`blocks[s]` blocks on rank s, all at the same recompute level and ZeRO stage."""
-    table = MixTable(price_cache, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True))
-    return to_strategy(layout, tuple(RankColumns(rank, layout, table).smallest(count) for rank, count in enumerate(blocks)))
+    table = MixTable(
+        price_cache, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True)
+    )
+    return to_strategy(
+        layout,
+        tuple(
+            RankColumns(rank, layout, table).smallest(count) for rank, count in enumerate(blocks)
+        ),
+    )
 
 
 def estimate_plan(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, layout: ParallelLayout, *, zero: int = 0, recompute: Recompute = Recompute.NONE,
-    blocks: Sequence[int] | None = None, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
-    chunks: ChunkRequest | None = None, keep_on_host: Collection[str] = (),
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    layout: ParallelLayout,
+    *,
+    zero: int = 0,
+    recompute: Recompute = Recompute.NONE,
+    blocks: Sequence[int] | None = None,
+    zero_ranks: int | None = None,
+    offload: tuple[Offload, ...] = (),
+    chunks: ChunkRequest | None = None,
+    keep_on_host: Collection[str] = (),
 ) -> Plan:
-    """The plan of one configuration: every block at the same recompute level and ZeRO stage, `blocks[s]` on rank s.
+    """The plan of one configuration: every block at the same recompute level and ZeRO stage,
+    `blocks[s]` on rank s.
 
-    blocks: an even split by default; zero_ranks: neighbours that hold one copy of sharded states, all of dp by default
-    offload: what the host keeps: states of every layer, all activations of the blocks, the token table; keep_on_host: of named operators
-    chunks: the states of the blocks in chunks; `zero` is that of embedding and head then, 3 where dp > 1
+    blocks: an even split by default; zero_ranks: neighbours that hold one copy of sharded states,
+    all of dp by default
+    offload: what the host keeps: states of every layer, all activations of the blocks, the token
+    table; keep_on_host: of named operators
+    chunks: the states of the blocks in chunks; `zero` is that of embedding and head then, 3 where
+    dp > 1
 
-    A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`), one that does not fit their
-    hosts, or whose chunks have no room on a device, is an InfeasibleError.
+    A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`), one
+    that does not fit their hosts, or whose chunks have no room on a device, is an InfeasibleError.
     Raises ConfigError when the configuration cannot run.
     """
     blocks = tuple(blocks) if blocks is not None else default_blocks(layout, model.num_layers)
@@ -200,16 +280,24 @@ def estimate_plan(
     if chunks is not None:
         reason = illegal_chunks(layout, (zero,) if zero else None, zero_ranks)
         if reason:
-            raise ConfigError(reason, hint="change that option, or drop optimizer and parameters of --offload")
+            raise ConfigError(
+                reason, hint="change that option, or drop optimizer and parameters of --offload"
+            )
         zero = 3 if layout.mesh.dp > 1 else 0
     _check_split(layout, zero, recompute)
     names = (ALL,) if Offload.ACTIVATIONS in offload else keep_on_host
     _check_halves(layout, model, recompute, on_host=bool(names))
     price_cache = PriceCache(
-        model, training, machine_for(cluster), zero_ranks=zero_ranks,
+        model,
+        training,
+        machine_for(cluster),
+        zero_ranks=zero_ranks,
         offload=tuple(each for each in offload if each is not Offload.ACTIVATIONS),
-        chunking=None if chunks is None else chunks.chunking(cluster, training.stack))
-    strategy = uniform_strategy(layout, blocks, zero=zero, recompute=recompute, price_cache=price_cache)
+        chunking=None if chunks is None else chunks.chunking(cluster, training.stack),
+    )
+    strategy = uniform_strategy(
+        layout, blocks, zero=zero, recompute=recompute, price_cache=price_cache
+    )
     strategy = with_kept_on_host(strategy, named_operators(names, recompute, price_cache))
     if chunks is not None:
         strategy = with_homes(strategy, chunks)
@@ -220,7 +308,12 @@ def _assembled(strategy: Strategy, price_cache: PriceCache) -> Plan:
     price = price_step(strategy, price_cache)
     _require_host(price, price_cache.machine.cluster, chunked=strategy.layout.chunked)
     record = SearchRecord(
-        objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.step_s, 6), bound=0.0, gap=1.0,
+        objective=Objective.THROUGHPUT,
+        status=Status.ESTIMATE,
+        value=round(price.step_s, 6),
+        bound=0.0,
+        gap=1.0,
         fastest_step_time_s=round(price.closed_form_s, 6),
-        candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
+        candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
+    )
     return assemble(strategy, price, record, price_cache)

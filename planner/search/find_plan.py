@@ -1,8 +1,9 @@
 """The search: space -> bound -> columns -> integer program -> simulation -> Plan.
 
-Layouts are taken in the order of a valid lower bound. The search ends when the next bound is above the worst of the
-candidates worth replaying, so the best closed form is proven; the time limit or Ctrl-C ends it earlier with the best so
-far and the bound reached. The best layouts are replayed in the event simulator, and the fastest of them becomes the plan.
+Layouts are taken in the order of a valid lower bound. The search ends when the next bound is above
+the worst of the candidates worth replaying, so the best closed form is proven; the time limit or
+Ctrl-C ends it earlier with the best so far and the bound reached. The best layouts are replayed in
+the event simulator, and the fastest of them becomes the plan.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.branch_and_bound import (
     REPLAYED,
-    CandidateAnswer,
     BranchOutcome,
+    CandidateAnswer,
     best_of,
     branch_and_bound,
     worth_replaying,
@@ -37,7 +38,13 @@ from parplan.planner.search.least_redundancy import then_leanest
 from parplan.planner.search.least_redundancy_on_host import LeanChoice, search_leanest_on_host
 from parplan.planner.search.one_candidate import certify, fastest_choice, relaxed_bound_s
 from parplan.planner.search.replay import replay_best
-from parplan.planner.search.search_session import INFINITY, ROUNDING, SearchPrices, SearchSession, SolvedCandidate
+from parplan.planner.search.search_session import (
+    INFINITY,
+    ROUNDING,
+    SearchPrices,
+    SearchSession,
+    SolvedCandidate,
+)
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.machines.hardware import Cluster
@@ -51,7 +58,8 @@ Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The plan of one search, the fastest choice that it is measured by, and whether Ctrl-C ended the search.
+    """The plan of one search, the fastest choice that it is measured by, and whether Ctrl-C ended
+    the search.
 
     best: the choice that the plan was made of, by its strategy and price
     """
@@ -66,30 +74,42 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class BoundedCandidates:
-    """The layouts of a search that cheap bounds do not rule out within its memory limit, and those whose relaxation was solved."""
+    """The layouts of a search that cheap bounds do not rule out within its memory limit, and those
+    whose relaxation was solved.
+    """
 
     possible: tuple[ParallelLayout, ...]
     relaxed: tuple[ParallelLayout, ...]
 
 
-def _search_fastest(layouts: Sequence[ParallelLayout], session: SearchSession) -> tuple[BranchOutcome[SolvedCandidate], BoundedCandidates]:
+def _search_fastest(
+    layouts: Sequence[ParallelLayout], session: SearchSession
+) -> tuple[BranchOutcome[SolvedCandidate], BoundedCandidates]:
     """The best choices of the layouts, and what was looked at.
 
-    Layouts that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved.
+    Layouts that even mixes of real numbers of blocks cannot bring below the cut are left; the
+    others are solved.
 
-    A schedule that only moves recompute has no plan below what 1F1B takes with the same layers and none of it: where 1F1B
-    already does, it need not be solved, and where it is not faster it need not be replayed.
+    A schedule that only moves recompute has no plan below what 1F1B takes with the same layers and
+    none of it: where 1F1B already does, it need not be solved, and where it is not faster it need
+    not be replayed.
     """
     limit, prices = session.limit_bytes, session.prices
     values_s: dict[ParallelLayout, float] = {}
     relaxed_values_s: dict[ParallelLayout, float] = {}
     open_: list[ParallelLayout] = []  # whose relaxation is below the cut
 
-    def solve(layout: ParallelLayout, bound_s: float, cut_s: float, _: float) -> SolvedCandidate | None:
+    def solve(
+        layout: ParallelLayout, bound_s: float, cut_s: float, _: float
+    ) -> SolvedCandidate | None:
         usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
         if layout.recomputes_ahead:
             cut_s = min(cut_s, values_s.get(usual, INFINITY))
-            prices.raise_bound(layout, limit, ahead_bound_s(layout, relaxed_values_s.get(usual, 0.0), session.table))
+            prices.raise_bound(
+                layout,
+                limit,
+                ahead_bound_s(layout, relaxed_values_s.get(usual, 0.0), session.table),
+            )
             if prices.least_s(layout, limit) >= cut_s:
                 return None
         relaxed = session.relaxed(layout, cut_s)
@@ -112,15 +132,25 @@ def _search_fastest(layouts: Sequence[ParallelLayout], session: SearchSession) -
     possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
     bounded = ((prices.least_s(layout, limit), layout) for layout in possible)
     outcome = branch_and_bound(
-        Objective.THROUGHPUT, bounded, solve, worth_replaying, left_s=session.left_s, on_progress=session.on_progress)
+        Objective.THROUGHPUT,
+        bounded,
+        solve,
+        worth_replaying,
+        left_s=session.left_s,
+        on_progress=session.on_progress,
+    )
     bound = min((best_of(outcome.solved), *(prices.least_s(layout, limit) for layout in possible)))
     return replace(outcome, bound=bound), BoundedCandidates(tuple(possible), tuple(open_))
 
 
-def _proven_s(looked: BoundedCandidates, best_s: float, share: float, session: SearchSession) -> float:
-    """Seconds that no plan of the search is below; bounds of layouts whose relaxation was solved are raised as far as that helps.
+def _proven_s(
+    looked: BoundedCandidates, best_s: float, share: float, session: SearchSession
+) -> float:
+    """Seconds that no plan of the search is below; bounds of layouts whose relaxation was solved
+    are raised as far as that helps.
 
-    share: of the closed form of a pipeline that a simulated step may be, by what was replayed; without a pipeline the two are equal
+    share: of the closed form of a pipeline that a simulated step may be, by what was replayed;
+    without a pipeline the two are equal
     """
 
     def share_of(layout: ParallelLayout) -> float:
@@ -129,7 +159,10 @@ def _proven_s(looked: BoundedCandidates, best_s: float, share: float, session: S
     def simulated_s(layout: ParallelLayout) -> float:
         return session.prices.least_s(layout, session.limit_bytes) * share_of(layout)
 
-    others_s = min((simulated_s(layout) for layout in set(looked.possible).difference(looked.relaxed)), default=INFINITY)
+    others_s = min(
+        (simulated_s(layout) for layout in set(looked.possible).difference(looked.relaxed)),
+        default=INFINITY,
+    )
     with suppress(OutOfTimeError):  # what is not certified keeps its bound
         for layout in looked.relaxed:
             if simulated_s(layout) < min(others_s, best_s * (1 - WORTH_PROVING)):
@@ -138,12 +171,17 @@ def _proven_s(looked: BoundedCandidates, best_s: float, share: float, session: S
 
 
 def search(
-    prices: SearchPrices, objective: Objective, options: SearchOptions, on_progress: OnProgress | None = None, fastest: SolvedCandidate | None = None,
+    prices: SearchPrices,
+    objective: Objective,
+    options: SearchOptions,
+    on_progress: OnProgress | None = None,
+    fastest: SolvedCandidate | None = None,
     slack: float = 0.0,
 ) -> SearchResult | None:
     """One search over `prices`, or None when nothing fits its memory limit.
 
-    fastest: what an earlier search found under the same memory limit; the memory objective need not look for it again
+    fastest: what an earlier search found under the same memory limit; the memory objective need not
+    look for it again
     slack: share of the memory limit that columns leave free
     Raises SolverError, and before the first plan KeyboardInterrupt and OutOfTimeError.
     """
@@ -156,7 +194,10 @@ def search(
     else:
         outcome = BranchOutcome((fastest,), fastest.bound, finished=True)
     if not outcome.solved and not outcome.finished:
-        raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
+        raise SolverError(
+            "the solver found no plan in its time",
+            hint="use the other --solver, or pin some degrees",
+        )
     if not outcome.solved:
         return None
     fastest = outcome.solved[0]
@@ -170,36 +211,60 @@ def search(
     (best, strategy, price), *others = replayed
     record = _record(objective, best, fastest, outcome, space)
     if objective is Objective.THROUGHPUT:
-        record = _of_simulated_steps(record, looked, [price for _, _, price in replayed], session, finished=outcome.finished)
+        record = _of_simulated_steps(
+            record, looked, [price for _, _, price in replayed], session, finished=outcome.finished
+        )
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
-    plan = assemble(strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice))
+    plan = assemble(
+        strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice)
+    )
     return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
 
 
-def _search_least_peak(first: BranchOutcome[SolvedCandidate], session: SearchSession) -> SearchResult:
-    """The plan whose fullest device holds least within the slowdown of the fastest, and then the fastest that holds no more."""
+def _search_least_peak(
+    first: BranchOutcome[SolvedCandidate], session: SearchSession
+) -> SearchResult:
+    """The plan whose fullest device holds least within the slowdown of the fastest, and then the
+    fastest that holds no more.
+    """
     layouts, fastest = session.prices.space.layouts, first.solved[0]
     least = least_peak(layouts, first, session)
-    inner, outcome = session.within(least.peak_bytes), BranchOutcome((least.best,), 0.0, finished=least.finished, interrupted=least.interrupted)
+    inner, outcome = (
+        session.within(least.peak_bytes),
+        BranchOutcome((least.best,), 0.0, finished=least.finished, interrupted=least.interrupted),
+    )
     if not (least.interrupted or session.deadline.is_over):
         with suppress(OutOfTimeError, SolverError):  # what was found stands
             outcome = _fastest_within(least, layouts, fastest.value * session.slowdown, inner)
-    while not (replayed := replay_best(outcome, Objective.THROUGHPUT, inner)):  # the exact schedules of the chunks need more
+    while not (
+        replayed := replay_best(outcome, Objective.THROUGHPUT, inner)
+    ):  # the exact schedules of the chunks need more
         inner = session.within(inner.limit_bytes * (1 + SLACK))
     (best, strategy, price), *others = replayed
     peak_bytes = max(memory.total for memory in price.memory)
-    outcome = replace(outcome, finished=first.finished and outcome.finished, failures=(*first.failures, *least.failures, *outcome.failures))
+    outcome = replace(
+        outcome,
+        finished=first.finished and outcome.finished,
+        failures=(*first.failures, *least.failures, *outcome.failures),
+    )
     bound_bytes = min(least.bound_bytes, peak_bytes)
     record = replace(
-        _record(Objective.PEAK, best, fastest, outcome, session.prices.space), value=round(peak_bytes / GIB, 6),
-        bound=round(bound_bytes / GIB, 6), gap=round(1 - bound_bytes / peak_bytes, 6),
-        runners_up=tuple(runner_up(strategy, price) for _, strategy, price in others))
+        _record(Objective.PEAK, best, fastest, outcome, session.prices.space),
+        value=round(peak_bytes / GIB, 6),
+        bound=round(bound_bytes / GIB, 6),
+        gap=round(1 - bound_bytes / peak_bytes, 6),
+        runners_up=tuple(runner_up(strategy, price) for _, strategy, price in others),
+    )
     plan = assemble(strategy, price, record, inner.book_of(best.choice))
     return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
 
 
-def _fastest_within(least: LeastPeak, layouts: Sequence[ParallelLayout], slowest_s: float, inner: SearchSession) -> BranchOutcome[SolvedCandidate]:
-    """The fastest choices within the least peak, as far as the slowdown allows them: the one that was found among them."""
+def _fastest_within(
+    least: LeastPeak, layouts: Sequence[ParallelLayout], slowest_s: float, inner: SearchSession
+) -> BranchOutcome[SolvedCandidate]:
+    """The fastest choices within the least peak, as far as the slowdown allows them: the one that
+    was found among them.
+    """
     outcome, _ = _search_fastest(layouts, inner)
     solved = [one for one in outcome.solved if one.value <= slowest_s]
     if all(one.layout != least.best.layout for one in solved):
@@ -207,52 +272,103 @@ def _fastest_within(least: LeastPeak, layouts: Sequence[ParallelLayout], slowest
     return replace(outcome, solved=tuple(solved), finished=outcome.finished and least.finished)
 
 
-def search_leaner(prices: SearchPrices, found: SearchResult, options: SearchOptions, on_progress: OnProgress | None = None) -> SearchResult:
-    """The least redundant plan where the host may keep what `prices` allow, `found` where none is below it.
+def search_leaner(
+    prices: SearchPrices,
+    found: SearchResult,
+    options: SearchOptions,
+    on_progress: OnProgress | None = None,
+) -> SearchResult:
+    """The least redundant plan where the host may keep what `prices` allow, `found` where none is
+    below it.
 
-    found: the least redundant plan without the host, or where nothing fits without it the fastest with it. The slowdown is measured by
-    its `fastest`, and no device holds more than its fullest does.
+    found: the least redundant plan without the host, or where nothing fits without it the fastest
+    with it. The slowdown is measured by its `fastest`, and no device holds more than its fullest
+    does.
     """
     lean = found.plan.search.objective is Objective.MEMORY
     fullest = int(max(memory.total for memory in found.price.memory))
     session = SearchSession(prices, replace(options, memory_limit_bytes=fullest), on_progress)
-    held = found.strategy.layout.mesh.ranks_per_stage * sum(rank.total for rank in found.price.redundant)
+    held = found.strategy.layout.mesh.ranks_per_stage * sum(
+        rank.total for rank in found.price.redundant
+    )
     value, bound = (found.best.value, found.best.bound) if lean else (held, held)
     incumbent = LeanChoice(
-        layout=found.strategy.layout, choice=found.best.choice, value=value, bound=bound, strategy=found.strategy, price=found.price,
-        price_cache=session.book_of(found.best.choice))
-    one_copy = float(sum(ideal_states(prices.price_cache.graph(1).num_parameters, 1, prices.price_cache.training)))
+        layout=found.strategy.layout,
+        choice=found.best.choice,
+        value=value,
+        bound=bound,
+        strategy=found.strategy,
+        price=found.price,
+        price_cache=session.book_of(found.best.choice),
+    )
+    one_copy = float(
+        sum(
+            ideal_states(prices.price_cache.graph(1).num_parameters, 1, prices.price_cache.training)
+        )
+    )
     if found.interrupted:
         outcome = BranchOutcome((incumbent,), -one_copy, finished=False, interrupted=True)
     else:
         closed_s = found.fastest.choice.step_s
-        fastest = price_step(to_strategy(found.fastest.layout, found.fastest.choice.columns), prices.price_cache) if lean else found.price
+        fastest = (
+            price_step(
+                to_strategy(found.fastest.layout, found.fastest.choice.columns), prices.price_cache
+            )
+            if lean
+            else found.price
+        )
         slowdown = (1 + options.max_slowdown) * (1 + ROUNDING)
         outcome = search_leanest_on_host(
-            prices.space.layouts, session, incumbent, closed_s=closed_s * slowdown, step_s=max(closed_s, fastest.step_s) * slowdown)
+            prices.space.layouts,
+            session,
+            incumbent,
+            closed_s=closed_s * slowdown,
+            step_s=max(closed_s, fastest.step_s) * slowdown,
+        )
     best, *others = outcome.solved
     on_host = any(memory.host for memory in best.price.memory)
     record = replace(
         _record(Objective.MEMORY, best, found.fastest, outcome, prices.space, one_copy * on_host),
-        runners_up=tuple(runner_up(other.strategy, other.price) for other in others[:REPLAYED - 1]))
+        runners_up=tuple(
+            runner_up(other.strategy, other.price) for other in others[: REPLAYED - 1]
+        ),
+    )
     if found.plan.search.status is not Status.OPTIMAL:
         record = replace(record, status=Status.FEASIBLE)
-    plan = replace(found.plan, search=record) if best is incumbent else assemble(best.strategy, best.price, record, best.price_cache)
-    return replace(found, plan=plan, interrupted=outcome.interrupted, strategy=best.strategy, price=best.price)
+    plan = (
+        replace(found.plan, search=record)
+        if best is incumbent
+        else assemble(best.strategy, best.price, record, best.price_cache)
+    )
+    return replace(
+        found, plan=plan, interrupted=outcome.interrupted, strategy=best.strategy, price=best.price
+    )
 
 
 def find_plan(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, objective: Objective | str = Objective.THROUGHPUT, *,
-    constraints: Constraints | None = None, options: SearchOptions | None = None, on_progress: OnProgress | None = None,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    objective: Objective | str = Objective.THROUGHPUT,
+    *,
+    constraints: Constraints | None = None,
+    options: SearchOptions | None = None,
+    on_progress: OnProgress | None = None,
     explain: Explain = infeasible_error,
 ) -> Plan:
-    """The best plan to train `model` on `cluster`: the fastest, or within a slowdown the least redundant, or the one with the least peak.
+    """The best plan to train `model` on `cluster`: the fastest, or within a slowdown the least
+    redundant, or the one with the least peak.
 
-    Raises ConfigError when no mesh is legal, the error that `explain` makes when nothing fits (an InfeasibleError that
-    says what is missing; `parplan.report.searches.infeasible_text.explained_error` also says what would fit), SolverError, and OutOfTimeError where
-    the deadline of the options comes before the first plan.
+    Raises ConfigError when no mesh is legal, the error that `explain` makes when nothing fits (an
+    InfeasibleError that says what is missing;
+    `parplan.report.searches.infeasible_text.explained_error` also says what would fit),
+    SolverError, and OutOfTimeError where the deadline of the options comes before the first plan.
     """
-    objective, pins, options = Objective(objective), constraints or Constraints(), options or SearchOptions()
+    objective, pins, options = (
+        Objective(objective),
+        constraints or Constraints(),
+        options or SearchOptions(),
+    )
     if objective is Objective.MEMORY:
         found = _find_leanest(model, cluster, training, pins, options, on_progress)
         if found is not None:
@@ -261,18 +377,35 @@ def find_plan(
         raise explain(model, cluster, training, pins, options)
     for allowed in ((), SEARCHED_OFFLOAD) if pins.offload is None else (pins.offload,):
         pins = replace(pins, offload=allowed)
-        found = search(SearchPrices(model, cluster, training, pins, options.deadline), objective, options, on_progress)
+        found = search(
+            SearchPrices(model, cluster, training, pins, options.deadline),
+            objective,
+            options,
+            on_progress,
+        )
         if found is not None:
             return found.plan
     raise explain(model, cluster, training, pins, options)
 
 
 def _find_leanest(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions, on_progress: OnProgress | None,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    options: SearchOptions,
+    on_progress: OnProgress | None,
 ) -> SearchResult | None:
-    """The least redundant plan without the host, and then with what it may keep: all of it where nothing is said and nothing fits."""
+    """The least redundant plan without the host, and then with what it may keep: all of it where
+    nothing is said and nothing fits.
+    """
     deadline = options.deadline
-    alone = search(SearchPrices(model, cluster, training, replace(pins, offload=()), deadline), Objective.MEMORY, options, on_progress)
+    alone = search(
+        SearchPrices(model, cluster, training, replace(pins, offload=()), deadline),
+        Objective.MEMORY,
+        options,
+        on_progress,
+    )
     offload = pins.offload if pins.offload is not None else () if alone else SEARCHED_OFFLOAD
     if not offload or (alone and alone.interrupted):
         return alone
@@ -281,39 +414,73 @@ def _find_leanest(
     except OutOfTimeError:
         if alone is None:
             raise
-        return replace(alone, plan=replace(alone.plan, search=replace(alone.plan.search, status=Status.FEASIBLE)))
+        return replace(
+            alone,
+            plan=replace(alone.plan, search=replace(alone.plan.search, status=Status.FEASIBLE)),
+        )
     found = alone or search(prices, Objective.THROUGHPUT, options, on_progress)
     return found and search_leaner(prices, found, options, on_progress)
 
 
 def _of_simulated_steps(
-    record: SearchRecord, looked: BoundedCandidates, prices: Sequence[StepPrice], session: SearchSession, *, finished: bool,
+    record: SearchRecord,
+    looked: BoundedCandidates,
+    prices: Sequence[StepPrice],
+    session: SearchSession,
+    *,
+    finished: bool,
 ) -> SearchRecord:
-    """The record with the simulated step that the plan reports as its value, and the gap to what is proven.
+    """The record with the simulated step that the plan reports as its value, and the gap to what is
+    proven.
 
-    Bounds are of the closed form. Where stages are unequal, the simulated step may be below it: the bounds of pipelines are lowered by as
-    much as that was seen on any strategy that was replayed. This part is measured, not proven.
+    Bounds are of the closed form. Where stages are unequal, the simulated step may be below it: the
+    bounds of pipelines are lowered by as much as that was seen on any strategy that was replayed.
+    This part is measured, not proven.
     """
-    value_s, share = prices[0].step_s, min(1.0, *(price.step_s / price.closed_form_s for price in prices))
-    least_s = _proven_s(looked if finished else replace(looked, relaxed=()), value_s, share, session)
+    value_s, share = (
+        prices[0].step_s,
+        min(1.0, *(price.step_s / price.closed_form_s for price in prices)),
+    )
+    least_s = _proven_s(
+        looked if finished else replace(looked, relaxed=()), value_s, share, session
+    )
     if not finished:
         least_s = min(least_s, record.bound * share)
-    return replace(record, value=round(value_s, 6), bound=round(least_s, 6), gap=round(max(0.0, 1 - least_s / value_s), 6))
+    return replace(
+        record,
+        value=round(value_s, 6),
+        bound=round(least_s, 6),
+        gap=round(max(0.0, 1 - least_s / value_s), 6),
+    )
 
 
 def _record(
-    objective: Objective, best: CandidateAnswer, fastest: SolvedCandidate, outcome: BranchOutcome[Any], space: CandidateSpace, one_copy_bytes: float = 0.0,
+    objective: Objective,
+    best: CandidateAnswer,
+    fastest: SolvedCandidate,
+    outcome: BranchOutcome[Any],
+    space: CandidateSpace,
+    one_copy_bytes: float = 0.0,
 ) -> SearchRecord:
     """What the search proved about `best`, in the units of the plan file.
 
-    one_copy_bytes: of the states on all devices, of which the gap is a share too where the host may keep them
+    one_copy_bytes: of the states on all devices, of which the gap is a share too where the host may
+    keep them
     """
     unit, whole = GIB if objective is Objective.MEMORY else 1.0, best.value + one_copy_bytes
     considered, solved = len(space.layouts) + len(space.pruned), len(outcome.solved)
     return SearchRecord(
-        objective=objective, status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
-        value=round(best.value / unit, 6), bound=round(outcome.bound / unit, 6),
+        objective=objective,
+        status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
+        value=round(best.value / unit, 6),
+        bound=round(outcome.bound / unit, 6),
         gap=round(max(0.0, best.value - outcome.bound) / whole, 6) if whole > 0 else 0.0,
         fastest_step_time_s=round(fastest.choice.step_s, 6),
-        candidates=Candidates(considered=considered, pruned=considered - solved - outcome.left, solved=solved, left=outcome.left),
-        solver_failure=failure_text(outcome.failures))
+        candidates=Candidates(
+            considered=considered,
+            pruned=considered - solved - outcome.left,
+            solved=solved,
+            left=outcome.left,
+        ),
+        solver_failure=failure_text(outcome.failures),
+    )

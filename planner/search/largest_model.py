@@ -1,8 +1,11 @@
-"""The largest model of a family that fits a cluster, with and without the host's memory, and its fastest plan.
+"""The largest model of a family that fits a cluster, with and without the host's memory, and its
+fastest plan.
 
-Sizes are ascending: the members of a family, or numbers of blocks of one width. Each is asked for by a search. That a smaller model
-fits where a larger one does is likely, not certain: rules of legality depend on the shape. So after the bisection the sizes above are
-tried as well, and the bisection goes on from one that fits all the same. Only of the largest the fastest plan is looked for.
+Sizes are ascending: the members of a family, or numbers of blocks of one width. Each is asked for
+by a search. That a smaller model fits where a larger one does is likely, not certain: rules of
+legality depend on the shape. So after the bisection the sizes above are tried as well, and the
+bisection goes on from one that fits all the same. Only of the largest the fastest plan is looked
+for.
 """
 
 from __future__ import annotations
@@ -25,15 +28,19 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import gib
 
 ALSO_TRIED = 2  # sizes above the bisection's answer
-LEAST_STATE_BYTES = 14  # of a parameter in 16 bits (EQUATIONS O2): parameter or gradient, master, two moments
+LEAST_STATE_BYTES = (
+    14  # of a parameter in 16 bits (EQUATIONS O2): parameter or gradient, master, two moments
+)
 LEVELS: tuple[tuple[Offload, ...], ...] = ((), (Offload.OPTIMIZER,), SEARCHED_OFFLOAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestModel:
-    """Of one choice of what the host may keep: the fastest plan of the largest model that fits, None where none does.
+    """Of one choice of what the host may keep: the fastest plan of the largest model that fits,
+    None where none does.
 
-    next_name, next_error: the smallest model above it that was tried, and why it does not fit; None where there is none
+    next_name, next_error: the smallest model above it that was tried, and why it does not fit; None
+    where there is none
     stopped: by what it was ended early, such as `Ctrl-C`; a larger one may then fit
     """
 
@@ -76,37 +83,58 @@ def members(entries: Sequence[ModelEntry]) -> ModelSizes:
 
 
 def widths(of_width: Callable[[int], ModelEntry], asking: Asking) -> ModelSizes:
-    """Numbers of blocks of one width, from 1 to what all memory of the cluster could hold at most."""
+    """Numbers of blocks of one width, from 1 to what all memory of the cluster could hold at
+    most.
+    """
     one, two = (_num_parameters(of_width(blocks).spec) for blocks in (1, 2))
-    most = int((_memory_bytes(asking, with_hosts=True) / LEAST_STATE_BYTES - one) // (two - one)) + 1
+    most = (
+        int((_memory_bytes(asking, with_hosts=True) / LEAST_STATE_BYTES - one) // (two - one)) + 1
+    )
     return ModelSizes(count=max(1, most), of=lambda index: of_width(index + 1))
 
 
 def _num_parameters(model: ModelSpec) -> int:
-    return build_graph(model, TrainingSpec(global_batch_size=1, seq_length=1, stack=NEUTRAL), 1).num_parameters
+    return build_graph(
+        model, TrainingSpec(global_batch_size=1, seq_length=1, stack=NEUTRAL), 1
+    ).num_parameters
 
 
 def _memory_bytes(asking: Asking, *, with_hosts: bool) -> float:
     """What plans may fill of all devices, and of their hosts."""
     cluster = asking.cluster
     return cluster.num_gpus * limit_bytes(cluster, asking.training.stack, asking.options) + (
-        cluster.nodes * cluster.host_memory_bytes * with_hosts)
+        cluster.nodes * cluster.host_memory_bytes * with_hosts
+    )
 
 
 def _require_room(model: ModelSpec, asking: Asking, offload: tuple[Offload, ...]) -> None:
-    """Raises InfeasibleError where all memory together is too small for one copy of the states: no search is needed for that."""
+    """Raises InfeasibleError where all memory together is too small for one copy of the states: no
+    search is needed for that.
+    """
     cluster = asking.cluster
-    needed, room = LEAST_STATE_BYTES * _num_parameters(model), _memory_bytes(asking, with_hosts=bool(offload))
+    needed, room = (
+        LEAST_STATE_BYTES * _num_parameters(model),
+        _memory_bytes(asking, with_hosts=bool(offload)),
+    )
     if needed > room:
         raise InfeasibleError(
             f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: one copy of its states takes at least "
-            f"{gib(needed):,.0f} GiB, the devices{' and their hosts' if offload else ''} have {gib(room):,.0f}")
+            f"{gib(needed):,.0f} GiB, the devices{' and their hosts' if offload else ''} have {gib(room):,.0f}"
+        )
 
 
 class _Probes:
-    """The searches of one choice of what the host may keep: whether a size fits is asked once, and ends with the first plan."""
+    """The searches of one choice of what the host may keep: whether a size fits is asked once, and
+    ends with the first plan.
+    """
 
-    def __init__(self, sizes: ModelSizes, asking: Asking, offload: tuple[Offload, ...], interrupted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        sizes: ModelSizes,
+        asking: Asking,
+        offload: tuple[Offload, ...],
+        interrupted: Callable[[], bool],
+    ) -> None:
         self._sizes, self._asking, self._interrupted = sizes, asking, interrupted
         self._pins = replace(asking.pins, offload=offload)
         self.plans: dict[int, Plan] = {}
@@ -118,7 +146,9 @@ class _Probes:
         if index not in self.plans and index not in self.errors:
             try:
                 options = self._asking.options
-                self.plans[index] = self._plan(index, replace(options, deadline=options.deadline.first_plan()))
+                self.plans[index] = self._plan(
+                    index, replace(options, deadline=options.deadline.first_plan())
+                )
             except (InfeasibleError, ConfigError) as error:
                 self.errors[index] = error
         return index in self.plans
@@ -133,20 +163,39 @@ class _Probes:
         if self._interrupted():
             raise KeyboardInterrupt
         if asking.on_search:
-            asking.on_search(model.name, self.num_searches, self._sizes.count.bit_length() + ALSO_TRIED)
+            asking.on_search(
+                model.name, self.num_searches, self._sizes.count.bit_length() + ALSO_TRIED
+            )
         self.num_searches += 1
         _require_room(model, asking, self._pins.offload or ())
         return find_plan(
-            model, asking.cluster, asking.training, constraints=self._pins, options=options, on_progress=asking.on_progress,
-            explain=_unexplained)
+            model,
+            asking.cluster,
+            asking.training,
+            constraints=self._pins,
+            options=options,
+            on_progress=asking.on_progress,
+            explain=_unexplained,
+        )
 
     def legal_at_most(self, high: int, low: int) -> int | None:
         """The largest size in low .. high that has candidates at all."""
-        return next((index for index in range(high, low - 1, -1) if self._legal(self._sizes.of(index).spec)), None)
+        return next(
+            (
+                index
+                for index in range(high, low - 1, -1)
+                if self._legal(self._sizes.of(index).spec)
+            ),
+            None,
+        )
 
     def _legal(self, model: ModelSpec) -> bool:
         deadline = self._asking.options.deadline
-        return bool(enumerate_candidates(model, self._asking.cluster, self._asking.training, self._pins, deadline).layouts)
+        return bool(
+            enumerate_candidates(
+                model, self._asking.cluster, self._asking.training, self._pins, deadline
+            ).layouts
+        )
 
     def next_above(self, best: int | None) -> tuple[str | None, PlannerError | None]:
         """The smallest size above `best` that does not fit, and what it lacks."""
@@ -155,7 +204,9 @@ class _Probes:
             return None, None
         model, asking, error = self._sizes.of(index).spec, self._asking, self.errors[index]
         if isinstance(error, _UnexplainedError):
-            error = infeasible_error(model, asking.cluster, asking.training, self._pins, asking.options)
+            error = infeasible_error(
+                model, asking.cluster, asking.training, self._pins, asking.options
+            )
         return model.name, error
 
 
@@ -167,10 +218,16 @@ def _unexplained(*_: object) -> InfeasibleError:
     return _UnexplainedError("nothing fits")
 
 
-def last_that_fits(fits: Callable[[int], bool], legal_at_most: Callable[[int, int], int | None], low: int, count: int) -> int:
+def last_that_fits(
+    fits: Callable[[int], bool],
+    legal_at_most: Callable[[int, int], int | None],
+    low: int,
+    count: int,
+) -> int:
     """The last index below `count` that fits, `low` - 1 where none from `low` on does.
 
-    Bisection over the legal indices, then ALSO_TRIED legal ones above: from one that fits all the same it goes on.
+    Bisection over the legal indices, then ALSO_TRIED legal ones above: from one that fits all the
+    same it goes on.
     """
     best, high = low - 1, count - 1
     while best < high:
@@ -182,7 +239,10 @@ def last_that_fits(fits: Callable[[int], bool], legal_at_most: Callable[[int, in
         best, high = (middle, high) if fits(middle) else (best, middle - 1)
     above = best + 1
     for _ in range(ALSO_TRIED):
-        legal = next((index for index in range(above, count) if legal_at_most(index, index) is not None), None)
+        legal = next(
+            (index for index in range(above, count) if legal_at_most(index, index) is not None),
+            None,
+        )
         if legal is None:
             break
         if fits(legal):
@@ -192,12 +252,18 @@ def last_that_fits(fits: Callable[[int], bool], legal_at_most: Callable[[int, in
 
 
 def find_largest(
-    sizes: ModelSizes, asking: Asking, levels: Sequence[tuple[Offload, ...]] = LEVELS, *, interrupted: Callable[[], bool] = lambda: False,
+    sizes: ModelSizes,
+    asking: Asking,
+    levels: Sequence[tuple[Offload, ...]] = LEVELS,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[LargestModel, ...]:
-    """The largest model for each of `levels`, of which each allows what the one before does and more.
+    """The largest model for each of `levels`, of which each allows what the one before does and
+    more.
 
-    interrupted: whether Ctrl-C came, which ends it with what is known, as the deadline does; a search that it ends may still have a plan
-    Raises OutOfTimeError where the deadline came before any plan.
+    interrupted: whether Ctrl-C came, which ends it with what is known, as the deadline does; a
+    search that it ends may still have a plan Raises OutOfTimeError where the deadline came before
+    any plan.
     """
     rows: list[LargestModel] = []
     known = 0
@@ -210,12 +276,17 @@ def find_largest(
     if rows[-1].stopped == TIME_LIMIT and not any(row.plan for row in rows):
         tried = sum(row.num_searches for row in rows)
         raise OutOfTimeError(
-            f"the time limit was over before a model was found that fits: {tried} sizes were tried", hint="give it a longer --time-limit")
+            f"the time limit was over before a model was found that fits: {tried} sizes were tried",
+            hint="give it a longer --time-limit",
+        )
     return tuple(rows)
 
 
-def _largest(probes: _Probes, offload: tuple[Offload, ...], known: int, count: int, rows: int) -> tuple[LargestModel, int]:
-    """The row of one level, and the index to begin the next with: what fits with less on the host fits with more.
+def _largest(
+    probes: _Probes, offload: tuple[Offload, ...], known: int, count: int, rows: int
+) -> tuple[LargestModel, int]:
+    """The row of one level, and the index to begin the next with: what fits with less on the host
+    fits with more.
 
     rows: how many are still to be made, this one included
     """
@@ -227,7 +298,15 @@ def _largest(probes: _Probes, offload: tuple[Offload, ...], known: int, count: i
             probes.plans[best] = probes.fastest(best, rows)
         next_name, next_error = probes.next_above(best)
     except (KeyboardInterrupt, OutOfTimeError) as error:
-        best, stopped = max(probes.plans, default=None), TIME_LIMIT if isinstance(error, OutOfTimeError) else "Ctrl-C"
+        best, stopped = (
+            max(probes.plans, default=None),
+            TIME_LIMIT if isinstance(error, OutOfTimeError) else "Ctrl-C",
+        )
     return LargestModel(
-        offload=offload, plan=None if best is None else probes.plans[best], next_name=next_name, next_error=next_error,
-        num_searches=probes.num_searches, stopped=stopped), best or 0
+        offload=offload,
+        plan=None if best is None else probes.plans[best],
+        next_name=next_name,
+        next_error=next_error,
+        num_searches=probes.num_searches,
+        stopped=stopped,
+    ), best or 0

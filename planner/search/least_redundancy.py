@@ -1,4 +1,6 @@
-"""The second pass of the memory objective (EQUATIONS R3): least redundant bytes within the slowdown, and of equals the least peak."""
+"""The second pass of the memory objective (EQUATIONS R3): least redundant bytes within the
+slowdown, and of equals the least peak.
+"""
 
 from __future__ import annotations
 
@@ -9,74 +11,126 @@ from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import BranchOutcome, best_of, branch_and_bound
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes
-from parplan.planner.master import MasterChoice, Master, lower_bound_s, slackened
+from parplan.planner.master import Master, MasterChoice, lower_bound_s, slackened
 from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.search.memory_descent import Descent
 from parplan.planner.search.search_session import INFINITY, SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.chunk_columns import Columns
-from parplan.planner.stage_columns.columns import StageColumn, RankColumns
+from parplan.planner.stage_columns.columns import RankColumns, StageColumn
 
 
 class _RedundancyPass:
-    """The layouts of one search; `least_bytes` is what each was seen to be redundant at least, whatever its peak."""
+    """The layouts of one search; `least_bytes` is what each was seen to be redundant at least,
+    whatever its peak.
+    """
 
-    def __init__(self, layouts: Sequence[ParallelLayout], fastest: SolvedCandidate, session: SearchSession) -> None:
+    def __init__(
+        self, layouts: Sequence[ParallelLayout], fastest: SolvedCandidate, session: SearchSession
+    ) -> None:
         self.layouts, self.fastest, self.session = layouts, fastest, session
         self.slowest_s = fastest.value * session.slowdown
         self.least_bytes: dict[ParallelLayout, float] = {}
 
     def search(self) -> BranchOutcome[SolvedCandidate]:
-        """The layouts in the order of what they are redundant at least, until none can be below the best."""
+        """The layouts in the order of what they are redundant at least, until none can be below the
+        best.
+        """
         session = self.session
         return branch_and_bound(
-            Objective.MEMORY, self._bounded(), self._solve, best_of, left_s=session.left_s, on_progress=session.on_progress,
-            known=as_memory(self.fastest))
+            Objective.MEMORY,
+            self._bounded(),
+            self._solve,
+            best_of,
+            left_s=session.left_s,
+            on_progress=session.on_progress,
+            known=as_memory(self.fastest),
+        )
 
     def _bounded(self) -> Iterator[tuple[float, ParallelLayout]]:
-        """The layouts that may be in time, each with its bound. Raises OutOfTimeError, which is for the search that takes them."""
+        """The layouts that may be in time, each with its bound. Raises OutOfTimeError, which is for
+        the search that takes them.
+        """
         session = self.session
         for layout in self.layouts:
-            if session.prices.may_fit(layout, session.limit_bytes) and self._may_be_in_time(layout, session):
+            if session.prices.may_fit(layout, session.limit_bytes) and self._may_be_in_time(
+                layout, session
+            ):
                 self.least_bytes[layout] = redundancy_bound_bytes(layout, session.table)
                 yield self.least_bytes[layout], layout
 
     def lowered(self, outcome: BranchOutcome[SolvedCandidate]) -> BranchOutcome[SolvedCandidate]:
-        """The outcome with the choice first that is as little redundant as its best and whose fullest device holds least."""
+        """The outcome with the choice first that is as little redundant as its best and whose
+        fullest device holds least.
+        """
         best, most_bytes = outcome.solved[0], slackened(outcome.solved[0].value)
-        ties = [layout for layout, least in self.least_bytes.items() if least <= most_bytes and layout != best.layout]
+        ties = [
+            layout
+            for layout, least in self.least_bytes.items()
+            if least <= most_bytes and layout != best.layout
+        ]
         ties.sort(key=lambda layout: self.least_bytes[layout])
         descent = Descent(
-            best, lambda layout, limit_bytes: self._as_lean(layout, best.value, self.session.within(limit_bytes)),
-            self.session.deadline, self.session.on_progress)
+            best,
+            lambda layout, limit_bytes: self._as_lean(
+                layout, best.value, self.session.within(limit_bytes)
+            ),
+            self.session.deadline,
+            self.session.on_progress,
+        )
         descent.run([best.layout, *ties])
         found = replace(descent.best, value=best.value, bound=best.bound)
-        others = tuple(one for one in outcome.solved if one.layout not in (found.layout, best.layout))
+        others = tuple(
+            one for one in outcome.solved if one.layout not in (found.layout, best.layout)
+        )
         return replace(
-            outcome, solved=(found, *others), finished=outcome.finished and descent.finished, interrupted=descent.interrupted,
-            failures=(*outcome.failures, *descent.failures))
+            outcome,
+            solved=(found, *others),
+            finished=outcome.finished and descent.finished,
+            interrupted=descent.interrupted,
+            failures=(*outcome.failures, *descent.failures),
+        )
 
     def _may_be_in_time(self, layout: ParallelLayout, session: SearchSession) -> bool:
         return session.prices.least_s(layout, session.limit_bytes) <= self.slowest_s
 
-    def _solve(self, layout: ParallelLayout, bound: float, cut: float, _: float) -> SolvedCandidate | None:
+    def _solve(
+        self, layout: ParallelLayout, bound: float, cut: float, _: float
+    ) -> SolvedCandidate | None:
         session, prices = self.session, self.session.prices
-        options = session.columns(layout, lambda rank, count: prices.lean_columns(rank, count, session.limit_bytes), self.slowest_s)
+        options = session.columns(
+            layout,
+            lambda rank, count: prices.lean_columns(rank, count, session.limit_bytes),
+            self.slowest_s,
+        )
         least = self._least(layout, options)
         self.least_bytes[layout] = max(bound, least)
         if options is None or least >= cut:
             return None
-        choice = self._master(layout, options).leanest(self.slowest_s, session.options.solver, session.solver_limit_s())
+        choice = self._master(layout, options).leanest(
+            self.slowest_s, session.options.solver, session.solver_limit_s()
+        )
         if choice is None:
             self.least_bytes[layout] = INFINITY
             return None
         if choice.proven:
             self.least_bytes[layout] = choice.redundant_bytes
-        return SolvedCandidate(layout, choice, choice.redundant_bytes, choice.redundant_bytes if choice.proven else max(bound, least))
+        return SolvedCandidate(
+            layout,
+            choice,
+            choice.redundant_bytes,
+            choice.redundant_bytes if choice.proven else max(bound, least),
+        )
 
-    def _as_lean(self, layout: ParallelLayout, redundant_bytes: float, session: SearchSession) -> MasterChoice | None:
-        """The fastest choice within a session's limit that is no more redundant, None where none is in time."""
-        if not session.prices.may_fit(layout, session.limit_bytes) or not self._may_be_in_time(layout, session):
+    def _as_lean(
+        self, layout: ParallelLayout, redundant_bytes: float, session: SearchSession
+    ) -> MasterChoice | None:
+        """The fastest choice within a session's limit that is no more redundant, None where none is
+        in time.
+        """
+        if not session.prices.may_fit(layout, session.limit_bytes) or not self._may_be_in_time(
+            layout, session
+        ):
             return None
 
         def make(rank: Columns, count: int) -> list[StageColumn]:
@@ -86,31 +140,63 @@ class _RedundancyPass:
         options = session.columns(layout, make, self.slowest_s)
         if options is None or self._least(layout, options) > slackened(redundant_bytes):
             return None
-        choice = self._master(layout, options).fastest_of_redundancy(redundant_bytes, session.options.solver, session.solver_limit_s())
+        choice = self._master(layout, options).fastest_of_redundancy(
+            redundant_bytes, session.options.solver, session.solver_limit_s()
+        )
         return choice if choice and choice.step_s <= self.slowest_s else None
 
-    def _least(self, layout: ParallelLayout, options: Sequence[Sequence[StageColumn]] | None) -> float:
-        """The least redundant bytes that the columns may have, infinite where they take too long."""
+    def _least(
+        self, layout: ParallelLayout, options: Sequence[Sequence[StageColumn]] | None
+    ) -> float:
+        """The least redundant bytes that the columns may have, infinite where they take too
+        long.
+        """
         if options is None:
             return INFINITY
-        num_layers, share = self.session.price_cache.model.num_layers, bubble_share(layout, self.session.price_cache)
-        least_s, least = lower_bound_s(layout, options, num_layers, share), columns_redundancy_bound_bytes(layout, options, num_layers)
+        num_layers, share = (
+            self.session.price_cache.model.num_layers,
+            bubble_share(layout, self.session.price_cache),
+        )
+        least_s, least = (
+            lower_bound_s(layout, options, num_layers, share),
+            columns_redundancy_bound_bytes(layout, options, num_layers),
+        )
         return INFINITY if least_s is None or least is None or least_s > self.slowest_s else least
 
     def _master(self, layout: ParallelLayout, options: Sequence[Sequence[StageColumn]]) -> Master:
         price_cache = self.session.price_cache
-        return Master(layout, options, price_cache.model.num_layers, tied=price_cache.tied, share=bubble_share(layout, price_cache))
+        return Master(
+            layout,
+            options,
+            price_cache.model.num_layers,
+            tied=price_cache.tied,
+            share=bubble_share(layout, price_cache),
+        )
 
 
-def then_leanest(first: BranchOutcome[SolvedCandidate], layouts: Sequence[ParallelLayout], session: SearchSession) -> BranchOutcome[SolvedCandidate]:
-    """The second pass of the memory objective: it is proven only if the first is, which the slowdown is measured by."""
+def then_leanest(
+    first: BranchOutcome[SolvedCandidate], layouts: Sequence[ParallelLayout], session: SearchSession
+) -> BranchOutcome[SolvedCandidate]:
+    """The second pass of the memory objective: it is proven only if the first is, which the
+    slowdown is measured by.
+    """
     if first.interrupted:
-        return BranchOutcome((as_memory(first.solved[0]),), 0.0, finished=False, interrupted=True, failures=first.failures)
+        return BranchOutcome(
+            (as_memory(first.solved[0]),),
+            0.0,
+            finished=False,
+            interrupted=True,
+            failures=first.failures,
+        )
     leanest = _RedundancyPass(layouts, first.solved[0], session)
     second = leanest.search()
     if not second.interrupted:
         second = leanest.lowered(second)
-    return replace(second, finished=first.finished and second.finished, failures=first.failures + second.failures)
+    return replace(
+        second,
+        finished=first.finished and second.finished,
+        failures=first.failures + second.failures,
+    )
 
 
 def as_memory(fastest: SolvedCandidate) -> SolvedCandidate:

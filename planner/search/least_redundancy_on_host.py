@@ -1,9 +1,12 @@
-"""The least redundant plan among those that may keep something on the host: the devices' bytes are what counts (EQUATIONS R3).
+"""The least redundant plan among those that may keep something on the host: the devices' bytes are
+what counts (EQUATIONS R3).
 
-What the host takes off the devices is paid for in time, which the slowdown limits, and in memory of the host, which is one more limit.
-A device fills only the budget that its column was priced with, one a pipeline rank: with more it would keep parameters that it can fetch
-again. Every answer is priced with the exact schedules of its chunks, on those budgets, and takes no longer than the slowdown allows
-in the simulated step either; where it would, the layout is asked again for a faster one.
+What the host takes off the devices is paid for in time, which the slowdown limits, and in memory of
+the host, which is one more limit. A device fills only the budget that its column was priced with,
+one a pipeline rank: with more it would keep parameters that it can fetch again. Every answer is
+priced with the exact schedules of its chunks, on those budgets, and takes no longer than the
+slowdown allows in the simulated step either; where it would, the layout is asked again for a faster
+one.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.branch_and_bound import BranchOutcome, best_of, branch_and_bound
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes
 from parplan.planner.host_options.location_costs import host_share_bytes
-from parplan.planner.master import MasterChoice, Master, lower_bound_s
+from parplan.planner.master import Master, MasterChoice, lower_bound_s
 from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.search.search_session import ROUNDING, SearchSession
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import ChunkColumns, Columns, lean_step_bytes
-from parplan.planner.stage_columns.columns import StageColumn, RankTimeLimit
-from parplan.planner.stage_columns.embedding_columns import EitherTable, ColumnMaker
+from parplan.planner.stage_columns.columns import RankTimeLimit, StageColumn
+from parplan.planner.stage_columns.embedding_columns import ColumnMaker, EitherTable
 from parplan.profiles.errors import InfeasibleError
 
 TRIES = 6  # how often a layout whose exact step is too long is asked for a faster plan
@@ -35,7 +38,8 @@ TRIES = 6  # how often a layout whose exact step is too long is asked for a fast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeanChoice:
-    """The least redundant choice of one layout, priced exactly; `value` and `bound` in redundant bytes of the cluster.
+    """The least redundant choice of one layout, priced exactly; `value` and `bound` in redundant
+    bytes of the cluster.
 
     price_cache: its prices, with the budgets of its devices
     """
@@ -50,36 +54,66 @@ class LeanChoice:
 
 
 def search_leanest_on_host(
-    layouts: Sequence[ParallelLayout], session: SearchSession, incumbent: LeanChoice, *, closed_s: float, step_s: float,
+    layouts: Sequence[ParallelLayout],
+    session: SearchSession,
+    incumbent: LeanChoice,
+    *,
+    closed_s: float,
+    step_s: float,
 ) -> BranchOutcome[LeanChoice]:
-    """Layouts one after the other by their bound of redundant bytes, until none can be below the best.
+    """Layouts one after the other by their bound of redundant bytes, until none can be below the
+    best.
 
-    incumbent: the plan to be beaten; closed_s, step_s: what a step may take, in the closed form and simulated
+    incumbent: the plan to be beaten; closed_s, step_s: what a step may take, in the closed form and
+    simulated
     """
     dropped: list[float] = []
     bounded = (
-        (redundancy_bound_bytes(layout, session.table) + _least_home_bytes(layout, session, closed_s), layout)
+        (
+            redundancy_bound_bytes(layout, session.table)
+            + _least_home_bytes(layout, session, closed_s),
+            layout,
+        )
         for layout in layouts
-        if session.prices.may_fit(layout, session.limit_bytes) and session.prices.least_s(layout, session.limit_bytes) <= closed_s)
+        if session.prices.may_fit(layout, session.limit_bytes)
+        and session.prices.least_s(layout, session.limit_bytes) <= closed_s
+    )
     outcome = branch_and_bound(
-        Objective.MEMORY, bounded,
-        lambda layout, bound, cut, _: _solve(layout, bound, cut, session, closed_s, step_s, dropped), best_of, left_s=session.left_s,
-        on_progress=session.on_progress, incumbent=incumbent)
+        Objective.MEMORY,
+        bounded,
+        lambda layout, bound, cut, _: _solve(
+            layout, bound, cut, session, closed_s, step_s, dropped
+        ),
+        best_of,
+        left_s=session.left_s,
+        on_progress=session.on_progress,
+        incumbent=incumbent,
+    )
     return replace(outcome, bound=min((outcome.bound, *dropped)))
 
 
 def _solve(
-    layout: ParallelLayout, bound: float, cut: float, session: SearchSession, slowest_s: float, step_s: float, dropped: list[float],
+    layout: ParallelLayout,
+    bound: float,
+    cut: float,
+    session: SearchSession,
+    slowest_s: float,
+    step_s: float,
+    dropped: list[float],
 ) -> LeanChoice | None:
-    """The answer of one layout; where its closed form has a leaner one that takes too long, the bound of that is `dropped`.
+    """The answer of one layout; where its closed form has a leaner one that takes too long, the
+    bound of that is `dropped`.
 
-    Then what the closed form may take is halved in on: less where the exact step is too long, more where it is not.
+    Then what the closed form may take is halved in on: less where the exact step is too long, more
+    where it is not.
     """
     choice = _choose(layout, cut, session, slowest_s)
     if choice is None:
         return None
     least = choice.redundant_bytes if choice.proven else bound
-    least -= 2 * layout.chunked * layout.mesh.num_ranks * lean_step_bytes(layout, session.price_cache)  # a step of mixes, and one of columns
+    least -= (
+        2 * layout.chunked * layout.mesh.num_ranks * lean_step_bytes(layout, session.price_cache)
+    )  # a step of mixes, and one of columns
     found = _priced(layout, choice, least, session)
     if found is None or found.price.step_s <= step_s:
         dropped += [least] if found is None else []
@@ -99,14 +133,26 @@ def _solve(
     return best
 
 
-def _choose(layout: ParallelLayout, cut: float, session: SearchSession, slowest_s: float) -> MasterChoice | None:
-    """The least redundant choice of a layout in `slowest_s` of the closed form, None where it is not below `cut`."""
-    num_layers, share = session.price_cache.model.num_layers, bubble_share(layout, session.price_cache)
-    pace = RankTimeLimit(layout.num_micro_batches - share, slowest_s - session.time_bound(layout).total_s)
+def _choose(
+    layout: ParallelLayout, cut: float, session: SearchSession, slowest_s: float
+) -> MasterChoice | None:
+    """The least redundant choice of a layout in `slowest_s` of the closed form, None where it is
+    not below `cut`.
+    """
+    num_layers, share = (
+        session.price_cache.model.num_layers,
+        bubble_share(layout, session.price_cache),
+    )
+    pace = RankTimeLimit(
+        layout.num_micro_batches - share, slowest_s - session.time_bound(layout).total_s
+    )
     options = session.columns(layout, partial(_columns, session, pace), slowest_s)
     if options is None:
         return None
-    least_s, least = lower_bound_s(layout, options, num_layers, share), columns_redundancy_bound_bytes(layout, options, num_layers)
+    least_s, least = (
+        lower_bound_s(layout, options, num_layers, share),
+        columns_redundancy_bound_bytes(layout, options, num_layers),
+    )
     if least_s is None or least is None or least_s > slowest_s or least >= cut:
         return None
     master = Master(layout, options, num_layers, tied=session.price_cache.tied, share=share)
@@ -115,10 +161,12 @@ def _choose(layout: ParallelLayout, cut: float, session: SearchSession, slowest_
 
 
 def _least_home_bytes(layout: ParallelLayout, session: SearchSession, slowest_s: float) -> float:
-    """By how much the states on the devices of a layout in chunks are more than with all blocks at their leanest home, at least.
+    """By how much the states on the devices of a layout in chunks are more than with all blocks at
+    their leanest home, at least.
 
-    In the time that `slowest_s` leaves besides compute, the host updates but so many blocks, and fetches but so many. Of a rank this is
-    convex in its blocks, so that the ranks together hold no less than with equal shares. Infinite where compute takes all of the time.
+    In the time that `slowest_s` leaves besides compute, the host updates but so many blocks, and
+    fetches but so many. Of a rank this is convex in its blocks, so that the ranks together hold no
+    less than with equal shares. Infinite where compute takes all of the time.
     """
     if not layout.chunked:
         return 0.0
@@ -130,39 +178,72 @@ def _least_home_bytes(layout: ParallelLayout, session: SearchSession, slowest_s:
         return float("inf")
     least = []
     for weight_layout in catalogue.fastest_s(layout.micro_batch_size, layout.sharding):
-        costs = table.block_costs(layout, catalogue.with_weight_layout(weight_layout, layout.sharding))
+        costs = table.block_costs(
+            layout, catalogue.with_weight_layout(weight_layout, layout.sharding)
+        )
         held = {home: float(cost.device.total) for home, cost in costs.items()}
-        updated = min(blocks, *(spare_s / cost.host_adam_s for cost in costs.values() if cost.host_adam_s))
+        updated = min(
+            blocks, *(spare_s / cost.host_adam_s for cost in costs.values() if cost.host_adam_s)
+        )
         on_host = 0.0
         if StateLocation.HOST in costs:
-            swept_s = repeats * costs[StateLocation.HOST].fetch_s / passes  # all but the first pass of a step find none of the last block's
+            swept_s = (
+                repeats * costs[StateLocation.HOST].fetch_s / passes
+            )  # all but the first pass of a step find none of the last block's
             on_host = min(updated, 1 + room_s / (2 * passes * swept_s) if swept_s else blocks)
         others = held.get(StateLocation.OPTIMIZER, held[StateLocation.DEVICE])
-        total = on_host * held.get(StateLocation.HOST, 0.0) + (updated - on_host) * others + (blocks - updated) * held[StateLocation.DEVICE]
+        total = (
+            on_host * held.get(StateLocation.HOST, 0.0)
+            + (updated - on_host) * others
+            + (blocks - updated) * held[StateLocation.DEVICE]
+        )
         least.append(total - blocks * min(held.values()))
     return layout.mesh.num_ranks * min(least)
 
 
-def _columns(session: SearchSession, pace: RankTimeLimit, rank: Columns | ColumnMaker, count: int) -> list[StageColumn]:
+def _columns(
+    session: SearchSession, pace: RankTimeLimit, rank: Columns | ColumnMaker, count: int
+) -> list[StageColumn]:
     if isinstance(rank, EitherTable):
         return [column for way in rank.ways for column in _columns(session, pace, way, count)]
     if isinstance(rank, ChunkColumns):
         return rank.leanest(count, session.limit_bytes, pace)
     found = session.prices.lean_columns(rank, count, session.limit_bytes)
-    return [column for column in found if pace.repeats * column.time_s + column.tail_s <= pace.room_s]
+    return [
+        column for column in found if pace.repeats * column.time_s + column.tail_s <= pace.room_s
+    ]
 
 
-def _priced(layout: ParallelLayout, choice: MasterChoice, bound: float, session: SearchSession) -> LeanChoice | None:
-    """A choice with the exact schedules of its chunks, None where those need more of the device or of its host than there is."""
+def _priced(
+    layout: ParallelLayout, choice: MasterChoice, bound: float, session: SearchSession
+) -> LeanChoice | None:
+    """A choice with the exact schedules of its chunks, None where those need more of the device or
+    of its host than there is.
+    """
     price_cache, strategy = session.book_of(choice), to_strategy(layout, choice.columns)
     if layout.chunked:
-        budgets = tuple(int(usable_bytes(column.memory_bytes, layout.mesh, price_cache)) + 1 for column in choice.columns)
+        budgets = tuple(
+            int(usable_bytes(column.memory_bytes, layout.mesh, price_cache)) + 1
+            for column in choice.columns
+        )
         price_cache = price_cache.within(replace(price_cache.chunking, device_bytes=budgets))
     try:
         price = price_step(strategy, price_cache)
     except InfeasibleError:
         return None
-    fullest, host = (max(getattr(memory, name) for memory in price.memory) for name in ("total", "host"))
-    if fullest > session.limit_bytes * (1 + ROUNDING) or host > host_share_bytes(price_cache.machine.cluster) * (1 + ROUNDING):
+    fullest, host = (
+        max(getattr(memory, name) for memory in price.memory) for name in ("total", "host")
+    )
+    if fullest > session.limit_bytes * (1 + ROUNDING) or host > host_share_bytes(
+        price_cache.machine.cluster
+    ) * (1 + ROUNDING):
         return None
-    return LeanChoice(layout=layout, choice=choice, value=choice.redundant_bytes, bound=bound, strategy=strategy, price=price, price_cache=price_cache)
+    return LeanChoice(
+        layout=layout,
+        choice=choice,
+        value=choice.redundant_bytes,
+        bound=bound,
+        strategy=strategy,
+        price=price,
+        price_cache=price_cache,
+    )

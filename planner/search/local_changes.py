@@ -1,8 +1,10 @@
-"""Small changes of a pipeline's best strategy, as long as its simulated step gets shorter (EQUATIONS I6).
+"""Small changes of a pipeline's best strategy, as long as its simulated step gets shorter
+(EQUATIONS I6).
 
-The columns of a search know a step by its closed form, which is exact for equal stages alone; and of two chunks on one rank they hold equal
-numbers of blocks. The simulator knows both. So the ranks of the best strategies are given other columns, one at a time, and blocks are
-moved between stages, within the memory of the devices.
+The columns of a search know a step by its closed form, which is exact for equal stages alone; and
+of two chunks on one rank they hold equal numbers of blocks. The simulator knows both. So the ranks
+of the best strategies are given other columns, one at a time, and blocks are moved between stages,
+within the memory of the devices.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ MOST_TRIED = 120  # strategies that are simulated, of each kind of change
 NEAR = 0.03  # by how much a column alone may be slower than the one whose place it takes
 
 
-def improved(solved: SolvedCandidate, strategy: Strategy, price: StepPrice, session: SearchSession) -> tuple[Strategy, StepPrice]:
+def improved(
+    solved: SolvedCandidate, strategy: Strategy, price: StepPrice, session: SearchSession
+) -> tuple[Strategy, StepPrice]:
     """The strategy, or one of the same layout whose simulated step is shorter, and its price.
 
-    solved: the choice of the search for that frame. Without a pipeline and in chunks all stays as it is. Blocks are not moved between
-    equal ranks, with halves from block to block, or with activations on the host. Ctrl-C and the time limit keep the best so far.
+    solved: the choice of the search for that frame. Without a pipeline and in chunks all stays as
+    it is. Blocks are not moved between equal ranks, with halves from block to block, or with
+    activations on the host. Ctrl-C and the time limit keep the best so far.
     """
     layout, price_cache = strategy.layout, session.book_of(solved.choice)
     if layout.mesh.pp == 1 or layout.chunked:
@@ -47,11 +52,21 @@ def improved(solved: SolvedCandidate, strategy: Strategy, price: StepPrice, sess
     return (best, price_step(best, price_cache)) if best is not strategy else (strategy, price)
 
 
-Changes = Callable[[Strategy], Iterable[tuple[Strategy, tuple[int, ...]]]]  # other strategies, and the ranks that differ
+Changes = Callable[
+    [Strategy], Iterable[tuple[Strategy, tuple[int, ...]]]
+]  # other strategies, and the ranks that differ
 
 
-def _climbed(strategy: Strategy, step_s: float, changes: Changes, price_cache: PriceCache, session: SearchSession) -> tuple[Strategy, float]:
-    """The strategy after all changes that made it faster, one after the other, and its simulated step."""
+def _climbed(
+    strategy: Strategy,
+    step_s: float,
+    changes: Changes,
+    price_cache: PriceCache,
+    session: SearchSession,
+) -> tuple[Strategy, float]:
+    """The strategy after all changes that made it faster, one after the other, and its simulated
+    step.
+    """
     best, best_s, tried, climbing = strategy, step_s, 0, True
     while climbing:
         climbing = False
@@ -68,22 +83,41 @@ def _climbed(strategy: Strategy, step_s: float, changes: Changes, price_cache: P
 
 
 def _other_columns(solved: SolvedCandidate, session: SearchSession) -> list[list[StageColumn]]:
-    """By rank the columns with as many blocks that are about as fast as the chosen one. Raises OutOfTimeError."""
+    """By rank the columns with as many blocks that are about as fast as the chosen one. Raises
+    OutOfTimeError.
+    """
     layout, passes, found = solved.layout, solved.layout.num_micro_batches, []
     for rank, own in enumerate(in_time(solved.choice.columns, session.deadline)):
-        every = rank_columns(rank, layout, session.table).fastest(own.num_blocks, session.limit_bytes)
+        every = rank_columns(rank, layout, session.table).fastest(
+            own.num_blocks, session.limit_bytes
+        )
         slowest_s = own.alone_s(passes) * (1 + NEAR)
-        found.append([one for one in every if one != own and same_ends(rank, layout, one, own) and one.alone_s(passes) < slowest_s])
+        found.append(
+            [
+                one
+                for one in every
+                if one != own
+                and same_ends(rank, layout, one, own)
+                and one.alone_s(passes) < slowest_s
+            ]
+        )
     return found
 
 
 def _with_other_columns(
-    strategy: Strategy, others: Sequence[Sequence[StageColumn]], solved: SolvedCandidate,
+    strategy: Strategy,
+    others: Sequence[Sequence[StageColumn]],
+    solved: SolvedCandidate,
 ) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
-    """The strategy with the stages of one rank as one of `others` has them, where the rank holds as many blocks as its column."""
+    """The strategy with the stages of one rank as one of `others` has them, where the rank holds as
+    many blocks as its column.
+    """
     layout, columns = strategy.layout, solved.choice.columns
     for rank, own in enumerate(columns):
-        if sum(len(_blocks(strategy.stages[stage])) for stage in layout.stages_of(rank)) != own.num_blocks:
+        if (
+            sum(len(_blocks(strategy.stages[stage])) for stage in layout.stages_of(rank))
+            != own.num_blocks
+        ):
             continue
         for other in others[rank]:
             made = to_strategy(layout, (*columns[:rank], other, *columns[rank + 1 :]))
@@ -93,24 +127,35 @@ def _with_other_columns(
             yield replace(strategy, stages=tuple(stages)), (rank,)
 
 
-def _fits(strategy: Strategy, ranks: Sequence[int], price_cache: PriceCache, session: SearchSession) -> bool:
-    return all(rank_memory(strategy, rank, price_cache).total <= session.limit_bytes for rank in ranks)
+def _fits(
+    strategy: Strategy, ranks: Sequence[int], price_cache: PriceCache, session: SearchSession
+) -> bool:
+    return all(
+        rank_memory(strategy, rank, price_cache).total <= session.limit_bytes for rank in ranks
+    )
 
 
 def _moved(strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, int]]]:
-    """The strategy with one block on another stage, near ones first, and the ranks of both; the block is run as its new neighbours are."""
+    """The strategy with one block on another stage, near ones first, and the ranks of both; the
+    block is run as its new neighbours are.
+    """
     layout, num_stages = strategy.layout, len(strategy.stages)
     on_host = any(choice.on_host for stage in strategy.stages for choice in stage)
     if layout.equal_ranks or layout.tp_overlap == 3 or on_host:
         return
-    pairs = [(here, there) for here in range(num_stages) for there in range(num_stages) if here != there]
+    pairs = [
+        (here, there) for here in range(num_stages) for there in range(num_stages) if here != there
+    ]
     for here, there in sorted(pairs, key=lambda pair: abs(pair[0] - pair[1])):
         blocks = _blocks(strategy.stages[here])
         if len(blocks) > 1 and _blocks(strategy.stages[there]):
             stages = list(strategy.stages)
             stages[here] = _without_one(stages[here], blocks[-1])
             stages[there] = _with_one_more(stages[there])
-            yield replace(strategy, stages=tuple(stages)), (layout.rank_of(here), layout.rank_of(there))
+            yield (
+                replace(strategy, stages=tuple(stages)),
+                (layout.rank_of(here), layout.rank_of(there)),
+            )
 
 
 def _blocks(stage: Sequence[LayerChoice]) -> list[LayerChoice]:

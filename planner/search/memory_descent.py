@@ -1,7 +1,8 @@
-"""Lower the peak of the fullest device step by step: one memory limit after the other, until nothing fits below it.
+"""Lower the peak of the fullest device step by step: one memory limit after the other, until
+nothing fits below it.
 
-A limit within which a layout has no answer rules the layout out below it too. So each layout is asked first just below the best peak so far,
-and only one that has an answer there is halved in on.
+A limit within which a layout has no answer rules the layout out below it too. So each layout is
+asked first just below the best peak so far, and only one that has an answer there is halved in on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from parplan.profiles.units import MIB
 
 TOLD_APART = 0.001  # relative: peaks are found to that, or to 1 MiB
 
-Attempt = Callable[[ParallelLayout, float], MasterChoice | None]  # a layout, and the bytes that a plan may fill of a device
+Attempt = Callable[
+    [ParallelLayout, float], MasterChoice | None
+]  # a layout, and the bytes that a plan may fill of a device
 
 
 def peak_of_choice(choice: MasterChoice) -> float:
@@ -34,10 +37,15 @@ def below(peak_bytes: float) -> float:
 
 
 def halve_in(
-    low_bytes: float, high_bytes: float, probe: Callable[[float], float | None], guesses: Iterable[float] = (), *,
+    low_bytes: float,
+    high_bytes: float,
+    probe: Callable[[float], float | None],
+    guesses: Iterable[float] = (),
+    *,
     enough: Callable[[float], float] = below,
 ) -> tuple[float, float]:
-    """The largest limit at which `probe` found nothing, and the least peak that it found, by bisection from `low` and `high`.
+    """The largest limit at which `probe` found nothing, and the least peak that it found, by
+    bisection from `low` and `high`.
 
     probe: the peak that is found within a limit, or None; guesses: limits that are tried first
     enough: of the least peak so far, how close the lower limit has to come
@@ -48,7 +56,9 @@ def halve_in(
         if not low_bytes < limit < high_bytes:
             continue
         found = probe(limit)
-        low_bytes, high_bytes = (limit, high_bytes) if found is None else (low_bytes, min(found, limit))
+        low_bytes, high_bytes = (
+            (limit, high_bytes) if found is None else (low_bytes, min(found, limit))
+        )
     return low_bytes, high_bytes
 
 
@@ -58,8 +68,19 @@ class Descent:
     finished: whether all layouts were asked; interrupted: whether Ctrl-C came
     """
 
-    def __init__(self, start: SolvedCandidate, attempt: Attempt, deadline: Deadline, on_progress: OnProgress | None) -> None:
-        self.best, self.attempt, self.deadline, self.on_progress = start, attempt, deadline, on_progress
+    def __init__(
+        self,
+        start: SolvedCandidate,
+        attempt: Attempt,
+        deadline: Deadline,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self.best, self.attempt, self.deadline, self.on_progress = (
+            start,
+            attempt,
+            deadline,
+            on_progress,
+        )
         self.finished, self.interrupted, self.failures = True, False, list[SolverError]()
 
     @property
@@ -68,14 +89,23 @@ class Descent:
         return peak_of_choice(self.best.choice)
 
     def run(self, layouts: Sequence[ParallelLayout]) -> None:
-        """Ask one layout after the other; Ctrl-C, the end of the time and a broken solver end it with the best so far."""
+        """Ask one layout after the other; Ctrl-C, the end of the time and a broken solver end it
+        with the best so far.
+        """
         unanswered = Unanswered()
         try:
             for done, layout in enumerate(layouts, 1):
                 unanswered.attempt(lambda layout=layout: self._lower(layout), 0.0)  # type: ignore[misc]
                 if self.on_progress:
-                    self.on_progress(Progress(
-                        objective=Objective.PEAK, done=done, total=len(layouts), incumbent=self.peak_bytes, bound=None))
+                    self.on_progress(
+                        Progress(
+                            objective=Objective.PEAK,
+                            done=done,
+                            total=len(layouts),
+                            incumbent=self.peak_bytes,
+                            bound=None,
+                        )
+                    )
         except KeyboardInterrupt:
             self.finished, self.interrupted = False, True
         except (OutOfTimeError, GaveUp):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.solver_faults import can_place
-from parplan.planner.master import MasterChoice, Master, lower_bound_s
+from parplan.planner.master import Master, MasterChoice, lower_bound_s
 from parplan.planner.search.search_session import INFINITY, SearchSession
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.columns import StageColumn
@@ -18,20 +18,37 @@ SOLVED_TO = 1e-7  # relative: the solver's own tolerance on an optimum
 Options = Sequence[Sequence[StageColumn]]
 
 
-def relaxed_bound_s(layout: ParallelLayout, relaxed: Options | None, session: SearchSession) -> float:
-    """Seconds that no choice of `layout` is below, by its relaxed columns; infinite where those cannot place all blocks."""
+def relaxed_bound_s(
+    layout: ParallelLayout, relaxed: Options | None, session: SearchSession
+) -> float:
+    """Seconds that no choice of `layout` is below, by its relaxed columns; infinite where those
+    cannot place all blocks.
+    """
     share = bubble_share(layout, session.price_cache)
-    found = lower_bound_s(layout, relaxed, session.price_cache.model.num_layers, share) if relaxed else None
+    found = (
+        lower_bound_s(layout, relaxed, session.price_cache.model.num_layers, share)
+        if relaxed
+        else None
+    )
     return INFINITY if found is None else found
 
 
-def fastest_choice(layout: ParallelLayout, relaxed: Options, cut_s: float, session: SearchSession) -> MasterChoice | None:
-    """The fastest choice of `layout`, over the numbers of blocks that its relaxed columns have; None where none is below `cut_s`.
+def fastest_choice(
+    layout: ParallelLayout, relaxed: Options, cut_s: float, session: SearchSession
+) -> MasterChoice | None:
+    """The fastest choice of `layout`, over the numbers of blocks that its relaxed columns have;
+    None where none is below `cut_s`.
 
     Raises SolverError, and Unsolved where the solver's time is over.
     """
-    num_layers, share, limit = session.price_cache.model.num_layers, bubble_share(layout, session.price_cache), session.limit_bytes
-    counts: list[Collection[int]] = [{column.num_blocks for column in columns} for columns in relaxed]
+    num_layers, share, limit = (
+        session.price_cache.model.num_layers,
+        bubble_share(layout, session.price_cache),
+        session.limit_bytes,
+    )
+    counts: list[Collection[int]] = [
+        {column.num_blocks for column in columns} for columns in relaxed
+    ]
     options = session.columns(layout, lambda rank, count: rank.fastest(count, limit), cut_s, counts)
     least_s = lower_bound_s(layout, options, num_layers, share) if options else None
     if options is None or least_s is None or least_s >= cut_s:
@@ -44,24 +61,38 @@ def fastest_choice(layout: ParallelLayout, relaxed: Options, cut_s: float, sessi
 
 
 def _require_infeasible(layout: ParallelLayout, options: Options, session: SearchSession) -> None:
-    """Raises SolverError when what the solver calls infeasible has a solution: the layout must not pass for one that does not fit."""
-    if can_place(options, session.price_cache.model.num_layers, tied=session.price_cache.tied and bool(tied_ends(layout))):
-        raise SolverError(f"{session.options.solver} calls a problem infeasible that is not", hint="use the other --solver")
+    """Raises SolverError when what the solver calls infeasible has a solution: the layout must not
+    pass for one that does not fit.
+    """
+    if can_place(
+        options,
+        session.price_cache.model.num_layers,
+        tied=session.price_cache.tied and bool(tied_ends(layout)),
+    ):
+        raise SolverError(
+            f"{session.options.solver} calls a problem infeasible that is not",
+            hint="use the other --solver",
+        )
 
 
 def certify(layout: ParallelLayout, best_s: float, session: SearchSession) -> None:
     """Raise the bound of a layout, up to `best_s`: to the master over relaxed columns.
 
-    Its optimum is below every way to choose an option and a ZeRO stage for each layer by itself that is below `best_s`.
+    Its optimum is below every way to choose an option and a ZeRO stage for each layer by itself
+    that is below `best_s`.
     """
     if session.left_s() > 0:
-        session.prices.raise_bound(layout, session.limit_bytes, min(best_s, proven_s(layout, best_s, session)))
+        session.prices.raise_bound(
+            layout, session.limit_bytes, min(best_s, proven_s(layout, best_s, session))
+        )
 
 
 def proven_s(layout: ParallelLayout, best_s: float, session: SearchSession) -> float:
-    """Seconds that no choice of `layout` is below, about `best_s` where none is below that, zero where the solver gives no proof.
+    """Seconds that no choice of `layout` is below, about `best_s` where none is below that, zero
+    where the solver gives no proof.
 
-    A schedule that recomputes ahead of the gradient has a second bound: the same without any recompute.
+    A schedule that recomputes ahead of the gradient has a second bound: the same without any
+    recompute.
     """
     try:
         least_s = _averages_s(layout, best_s, session, plain=False)
@@ -72,9 +103,17 @@ def proven_s(layout: ParallelLayout, best_s: float, session: SearchSession) -> f
     return least_s * (1 - SOLVED_TO)
 
 
-def _averages_s(layout: ParallelLayout, best: float, session: SearchSession, *, plain: bool) -> float:
-    """The least seconds of `layout` over averages of its relaxed columns, `best` where none is below it, zero where nothing is proven."""
-    relaxed, share, num_layers = session.relaxed(layout, best, plain=plain), bubble_share(layout, session.price_cache), session.price_cache.model.num_layers
+def _averages_s(
+    layout: ParallelLayout, best: float, session: SearchSession, *, plain: bool
+) -> float:
+    """The least seconds of `layout` over averages of its relaxed columns, `best` where none is
+    below it, zero where nothing is proven.
+    """
+    relaxed, share, num_layers = (
+        session.relaxed(layout, best, plain=plain),
+        bubble_share(layout, session.price_cache),
+        session.price_cache.model.num_layers,
+    )
     if relaxed is None or lower_bound_s(layout, relaxed, num_layers, share) is None:
         return best
     master = Master(layout, relaxed, num_layers, tied=session.price_cache.tied, share=share)

@@ -1,24 +1,32 @@
-"""The front of step time, peak memory of a device and redundant memory of the cluster, by the epsilon-constraint method.
+"""The front of step time, peak memory of a device and redundant memory of the cluster, by the
+epsilon-constraint method.
 
-One objective is minimised while a limit on another is tightened (Haimes, Lasdon and Wismer 1971, IEEE Trans. SMC 1(3)):
+One objective is minimised while a limit on another is tightened (Haimes, Lasdon and Wismer 1971,
+IEEE Trans. SMC 1(3)):
 
     fastest            min time                                            the fastest plan of all
-    fastest within X   min time   s.t. peak of every device <= X           X from just below that plan's peak to the least
-    leanest within Y   min redundancy   s.t. time <= (1 + Y) fastest       Y in SLOWDOWNS, then up to ANY_SLOWDOWN
+    fastest within X   min time   s.t. peak of every device <= X           X from just below that
+                       plan's peak to the least
+    leanest within Y   min redundancy   s.t. time <= (1 + Y) fastest       Y in SLOWDOWNS, then up
+                       to ANY_SLOWDOWN
 
-Of what these find, the plans that no other beats or equals in all three are the front. Where the host may keep something, the same
-searches without it come first, so that no point is worse than without the host; then, with it,
+Of what these find, the plans that no other beats or equals in all three are the front. Where the
+host may keep something, the same searches without it come first, so that no point is worse than
+without the host; then, with it,
 
-    fastest, fastest within X    X from the least peak without the host to the least with it, at fewer limits: such a search takes longer
-    leanest within Y             at the same Y up to HOST_SLOWDOWN, of the fastest without the host where there is one
-                                 (planner/search/least_redundancy_on_host.py)
+    fastest, fastest within X    X from the least peak without the host to the least with it, at
+                                 fewer limits: such a search takes longer
+    leanest within Y             at the same Y up to HOST_SLOWDOWN, of the fastest without the host
+                                 where there is one (planner/search/least_redundancy_on_host.py)
 
-Proven, each under the closed-form price and within the gap that the point's own search states: no plan whose peak is
-within X is faster than the point found within X; no plan within the slowdown Y is less redundant than the point found
-within Y; no plan at all fits `nothing_within_gib`, which is 1 MiB below the least peak. So in time and peak alone the true front is
-between the steps that the points draw. Not proven: plans between two limits, which are not searched; that no plan with the same
-peak and step is less redundant than a point found as fastest; anything about the simulated step time, in which the
-points are reported and compared, and which differs from the closed form by some percent where stages are unequal.
+Proven, each under the closed-form price and within the gap that the point's own search states: no
+plan whose peak is within X is faster than the point found within X; no plan within the slowdown Y
+is less redundant than the point found within Y; no plan at all fits `nothing_within_gib`, which is
+1 MiB below the least peak. So in time and peak alone the true front is between the steps that the
+points draw. Not proven: plans between two limits, which are not searched; that no plan with the
+same peak and step is less redundant than a point found as fastest; anything about the simulated
+step time, in which the points are reported and compared, and which differs from the closed form by
+some percent where stages are unequal.
 """
 
 from __future__ import annotations
@@ -43,7 +51,8 @@ ANY_SLOWDOWN = 99.0  # finite for the solver's sake: steps up to 100 times the f
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, ANY_SLOWDOWN)
 DEFAULT_POINTS, LEAST_POINTS = 16, 3  # three ends: fastest, least peak, least redundant
 HOST_SHARE = 3  # of so many memory limits one is searched with the host
-HOST_SLOWDOWN = 0.2  # up to which slowdown the leanest is searched with the host: the more time, the more columns
+# up to which slowdown the leanest is searched with the host: the more time, the more columns
+HOST_SLOWDOWN = 0.2
 CLOSEST = 0.02  # share by which a memory limit is at least below the peak of the plan before it
 GIB_DIGITS = 4
 TIME_LIMIT = "the time limit"
@@ -85,7 +94,9 @@ class ParetoPoint:
 
     def dominates(self, other: ParetoPoint) -> bool:
         """Whether this point is better in one value and worse in none."""
-        return self.values != other.values and all(mine <= theirs for mine, theirs in zip(self.values, other.values, strict=True))
+        return self.values != other.values and all(
+            mine <= theirs for mine, theirs in zip(self.values, other.values, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,28 +121,37 @@ class ParetoFront:
         return any(point.host_gib for point in self.points)
 
     def leaner_tie(self, point: ParetoPoint) -> int | None:
-        """The number of the leanest point that the prices cannot tell from `point` in step time, or None.
+        """The number of the leanest point that the prices cannot tell from `point` in step time, or
+        None.
 
-        Such a point is inside the error band of the step time and needs no more peak memory and no more redundancy:
-        nobody should take `point` for a difference in speed that is not known to be there.
+        Such a point is inside the error band of the step time and needs no more peak memory and no
+        more redundancy: nobody should take `point` for a difference in speed that is not known to
+        be there.
         """
         band = point.plan.predicted.error_band
         if band is None:
             return None
         slowest_s = point.step_time_s * (1 + band.time.share)
         ties = [
-            (other.redundancy_gib, other.peak_memory_gib, number) for number, other in enumerate(self.points, 1)
-            if point.step_time_s < other.step_time_s <= slowest_s and _as_lean(other, point)]
+            (other.redundancy_gib, other.peak_memory_gib, number)
+            for number, other in enumerate(self.points, 1)
+            if point.step_time_s < other.step_time_s <= slowest_s and _as_lean(other, point)
+        ]
         return min(ties)[2] if ties else None
 
 
 def _as_lean(other: ParetoPoint, point: ParetoPoint) -> bool:
-    return other.peak_memory_gib <= point.peak_memory_gib and other.redundancy_gib <= point.redundancy_gib
+    return (
+        other.peak_memory_gib <= point.peak_memory_gib
+        and other.redundancy_gib <= point.redundancy_gib
+    )
 
 
 def undominated(plans: Iterable[Plan]) -> tuple[ParetoPoint, ...]:
     """The plans that no other dominates, by step time; of equal ones the first."""
-    unique = list({point.values: point for point in map(ParetoPoint, reversed(list(plans)))}.values())
+    unique = list(
+        {point.values: point for point in map(ParetoPoint, reversed(list(plans)))}.values()
+    )
     kept = [point for point in unique if not any(other.dominates(point) for other in unique)]
     return tuple(sorted(kept, key=lambda point: point.values))
 
@@ -139,7 +159,10 @@ def undominated(plans: Iterable[Plan]) -> tuple[ParetoPoint, ...]:
 def plan_paths(output: Path, count: int) -> tuple[Path, ...]:
     """Where the points of a front go: `plan.yaml` -> `plan-01.yaml`, `plan-02.yaml`, ..."""
     digits = max(2, len(str(count)))
-    return tuple(output.with_name(f"{output.stem}-{number:0{digits}}{output.suffix}") for number in range(1, count + 1))
+    return tuple(
+        output.with_name(f"{output.stem}-{number:0{digits}}{output.suffix}")
+        for number in range(1, count + 1)
+    )
 
 
 class _Over(Exception):  # noqa: N818 - not an error: the walk ends with what it has
@@ -147,14 +170,23 @@ class _Over(Exception):  # noqa: N818 - not an error: the walk ends with what it
 
 
 class _Walk:
-    """The searches of one front, one after the other, over the same prices; what they found is kept in `found`."""
+    """The searches of one front, one after the other, over the same prices; what they found is kept
+    in `found`.
+    """
 
     def __init__(
-        self, prices: SearchPrices, options: SearchOptions, planned: int, on_progress: OnProgress | None, on_search: OnSearch | None,
+        self,
+        prices: SearchPrices,
+        options: SearchOptions,
+        planned: int,
+        on_progress: OnProgress | None,
+        on_search: OnSearch | None,
     ) -> None:
         self.prices, self.options, self.planned = prices, options, planned
         self.on_progress, self.on_search = on_progress, on_search
-        self.usable_bytes = limit_bytes(prices.price_cache.machine.cluster, prices.price_cache.training.stack, options)
+        self.usable_bytes = limit_bytes(
+            prices.price_cache.machine.cluster, prices.price_cache.training.stack, options
+        )
         self.found: list[Plan] = []
         self.num_searches = 0
         self.nothing_within_bytes: int | None = None
@@ -166,25 +198,53 @@ class _Walk:
 
     def fastest(self, within_bytes: int | None = None, *, keep: bool = True) -> SearchResult | None:
         """The fastest plan, within `within_bytes` if given; None when nothing fits."""
-        options = self.options if within_bytes is None else replace(self.options, memory_limit_bytes=within_bytes)
+        options = (
+            self.options
+            if within_bytes is None
+            else replace(self.options, memory_limit_bytes=within_bytes)
+        )
         limit_gib = None if within_bytes is None else round(within_bytes / GIB, GIB_DIGITS)
-        found = self._look("fastest" if limit_gib is None else f"within {limit_gib:.1f} GiB", Objective.THROUGHPUT, options)
+        found = self._look(
+            "fastest" if limit_gib is None else f"within {limit_gib:.1f} GiB",
+            Objective.THROUGHPUT,
+            options,
+        )
         if found is None and within_bytes is not None:
             self.nothing_within_bytes = max(within_bytes, self.nothing_within_bytes or 0)
         return found and self._kept(found, keep=keep, memory_limit_gib=limit_gib)
 
     def leanest(self, slowdown: float, fastest: SolvedCandidate) -> SearchResult | None:
         """The least redundant plan at most `slowdown` slower than `fastest`."""
-        found = self._look(_lean_name(slowdown), Objective.MEMORY, replace(self.options, max_slowdown=slowdown), fastest)
+        found = self._look(
+            _lean_name(slowdown),
+            Objective.MEMORY,
+            replace(self.options, max_slowdown=slowdown),
+            fastest,
+        )
         return found and self._kept(found, max_slowdown=_stated(slowdown))
 
     def leaner(self, slowdown: float, found: SearchResult) -> None:
-        """Keep the least redundant plan with the host, where it is below `found`: the one without, or the fastest with it."""
-        options = self._announced(f"{_lean_name(slowdown)}, with the host", replace(self.options, max_slowdown=slowdown))
-        self._kept(search_leaner(self.prices, found, options, self.on_progress), max_slowdown=_stated(slowdown))
+        """Keep the least redundant plan with the host, where it is below `found`: the one without,
+        or the fastest with it.
+        """
+        options = self._announced(
+            f"{_lean_name(slowdown)}, with the host", replace(self.options, max_slowdown=slowdown)
+        )
+        self._kept(
+            search_leaner(self.prices, found, options, self.on_progress),
+            max_slowdown=_stated(slowdown),
+        )
 
-    def _look(self, name: str, objective: Objective, options: SearchOptions, fastest: SolvedCandidate | None = None) -> SearchResult | None:
-        return search(self.prices, objective, self._announced(name, options), self.on_progress, fastest)
+    def _look(
+        self,
+        name: str,
+        objective: Objective,
+        options: SearchOptions,
+        fastest: SolvedCandidate | None = None,
+    ) -> SearchResult | None:
+        return search(
+            self.prices, objective, self._announced(name, options), self.on_progress, fastest
+        )
 
     def _announced(self, name: str, options: SearchOptions) -> SearchOptions:
         """The options of the next search, which is told of."""
@@ -194,9 +254,24 @@ class _Walk:
         self.num_searches += 1
         return options
 
-    def _kept(self, found: SearchResult, *, keep: bool = True, memory_limit_gib: float | None = None, max_slowdown: float | None = None) -> SearchResult:
-        """`found` with the limit it was found by; a search that was interrupted, or whose solver failed, is the last."""
-        front = FrontPoint(number=1, points=1, complete=True, memory_limit_gib=memory_limit_gib, max_slowdown=max_slowdown)
+    def _kept(
+        self,
+        found: SearchResult,
+        *,
+        keep: bool = True,
+        memory_limit_gib: float | None = None,
+        max_slowdown: float | None = None,
+    ) -> SearchResult:
+        """`found` with the limit it was found by; a search that was interrupted, or whose solver
+        failed, is the last.
+        """
+        front = FrontPoint(
+            number=1,
+            points=1,
+            complete=True,
+            memory_limit_gib=memory_limit_gib,
+            max_slowdown=max_slowdown,
+        )
         plan = replace(found.plan, search=replace(found.plan.search, front=front))
         if keep or found.interrupted:
             self.found.append(plan)
@@ -208,49 +283,90 @@ class _Walk:
 
 
 def find_front(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, *, constraints: Constraints | None = None,
-    options: SearchOptions | None = None, num_points: int = DEFAULT_POINTS, on_progress: OnProgress | None = None,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    *,
+    constraints: Constraints | None = None,
+    options: SearchOptions | None = None,
+    num_points: int = DEFAULT_POINTS,
+    on_progress: OnProgress | None = None,
     on_search: OnSearch | None = None,
 ) -> ParetoFront:
-    """The front of step time, peak memory and redundancy, at about `num_points` limits; the same request gives the same front.
+    """The front of step time, peak memory and redundancy, at about `num_points` limits; the same
+    request gives the same front.
 
-    Ctrl-C or the deadline of `options` end it with the points so far, the last of which may be less than proven: its own
-    status and gap say so. Raises ConfigError when no mesh is legal or `num_points` is less than 3, InfeasibleError when
-    nothing fits, SolverError and OutOfTimeError before the first plan.
+    Ctrl-C or the deadline of `options` end it with the points so far, the last of which may be less
+    than proven: its own status and gap say so. Raises ConfigError when no mesh is legal or
+    `num_points` is less than 3, InfeasibleError when nothing fits, SolverError and OutOfTimeError
+    before the first plan.
     """
     if num_points < LEAST_POINTS:
-        raise ConfigError(f"--points is {num_points}, it must be at least {LEAST_POINTS}", hint="a front has three ends")
+        raise ConfigError(
+            f"--points is {num_points}, it must be at least {LEAST_POINTS}",
+            hint="a front has three ends",
+        )
     pins, options = constraints or Constraints(), options or SearchOptions()
     slowdowns = _spread(SLOWDOWNS, max(1, num_points * len(SLOWDOWNS) // DEFAULT_POINTS))
     num_limits = num_points - len(slowdowns) - 2
     alone = replace(pins, offload=())
-    walk = _Walk(SearchPrices(model, cluster, training, alone, options.deadline), options, num_points + 1, on_progress, on_search)
+    walk = _Walk(
+        SearchPrices(model, cluster, training, alone, options.deadline),
+        options,
+        num_points + 1,
+        on_progress,
+        on_search,
+    )
     stopped = None
     try:
         first, lean = walk.fastest(), list[SearchResult | None]()
         if first is not None:
             least = least_peak_bytes(model, cluster, training, alone, options.deadline)
             _tighten(walk, _peak_bytes(first.plan), round(least or MIB), num_limits)
-            lean = [walk.leanest(slowdown, first.fastest) for slowdown in slowdowns]  # the last takes longest
+            lean = [
+                walk.leanest(slowdown, first.fastest) for slowdown in slowdowns
+            ]  # the last takes longest
         offload = pins.offload if pins.offload is not None else () if first else SEARCHED_OFFLOAD
         if offload:
-            _with_host(walk, (model, cluster, training, replace(pins, offload=offload)), slowdowns, lean, num_limits)
+            _with_host(
+                walk,
+                (model, cluster, training, replace(pins, offload=offload)),
+                slowdowns,
+                lean,
+                num_limits,
+            )
         if not walk.found:
-            raise infeasible_error(model, cluster, training, replace(pins, offload=offload), options)
+            raise infeasible_error(
+                model, cluster, training, replace(pins, offload=offload), options
+            )
         walk.require_time()
     except (_Over, KeyboardInterrupt, OutOfTimeError, SolverError) as reason:
         if not walk.found:
             raise
-        stopped = "Ctrl-C" if isinstance(reason, KeyboardInterrupt) else TIME_LIMIT if isinstance(reason, OutOfTimeError) else str(reason)
+        stopped = (
+            "Ctrl-C"
+            if isinstance(reason, KeyboardInterrupt)
+            else TIME_LIMIT
+            if isinstance(reason, OutOfTimeError)
+            else str(reason)
+        )
     return _front(walk, stopped)
 
 
 def _with_host(
-    walk: _Walk, asked: Request, slowdowns: Sequence[float], lean: Sequence[SearchResult | None], num_limits: int,
+    walk: _Walk,
+    asked: Request,
+    slowdowns: Sequence[float],
+    lean: Sequence[SearchResult | None],
+    num_limits: int,
 ) -> None:
-    """What the host adds to the front, `lean` without it at each of the slowdowns; nothing where nothing fits with it either."""
+    """What the host adds to the front, `lean` without it at each of the slowdowns; nothing where
+    nothing fits with it either.
+    """
     walk.prices, walk.nothing_within_bytes = SearchPrices(*asked, walk.options.deadline), None
-    walk.planned += sum(slowdown <= HOST_SLOWDOWN for slowdown in slowdowns) + num_limits // HOST_SHARE + 3
+    walk.planned += (
+        sum(slowdown <= HOST_SLOWDOWN for slowdown in slowdowns) + num_limits // HOST_SHARE + 3
+    )
     peaks = [_peak_bytes(plan) for plan in walk.found]
     first = walk.fastest()
     if first is None:
@@ -259,7 +375,9 @@ def _with_host(
         if slowdown <= HOST_SLOWDOWN:
             walk.leaner(slowdown, found or first)
     least = least_peak_bytes(*asked, walk.options.deadline)
-    _tighten(walk, min((*peaks, _peak_bytes(first.plan))), round(least or MIB), num_limits // HOST_SHARE)
+    _tighten(
+        walk, min((*peaks, _peak_bytes(first.plan))), round(least or MIB), num_limits // HOST_SHARE
+    )
 
 
 def _lean_name(slowdown: float) -> str:
@@ -275,8 +393,15 @@ def _front(walk: _Walk, stopped: str | None) -> ParetoFront:
     points, nothing = undominated(walk.found), walk.nothing_within_bytes
     nothing_gib = None if nothing is None else nothing / GIB
     return ParetoFront(
-        points=tuple(_numbered(point.plan, number, len(points), complete=stopped is None) for number, point in enumerate(points, 1)),
-        stopped=stopped, usable_gib=walk.usable_bytes / GIB, nothing_within_gib=nothing_gib, num_searches=walk.num_searches)
+        points=tuple(
+            _numbered(point.plan, number, len(points), complete=stopped is None)
+            for number, point in enumerate(points, 1)
+        ),
+        stopped=stopped,
+        usable_gib=walk.usable_bytes / GIB,
+        nothing_within_gib=nothing_gib,
+        num_searches=walk.num_searches,
+    )
 
 
 def _numbered(plan: Plan, number: int, points: int, *, complete: bool) -> ParetoPoint:
@@ -288,7 +413,9 @@ def _numbered(plan: Plan, number: int, points: int, *, complete: bool) -> Pareto
 def _spread(values: Sequence[float], count: int) -> tuple[float, ...]:
     """`count` of the values, or all, evenly spread and with the last."""
     count = min(count, len(values))
-    return tuple(values[len(values) - 1 - index * len(values) // count] for index in reversed(range(count)))
+    return tuple(
+        values[len(values) - 1 - index * len(values) // count] for index in reversed(range(count))
+    )
 
 
 def _peak_bytes(plan: Plan) -> int:
@@ -296,12 +423,16 @@ def _peak_bytes(plan: Plan) -> int:
 
 
 def _tighten(walk: _Walk, peak_bytes: int, least_bytes: int, num_limits: int) -> None:
-    """The fastest plans within `num_limits` memory limits between `peak_bytes` and `least_bytes`, then the least peak.
+    """The fastest plans within `num_limits` memory limits between `peak_bytes` and `least_bytes`,
+    then the least peak.
 
-    Each limit is a share below the peak of the plan found before it, the share that is left over evenly, at least CLOSEST.
+    Each limit is a share below the peak of the plan found before it, the share that is left over
+    evenly, at least CLOSEST.
     """
     for left in range(num_limits, 0, -1):
-        within_bytes = int(peak_bytes * min((least_bytes / peak_bytes) ** (1 / (left + 1)), 1 - CLOSEST))
+        within_bytes = int(
+            peak_bytes * min((least_bytes / peak_bytes) ** (1 / (left + 1)), 1 - CLOSEST)
+        )
         if within_bytes <= least_bytes:
             break
         found = walk.fastest(within_bytes)
@@ -312,7 +443,9 @@ def _tighten(walk: _Walk, peak_bytes: int, least_bytes: int, num_limits: int) ->
 
 
 def _least_peak(walk: _Walk, guess_bytes: int, high_bytes: int) -> None:
-    """Keep the fastest plan at the least peak that a search reaches, to 1 MiB: at the guess, else by bisection."""
+    """Keep the fastest plan at the least peak that a search reaches, to 1 MiB: at the guess, else
+    by bisection.
+    """
     best: Plan | None = None
 
     def probe(within_bytes: float) -> int | None:
@@ -325,7 +458,13 @@ def _least_peak(walk: _Walk, guess_bytes: int, high_bytes: int) -> None:
 
     guesses = guess_bytes + MIB // 2, guess_bytes - MIB // 2
     try:
-        halve_in(walk.nothing_within_bytes or 0, high_bytes, probe, guesses, enough=lambda high: high - MIB)
+        halve_in(
+            walk.nothing_within_bytes or 0,
+            high_bytes,
+            probe,
+            guesses,
+            enough=lambda high: high - MIB,
+        )
     finally:
         if best is not None:
             walk.found.append(best)

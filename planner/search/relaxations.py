@@ -1,7 +1,9 @@
-"""When nothing fits: which single changes of the request make it fit, each found by a search, with the step time it gives.
+"""When nothing fits: which single changes of the request make it fit, each found by a search, with
+the step time it gives.
 
-A change is a pin or a ban that is dropped, less free memory, or more GPUs. Where no dropped pin alone helps, all are
-dropped and as many as possible are put back. Above planner/search/find_plan.py: a search that finds nothing is given
+A change is a pin or a ban that is dropped, less free memory, or more GPUs. Where no dropped pin
+alone helps, all are dropped and as many as possible are put back. Above
+planner/search/find_plan.py: a search that finds nothing is given
 `parplan.report.searches.infeasible_text.explained_error`, which asks this module.
 """
 
@@ -34,15 +36,28 @@ MARGIN_STEP = 0.001
 LIMIT_STEP_GIB = 0.1
 GPUS = "--gpus"
 MOST_STEPS = 3  # the need of the leanest plan is known to 1 MiB
-PINS = ("schedule", "virtual_stages", "sequence_parallel", "tp", "pp", "dp", "ep", "micro_batch_size", "zero", "tp_overlap",
-        "recompute")  # last: easiest
+PINS = (
+    "schedule",
+    "virtual_stages",
+    "sequence_parallel",
+    "tp",
+    "pp",
+    "dp",
+    "ep",
+    "micro_batch_size",
+    "zero",
+    "tp_overlap",
+    "recompute",
+)  # last: easiest
 MESH = frozenset({"tp", "pp", "dp"})
 Item = str | Ban  # a pin by its name, or a ban
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked of `find_plan`, but for the objective: what fits is the same for all, and its cost is a step time."""
+    """What was asked of `find_plan`, but for the objective: what fits is the same for all, and its
+    cost is a step time.
+    """
 
     model: ModelSpec
     cluster: Cluster
@@ -53,9 +68,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
-    """A request that fits, and how it is asked: `flags` in place of what they replace, without the options `dropped`.
+    """A request that fits, and how it is asked: `flags` in place of what they replace, without the
+    options `dropped`.
 
-    step_s: of its fastest plan; at most that where its search was cut off (`proven` False); None where there was no time
+    step_s: of its fastest plan; at most that where its search was cut off (`proven` False); None
+    where there was no time
     note: what else to know
     """
 
@@ -69,7 +86,9 @@ class Relaxation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxations:
-    """What makes a request fit, fastest first, more GPUs last; the step it would take if it fitted; what was not tried."""
+    """What makes a request fit, fastest first, more GPUs last; the step it would take if it fitted;
+    what was not tried.
+    """
 
     found: tuple[Relaxation, ...]
     unlimited_s: float | None
@@ -83,16 +102,27 @@ class _Searches:
         self._deadline = deadline
 
     def plan(self, request: Request) -> Plan | None:
-        """The fastest plan, or None when nothing fits or the solver fails. Raises OutOfTimeError, KeyboardInterrupt."""
+        """The fastest plan, or None when nothing fits or the solver fails. Raises OutOfTimeError,
+        KeyboardInterrupt.
+        """
         if self._deadline.is_over:
             raise OutOfTimeError("the time for what would fit is over")
         try:
             plan = find_plan(
-                request.model, request.cluster, request.training, constraints=request.pins,
-                options=replace(request.options, deadline=self._deadline), explain=_unexplained)
+                request.model,
+                request.cluster,
+                request.training,
+                constraints=request.pins,
+                options=replace(request.options, deadline=self._deadline),
+                explain=_unexplained,
+            )
         except (InfeasibleError, ConfigError, SolverError):
             return None
-        if plan.search.status is Status.FEASIBLE and not plan.search.solver_failure and not self._deadline.is_over:
+        if (
+            plan.search.status is Status.FEASIBLE
+            and not plan.search.solver_failure
+            and not self._deadline.is_over
+        ):
             raise KeyboardInterrupt  # only Ctrl-C ends a search early; it is meant for all of them
         return plan
 
@@ -101,17 +131,26 @@ def _unexplained(*_: object) -> InfeasibleError:
     return InfeasibleError("nothing fits")
 
 
-def relaxations(request: Request, need_bytes: float, budget_s: float = BUDGET_S, host_bytes: int | None = None) -> Relaxations:
-    """Every change that makes a request fit whose leanest plan needs `need_bytes` on its fullest device.
+def relaxations(
+    request: Request, need_bytes: float, budget_s: float = BUDGET_S, host_bytes: int | None = None
+) -> Relaxations:
+    """Every change that makes a request fit whose leanest plan needs `need_bytes` on its fullest
+    device.
 
-    budget_s: for the searches of all changes together, less where the deadline of the request comes before
+    budget_s: for the searches of all changes together, less where the deadline of the request comes
+    before
     host_bytes: of a node's host with which its devices are enough, None where none is
     """
     untried, enough, deadline = list[str](), None, request.options.deadline
     try:
         enough = smallest_cluster(
-            request.model, request.cluster, request.training, request.pins,
-            limit_bytes(request.cluster, request.training.stack, request.options), deadline.within(EXPLAINED_S).share(2))
+            request.model,
+            request.cluster,
+            request.training,
+            request.pins,
+            limit_bytes(request.cluster, request.training.stack, request.options),
+            deadline.within(EXPLAINED_S).share(2),
+        )
     except OutOfTimeError:
         untried.append(GPUS)
     searches = _Searches(deadline.within(budget_s))
@@ -125,18 +164,29 @@ def relaxations(request: Request, need_bytes: float, budget_s: float = BUDGET_S,
         return [found] if found else []
 
     unlimited = _plan_or_none(searches, _with_unlimited_memory(request))
-    hosts = within("--host-memory", lambda: _more_host(request, host_bytes, searches)) if host_bytes else []
+    hosts = (
+        within("--host-memory", lambda: _more_host(request, host_bytes, searches))
+        if host_bytes
+        else []
+    )
     larger = within(GPUS, lambda: _more_gpus(request, enough, searches)) if enough else []
     found = within("less free memory", lambda: _less_free(request, need_bytes, searches))
     dropped = [
-        relaxed for items in _single_changes(request.pins)
-        for relaxed in within(_named(items), lambda items=items: _without(request, items, searches))]  # type: ignore[misc]
+        relaxed
+        for items in _single_changes(request.pins)
+        for relaxed in within(_named(items), lambda items=items: _without(request, items, searches))
+    ]  # type: ignore[misc]
     everything = _items(request.pins)
     if not dropped and len(everything) > 1:
         dropped = within(_named(everything), lambda: _fewest_changes(request, everything, searches))
-    ranked = sorted([*found, *dropped, *hosts], key=lambda relaxed: (relaxed.step_s or math.inf, relaxed.flags))
+    ranked = sorted(
+        [*found, *dropped, *hosts], key=lambda relaxed: (relaxed.step_s or math.inf, relaxed.flags)
+    )
     return Relaxations(
-        found=(*ranked, *larger), unlimited_s=unlimited.predicted.step_time_s.value if unlimited else None, untried=tuple(untried))
+        found=(*ranked, *larger),
+        unlimited_s=unlimited.predicted.step_time_s.value if unlimited else None,
+        untried=tuple(untried),
+    )
 
 
 def _plan_or_none(searches: _Searches, request: Request) -> Plan | None:
@@ -149,15 +199,30 @@ def _plan_or_none(searches: _Searches, request: Request) -> Plan | None:
 def _with_unlimited_memory(request: Request) -> Request:
     device = replace(request.cluster.device, memory_bytes=UNLIMITED_BYTES)
     options = replace(request.options, memory_margin=0.0, memory_limit_bytes=None)
-    return replace(request, cluster=replace(request.cluster, device=device), pins=replace(request.pins, offload=()), options=options)
+    return replace(
+        request,
+        cluster=replace(request.cluster, device=device),
+        pins=replace(request.pins, offload=()),
+        options=options,
+    )
 
 
 def _relaxation(
-    flags: Iterable[str], request: Request, plan: Plan | None, *, dropped: Iterable[Ban] = (), note: str = "",
+    flags: Iterable[str],
+    request: Request,
+    plan: Plan | None,
+    *,
+    dropped: Iterable[Ban] = (),
+    note: str = "",
 ) -> Relaxation:
     return Relaxation(
-        flags=tuple(flags), request=request, step_s=plan.predicted.step_time_s.value if plan else None,
-        proven=plan is not None and plan.search.status is Status.OPTIMAL, dropped=tuple(f"--forbid {ban}" for ban in dropped), note=note)
+        flags=tuple(flags),
+        request=request,
+        step_s=plan.predicted.step_time_s.value if plan else None,
+        proven=plan is not None and plan.search.status is Status.OPTIMAL,
+        dropped=tuple(f"--forbid {ban}" for ban in dropped),
+        note=note,
+    )
 
 
 # Pins and bans
@@ -168,7 +233,9 @@ def _items(pins: Constraints) -> tuple[Item, ...]:
 
 
 def _single_changes(pins: Constraints) -> Iterator[tuple[Item, ...]]:
-    """What to drop at a time: one pin or ban; of a whole mesh that is pinned tp or pp, with the dp that follows from it."""
+    """What to drop at a time: one pin or ban; of a whole mesh that is pinned tp or pp, with the dp
+    that follows from it.
+    """
     whole = all(getattr(pins, name) is not None for name in MESH)
     for item in _items(pins):
         if item == "dp" and whole:
@@ -190,7 +257,9 @@ def _dropping(pins: Constraints, items: Sequence[Item]) -> Constraints:
 
 
 def _without(request: Request, items: Sequence[Item], searches: _Searches) -> Relaxation | None:
-    """The request without some pins and bans, or None; the pins are then set to what its fastest plan uses."""
+    """The request without some pins and bans, or None; the pins are then set to what its fastest
+    plan uses.
+    """
     freed = replace(request, pins=_dropping(request.pins, items))
     plan = searches.plan(freed)
     if plan is None:
@@ -201,10 +270,14 @@ def _without(request: Request, items: Sequence[Item], searches: _Searches) -> Re
     if confirmed is None:
         return None
     flags = [_setting(name, values[name]) for name in PINS if name in values]
-    return _relaxation(flags, narrowed, confirmed, dropped=[item for item in items if isinstance(item, Ban)])
+    return _relaxation(
+        flags, narrowed, confirmed, dropped=[item for item in items if isinstance(item, Ban)]
+    )
 
 
-def _fewest_changes(request: Request, items: Sequence[Item], searches: _Searches) -> Relaxation | None:
+def _fewest_changes(
+    request: Request, items: Sequence[Item], searches: _Searches
+) -> Relaxation | None:
     """All pins and bans dropped, then put back one by one as long as something fits."""
     dropped = list(items)
     if searches.plan(replace(request, pins=_dropping(request.pins, dropped))) is None:
@@ -225,7 +298,11 @@ def _used(plan: Plan, name: str) -> tuple[Value, ...]:
         block = build_graph(plan.model, plan.training, 1).layer_class(LayerKind.BLOCK)
         used = {layer.recompute for layer in layers if layer.layer is LayerKind.BLOCK}
         known = {recompute_operators(block, level): level for level in Recompute}
-        return tuple(level for operators, level in known.items() if operators in used) if used <= set(known) else tuple(Recompute)
+        return (
+            tuple(level for operators, level in known.items() if operators in used)
+            if used <= set(known)
+            else tuple(Recompute)
+        )
     if name == "sequence_parallel":
         return (any(layer.sequence_parallel for layer in layers),)
     return (getattr(plan.mesh if name in MESH else plan.pipeline, name),)
@@ -241,7 +318,9 @@ def _setting(name: str, values: Sequence[Value]) -> str:
 
 
 def _less_free(request: Request, need_bytes: float, searches: _Searches) -> Relaxation | None:
-    """The largest margin, or the smallest limit, at which something fits, where the device has as much."""
+    """The largest margin, or the smallest limit, at which something fits, where the device has as
+    much.
+    """
     capacity = request.cluster.device.memory_bytes
     for flag, options in _memory_options(request.options, need_bytes, capacity):
         asked = replace(request, options=options)
@@ -254,15 +333,24 @@ def _less_free(request: Request, need_bytes: float, searches: _Searches) -> Rela
     return None
 
 
-def _memory_options(options: SearchOptions, need_bytes: float, capacity: int) -> Iterator[tuple[str, SearchOptions]]:
+def _memory_options(
+    options: SearchOptions, need_bytes: float, capacity: int
+) -> Iterator[tuple[str, SearchOptions]]:
     """The options to try, with their flags: from the one that the leanest plan needs, in steps."""
     for step in range(MOST_STEPS):
         if options.memory_limit_bytes is not None:
-            limit_gib = round((math.ceil(gib(need_bytes) / LIMIT_STEP_GIB) + step) * LIMIT_STEP_GIB, 3)
+            limit_gib = round(
+                (math.ceil(gib(need_bytes) / LIMIT_STEP_GIB) + step) * LIMIT_STEP_GIB, 3
+            )
             if limit_gib * GIB <= capacity:
-                yield f"--memory-limit {limit_gib:g}GiB", replace(options, memory_limit_bytes=round(limit_gib * GIB))
+                yield (
+                    f"--memory-limit {limit_gib:g}GiB",
+                    replace(options, memory_limit_bytes=round(limit_gib * GIB)),
+                )
             continue
-        margin = round((math.floor((1 - need_bytes / capacity) / MARGIN_STEP) - step) * MARGIN_STEP, 6)
+        margin = round(
+            (math.floor((1 - need_bytes / capacity) / MARGIN_STEP) - step) * MARGIN_STEP, 6
+        )
         if margin >= 0:
             yield f"--memory-margin {margin:g}", replace(options, memory_margin=margin)
 
@@ -271,7 +359,9 @@ def _memory_options(options: SearchOptions, need_bytes: float, capacity: int) ->
 
 
 def _more_host(request: Request, host_bytes: int, searches: _Searches) -> Relaxation | None:
-    """Hosts with as much memory as the devices need, and a little more where the exact schedules of chunks need that."""
+    """Hosts with as much memory as the devices need, and a little more where the exact schedules of
+    chunks need that.
+    """
     for step in range(MOST_STEPS):
         size_gib = math.ceil(host_bytes / GIB) + step
         asked = replace(request, cluster=replace(request.cluster, host_memory_bytes=size_gib * GIB))
@@ -285,8 +375,12 @@ def _more_host(request: Request, host_bytes: int, searches: _Searches) -> Relaxa
 
 
 def _more_gpus(request: Request, num_gpus: int, searches: _Searches) -> Relaxation | None:
-    """A larger cluster on which something fits; pinned pp and dp become those of its plan where they belong to the old number."""
-    asked = replace(request, cluster=replace(request.cluster, nodes=num_gpus // request.cluster.gpus_per_node))
+    """A larger cluster on which something fits; pinned pp and dp become those of its plan where
+    they belong to the old number.
+    """
+    asked = replace(
+        request, cluster=replace(request.cluster, nodes=num_gpus // request.cluster.gpus_per_node)
+    )
     flags = [f"--gpus {num_gpus}", *_node_flag(request.cluster)]
     freed = tuple(name for name in ("pp", "dp") if getattr(request.pins, name) is not None)
     try:
@@ -299,7 +393,9 @@ def _more_gpus(request: Request, num_gpus: int, searches: _Searches) -> Relaxati
 
 
 def _node_flag(cluster: Cluster) -> list[str]:
-    """`--gpus-per-node` where --gpus alone would make nodes of another size: fewer GPUs were asked for than a node has."""
+    """`--gpus-per-node` where --gpus alone would make nodes of another size: fewer GPUs were asked
+    for than a node has.
+    """
     name = cluster.device.name
     usual = load_cluster(name).gpus_per_node if name in cluster_names() else cluster.gpus_per_node
     return [] if usual == cluster.gpus_per_node else [f"--gpus-per-node {cluster.gpus_per_node}"]

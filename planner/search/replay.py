@@ -1,4 +1,6 @@
-"""The best layouts of a search in the simulator (EQUATIONS I6): their own columns, and what may be better than the closed form says."""
+"""The best layouts of a search in the simulator (EQUATIONS I6): their own columns, and what may be
+better than the closed form says.
+"""
 
 from __future__ import annotations
 
@@ -31,54 +33,94 @@ Replayed = tuple[SolvedCandidate, Strategy, StepPrice]
 
 
 def _equal_stages(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
-    """The layout of `solved` with as many blocks on every stage, or where an end counts as one, each on its fastest column.
+    """The layout of `solved` with as many blocks on every stage, or where an end counts as one,
+    each on its fastest column.
 
-    On equal stages the closed form is exact. On others it may be too short by less than a percent, and would then put a plan first
-    that a rule of thumb on equal stages beats.
+    On equal stages the closed form is exact. On others it may be too short by less than a percent,
+    and would then put a plan first that a rule of thumb on equal stages beats.
     """
-    layout, num_layers, pp = solved.layout, session.price_cache.model.num_layers, solved.layout.mesh.pp
+    layout, num_layers, pp = (
+        solved.layout,
+        session.price_cache.model.num_layers,
+        solved.layout.mesh.pp,
+    )
     for ends in counted_ends(num_layers, pp) if pp > 1 and layout.virtual_stages == 1 else ():
         blocks = equal_blocks(layout, num_layers, ends)
         ranks = [
-            [c for c in rank_columns(rank, layout, session.table).fastest(count, session.limit_bytes) if same_ends(rank, layout, c, chosen)]
-            for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
+            [
+                c
+                for c in rank_columns(rank, layout, session.table).fastest(
+                    count, session.limit_bytes
+                )
+                if same_ends(rank, layout, c, chosen)
+            ]
+            for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))
+        ]
         if all(ranks):
-            yield to_strategy(layout, tuple(min(columns, key=lambda c: c.alone_s(layout.num_micro_batches)) for columns in ranks))
+            yield to_strategy(
+                layout,
+                tuple(
+                    min(columns, key=lambda c: c.alone_s(layout.num_micro_batches))
+                    for columns in ranks
+                ),
+            )
 
 
 def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
-    """Merak's one knob of recompute on equal stages, the least that fits, where the layout has such: no plan is slower than the rule."""
-    layout, price_cache, num_layers = solved.layout, session.book_of(solved.choice), session.price_cache.model.num_layers
+    """Merak's one knob of recompute on equal stages, the least that fits, where the layout has
+    such: no plan is slower than the rule.
+    """
+    layout, price_cache, num_layers = (
+        solved.layout,
+        session.book_of(solved.choice),
+        session.price_cache.model.num_layers,
+    )
     if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked:
         return
     allowed = session.prices.recompute or tuple(Recompute)
-    if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(layout.tp_overlap, price_cache.model):
+    if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(
+        layout.tp_overlap, price_cache.model
+    ):
         return
     for ends in counted_ends(num_layers, layout.mesh.pp):
         blocks = equal_blocks(layout, num_layers, ends)
         for zero in sorted({column.zero for column in solved.choice.columns}):
-            counts = StageAwareRoom(layout, blocks, zero, price_cache, session.limit_bytes).least_knob()
+            counts = StageAwareRoom(
+                layout, blocks, zero, price_cache, session.limit_bytes
+            ).least_knob()
             if counts is not None:
                 yield stage_aware(layout, blocks, counts, zero)
 
 
 def _other_homes(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
-    """Of a layout in chunks without pipeline the best columns: what waits for copies, the exact schedules know better."""
+    """Of a layout in chunks without pipeline the best columns: what waits for copies, the exact
+    schedules know better.
+    """
     layout = solved.layout
     if layout.chunked and layout.mesh.pp == 1:
-        columns = rank_columns(0, layout, session.table).fastest(session.price_cache.model.num_layers, session.limit_bytes)
-        alike = (column for column in columns if column.looks_up == solved.choice.columns[0].looks_up)
+        columns = rank_columns(0, layout, session.table).fastest(
+            session.price_cache.model.num_layers, session.limit_bytes
+        )
+        alike = (
+            column for column in columns if column.looks_up == solved.choice.columns[0].looks_up
+        )
         for column in sorted(alike, key=lambda c: c.alone_s(layout.num_micro_batches))[:SCHEDULED]:
             yield to_strategy(layout, (column,))
 
 
 def _idle_chunks(strategy: Strategy) -> bool:
-    """Whether a strategy holds blocks in chunks of which none leaves the device: the same without chunks is simpler."""
-    return strategy.layout.chunked and all(choice.home is StateLocation.DEVICE for stage in strategy.stages for choice in stage)
+    """Whether a strategy holds blocks in chunks of which none leaves the device: the same without
+    chunks is simpler.
+    """
+    return strategy.layout.chunked and all(
+        choice.home is StateLocation.DEVICE for stage in strategy.stages for choice in stage
+    )
 
 
 def _price(strategy: Strategy, price_cache: PriceCache) -> StepPrice | None:
-    """What a strategy takes, or None where the exact schedule of its chunks, or its host, needs more than there is."""
+    """What a strategy takes, or None where the exact schedule of its chunks, or its host, needs
+    more than there is.
+    """
     try:
         price = price_step(strategy, price_cache)
     except InfeasibleError:
@@ -87,11 +129,19 @@ def _price(strategy: Strategy, price_cache: PriceCache) -> StepPrice | None:
     return price if host <= host_share_bytes(price_cache.machine.cluster) * (1 + ROUNDING) else None
 
 
-def _tried(solved: SolvedCandidate, objective: Objective, session: SearchSession) -> Iterator[Strategy]:
-    """A solved layout as it was chosen, and for throughput what may be faster in the simulator. Raises OutOfTimeError after the first."""
+def _tried(
+    solved: SolvedCandidate, objective: Objective, session: SearchSession
+) -> Iterator[Strategy]:
+    """A solved layout as it was chosen, and for throughput what may be faster in the simulator.
+    Raises OutOfTimeError after the first.
+    """
     yield to_strategy(solved.layout, solved.choice.columns)
     if objective is Objective.THROUGHPUT:
-        yield from (*_equal_stages(solved, session), *_by_the_rule(solved, session), *_other_homes(solved, session))
+        yield from (
+            *_equal_stages(solved, session),
+            *_by_the_rule(solved, session),
+            *_other_homes(solved, session),
+        )
 
 
 def _unique(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
@@ -102,9 +152,12 @@ def _unique(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
             yield strategy
 
 
-def replay_best(outcome: BranchOutcome[SolvedCandidate], objective: Objective, session: SearchSession) -> list[Replayed]:
-    """The best solved layouts priced in full, for throughput the fastest first; an interrupt and the end of the time keep what is
-    replayed."""
+def replay_best(
+    outcome: BranchOutcome[SolvedCandidate], objective: Objective, session: SearchSession
+) -> list[Replayed]:
+    """The best solved layouts priced in full, for throughput the fastest first; an interrupt and
+    the end of the time keep what is replayed.
+    """
     replayed: list[Replayed] = []
     try:
         for solved in outcome.to_replay:

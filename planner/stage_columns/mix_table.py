@@ -1,4 +1,6 @@
-"""What the ranks of many layouts have in common: options, mixes of them, and what a block costs, each made once."""
+"""What the ranks of many layouts have in common: options, mixes of them, and what a block costs,
+each made once.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ from parplan.planner.host_options.location_costs import (
     LocationCosts,
     Tensors,
     block_costs,
-    location_costs,
     host_share_bytes,
+    location_costs,
     tensors_of,
 )
 from parplan.planner.layer_options.catalogue import LayerOption, catalogue_of
 from parplan.planner.layer_options.mixes import (
-    MixHulls,
     Mixes,
+    MixHulls,
     OptionPairs,
     hulls,
     make_mixes,
@@ -45,62 +47,108 @@ _Kind = tuple[int, Sharding, bool, bool]  # what options depend on
 class MixTable:
     """Catalogue and mixes by (micro-batch, sharding, chunks, number of blocks), each made once."""
 
-    def __init__(self, price_cache: PriceCache, pins: Constraints, deadline: Deadline = NEVER) -> None:
+    def __init__(
+        self, price_cache: PriceCache, pins: Constraints, deadline: Deadline = NEVER
+    ) -> None:
         self.price_cache = price_cache
         self.catalogue = catalogue_of(price_cache, pins)
-        self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(price_cache.machine.cluster)
+        self.offload, self.host_share_bytes = (
+            pins.offload or (),
+            host_share_bytes(price_cache.machine.cluster),
+        )
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self.deadline, self.once = deadline, KeyedCache(deadline.check)
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
-        """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
+        """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only
+        to offload.
+        """
         return self._zero_stages if mesh.dp > 1 or self.price_cache.offloads_states else (0,)
 
     def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """Those of `zero_choices` that the layout's schedule can run. Chunks are sharded as with stage 3."""
+        """Those of `zero_choices` that the layout's schedule can run. Chunks are sharded as with
+        stage 3.
+        """
         if layout.chunked:
             return (3,) if layout.mesh.dp > 1 else (0,)
-        return tuple(zero for zero in self.zero_choices(layout.mesh) if not illegal_zero(layout, zero))
+        return tuple(
+            zero for zero in self.zero_choices(layout.mesh) if not illegal_zero(layout, zero)
+        )
 
-    def price_caches_of_ends(self, layout: ParallelLayout, kind: LayerKind) -> tuple[PriceCache, ...]:
-        """The prices that a rank may have whose first layer is of `kind`: of the embedding with its table on the device, and on the
-        host where that is allowed and there is room for it."""
-        price_cache, mesh, looks_up = self.price_cache, layout.mesh, kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
-        if not looks_up or illegal_host_embedding(mesh, price_cache.model.hidden_size, price_cache.tied):
+    def price_caches_of_ends(
+        self, layout: ParallelLayout, kind: LayerKind
+    ) -> tuple[PriceCache, ...]:
+        """The prices that a rank may have whose first layer is of `kind`: of the embedding with its
+        table on the device, and on the host where that is allowed and there is room for it.
+        """
+        price_cache, mesh, looks_up = (
+            self.price_cache,
+            layout.mesh,
+            kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload,
+        )
+        if not looks_up or illegal_host_embedding(
+            mesh, price_cache.model.hidden_size, price_cache.tied
+        ):
             return (price_cache,)
         there = price_cache.with_table(on_host=True)
-        return (price_cache, there) if there.lookup(1, mesh).host_bytes <= self.host_share_bytes else (price_cache,)
+        return (
+            (price_cache, there)
+            if there.lookup(1, mesh).host_bytes <= self.host_share_bytes
+            else (price_cache,)
+        )
 
     def _kind(self, layout: ParallelLayout, rank: int) -> _Kind:
-        return layout.micro_batch_size, layout.sharding, layout.keeps_all(rank), sends_activations(layout, self.offload)
+        return (
+            layout.micro_batch_size,
+            layout.sharding,
+            layout.keeps_all(rank),
+            sends_activations(layout, self.offload),
+        )
 
     def options(self, layout: ParallelLayout, rank: int = 0) -> tuple[LayerOption, ...]:
-        """The options of the catalogue; where a rank keeps all, those without recompute, or Megatron's where none is allowed.
+        """The options of the catalogue; where a rank keeps all, those without recompute, or
+        Megatron's where none is allowed.
 
         Where blocks may send activations to the host, also the variants that do.
         """
         key = layout.micro_batch_size, layout.sharding
         if sends_activations(layout, self.offload):
             return self.once(
-                ("sending", *key), lambda: with_host(self.catalogue.options(*key), layout.micro_batch_size, self.catalogue.price_cache))
+                ("sending", *key),
+                lambda: with_host(
+                    self.catalogue.options(*key),
+                    layout.micro_batch_size,
+                    self.catalogue.price_cache,
+                ),
+            )
         if not layout.keeps_all(rank):
             return self.catalogue.options(*key)
 
         def whole() -> tuple[LayerOption, ...]:
             again = self.price_cache.recompute_operators
-            kept = tuple(o for o in self.catalogue.options(*key) if not again(LayerKind.BLOCK, o.recompute))
+            kept = tuple(
+                o for o in self.catalogue.options(*key) if not again(LayerKind.BLOCK, o.recompute)
+            )
             return kept or (self.catalogue.preset(Recompute.NONE, *key),)
 
         return self.once(("whole", *key), whole)
 
     def placed(self, layout: ParallelLayout, rank: int, zero: int) -> tuple[LayerOption, ...]:
         """The options of a rank at one ZeRO stage."""
-        return self.once(("placed", self._kind(layout, rank), zero), lambda: tuple(
-            replace(option, zero=zero) for option in self.options(layout, rank)))
+        return self.once(
+            ("placed", self._kind(layout, rank), zero),
+            lambda: tuple(replace(option, zero=zero) for option in self.options(layout, rank)),
+        )
 
     def per_block(self, layout: ParallelLayout, rank: int) -> BlockCosts:
         """What a block costs in `layout` on each option at each ZeRO stage."""
-        key = layout.mesh, self._kind(layout, rank), layout.splits_backward, layout.recomputes_ahead, layout.chunked
+        key = (
+            layout.mesh,
+            self._kind(layout, rank),
+            layout.splits_backward,
+            layout.recomputes_ahead,
+            layout.chunked,
+        )
 
         def make() -> BlockCosts:
             every = (self.placed(layout, rank, zero) for zero in self.zero_stages(layout))
@@ -109,7 +157,8 @@ class MixTable:
         return self.once(("blocks", *key), make)
 
     def unbeaten_blocks(self, layout: ParallelLayout, rank: int) -> tuple[BlockCosts, OptionPairs]:
-        """The options at ZeRO stages that no other beats in every cost, what a block costs on each, and every ordered pair of them.
+        """The options at ZeRO stages that no other beats in every cost, what a block costs on each,
+        and every ordered pair of them.
 
         A mix of blocks never gets worse by an option that costs no more in any way.
         """
@@ -125,30 +174,64 @@ class MixTable:
     def homes(self, layout: ParallelLayout, sharding: Sharding, num_blocks: int) -> LocationCosts:
         """What it costs to give the blocks of a rank homes, of a layout in chunks."""
         key = layout.mesh, layout.micro_batch_size, layout.num_micro_batches, sharding, num_blocks
-        return self.once(("homes", *key), lambda: location_costs(
-            self.tensors(sharding), num_blocks, layout, self.block_costs(layout, sharding), self.price_cache))
+        return self.once(
+            ("homes", *key),
+            lambda: location_costs(
+                self.tensors(sharding),
+                num_blocks,
+                layout,
+                self.block_costs(layout, sharding),
+                self.price_cache,
+            ),
+        )
 
-    def block_costs(self, layout: ParallelLayout, sharding: Sharding) -> dict[StateLocation, BlockCost]:
+    def block_costs(
+        self, layout: ParallelLayout, sharding: Sharding
+    ) -> dict[StateLocation, BlockCost]:
         """What one block costs by home, of a layout in chunks, without padding."""
         key = layout.mesh, layout.micro_batch_size, layout.num_micro_batches, sharding
-        return self.once(("block costs", *key), lambda: block_costs(layout, sharding, self.offload, self.price_cache))
+        return self.once(
+            ("block costs", *key),
+            lambda: block_costs(layout, sharding, self.offload, self.price_cache),
+        )
 
     def tensors(self, sharding: Sharding) -> Tensors:
         """The sizes of a block's tensors, divided as `sharding` does."""
         return self.once(("tensors", sharding), lambda: tensors_of(sharding, self.price_cache))
 
     def hulls(self, layout: ParallelLayout, rank: int, tensors: Tensors) -> MixHulls:
-        """What mixes of real numbers of blocks with these `tensors` reach (planner/layer_options/mixes.py)."""
-        return self.once(("hulls", self._kind(layout, rank), tensors), lambda: hulls(
-            [option for option in self.options(layout, rank) if self.tensors(option.sharding) == tensors]))
+        """What mixes of real numbers of blocks with these `tensors` reach
+        (planner/layer_options/mixes.py).
+        """
+        return self.once(
+            ("hulls", self._kind(layout, rank), tensors),
+            lambda: hulls(
+                [
+                    option
+                    for option in self.options(layout, rank)
+                    if self.tensors(option.sharding) == tensors
+                ]
+            ),
+        )
 
     def divisions(self, layout: ParallelLayout, rank: int) -> dict[Tensors, Sharding]:
-        """The ways to divide the weights that the options have, and one option's sharding for each."""
-        return self.once(("divisions", self._kind(layout, rank)), lambda: {
-            self.tensors(option.sharding): option.sharding for option in self.options(layout, rank)})
+        """The ways to divide the weights that the options have, and one option's sharding for
+        each.
+        """
+        return self.once(
+            ("divisions", self._kind(layout, rank)),
+            lambda: {
+                self.tensors(option.sharding): option.sharding
+                for option in self.options(layout, rank)
+            },
+        )
 
     def get(self, layout: ParallelLayout, rank: int, num_blocks: int, zero: int) -> Mixes:
-        """Mixes of `num_blocks` blocks of one rank at one ZeRO stage; with virtual stages every chunk has the same mix."""
-        mixes = self.once(("mixes", self._kind(layout, rank), layout.virtual_stages, num_blocks), lambda: make_mixes(
-            self.options(layout, rank), num_blocks, layout.virtual_stages))
+        """Mixes of `num_blocks` blocks of one rank at one ZeRO stage; with virtual stages every
+        chunk has the same mix.
+        """
+        mixes = self.once(
+            ("mixes", self._kind(layout, rank), layout.virtual_stages, num_blocks),
+            lambda: make_mixes(self.options(layout, rank), num_blocks, layout.virtual_stages),
+        )
         return replace(mixes, options=self.placed(layout, rank, zero))

@@ -1,4 +1,6 @@
-"""What a pipeline rank pays for embedding, head and transfers at one ZeRO stage, and for a block on each option."""
+"""What a pipeline rank pays for embedding, head and transfers at one ZeRO stage, and for a block on
+each option.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,14 @@ class EndCosts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCosts:
-    """What one block costs on each of `options`, which have ZeRO stages; one value for each option in every array.
+    """What one block costs on each of `options`, which have ZeRO stages; one value for each option
+    in every array.
 
     waiting          the weight gradient of a split backward pass, while it waits
     recompute_s, longer_s, whole_saved, whole_workspace
-                     of schedules that recompute ahead of the gradient, zero elsewhere: the recompute, by how much the backward pass
-                     is longer than the forward pass, and what is kept and temporary without recompute
+                     of schedules that recompute ahead of the gradient, zero elsewhere: the
+                     recompute, by how much the backward pass is longer than the forward pass, and
+                     what is kept and temporary without recompute
     A layout in chunks has the compute alone (planner/stage_columns/chunk_columns.py).
     """
 
@@ -71,15 +75,22 @@ class BlockCosts:
 
     @cached_property
     def passes_bytes(self) -> tuple[Array, Array]:
-        """Parameters that are gathered, and gradients that are reduced, in the backward pass of a block."""
-        found = [zero_passes_bytes(buffer, option.zero) for buffer, option in zip(self.zero_buffer, self.options, strict=True)]
+        """Parameters that are gathered, and gradients that are reduced, in the backward pass of a
+        block.
+        """
+        found = [
+            zero_passes_bytes(buffer, option.zero)
+            for buffer, option in zip(self.zero_buffer, self.options, strict=True)
+        ]
         gathered, reduced = zip(*found, strict=True)
         return np.array(gathered), np.array(reduced)
 
     def of(self, options: Sequence[LayerOption]) -> BlockCosts:
         """The costs of some of the options, in their order."""
         rows = [self._index[option] for option in options]
-        return BlockCosts(options=tuple(options), **{name: getattr(self, name)[rows] for name in _ARRAYS})
+        return BlockCosts(
+            options=tuple(options), **{name: getattr(self, name)[rows] for name in _ARRAYS}
+        )
 
 
 _ARRAYS = tuple(field.name for field in fields(BlockCosts) if field.name != "options")
@@ -92,7 +103,9 @@ def end_kinds(rank: int, layout: ParallelLayout) -> tuple[LayerKind, ...]:
 
 
 def tied_ends(layout: ParallelLayout) -> tuple[int, ...]:
-    """The two pipeline ranks that reduce the gradients of a tied embedding, none where one rank holds both copies."""
+    """The two pipeline ranks that reduce the gradients of a tied embedding, none where one rank
+    holds both copies.
+    """
     first, last = layout.rank_of(0), layout.rank_of(layout.num_virtual_stages - 1)
     return (first, last) if first != last else ()
 
@@ -100,9 +113,15 @@ def tied_ends(layout: ParallelLayout) -> tuple[int, ...]:
 def fixed_price(rank: int, layout: ParallelLayout, zero: int, price_cache: PriceCache) -> EndCosts:
     """What `rank` pays for embedding, head and transfers."""
     b, mesh, sharding = layout.micro_batch_size, layout.mesh, layout.sharding
-    time_s = rank_receives(rank, layout, price_cache).value_s + rank_edges(layout, price_cache).value_s
+    time_s = (
+        rank_receives(rank, layout, price_cache).value_s + rank_edges(layout, price_cache).value_s
+    )
     outside = prices_of(layout, price_cache)
-    tail_s = outside.tied_reduction(mesh, sharding).value_s if price_cache.tied and rank in tied_ends(layout) else 0.0
+    tail_s = (
+        outside.tied_reduction(mesh, sharding).value_s
+        if price_cache.tied and rank in tied_ends(layout)
+        else 0.0
+    )
     table = price_cache.shared_table_bytes(mesh, sharding)
     states = gradients = ideal = ideal_held = saved = used_up = waiting = host = 0.0
     held_bytes = sent_bytes(rank, layout, price_cache) + table
@@ -114,22 +133,46 @@ def fixed_price(rank: int, layout: ParallelLayout, zero: int, price_cache: Price
         held = outside.states(kind, mesh, sharding, zero)
         time_s += price_cache.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
-        states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
-        saved, host, gradients = saved + kept.saved, host + held.host, gradients + held.states.gradients
+        states, ideal, step_copies = (
+            states + held.states.total,
+            ideal + sum(held.ideal),
+            step_copies + held.step_copies,
+        )
+        saved, host, gradients = (
+            saved + kept.saved,
+            host + held.host,
+            gradients + held.states.gradients,
+        )
         held_bytes += stashes(kind, rank, layout) * kept.saved
         ideal_held += stashes(kind, rank, layout) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
         used_up += kept.saved * (kind is LayerKind.HEAD and not layout.splits_backward)
-        waiting += price_cache.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and layout.splits_backward)
+        waiting += price_cache.waiting_bytes(kind, b, sharding) * (
+            kind is LayerKind.HEAD and layout.splits_backward
+        )
     workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(mesh, sharding)
     return EndCosts(
-        time_s=time_s, tail_s=tail_s, states=states, gradients=gradients, ideal_states=ideal, held=held_bytes, saved=saved,
-        ideal_held=ideal_held, zero_buffer=buffer,
-        embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
-        step_copies=step_copies, waiting=waiting, host=host)
+        time_s=time_s,
+        tail_s=tail_s,
+        states=states,
+        gradients=gradients,
+        ideal_states=ideal,
+        held=held_bytes,
+        saved=saved,
+        ideal_held=ideal_held,
+        zero_buffer=buffer,
+        embedding_workspace=workspaces[LayerKind.EMBEDDING],
+        head_workspace=workspaces[LayerKind.HEAD],
+        used_up=used_up,
+        step_copies=step_copies,
+        waiting=waiting,
+        host=host,
+    )
 
 
-def block_prices(options: tuple[LayerOption, ...], layout: ParallelLayout, price_cache: PriceCache) -> BlockCosts:
+def block_prices(
+    options: tuple[LayerOption, ...], layout: ParallelLayout, price_cache: PriceCache
+) -> BlockCosts:
     """The costs of a block of `layout` on each option at the option's ZeRO stage."""
     time_s, nothing = column_of(options, "time_s"), np.zeros(len(options))
     if layout.chunked:
@@ -139,9 +182,18 @@ def block_prices(options: tuple[LayerOption, ...], layout: ParallelLayout, price
     own = np.array([ways.index((option.sharding, option.zero)) for option in options])
     data = [price_cache.data_parallel(block, b, mesh, sharding, zero) for sharding, zero in ways]
     held = [price_cache.states(block, mesh, sharding, zero) for sharding, zero in ways]
-    waiting = [price_cache.waiting_bytes(block, b, sharding) if layout.splits_backward else 0.0 for sharding, _ in ways]
-    timed = [price_cache.layer_time(block, b, o.sharding, o.recompute) for o in options if layout.recomputes_ahead]
-    whole = [price_cache.activations(block, b, o.sharding) for o in options if layout.recomputes_ahead]
+    waiting = [
+        price_cache.waiting_bytes(block, b, sharding) if layout.splits_backward else 0.0
+        for sharding, _ in ways
+    ]
+    timed = [
+        price_cache.layer_time(block, b, o.sharding, o.recompute)
+        for o in options
+        if layout.recomputes_ahead
+    ]
+    whole = [
+        price_cache.activations(block, b, o.sharding) for o in options if layout.recomputes_ahead
+    ]
     none = [0.0] * len(options)
     return BlockCosts(
         options=options,
@@ -149,34 +201,60 @@ def block_prices(options: tuple[LayerOption, ...], layout: ParallelLayout, price
         longer_s=np.array([time.backward_s - time.forward_s for time in timed] or none),
         whole_saved=np.array([float(size.saved) for size in whole] or none),
         whole_workspace=np.array([float(size.workspace) for size in whole] or none),
-        time_s=time_s + column_of(data, "per_micro_batch_s")[own], tail_s=column_of(data, "per_step_s")[own],
+        time_s=time_s + column_of(data, "per_micro_batch_s")[own],
+        tail_s=column_of(data, "per_step_s")[own],
         states=np.array([float(layer.states.total) for layer in held])[own],
         gradients=np.array([float(layer.states.gradients) for layer in held])[own],
         ideal_states=np.array([sum(layer.ideal) for layer in held])[own],
-        zero_buffer=column_of(held, "zero_buffer")[own], step_copies=column_of(held, "step_copies")[own],
-        waiting=np.array(waiting)[own])
+        zero_buffer=column_of(held, "zero_buffer")[own],
+        step_copies=column_of(held, "step_copies")[own],
+        waiting=np.array(waiting)[own],
+    )
 
 
 def unbeaten_options(block: BlockCosts) -> tuple[LayerOption, ...]:
-    """The options that no other with the same layout of the weights beats or equals in every cost; of equals the first."""
+    """The options that no other with the same layout of the weights beats or equals in every cost;
+    of equals the first.
+    """
     weight_layouts = list(dict.fromkeys(option.weight_layout for option in block.options))
-    per_option = [column_of(block.options, name) for name in (
-        "saved_bytes", "workspace_bytes", "host_bytes", "last_s")]
+    per_option = [
+        column_of(block.options, name)
+        for name in ("saved_bytes", "workspace_bytes", "host_bytes", "last_s")
+    ]
     ideal = column_of(block.options, "ideal_saved_bytes")
-    values = np.stack([
-        block.time_s, block.tail_s, block.states, block.states - block.ideal_states, block.states - block.gradients, block.zero_buffer,
-        block.step_copies, block.waiting, per_option[0] - ideal, *per_option])
+    values = np.stack(
+        [
+            block.time_s,
+            block.tail_s,
+            block.states,
+            block.states - block.ideal_states,
+            block.states - block.gradients,
+            block.zero_buffer,
+            block.step_copies,
+            block.waiting,
+            per_option[0] - ideal,
+            *per_option,
+        ]
+    )
     no_worse = (values[:, :, None] <= values[:, None, :]).all(axis=0)  # [one, other]
     first = np.arange(len(block.options))
-    weight_layout = np.array([weight_layouts.index(option.weight_layout) for option in block.options])
+    weight_layout = np.array(
+        [weight_layouts.index(option.weight_layout) for option in block.options]
+    )
     alike = weight_layout[:, None] == weight_layout[None, :]
     beats = no_worse & alike & (~no_worse.T | (first[:, None] < first[None, :]))
-    return tuple(option for option, beaten in zip(block.options, beats.any(axis=0), strict=True) if not beaten)
+    return tuple(
+        option
+        for option, beaten in zip(block.options, beats.any(axis=0), strict=True)
+        if not beaten
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixCosts:
-    """Costs of the blocks of mixes, by row; `waiting` and `whole_saved` are of the longest chunk, `zero_buffer` is the largest."""
+    """Costs of the blocks of mixes, by row; `waiting` and `whole_saved` are of the longest chunk,
+    `zero_buffer` is the largest.
+    """
 
     time_s: Array
     tail_s: Array
@@ -196,8 +274,15 @@ _OF_RANK = ("time_s", "tail_s", "recompute_s", "longer_s", "states", "ideal_stat
 def sums_of(mixes: Mixes, every: BlockCosts) -> MixCosts:
     """The sums over the blocks of mixes, whose options are among those of `every`."""
     block = every.of(mixes.options)
-    totals = mixes.counts.astype(np.float64) @ np.stack([getattr(block, name) for name in _OF_RANK], axis=1)
-    chunk = mixes.chunk_counts.astype(np.float64) @ np.stack([block.waiting, block.whole_saved], axis=1)
+    totals = mixes.counts.astype(np.float64) @ np.stack(
+        [getattr(block, name) for name in _OF_RANK], axis=1
+    )
+    chunk = mixes.chunk_counts.astype(np.float64) @ np.stack(
+        [block.waiting, block.whole_saved], axis=1
+    )
     return MixCosts(
-        **dict(zip(_OF_RANK, totals.T, strict=True)), waiting=chunk[:, 0], whole_saved=chunk[:, 1],
-        zero_buffer=widest_mixes(mixes.counts, block.zero_buffer))
+        **dict(zip(_OF_RANK, totals.T, strict=True)),
+        waiting=chunk[:, 0],
+        whole_saved=chunk[:, 1],
+        zero_buffer=widest_mixes(mixes.counts, block.zero_buffer),
+    )

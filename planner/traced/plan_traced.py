@@ -1,4 +1,6 @@
-"""From a module to its plan: trace, shard, search, and what the plan file says of the best that was found."""
+"""From a module to its plan: trace, shard, search, and what the plan file says of the best that was
+found.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ from parplan.planner.plan.prediction import (
     SearchRecord,
     Status,
 )
-from parplan.planner.plan.traced_plan import TracedPlan, ShardPlan, ShardStage, TracedSummary
+from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
 from parplan.planner.request import Constraints, OnProgress, SearchOptions
 from parplan.planner.traced.shard_strategy import ShardStrategy
 from parplan.planner.traced.shards import Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule
-from parplan.planner.traced.traced_search import TracedSearch, ShardSolved
+from parplan.planner.traced.traced_search import ShardSolved, TracedSearch
 from parplan.planner.traced.traced_shortfall import infeasible_traced_error
 from parplan.profiles.errors import ConfigError, SolverError
 from parplan.profiles.machines.hardware import Cluster
@@ -53,90 +55,183 @@ class TracedResult:
 
 
 def plan_traced_module(
-    source: ModuleSource, cluster: Cluster, training: TrainingSpec, objective: Objective | str = Objective.THROUGHPUT, *,
-    constraints: Constraints | None = None, options: SearchOptions | None = None, how: StageRule | None = None,
-    cross_skips: bool = False, on_progress: OnProgress | None = None, on_phase: OnPhase | None = None,
+    source: ModuleSource,
+    cluster: Cluster,
+    training: TrainingSpec,
+    objective: Objective | str = Objective.THROUGHPUT,
+    *,
+    constraints: Constraints | None = None,
+    options: SearchOptions | None = None,
+    how: StageRule | None = None,
+    cross_skips: bool = False,
+    on_progress: OnProgress | None = None,
+    on_phase: OnPhase | None = None,
 ) -> TracedPlan:
-    """The fastest plan to train the module of `source` on `cluster`; it is traced without memory for its weights.
+    """The fastest plan to train the module of `source` on `cluster`; it is traced without memory
+    for its weights.
 
-    how: how shards are given to stages (--stages); cross_skips: skip connections may cross stages (--cross-skips)
-    Raises ConfigError: the module cannot be traced, or pins leave nothing; InfeasibleError: nothing fits, with what binds, by how much
-    and what would help; SolverError; KeyboardInterrupt before the first plan.
+    how: how shards are given to stages (--stages); cross_skips: skip connections may cross stages
+    (--cross-skips) Raises ConfigError: the module cannot be traced, or pins leave nothing;
+    InfeasibleError: nothing fits, with what binds, by how much and what would help; SolverError;
+    KeyboardInterrupt before the first plan.
     """
     from parplan.profiles.tracing.trace import trace  # loads torch
 
     if on_phase:
         on_phase("trace")
     model = trace(
-        source, seq_length=training.seq_length, precision=training.precision, attention=training.attention,
-        on_cpu=cluster.device.is_host, check=(options or SearchOptions()).deadline.check)
+        source,
+        seq_length=training.seq_length,
+        precision=training.precision,
+        attention=training.attention,
+        on_cpu=cluster.device.is_host,
+        check=(options or SearchOptions()).deadline.check,
+    )
     if on_phase:
         on_phase("search")
     return find_traced_plan(
-        model, cluster, training, objective, constraints=constraints, options=options, how=how, cross_skips=cross_skips,
-        on_progress=on_progress).plan
+        model,
+        cluster,
+        training,
+        objective,
+        constraints=constraints,
+        options=options,
+        how=how,
+        cross_skips=cross_skips,
+        on_progress=on_progress,
+    ).plan
 
 
 def find_traced_plan(
-    model: TracedModel, cluster: Cluster, training: TrainingSpec, objective: Objective | str = Objective.THROUGHPUT, *,
-    constraints: Constraints | None = None, options: SearchOptions | None = None, how: StageRule | None = None,
-    cross_skips: bool = False, on_progress: OnProgress | None = None,
+    model: TracedModel,
+    cluster: Cluster,
+    training: TrainingSpec,
+    objective: Objective | str = Objective.THROUGHPUT,
+    *,
+    constraints: Constraints | None = None,
+    options: SearchOptions | None = None,
+    how: StageRule | None = None,
+    cross_skips: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> TracedResult:
-    """The same for a model that is traced already. In a plan of samples the sequence has one: speeds are samples a second."""
+    """The same for a model that is traced already. In a plan of samples the sequence has one:
+    speeds are samples a second.
+    """
     if Objective(objective) is not Objective.THROUGHPUT:
-        raise ConfigError(f"--objective {objective}: a traced module is planned for throughput", hint="leave it out")
+        raise ConfigError(
+            f"--objective {objective}: a traced module is planned for throughput",
+            hint="leave it out",
+        )
     if model.unit == SAMPLES:
         training = replace(training, seq_length=1)
-    pins, options, how = constraints or Constraints(), options or SearchOptions(), how or StageRule()
-    search = TracedSearch(shard(model, cross_skips=cross_skips), cluster, training, pins, options, how)
+    pins, options, how = (
+        constraints or Constraints(),
+        options or SearchOptions(),
+        how or StageRule(),
+    )
+    search = TracedSearch(
+        shard(model, cross_skips=cross_skips), cluster, training, pins, options, how
+    )
     outcome = search.run(on_progress)
     if not outcome.solved and not outcome.finished:
-        raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
+        raise SolverError(
+            "the solver found no plan in its time",
+            hint="use the other --solver, or pin some degrees",
+        )
     if not outcome.solved:
         raise infeasible_traced_error(search)
     (best, strategy, price), *others = search.replayed(outcome)
     record = replace(
-        _record(best, outcome, search), runners_up=tuple(runner_up_of(other.layout, priced) for other, _, priced in others))
-    return TracedResult(plan=_assembled(strategy, price, record, search), interrupted=outcome.interrupted)
+        _record(best, outcome, search),
+        runners_up=tuple(runner_up_of(other.layout, priced) for other, _, priced in others),
+    )
+    return TracedResult(
+        plan=_assembled(strategy, price, record, search), interrupted=outcome.interrupted
+    )
 
 
-def _record(best: ShardSolved, outcome: BranchOutcome[ShardSolved], search: TracedSearch) -> SearchRecord:
+def _record(
+    best: ShardSolved, outcome: BranchOutcome[ShardSolved], search: TracedSearch
+) -> SearchRecord:
     """What the search proved about `best`, in seconds under the closed form."""
     considered, solved = len(search.space.layouts) + len(search.space.pruned), len(outcome.solved)
     return SearchRecord(
-        objective=Objective.THROUGHPUT, status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE, value=round(best.value, 6),
-        bound=round(outcome.bound, 6), gap=round(max(0.0, 1 - outcome.bound / best.value), 6),
+        objective=Objective.THROUGHPUT,
+        status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
+        value=round(best.value, 6),
+        bound=round(outcome.bound, 6),
+        gap=round(max(0.0, 1 - outcome.bound / best.value), 6),
         fastest_step_time_s=round(outcome.solved[0].value, 6),
-        candidates=Candidates(considered=considered, pruned=considered - solved - outcome.left, solved=solved, left=outcome.left),
-        solver_failure=failure_text(outcome.failures))
+        candidates=Candidates(
+            considered=considered,
+            pruned=considered - solved - outcome.left,
+            solved=solved,
+            left=outcome.left,
+        ),
+        solver_failure=failure_text(outcome.failures),
+    )
 
 
-def _assembled(strategy: ShardStrategy, price: StepPrice, record: SearchRecord, search: TracedSearch) -> TracedPlan:
+def _assembled(
+    strategy: ShardStrategy, price: StepPrice, record: SearchRecord, search: TracedSearch
+) -> TracedPlan:
     layout, price_cache, sharded = strategy.layout, search.price_cache, search.sharded
     model, cluster, training = sharded.model, price_cache.machine.cluster, price_cache.training
     kind, flops = step_kind(price), model.model_flops // model.micro_batch_size
     speed = training.tokens_per_step / price.step_s / layout.mesh.num_ranks
-    used = flops * training.global_batch_size / (
-        layout.mesh.num_ranks * cluster.device.peak(training.precision) * price.step_s)
+    used = (
+        flops
+        * training.global_batch_size
+        / (layout.mesh.num_ranks * cluster.device.peak(training.precision) * price.step_s)
+    )
     predicted = Prediction(
-        step_time_s=Quantity(value=rounded_figures(price.step_s), kind=kind), tokens_per_s_per_gpu=Quantity(value=rounded_figures(speed), kind=kind),
-        mfu=Quantity(value=rounded_figures(used), kind=kind), breakdown=breakdown(price),
-        memory_gib=memory_of_stages(price, cluster.device.memory_bytes), redundancy_gib=redundancy_of(layout, price))
+        step_time_s=Quantity(value=rounded_figures(price.step_s), kind=kind),
+        tokens_per_s_per_gpu=Quantity(value=rounded_figures(speed), kind=kind),
+        mfu=Quantity(value=rounded_figures(used), kind=kind),
+        breakdown=breakdown(price),
+        memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
+        redundancy_gib=redundancy_of(layout, price),
+    )
     return TracedPlan(
-        plan_version=PLAN_VERSION, module=model.source, cluster=cluster, training=training, mesh=layout.mesh, pipeline=pipeline_of(layout),
+        plan_version=PLAN_VERSION,
+        module=model.source,
+        cluster=cluster,
+        training=training,
+        mesh=layout.mesh,
+        pipeline=pipeline_of(layout),
         traced=TracedSummary(
-            name=model.name, num_parameters=model.num_parameters, num_operators=len(model.operators), flops_per_sequence=flops,
-            unit=model.unit),
+            name=model.name,
+            num_parameters=model.num_parameters,
+            num_operators=len(model.operators),
+            flops_per_sequence=flops,
+            unit=model.unit,
+        ),
         shards=_shards(sharded, price_cache.classes.of),
         stages=tuple(
-            ShardStage(rank=layout.rank_of(stage), first=run.first, end=run.end, zero=run.zero, recompute=run.again)
-            for stage, run in enumerate(strategy.stages)),
-        predicted=predicted, search=record)
+            ShardStage(
+                rank=layout.rank_of(stage),
+                first=run.first,
+                end=run.end,
+                zero=run.zero,
+                recompute=run.again,
+            )
+            for stage, run in enumerate(strategy.stages)
+        ),
+        predicted=predicted,
+        search=record,
+    )
 
 
 def _shards(sharded: Sharded, classes: list[int]) -> tuple[ShardPlan, ...]:
     operators = sharded.model.operators
     return tuple(
-        ShardPlan(name=found.name, layer=letters(number), first=found.first, end=found.end, starts=operators[found.first].operator.name,
-                  parameters=found.parameters)
-        for found, number in zip(sharded.shards, classes, strict=True))
+        ShardPlan(
+            name=found.name,
+            layer=letters(number),
+            first=found.first,
+            end=found.end,
+            starts=operators[found.first].operator.name,
+            parameters=found.parameters,
+        )
+        for found, number in zip(sharded.shards, classes, strict=True)
+    )

@@ -1,7 +1,8 @@
 """Which shards of a range run again: every choice that no other beats in time and in memory.
 
-A label is (seconds added, bytes kept, temporaries): temporaries are the most that a backward pass adds to what is kept, of a shard less
-what the shards behind it kept. Shards are added at the front, where both follow from the label behind:
+A label is (seconds added, bytes kept, temporaries): temporaries are the most that a backward pass
+adds to what is kept, of a shard less what the shards behind it kept. Shards are added at the front,
+where both follow from the label behind:
 
     once    (t,     a + k,  max(x, w  - a))
     again   (t + r, a + k', max(x, w' - a))
@@ -23,7 +24,9 @@ MOST_LABELS = 384  # of one range; beyond that those are left out that are close
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """The labels of one range, by increasing seconds; `again` of the first shard, and `behind` the label of the range behind it."""
+    """The labels of one range, by increasing seconds; `again` of the first shard, and `behind` the
+    label of the range behind it.
+    """
 
     added_s: Array
     kept: Array
@@ -33,11 +36,18 @@ class Labels:
 
 
 _NOTHING = Labels(
-    added_s=np.zeros(1), kept=np.zeros(1), temporaries=np.full(1, -np.inf), again=np.zeros(1, np.bool_), behind=np.zeros(1, np.int64))
+    added_s=np.zeros(1),
+    kept=np.zeros(1),
+    temporaries=np.full(1, -np.inf),
+    again=np.zeros(1, np.bool_),
+    behind=np.zeros(1, np.int64),
+)
 
 
 class LabelTable:
-    """The labels of ranges of shards for one micro-batch size; `levels`: which of once (0) and again (1) a shard may run."""
+    """The labels of ranges of shards for one micro-batch size; `levels`: which of once (0) and
+    again (1) a shard may run.
+    """
 
     def __init__(self, own: ByShard, levels: tuple[int, ...]) -> None:
         self.levels = levels
@@ -51,7 +61,9 @@ class LabelTable:
         """The labels of shards [first, end)."""
         for start in range(end - 1, first - 1, -1):
             if self.of[start:end] not in self._known:
-                self._known[self.of[start:end]] = self._extended(self.items[self.of[start]], self._known[self.of[start + 1:end]])
+                self._known[self.of[start:end]] = self._extended(
+                    self.items[self.of[start]], self._known[self.of[start + 1 : end]]
+                )
         return self._known[self.of[first:end]]
 
     def again(self, first: int, end: int, label: int) -> tuple[int, ...]:
@@ -70,19 +82,29 @@ class LabelTable:
         count = len(behind.kept)
         added_s = np.concatenate([behind.added_s + again_s * level for level in self.levels])
         bytes_kept = np.concatenate([behind.kept + kept[level] for level in self.levels])
-        most = np.concatenate([np.maximum(behind.temporaries, work[level] - behind.kept) for level in self.levels])
+        most = np.concatenate(
+            [np.maximum(behind.temporaries, work[level] - behind.kept) for level in self.levels]
+        )
         again = np.repeat(np.array(self.levels, np.bool_), count)
         rows = _unbeaten(added_s, bytes_kept, most)
         return Labels(
-            added_s=added_s[rows], kept=bytes_kept[rows], temporaries=most[rows], again=again[rows],
-            behind=np.tile(np.arange(count), len(self.levels))[rows])
+            added_s=added_s[rows],
+            kept=bytes_kept[rows],
+            temporaries=most[rows],
+            again=again[rows],
+            behind=np.tile(np.arange(count), len(self.levels))[rows],
+        )
 
 
-def _unbeaten(added_s: Array, kept: Array, most: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _unbeaten(
+    added_s: Array, kept: Array, most: Array
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """The labels that no other beats or equals in all three, by seconds."""
     order = np.lexsort((most, kept, added_s))
     held, peak = kept[order], most[order]
-    beats = np.triu((held[:, None] <= held[None, :]) & (peak[:, None] <= peak[None, :]), 1)  # those before take no longer
+    beats = np.triu(
+        (held[:, None] <= held[None, :]) & (peak[:, None] <= peak[None, :]), 1
+    )  # those before take no longer
     found = order[~beats.any(axis=0)]
     if len(found) <= MOST_LABELS:
         return found

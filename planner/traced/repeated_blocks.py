@@ -1,4 +1,6 @@
-"""The repeated blocks of a traced model, found by what their operators compute, and the unit of the model that each operator is in."""
+"""The repeated blocks of a traced model, found by what their operators compute, and the unit of the
+model that each operator is in.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import numpy.typing as npt
 from parplan.profiles.models.operator_graph import PRODUCTS
 from parplan.profiles.models.traced_model import TracedModel
 
-LEAST_PRODUCTS = 2  # with parameters in a block: the linears of one attention are alike too, and no blocks
+LEAST_PRODUCTS = (
+    2  # with parameters in a block: the linears of one attention are alike too, and no blocks
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -26,8 +30,9 @@ class OperatorRange:
 def repeated_blocks(model: TracedModel) -> tuple[OperatorRange, ...]:
     """The blocks in the order in which they ran; none where nothing repeats.
 
-    Sibling modules of which at least two are alike, the outermost such; where the modules say nothing, as of one that is called
-    several times, the longest run of operators that repeats at once.
+    Sibling modules of which at least two are alike, the outermost such; where the modules say
+    nothing, as of one that is called several times, the longest run of operators that repeats at
+    once.
     """
     found = _of_siblings(model, _marks(model, paths=False), "", list(range(len(model.operators))))
     found = found or _in_a_row(model, _marks(model, paths=True))
@@ -35,10 +40,12 @@ def repeated_blocks(model: TracedModel) -> tuple[OperatorRange, ...]:
 
 
 def units(model: TracedModel, blocks: Sequence[OperatorRange]) -> tuple[object, ...]:
-    """By place: the number of its block, elsewhere the module that is named first on its path, with its number in a list."""
+    """By place: the number of its block, elsewhere the module that is named first on its path, with
+    its number in a list.
+    """
     of: list[object] = [_named(traced.path) for traced in model.operators]
     for number, block in enumerate(blocks):
-        of[block.first: block.end] = [number] * (block.end - block.first)
+        of[block.first : block.end] = [number] * (block.end - block.first)
     return tuple(of)
 
 
@@ -49,7 +56,9 @@ def _named(path: str) -> str:
 
 
 def _marks(model: TracedModel, *, paths: bool) -> npt.NDArray[np.int64]:
-    """A number for each operator, the same for those of one signature; `paths`: and of one module."""
+    """A number for each operator, the same for those of one signature; `paths`: and of one
+    module.
+    """
     known: dict[Hashable, int] = {}
     looks = ((traced.signature, traced.path if paths else "") for traced in model.operators)
     return np.array([known.setdefault(look, len(known)) for look in looks], dtype=np.int64)
@@ -58,23 +67,41 @@ def _marks(model: TracedModel, *, paths: bool) -> npt.NDArray[np.int64]:
 def _is_block(model: TracedModel, places: Sequence[int]) -> bool:
     """Whether operators at `places` are enough for a block: several products with parameters."""
     operators = (model.operators[place].operator for place in places)
-    return sum(operator.kind in PRODUCTS and bool(operator.parameters) for operator in operators) >= LEAST_PRODUCTS
+    return (
+        sum(operator.kind in PRODUCTS and bool(operator.parameters) for operator in operators)
+        >= LEAST_PRODUCTS
+    )
 
 
-def _of_siblings(model: TracedModel, marks: npt.NDArray[np.int64], prefix: str, places: list[int]) -> list[OperatorRange]:
+def _of_siblings(
+    model: TracedModel, marks: npt.NDArray[np.int64], prefix: str, places: list[int]
+) -> list[OperatorRange]:
     """Blocks among the modules below `prefix`, whose operators are at `places`."""
     children: dict[str, list[int]] = {}
     for place in places:
-        below = model.operators[place].path[len(prefix):].lstrip(".") if model.operators[place].path != prefix else ""
+        below = (
+            model.operators[place].path[len(prefix) :].lstrip(".")
+            if model.operators[place].path != prefix
+            else ""
+        )
         if below:
             children.setdefault(below.split(".")[0], []).append(place)
-    looks = {name: tuple(int(mark) for mark in marks[own]) for name, own in children.items() if _is_block(model, own)}
+    looks = {
+        name: tuple(int(mark) for mark in marks[own])
+        for name, own in children.items()
+        if _is_block(model, own)
+    }
     alike = Counter(looks.values())
     if any(count > 1 for count in alike.values()):
-        numbered = all(name.isdigit() for name in children)  # a list: its first may have something besides, as in T5
+        numbered = all(
+            name.isdigit() for name in children
+        )  # a list: its first may have something besides, as in T5
         chosen = [children[name] for name, look in looks.items() if alike[look] > 1 or numbered]
         return [OperatorRange(own[0], own[-1] + 1) for own in chosen if _is_alone(model, own)]
-    inner = (_of_siblings(model, marks, f"{prefix}.{name}" if prefix else name, own) for name, own in children.items())
+    inner = (
+        _of_siblings(model, marks, f"{prefix}.{name}" if prefix else name, own)
+        for name, own in children.items()
+    )
     return [block for blocks in inner for block in blocks]
 
 
@@ -85,7 +112,9 @@ def _is_alone(model: TracedModel, places: Sequence[int]) -> bool:
 
 
 def _in_a_row(model: TracedModel, marks: npt.NDArray[np.int64]) -> list[OperatorRange]:
-    """The repeats of the run of operators that covers most places when repeated at once; of several, of the shortest."""
+    """The repeats of the run of operators that covers most places when repeated at once; of
+    several, of the shortest.
+    """
     best: tuple[int, int, int] | None = None  # places covered, -length, first
     for length in range(2, len(marks) // 2 + 1):
         same = np.concatenate(([False], marks[:-length] == marks[length:], [False]))
@@ -93,7 +122,11 @@ def _in_a_row(model: TracedModel, marks: npt.NDArray[np.int64]) -> list[Operator
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             times = (int(stop - start) + length) // length
             covers = times * length, -length, int(start)
-            if times > 1 and (best is None or covers > best) and _is_block(model, range(int(start), int(start) + length)):
+            if (
+                times > 1
+                and (best is None or covers > best)
+                and _is_block(model, range(int(start), int(start) + length))
+            ):
                 best = covers
     if best is None:
         return []

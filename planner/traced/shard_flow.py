@@ -1,11 +1,14 @@
-"""Bytes of a micro-batch by shard and by range of shards: what is handed on, and what a stage keeps between its passes.
+"""Bytes of a micro-batch by shard and by range of shards: what is handed on, and what a stage keeps
+between its passes.
 
-A shard keeps what its operators save, or what it reads from others where it runs again (costmodels/layers/recompute.py). Not all of that
-is its own. Counted once a stage, whatever its shards recompute, are:
+A shard keeps what its operators save, or what it reads from others where it runs again
+(costmodels/layers/recompute.py). Not all of that is its own. Counted once a stage, whatever its
+shards recompute, are:
 
     what the stage receives, but for what one shard reads and keeps anyway
     values that several shards read, and constants, where any shard keeps them
-    an output that its maker keeps where another shard keeps it as its input: there; at the end of the stage: as well
+    an output that its maker keeps where another shard keeps it as its input: there; at the end of
+    the stage: as well
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ LEVELS = (Recompute.NONE, Recompute.FULL)
 class _Kept:
     """A tensor that stages may keep: its shards. `maker` is -1 for constants and the batch.
 
-    readers   shards that read it, but for the maker; sure: those of them that keep it whatever they recompute
+    readers   shards that read it, but for the maker; sure: those of them that keep it whatever they
+              recompute
     keepers   shards that keep it, at least where they run once (or again)
     """
 
@@ -62,20 +66,33 @@ class Flow:
         return elements
 
     def handed_on(self, shard: int, micro_batch_size: int) -> dict[str, int]:
-        """What the stage that begins with `shard` receives: bytes by name; nothing where it is the first."""
-        return {name: self.num_bytes(tensor, micro_batch_size) for name, tensor in self.sharded.cuts[shard]}
+        """What the stage that begins with `shard` receives: bytes by name; nothing where it is the
+        first.
+        """
+        return {
+            name: self.num_bytes(tensor, micro_batch_size)
+            for name, tensor in self.sharded.cuts[shard]
+        }
 
     def not_own(self, shard: int, level: Recompute, micro_batch_size: int) -> int:
         """Of what a shard keeps by itself, the bytes that are counted elsewhere."""
         kept = self._levels[shard][level]
-        return sum(self.num_bytes(tensor, micro_batch_size) for name, tensor in kept.items() if self._is_elsewhere(name, shard))
+        return sum(
+            self.num_bytes(tensor, micro_batch_size)
+            for name, tensor in kept.items()
+            if self._is_elsewhere(name, shard)
+        )
 
     def _is_elsewhere(self, name: str, shard: int) -> bool:
         found = self._kept.get(name)
-        return found is not None and (found.is_shared or (found.maker == shard and bool(found.sure)))
+        return found is not None and (
+            found.is_shared or (found.maker == shard and bool(found.sure))
+        )
 
     def besides(self, micro_batch_size: int) -> Array:
-        """By first shard and end of a stage, what it keeps besides its shards' own: [shards, shards + 1] bytes."""
+        """By first shard and end of a stage, what it keeps besides its shards' own: [shards, shards
+        + 1] bytes.
+        """
         total = np.zeros((self.size, self.size + 1))
         for name, found in self._kept.items():
             num_bytes = self.num_bytes(found.tensor, micro_batch_size)
@@ -83,7 +100,7 @@ class Flow:
                 total[first, end] += num_bytes
         for name, tensor, maker, last in self._passed():
             if name not in self._kept:
-                total[maker + 1: last + 1, :] += self.num_bytes(tensor, micro_batch_size)
+                total[maker + 1 : last + 1, :] += self.num_bytes(tensor, micro_batch_size)
         return total
 
     @cached_property
@@ -103,7 +120,9 @@ class Flow:
         return {place: tuple(sorted(shards)) for place, shards in users.items()}
 
     def _passed(self) -> Iterator[tuple[str, Tensor, int, int]]:
-        """Every value that crosses a cut: name, tensor, the shard that makes it and the last that reads it."""
+        """Every value that crosses a cut: name, tensor, the shard that makes it and the last that
+        reads it.
+        """
         shard_of = self.sharded.shard_of
         for name, value in self.sharded.values.by_name.items():
             maker, last = shard_of[value.maker], shard_of[value.last]
@@ -116,12 +135,17 @@ class Flow:
 
     def _by_level(self, shard: int) -> Mapping[Recompute, dict[str, Tensor]]:
         """What a shard keeps at each level, by the name of the trace."""
-        layer = self.classes.layer(ShardKey(self.classes.of[shard]), self.sharded.model.micro_batch_size)
+        layer = self.classes.layer(
+            ShardKey(self.classes.of[shard]), self.sharded.model.micro_batch_size
+        )
         names = self.classes.names[shard].tensors
         return {
-            level: {names[int(tensor.name)] if tensor.name.isdigit() else tensor.name: tensor
-                    for tensor in kept_tensors(layer, recompute_operators(layer, level))}
-            for level in LEVELS}
+            level: {
+                names[int(tensor.name)] if tensor.name.isdigit() else tensor.name: tensor
+                for tensor in kept_tensors(layer, recompute_operators(layer, level))
+            }
+            for level in LEVELS
+        }
 
     def _names(self) -> dict[str, Tensor]:
         """Every kept tensor that more than one shard, or none, makes or reads."""
@@ -131,7 +155,11 @@ class Flow:
             for kept in levels.values():
                 for name, tensor in kept.items():
                     value = values.get(name)
-                    own = value is not None and shard_of[value.maker] == shard and shard_of[value.last] == shard
+                    own = (
+                        value is not None
+                        and shard_of[value.maker] == shard
+                        and shard_of[value.last] == shard
+                    )
                     inner = value is None and name not in self.sharded.values.constants
                     if not own and not inner:
                         found.setdefault(name, tensor)
@@ -139,17 +167,25 @@ class Flow:
 
     def _found(self, name: str, tensor: Tensor) -> _Kept:
         value, shard_of = self.sharded.values.by_name.get(name), self.sharded.shard_of
-        keepers = tuple(shard for shard, levels in enumerate(self._levels) if any(name in kept for kept in levels.values()))
+        keepers = tuple(
+            shard
+            for shard, levels in enumerate(self._levels)
+            if any(name in kept for kept in levels.values())
+        )
         if value is None:
             return _Kept(tensor=tensor, maker=-1, readers=keepers, sure=(), keepers=keepers)
         maker = shard_of[value.maker]
         readers = tuple(sorted({shard_of[reader] for reader in value.readers} - {maker}))
-        sure = tuple(shard for shard in readers if all(name in kept for kept in self._levels[shard].values()))
+        sure = tuple(
+            shard for shard in readers if all(name in kept for kept in self._levels[shard].values())
+        )
         return _Kept(tensor=value.tensor, maker=maker, readers=readers, sure=sure, keepers=keepers)
 
 
 def _regions(found: _Kept, last: int) -> Iterator[tuple[slice, slice]]:
-    """The first shards and the ends of the stages that keep a tensor besides what their shards keep."""
+    """The first shards and the ends of the stages that keep a tensor besides what their shards
+    keep.
+    """
     maker = found.maker
     if maker < 0:  # once where any of the stage keeps it
         before = -1
@@ -165,6 +201,9 @@ def _regions(found: _Kept, last: int) -> Iterator[tuple[slice, slice]]:
     if found.sure:
         yield slice(maker + 1, last + 1), slice(0, last + 1)  # received and passed on
         if maker in found.keepers:
-            yield slice(0, maker + 1), slice(maker + 1, last + 1)  # kept by its maker, read behind the end
+            yield (
+                slice(0, maker + 1),
+                slice(maker + 1, last + 1),
+            )  # kept by its maker, read behind the end
         return
     yield slice(maker + 1, last + 1), slice(None)

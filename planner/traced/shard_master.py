@@ -2,15 +2,16 @@
 
     min  (M - 1) Z + sum_k walk_k + E
 
-    (C1) sum over columns of stage k that end at shard j = sum over columns of stage k + 1 that begin there     for k < P - 1
-    (C2) sum over columns of stage 0 = 1               and so of every stage, of which the last ends at the last shard
-    (C3) time of stage k <= Z                          for each stage: the slowest sets the pace
-    (C4) tail of stage k <= E                          for each stage
-    (C5) stages that share a parameter all shard their states (ZeRO > 0), or none does
+    (C1) sum over columns of stage k that end at shard j = sum over columns of stage k + 1 that
+    begin there     for k < P - 1 (C2) sum over columns of stage 0 = 1               and so of every
+    stage, of which the last ends at the last shard (C3) time of stage k <= Z
+    for each stage: the slowest sets the pace (C4) tail of stage k <= E                          for
+    each stage (C5) stages that share a parameter all shard their states (ZeRO > 0), or none does
 
-Memory is inside the columns: each fits its device. Before the program is built, every column goes through which no choice of ranges
-can take less than a known one: `RangeBounds.least` is the closed form with the least pace, sum and tail of the stages before a range and
-behind it, by dynamic programming over the cuts. Several virtual stages a rank: planner/traced/shared_rank_master.py.
+Memory is inside the columns: each fits its device. Before the program is built, every column goes
+through which no choice of ranges can take less than a known one: `RangeBounds.least` is the closed
+form with the least pace, sum and tail of the stages before a range and behind it, by dynamic
+programming over the cuts. Several virtual stages a rank: planner/traced/shared_rank_master.py.
 """
 
 from __future__ import annotations
@@ -40,25 +41,43 @@ class ShardChoice:
     proven: bool
 
 
-def evaluate(layout: ParallelLayout, columns: Sequence[ShardColumn], *, proven: bool) -> ShardChoice:
+def evaluate(
+    layout: ParallelLayout, columns: Sequence[ShardColumn], *, proven: bool
+) -> ShardChoice:
     """The closed form of one column for each virtual stage."""
-    share, own = 1 / layout.virtual_stages, [layout.stages_of(rank) for rank in range(layout.mesh.pp)]
+    share, own = (
+        1 / layout.virtual_stages,
+        [layout.stages_of(rank) for rank in range(layout.mesh.pp)],
+    )
     pace = [sum(columns[stage].time_s for stage in stages) for stages in own]
     walk = [sum(columns[stage].walk_s for stage in stages) for stages in own]
     tails = [sum(columns[stage].tail_s for stage in stages) for stages in own]
-    step_s = closed_form_s(pace, tails, layout.num_micro_batches, share) + share * (sum(walk) - sum(pace))
+    step_s = closed_form_s(pace, tails, layout.num_micro_batches, share) + share * (
+        sum(walk) - sum(pace)
+    )
     return ShardChoice(tuple(columns), step_s, proven)
 
 
 class RangeBounds:
-    """Over all ways to cut: by stage and range the least closed form of a plan that has it. `time_s`, `tail_s`: least of a stage."""
+    """Over all ways to cut: by stage and range the least closed form of a plan that has it.
+    `time_s`, `tail_s`: least of a stage.
+    """
 
-    def __init__(self, layout: ParallelLayout, time_s: Sequence[Array], walk_s: Sequence[Array], tail_s: Sequence[Array]) -> None:
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        time_s: Sequence[Array],
+        walk_s: Sequence[Array],
+        tail_s: Sequence[Array],
+    ) -> None:
         self.layout, self.time_s, self.walk_s, self.tail_s = layout, time_s, walk_s, tail_s
         self.pace = _from_both_ends(time_s, np.maximum)
         self.walk = _from_both_ends(walk_s, np.add)
         size = time_s[0].shape[0]
-        self.least_pace_s, self.least_walk_s = float(self.pace[0][-1][size]), float(self.walk[0][-1][size])
+        self.least_pace_s, self.least_walk_s = (
+            float(self.pace[0][-1][size]),
+            float(self.walk[0][-1][size]),
+        )
 
     @property
     def least_s(self) -> float:
@@ -67,7 +86,10 @@ class RangeBounds:
             return np.inf
         layout, share = self.layout, 1 / self.layout.virtual_stages
         pace_s = max(self.least_pace_s, self.least_walk_s / layout.mesh.pp)
-        tail_s = max(float(np.min(tail[np.isfinite(time)])) for tail, time in zip(self.tail_s, self.time_s, strict=True))
+        tail_s = max(
+            float(np.min(tail[np.isfinite(time)]))
+            for tail, time in zip(self.tail_s, self.time_s, strict=True)
+        )
         return (layout.num_micro_batches - share) * pace_s + share * self.least_walk_s + tail_s
 
     def least(self, stage: int) -> Array:
@@ -75,7 +97,9 @@ class RangeBounds:
         share, m = 1 / self.layout.virtual_stages, self.layout.num_micro_batches
         before, behind = self.pace[0][stage][:-1, None], self.pace[1][stage + 1][None, :]
         pace = np.maximum(np.maximum(before, behind), self.time_s[stage])
-        walk = self.walk[0][stage][:-1, None] + self.walk_s[stage] + self.walk[1][stage + 1][None, :]
+        walk = (
+            self.walk[0][stage][:-1, None] + self.walk_s[stage] + self.walk[1][stage + 1][None, :]
+        )
         pace = np.maximum(pace, walk / self.layout.mesh.pp)
         paced = (m - share) * pace if m > share else 0.0  # not 0 times infinity
         return np.asarray(paced + share * walk + self.tail_s[stage])
@@ -83,9 +107,16 @@ class RangeBounds:
     def least_of(self, stage: int, column: ShardColumn) -> float:
         """The same for a column of that stage."""
         share, m = 1 / self.layout.virtual_stages, self.layout.num_micro_batches
-        walk_s = float(self.walk[0][stage][column.first] + self.walk[1][stage + 1][column.end]) + column.walk_s
-        pace_s = max(float(self.pace[0][stage][column.first]), float(self.pace[1][stage + 1][column.end]), column.time_s,
-                     walk_s / self.layout.mesh.pp)
+        walk_s = (
+            float(self.walk[0][stage][column.first] + self.walk[1][stage + 1][column.end])
+            + column.walk_s
+        )
+        pace_s = max(
+            float(self.pace[0][stage][column.first]),
+            float(self.pace[1][stage + 1][column.end]),
+            column.time_s,
+            walk_s / self.layout.mesh.pp,
+        )
         return (m - share) * pace_s + share * walk_s + column.tail_s
 
 
@@ -95,7 +126,9 @@ def are_alike(columns: Sequence[ShardColumn]) -> bool:
 
 
 def _from_both_ends(values: Sequence[Array], joined: Any) -> tuple[list[Array], list[Array]]:
-    """The least of the stages before stage k that end at each cut, and of those from stage k on that begin there."""
+    """The least of the stages before stage k that end at each cut, and of those from stage k on
+    that begin there.
+    """
     size, count = values[0].shape[0], len(values)
     start, stop = np.full(size + 1, np.inf), np.full(size + 1, np.inf)
     start[0] = stop[size] = 0.0
@@ -103,30 +136,50 @@ def _from_both_ends(values: Sequence[Array], joined: Any) -> tuple[list[Array], 
     for value in values:
         before.append(np.min(joined(before[-1][:size, None], value), axis=0))
     for value in reversed(values):
-        behind.append(np.concatenate((np.min(joined(value, behind[-1][None, :]), axis=1), [np.inf])))
+        behind.append(
+            np.concatenate((np.min(joined(value, behind[-1][None, :]), axis=1), [np.inf]))
+        )
     assert len(before) == len(behind) == count + 1
     return before, behind[::-1]
 
 
 def solve(
-    layout: ParallelLayout, options: Sequence[Sequence[ShardColumn]], solver: SolverName, limit_s: float | None,
+    layout: ParallelLayout,
+    options: Sequence[Sequence[ShardColumn]],
+    solver: SolverName,
+    limit_s: float | None,
 ) -> ShardChoice | None:
-    """The fastest choice of one column for each virtual stage, None where there is none. Raises SolverError, Unsolved."""
+    """The fastest choice of one column for each virtual stage, None where there is none. Raises
+    SolverError, Unsolved.
+    """
     problem = Problem("shards")
-    picks = [{column: problem.binary(f"x_{k}_{c}") for c, column in enumerate(columns)} for k, columns in enumerate(options)]
+    picks = [
+        {column: problem.binary(f"x_{k}_{c}") for c, column in enumerate(columns)}
+        for k, columns in enumerate(options)
+    ]
     _require_path(problem, picks)
     pace, tail = problem.continuous("Z"), problem.continuous("E")
     own = [[picks[stage] for stage in layout.stages_of(rank)] for rank in range(layout.mesh.pp)]
     for rank, parts in enumerate(own):
         columns = [(z, column) for part in parts for column, z in part.items()]
-        problem.require(weighted((z, column.time_s * US_PER_S) for z, column in columns) <= pace, f"C3_pace_{rank}")
-        problem.require(weighted((z, column.tail_s * US_PER_S) for z, column in columns) <= tail, f"C4_tail_{rank}")
+        problem.require(
+            weighted((z, column.time_s * US_PER_S) for z, column in columns) <= pace,
+            f"C3_pace_{rank}",
+        )
+        problem.require(
+            weighted((z, column.tail_s * US_PER_S) for z, column in columns) <= tail,
+            f"C4_tail_{rank}",
+        )
     _require_alike(problem, picks)
     share = 1 / layout.virtual_stages
     walk = [(z, share * column.walk_s * US_PER_S) for part in picks for column, z in part.items()]
     problem.minimize(weighted([(pace, layout.num_micro_batches - share), *walk, (tail, 1.0)]))
     solution = problem.solve(solver, limit_s)
-    return None if solution is None else evaluate(layout, [chosen(part) for part in picks], proven=solution.proven)
+    return (
+        None
+        if solution is None
+        else evaluate(layout, [chosen(part) for part in picks], proven=solution.proven)
+    )
 
 
 def _require_path(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) -> None:
@@ -140,12 +193,18 @@ def _require_path(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) -> 
 
 
 def _require_alike(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) -> None:
-    sharing = [(stage, [(z, column.zero) for column, z in part.items() if column.shares]) for stage, part in enumerate(picks)]
+    sharing = [
+        (stage, [(z, column.zero) for column, z in part.items() if column.shares])
+        for stage, part in enumerate(picks)
+    ]
     if not any(found for _, found in sharing):
         return
     divided = problem.binary("Y")
     for stage, found in sharing:
-        whole, parted = ([(z, 1.0) for z, zero in found if (zero > 0) is is_parted] for is_parted in (False, True))
+        whole, parted = (
+            [(z, 1.0) for z, zero in found if (zero > 0) is is_parted]
+            for is_parted in (False, True)
+        )
         if parted:
             problem.require(weighted(parted) <= divided, f"C5_divided_{stage}")
         if whole:
@@ -153,7 +212,9 @@ def _require_alike(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) ->
 
 
 def path(time_s: Sequence[Array]) -> Iterator[tuple[int, int]]:
-    """The ranges, stage by stage, whose slowest is fastest. Raises ValueError where there is no way to cut."""
+    """The ranges, stage by stage, whose slowest is fastest. Raises ValueError where there is no way
+    to cut.
+    """
     (before, behind), first = _from_both_ends(time_s, np.maximum), 0
     if not np.isfinite(before[-1][-1]):
         raise ValueError("no way to cut")

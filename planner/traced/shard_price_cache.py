@@ -1,4 +1,6 @@
-"""Prices of the shards of a traced model: those of layers (costmodels/layers/layer_price_cache.py), and what stages of shards have besides."""
+"""Prices of the shards of a traced model: those of layers (costmodels/layers/layer_price_cache.py),
+and what stages of shards have besides.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from parplan.costmodels.communication.collectives import Collective, collective_
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.layers.layer_price import contention
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.recompute import RecomputedOperators, Recompute, recompute_operators
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, recompute_operators
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import Sharding
@@ -29,7 +31,14 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
     flow: the bytes that shards hand on and keep
     """
 
-    def __init__(self, sharded: Sharded, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None) -> None:
+    def __init__(
+        self,
+        sharded: Sharded,
+        training: TrainingSpec,
+        machine: Machine,
+        *,
+        zero_ranks: int | None = None,
+    ) -> None:
         super().__init__(training, machine, zero_ranks=zero_ranks)
         self.sharded = sharded
         self.classes = ShardClasses(sharded)
@@ -40,22 +49,34 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
         return len(self.sharded.shards)
 
     def layer(self, kind: ShardKey, micro_batch_size: int) -> LayerClass:
-        return self._once(("layer", kind, micro_batch_size), lambda: self.classes.layer(kind, micro_batch_size))
+        return self._once(
+            ("layer", kind, micro_batch_size), lambda: self.classes.layer(kind, micro_batch_size)
+        )
 
     def recompute_operators(self, kind: ShardKey, level: RecomputedOperators) -> tuple[str, ...]:
         return recompute_operators(self.layer(kind, self.sharded.model.micro_batch_size), level)
 
     def counts_tied(self, mesh: Mesh) -> bool:
-        """Never: a stage counts a parameter at the first shard that holds it, and `ShardKey.elsewhere` says so."""
+        """Never: a stage counts a parameter at the first shard that holds it, and
+        `ShardKey.elsewhere` says so.
+        """
         return False
 
     def saved_bytes(self, shard: int, level: Recompute, micro_batch_size: int) -> int:
-        """What a shard keeps of a micro-batch, without what is counted once a stage (planner/traced/shard_flow.py)."""
+        """What a shard keeps of a micro-batch, without what is counted once a stage
+        (planner/traced/shard_flow.py).
+        """
         key = ShardKey(self.classes.of[shard])
-        return self.activations(key, micro_batch_size, ONE, level).saved - self.flow.not_own(shard, level, micro_batch_size)
+        return self.activations(key, micro_batch_size, ONE, level).saved - self.flow.not_own(
+            shard, level, micro_batch_size
+        )
 
-    def sent(self, shard: int, micro_batch_size: int, *, crosses_nodes: bool, sharing: int) -> Seconds:
-        """What the stage that begins with `shard` receives of one micro-batch, a message for each value; so long takes its gradient."""
+    def sent(
+        self, shard: int, micro_batch_size: int, *, crosses_nodes: bool, sharing: int
+    ) -> Seconds:
+        """What the stage that begins with `shard` receives of one micro-batch, a message for each
+        value; so long takes its gradient.
+        """
 
         def make() -> Seconds:
             total = ZERO
@@ -66,52 +87,88 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
         return self._once(("sent", shard, micro_batch_size, crosses_nodes, sharing), make)
 
     def constants(self, micro_batch_size: int) -> dict[int, Seconds]:
-        """Seconds of each constant by its place; a stage makes those that it needs once a micro-batch."""
+        """Seconds of each constant by its place; a stage makes those that it needs once a
+        micro-batch.
+        """
 
         def make() -> dict[int, Seconds]:
             model = self.sharded.model
-            places = [place for place, traced in enumerate(model.operators) if traced.constant and not traced.view]
+            places = [
+                place
+                for place, traced in enumerate(model.operators)
+                if traced.constant and not traced.view
+            ]
             part = TracedModel(
-                name=model.name, source=model.source, unit=model.unit, micro_batch_size=model.micro_batch_size, inputs=(),
-                operators=tuple(model.operators[place] for place in places))
+                name=model.name,
+                source=model.source,
+                unit=model.unit,
+                micro_batch_size=model.micro_batch_size,
+                inputs=(),
+                operators=tuple(model.operators[place] for place in places),
+            )
             launched_s, _ = launch_s(self.machine, self.training.stack)
             times = (
                 operator_time(traced.operator, ONE, self.machine, self.training).forward
-                for traced in part.scaled(micro_batch_size).operators)
+                for traced in part.scaled(micro_batch_size).operators
+            )
             return {
-                place: time + Seconds(max(0.0, launched_s - time.value_s), time.kind) for place, time in zip(places, times, strict=True)}
+                place: time + Seconds(max(0.0, launched_s - time.value_s), time.kind)
+                for place, time in zip(places, times, strict=True)
+            }
 
         return self._once(("constants", micro_batch_size), make)
 
     def shared_reduction(self, elements: int, holders: int, mesh: Mesh) -> Seconds:
-        """The once-a-step sum of the gradients of a parameter that `holders` pipeline ranks hold, as of a tied embedding."""
+        """The once-a-step sum of the gradients of a parameter that `holders` pipeline ranks hold,
+        as of a tied embedding.
+        """
 
         def make() -> Seconds:
             gpus_per_node = self.machine.cluster.gpus_per_node
             crosses = mesh.num_ranks > gpus_per_node
             ends = Mesh(pp=min(holders, mesh.pp), dp=gpus_per_node if crosses else 1, tp=1)
-            return self.machine.corrected("data", collective_time(
-                Collective.ALL_REDUCE, self.training.gradient_precision.num_bytes * elements, place(ends, Axis.PP, gpus_per_node),
-                self.machine))
+            return self.machine.corrected(
+                "data",
+                collective_time(
+                    Collective.ALL_REDUCE,
+                    self.training.gradient_precision.num_bytes * elements,
+                    place(ends, Axis.PP, gpus_per_node),
+                    self.machine,
+                ),
+            )
 
         return self._once(("shared", elements, holders, mesh), make)
 
 
-def link(here: int, there: int, layout: ParallelLayout, price_cache: ShardPriceCache) -> tuple[bool, int]:
-    """Whether two pipeline ranks are on different nodes, and how many transfers leave a node at once."""
+def link(
+    here: int, there: int, layout: ParallelLayout, price_cache: ShardPriceCache
+) -> tuple[bool, int]:
+    """Whether two pipeline ranks are on different nodes, and how many transfers leave a node at
+    once.
+    """
     gpus_per_node, stride = price_cache.machine.cluster.gpus_per_node, layout.mesh.stride(Axis.PP)
-    return here * stride // gpus_per_node != there * stride // gpus_per_node, min(stride, gpus_per_node)
+    return here * stride // gpus_per_node != there * stride // gpus_per_node, min(
+        stride, gpus_per_node
+    )
 
 
 def exposed_time(layout: ParallelLayout, price_cache: ShardPriceCache) -> float:
-    """The share of transfers that delays a stage: all of it, unless the stack hides those of the interleaved schedule."""
+    """The share of transfers that delays a stage: all of it, unless the stack hides those of the
+    interleaved schedule.
+    """
     hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
     return contention(price_cache.machine) if hidden else 1.0
 
 
-def transfer_between(here: int, there: int, shard: int, layout: ParallelLayout, price_cache: ShardPriceCache) -> Seconds:
-    """What is handed on to the stage that begins with `shard`, from one pipeline rank to another; nothing from a rank to itself."""
+def transfer_between(
+    here: int, there: int, shard: int, layout: ParallelLayout, price_cache: ShardPriceCache
+) -> Seconds:
+    """What is handed on to the stage that begins with `shard`, from one pipeline rank to another;
+    nothing from a rank to itself.
+    """
     if here == there:
         return ZERO
     crosses, sharing = link(here, there, layout, price_cache)
-    return price_cache.sent(shard, layout.micro_batch_size, crosses_nodes=crosses, sharing=sharing).scaled(exposed_time(layout, price_cache))
+    return price_cache.sent(
+        shard, layout.micro_batch_size, crosses_nodes=crosses, sharing=sharing
+    ).scaled(exposed_time(layout, price_cache))

@@ -1,7 +1,8 @@
-"""The price of a whole step of a traced module: as that of layers (costmodels/step.py, costmodels/memory/rank_memory.py), with a shard for a layer.
+"""The price of a whole step of a traced module: as that of layers (costmodels/step.py,
+costmodels/memory/rank_memory.py), with a shard for a layer.
 
-What differs is what a stage of shards has besides its shards: more than one tensor may cross a cut, parameters may be shared by any
-stages, and constants are made by every stage that needs them.
+What differs is what a stage of shards has besides its shards: more than one tensor may cross a cut,
+parameters may be shared by any stages, and constants are made by every stage that needs them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRun:
-    """One virtual stage: shards [first, end), its ZeRO stage, and those of the shards that run again in the backward pass."""
+    """One virtual stage: shards [first, end), its ZeRO stage, and those of the shards that run
+    again in the backward pass.
+    """
 
     first: int
     end: int
@@ -41,7 +44,9 @@ class ShardRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStrategy:
-    """A layout and its virtual stages in the order of the model; stage k runs on pipeline rank `layout.rank_of(k)`."""
+    """A layout and its virtual stages in the order of the model; stage k runs on pipeline rank
+    `layout.rank_of(k)`.
+    """
 
     layout: ParallelLayout
     stages: tuple[ShardRun, ...]
@@ -51,27 +56,58 @@ def price_shards(strategy: ShardStrategy, tables: RangeTables) -> StepPrice:
     """Time, memory and redundancy of `strategy`, which is legal for its schedule."""
     layout, price_cache = strategy.layout, tables.price_cache
     ranks = range(layout.mesh.pp)
-    costs = tuple(tuple(_stage_cost(strategy, stage, tables) for stage in layout.stages_of(rank)) for rank in ranks)
-    tails = [(tail(strategy, rank, tables) + norm_and_loss(layout, price_cache)).value_s for rank in ranks]
+    costs = tuple(
+        tuple(_stage_cost(strategy, stage, tables) for stage in layout.stages_of(rank))
+        for rank in ranks
+    )
+    tails = [
+        (tail(strategy, rank, tables) + norm_and_loss(layout, price_cache)).value_s
+        for rank in ranks
+    ]
     walk_s = [sum(_micro_batch_s(cost) for cost in row) for row in costs]
-    share, memory = 1 / layout.virtual_stages, tuple(shard_rank_memory(strategy, rank, tables) for rank in ranks)
+    share, memory = (
+        1 / layout.virtual_stages,
+        tuple(shard_rank_memory(strategy, rank, tables) for rank in ranks),
+    )
     simulated = replayed(layout, costs, tuple(tails))
     return StepPrice(
-        closed_form_s=closed_form_s(walk_s, tails, layout.num_micro_batches, share), bubble_share=share,
-        simulated=simulated, ranks=tuple(_rank_time(strategy, rank, tables) for rank in ranks), memory=memory,
-        redundant=tuple(_redundant(strategy, rank, held, price_cache) for rank, held in enumerate(memory)))
+        closed_form_s=closed_form_s(walk_s, tails, layout.num_micro_batches, share),
+        bubble_share=share,
+        simulated=simulated,
+        ranks=tuple(_rank_time(strategy, rank, tables) for rank in ranks),
+        memory=memory,
+        redundant=tuple(
+            _redundant(strategy, rank, held, price_cache) for rank, held in enumerate(memory)
+        ),
+    )
 
 
 def _micro_batch_s(cost: StageCost) -> float:
-    return cost.forward_s + cost.backward_s + cost.recompute_s + cost.receive_forward_s + cost.receive_backward_s
+    return (
+        cost.forward_s
+        + cost.backward_s
+        + cost.recompute_s
+        + cost.receive_forward_s
+        + cost.receive_backward_s
+    )
 
 
-def receives(stage: int, strategy: ShardStrategy, price_cache: ShardPriceCache) -> tuple[Seconds, Seconds]:
+def receives(
+    stage: int, strategy: ShardStrategy, price_cache: ShardPriceCache
+) -> tuple[Seconds, Seconds]:
     """What virtual stage `stage` waits for its inputs, and for the gradients of its outputs."""
     layout, own = strategy.layout, strategy.stages[stage]
     here, last = layout.rank_of(stage), layout.num_virtual_stages - 1
-    forward = transfer_between(layout.rank_of(stage - 1), here, own.first, layout, price_cache) if stage > 0 else ZERO
-    backward = transfer_between(layout.rank_of(stage + 1), here, own.end, layout, price_cache) if stage < last else ZERO
+    forward = (
+        transfer_between(layout.rank_of(stage - 1), here, own.first, layout, price_cache)
+        if stage > 0
+        else ZERO
+    )
+    backward = (
+        transfer_between(layout.rank_of(stage + 1), here, own.end, layout, price_cache)
+        if stage < last
+        else ZERO
+    )
     return forward, backward
 
 
@@ -87,16 +123,26 @@ def _stage_cost(strategy: ShardStrategy, stage: int, tables: RangeTables) -> Sta
         backward_s += time.backward_s + data.backward.value_s
         recompute_s += time.recompute_s
     received, returned = receives(stage, strategy, price_cache)
-    added = layouts_of(price_cache.machine, price_cache.training.stack) if layout.mesh.pp > 1 else None
+    added = (
+        layouts_of(price_cache.machine, price_cache.training.stack) if layout.mesh.pp > 1 else None
+    )
     each_s = added.action_s if added else 0.0
     kept = kept_bytes(strategy, stage, tables)
     return StageCost(
-        forward_s=forward_s + each_s, backward_s=backward_s + each_s, recompute_s=recompute_s, receive_forward_s=received.value_s,
-        receive_backward_s=returned.value_s, stash_bytes=kept, remade_bytes=_whole_bytes(strategy, stage, tables) - kept)
+        forward_s=forward_s + each_s,
+        backward_s=backward_s + each_s,
+        recompute_s=recompute_s,
+        receive_forward_s=received.value_s,
+        receive_backward_s=returned.value_s,
+        stash_bytes=kept,
+        remade_bytes=_whole_bytes(strategy, stage, tables) - kept,
+    )
 
 
 def tail(strategy: ShardStrategy, rank: int, tables: RangeTables) -> Seconds:
-    """What follows the last backward pass of a rank: exposed reductions, those of shared parameters, and the optimizer."""
+    """What follows the last backward pass of a rank: exposed reductions, those of shared
+    parameters, and the optimizer.
+    """
     reduced, updated = _steps(strategy, rank, tables)
     return reduced + updated
 
@@ -105,7 +151,13 @@ def _steps(strategy: ShardStrategy, rank: int, tables: RangeTables) -> tuple[Sec
     layout, price_cache, reduced, updated = strategy.layout, tables.price_cache, ZERO, ZERO
     for run in (strategy.stages[stage] for stage in layout.stages_of(rank)):
         for shard in range(run.first, run.end):
-            data = price_cache.data_parallel(price_cache.classes.key(shard, run.first), layout.micro_batch_size, layout.mesh, ONE, run.zero)
+            data = price_cache.data_parallel(
+                price_cache.classes.key(shard, run.first),
+                layout.micro_batch_size,
+                layout.mesh,
+                ONE,
+                run.zero,
+            )
             reduced, updated = reduced + data.step, updated + data.optimizer
         for _, elements, shards in price_cache.sharded.shared:
             some = sum(run.first <= shard < run.end for shard in shards)
@@ -115,43 +167,74 @@ def _steps(strategy: ShardStrategy, rank: int, tables: RangeTables) -> tuple[Sec
 
 
 def _rank_time(strategy: ShardStrategy, rank: int, tables: RangeTables) -> RankTime:
-    layout, price_cache, compute, again, data, received = strategy.layout, tables.price_cache, ZERO, ZERO, ZERO, ZERO
+    layout, price_cache, compute, again, data, received = (
+        strategy.layout,
+        tables.price_cache,
+        ZERO,
+        ZERO,
+        ZERO,
+        ZERO,
+    )
     for stage in layout.stages_of(rank):
         run = strategy.stages[stage]
-        compute += Seconds(float(tables.passes(layout.micro_batch_size).constants_s[run.first, run.end]), Kind.ANALYTIC)
+        compute += Seconds(
+            float(tables.passes(layout.micro_batch_size).constants_s[run.first, run.end]),
+            Kind.ANALYTIC,
+        )
         for shard in range(run.first, run.end):
             key = price_cache.classes.key(shard, run.first)
             time = price_cache.layer_time(key, layout.micro_batch_size, ONE, run.level(shard))
-            of_data = price_cache.data_parallel(key, layout.micro_batch_size, layout.mesh, ONE, run.zero)
-            compute, again, data = compute + time.forward + time.backward, again + time.recompute, data + of_data.forward + of_data.backward
+            of_data = price_cache.data_parallel(
+                key, layout.micro_batch_size, layout.mesh, ONE, run.zero
+            )
+            compute, again, data = (
+                compute + time.forward + time.backward,
+                again + time.recompute,
+                data + of_data.forward + of_data.backward,
+            )
         received += sum(receives(stage, strategy, price_cache), ZERO)
     reduced, updated = _steps(strategy, rank, tables)
     m = layout.num_micro_batches
     return RankTime(
-        compute=compute.scaled(m), recompute=again.scaled(m), tp_comm=ZERO, pp_comm=received.scaled(m), dp_comm=data.scaled(m) + reduced,
-        optimizer=updated)
+        compute=compute.scaled(m),
+        recompute=again.scaled(m),
+        tp_comm=ZERO,
+        pp_comm=received.scaled(m),
+        dp_comm=data.scaled(m) + reduced,
+        optimizer=updated,
+    )
 
 
 def kept_bytes(strategy: ShardStrategy, stage: int, tables: RangeTables) -> float:
     """What a virtual stage keeps of one micro-batch between its passes."""
     run, b = strategy.stages[stage], strategy.layout.micro_batch_size
-    own = sum(tables.price_cache.saved_bytes(shard, run.level(shard), b) for shard in range(run.first, run.end))
+    own = sum(
+        tables.price_cache.saved_bytes(shard, run.level(shard), b)
+        for shard in range(run.first, run.end)
+    )
     return own + float(tables.passes(b).besides[run.first, run.end])
 
 
 def _whole_bytes(strategy: ShardStrategy, stage: int, tables: RangeTables) -> float:
     """The same when nothing runs again."""
     run, b = strategy.stages[stage], strategy.layout.micro_batch_size
-    own = sum(tables.price_cache.saved_bytes(shard, Recompute.NONE, b) for shard in range(run.first, run.end))
+    own = sum(
+        tables.price_cache.saved_bytes(shard, Recompute.NONE, b)
+        for shard in range(run.first, run.end)
+    )
     return own + float(tables.passes(b).besides[run.first, run.end])
 
 
 @lru_cache(maxsize=1024)
 def held_stashes(layout: ParallelLayout, rank: int) -> tuple[tuple[int, ...], ...]:
-    """How many micro-batches of each chunk a rank holds at once, at the moments of which one is the fullest, whatever the bytes."""
+    """How many micro-batches of each chunk a rank holds at once, at the moments of which one is the
+    fullest, whatever the bytes.
+    """
     if layout.virtual_stages == 1:
         return ((in_flight(layout.schedule, rank, layout.mesh.pp, layout.num_micro_batches),),)
-    order = actions(layout.schedule, rank, layout.mesh.pp, layout.num_micro_batches, layout.virtual_stages)
+    order = actions(
+        layout.schedule, rank, layout.mesh.pp, layout.num_micro_batches, layout.virtual_stages
+    )
     changes = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
     held, seen = [0] * layout.virtual_stages, set[tuple[int, ...]]()
     for action in order:
@@ -171,61 +254,108 @@ def shard_rank_memory(strategy: ShardStrategy, rank: int, tables: RangeTables) -
     own = [(stage, strategy.stages[stage]) for stage in layout.stages_of(rank)]
     kept = [kept_bytes(strategy, stage, tables) for stage, _ in own]
     sent = sum(_sent_bytes(strategy, stage, price_cache) for stage, _ in own)
-    activations = sent + max(sum(n * size for n, size in zip(held, kept, strict=True)) for held in held_stashes(layout, rank))
+    activations = sent + max(
+        sum(n * size for n, size in zip(held, kept, strict=True))
+        for held in held_stashes(layout, rank)
+    )
     states, copies, buffer = StateBytes(), 0, 0
     for _, run in own:
         for shard in range(run.first, run.end):
-            found = price_cache.states(price_cache.classes.key(shard, run.first), layout.mesh, ONE, run.zero)
-            states, copies, buffer = states + found.states, copies + found.step_copies, max(buffer, found.zero_buffer)
+            found = price_cache.states(
+                price_cache.classes.key(shard, run.first), layout.mesh, ONE, run.zero
+            )
+            states, copies, buffer = (
+                states + found.states,
+                copies + found.step_copies,
+                max(buffer, found.zero_buffer),
+            )
     temporaries = buffer + max(_workspace(strategy, stage, tables) for stage, _ in own)
     spare = price_cache.training.stack.allocator_share * (states.total + activations + temporaries)
     return RankMemory(
-        states=states, activations=activations, temporaries=temporaries, allocator_reserve=spare + copies,
-        communicators=communicator_bytes(layout.mesh, price_cache), context=price_cache.machine.cluster.device.context_bytes)
+        states=states,
+        activations=activations,
+        temporaries=temporaries,
+        allocator_reserve=spare + copies,
+        communicators=communicator_bytes(layout.mesh, price_cache),
+        context=price_cache.machine.cluster.device.context_bytes,
+    )
 
 
 def _workspace(strategy: ShardStrategy, stage: int, tables: RangeTables) -> float:
-    """The most that a backward pass adds to what is kept; where all runs again ahead of it, all of that is there at once."""
+    """The most that a backward pass adds to what is kept; where all runs again ahead of it, all of
+    that is there at once.
+    """
     run, layout = strategy.stages[stage], strategy.layout
     if layout.schedule in AHEAD and run.again:
         remade = _whole_bytes(strategy, stage, tables) - kept_bytes(strategy, stage, tables)
-        return remade + _largest_workspace(((shard, Recompute.NONE) for shard in range(run.first, run.end)), layout, tables)
-    return _largest_workspace(((shard, run.level(shard)) for shard in range(run.first, run.end)), layout, tables)
+        return remade + _largest_workspace(
+            ((shard, Recompute.NONE) for shard in range(run.first, run.end)), layout, tables
+        )
+    return _largest_workspace(
+        ((shard, run.level(shard)) for shard in range(run.first, run.end)), layout, tables
+    )
 
 
-def _largest_workspace(levels: Iterable[tuple[int, Recompute]], layout: ParallelLayout, tables: RangeTables) -> float:
-    """The largest temporaries of a shard, less what the shards behind it kept of the micro-batch, which is free by then."""
+def _largest_workspace(
+    levels: Iterable[tuple[int, Recompute]], layout: ParallelLayout, tables: RangeTables
+) -> float:
+    """The largest temporaries of a shard, less what the shards behind it kept of the micro-batch,
+    which is free by then.
+    """
     price_cache, b, listed = tables.price_cache, layout.micro_batch_size, list(levels)[::-1]
     saved = [float(price_cache.saved_bytes(shard, level, b)) for shard, level in listed]
     freed = [0.0, *accumulate(saved)]
-    sizes = (price_cache.activations(price_cache.classes.key(shard, shard), b, ONE, level).workspace for shard, level in listed)
+    sizes = (
+        price_cache.activations(price_cache.classes.key(shard, shard), b, ONE, level).workspace
+        for shard, level in listed
+    )
     return max(size - before for size, before in zip(sizes, freed, strict=False))
 
 
 def _sent_bytes(strategy: ShardStrategy, stage: int, price_cache: ShardPriceCache) -> float:
-    """What a stage has sent at the end of a step, where the stack keeps it until then: values on, gradients back."""
+    """What a stage has sent at the end of a step, where the stack keeps it until then: values on,
+    gradients back.
+    """
     layout, run = strategy.layout, strategy.stages[stage]
     if not price_cache.training.stack.keeps_sent:
         return 0.0
     cuts = [shard for shard in (run.first, run.end) if 0 < shard < price_cache.num_shards]
-    return float(layout.num_micro_batches * sum(sum(price_cache.flow.handed_on(shard, layout.micro_batch_size).values()) for shard in cuts))
+    return float(
+        layout.num_micro_batches
+        * sum(
+            sum(price_cache.flow.handed_on(shard, layout.micro_batch_size).values())
+            for shard in cuts
+        )
+    )
 
 
-def _redundant(strategy: ShardStrategy, rank: int, memory: RankMemory, price_cache: ShardPriceCache) -> RedundantBytes:
-    """Beyond the device's share of one copy (EQUATIONS R1): activations are divided by batch, of them only what was sent is held twice."""
+def _redundant(
+    strategy: ShardStrategy, rank: int, memory: RankMemory, price_cache: ShardPriceCache
+) -> RedundantBytes:
+    """Beyond the device's share of one copy (EQUATIONS R1): activations are divided by batch, of
+    them only what was sent is held twice.
+    """
     layout, ideal = strategy.layout, [0.0, 0.0, 0.0]
     runs = [strategy.stages[stage] for stage in layout.stages_of(rank)]
     for run in runs:
         for shard in range(run.first, run.end):
-            parts = price_cache.states(price_cache.classes.key(shard, run.first), layout.mesh, ONE, run.zero).ideal
+            parts = price_cache.states(
+                price_cache.classes.key(shard, run.first), layout.mesh, ONE, run.zero
+            ).ideal
             ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
-        again = sum(elements for _, elements, shards in price_cache.sharded.shared if _is_copy(shards, run))
+        again = sum(
+            elements for _, elements, shards in price_cache.sharded.shared if _is_copy(shards, run)
+        )
         parts = ideal_states(again, layout.mesh.ranks_per_stage, price_cache.training)
         ideal = [total - part for total, part in zip(ideal, parts, strict=True)]
     sent = sum(_sent_bytes(strategy, stage, price_cache) for stage in layout.stages_of(rank))
     return RedundantBytes(
-        parameters=memory.states.parameters - ideal[0], gradients=memory.states.gradients - ideal[1],
-        optimizer=memory.states.optimizer - ideal[2], activations=sent, temporaries=memory.temporaries)
+        parameters=memory.states.parameters - ideal[0],
+        gradients=memory.states.gradients - ideal[1],
+        optimizer=memory.states.optimizer - ideal[2],
+        activations=sent,
+        temporaries=memory.temporaries,
+    )
 
 
 def _is_copy(shards: tuple[int, ...], run: ShardRun) -> bool:

@@ -1,14 +1,20 @@
-"""Merak's partitioner: a traced model -> shards, the runs of operators between which a pipeline may be cut.
+"""Merak's partitioner: a traced model -> shards, the runs of operators between which a pipeline may
+be cut.
 
-    target   2 L shards where L blocks repeat, their attention and their MLP; without blocks as many as there are legal cuts, at most 64
+    target   2 L shards where L blocks repeat, their attention and their MLP; without blocks as many
+             as there are legal cuts, at most 64
     quota    the parameters of all blocks (without blocks: of all but embeddings) over the target
-    walk     from one legal cut to the next, in the order in which the operators ran; the shard ends at the cut whose parameters are
-             nearest to the quota, and of cuts with as many parameters at the one that hands on least
-    apart    embeddings, and what is before, between and behind the runs of blocks, have shards of their own
-    merge    a shard of less than a quarter of the quota goes to the neighbour with which it shares more, so that no cut grows
+    walk     from one legal cut to the next, in the order in which the operators ran; the shard ends
+             at the cut whose parameters are nearest to the quota, and of cuts with as many
+             parameters at the one that hands on least
+    apart    embeddings, and what is before, between and behind the runs of blocks, have shards of
+             their own
+    merge    a shard of less than a quarter of the quota goes to the neighbour with which it shares
+             more, so that no cut grows
 
-Legal cuts (planner/traced/boundary_values.py) are those that no skip connection crosses: Merak pulls what reads an older value back into the
-shard that made it, which is the same. Source: Merak, arXiv 2206.04959, section 3.1 (EQUATIONS G2).
+Legal cuts (planner/traced/boundary_values.py) are those that no skip connection crosses: Merak
+pulls what reads an older value back into the shard that made it, which is the same. Source: Merak,
+arXiv 2206.04959, section 3.1 (EQUATIONS G2).
 """
 
 from __future__ import annotations
@@ -26,12 +32,14 @@ from parplan.profiles.models.traced_model import TracedModel
 
 MOST_WITHOUT_BLOCKS = 64  # shards of a model in which nothing repeats
 SMALL = 0.25  # of the quota: a shard with fewer parameters is merged
-NEAR = 0.05  # of the quota: cuts whose parameters are as close to each other are told apart by what they hand on
+# of the quota: cuts whose parameters are as close to each other are told apart by what they hand on
+NEAR = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Operators [first, end) of the trace; `name` of the modules they belong to; `parameters` counts each of its own once.
+    """Operators [first, end) of the trace; `name` of the modules they belong to; `parameters`
+    counts each of its own once.
 
     apart: whether it is embeddings, which are never merged
     """
@@ -45,7 +53,9 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """A traced model cut into shards. `cuts[k]`: what shard k takes from the shards before it, by name."""
+    """A traced model cut into shards. `cuts[k]`: what shard k takes from the shards before it, by
+    name.
+    """
 
     model: TracedModel
     values: Values
@@ -55,12 +65,19 @@ class Sharded:
 
     @cached_property
     def cuts(self) -> tuple[tuple[tuple[str, Tensor], ...], ...]:
-        return tuple(self.values.alive(shard.first) if number else () for number, shard in enumerate(self.shards))
+        return tuple(
+            self.values.alive(shard.first) if number else ()
+            for number, shard in enumerate(self.shards)
+        )
 
     @cached_property
     def shard_of(self) -> tuple[int, ...]:
         """By place, the number of its shard."""
-        return tuple(number for number, shard in enumerate(self.shards) for _ in range(shard.first, shard.end))
+        return tuple(
+            number
+            for number, shard in enumerate(self.shards)
+            for _ in range(shard.first, shard.end)
+        )
 
     @cached_property
     def shared(self) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
@@ -69,11 +86,17 @@ class Sharded:
         for place, traced in enumerate(self.model.operators):
             for parameter in traced.operator.parameters:
                 held.setdefault(parameter.name, {})[self.shard_of[place]] = parameter.num_elements
-        return tuple((name, next(iter(shards.values())), tuple(sorted(shards))) for name, shards in held.items() if len(shards) > 1)
+        return tuple(
+            (name, next(iter(shards.values())), tuple(sorted(shards)))
+            for name, shards in held.items()
+            if len(shards) > 1
+        )
 
 
 def shard(model: TracedModel, *, cross_skips: bool = False) -> Sharded:
-    """The shards of `model`; `cross_skips`: skip connections may be handed on from stage to stage, as every other value."""
+    """The shards of `model`; `cross_skips`: skip connections may be handed on from stage to stage,
+    as every other value.
+    """
     blocks = repeated_blocks(model)
     values = Values(model, units(model, blocks))
     cuts = values.legal_cuts(cross_skips=cross_skips)
@@ -83,9 +106,15 @@ def shard(model: TracedModel, *, cross_skips: bool = False) -> Sharded:
     ends = [end for first, stop in segments for end in _walked(counted, first, stop, cuts, quota)]
     firsts = _merged(counted, [0, *ends], quota)
     shards = tuple(
-        Shard(name=counted.name(first, end), first=first, end=end, parameters=counted.parameters(first, end),
-              apart=counted.is_apart(first, end))
-        for first, end in pairwise(firsts))
+        Shard(
+            name=counted.name(first, end),
+            first=first,
+            end=end,
+            parameters=counted.parameters(first, end),
+            apart=counted.is_apart(first, end),
+        )
+        for first, end in pairwise(firsts)
+    )
     return Sharded(model=model, values=values, shards=shards, blocks=blocks, quota=quota)
 
 
@@ -95,7 +124,10 @@ class _Counted:
     def __init__(self, model: TracedModel, values: Values, blocks: Sequence[OperatorRange]) -> None:
         self.model, self.values, self.blocks = model, values, blocks
         self.paths = [traced.path.split(".") if traced.path else [] for traced in model.operators]
-        self.holds = [{p.name: p.num_elements for p in traced.operator.parameters} for traced in model.operators]
+        self.holds = [
+            {p.name: p.num_elements for p in traced.operator.parameters}
+            for traced in model.operators
+        ]
         self.embeds = [traced.operator.kind is OperatorKind.EMBEDDING for traced in model.operators]
 
     def parameters(self, first: int, end: int, *, embeddings: bool = True) -> int:
@@ -108,26 +140,43 @@ class _Counted:
 
     def is_apart(self, first: int, end: int) -> bool:
         """Whether operators [first, end) are embeddings, with no product in a block."""
-        return any(self.embeds[first:end]) and not any(first <= block.first < end for block in self.blocks)
+        return any(self.embeds[first:end]) and not any(
+            first <= block.first < end for block in self.blocks
+        )
 
     def depth(self, place: int) -> int:
         """How many modules enclose both sides of a cut: the fewer, the better a place."""
         before, behind = self.paths[place - 1], self.paths[place]
-        return next((index for index, (a, b) in enumerate(zip(before, behind, strict=False)) if a != b), min(len(before), len(behind)))
+        return next(
+            (index for index, (a, b) in enumerate(zip(before, behind, strict=False)) if a != b),
+            min(len(before), len(behind)),
+        )
 
     def rank(self, place: int) -> tuple[int, int, int]:
         """Orders cuts of equal parameters, the best first."""
         return self.values.alive_bytes[place], self.depth(place), place
 
     def name(self, first: int, end: int) -> str:
-        """The module that operators [first, end) with parameters are in, and which parts of it where they are not all."""
-        own = [self.paths[place] for place in range(first, end) if self.holds[place]] or self.paths[first:end]
+        """The module that operators [first, end) with parameters are in, and which parts of it
+        where they are not all.
+        """
+        own = [self.paths[place] for place in range(first, end) if self.holds[place]] or self.paths[
+            first:end
+        ]
         common = _prefix(own)
-        whole = [place for place in range(len(self.paths)) if self.holds[place] and self.paths[place][: len(common)] == common]
+        whole = [
+            place
+            for place in range(len(self.paths))
+            if self.holds[place] and self.paths[place][: len(common)] == common
+        ]
         if common and all(first <= place < end for place in whole):
             return ".".join(common)
         depth = len(common) + 1 if common else None
-        parts = list(dict.fromkeys(".".join(path[len(common):depth]) for path in own if len(path) > len(common)))
+        parts = list(
+            dict.fromkeys(
+                ".".join(path[len(common) : depth]) for path in own if len(path) > len(common)
+            )
+        )
         inner = f"{parts[0]} to {parts[-1]}" if len(parts) > 2 else ", ".join(parts)
         if not common:
             return inner or f"operators {first} to {end - 1}"
@@ -145,7 +194,9 @@ def _prefix(paths: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _segments(counted: _Counted, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges that no shard may leave: runs of blocks, and what is before, between and behind them."""
+    """Ranges that no shard may leave: runs of blocks, and what is before, between and behind
+    them.
+    """
     size, bounds = len(counted.model.operators), [0]
     for run in _runs(counted):
         for wanted in (run[0].first, run[-1].end):
@@ -168,21 +219,33 @@ def _runs(counted: _Counted) -> Iterator[list[OperatorRange]]:
 
 
 def _snapped(counted: _Counted, wanted: int, cuts: Sequence[int]) -> int | None:
-    """The legal cut nearest to a place, with no parameter between them; None where there is none."""
+    """The legal cut nearest to a place, with no parameter between them; None where there is
+    none.
+    """
     index = bisect_left(cuts, wanted)
-    near = [cut for cut in cuts[max(0, index - 1): index + 1] if not any(counted.holds[min(cut, wanted): max(cut, wanted)])]
+    near = [
+        cut
+        for cut in cuts[max(0, index - 1) : index + 1]
+        if not any(counted.holds[min(cut, wanted) : max(cut, wanted)])
+    ]
     return min(near, key=lambda cut: abs(cut - wanted), default=None)
 
 
 def _quota(counted: _Counted, segments: Sequence[tuple[int, int]], cuts: Sequence[int]) -> float:
-    """Parameters of a shard: those of the blocks over 2 L, or without blocks all but embeddings' over the number of legal cuts."""
+    """Parameters of a shard: those of the blocks over 2 L, or without blocks all but embeddings'
+    over the number of legal cuts.
+    """
     if counted.blocks:
-        return sum(counted.parameters(block.first, block.end) for block in counted.blocks) / (2 * len(counted.blocks))
+        return sum(counted.parameters(block.first, block.end) for block in counted.blocks) / (
+            2 * len(counted.blocks)
+        )
     whole = counted.parameters(0, len(counted.model.operators), embeddings=False)
     return max(1.0, whole / max(1, min(len(cuts) + 1, MOST_WITHOUT_BLOCKS)))
 
 
-def _walked(counted: _Counted, first: int, stop: int, cuts: Sequence[int], quota: float) -> Iterator[int]:
+def _walked(
+    counted: _Counted, first: int, stop: int, cuts: Sequence[int], quota: float
+) -> Iterator[int]:
     """Where the shards of a segment end."""
     inside = [cut for cut in cuts if first < cut < stop]
     while inside and counted.parameters(first, stop, embeddings=False) > quota:
@@ -195,7 +258,9 @@ def _walked(counted: _Counted, first: int, stop: int, cuts: Sequence[int], quota
 
 
 def _next_end(counted: _Counted, first: int, cuts: Sequence[int], quota: float) -> int | None:
-    """The cut whose parameters since `first` are nearest to the quota, None where all have too few for a shard."""
+    """The cut whose parameters since `first` are nearest to the quota, None where all have too few
+    for a shard.
+    """
     sizes: dict[int, int] = {}
     names: dict[str, int] = {}
     place = first
@@ -204,21 +269,31 @@ def _next_end(counted: _Counted, first: int, cuts: Sequence[int], quota: float) 
             if not counted.embeds[index]:
                 names.update(counted.holds[index])
         place, sizes[cut] = cut, sum(names.values())
-        if sizes[cut] > min((size for size in sizes.values() if size > quota), default=quota) + NEAR * quota:
+        if (
+            sizes[cut]
+            > min((size for size in sizes.values() if size > quota), default=quota) + NEAR * quota
+        ):
             break
     enough = [cut for cut, size in sizes.items() if size >= SMALL * quota]
     if not enough:
         return None
     nearest = min((sizes[cut] for cut in enough), key=lambda size: abs(size - quota))
-    return min((cut for cut in enough if abs(sizes[cut] - nearest) <= NEAR * quota), key=counted.rank)
+    return min(
+        (cut for cut in enough if abs(sizes[cut] - nearest) <= NEAR * quota), key=counted.rank
+    )
 
 
 def _merged(counted: _Counted, firsts: list[int], quota: float) -> list[int]:
-    """The bounds without those of shards that are too small, smallest first; embeddings stay apart."""
+    """The bounds without those of shards that are too small, smallest first; embeddings stay
+    apart.
+    """
     while len(firsts) > 2:
         small = sorted(
-            (size, index) for index, (first, end) in enumerate(pairwise(firsts))
-            if (size := counted.parameters(first, end)) < SMALL * quota and not counted.is_apart(first, end))
+            (size, index)
+            for index, (first, end) in enumerate(pairwise(firsts))
+            if (size := counted.parameters(first, end)) < SMALL * quota
+            and not counted.is_apart(first, end)
+        )
         if not small:
             break
         _, index = small[0]
@@ -228,7 +303,9 @@ def _merged(counted: _Counted, firsts: list[int], quota: float) -> list[int]:
     return firsts
 
 
-def _without_apart(counted: _Counted, firsts: Sequence[int], index: int, sides: Iterable[int]) -> list[int]:
+def _without_apart(
+    counted: _Counted, firsts: Sequence[int], index: int, sides: Iterable[int]
+) -> list[int]:
     """Those sides of shard `index` behind which are no embeddings."""
     return [side for side in sides if not counted.is_apart(*_neighbour(firsts, index, side))]
 

@@ -1,4 +1,6 @@
-"""The outer candidates of a traced module: pipeline and data parallelism, micro-batch and schedule, each illegal one with its reason."""
+"""The outer candidates of a traced module: pipeline and data parallelism, micro-batch and schedule,
+each illegal one with its reason.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, Pruned, CandidateSpace, layout_text
+from parplan.planner.candidates.enumeration import (
+    MAX_MICRO_BATCH_SIZE,
+    CandidateSpace,
+    Pruned,
+    layout_text,
+)
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.request import Constraints
 from parplan.profiles.divisors import divisors
@@ -19,24 +26,50 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import Stack
 
 MOST_CHUNKS = 4  # virtual stages of a rank that are searched when none are pinned
-RUN = (Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP)
+RUN = (
+    Schedule.ONE_F_ONE_B,
+    Schedule.GPIPE,
+    Schedule.INTERLEAVED,
+    Schedule.EARLY_RECOMPUTE,
+    Schedule.LAST_NO_RECOMPUTE,
+    Schedule.SCP,
+)
 
 
 def require_known(pins: Constraints) -> None:
     """Raises ConfigError for pins of choices that a traced module does not have."""
-    for option, found, only in (("--tp", pins.tp, 1), ("--ep", pins.ep, 1), ("--sequence-parallel", pins.sequence_parallel, False)):
+    for option, found, only in (
+        ("--tp", pins.tp, 1),
+        ("--ep", pins.ep, 1),
+        ("--sequence-parallel", pins.sequence_parallel, False),
+    ):
         if found is not None and set(found) != {only}:
-            raise ConfigError(f"{option} is pinned, a traced module is not divided inside a stage", hint=f"leave out {option}")
+            raise ConfigError(
+                f"{option} is pinned, a traced module is not divided inside a stage",
+                hint=f"leave out {option}",
+            )
     if pins.recompute and Recompute.SELECTIVE in pins.recompute:
-        raise ConfigError("--recompute selective needs a described model, of a traced one shards run again or not",
-                          hint="--recompute none, full or none,full")
+        raise ConfigError(
+            "--recompute selective needs a described model, of a traced one shards run again or not",
+            hint="--recompute none, full or none,full",
+        )
     unknown = [schedule for schedule in pins.schedule or () if schedule not in RUN]
     if unknown:
-        raise ConfigError(f"--schedule {unknown[0]} does not run a traced module", hint=f"use one of {', '.join(RUN)}")
+        raise ConfigError(
+            f"--schedule {unknown[0]} does not run a traced module",
+            hint=f"use one of {', '.join(RUN)}",
+        )
 
 
-def enumerate_traced_candidates(num_shards: int, cluster: Cluster, training: TrainingSpec, pins: Constraints, counts: tuple[int, ...] = ()) -> CandidateSpace:
-    """All candidates of a module of `num_shards` shards; `counts`: of the shards of each virtual stage, where they are given.
+def enumerate_traced_candidates(
+    num_shards: int,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    counts: tuple[int, ...] = (),
+) -> CandidateSpace:
+    """All candidates of a module of `num_shards` shards; `counts`: of the shards of each virtual
+    stage, where they are given.
 
     Raises ConfigError for pins that the stack does not run.
     """
@@ -66,7 +99,9 @@ def _allowed(pinned: Collection[object] | None, value: object) -> bool:
     return pinned is None or value in pinned
 
 
-def _excluded_mesh(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints) -> str | None:
+def _excluded_mesh(
+    mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints
+) -> str | None:
     ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=1, ep=1)
     if ban:
         return f"excluded by --forbid {ban}"
@@ -79,7 +114,9 @@ def _excluded_mesh(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Co
     return None
 
 
-def _layouts(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints, pruned: list[Pruned]) -> Iterator[ParallelLayout]:
+def _layouts(
+    mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints, pruned: list[Pruned]
+) -> Iterator[ParallelLayout]:
     per_replica = training.global_batch_size // mesh.dp
     for size in divisors(per_replica):
         ban = pins.ban(micro_batch_size=size)
@@ -88,22 +125,38 @@ def _layouts(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constrai
                 pruned.append(Pruned(f"{mesh}, micro-batch {size}", f"excluded by --forbid {ban}"))
             continue
         if size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
-            pruned.append(Pruned(f"{mesh}, micro-batch {size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned"))
+            pruned.append(
+                Pruned(
+                    f"{mesh}, micro-batch {size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned"
+                )
+            )
             continue
         plain = ParallelLayout(
-            mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=size, num_micro_batches=per_replica // size,
-            sequence_parallel=False)
+            mesh=mesh,
+            schedule=Schedule.ONE_F_ONE_B,
+            virtual_stages=1,
+            micro_batch_size=size,
+            num_micro_batches=per_replica // size,
+            sequence_parallel=False,
+        )
         for schedule, chunks in _schedules(plain, num_shards, pins):
             yield replace(plain, schedule=schedule, virtual_stages=chunks)
 
 
-def _schedules(layout: ParallelLayout, num_shards: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
-    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where the pipeline does not fill, or pinned."""
+def _schedules(
+    layout: ParallelLayout, num_shards: int, pins: Constraints
+) -> Iterator[tuple[Schedule, int]]:
+    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where the
+    pipeline does not fill, or pinned.
+    """
     pp, m = layout.mesh.pp, layout.num_micro_batches
     if pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
         return
-    asked = (*(pins.schedule or ()), *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()))
+    asked = (
+        *(pins.schedule or ()),
+        *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()),
+    )
     if m >= pp or Schedule.ONE_F_ONE_B in asked:
         yield Schedule.ONE_F_ONE_B, 1
     if m < pp or Schedule.GPIPE in asked:
@@ -111,10 +164,14 @@ def _schedules(layout: ParallelLayout, num_shards: int, pins: Constraints) -> It
     if m >= pp:
         yield from ((schedule, 1) for schedule in RUN if schedule in AHEAD)
     most = max(pins.virtual_stages or (MOST_CHUNKS,))
-    yield from ((Schedule.INTERLEAVED, chunks) for chunks in range(2, most + 1) if pp * chunks <= num_shards)
+    yield from (
+        (Schedule.INTERLEAVED, chunks) for chunks in range(2, most + 1) if pp * chunks <= num_shards
+    )
 
 
-def _excluded(layout: ParallelLayout, num_shards: int, pins: Constraints, stack: Stack) -> str | None:
+def _excluded(
+    layout: ParallelLayout, num_shards: int, pins: Constraints, stack: Stack
+) -> str | None:
     if layout.mesh.pp == 1:
         return None
     lacking = lacking_schedule(layout, stack)

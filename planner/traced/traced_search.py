@@ -1,7 +1,9 @@
-"""The search over a traced module: trace -> shards -> space -> bounds -> columns -> integer program -> simulation -> ModulePlan.
+"""The search over a traced module: trace -> shards -> space -> bounds -> columns -> integer program
+-> simulation -> ModulePlan.
 
-As for described models (planner/search/find_plan.py): candidates in the order of a valid lower bound, until the next bound is above the worst of
-those worth replaying; the best are replayed in the event simulator, and the fastest becomes the plan.
+As for described models (planner/search/find_plan.py): candidates in the order of a valid lower
+bound, until the next bound is above the worst of those worth replaying; the best are replayed in
+the event simulator, and the fastest becomes the plan.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.branch_and_bound import BranchOutcome, branch_and_bound, worth_replaying
+from parplan.planner.candidates.branch_and_bound import (
+    BranchOutcome,
+    branch_and_bound,
+    worth_replaying,
+)
 from parplan.planner.candidates.enumeration import CandidateSpace, no_candidate_error
 from parplan.planner.deadline import Deadline
 from parplan.planner.infeasible.shortfall import limit_bytes
@@ -44,8 +50,13 @@ from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.spec import TrainingSpec
 
-LEAST_SOLVE_S, MOST_SOLVE_S = 1.0, 2.0  # of one program; a layout that needs longer keeps its bound, and the gap says so
-WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program, as in planner/search/find_plan.py
+LEAST_SOLVE_S, MOST_SOLVE_S = (
+    1.0,
+    2.0,
+)  # of one program; a layout that needs longer keeps its bound, and the gap says so
+# a bound that is closer than this to the best is not worth another program, as in
+# planner/search/find_plan.py
+WORTH_PROVING = 0.0005
 REPLAY_SOLVE_S = 1.0  # of a layout that is only worth replaying
 ROUNDING = 1e-9  # relative
 WORTH_SOLVING = 0.01  # a layout that is only worth replaying is not solved for less
@@ -69,18 +80,36 @@ class TracedSearch:
     """One search over the shards of a traced model."""
 
     def __init__(
-        self, sharded: Sharded, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions, how: StageRule,
+        self,
+        sharded: Sharded,
+        cluster: Cluster,
+        training: TrainingSpec,
+        pins: Constraints,
+        options: SearchOptions,
+        how: StageRule,
     ) -> None:
         require_known(pins)
-        self.sharded, self.options, self.how, self.pins = sharded, options, how, pins.resolved(training.stack)
-        self.price_cache = ShardPriceCache(sharded, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
+        self.sharded, self.options, self.how, self.pins = (
+            sharded,
+            options,
+            how,
+            pins.resolved(training.stack),
+        )
+        self.price_cache = ShardPriceCache(
+            sharded, training, machine_for(cluster), zero_ranks=pins.zero_ranks
+        )
         self.tables = RangeTables(self.price_cache)
         self.limit_bytes = limit_bytes(cluster, training.stack, options)
-        self.space: CandidateSpace = enumerate_traced_candidates(len(sharded.shards), cluster, training, pins, how.counts)
+        self.space: CandidateSpace = enumerate_traced_candidates(
+            len(sharded.shards), cluster, training, pins, how.counts
+        )
         if not self.space.layouts:
             raise no_candidate_error(self.space, cluster)
         self.most_solve_s = MOST_SOLVE_S
-        self.also_1f1b = any(layout.mesh.pp > 1 and layout.schedule is Schedule.ONE_F_ONE_B for layout in self.space.layouts)
+        self.also_1f1b = any(
+            layout.mesh.pp > 1 and layout.schedule is Schedule.ONE_F_ONE_B
+            for layout in self.space.layouts
+        )
         self.deadline = options.deadline
         self._labels: dict[tuple[int, tuple[int, ...]], LabelTable] = {}
 
@@ -89,7 +118,10 @@ class TracedSearch:
         zeros = self.pins.zero or ZERO_STAGES
         levels = {Recompute.NONE: 0, Recompute.FULL: 1}
         chosen = [level for level in self.pins.recompute or levels if level in levels]
-        return Allowed(zeros=zeros if layout.mesh.dp > 1 else (0,), levels=tuple(sorted(levels[level] for level in chosen)))
+        return Allowed(
+            zeros=zeros if layout.mesh.dp > 1 else (0,),
+            levels=tuple(sorted(levels[level] for level in chosen)),
+        )
 
     def labels(self, micro_batch_size: int, levels: tuple[int, ...]) -> LabelTable:
         """The labels of ranges of shards that may run once (0) or again (1)."""
@@ -102,18 +134,30 @@ class TracedSearch:
         """The tables of every virtual stage of a frame."""
         allowed = self.allowed(layout)
         self.deadline.check()
-        return [StageTable(k, layout, self.tables, allowed, self.labels, self.limit_bytes) for k in range(layout.num_virtual_stages)]
+        return [
+            StageTable(k, layout, self.tables, allowed, self.labels, self.limit_bytes)
+            for k in range(layout.num_virtual_stages)
+        ]
 
-    def cut_ranges(self, layout: ParallelLayout, stages: Sequence[StageTable]) -> tuple[tuple[int, int], ...] | None:
+    def cut_ranges(
+        self, layout: ParallelLayout, stages: Sequence[StageTable]
+    ) -> tuple[tuple[int, int], ...] | None:
         """The ranges that --stages says, None where the search decides.
 
-        With several virtual stages a rank they are even, as those of described models: the slowest takes as little as can be.
+        With several virtual stages a rank they are even, as those of described models: the slowest
+        takes as little as can be.
         """
         fixed = ranges(self.how, self.sharded, layout.num_virtual_stages)
-        return tuple(path([table.least_s for table in stages])) if fixed is None and layout.virtual_stages > 1 else fixed
+        return (
+            tuple(path([table.least_s for table in stages]))
+            if fixed is None and layout.virtual_stages > 1
+            else fixed
+        )
 
     def least_times(self, layout: ParallelLayout, stages: Sequence[StageTable]) -> list[Array]:
-        """By stage and range the least seconds of a micro-batch, infinite for what can never fit or is not asked for."""
+        """By stage and range the least seconds of a micro-batch, infinite for what can never fit or
+        is not asked for.
+        """
         times, fixed = [], self.cut_ranges(layout, stages)
         for stage, table in enumerate(stages):
             least = np.where(table.least_bytes() <= table.usable_bytes, table.least_s, np.inf)
@@ -130,27 +174,45 @@ class TracedSearch:
         times = self.least_times(layout, stages)
         return RangeBounds(layout, times, times, [table.least_tail_s for table in stages]).least_s
 
-    def solve(self, layout: ParallelLayout, bound_s: float, cut_s: float, best_s: float) -> ShardSolved | None:
-        """The best choice of a layout that takes less than `cut_s`, None where there is none. Raises Unsolved, SolverError.
+    def solve(
+        self, layout: ParallelLayout, bound_s: float, cut_s: float, best_s: float
+    ) -> ShardSolved | None:
+        """The best choice of a layout that takes less than `cut_s`, None where there is none.
+        Raises Unsolved, SolverError.
 
         One that cannot beat `best_s`, but may in the simulator, gets little of the solver's time.
         """
-        self.most_solve_s = MOST_SOLVE_S if bound_s < best_s * (1 - WORTH_PROVING) else REPLAY_SOLVE_S
+        self.most_solve_s = (
+            MOST_SOLVE_S if bound_s < best_s * (1 - WORTH_PROVING) else REPLAY_SOLVE_S
+        )
         stages = self.stages(layout)
         times = self.least_times(layout, stages)
         finder = Finder(layout, stages, times, self.deadline)
         known, among = self._first(finder, cut_s)
         if known is None:
             return None
-        if layout.virtual_stages > 1 and known.proven:  # its cuts are given: it was chosen among all columns
+        if (
+            layout.virtual_stages > 1 and known.proven
+        ):  # its cuts are given: it was chosen among all columns
             return self._worthwhile(layout, known, bound_s)
-        options, least_s = finder.tightened(finder.below(min(cut_s, known.step_s)), min(cut_s, known.step_s))
+        options, least_s = finder.tightened(
+            finder.below(min(cut_s, known.step_s)), min(cut_s, known.step_s)
+        )
         bound_s = max(bound_s, min(least_s, known.step_s) * (1 - ROUNDING))
         near, self.most_solve_s = (
-            (ROUNDING, MOST_SOLVE_S) if bound_s < best_s * (1 - WORTH_PROVING) else (WORTH_SOLVING, REPLAY_SOLVE_S))
+            (ROUNDING, MOST_SOLVE_S)
+            if bound_s < best_s * (1 - WORTH_PROVING)
+            else (WORTH_SOLVING, REPLAY_SOLVE_S)
+        )
         if known.step_s <= least_s * (1 + near):
-            return self._worthwhile(layout, evaluate(layout, known.columns, proven=known.step_s <= least_s * (1 + ROUNDING)), bound_s)
-        if known.proven and all(set(columns) <= set(others) for columns, others in zip(options, among, strict=True)):
+            return self._worthwhile(
+                layout,
+                evaluate(layout, known.columns, proven=known.step_s <= least_s * (1 + ROUNDING)),
+                bound_s,
+            )
+        if known.proven and all(
+            set(columns) <= set(others) for columns, others in zip(options, among, strict=True)
+        ):
             found: ShardChoice | None = known
         else:
             try:
@@ -161,14 +223,28 @@ class TracedSearch:
             found = evaluate(layout, known.columns, proven=found is not None and found.proven)
         return self._worthwhile(layout, found, bound_s)
 
-    def _worthwhile(self, layout: ParallelLayout, found: ShardChoice, bound_s: float) -> ShardSolved | None:
-        """A choice with its bound; None for a schedule with recompute ahead in which nothing runs again: that is 1F1B."""
-        if layout.schedule in AHEAD and self.also_1f1b and not any(column.again for column in found.columns):
+    def _worthwhile(
+        self, layout: ParallelLayout, found: ShardChoice, bound_s: float
+    ) -> ShardSolved | None:
+        """A choice with its bound; None for a schedule with recompute ahead in which nothing runs
+        again: that is 1F1B.
+        """
+        if (
+            layout.schedule in AHEAD
+            and self.also_1f1b
+            and not any(column.again for column in found.columns)
+        ):
             return None
-        return ShardSolved(layout, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s)
+        return ShardSolved(
+            layout, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s
+        )
 
-    def _first(self, finder: Finder, cut_s: float) -> tuple[ShardChoice | None, list[list[ShardColumn]]]:
-        """A plan to begin with and the columns that it was chosen among; None where none takes less than `cut_s`, or none fits."""
+    def _first(
+        self, finder: Finder, cut_s: float
+    ) -> tuple[ShardChoice | None, list[list[ShardColumn]]]:
+        """A plan to begin with and the columns that it was chosen among; None where none takes less
+        than `cut_s`, or none fits.
+        """
         if finder.bounds.least_s >= cut_s:
             return None, []
         for factor in WIDENED:
@@ -180,7 +256,9 @@ class TracedSearch:
                 return known, options
         return None, []
 
-    def _solved(self, finder: Finder, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
+    def _solved(
+        self, finder: Finder, options: Sequence[Sequence[ShardColumn]]
+    ) -> ShardChoice | None:
         if not all(options):
             return None
         if finder.layout.virtual_stages > 1:
@@ -194,11 +272,26 @@ class TracedSearch:
         return self.deadline.solver_limit_s(LEAST_SOLVE_S, self.most_solve_s)
 
     def run(self, on_progress: OnProgress | None) -> BranchOutcome[ShardSolved]:
-        """All layouts, as long as one may be among the best. Raises KeyboardInterrupt before the first plan, SolverError."""
-        bounded = ((bound, layout) for layout in self.space.layouts if np.isfinite(bound := self.bound_s(layout)))
-        return branch_and_bound(Objective.THROUGHPUT, bounded, self.solve, worth_replaying, left_s=self.left_s, on_progress=on_progress)
+        """All layouts, as long as one may be among the best. Raises KeyboardInterrupt before the
+        first plan, SolverError.
+        """
+        bounded = (
+            (bound, layout)
+            for layout in self.space.layouts
+            if np.isfinite(bound := self.bound_s(layout))
+        )
+        return branch_and_bound(
+            Objective.THROUGHPUT,
+            bounded,
+            self.solve,
+            worth_replaying,
+            left_s=self.left_s,
+            on_progress=on_progress,
+        )
 
-    def replayed(self, outcome: BranchOutcome[ShardSolved]) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
+    def replayed(
+        self, outcome: BranchOutcome[ShardSolved]
+    ) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
         """The best solved layouts priced in full, the fastest first."""
         priced = list[tuple[ShardSolved, ShardStrategy, StepPrice]]()
         for one in outcome.to_replay:
@@ -210,15 +303,32 @@ class TracedSearch:
 
 
 class Finder:
-    """The columns of one layout, made for ranges as they are asked for; `coupled`: whether stages must fit together besides."""
+    """The columns of one layout, made for ranges as they are asked for; `coupled`: whether stages
+    must fit together besides.
+    """
 
-    def __init__(self, layout: ParallelLayout, stages: Sequence[StageTable], times: Sequence[Array], deadline: Deadline) -> None:
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        stages: Sequence[StageTable],
+        times: Sequence[Array],
+        deadline: Deadline,
+    ) -> None:
         self.layout, self.stages, self.times, self.check = layout, stages, times, deadline.check
-        walks = times if layout.schedule not in AHEAD else [
-            np.where(np.isfinite(least), np.minimum(least, table.base_s + _least_data(table)), np.inf)
-            for least, table in zip(times, stages, strict=True)]
+        walks = (
+            times
+            if layout.schedule not in AHEAD
+            else [
+                np.where(
+                    np.isfinite(least), np.minimum(least, table.base_s + _least_data(table)), np.inf
+                )
+                for least, table in zip(times, stages, strict=True)
+            ]
+        )
         self.bounds = RangeBounds(layout, times, walks, [table.least_tail_s for table in stages])
-        self.coupled = layout.virtual_stages > 1 or bool(stages[0].tables.price_cache.sharded.shared)
+        self.coupled = layout.virtual_stages > 1 or bool(
+            stages[0].tables.price_cache.sharded.shared
+        )
         self._made: dict[tuple[int, int, int], list[ShardColumn]] = {}
 
     def columns(self, stage: int, first: int, end: int) -> list[ShardColumn]:
@@ -230,23 +340,38 @@ class Finder:
         return self._made[key]
 
     def near(self, pace_s: float, cut_s: float) -> list[list[ShardColumn]]:
-        """By stage, the columns of ranges that may take `pace_s` at most, in a plan of less than `cut_s`."""
+        """By stage, the columns of ranges that may take `pace_s` at most, in a plan of less than
+        `cut_s`.
+        """
         return [
-            [column for first, end in np.argwhere((self.times[stage] <= pace_s) & (self.bounds.least(stage) < cut_s))
-             for column in self.columns(stage, int(first), int(end))]
-            for stage in range(len(self.stages))]
+            [
+                column
+                for first, end in np.argwhere(
+                    (self.times[stage] <= pace_s) & (self.bounds.least(stage) < cut_s)
+                )
+                for column in self.columns(stage, int(first), int(end))
+            ]
+            for stage in range(len(self.stages))
+        ]
 
     def even(self, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
-        """The ranges whose slowest is fastest, each with its fastest column; None where there are none, or they do not fit together."""
+        """The ranges whose slowest is fastest, each with its fastest column; None where there are
+        none, or they do not fit together.
+        """
         exact = [np.full_like(times, np.inf) for times in self.times]
         for stage, columns in enumerate(options):
             for column in columns:
-                exact[stage][column.first, column.end] = min(column.time_s, exact[stage][column.first, column.end])
+                exact[stage][column.first, column.end] = min(
+                    column.time_s, exact[stage][column.first, column.end]
+                )
         try:
             found = list(path(exact))
         except ValueError:
             return None
-        chosen = [min(self.columns(stage, *one), key=lambda column: (column.time_s, column.tail_s)) for stage, one in enumerate(found)]
+        chosen = [
+            min(self.columns(stage, *one), key=lambda column: (column.time_s, column.tail_s))
+            for stage, one in enumerate(found)
+        ]
         return evaluate(self.layout, chosen, proven=False) if are_alike(chosen) else None
 
     def below(self, cut_s: float) -> list[list[ShardColumn]]:
@@ -254,22 +379,47 @@ class Finder:
         options = []
         for stage in range(len(self.stages)):
             near = np.argwhere(self.bounds.least(stage) <= cut_s)
-            found = [column for first, end in near for column in self.columns(stage, int(first), int(end))]
-            options.append([column for column in found if self.bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)])
+            found = [
+                column
+                for first, end in near
+                for column in self.columns(stage, int(first), int(end))
+            ]
+            options.append(
+                [
+                    column
+                    for column in found
+                    if self.bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)
+                ]
+            )
         return options
 
-    def tightened(self, options: Sequence[Sequence[ShardColumn]], cut_s: float) -> tuple[list[list[ShardColumn]], float]:
-        """Of the columns of at most `cut_s` those that are so with what fits in place of the least, and no plan takes less than."""
+    def tightened(
+        self, options: Sequence[Sequence[ShardColumn]], cut_s: float
+    ) -> tuple[list[list[ShardColumn]], float]:
+        """Of the columns of at most `cut_s` those that are so with what fits in place of the least,
+        and no plan takes less than.
+        """
         listed = [list(columns) for columns in options]
         least_s, before = np.inf, -1
         while all(listed) and sum(map(len, listed)) != before:
             before = sum(map(len, listed))
-            arrays = [[_least_of(columns, name, times) for columns, times in zip(listed, self.times, strict=True)] for name in _SECONDS]
+            arrays = [
+                [
+                    _least_of(columns, name, times)
+                    for columns, times in zip(listed, self.times, strict=True)
+                ]
+                for name in _SECONDS
+            ]
             bounds = RangeBounds(self.layout, *arrays)
             least_s = bounds.least_s
             listed = [
-                [column for column in columns if bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)]
-                for stage, columns in enumerate(listed)]
+                [
+                    column
+                    for column in columns
+                    if bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)
+                ]
+                for stage, columns in enumerate(listed)
+            ]
         return listed, min(least_s, cut_s)
 
 
@@ -280,7 +430,9 @@ def _least_of(columns: Sequence[ShardColumn], name: str, like: Array) -> Array:
     """By range the least of a value of its columns, infinite where there are none."""
     least = np.full_like(like, np.inf)
     for column in columns:
-        least[column.first, column.end] = min(getattr(column, name), least[column.first, column.end])
+        least[column.first, column.end] = min(
+            getattr(column, name), least[column.first, column.end]
+        )
     return least
 
 
@@ -290,5 +442,10 @@ def _least_data(table: StageTable) -> Array:
 
 def to_shard_strategy(solved: ShardSolved) -> ShardStrategy:
     """The strategy of a choice."""
-    return ShardStrategy(layout=solved.layout, stages=tuple(
-        ShardRun(first=column.first, end=column.end, zero=column.zero, again=column.again) for column in solved.choice.columns))
+    return ShardStrategy(
+        layout=solved.layout,
+        stages=tuple(
+            ShardRun(first=column.first, end=column.end, zero=column.zero, again=column.again)
+            for column in solved.choice.columns
+        ),
+    )

@@ -1,4 +1,6 @@
-"""When no plan of a traced module fits: how much the leanest is short, on which stage, what binds, and what would help."""
+"""When no plan of a traced module fits: how much the leanest is short, on which stage, what binds,
+and what would help.
+"""
 
 from __future__ import annotations
 
@@ -21,51 +23,77 @@ from parplan.profiles.units import gib
 
 
 def infeasible_traced_error(search: TracedSearch) -> InfeasibleError:
-    """The error that says what binds, by how many GiB, and what would help, as far as the time goes."""
+    """The error that says what binds, by how many GiB, and what would help, as far as the time
+    goes.
+    """
     try:
         return _explained(search)
     except OutOfTimeError:
         cluster = search.price_cache.machine.cluster
         return InfeasibleError(
             f"{search.sharded.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not "
-            "searched, the time was over", hint="use more GPUs, or give it a longer --time-limit")
+            "searched, the time was over",
+            hint="use more GPUs, or give it a longer --time-limit",
+        )
 
 
 def _explained(search: TracedSearch) -> InfeasibleError:
     price_cache, training = search.price_cache, search.price_cache.training
     cluster, name = price_cache.machine.cluster, search.sharded.model.name
-    priced = ((made, price_shards(made, search.tables)) for made in (leanest_traced(search, layout) for layout in _layouts(search)))
+    priced = (
+        (made, price_shards(made, search.tables))
+        for made in (leanest_traced(search, layout) for layout in _layouts(search))
+    )
     strategy, price = min(priced, key=lambda found: max(memory.total for memory in found[1].memory))
     rank = max(range(strategy.layout.mesh.pp), key=lambda index: price.memory[index].total)
     memory, limit = price.memory[rank], search.limit_bytes
     parts = {
-        "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
-        "temporaries": memory.temporaries, "reserve (context, communicators, allocator)": memory.reserve}
+        "states (parameters, gradients, optimizer)": memory.states.total,
+        "activations": memory.activations,
+        "temporaries": memory.temporaries,
+        "reserve (context, communicators, allocator)": memory.reserve,
+    }
     largest = max(parts, key=lambda part: parts[part])
-    margin = "" if search.options.memory_limit_bytes is not None else (
-        f" with --memory-margin {memory_margin(training.stack, search.options):g}")
-    run = max((strategy.stages[stage] for stage in strategy.layout.stages_of(rank)), key=lambda run: run.end - run.first)
+    margin = (
+        ""
+        if search.options.memory_limit_bytes is not None
+        else (f" with --memory-margin {memory_margin(training.stack, search.options):g}")
+    )
+    run = max(
+        (strategy.stages[stage] for stage in strategy.layout.stages_of(rank)),
+        key=lambda run: run.end - run.first,
+    )
     shards = search.sharded.shards
     return InfeasibleError(
         f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({strategy.layout.mesh}, zero {run.zero}, "
         f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}) needs {gib(memory.total):.1f} GiB on stage "
         f"{rank} ({shards[run.first].name} to {shards[run.end - 1].name}), {gib(limit):.1f} usable{margin}: "
         f"{gib(memory.total - limit):.1f} GiB short; the largest part is {largest}, {gib(parts[largest]):.1f} GiB",
-        hint=_hint(search))
+        hint=_hint(search),
+    )
 
 
 def _recompute_text(run: ShardRun) -> str:
     if not run.again:
         return "no"
-    return "full" if len(run.again) == run.end - run.first else f"{len(run.again)} of {run.end - run.first} shards"
+    return (
+        "full"
+        if len(run.again) == run.end - run.first
+        else f"{len(run.again)} of {run.end - run.first} shards"
+    )
 
 
 def _layouts(search: TracedSearch) -> Iterator[ParallelLayout]:
-    """Per mesh the layout of the smallest micro-batch and the fewest virtual stages: one of them is the leanest."""
+    """Per mesh the layout of the smallest micro-batch and the fewest virtual stages: one of them is
+    the leanest.
+    """
     seen: dict[object, ParallelLayout] = {}
     for layout in search.space.layouts:
         known = seen.get(layout.mesh)
-        if known is None or (layout.micro_batch_size, layout.virtual_stages) < (known.micro_batch_size, known.virtual_stages):
+        if known is None or (layout.micro_batch_size, layout.virtual_stages) < (
+            known.micro_batch_size,
+            known.virtual_stages,
+        ):
             seen[layout.mesh] = layout
     yield from seen.values()
 
@@ -79,14 +107,22 @@ def _hint(search: TracedSearch) -> str:
     nodes = cluster.nodes
     while (nodes := 2 * nodes) <= MOST_TIMES_LARGER * cluster.nodes:
         more = replace(cluster, nodes=nodes)
-        if not enumerate_traced_candidates(len(search.sharded.shards), more, search.price_cache.training, pins, search.how.counts).layouts:
+        if not enumerate_traced_candidates(
+            len(search.sharded.shards), more, search.price_cache.training, pins, search.how.counts
+        ).layouts:
             continue
-        larger = TracedSearch(search.sharded, more, search.price_cache.training, pins, search.options, search.how)
+        larger = TracedSearch(
+            search.sharded, more, search.price_cache.training, pins, search.options, search.how
+        )
         for layout in _layouts(larger):
             price = price_shards(leanest_traced(larger, layout), larger.tables)
             if max(memory.total for memory in price.memory) <= larger.limit_bytes:
                 return f"{larger.price_cache.machine.cluster.num_gpus} GPUs are enough (--gpus {larger.price_cache.machine.cluster.num_gpus})"
-    shorter = "" if search.price_cache.training.seq_length == 1 else ", or shorter sequences (--seq-length)"
+    shorter = (
+        ""
+        if search.price_cache.training.seq_length == 1
+        else ", or shorter sequences (--seq-length)"
+    )
     return f"use a larger device{shorter}"
 
 
@@ -100,11 +136,15 @@ def leanest_ranges(layout: ParallelLayout, stages: list[StageTable]) -> tuple[tu
 
 
 def leanest_traced(search: TracedSearch, layout: ParallelLayout) -> ShardStrategy:
-    """The way to run a layout that holds least: its cuts by memory, every stage at its leanest ZeRO stage and recompute."""
+    """The way to run a layout that holds least: its cuts by memory, every stage at its leanest ZeRO
+    stage and recompute.
+    """
     stages = search.stages(layout)
     cuts = search.cut_ranges(layout, stages) or leanest_ranges(layout, stages)
-    return ShardStrategy(layout=layout, stages=tuple(
-        _leanest_run(table, *cut) for table, cut in zip(stages, cuts, strict=True)))
+    return ShardStrategy(
+        layout=layout,
+        stages=tuple(_leanest_run(table, *cut) for table, cut in zip(stages, cuts, strict=True)),
+    )
 
 
 def _leanest_run(table: StageTable, first: int, end: int) -> ShardRun:

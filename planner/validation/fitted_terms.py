@@ -1,4 +1,6 @@
-"""The terms of the prices that were fitted to measured steps: few, bounded, each with the rows it was fitted on."""
+"""The terms of the prices that were fitted to measured steps: few, bounded, each with the rows it
+was fitted on.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from parplan.profiles.machines.stack_terms import shipped_terms
 class FittedTerm:
     """One fitted value of one software stack or network (`stack` names it).
 
-    low, high: the bounds it was kept in, in `unit`; fitted_on: the sources whose rows the fit saw; rows: how many;
+    low, high: the bounds it was kept in, in `unit`; fitted_on: the sources whose rows the fit saw;
+    rows: how many;
     without: the value when all rows of one source are left out, by source
     """
 
@@ -32,7 +35,17 @@ def fitted_terms() -> list[FittedTerm]:
     terms = shipped_terms()
     return [
         FittedTerm(
-            stack=name, term=term, unit=one.unit, value=one.value, low=one.low, high=one.high, fitted_on=one.fitted_on, rows=one.rows,
-            without=one.without)
-        for group in (terms.stacks, terms.links) for name, found in group.items() for term, one in found.items()
+            stack=name,
+            term=term,
+            unit=one.unit,
+            value=one.value,
+            low=one.low,
+            high=one.high,
+            fitted_on=one.fitted_on,
+            rows=one.rows,
+            without=one.without,
+        )
+        for group in (terms.stacks, terms.links)
+        for name, found in group.items()
+        for term, one in found.items()
     ]

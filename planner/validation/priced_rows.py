@@ -1,7 +1,8 @@
 """Measured training steps -> the same configurations priced here: the honest look at the prices.
 
-A row that cannot be priced is returned with its reason, never dropped. A row that the fit of the terms saw
-(profiles/machines/stack_terms.py) is priced with the terms of the fit that saw nothing of its experiment; any other with those that ship.
+A row that cannot be priced is returned with its reason, never dropped. A row that the fit of the
+terms saw (profiles/machines/stack_terms.py) is priced with the terms of the fit that saw nothing of
+its experiment; any other with those that ship.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
 @dataclass(frozen=True, slots=True)
 class PricedRow:
-    """One row: measured and predicted seconds, and GiB where the row has them; `reason` when it is not priced.
+    """One row: measured and predicted seconds, and GiB where the row has them; `reason` when it is
+    not priced.
 
     grid               same source, model, GPUs and tokens in a step: what a ranking is about
-    predicted_total_gib, capacity_gib, predicted_fits    with the reserve, against the device, with the margin kept free
+    predicted_total_gib, capacity_gib, predicted_fits    with the reserve, against the device, with
+                                                         the margin kept free
     out_of_memory      whether the run did
     assumed            settings that the row left open
     """
@@ -68,40 +71,70 @@ class PricedRow:
     @property
     def error(self) -> float | None:
         """Relative error of the step time: positive when the prediction is too slow."""
-        return self.predicted_s / self.measured_s - 1 if self.predicted_s and self.measured_s else None
+        return (
+            self.predicted_s / self.measured_s - 1 if self.predicted_s and self.measured_s else None
+        )
 
     @property
     def memory_error(self) -> float | None:
-        return self.predicted_gib / self.measured_gib - 1 if self.predicted_gib and self.measured_gib else None
+        return (
+            self.predicted_gib / self.measured_gib - 1
+            if self.predicted_gib and self.measured_gib
+            else None
+        )
 
 
 def price_row(row: Row, terms: Terms | None = None, *, held_out: bool | None = None) -> PricedRow:
     """The row priced as the configuration it states, or the reason why not.
 
-    terms: those of another fit than the shipped one; held_out: leave the row's experiment out of the fit, by default where
-    the shipped table, which terms are fitted to, has rows of the same experiment, model and GPUs
+    terms: those of another fit than the shipped one; held_out: leave the row's experiment out of
+    the fit, by default where the shipped table, which terms are fitted to, has rows of the same
+    experiment, model and GPUs
     """
     row = dict.fromkeys(OPTIONAL, "") | dict(row)
-    without = experiment_of(row) if (_workload(row) in _fitted_workloads() if held_out is None else held_out) else None
+    without = (
+        experiment_of(row)
+        if (_workload(row) in _fitted_workloads() if held_out is None else held_out)
+        else None
+    )
     try:
         configuration = configuration_of(row, terms, without=without)
-        price_cache = PriceCache(configuration.model, configuration.training, machine_for(configuration.cluster, terms, without=without))
+        price_cache = PriceCache(
+            configuration.model,
+            configuration.training,
+            machine_for(configuration.cluster, terms, without=without),
+        )
         price = _price(configuration, price_cache)
     except (UnpricedError, ConfigError) as error:
-        return PricedRow(row["id"], source_of(row), reason=_counted(str(error)) if isinstance(error, ConfigError) else str(error))
+        return PricedRow(
+            row["id"],
+            source_of(row),
+            reason=_counted(str(error)) if isinstance(error, ConfigError) else str(error),
+        )
     fullest = max(price.memory, key=lambda memory: memory.total)
     capacity = configuration.cluster.device.memory_bytes
     margin = shipped_terms().residuals_of(stack_name(row)).memory_margin
     return PricedRow(
-        row["id"], source_of(row), measured_s=_measured_s(row), predicted_s=price.step_s,
-        measured_gib=_number(row["peak_memory_gib"]), predicted_gib=predicted_gib(price.memory, row["memory_kind"]), kind=step_kind(price),
+        row["id"],
+        source_of(row),
+        measured_s=_measured_s(row),
+        predicted_s=price.step_s,
+        measured_gib=_number(row["peak_memory_gib"]),
+        predicted_gib=predicted_gib(price.memory, row["memory_kind"]),
+        kind=step_kind(price),
         grid=_grid(row, configuration),
-        capacity_gib=capacity / GIB, predicted_total_gib=fullest.total / GIB, out_of_memory=_ran_out(row),
-        predicted_fits=fullest.total <= capacity * (1 - margin), assumed=configuration.assumed)
+        capacity_gib=capacity / GIB,
+        predicted_total_gib=fullest.total / GIB,
+        out_of_memory=_ran_out(row),
+        predicted_fits=fullest.total <= capacity * (1 - margin),
+        assumed=configuration.assumed,
+    )
 
 
 def _grid(row: Row, configuration: Configuration) -> str:
-    """The key of the grid: model, GPUs and batch, which for sequences of several lengths is counted in tokens."""
+    """The key of the grid: model, GPUs and batch, which for sequences of several lengths is counted
+    in tokens.
+    """
     tokens = configuration.training.tokens_per_step
     return "|".join((source_of(row), row["model"], row["gpu"], row["n_gpus"], f"{tokens} tokens"))
 
@@ -122,14 +155,22 @@ def _fitted_workloads() -> frozenset[tuple[str, ...]]:
 
 
 def _ran_out(row: Row) -> bool | None:
-    """Whether the run ran out of memory: said so, or has a step time; None where the row tells neither."""
+    """Whether the run ran out of memory: said so, or has a step time; None where the row tells
+    neither.
+    """
     if row["memory_kind"] in OUT_OF_MEMORY or row["notes"].startswith("OOM"):
         return True
-    return False if row["step_time_s"] or row["derived_step_time_s"] or row["peak_memory_gib"] else None
+    return (
+        False
+        if row["step_time_s"] or row["derived_step_time_s"] or row["peak_memory_gib"]
+        else None
+    )
 
 
 def _price(configuration: Configuration, price_cache: PriceCache) -> StepPrice:
-    """The price of what was run; of what is open the fastest choice that fits the device, or the leanest when none does."""
+    """The price of what was run; of what is open the fastest choice that fits the device, or the
+    leanest when none does.
+    """
     prices: list[StepPrice] = []
     refused: UnpricedError | None = None
     for micro_batch in configuration.micro_batches:
@@ -151,13 +192,22 @@ def _peak(price: StepPrice) -> float:
     return max(memory.total for memory in price.memory)
 
 
-def _price_one(configuration: Configuration, layout: ParallelLayout, levels: tuple[Recompute, ...], price_cache: PriceCache) -> StepPrice:
+def _price_one(
+    configuration: Configuration,
+    layout: ParallelLayout,
+    levels: tuple[Recompute, ...],
+    price_cache: PriceCache,
+) -> StepPrice:
     model, cluster, training = configuration.model, configuration.cluster, configuration.training
-    reason = illegal_tensor_parallel(layout.mesh.tp, model, cluster, across_nodes=True) or illegal_layout(layout, model, training)
+    reason = illegal_tensor_parallel(
+        layout.mesh.tp, model, cluster, across_nodes=True
+    ) or illegal_layout(layout, model, training)
     if reason:
         raise UnpricedError(_counted(reason))
     blocks = configuration.blocks or default_blocks(layout, model.num_layers)
-    strategy = uniform_strategy(layout, blocks, zero=configuration.zero, recompute=levels[0], price_cache=price_cache)
+    strategy = uniform_strategy(
+        layout, blocks, zero=configuration.zero, recompute=levels[0], price_cache=price_cache
+    )
     return price_step(_in_turn(strategy, levels) if len(levels) > 1 else strategy, price_cache)
 
 
@@ -165,14 +215,24 @@ def _in_turn(strategy: Strategy, levels: tuple[Recompute, ...]) -> Strategy:
     """The strategy with its blocks at the levels in turn."""
     cycle = itertools.cycle(levels)
     stages = tuple(
-        tuple(replace(choice, recompute=next(cycle)) if choice.kind is LayerKind.BLOCK else choice for choice in stage)
-        for stage in strategy.stages)
+        tuple(
+            replace(choice, recompute=next(cycle)) if choice.kind is LayerKind.BLOCK else choice
+            for choice in stage
+        )
+        for stage in strategy.stages
+    )
     return replace(strategy, stages=stages)
 
 
 def _measured_s(row: Row) -> float | None:
-    """The step time, stated or derived; that of toy models, which the host launches no faster, is none."""
-    return None if LAUNCH_BOUND in row["notes"] else _number(row["step_time_s"] or row["derived_step_time_s"])
+    """The step time, stated or derived; that of toy models, which the host launches no faster, is
+    none.
+    """
+    return (
+        None
+        if LAUNCH_BOUND in row["notes"]
+        else _number(row["step_time_s"] or row["derived_step_time_s"])
+    )
 
 
 def _number(text: str | None) -> float | None:

@@ -1,8 +1,9 @@
-"""Which of a device's memory figures a row reports, and of which pipeline rank: the predicted figure to compare it with.
+"""Which of a device's memory figures a row reports, and of which pipeline rank: the predicted
+figure to compare it with.
 
-    allocated   torch.cuda.max_memory_allocated: tensors alone
-    reserved    torch.cuda.max_memory_reserved: what the allocator took from the device
-    device      nvidia-smi: also the communicators and the context; what runs out
+allocated   torch.cuda.max_memory_allocated: tensors alone
+reserved    torch.cuda.max_memory_reserved: what the allocator took from the device
+device      nvidia-smi: also the communicators and the context; what runs out
 """
 
 from __future__ import annotations
@@ -21,21 +22,33 @@ class Figure(StrEnum):
     DEVICE = "device"
 
 
-FIGURES = (  # what a memory_kind cell contains, first match first; torchtitan prints what is reserved, nanotron what is allocated
+# what a memory_kind cell contains, first match first; torchtitan prints what is reserved, nanotron
+# what is allocated
+FIGURES = (
     (r"reserved|torchtitan", Figure.RESERVED),
     (r"alloc|active|nanotron|allocator", Figure.ALLOCATED),
 )
-LAST_RANK = r"last[ -](PP |pipeline )?stage"  # Megatron-LM's tests log on the last pipeline rank; every other figure is of the fullest
+# Megatron-LM's tests log on the last pipeline rank; every other figure is of the fullest
+LAST_RANK = r"last[ -](PP |pipeline )?stage"
 
 
 def figure_of(memory_kind: str) -> Figure:
-    """The figure that a memory_kind cell names; an unnamed one is the whole device's, as nvidia-smi prints it."""
-    return next((figure for pattern, figure in FIGURES if re.search(pattern, memory_kind, re.IGNORECASE)), Figure.DEVICE)
+    """The figure that a memory_kind cell names; an unnamed one is the whole device's, as nvidia-smi
+    prints it.
+    """
+    return next(
+        (figure for pattern, figure in FIGURES if re.search(pattern, memory_kind, re.IGNORECASE)),
+        Figure.DEVICE,
+    )
 
 
 def measured_as(memory: RankMemory, figure: Figure) -> float:
     """Bytes of the device of one pipeline rank, counted as `figure` counts them."""
-    return {Figure.ALLOCATED: memory.allocated, Figure.RESERVED: memory.reserved, Figure.DEVICE: memory.total}[figure]
+    return {
+        Figure.ALLOCATED: memory.allocated,
+        Figure.RESERVED: memory.reserved,
+        Figure.DEVICE: memory.total,
+    }[figure]
 
 
 def predicted_gib(memory: Sequence[RankMemory], memory_kind: str) -> float:

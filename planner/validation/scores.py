@@ -1,16 +1,20 @@
-"""Predicted against measured steps -> the figures a set of prices is judged by, for each source of rows.
+"""Predicted against measured steps -> the figures a set of prices is judged by, for each source of
+rows.
 
-Pure functions on rows that are priced already. With p a predicted and m a measured value, both of one row:
+Pure functions on rows that are priced already. With p a predicted and m a measured value, both of
+one row:
 
-    e = p / m - 1               relative error: positive when the prediction is too slow, or too large
-    mape = mean |e|             median = median |e|             bias = mean e
-    tau-b = (C - D) / sqrt((n0 - n1) (n0 - n2))                 C, D concordant and discordant pairs of a grid's n rows,
-                                                                n0 = n (n - 1) / 2, n1 and n2 the pairs tied in p and in m
+    e = p / m - 1               relative error: positive when the prediction is too slow, or too
+    large mape = mean |e|             median = median |e|             bias = mean e tau-b = (C - D)
+    / sqrt((n0 - n1) (n0 - n2))                 C, D concordant and discordant pairs of a grid's n
+    rows,
+                                                                n0 = n (n - 1) / 2, n1 and n2 the
+                                                                pairs tied in p and in m
     regret@k = min m of the k rows that p ranks fastest / min m of the grid - 1
 
-tau-b: Kendall 1945, Biometrika 33(3), doi:10.1093/biomet/33.3.239. A grid is the rows of one workload on one machine
-(`PricedRow.grid`); tau and regret of a source are means over its grids, each counted once. Every figure is a fraction, and
-None where no row defines it.
+tau-b: Kendall 1945, Biometrika 33(3), doi:10.1093/biomet/33.3.239. A grid is the rows of one
+workload on one machine (`PricedRow.grid`); tau and regret of a source are means over its grids,
+each counted once. Every figure is a fraction, and None where no row defines it.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ class GridScore:
 class SourceScore:
     """The figures of one source, in the order in which they are printed and written as JSON.
 
-    unpriced: reason -> rows; oom_recall: share of the rows that ran out of memory that were predicted not to fit;
+    unpriced: reason -> rows; oom_recall: share of the rows that ran out of memory that were
+    predicted not to fit;
     oom_precision: share of the rows predicted not to fit that did run out of memory
     """
 
@@ -77,11 +82,20 @@ def _score_of(rows: Sequence[PricedRow]) -> SourceScore:
     memories = [row.memory_error for row in rows if row.memory_error is not None]
     grids = grid_scores(rows)
     return SourceScore(
-        rows=len(rows), priced=sum(row.reason is None for row in rows), unpriced=unpriced(rows),
-        mape_time=_mean(map(abs, times)), median_time=statistics.median(map(abs, times)) if times else None, bias_time=_mean(times),
+        rows=len(rows),
+        priced=sum(row.reason is None for row in rows),
+        unpriced=unpriced(rows),
+        mape_time=_mean(map(abs, times)),
+        median_time=statistics.median(map(abs, times)) if times else None,
+        bias_time=_mean(times),
         kendall_tau=_mean(grid.kendall_tau for grid in grids if grid.kendall_tau is not None),
-        regret_at_1=_mean(grid.regret_at_1 for grid in grids), regret_at_3=_mean(grid.regret_at_3 for grid in grids),
-        mape_memory=_mean(map(abs, memories)), bias_memory=_mean(memories), oom_recall=oom_recall(rows), oom_precision=oom_precision(rows))
+        regret_at_1=_mean(grid.regret_at_1 for grid in grids),
+        regret_at_3=_mean(grid.regret_at_3 for grid in grids),
+        mape_memory=_mean(map(abs, memories)),
+        bias_memory=_mean(memories),
+        oom_recall=oom_recall(rows),
+        oom_precision=oom_precision(rows),
+    )
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -97,24 +111,36 @@ def unpriced(rows: Iterable[PricedRow]) -> dict[str, int]:
 def grid_scores(rows: Iterable[PricedRow]) -> list[GridScore]:
     """The grids with at least three configurations that were timed and priced.
 
-    Repeats of a run are priced alike, so the distinct predictions are what tells how many configurations a grid has.
+    Repeats of a run are priced alike, so the distinct predictions are what tells how many
+    configurations a grid has.
     """
     grids: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row.grid is not None and row.predicted_s is not None and row.measured_s is not None:
             grids.setdefault(row.grid, []).append((row.predicted_s, row.measured_s))
-    return [_grid_score(key, pairs) for key, pairs in grids.items() if len({p for p, _ in pairs}) >= SMALLEST_GRID]
+    return [
+        _grid_score(key, pairs)
+        for key, pairs in grids.items()
+        if len({p for p, _ in pairs}) >= SMALLEST_GRID
+    ]
 
 
 def _grid_score(key: str, pairs: Sequence[tuple[float, float]]) -> GridScore:
     predicted, measured = zip(*pairs, strict=True)
     return GridScore(
-        key=key, rows=len(pairs), best_s=min(measured), kendall_tau=kendall_tau(predicted, measured),
-        regret_at_1=regret(predicted, measured, 1), regret_at_3=regret(predicted, measured, 3))
+        key=key,
+        rows=len(pairs),
+        best_s=min(measured),
+        kendall_tau=kendall_tau(predicted, measured),
+        regret_at_1=regret(predicted, measured, 1),
+        regret_at_3=regret(predicted, measured, 3),
+    )
 
 
 def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
-    """Kendall's tau-b of two orders, -1 to 1; None where one of them ranks nothing. O(n^2), for grids of some hundred rows."""
+    """Kendall's tau-b of two orders, -1 to 1; None where one of them ranks nothing. O(n^2), for
+    grids of some hundred rows.
+    """
     balance = ranked_p = ranked_m = 0
     for (p, m), (other_p, other_m) in combinations(zip(predicted, measured, strict=True), 2):
         sign_p, sign_m = _sign(p, other_p), _sign(m, other_m)
@@ -129,26 +155,41 @@ def _sign(a: float, b: float) -> int:
 
 
 def regret(predicted: Sequence[float], measured: Sequence[float], k: int) -> float:
-    """How much slower than the best of the grid is the best of the `k` predicted fastest; ties count against the prediction."""
+    """How much slower than the best of the grid is the best of the `k` predicted fastest; ties
+    count against the prediction.
+    """
     ranked = sorted(zip(predicted, measured, strict=True), key=lambda row: (row[0], -row[1]))
     return min(m for _, m in ranked[:k]) / min(measured) - 1
 
 
 def oom_recall(rows: Iterable[PricedRow]) -> float | None:
     """Share of the priced rows that ran out of memory that were predicted not to fit."""
-    found = [row.predicted_fits is False for row in rows if row.out_of_memory and row.predicted_fits is not None]
+    found = [
+        row.predicted_fits is False
+        for row in rows
+        if row.out_of_memory and row.predicted_fits is not None
+    ]
     return _mean(found)
 
 
 def oom_precision(rows: Iterable[PricedRow]) -> float | None:
-    """Share of the rows predicted not to fit, among those known to have run or not, that ran out of memory."""
-    found = [row.out_of_memory for row in rows if row.predicted_fits is False and row.out_of_memory is not None]
+    """Share of the rows predicted not to fit, among those known to have run or not, that ran out of
+    memory.
+    """
+    found = [
+        row.out_of_memory
+        for row in rows
+        if row.predicted_fits is False and row.out_of_memory is not None
+    ]
     return _mean(found)
 
 
 def error_table(priced: Iterable[PricedRow]) -> dict[str, dict[str, Any]]:
     """The scores by source, rounded: what `tests/golden/validation.json` holds."""
-    return {source: {name: _rounded(value) for name, value in asdict(found).items()} for source, found in score(priced).items()}
+    return {
+        source: {name: _rounded(value) for name, value in asdict(found).items()}
+        for source, found in score(priced).items()
+    }
 
 
 def _rounded(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""A table of measured steps, read: the shipped one or a file, one mapping of column to text a row."""
+"""A table of measured steps, read: the shipped one or a file, one mapping of column to text a
+row.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SHIPPED = "published_steps.csv"
 
 
 def read_table(path: Path | None = None) -> list[Row]:
-    """The rows of a table of measured steps, by default of the one that is shipped. Raises ConfigError."""
+    """The rows of a table of measured steps, by default of the one that is shipped. Raises
+    ConfigError.
+    """
     if path is None:
         with as_file(files("parplan.profiles") / "data" / SHIPPED) as shipped:
             return read_table(shipped)
@@ -33,12 +37,17 @@ def _cleaned(row: Row) -> Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a steps table. Raises ConfigError when the file cannot be read or lacks a needed column."""
+    """The rows of a steps table. Raises ConfigError when the file cannot be read or lacks a needed
+    column.
+    """
     file = io.StringIO(read_text(path, hints=Hints(_HINT, _HINT)), newline="")
     rows: list[Row] = [dict.fromkeys(OPTIONAL, "") | row for row in csv.DictReader(file)]
     if not rows:
         raise ConfigError(f"{path}: no rows", hint=_HINT)
     missing = [name for name in (*NEEDED, "id", "framework") if name not in rows[0]]
     if missing:
-        raise ConfigError(f"{path}: no column {missing[0]}", hint="the columns of a steps table are listed in docs/accuracy.md")
+        raise ConfigError(
+            f"{path}: no column {missing[0]}",
+            hint="the columns of a steps table are listed in docs/accuracy.md",
+        )
     return rows

@@ -1,4 +1,6 @@
-"""The rows of a table of measured steps: those of the sources asked for, each priced or with its reason."""
+"""The rows of a table of measured steps: those of the sources asked for, each priced or with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,22 @@ from parplan.planner.validation.configuration import NEEDED, Row, source_of
 from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.profiles.errors import unknown_name_error
 
-_COUNTS = (*NEEDED, "vocab", "micro_batch", "gpus_per_node", "kv_heads", "head_dim", "vocab_multiple")
-_COUNTS_OR_NONE = ("vpp", "cp", "ep", "experts", "zero_stage")  # where some write 0 for what was not used
+_COUNTS = (
+    *NEEDED,
+    "vocab",
+    "micro_batch",
+    "gpus_per_node",
+    "kv_heads",
+    "head_dim",
+    "vocab_multiple",
+)
+_COUNTS_OR_NONE = (
+    "vpp",
+    "cp",
+    "ep",
+    "experts",
+    "zero_stage",
+)  # where some write 0 for what was not used
 _MEASURED = ("step_time_s", "derived_step_time_s", "peak_memory_gib")
 _MOST_DIGITS = 9  # of a count
 
@@ -18,7 +34,9 @@ OnRow = Callable[[int], None]  # told how many rows are done
 
 
 def of_sources(rows: Sequence[Row], sources: Collection[str]) -> list[Row]:
-    """The rows of these sources, every row when none is named. Raises ConfigError for one that the table lacks."""
+    """The rows of these sources, every row when none is named. Raises ConfigError for one that the
+    table lacks.
+    """
     known = dict.fromkeys(map(source_of, rows))
     for name in sources:
         if name not in known:
@@ -27,18 +45,24 @@ def of_sources(rows: Sequence[Row], sources: Collection[str]) -> list[Row]:
 
 
 def price_table(rows: Sequence[Row], on_row: OnRow | None = None) -> list[PricedRow]:
-    """Every row priced, in order; a cell that is no number is a reason why not, as what `price_row` cannot price is."""
+    """Every row priced, in order; a cell that is no number is a reason why not, as what `price_row`
+    cannot price is.
+    """
     priced = []
     for row in rows:
         fault = _fault(row)
-        priced.append(PricedRow(row["id"], source_of(row), reason=fault) if fault else price_row(row))
+        priced.append(
+            PricedRow(row["id"], source_of(row), reason=fault) if fault else price_row(row)
+        )
         if on_row is not None:
             on_row(len(priced))
     return priced
 
 
 def _fault(row: Row) -> str | None:
-    """A row without a name, or what is wrong with a cell that must be a number; other empty cells are not judged here."""
+    """A row without a name, or what is wrong with a cell that must be a number; other empty cells
+    are not judged here.
+    """
     if not row["id"]:
         return "id is not stated"
     for name in (*_COUNTS, *_COUNTS_OR_NONE):

@@ -1,10 +1,12 @@
-"""Measured steps -> profiles/data/terms.yaml: `python -m parplan.planner.validation.term_fit [--steps FILE]`, a few minutes.
+"""Measured steps -> profiles/data/terms.yaml: `python -m parplan.planner.validation.term_fit
+[--steps FILE]`, a few minutes.
 
-Every term is one number with physical bounds, of a software stack or of a network. Each is fitted by trying values, one
-term after another, so that the mean of |log(predicted / measured)| over the experiments that ran it is least; an experiment
-counts once, however many rows it has. Then the same is done without each experiment in turn: those values price its own rows
-in `plan validate`, so that no figure is of rows that its fit saw. A stack whose only experiment is left out falls back to
-the median slowdown of the other stacks and to neutral terms. Same table, same bytes.
+Every term is one number with physical bounds, of a software stack or of a network. Each is fitted
+by trying values, one term after another, so that the mean of |log(predicted / measured)| over the
+experiments that ran it is least; an experiment counts once, however many rows it has. Then the same
+is done without each experiment in turn: those values price its own rows in `plan validate`, so that
+no figure is of rows that its fit saw. A stack whose only experiment is left out falls back to the
+median slowdown of the other stacks and to neutral terms. Same table, same bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ TRIES = 5
 DIGITS = 3
 PRICE_OF_TERMS = 0.01
 BAND_SHARE = 0.8  # eight rows in ten lie within a band
-MARGIN_SHARE = 0.99  # of the rows, those that ran out of memory too, needed no more than predicted and the margin
+# of the rows, those that ran out of memory too, needed no more than predicted and the margin
+MARGIN_SHARE = 0.99
 TOY_SHARE = 0.1  # of a device: runs that hold less say little of one that fills it
 WORST = 1.5  # an error counts as at most this, in log: rows of a broken run pull no term
 
@@ -69,14 +72,21 @@ STACK_TERMS = {
 OWN_TERMS = {  # of the one stack whose rows show them
     "nanotron-2024": {"transfer_share": TermBounds(0.005, 1.0, "share", 1.0)},
 }
-MEMORY_TERMS = {"allocator_share": TermBounds(0.005, 0.25, "share", NEUTRAL.allocator_share)}  # of stacks with rows of a whole device
-LINK_TERMS = {  # a share of a NIC's bandwidth; Omni-Path's before any step: the median of three all-reduces on 4 and 16 nodes
-    "omni-path": TermBounds(0.05, 0.95, "share", 0.14),  # (bigscience-workshop/bigscience experiments/bandwidth)
+MEMORY_TERMS = {
+    "allocator_share": TermBounds(0.005, 0.25, "share", NEUTRAL.allocator_share)
+}  # of stacks with rows of a whole device
+# a share of a NIC's bandwidth; Omni-Path's before any step: the median of three all-reduces on 4
+# and 16 nodes
+LINK_TERMS = {
+    "omni-path": TermBounds(
+        0.05, 0.95, "share", 0.14
+    ),  # (bigscience-workshop/bigscience experiments/bandwidth)
     "roce": TermBounds(0.05, 0.95, "share", 0.9),
     "efa": TermBounds(0.05, 0.95, "share", 0.9),
 }
 NIC_SHARE = "nic_share"
-DETERMINISTIC = "deterministic kernels"  # noted of release tests: slower kernels on purpose, which say nothing of a stack
+# noted of release tests: slower kernels on purpose, which say nothing of a stack
+DETERMINISTIC = "deterministic kernels"
 
 Key = tuple[str, str, str]  # "stacks" or "links", the name of one, the term
 Values = Mapping[Key, float]
@@ -84,7 +94,11 @@ Values = Mapping[Key, float]
 
 def bounds_of(key: Key) -> TermBounds:
     """The bounds of a term."""
-    return LINK_TERMS[key[1]] if key[0] == "links" else (STACK_TERMS | MEMORY_TERMS | OWN_TERMS.get(key[1], {}))[key[2]]
+    return (
+        LINK_TERMS[key[1]]
+        if key[0] == "links"
+        else (STACK_TERMS | MEMORY_TERMS | OWN_TERMS.get(key[1], {}))[key[2]]
+    )
 
 
 def terms_of(values: Values) -> Terms:
@@ -116,7 +130,9 @@ class Fit:
             if measured and not priced.assumed and DETERMINISTIC not in row["notes"]:
                 self.rows.setdefault(experiment_of(row), []).append(row)
                 self.keys.setdefault(experiment_of(row), set()).update(_keys(row))
-        self.rows = {name: _spaced(found, ROWS_OF_EXPERIMENT) for name, found in sorted(self.rows.items())}
+        self.rows = {
+            name: _spaced(found, ROWS_OF_EXPERIMENT) for name, found in sorted(self.rows.items())
+        }
         self.all_keys = sorted(set().union(*self.keys.values()))
         self._losses: dict[tuple[str, tuple[tuple[Key, float], ...]], float] = {}
 
@@ -125,12 +141,17 @@ class Fit:
         return tuple(name for name in self.rows if key in self.keys[name] and name != without)
 
     def loss(self, experiments: Iterable[str], values: Values) -> float:
-        """The mean over experiments of the mean |log(predicted / measured)| of their times and memories, and what terms cost.
+        """The mean over experiments of the mean |log(predicted / measured)| of their times and
+        memories, and what terms cost.
 
-        A factor e away from its neutral value costs as much as 1 % of error: a term that rows do not need stays neutral.
+        A factor e away from its neutral value costs as much as 1 % of error: a term that rows do
+        not need stays neutral.
         """
         paid = sum(abs(math.log(value / bounds_of(key).neutral)) for key, value in values.items())
-        return statistics.fmean(self._loss(name, values) for name in experiments) + PRICE_OF_TERMS * paid
+        return (
+            statistics.fmean(self._loss(name, values) for name in experiments)
+            + PRICE_OF_TERMS * paid
+        )
 
     def _loss(self, experiment: str, values: Values) -> float:
         own = tuple(sorted((key, values[key]) for key in self.keys[experiment]))
@@ -138,11 +159,17 @@ class Fit:
             terms = terms_of(values)
             priced = [(row, price_row(row, terms, held_out=False)) for row in self.rows[experiment]]
             times = [_log(one.error) for _, one in priced if one.error is not None]
-            memories = [_log(error) for row, one in priced if (error := _memory_error(row, one)) is not None]
-            self._losses[experiment, own] = sum(statistics.fmean(errors) for errors in (times, memories) if errors)
+            memories = [
+                _log(error) for row, one in priced if (error := _memory_error(row, one)) is not None
+            ]
+            self._losses[experiment, own] = sum(
+                statistics.fmean(errors) for errors in (times, memories) if errors
+            )
         return self._losses[experiment, own]
 
-    def fitted(self, start: Values, keys: Sequence[Key], without: str | None = None) -> dict[Key, float]:
+    def fitted(
+        self, start: Values, keys: Sequence[Key], without: str | None = None
+    ) -> dict[Key, float]:
         """The values after a few sweeps over `keys`, each set to the best of ever finer tries."""
         values = dict(start)
         for _ in range(SWEEPS):
@@ -161,7 +188,9 @@ class Fit:
         for _ in range(REFINEMENTS):
             ratio = (high / low) ** (1 / (TRIES - 1))
             tries = {_rounded(low * ratio**i) for i in range(TRIES)} | {best}
-            best = min(sorted(tries), key=lambda value: self.loss(experiments, {**values, key: value}))
+            best = min(
+                sorted(tries), key=lambda value: self.loss(experiments, {**values, key: value})
+            )
             low, high = max(bounds.low, best / ratio), min(bounds.high, best * ratio)
         return best
 
@@ -201,20 +230,35 @@ def _rounded(value: float) -> float:
 
 
 def _fallback(key: Key, values: Values, fit: Fit, without: str) -> float:
-    """What a term is when its only experiment is left out: how slow kernels are on the other stacks, or neutral."""
-    others = [value for other, value in values.items() if other[2] == key[2] == SLOWDOWN and fit.experiments(other, without)]
+    """What a term is when its only experiment is left out: how slow kernels are on the other
+    stacks, or neutral.
+    """
+    others = [
+        value
+        for other, value in values.items()
+        if other[2] == key[2] == SLOWDOWN and fit.experiments(other, without)
+    ]
     return _rounded(statistics.median(others)) if others else bounds_of(key).neutral
 
 
 def fit_terms(rows: Sequence[Row]) -> Terms:
-    """Every term, and its values without each experiment; no residuals, which are of predictions made with these."""
+    """Every term, and its values without each experiment; no residuals, which are of predictions
+    made with these.
+    """
     fit = Fit(rows)
     start = {key: bounds_of(key).neutral for key in fit.all_keys}
     values = fit.fitted(start, fit.all_keys)
     without: dict[Key, dict[str, float]] = {key: {} for key in fit.all_keys}
     for experiment in fit.rows:
         keys = sorted(fit.keys[experiment])
-        left = {**values, **{key: _fallback(key, values, fit, experiment) for key in keys if not fit.experiments(key, experiment)}}
+        left = {
+            **values,
+            **{
+                key: _fallback(key, values, fit, experiment)
+                for key in keys
+                if not fit.experiments(key, experiment)
+            },
+        }
         for key, value in fit.fitted(left, keys, experiment).items():
             if key in fit.keys[experiment]:
                 without[key][experiment] = value
@@ -222,12 +266,15 @@ def fit_terms(rows: Sequence[Row]) -> Terms:
     for key in fit.all_keys:
         experiments = fit.experiments(key)
         rows_of_term = sum(len(fit.rows[name]) for name in experiments)
-        terms[key] = replace(_term(key, values[key]), rows=rows_of_term, fitted_on=experiments, without=without[key])
+        terms[key] = replace(
+            _term(key, values[key]), rows=rows_of_term, fitted_on=experiments, without=without[key]
+        )
     return _grouped(terms)
 
 
 def residuals_of(rows: Sequence[Row], priced: Sequence[PricedRow]) -> dict[str, Residuals]:
-    """The residuals by stack and over all rows, of predictions whose fit had not seen them; stacks that share terms share them.
+    """The residuals by stack and over all rows, of predictions whose fit had not seen them; stacks
+    that share terms share them.
 
     Rows that leave a setting open, or ran slower kernels on purpose, say nothing of a plan's error.
     """
@@ -237,23 +284,37 @@ def residuals_of(rows: Sequence[Row], priced: Sequence[PricedRow]) -> dict[str, 
         if one.reason is None and not one.assumed and DETERMINISTIC not in row["notes"]:
             by_family.setdefault(family[stack_name(row)], []).append(one)
     every = [one for found in by_family.values() for one in found]
-    own = {name: _residuals(by_family[found]) for name, found in family.items() if found in by_family}
+    own = {
+        name: _residuals(by_family[found]) for name, found in family.items() if found in by_family
+    }
     return {EVERY_STACK: _residuals(every), **own}
 
 
 def _residuals(priced: Sequence[PricedRow]) -> Residuals:
-    times = [one.measured_s / one.predicted_s - 1 for one in priced if one.measured_s and one.predicted_s]
+    times = [
+        one.measured_s / one.predicted_s - 1 for one in priced if one.measured_s and one.predicted_s
+    ]
     memories = [
-        one.measured_gib / one.predicted_gib - 1 for one in priced
-        if one.measured_gib and one.predicted_gib and one.measured_gib >= TOY_SHARE * (one.capacity_gib or 0)]
+        one.measured_gib / one.predicted_gib - 1
+        for one in priced
+        if one.measured_gib
+        and one.predicted_gib
+        and one.measured_gib >= TOY_SHARE * (one.capacity_gib or 0)
+    ]
     missed = [found for one in priced if (found := _missed_share(one)) is not None]
     return Residuals(
-        time_rows=len(times), time_band=_quantile(map(abs, times), BAND_SHARE), memory_rows=len(memories),
-        memory_band=_quantile(map(abs, memories), BAND_SHARE), memory_margin=max(LEAST_MARGIN, _quantile(missed, MARGIN_SHARE)))
+        time_rows=len(times),
+        time_band=_quantile(map(abs, times), BAND_SHARE),
+        memory_rows=len(memories),
+        memory_band=_quantile(map(abs, memories), BAND_SHARE),
+        memory_margin=max(LEAST_MARGIN, _quantile(missed, MARGIN_SHARE)),
+    )
 
 
 def _missed_share(one: PricedRow) -> float | None:
-    """The share of the device by which a row needed more than predicted; one that ran out needed at least all of it."""
+    """The share of the device by which a row needed more than predicted; one that ran out needed at
+    least all of it.
+    """
     if not one.capacity_gib:
         return None
     if one.out_of_memory and one.predicted_total_gib:
@@ -279,9 +340,16 @@ def terms_to_yaml(terms: Terms) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fits the terms to a table of measured steps and writes them, with the residuals of what they predict."""
-    parser = argparse.ArgumentParser(prog="python -m parplan.planner.validation.term_fit", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=Path, default=None, help="CSV table of measured steps (the shipped one)")
+    """Fits the terms to a table of measured steps and writes them, with the residuals of what they
+    predict.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m parplan.planner.validation.term_fit",
+        description=(__doc__ or "").splitlines()[0],
+    )
+    parser.add_argument(
+        "--steps", type=Path, default=None, help="CSV table of measured steps (the shipped one)"
+    )
     parser.add_argument("--out", type=Path, default=Path("profiles/data/terms.yaml"))
     options = parser.parse_args(arguments)
     try:
@@ -289,7 +357,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(error.message)
     terms = fit_terms(rows)
-    terms = replace(terms, residuals=residuals_of(rows, [price_row(row, terms, held_out=True) for row in rows]))
+    terms = replace(
+        terms, residuals=residuals_of(rows, [price_row(row, terms, held_out=True) for row in rows])
+    )
     options.out.write_text(terms_to_yaml(terms), encoding="ascii")
     return 0
 

@@ -7,13 +7,18 @@ from parplan.profiles.models.spec import ModelSpec
 
 
 def blocks_by_compute(model: ModelSpec, mesh: Mesh) -> tuple[int, ...]:
-    """Blocks for each pipeline rank in nanotron: a stage ends with the layer that takes it past its share of the compute.
+    """Blocks for each pipeline rank in nanotron: a stage ends with the layer that takes it past its
+    share of the compute.
 
-    The weights of a block (4 h^2 and its feed-forward) and of the head count, the embedding and norms do not:
-    huggingface/nanotron src/nanotron/models/base.py (build_model), models/llama.py (get_block_compute_costs).
+    The weights of a block (4 h^2 and its feed-forward) and of the head count, the embedding and
+    norms do not: huggingface/nanotron src/nanotron/models/base.py (build_model), models/llama.py
+    (get_block_compute_costs).
     """
     matrices = 3 if model.gated_ffn else 2
-    block = 4 * model.num_heads * model.head_dim * model.hidden_size + matrices * model.ffn_hidden_size * model.hidden_size
+    block = (
+        4 * model.num_heads * model.head_dim * model.hidden_size
+        + matrices * model.ffn_hidden_size * model.hidden_size
+    )
     share = (model.num_layers * block + model.vocab_size * model.hidden_size) / mesh.pp
     blocks, rank = [0] * mesh.pp, 0
     for index in range(model.num_layers):

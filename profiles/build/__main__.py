@@ -1,36 +1,53 @@
-"""Measurements -> profiles/data/*.yaml: `python -m parplan.profiles.build --measurements DIR [--out profiles/data]`.
+"""Measurements -> profiles/data/*.yaml: `python -m parplan.profiles.build --measurements DIR [--out
+profiles/data]`.
 
-Fits the forms of `profiles/machines/curves.py` to tables of published timings (their README lists sources, flags and traps) and
-prints, per device and family, the rows used and the median and mean absolute percentage error, in-sample and in 5-fold
-cross-validation. What ships are fitted constants and spline knots, never rows. Same tables, same bytes.
+Fits the forms of `profiles/machines/curves.py` to tables of published timings (their README lists
+sources, flags and traps) and prints, per device and family, the rows used and the median and mean
+absolute percentage error, in-sample and in 5-fold cross-validation. What ships are fitted constants
+and spline knots, never rows. Same tables, same bytes.
 
 Choices, with their reasons:
-- Matmul: a log2 grid of median corrections in m, n, k on top of the form with tiles, waves and split k was tried. Where every
-  size is at least 1024 the cross-validated median error is 4.2 % without and 3.2 % with it on A100, 3.3 and 2.9 on H100, 3.8
-  and 3.1 on B200; over all sizes it gains 1.2 to 2 points. A grid alone is worse than the form where sizes are small.
-  Training has large products, so there is no grid. The form holds for the narrow products of tensor parallelism: for n of 384
-  to 1024, m >= 2048 and k >= 1024 that error is 4.3 % on A100, 3.4 on H100; tiles of 192 or 256 x 64 gain nothing.
-- H100, H200 and B200 slow down by 13-21 % in products above about 1e12 FLOPs, A100 does not: the power limit, which a
-  training step reaches for good. Rows are compared with the form as measured; training is priced at the limit. The inputs of
-  the GH200 rows are easy on power and do not show it: the limit of H100 is carried there, and that of B200 to GB200, since
-  rows under steady load exist of B200 only.
-- Gradients on Hopper borrow from A100-PCIe: shape by shape dx runs at 1.00 of the forward product there and dw into fp32 at
+- Matmul: a log2 grid of median corrections in m, n, k on top of the form with tiles, waves and
+split k was tried. Where every
+  size is at least 1024 the cross-validated median error is 4.2 % without and 3.2 % with it on A100,
+  3.3 and 2.9 on H100, 3.8 and 3.1 on B200; over all sizes it gains 1.2 to 2 points. A grid alone is
+  worse than the form where sizes are small. Training has large products, so there is no grid. The
+  form holds for the narrow products of tensor parallelism: for n of 384 to 1024, m >= 2048 and k >=
+  1024 that error is 4.3 % on A100, 3.4 on H100; tiles of 192 or 256 x 64 gain nothing.
+- H100, H200 and B200 slow down by 13-21 % in products above about 1e12 FLOPs, A100 does not: the
+power limit, which a
+  training step reaches for good. Rows are compared with the form as measured; training is priced at
+  the limit. The inputs of the GH200 rows are easy on power and do not show it: the limit of H100 is
+  carried there, and that of B200 to GB200, since rows under steady load exist of B200 only.
+- Gradients on Hopper borrow from A100-PCIe: shape by shape dx runs at 1.00 of the forward product
+there and dw into fp32 at
   0.95; B200 says 0.99 and 0.93.
-- Backward rows flagged tiny_gradients (gradients that underflow to zero run too fast) are not used for linear layers: the
-  gradients' efficiency relative to the forward product is that of the rows without the flag. They are used for the products
-  of un-fused attention on A100 and GH200, which have no others and show no such speed-up.
-- Fused attention, forward: rows of inference engines (with_kv_cache_write) also write k and v and may run another kernel. Both
-  are constants of the fit that do not ship: 2 to 3 passes over k and v, and 11 % on A100, 0 to 5 on Hopper. Without
-  them the median error at trained head sizes is 6.7 % on A100, 7.9 on H100 and, from 22 rows, 23.6 on B200; with them 4.1, 5.6
-  and 8.5, and 64 and 128 wide heads differ on A100 as they do in the rows without the flag.
-- Fused attention, backward: none of the tables has it on Hopper. What ships is fitted to the bars that the FlashAttention-3 paper
-  prints for H100, version 3 for H100 and H200 (whose forward rows are that kernel), version 2 for GH200 (likewise).
-- Speeds of other attention kernels beside the curves' own (`flash_kernels`) are medians over head_dim 64 and 128 and 2k to 16k
-  tokens: on Hopper of that paper's bars, on A100 FlashAttention 1 as Triton had it in July 2023 (head_dim 64 only), which Hopper
-  borrows beside FlashAttention 2. No public figure of FlashAttention 1 on H100 was found that tells its passes apart.
-- A variant (the same chip with another memory, link or power) carries curves, marked ANALYTIC. A100-PCIe has rows of products
-  and attention, too few for more than the efficiency. A part with less power takes longer where power is the limit.
-- `--datasheets` also writes the devices that nobody measured. Without such a file a device gets the same assumptions of
+- Backward rows flagged tiny_gradients (gradients that underflow to zero run too fast) are not used
+for linear layers: the
+  gradients' efficiency relative to the forward product is that of the rows without the flag. They
+  are used for the products of un-fused attention on A100 and GH200, which have no others and show
+  no such speed-up.
+- Fused attention, forward: rows of inference engines (with_kv_cache_write) also write k and v and
+may run another kernel. Both
+  are constants of the fit that do not ship: 2 to 3 passes over k and v, and 11 % on A100, 0 to 5 on
+  Hopper. Without them the median error at trained head sizes is 6.7 % on A100, 7.9 on H100 and,
+  from 22 rows, 23.6 on B200; with them 4.1, 5.6 and 8.5, and 64 and 128 wide heads differ on A100
+  as they do in the rows without the flag.
+- Fused attention, backward: none of the tables has it on Hopper. What ships is fitted to the bars
+that the FlashAttention-3 paper
+  prints for H100, version 3 for H100 and H200 (whose forward rows are that kernel), version 2 for
+  GH200 (likewise).
+- Speeds of other attention kernels beside the curves' own (`flash_kernels`) are medians over
+head_dim 64 and 128 and 2k to 16k
+  tokens: on Hopper of that paper's bars, on A100 FlashAttention 1 as Triton had it in July 2023
+  (head_dim 64 only), which Hopper borrows beside FlashAttention 2. No public figure of
+  FlashAttention 1 on H100 was found that tells its passes apart.
+- A variant (the same chip with another memory, link or power) carries curves, marked ANALYTIC.
+A100-PCIe has rows of products
+  and attention, too few for more than the efficiency. A part with less power takes longer where
+  power is the limit.
+- `--datasheets` also writes the devices that nobody measured. Without such a file a device gets the
+same assumptions of
   `analytic_profile`, but for the efficiency and the power limit of its products.
 - CC BY-SA rows, `other_run_differs`, slow networks and GPUs named by inference are not used.
 """
@@ -92,7 +109,8 @@ RECIPES = (
 class Variant:
     """A device with the chip of another one.
 
-    power  its power limit over the other's; below 1 it takes power ** -1/2 times as long where power is the limit
+    power  its power limit over the other's; below 1 it takes power ** -1/2 times as long where
+           power is the limit
     gpu    its name in the tables, where it has rows of products and fused attention of its own
     """
 
@@ -113,14 +131,16 @@ VARIANTS = (
 HOPPER_KERNELS = {  # device -> the kernel of its flash curves
     "h100-80gb": FlashKernel.FLASH3, "h200-141gb": FlashKernel.FLASH3, "gh200-96gb": FlashKernel.FLASH2,
 }
-LIMITS = {"gh200-96gb": "h100-80gb", "gb200-186gb": "b200-180gb"}  # power limit of products carried: rows too easy on power, or rested
+# power limit of products carried: rows too easy on power, or rested
+LIMITS = {"gh200-96gb": "h100-80gb", "gb200-186gb": "b200-180gb"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datasheet:
     """What is assumed of a device that nobody measured, beyond `analytic_profile`.
 
-    efficiency  of products, share of the peak at the boost clock; sustained: share of that which steady load leaves
+    efficiency  of products, share of the peak at the boost clock; sustained: share of that which
+                steady load leaves
     """
 
     device: str
@@ -153,9 +173,11 @@ def _mapped(compute: Compute, change: Callable[[str, Any], Any]) -> Compute:
 
 
 def _slowed(curve: Any, power: float) -> Any:
-    """A curve at a share `power` of the power limit: what steady products and fused attention take grows as power ** -1/2.
+    """A curve at a share `power` of the power limit: what steady products and fused attention take
+    grows as power ** -1/2.
 
-    Between the cube root of a chip whose voltage falls with its clock and the whole power of one at its least voltage.
+    Between the cube root of a chip whose voltage falls with its clock and the whole power of one at
+    its least voltage.
     """
     factor = power**-0.5
     if isinstance(curve, MatmulCurve) and curve.throttle:
@@ -164,7 +186,9 @@ def _slowed(curve: Any, power: float) -> Any:
 
 
 def _variant(bench: Bench, variant: Variant, lender: Profile) -> Profile:
-    """The same chip with another memory, link or power: what it has no rows of is carried over and marked ANALYTIC."""
+    """The same chip with another memory, link or power: what it has no rows of is carried over and
+    marked ANALYTIC.
+    """
     note = f"{variant.lender}, the same chip" + (f" at {variant.power:.2f} of its power" if variant.power != 1 else "")
 
     def carried(name: str, curve: AnyCurve) -> AnyCurve:
@@ -178,7 +202,9 @@ def _variant(bench: Bench, variant: Variant, lender: Profile) -> Profile:
 
 
 def _carried_intra(bench: Bench, lender: Profile, note: str) -> Intra:
-    """The lender's curves on the same link; on a slower one of the same sort their shares; on PCIe what is assumed."""
+    """The lender's curves on the same link; on a slower one of the same sort their shares; on PCIe
+    what is assumed.
+    """
     link = bench.cluster.intra_node
     if link.bytes_per_s == lender.intra.link_bytes_per_s:
         return lender.intra
@@ -189,7 +215,9 @@ def _carried_intra(bench: Bench, lender: Profile, note: str) -> Intra:
 
 
 def _limited(profile: Profile, lender: Profile) -> Profile:
-    """The profile with the power limit of another chip for its products, which makes them ANALYTIC."""
+    """The profile with the power limit of another chip for its products, which makes them
+    ANALYTIC.
+    """
     limit = lender.compute.forward
 
     def limited(name: str, curve: AnyCurve) -> AnyCurve:
@@ -206,7 +234,9 @@ def _with_kernels(profile: Profile, kernels: Mapping[FlashKernel, FlashSpeed]) -
 
 
 def from_datasheet(sheet: Datasheet) -> Profile:
-    """A profile of assumptions: that of a device without measurements, with its own efficiency and power limit of products."""
+    """A profile of assumptions: that of a device without measurements, with its own efficiency and
+    power limit of products.
+    """
     throttle = rounded(1 / sheet.sustained - 1)
 
     def assumed(name: str, curve: AnyCurve) -> AnyCurve:
@@ -223,7 +253,8 @@ def from_datasheet(sheet: Datasheet) -> Profile:
 def _profile(bench: Bench) -> Profile:
     recipe, link = bench.recipe, bench.cluster.intra_node
     gpus = (recipe.gpu, "A100-SXM4") if recipe.gpu.startswith("A100") else (recipe.gpu,)
-    inside = replace(analytic_profile(recipe.device).intra, link_bytes_per_s=link.bytes_per_s)  # one GPU a node
+    # one GPU a node
+    inside = replace(analytic_profile(recipe.device).intra, link_bytes_per_s=link.bytes_per_s)
     if recipe.collectives:
         inside = intra(bench.tables, recipe.device, gpus, recipe.collectives, link.bytes_per_s, bench.scores)
     return Profile(name=recipe.device, compute=compute_curves(bench), intra=inside, inter=inter(bench.tables, []))
@@ -251,7 +282,9 @@ def calibrate(tables: MeasurementTables) -> tuple[tuple[Profile, ...], tuple[Sco
 
 
 def shipped_profile_to_yaml(profile: Profile) -> str:
-    """The file of one profile: fields in the order of the dataclasses, without those that are empty."""
+    """The file of one profile: fields in the order of the dataclasses, without those that are
+    empty.
+    """
     body = yaml.safe_dump(_plain(document(profile)), sort_keys=False, default_flow_style=None, width=140)
     return f"# Written by `python -m parplan.profiles.build` from public measurements; do not edit. Times in s and us, sizes in bytes.\n{body}"
 

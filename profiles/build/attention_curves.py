@@ -1,4 +1,6 @@
-"""The fits of fused attention: curves from kernels' rows or a paper's bars, and the relative speed of other kernels."""
+"""The fits of fused attention: curves from kernels' rows or a paper's bars, and the relative speed
+of other kernels.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ from parplan.profiles.units import US_PER_S
 LEAST_LAUNCH_S = 1e-6  # no kernel starts and ends sooner
 TRAINED_HEAD_DIMS = (64, 80, 96, 128)
 CACHE_WRITE = "with_kv_cache_write"
-# TFLOP/s of fused attention on H100-SXM5-80GB: the bars of figures 5 (forward, causal) and 6 (backward, not causal) of the
-# FlashAttention-3 paper (Shah et al. 2024, arXiv 2407.08608), by head_dim, for these sequences of 16,384 tokens in all and a
-# hidden size of 2,048.
+# TFLOP/s of fused attention on H100-SXM5-80GB: the bars of figures 5 (forward, causal) and 6
+# (backward, not causal) of the FlashAttention-3 paper (Shah et al. 2024, arXiv 2407.08608), by
+# head_dim, for these sequences of 16,384 tokens in all and a hidden size of 2,048.
 PUBLISHED = "arXiv:2407.08608 figures 5 and 6"
 PUBLISHED_GPU = "H100-SXM5-80GB"
 PUBLISHED_SEQS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -51,8 +53,9 @@ PUBLISHED_BACKWARD = {
 }
 PUBLISHED_TOKENS, PUBLISHED_HIDDEN = 16384, 2048
 COMPARED_SEQ = 2048  # shorter ones show more of the launches than of the kernels
-# FlashAttention 1 in Triton as of July 2023, causal, head_dim 64, batch 4, 48 heads, by sequence, forward and backward:
-# triton-lang/triton pull request 1917, before it; its GPU taken for an A100 SXM, on which Triton's tutorials were timed then.
+# FlashAttention 1 in Triton as of July 2023, causal, head_dim 64, batch 4, 48 heads, by sequence,
+# forward and backward: triton-lang/triton pull request 1917, before it; its GPU taken for an A100
+# SXM, on which Triton's tutorials were timed then.
 FLASH1_SOURCE = "triton-lang/triton pull request 1917"
 FLASH1_TFLOPS = {2048: (102.1, 62.1), 4096: (112.9, 71.7), 8192: (119.1, 77.5), 16384: (122.2, 80.6)}
 FLASH1_BATCH, FLASH1_HEADS, FLASH1_HEAD_DIM = 4, 48, 64
@@ -69,7 +72,8 @@ def fitted_heads(family: CurveFamily[AnyCurve], bench: Bench) -> AnyCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prefill(FlashCurve):
-    """A curve that also prices inference rows, which write k and v into a cache; training does not: neither constant ships.
+    """A curve that also prices inference rows, which write k and v into a cache; training does not:
+    neither constant ships.
 
     cache_passes  passes over k and v, at the memory's bandwidth, that the write takes
     slowdown      by how much longer the inference kernel itself takes than one that trains
@@ -98,7 +102,9 @@ def flash_sizes(row: Row) -> tuple[float, ...]:
 
 
 def _flash(bench: Bench, gpu: str, direction: str, rows: Sequence[Row]) -> FlashCurve:
-    """The curve of one direction; where only inference rows are known, their kernel counts as one that trains."""
+    """The curve of one direction; where only inference rows are known, their kernel counts as one
+    that trains.
+    """
     recipe = bench.recipe
     written = sum(CACHE_WRITE in row["flag"] for row in rows)
     few = len(rows) < 100  # too large to show the launch; and unless published, of one head_dim
@@ -111,7 +117,8 @@ def _flash(bench: Bench, gpu: str, direction: str, rows: Sequence[Row]) -> Flash
 
     def curve(x: Array) -> _Prefill:
         values = dict(zip(fitted_names, x.tolist(), strict=True))
-        odds = values.pop("efficiency")  # keeps the efficiency below 1: it and head_half tell little apart
+        # keeps the efficiency below 1: it and head_half tell little apart
+        odds = values.pop("efficiency")
         launch_s = LEAST_LAUNCH_S + values.pop("launch_s", 3e-6)
         return _Prefill(
             kind=kind, source=f"{sources_of(rows)}: {gpu} {names} {direction}", efficiency=odds / (1 + odds), launch_s=launch_s,
@@ -138,7 +145,9 @@ def _published_rows(kernel: str) -> list[Row]:
 
 
 def flash_pair(bench: Bench) -> tuple[FlashCurve, FlashCurve]:
-    """Forward and backward, each from the GPU's own rows, a related GPU's or the published figure; without any assumed."""
+    """Forward and backward, each from the GPU's own rows, a related GPU's or the published figure;
+    without any assumed.
+    """
     recipe = bench.recipe
     if not recipe.flash:
         assumed = analytic_profile(recipe.device).compute
@@ -153,7 +162,9 @@ def flash_pair(bench: Bench) -> tuple[FlashCurve, FlashCurve]:
 
 
 def _relative(tflops: float, curve: FlashCurve, chip: Chip, work: float, shape: tuple[int, int, int], causal: bool) -> float:
-    """A published speed over that of the curve, at (heads of the whole batch, sequence, head_dim)."""
+    """A published speed over that of the curve, at (heads of the whole batch, sequence,
+    head_dim).
+    """
     heads, seq, head_dim = shape
     keys = seq / 2 if causal else float(seq)
     flops = work * 4.0 * heads * seq * keys * head_dim
@@ -161,7 +172,9 @@ def _relative(tflops: float, curve: FlashCurve, chip: Chip, work: float, shape: 
 
 
 def hopper_kernels(compute: Compute, own: FlashKernel, flash1: FlashSpeed) -> dict[FlashKernel, FlashSpeed]:
-    """Published kernels beside the `own` one of the curves of a Hopper device: medians over head_dim 64 and 128, 2k to 16k tokens."""
+    """Published kernels beside the `own` one of the curves of a Hopper device: medians over
+    head_dim 64 and 128, 2k to 16k tokens.
+    """
     chip = LENDERS[PUBLISHED_GPU]
 
     def median(bars: Mapping[int, tuple[int, ...]], curve: FlashCurve, work: float, causal: bool) -> float:

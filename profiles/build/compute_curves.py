@@ -1,4 +1,6 @@
-"""The fits of one device's compute curves; `profiles/build/__main__.py` says on which rows and puts them into profiles."""
+"""The fits of one device's compute curves; `profiles/build/__main__.py` says on which rows and puts
+them into profiles.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def _product_sizes(row: Row) -> tuple[float, ...]:
 
 
 def _training_weight(row: Row) -> float:
-    """Products with a size below 256 do not occur in training but at high tensor parallel degrees: a third of the weight."""
+    """Products with a size below 256 do not occur in training but at high tensor parallel degrees:
+    a third of the weight.
+    """
     return 1.0 if min(_product_sizes(row)) >= 256 else 0.3
 
 
@@ -84,7 +88,8 @@ def _forward_product(bench: Bench) -> MatmulCurve:
     recipe = bench.recipe
     rows = bench.tables.rows("matmul", {"gpu": recipe.gpu, "source": recipe.sources, "pass": "y"})
     source = f"{', '.join(recipe.sources)}: {recipe.gpu} forward"
-    narrow = min(min(_product_sizes(row)) for row in rows) >= 1024  # too large to show launch and memory
+    # too large to show launch and memory
+    narrow = min(min(_product_sizes(row)) for row in rows) >= 1024
 
     def curve(x: Array) -> MatmulCurve:
         launch_s, share = (4e-6, 0.7) if narrow else (LEAST_LAUNCH_S + float(x[2]), float(x[3]))
@@ -103,7 +108,9 @@ def _forward_product(bench: Bench) -> MatmulCurve:
 
 
 def _sustained(bench: Bench, curve: MatmulCurve) -> MatmulCurve:
-    """The curve with the power limit of rows timed under steady load in a training framework, where there are such rows."""
+    """The curve with the power limit of rows timed under steady load in a training framework, where
+    there are such rows.
+    """
     rows = bench.tables.rows("matmul", {"gpu": bench.recipe.gpu, "source": SIMUMAX, "pass": "y"})
     if not rows or not bench.recipe.throttles:
         return curve
@@ -120,7 +127,9 @@ def _sustained(bench: Bench, curve: MatmulCurve) -> MatmulCurve:
 
 
 def _gradient_product(bench: Bench, forward: MatmulCurve, which: str) -> MatmulCurve:
-    """The forward curve with its efficiency times that of the rows of one gradient, relative to the forward rows there."""
+    """The forward curve with its efficiency times that of the rows of one gradient, relative to the
+    forward rows there.
+    """
     recipe = bench.recipe
     lender = recipe.gradients
     chip = bench.lender(lender)
@@ -140,7 +149,9 @@ def _gradient_product(bench: Bench, forward: MatmulCurve, which: str) -> MatmulC
 
 
 def _gradient_rows(bench: Bench, which: str) -> list[Row]:
-    """Rows of one pass (`y`, `dx`, `dw`), those that accumulate into fp32 first; V100 has both gradients in one time."""
+    """Rows of one pass (`y`, `dx`, `dw`), those that accumulate into fp32 first; V100 has both
+    gradients in one time.
+    """
     passes = ("y",) if which == "y" else (which, "dx+dw")
     rows = bench.tables.rows("matmul", {"gpu": bench.recipe.gradients, "source": (SIMUMAX, SUPERSCALER), "pass": passes})
     accumulated = [row for row in rows if "fp32_accumulate" in row["flag"]]
@@ -155,7 +166,9 @@ def _efficiency(bench: Bench, curve: MatmulCurve, which: str, price: Callable[[R
 
 
 def _batched_products(row: Row) -> tuple[Product, ...]:
-    """The products behind one row: q k^T is [S,d] x [d,S], p v is [S,S] x [S,d]; two gradients each in the backward pass."""
+    """The products behind one row: q k^T is [S,d] x [d,S], p v is [S,S] x [S,d]; two gradients each
+    in the backward pass.
+    """
     batch, heads, seq, head_dim = ints(row, "batch", "heads", "seq", "head_dim")
     qk, pv = Product(m=seq, n=seq, k=head_dim, batch=batch * heads), Product(m=seq, n=head_dim, k=seq, batch=batch * heads)
     if row["direction"] == "forward":
@@ -164,10 +177,11 @@ def _batched_products(row: Row) -> tuple[Product, ...]:
 
 
 def _batched(bench: Bench, forward: MatmulCurve, direction: str) -> MatmulCurve:
-    """The products of un-fused attention: the forward curve with its own efficiency, k_half and share of bandwidth.
+    """The products of un-fused attention: the forward curve with its own efficiency, k_half and
+    share of bandwidth.
 
-    Bounds are those of the sequence and head_dim. Bound by memory more than by power, the backward rows flagged
-    tiny_gradients are no faster per product than the forward ones, so they count here.
+    Bounds are those of the sequence and head_dim. Bound by memory more than by power, the backward
+    rows flagged tiny_gradients are no faster per product than the forward ones, so they count here.
     """
     recipe = bench.recipe
     gpu, chip = recipe.memory, bench.lender(recipe.memory)
@@ -188,8 +202,8 @@ def _batched(bench: Bench, forward: MatmulCurve, direction: str) -> MatmulCurve:
         start=(forward.efficiency, forward.k_half, 0.7), weight=head_weight)
     return fitted_heads(family, bench)
 
-# Family of a profile -> operations in the tables that measure it, in order of preference, with their fewest bytes of one
-# element, forward and backward (README of the measurements).
+# Family of a profile -> operations in the tables that measure it, in order of preference, with
+# their fewest bytes of one element, forward and backward (README of the measurements).
 OPERATIONS: dict[str, tuple[tuple[str, int, int], ...]] = {
     "norm": (("layernorm", 4, 6),),
     "elementwise": (("gelu", 4, 6), ("bias_gelu", 4, 6)),
@@ -202,7 +216,9 @@ OPERATIONS: dict[str, tuple[tuple[str, int, int], ...]] = {
 
 
 def _memory_rows(bench: Bench, name: str, direction: str) -> tuple[str, int, list[Row]]:
-    """The first operation of a family that the device (or the GPU it borrows from) has rows of, and its bytes per element."""
+    """The first operation of a family that the device (or the GPU it borrows from) has rows of, and
+    its bytes per element.
+    """
     for operation, forward_bytes, backward_bytes in OPERATIONS[name]:
         rows = bench.tables.rows("elementwise", {"gpu": bench.recipe.memory, "op": operation, "direction": direction})
         if rows:
@@ -211,7 +227,9 @@ def _memory_rows(bench: Bench, name: str, direction: str) -> tuple[str, int, lis
 
 
 def _memory(bench: Bench, name: str, direction: str) -> MemoryCurve | None:
-    """The curve of one memory-bound family, from the device's own rows or (ANALYTIC) from those of a related GPU."""
+    """The curve of one memory-bound family, from the device's own rows or (ANALYTIC) from those of
+    a related GPU.
+    """
     gpu, device = bench.recipe.memory, bench.recipe.device
     operation, element_bytes, rows = _memory_rows(bench, name, direction)
     if not rows:
@@ -235,7 +253,9 @@ def _memory(bench: Bench, name: str, direction: str) -> MemoryCurve | None:
 
 
 def _table_s(row: Row, bytes_per_s: float) -> float:
-    """Seconds of the passes over the gradient of an embedding table, at the share that gelu's backward reaches on A100."""
+    """Seconds of the passes over the gradient of an embedding table, at the share that gelu's
+    backward reaches on A100.
+    """
     if row["op"] != "embedding" or row["direction"] == "forward":
         return 0.0
     vocab_shard = 128 * -(-50257 // (128 * int(row["tp"])))
@@ -243,7 +263,9 @@ def _table_s(row: Row, bytes_per_s: float) -> float:
 
 
 def _passes(bench: Bench) -> dict[str, PassCurves]:
-    """Every memory-bound family. Rows of one direction serve both; families without rows are assumed."""
+    """Every memory-bound family. Rows of one direction serve both; families without rows are
+    assumed.
+    """
     passes = {}
     for name, (forward_share, backward_share) in ASSUMED_SHARES.items():
         forward, backward = _memory(bench, name, "forward"), _memory(bench, name, "backward")
@@ -253,10 +275,12 @@ def _passes(bench: Bench) -> dict[str, PassCurves]:
 
 
 def _optimizer(elementwise: MemoryCurve) -> MemoryCurve:
-    """Adam at the share of the bandwidth that an element-wise kernel reaches: both stream long tensors (EQUATIONS K5).
+    """Adam at the share of the bandwidth that an element-wise kernel reaches: both stream long
+    tensors (EQUATIONS K5).
 
-    The measured FusedAdam steps are first ones, which allocate and zero their states: 21 ps a parameter of 18 bytes, half of
-    the bandwidth. Steps of vTrain's single-node A100 grid grow by 16 ps a parameter of 28 bytes: 0.84 of the bandwidth.
+    The measured FusedAdam steps are first ones, which allocate and zero their states: 21 ps a
+    parameter of 18 bytes, half of the bandwidth. Steps of vTrain's single-node A100 grid grow by 16
+    ps a parameter of 28 bytes: 0.84 of the bandwidth.
     """
     return MemoryCurve(
         launch_s=elementwise.launch_s, bandwidth_share=elementwise.bandwidth_share, kind=Kind.ANALYTIC,
@@ -276,7 +300,9 @@ def _levelled(
 
 
 def retimed_curves(bench: Bench, compute: Compute, lender: Compute) -> Compute:
-    """The curves carried from a lender, with the efficiency of products and fused attention from the device's own few rows."""
+    """The curves carried from a lender, with the efficiency of products and fused attention from
+    the device's own few rows.
+    """
     gpu, tables = bench.recipe.gpu, bench.tables
 
     def product(curve: MatmulCurve, which: str) -> MatmulCurve:

@@ -1,4 +1,6 @@
-"""The fits of collectives inside and between nodes; `profiles/build/__main__.py` puts them into profiles."""
+"""The fits of collectives inside and between nodes; `profiles/build/__main__.py` puts them into
+profiles.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def _priced(rows: Sequence[Row], curve: CollectiveCurve) -> Array:
 
 
 def _spline(rows: Sequence[Row], empty: CollectiveCurve) -> CollectiveCurve:
-    """The rising log-log spline through the knots of `empty` that is nearest to the rows in the sum of |log|."""
+    """The rising log-log spline through the knots of `empty` that is nearest to the rows in the sum
+    of |log|.
+    """
     measured = times_s(rows)
     sizes = np.array([float(row["bytes"]) for row in rows])
     order = np.argsort(sizes)
@@ -78,7 +82,9 @@ def _held_out(rows: Sequence[Row], empty: CollectiveCurve) -> Array:
 def intra(
     tables: MeasurementTables, device: str, gpus: tuple[str, ...], sources: tuple[str, ...], link_bytes_per_s: float, scores: list[Score],
 ) -> Intra:
-    """Curves of one node's collectives on the ranks that were measured; the shares of the link that large rings and messages reach."""
+    """Curves of one node's collectives on the ranks that were measured; the shares of the link that
+    large rings and messages reach.
+    """
     curves = tuple(_curves(tables, device, gpus, sources, scores))
     # All-gather, not all-reduce: a switch that reduces moves fewer bytes than a ring.
     ring = max((curve for curve in curves if curve.collective == "all_gather"), key=lambda curve: curve.ranks)
@@ -92,7 +98,9 @@ def intra(
 
 
 def inter(tables: MeasurementTables, scores: list[Score]) -> Inter:
-    """GH200 nodes with one 400 Gb/s NIC each: all-reduce as EQUATIONS C1 over 2, 4 and 8 nodes, and messages of 16 MiB and more."""
+    """GH200 nodes with one 400 Gb/s NIC each: all-reduce as EQUATIONS C1 over 2, 4 and 8 nodes, and
+    messages of 16 MiB and more.
+    """
     rows = tables.rows("collectives", {"gpu": "GH200-96GB", "collective": "all_reduce"})
     sizes, ranks = (np.array([float(row[column]) for row in rows]) for column in ("bytes", "ranks"))
 

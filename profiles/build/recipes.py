@@ -1,4 +1,6 @@
-"""What the fits of one device share: which rows its profile rests on, its chip, and the chips that lend rows."""
+"""What the fits of one device share: which rows its profile rests on, its chip, and the chips that
+lend rows.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class Recipe:
 
     gpu            name of the device in the tables
     throttles      it reaches its power limit in the rows
-    gradients      GPU whose backward products (free of tiny gradients) give their efficiency relative to its forward ones
+    gradients      GPU whose backward products (free of tiny gradients) give their efficiency
+                   relative to its forward ones
     flash          kernels of the forward rows
     flash_backward a GPU with backward rows, or the kernel of a published figure on H100
     memory         GPU whose element-wise rows count

@@ -1,4 +1,6 @@
-"""Writing a file whole or not at all, and whether that could be done; a file error that nobody else explains."""
+"""Writing a file whole or not at all, and whether that could be done; a file error that nobody else
+explains.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,22 @@ from parplan.profiles.errors import ConfigError
 
 @contextmanager
 def replacing(path: Path, *, hint: str) -> Iterator[IO[bytes]]:
-    """A binary file that takes the place of `path` once it is whole: a reader sees the old file or the new one, never a part.
+    """A binary file that takes the place of `path` once it is whole: a reader sees the old file or
+    the new one, never a part.
 
-    A symbolic link stays, and the file that it points to is replaced. A new file gets the mode that the umask leaves, a file that
-    is replaced keeps its mode. A failure leaves the old file and nothing beside it. Raises ConfigError with `hint`.
+    A symbolic link stays, and the file that it points to is replaced. A new file gets the mode that
+    the umask leaves, a file that is replaced keeps its mode. A failure leaves the old file and
+    nothing beside it. Raises ConfigError with `hint`.
     """
     try:
         target = _target(path)
-        temporary = target.with_name(f".parplan-{os.getpid()}-{secrets.token_hex(4)}")  # short: the name may be as long as allowed
-        with _removed_at_the_end(temporary, os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)) as file:
+        temporary = target.with_name(
+            f".parplan-{os.getpid()}-{secrets.token_hex(4)}"
+        )  # short: the name may be as long as allowed
+        with _removed_at_the_end(
+            temporary,
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666),
+        ) as file:
             if target.exists():
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield file
@@ -40,14 +49,20 @@ def write_text(text: str, path: Path, *, hint: str) -> None:
         file.write(text.encode("utf-8"))
 
 
-def require_writable(path: Path, *, hint: str = "choose another file with --output, or - for stdout") -> None:
-    """Raises ConfigError when a file could not be put at `path`: found before the search, not after it."""
+def require_writable(
+    path: Path, *, hint: str = "choose another file with --output, or - for stdout"
+) -> None:
+    """Raises ConfigError when a file could not be put at `path`: found before the search, not after
+    it.
+    """
     try:
         target = _target(path)
         folder = target.parent
         if not folder.is_dir():
             shown = folder if path.is_symlink() else path.parent
-            raise _unwritable(path, f"{shown}: {'not a folder' if folder.exists() else 'no such folder'}", hint)
+            raise _unwritable(
+                path, f"{shown}: {'not a folder' if folder.exists() else 'no such folder'}", hint
+            )
         if not os.access(folder, os.W_OK | os.X_OK):
             raise _unwritable(path, f"no permission to write in {folder}", hint)
     except OSError as error:
@@ -55,7 +70,9 @@ def require_writable(path: Path, *, hint: str = "choose another file with --outp
 
 
 def require_regular(path: Path, *, hint: str) -> None:
-    """Raises ConfigError where there is no file at `path` that can be read from its start to its end: also for pipes and devices."""
+    """Raises ConfigError where there is no file at `path` that can be read from its start to its
+    end: also for pipes and devices.
+    """
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -66,21 +83,30 @@ def require_regular(path: Path, *, hint: str) -> None:
 
 @contextmanager
 def explained_file_errors() -> Iterator[None]:
-    """An OSError that names a file becomes a ConfigError: it is about the machine's files, and no bug of the program."""
+    """An OSError that names a file becomes a ConfigError: it is about the machine's files, and no
+    bug of the program.
+    """
     try:
         yield
     except OSError as error:
         if error.filename is None:
             raise
-        raise ConfigError(f"{os.fsdecode(error.filename)}: {error.strerror}", hint="check that path") from None
+        raise ConfigError(
+            f"{os.fsdecode(error.filename)}: {error.strerror}", hint="check that path"
+        ) from None
 
 
 def _target(path: Path) -> Path:
-    """The file behind all links of `path`. Raises OSError: a folder or a device is there, or the name cannot be one of a file."""
+    """The file behind all links of `path`. Raises OSError: a folder or a device is there, or the
+    name cannot be one of a file.
+    """
     target = Path(os.path.realpath(path))
     try:
         mode = target.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):  # a new file; or its folder is none, which its maker will say
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+    ):  # a new file; or its folder is none, which its maker will say
         return target
     if not stat.S_ISREG(mode):
         raise OSError(None, _kind(mode))

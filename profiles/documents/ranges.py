@@ -1,7 +1,9 @@
-"""The range of every number that comes from outside, by the name of its key or flag: generous, and far below what a search never ends with.
+"""The range of every number that comes from outside, by the name of its key or flag: generous, and
+far below what a search never ends with.
 
-A key has the range of its name, else of its unit, the end of its name. Any other number is at most 10**18 or 1e+30 from zero. The file
-readers check documents (profiles/documents/schema.py), the command line its flags (commands/style.py).
+A key has the range of its name, else of its unit, the end of its name. Any other number is at most
+10**18 or 1e+30 from zero. The file readers check documents (profiles/documents/schema.py), the
+command line its flags (commands/style.py).
 """
 
 from __future__ import annotations
@@ -39,61 +41,142 @@ LAYERS = Range(1, 4096)
 WIDTH = Range(1, 10_000_000)
 BYTES = Range(0, 10**18)
 SPEED = Range(1e-9, 1e30)  # of anything, per second
-SHARE = Range(1e-9, 1e9)  # of a datasheet's figure that is reached; no zero, since times are divided by it
+SHARE = Range(
+    1e-9, 1e9
+)  # of a datasheet's figure that is reached; no zero, since times are divided by it
 POSITIVE = Range(1e-30, 1e30)
 WHOLE = Range(-(10**18), 10**18)
 REAL = Range(-1e30, 1e30)
 _BY_NAME = {
     **dict.fromkeys(("num_layers", "virtual_stages"), LAYERS),
-    **dict.fromkeys(("nodes", "gpus", "gpus_per_node", "nics", "nics_per_node", "gpus_per_numa", "numa_domains",
-                     "num_sms", "zero_ranks", "ranks_per_node", "num_devices", "world_size", "num_ranks"), DEVICES),
+    **dict.fromkeys(
+        (
+            "nodes",
+            "gpus",
+            "gpus_per_node",
+            "nics",
+            "nics_per_node",
+            "gpus_per_numa",
+            "numa_domains",
+            "num_sms",
+            "zero_ranks",
+            "ranks_per_node",
+            "num_devices",
+            "world_size",
+            "num_ranks",
+        ),
+        DEVICES,
+    ),
     **dict.fromkeys(("hidden_size", "num_heads", "num_kv_heads", "head_dim", "hidden"), WIDTH),
     **dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), Range(0, 10 * 10_000_000)),
     **dict.fromkeys(("num_experts", "experts_per_token"), Range(0, 100_000)),
-    **dict.fromkeys(("vocab_size", "max_seq_length", "vocab_multiple", "global_batch_size", "seq_length", "micro_batch_size",
-                     "num_micro_batches"), COUNT),
+    **dict.fromkeys(
+        (
+            "vocab_size",
+            "max_seq_length",
+            "vocab_multiple",
+            "global_batch_size",
+            "seq_length",
+            "micro_batch_size",
+            "num_micro_batches",
+        ),
+        COUNT,
+    ),
     **dict.fromkeys(("chunk_elements", "num_chunks"), Range(1, 10**18)),
-    **dict.fromkeys(("efficiency", "bandwidth_share", "link_share", "point_to_point_share", "nic_share", "kernel_slowdown",
-                     "link_bytes_per_s", "node_bytes_per_s", "throttle_flops"), POSITIVE),
-    **dict.fromkeys(("k_half", "keys_half", "head_half", "throttle", "launch_s", "latency_s", "latency_us"), Range(0, 1e30)),
+    **dict.fromkeys(
+        (
+            "efficiency",
+            "bandwidth_share",
+            "link_share",
+            "point_to_point_share",
+            "nic_share",
+            "kernel_slowdown",
+            "link_bytes_per_s",
+            "node_bytes_per_s",
+            "throttle_flops",
+        ),
+        POSITIVE,
+    ),
+    **dict.fromkeys(
+        ("k_half", "keys_half", "head_half", "throttle", "launch_s", "latency_s", "latency_us"),
+        Range(0, 1e30),
+    ),
     "redundancy_gib": Range(-1e9, 1e9),  # below zero where the host holds states
-    "rope_theta": POSITIVE, "norm_epsilon": Range(0, 1), "rotary_fraction": Range(0, 1), "dropout": Range(0, 1),
-    "logit_bytes": Range(0, 10**6), "attention_kv_copies": Range(0, 10**6), "attention_output_copies": Range(0, 10**6),
-    "step_copy_bytes": Range(0, 10**6), "bucket_elements": BYTES, "host_operator_s": Range(0, 10**6), "allocator_share": Range(0, 1000),
+    "rope_theta": POSITIVE,
+    "norm_epsilon": Range(0, 1),
+    "rotary_fraction": Range(0, 1),
+    "dropout": Range(0, 1),
+    "logit_bytes": Range(0, 10**6),
+    "attention_kv_copies": Range(0, 10**6),
+    "attention_output_copies": Range(0, 10**6),
+    "step_copy_bytes": Range(0, 10**6),
+    "bucket_elements": BYTES,
+    "host_operator_s": Range(0, 10**6),
+    "allocator_share": Range(0, 1000),
 }
-_FLAGS = {**dict.fromkeys(("pp", "dp", "tp", "ep"), DEVICES), "neighbours": Range(2, 10_000_000), "num_points": Range(3, 1000)}
+_FLAGS = {
+    **dict.fromkeys(("pp", "dp", "tp", "ep"), DEVICES),
+    "neighbours": Range(2, 10_000_000),
+    "num_points": Range(3, 1000),
+}
 _BY_UNIT = {
-    "_bytes_per_s": SPEED, "_flops_per_s": SPEED, "_gb_per_s": Range(1e-9, 1e9), "_tflops": Range(1e-9, 1e12), "gb_per_s": Range(1e-9, 1e9),
-    "_bytes": BYTES, "_gib": Range(0, 1e9)}
+    "_bytes_per_s": SPEED,
+    "_flops_per_s": SPEED,
+    "_gb_per_s": Range(1e-9, 1e9),
+    "_tflops": Range(1e-9, 1e12),
+    "gb_per_s": Range(1e-9, 1e9),
+    "_bytes": BYTES,
+    "_gib": Range(0, 1e9),
+}
 
 
 def range_of(name: str, *, whole: bool) -> Range:
     """The range of a key or flag; `whole`: of an integer."""
     found = _BY_NAME.get(name)
     if found is None:
-        found = next((one for unit, one in _BY_UNIT.items() if name.endswith(unit)), WHOLE if whole else REAL)
+        found = next(
+            (one for unit, one in _BY_UNIT.items() if name.endswith(unit)), WHOLE if whole else REAL
+        )
     return found
 
 
 def require_ranges(instance: object, where: str) -> None:
-    """Raises ConfigError with the key's path for the first number of a dataclass, and of what it holds, out of its range."""
+    """Raises ConfigError with the key's path for the first number of a dataclass, and of what it
+    holds, out of its range.
+    """
     todo: list[tuple[str, str, Any]] = [("", "", instance)]
     while todo:
         name, path, value = todo.pop()
         kind = type(value)
         if kind is int or kind is float:
             if value not in range_of(name, whole=kind is int):
-                raise ConfigError(f"{where}: {path} is {value}, it must be {range_of(name, whole=kind is int)}", hint="correct that value")
+                raise ConfigError(
+                    f"{where}: {path} is {value}, it must be {range_of(name, whole=kind is int)}",
+                    hint="correct that value",
+                )
         elif kind is tuple or kind is list:
-            todo += [(name, f"{path}.{index}", each) for index, each in enumerate(value) if each is not None and type(each) is not str]
+            todo += [
+                (name, f"{path}.{index}", each)
+                for index, each in enumerate(value)
+                if each is not None and type(each) is not str
+            ]
         elif isinstance(value, Mapping):
-            todo += [(name, f"{path}.{key}", each) for key, each in value.items() if each is not None and type(each) is not str]
+            todo += [
+                (name, f"{path}.{key}", each)
+                for key, each in value.items()
+                if each is not None and type(each) is not str
+            ]
         elif dataclasses.is_dataclass(kind):
-            todo += [(key, f"{path}.{key}" if path else key, getattr(value, key)) for key in value.__dataclass_fields__]
+            todo += [
+                (key, f"{path}.{key}" if path else key, getattr(value, key))
+                for key in value.__dataclass_fields__
+            ]
 
 
 def require_range(name: str, value: float, what: str) -> None:
-    """Raises ConfigError for a number out of the range of its name; `what` says where it is from, such as a flag."""
+    """Raises ConfigError for a number out of the range of its name; `what` says where it is from,
+    such as a flag.
+    """
     bounds = _FLAGS.get(name) or range_of(name, whole=isinstance(value, int))
     if value not in bounds:
         raise ConfigError(f"{what} is {value}, it must be {bounds}", hint=f"give a number {bounds}")

@@ -1,12 +1,15 @@
-"""The one reader of YAML and JSON: every file from outside is bounded before anything is built, and holds the types of JSON only.
+"""The one reader of YAML and JSON: every file from outside is bounded before anything is built, and
+holds the types of JSON only.
 
-A file is a regular one of at most 64 MiB of UTF-8. A document is nested at most 64 deep and has at most 2,000,000 values, with aliases
-and merge keys counted as what they stand for. Integers have at most 18 digits, floats are finite, keys are texts and occur once.
+A file is a regular one of at most 64 MiB of UTF-8. A document is nested at most 64 deep and has at
+most 2,000,000 values, with aliases and merge keys counted as what they stand for. Integers have at
+most 18 digits, floats are finite, keys are texts and occur once.
 
-YAML is read event by event, so that no recursion and no copy of an alias exists before its size is known; this takes half the time of
-`yaml.load`. A plain scalar is what YAML 1.1 makes of it where JSON has the type (text, number, true, false, null); a date is text;
-`0x10`, `017`, `1_000`, `1:30`, `.inf`, `.nan` and tags are errors. `1e5`, which has no dot, is text as in YAML 1.1, since a checksum may
-look so; a schema that needs a number there takes it for one.
+YAML is read event by event, so that no recursion and no copy of an alias exists before its size is
+known; this takes half the time of `yaml.load`. A plain scalar is what YAML 1.1 makes of it where
+JSON has the type (text, number, true, false, null); a date is text; `0x10`, `017`, `1_000`, `1:30`,
+`.inf`, `.nan` and tags are errors. `1e5`, which has no dot, is text as in YAML 1.1, since a
+checksum may look so; a schema that needs a number there takes it for one.
 """
 
 from __future__ import annotations
@@ -35,16 +38,36 @@ SHOWN = 80  # characters of a text in a message
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of which only the parser is used
 _BOM = b"\xef\xbb\xbf"
 _OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x00\x00\xfe\xff": "UTF-32"}
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _MEANINGS: dict[str, bool | None] = {
-    "": None, "~": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_WORDS = {spelled: value for word, value in _MEANINGS.items() for spelled in (word, word.capitalize(), word.upper())}
+    "": None,
+    "~": None,
+    "null": None,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+_WORDS = {
+    spelled: value
+    for word, value in _MEANINGS.items()
+    for spelled in (word, word.capitalize(), word.upper())
+}
 _NUMBER_STARTS = frozenset("+-.0123456789")
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]+)?")
 _FOREIGN = re.compile(  # numbers of YAML 1.1 that are none of JSON
     r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|[1-9][0-9_]*(?::[0-5]?[0-9])*|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*"
-    r"|[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))")
+    r"|[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))"
+)
 _DIRECTIVE = re.compile(r"^%(?!YAML)", re.MULTILINE)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -61,7 +84,8 @@ def read_yaml(source: Path | Traversable, where: str | None = None, hints: Hints
     """What a YAML file holds: dicts, lists, texts, integers, floats, booleans and None.
 
     where: the file's name in messages, its path by default
-    Raises ConfigError: not a readable file, too large, not YAML, or more than the types of JSON, with the line.
+    Raises ConfigError: not a readable file, too large, not YAML, or more than the types of JSON,
+    with the line.
     """
     where = str(source) if where is None else where
     return yaml_of(read_text(source, where, hints), where, hints)
@@ -73,31 +97,47 @@ def read_json(source: Path | Traversable, where: str | None = None, hints: Hints
     return json_of(read_text(source, where, hints), where, hints)
 
 
-def read_text(source: Path | Traversable, where: str | None = None, hints: Hints = Hints(), *, lossy: bool = False) -> str:
-    """The text of a regular file of UTF-8 without its byte order mark. `lossy`: bytes that are none of UTF-8 are replaced.
+def read_text(
+    source: Path | Traversable,
+    where: str | None = None,
+    hints: Hints = Hints(),
+    *,
+    lossy: bool = False,
+) -> str:
+    """The text of a regular file of UTF-8 without its byte order mark. `lossy`: bytes that are none
+    of UTF-8 are replaced.
 
-    Raises ConfigError: not there, not readable, not a regular file, too large, not UTF-8, with NUL bytes.
+    Raises ConfigError: not there, not readable, not a regular file, too large, not UTF-8, with NUL
+    bytes.
     """
     where = str(source) if where is None else where
     body = _content(source, where, hints).removeprefix(_BOM)
     encoding = next((name for mark, name in _OTHER_BOMS.items() if body.startswith(mark)), None)
     if encoding is not None:
-        raise ConfigError(f"{where}: not UTF-8 text: it is {encoding}", hint="save that file as UTF-8")
+        raise ConfigError(
+            f"{where}: not UTF-8 text: it is {encoding}", hint="save that file as UTF-8"
+        )
     if not lossy and b"\0" in body:
-        raise ConfigError(f"{where}:{_line_at(body, body.index(0))}: a NUL byte, text has none", hint=hints.broken)
+        raise ConfigError(
+            f"{where}:{_line_at(body, body.index(0))}: a NUL byte, text has none", hint=hints.broken
+        )
     try:
         return body.decode("utf-8", errors="replace" if lossy else "strict")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{where}:{_line_at(body, error.start)}: not UTF-8 text: {error.reason} at byte {error.start}", hint=hints.broken) from None
+            f"{where}:{_line_at(body, error.start)}: not UTF-8 text: {error.reason} at byte {error.start}",
+            hint=hints.broken,
+        ) from None
 
 
 def yaml_of(text: str, where: str, hints: Hints = Hints()) -> Any:
     """What a YAML text holds. Raises ConfigError with `where` and the line, as `read_yaml` does."""
     directive = _DIRECTIVE.search(text) if "%" in text else None
     if directive is not None:
-        raise ConfigError(f"{where}:{text.count(chr(10), 0, directive.start()) + 1}: a directive, %YAML alone may be there",
-                          hint=hints.broken)
+        raise ConfigError(
+            f"{where}:{text.count(chr(10), 0, directive.start()) + 1}: a directive, %YAML alone may be there",
+            hint=hints.broken,
+        )
     try:
         return _YamlDocument(where, hints).read(_LOADER(text))
     except yaml.YAMLError as error:
@@ -112,9 +152,16 @@ def json_of(text: str, where: str, hints: Hints = Hints()) -> Any:
     numbers = _JsonNumbers(text, where, hints)
     try:
         body = json.loads(
-            text, parse_int=numbers.integer, parse_float=numbers.real, parse_constant=numbers.constant, object_pairs_hook=numbers.mapping)
+            text,
+            parse_int=numbers.integer,
+            parse_float=numbers.real,
+            parse_constant=numbers.constant,
+            object_pairs_hook=numbers.mapping,
+        )
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}:{error.lineno}: not JSON: {error.msg}", hint=hints.broken) from None
+        raise ConfigError(
+            f"{where}:{error.lineno}: not JSON: {error.msg}", hint=hints.broken
+        ) from None
     except RecursionError:
         raise _too_deep(where, hints) from None
     _require_bounded(body, where, hints)
@@ -124,7 +171,9 @@ def json_of(text: str, where: str, hints: Hints = Hints()) -> Any:
 
 
 def _content(source: Path | Traversable, where: str, hints: Hints) -> bytes:
-    """The bytes of a regular file. It is looked at before it is read: a pipe would wait for its writer, a device never end."""
+    """The bytes of a regular file. It is looked at before it is read: a pipe would wait for its
+    writer, a device never end.
+    """
     try:
         if not isinstance(source, Path):
             return source.read_bytes()  # a file of the package, perhaps in an archive
@@ -154,7 +203,10 @@ def _require_regular(found: os.stat_result, where: str, hints: Hints) -> None:
 
 
 def _too_large(n_bytes: int, where: str, hints: Hints) -> ConfigError:
-    return ConfigError(f"cannot read {where}: it has {n_bytes:,} bytes, at most {MAX_BYTES:,} are read", hint=hints.absent)
+    return ConfigError(
+        f"cannot read {where}: it has {n_bytes:,} bytes, at most {MAX_BYTES:,} are read",
+        hint=hints.absent,
+    )
 
 
 def _line_at(body: bytes, place: int) -> int:
@@ -166,12 +218,17 @@ def _too_deep(place: str, hints: Hints) -> ConfigError:
 
 
 def _too_many(place: str, hints: Hints) -> ConfigError:
-    return ConfigError(f"{place}: more than {MAX_VALUES:,} values, aliases counted as what they stand for", hint=hints.broken)
+    return ConfigError(
+        f"{place}: more than {MAX_VALUES:,} values, aliases counted as what they stand for",
+        hint=hints.broken,
+    )
 
 
 @dataclass(slots=True)
 class _Open:
-    """A sequence or mapping that is being read. `height`: levels inside it; `first`: values before it."""
+    """A sequence or mapping that is being read. `height`: levels inside it; `first`: values before
+    it.
+    """
 
     value: Any
     is_mapping: bool
@@ -185,7 +242,9 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Anchored:
-    """A value that aliases may name, how many values it is and how deep; None of both while it is being read."""
+    """A value that aliases may name, how many values it is and how deep; None of both while it is
+    being read.
+    """
 
     value: Any
     count: int | None
@@ -224,7 +283,9 @@ class _YamlDocument:
         return self._root
 
     def _wrong(self, event: Any, problem: str, hint: str | None = None) -> ConfigError:
-        return ConfigError(f"{self._where}:{event.start_mark.line + 1}: {problem}", hint=hint or self._hints.broken)
+        return ConfigError(
+            f"{self._where}:{event.start_mark.line + 1}: {problem}", hint=hint or self._hints.broken
+        )
 
     def _counted(self, event: Any, count: int = 1) -> None:
         self._count += count
@@ -234,7 +295,11 @@ class _YamlDocument:
     def _scalar(self, event: Any) -> None:
         self._counted(event)
         if event.tag is not None:
-            raise self._wrong(event, f"the tag {shortened(event.tag)}, a file has only the types of JSON", "leave the tag out")
+            raise self._wrong(
+                event,
+                f"the tag {shortened(event.tag)}, a file has only the types of JSON",
+                "leave the tag out",
+            )
         text: str = event.value
         top = self._open[-1] if self._open else None
         plain = event.implicit[0]
@@ -249,7 +314,9 @@ class _YamlDocument:
     def _key(self, event: Any, top: _Open, text: str, *, plain: bool) -> None:
         """Note the key of the value that follows. An alias to a key is none of JSON's."""
         if text in top.value or (text == "<<" and top.merged is not None):
-            raise self._wrong(event, f"the key {shortened(text)} is there twice", "leave one of them out")
+            raise self._wrong(
+                event, f"the key {shortened(text)} is there twice", "leave one of them out"
+            )
         if plain and text == "<<":
             top.merges, top.merged = True, []
         top.key = text
@@ -270,13 +337,21 @@ class _YamlDocument:
                 raise self._wrong(event, f"{shortened(text)} is beyond the range of floats")
             return value
         if len(text) <= MAX_DIGITS * 4 and _FOREIGN.fullmatch(text):
-            raise self._wrong(event, f"{text} is no number as JSON has them", "write a decimal number, or quote it if it is a text")
+            raise self._wrong(
+                event,
+                f"{text} is no number as JSON has them",
+                "write a decimal number, or quote it if it is a text",
+            )
         return text
 
     def _start(self, event: Any, is_mapping: bool) -> None:
         self._counted(event)
         if event.tag is not None:
-            raise self._wrong(event, f"the tag {shortened(event.tag)}, a file has only the types of JSON", "leave the tag out")
+            raise self._wrong(
+                event,
+                f"the tag {shortened(event.tag)}, a file has only the types of JSON",
+                "leave the tag out",
+            )
         self._require_value_place(event)
         if len(self._open) >= MAX_DEPTH:
             raise _too_deep(f"{self._where}:{event.start_mark.line + 1}", self._hints)
@@ -299,7 +374,9 @@ class _YamlDocument:
                 ended.value.update(merged)
             ended.value.update(own)
         if ended.anchor is not None:
-            self._anchors[ended.anchor] = _Anchored(ended.value, self._count - ended.first, ended.height + 1)
+            self._anchors[ended.anchor] = _Anchored(
+                ended.value, self._count - ended.first, ended.height + 1
+            )
         self._put(event, ended.value, ended.height + 1)
 
     def _alias(self, event: Any) -> None:
@@ -307,9 +384,13 @@ class _YamlDocument:
         self._require_value_place(event)
         found = self._anchors.get(event.anchor)
         if found is None:
-            raise self._wrong(event, f"the alias *{shortened(event.anchor)} stands for nothing before it")
+            raise self._wrong(
+                event, f"the alias *{shortened(event.anchor)} stands for nothing before it"
+            )
         if found.count is None:
-            raise self._wrong(event, f"the alias *{shortened(event.anchor)} stands inside what it stands for")
+            raise self._wrong(
+                event, f"the alias *{shortened(event.anchor)} stands inside what it stands for"
+            )
         self._counted(event, found.count)
         if len(self._open) + found.height > MAX_DEPTH:
             raise _too_deep(f"{self._where}:{event.start_mark.line + 1}", self._hints)
@@ -333,7 +414,9 @@ class _YamlDocument:
         top.key = None
 
     def _merge(self, event: Any, top: _Open, value: Any) -> None:
-        """A merge key's value is a mapping or a list of them; own keys, and the first of the list, come before."""
+        """A merge key's value is a mapping or a list of them; own keys, and the first of the list,
+        come before.
+        """
         merged = value if isinstance(value, list) else [value]
         if not all(isinstance(each, dict) for each in merged):
             raise self._wrong(event, "<< takes a mapping, or a list of mappings")
@@ -351,7 +434,9 @@ def _too_long(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _JsonNumbers:
-    """What json calls for numbers and mappings of a text. A line is that of the first such number."""
+    """What json calls for numbers and mappings of a text. A line is that of the first such
+    number.
+    """
 
     text: str
     where: str
@@ -378,8 +463,13 @@ class _JsonNumbers:
         """A mapping whose keys occur once. Raises ConfigError."""
         found = dict(pairs)
         if len(found) != len(pairs):
-            twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-            raise ConfigError(f"{self.where}: the key {shortened(twice)} is there twice", hint="leave one of them out")
+            twice = next(
+                key for key, times in Counter(key for key, _ in pairs).items() if times > 1
+            )
+            raise ConfigError(
+                f"{self.where}: the key {shortened(twice)} is there twice",
+                hint="leave one of them out",
+            )
         return found
 
     def _wrong(self, text: str, problem: str) -> ConfigError:
@@ -388,7 +478,9 @@ class _JsonNumbers:
 
 
 def _require_bounded(body: Any, where: str, hints: Hints) -> None:
-    """Raises ConfigError for more values or levels than a document may have: level by level, without recursion."""
+    """Raises ConfigError for more values or levels than a document may have: level by level,
+    without recursion.
+    """
     level, count = [body], 1
     for _ in range(MAX_DEPTH + 1):
         level = [each for each in level if isinstance(each, dict | list)]
@@ -397,7 +489,9 @@ def _require_bounded(body: Any, where: str, hints: Hints) -> None:
         count += sum(map(len, level))
         if count > MAX_VALUES:
             raise _too_many(where, hints)
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+        ]
     raise _too_deep(where, hints)
 
 
@@ -406,4 +500,7 @@ def _require_characters(body: Any, where: str, hints: Hints) -> None:
     try:
         json.dumps(body, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise ConfigError(f"{where}: half a character, an escape between \\ud800 and \\udfff alone", hint=hints.broken) from None
+        raise ConfigError(
+            f"{where}: half a character, an escape between \\ud800 and \\udfff alone",
+            hint=hints.broken,
+        ) from None

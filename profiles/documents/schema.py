@@ -1,4 +1,6 @@
-"""Documents (YAML, JSON) -> frozen dataclasses, with errors that name the file, the key's path and the nearest key."""
+"""Documents (YAML, JSON) -> frozen dataclasses, with errors that name the file, the key's path and
+the nearest key.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,24 @@ _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 def parse(cls: type[T], document: object, where: str) -> T:
     """`document` as an instance of the dataclass `cls`.
 
-    Raises ConfigError with `where` (a file) and the key's path when a key is unknown, missing, of the wrong type or out of its range.
+    Raises ConfigError with `where` (a file) and the key's path when a key is unknown, missing, of
+    the wrong type or out of its range.
     """
     try:
         found: T = _adapter(cast(Hashable, cls)).validate_python(document)
     except ValidationError as error:
         if error.error_count() > MAX_ERRORS:  # listing them would take minutes
             raise ConfigError(
-                f"{where}: {error.error_count():,} of its values are not what they must be", hint="correct that file") from None
+                f"{where}: {error.error_count():,} of its values are not what they must be",
+                hint="correct that file",
+            ) from None
         # an unknown key first: it is often the misspelling of a key that is missing too
-        first = min(error.errors(include_url=False), key=lambda found: found["type"] not in _UNKNOWN)
-        raise _config_error(cls, first["loc"], first["type"], first["msg"], first.get("input"), where) from None
+        first = min(
+            error.errors(include_url=False), key=lambda found: found["type"] not in _UNKNOWN
+        )
+        raise _config_error(
+            cls, first["loc"], first["type"], first["msg"], first.get("input"), where
+        ) from None
     except ConfigError as error:  # from a `__post_init__`, which does not know the file
         raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
     require_ranges(found, where)
@@ -44,7 +53,9 @@ def _adapter(cls: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(cast(Any, cls))
 
 
-def _config_error(cls: type, loc: tuple[int | str, ...], code: str, message: str, found: object, where: str) -> ConfigError:
+def _config_error(
+    cls: type, loc: tuple[int | str, ...], code: str, message: str, found: object, where: str
+) -> ConfigError:
     path = ".".join(shortened(str(part)) for part in loc if part != "[key]") or "the document"
     if code in _UNKNOWN:
         known = _known_keys(cls, loc[:-1])
@@ -53,32 +64,52 @@ def _config_error(cls: type, loc: tuple[int | str, ...], code: str, message: str
     if code in ("missing_argument", "missing"):
         return ConfigError(f"{where}: {path} is missing", hint=f"add {loc[-1]}")
     if code in ("dataclass_type", "dataclass_exact_type"):
-        return ConfigError(f"{where}: {path} must be a mapping, found {type(found).__name__}", hint="correct that value")
+        return ConfigError(
+            f"{where}: {path} must be a mapping, found {type(found).__name__}",
+            hint="correct that value",
+        )
     text = message[0].lower() + message[1:]
     shown = "" if isinstance(found, Mapping | list | tuple) else f", found {shortened(repr(found))}"
     return ConfigError(f"{where}: {path}: {text}{shown}", hint="correct that value")
 
 
 def _known_keys(cls: type, loc: tuple[int | str, ...]) -> list[str]:
-    """The field names of the dataclass that `loc` leads to, or nothing where the path leaves dataclasses."""
+    """The field names of the dataclass that `loc` leads to, or nothing where the path leaves
+    dataclasses.
+    """
     for part in loc:
-        if dataclasses.is_dataclass(cls) and isinstance(part, str) and part in (hints := get_type_hints(cls)):
+        if (
+            dataclasses.is_dataclass(cls)
+            and isinstance(part, str)
+            and part in (hints := get_type_hints(cls))
+        ):
             cls = _inner_dataclass(hints[part])
-    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    return (
+        [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    )
 
 
 def _inner_dataclass(hint: Any) -> type:
     """The dataclass inside `tuple[X, ...]`, `Mapping[str, X]` or `X | None`."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return hint
-    inner = [_inner_dataclass(argument) for argument in getattr(hint, "__args__", ()) if argument is not Ellipsis]
+    inner = [
+        _inner_dataclass(argument)
+        for argument in getattr(hint, "__args__", ())
+        if argument is not Ellipsis
+    ]
     return next((found for found in inner if dataclasses.is_dataclass(found)), object)
 
 
 def document(instance: object) -> Any:
-    """A dataclass (and what it holds) as plain dicts, lists, strings and numbers, in the order of the fields."""
+    """A dataclass (and what it holds) as plain dicts, lists, strings and numbers, in the order of
+    the fields.
+    """
     if dataclasses.is_dataclass(instance):
-        return {field.name: document(getattr(instance, field.name)) for field in dataclasses.fields(instance)}
+        return {
+            field.name: document(getattr(instance, field.name))
+            for field in dataclasses.fields(instance)
+        }
     if isinstance(instance, Mapping):
         return {str(key): document(value) for key, value in instance.items()}
     if isinstance(instance, tuple | list):

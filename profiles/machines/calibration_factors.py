@@ -1,8 +1,10 @@
-"""How far a machine's prices are from what its own runs took: one factor for each cause of a step's time.
+"""How far a machine's prices are from what its own runs took: one factor for each cause of a step's
+time.
 
-A factor is measured seconds over priced seconds. It multiplies the price of every operator or message of its cause, before
-anything is hidden under anything, so that a search prices every candidate with it. `plan calibrate` finds them
-(planner/calibration/run_factors.py); a cluster carries them, and so does every plan made for it.
+A factor is measured seconds over priced seconds. It multiplies the price of every operator or
+message of its cause, before anything is hidden under anything, so that a search prices every
+candidate with it. `plan calibrate` finds them (planner/calibration/run_factors.py); a cluster
+carries them, and so does every plan made for it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """measured: whether runs say so; otherwise the price stays as it was. `source`: which runs, or why none."""
+    """measured: whether runs say so; otherwise the price stays as it was. `source`: which runs, or
+    why none.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -29,11 +33,16 @@ class Factor:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.value < math.inf:
-            raise ConfigError(f"calibration: a factor is {self.value}, it must be a positive number", hint="calibrate again")
+            raise ConfigError(
+                f"calibration: a factor is {self.value}, it must be a positive number",
+                hint="calibrate again",
+            )
 
     def corrected(self, seconds: Seconds) -> Seconds:
         """A price with the factor; between measurements from then on, whatever it was before."""
-        return Seconds(self.value * seconds.value_s, Kind.INTERPOLATED) if self.measured else seconds
+        return (
+            Seconds(self.value * seconds.value_s, Kind.INTERPOLATED) if self.measured else seconds
+        )
 
 
 UNCHANGED = Factor()
@@ -66,4 +75,6 @@ class Calibration:
         return found
 
 
-CAUSES = tuple(f.name for f in dataclasses.fields(Calibration) if f.name not in ("stack", "precision"))
+CAUSES = tuple(
+    f.name for f in dataclasses.fields(Calibration) if f.name not in ("stack", "precision")
+)

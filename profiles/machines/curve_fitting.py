@@ -1,4 +1,6 @@
-"""What every fit of `profiles/build/__main__.py` shares: the tables without refused rows, the fit itself, and its score."""
+"""What every fit of `profiles/build/__main__.py` shares: the tables without refused rows, the fit
+itself, and its score.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.profiles.machines.curves import SizeBounds, Curve
+from parplan.profiles.machines.curves import Curve, SizeBounds
 from parplan.profiles.units import US_PER_S
 
 Row = Mapping[str, str]
@@ -23,7 +25,15 @@ DIGITS = 4
 MAX_STEPS = 40
 LEAST_RESIDUAL = 0.01  # below 1 % an error counts as its square
 REFUSED_FLAGS = (
-    "tiny_gradients", "other_run_differs", "gpu_assumed", "slow_network", "slow_host_path", "list_output", "single_size", "l2_resident")
+    "tiny_gradients",
+    "other_run_differs",
+    "gpu_assumed",
+    "slow_network",
+    "slow_host_path",
+    "list_output",
+    "single_size",
+    "l2_resident",
+)
 REFUSED_SOURCES = ("stas00/ml-engineering",)  # CC BY-SA
 
 
@@ -35,11 +45,17 @@ class MeasurementTables:
     _read: dict[str, list[Row]] = field(default_factory=dict)
 
     def rows(self, table: str, where: Where, *, allow: str = "") -> list[Row]:
-        """Rows whose columns have one of the wanted values; `source` matches by its beginning, `allow` admits one flag."""
+        """Rows whose columns have one of the wanted values; `source` matches by its beginning,
+        `allow` admits one flag.
+        """
         if table not in self._read:
             with (self.directory / f"{table}.csv").open(encoding="utf-8", newline="") as file:
                 self._read[table] = list(csv.DictReader(file))
-        return [row for row in self._read[table] if _usable(row, allow) and all(_matches(row, *item) for item in where.items())]
+        return [
+            row
+            for row in self._read[table]
+            if _usable(row, allow) and all(_matches(row, *item) for item in where.items())
+        ]
 
 
 def _usable(row: Row, allow: str) -> bool:
@@ -75,14 +91,22 @@ def rounded(value: float) -> float:
 def rounded_curve(curve: AnyCurve) -> AnyCurve:
     """A curve with every constant to the digits that a profile keeps."""
     values = {one.name: getattr(curve, one.name) for one in fields(curve)}
-    floats: dict[str, Any] = {name: rounded(value) for name, value in values.items() if isinstance(value, float)}
+    floats: dict[str, Any] = {
+        name: rounded(value) for name, value in values.items() if isinstance(value, float)
+    }
     return replace(curve, **floats)
 
 
-def fit(predict: Callable[[Array], Array], measured: Array, start: Sequence[float], weights: Array | None = None) -> Array:
+def fit(
+    predict: Callable[[Array], Array],
+    measured: Array,
+    start: Sequence[float],
+    weights: Array | None = None,
+) -> Array:
     """Positive constants that minimise the weighted sum of |log(predicted / measured)|.
 
-    Levenberg-Marquardt on the logarithms of the constants, re-weighted towards the absolute value: medians, not means.
+    Levenberg-Marquardt on the logarithms of the constants, re-weighted towards the absolute value:
+    medians, not means.
     """
     base = np.ones_like(measured) if weights is None else weights
     target = np.log(measured)
@@ -106,19 +130,25 @@ def fit(predict: Callable[[Array], Array], measured: Array, start: Sequence[floa
     return constants
 
 
-def _step(residual: Callable[[Array], Array], x: Array, r: Array, base: Array, damping: float) -> Array:
+def _step(
+    residual: Callable[[Array], Array], x: Array, r: Array, base: Array, damping: float
+) -> Array:
     """One damped step, no constant by more than a factor exp(1/2)."""
     weights = base / np.maximum(np.abs(r), LEAST_RESIDUAL)
     jacobian = np.stack([(residual(x + one) - r) / 1e-3 for one in 1e-3 * np.eye(len(x))], axis=1)
     normal = jacobian.T @ (weights[:, None] * jacobian)
-    move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ (weights * r))
+    move = np.linalg.solve(
+        normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ (weights * r)
+    )
     clipped: Array = np.clip(move, -0.5, 0.5)
     return clipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One line of the report: errors of what ships on the rows named, and cross-validated where it was fitted to them."""
+    """One line of the report: errors of what ships on the rows named, and cross-validated where it
+    was fitted to them.
+    """
 
     device: str
     family: str
@@ -132,19 +162,31 @@ class Score:
         return f"{self.device:<12}{self.family:<38}{self.rows:>6}{self.median:9.1%}{self.mean:8.1%}{cross}"
 
 
-def fit_score(device: str, family: str, predicted: Array, measured: Array, held_out: Array | None = None) -> Score:
-    """The absolute percentage errors of predictions, and of predictions made without the row in question."""
+def fit_score(
+    device: str, family: str, predicted: Array, measured: Array, held_out: Array | None = None
+) -> Score:
+    """The absolute percentage errors of predictions, and of predictions made without the row in
+    question.
+    """
     errors = np.abs(predicted / measured - 1)
     crossed = None
     if held_out is not None:
         outside = np.abs(held_out / measured - 1)
         crossed = (float(np.median(outside)), float(np.mean(outside)))
     return Score(
-        device=device, family=family, rows=len(measured), median=float(np.median(errors)), mean=float(np.mean(errors)), crossed=crossed)
+        device=device,
+        family=family,
+        rows=len(measured),
+        median=float(np.median(errors)),
+        mean=float(np.mean(errors)),
+        crossed=crossed,
+    )
 
 
 def crossed(rows: Sequence[Row], predict: Callable[[Sequence[Row], Sequence[Row]], Array]) -> Array:
-    """Predictions of every row by a fit to the rows of the other folds: `predict(fitted to, of)`."""
+    """Predictions of every row by a fit to the rows of the other folds: `predict(fitted to,
+    of)`.
+    """
     held_out = np.empty(len(rows))
     for fold in range(FOLDS):
         kept = [row for i, row in enumerate(rows) if i % FOLDS != fold]
@@ -154,7 +196,9 @@ def crossed(rows: Sequence[Row], predict: Callable[[Sequence[Row], Sequence[Row]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveFamily(Generic[AnyCurve]):
-    """Rows of one operation: how constants make a curve, how a curve prices a row, and the sizes that bound it."""
+    """Rows of one operation: how constants make a curve, how a curve prices a row, and the sizes
+    that bound it.
+    """
 
     device: str
     name: str
@@ -171,17 +215,23 @@ class CurveFamily(Generic[AnyCurve]):
     def fit(self, rows: Sequence[Row]) -> AnyCurve:
         """The curve fitted to some of the rows, its constants rounded."""
         weights = np.array([self.weight(row) for row in rows])
-        constants = fit(lambda x: self.priced(rows, self.curve(x)), times_s(rows), self.start, weights)
+        constants = fit(
+            lambda x: self.priced(rows, self.curve(x)), times_s(rows), self.start, weights
+        )
         return rounded_curve(self.curve(constants))
 
     def fitted(self, scores: list[Score]) -> AnyCurve:
         """The curve fitted to all rows, with its bounds and error; its score joins `scores`."""
         curve = self.fit(self.rows)
         held_out = crossed(self.rows, lambda kept, others: self.priced(others, self.fit(kept)))
-        line = fit_score(self.device, self.name, self.priced(self.rows, curve), times_s(self.rows), held_out)
+        line = fit_score(
+            self.device, self.name, self.priced(self.rows, curve), times_s(self.rows), held_out
+        )
         scores.append(line)
         extent = np.array([self.sizes(row) for row in self.rows])
-        bounds = SizeBounds(low=tuple(extent.min(axis=0).tolist()), high=tuple(extent.max(axis=0).tolist()))
+        bounds = SizeBounds(
+            low=tuple(extent.min(axis=0).tolist()), high=tuple(extent.max(axis=0).tolist())
+        )
         return replace(curve, bounds=bounds, rows=len(self.rows), median_error=rounded(line.median))
 
     def check(self, name: str, rows: Sequence[Row], curve: AnyCurve, scores: list[Score]) -> None:

@@ -1,8 +1,10 @@
-"""The fitted forms: how long a product, a fused attention kernel, a memory-bound operation or a collective takes.
+"""The fitted forms: how long a product, a fused attention kernel, a memory-bound operation or a
+collective takes.
 
-A curve is a few constants and what they are worth: its own `kind` inside the bounds it was fitted in, ANALYTIC outside.
-Shares are of a datasheet figure, so one compute curve serves devices that differ in memory. Plain numbers in, seconds
-out; `profiles/build/__main__.py` fits them, `costmodels/operators/compute.py` and `collectives.py` read them.
+A curve is a few constants and what they are worth: its own `kind` inside the bounds it was fitted
+in, ANALYTIC outside. Shares are of a datasheet figure, so one compute curve serves devices that
+differ in memory. Plain numbers in, seconds out; `profiles/build/__main__.py` fits them,
+`costmodels/operators/compute.py` and `collectives.py` read them.
 """
 
 from __future__ import annotations
@@ -15,13 +17,23 @@ from dataclasses import dataclass
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import US_PER_S
 
-TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # what matrix libraries choose from
+TILES = (
+    (256, 128),
+    (128, 256),
+    (128, 128),
+    (128, 64),
+    (64, 128),
+    (64, 64),
+)  # what matrix libraries choose from
 SPLITS = (2, 4, 8)  # parts of k worked on at once when there are fewer tiles than multiprocessors
 SPLIT_LAUNCH_S = 2e-6  # assumed: the kernel that adds the parts
-ROOFLINE_EXPONENT = 4.0  # how sharply the bounds of compute and memory meet: 4 was best of 2, 4 and 50 on A100, H100, B200
+# how sharply the bounds of compute and memory meet: 4 was best of 2, 4 and 50 on A100, H100, B200
+ROOFLINE_EXPONENT = 4.0
 THROTTLE_SLOPE = 3.0  # a power limit sets in over about a factor 5 of work
 FLASH_BACKWARD_FLOPS = 2.5  # of the forward's: two products more, and one recomputed
-ALIGNED_BYTES = 16  # what a tensor core loads at once: products with rows of other lengths are slower
+ALIGNED_BYTES = (
+    16  # what a tensor core loads at once: products with rows of other lengths are slower
+)
 FLASH_ROWS = 128  # queries of one tile of a fused attention kernel
 FLASH_TAIL_WAVES = 0.5  # of 0, 0.5, 1 and 2 the best on A100, and no worse than 0 on H100
 FLASH_HEAD_STEP = 32  # head_dim is padded to a multiple of it
@@ -39,15 +51,19 @@ class SizeBounds:
     high: tuple[int, ...]
 
     def contain(self, sizes: tuple[float, ...]) -> bool:
-        return all(low <= size <= high for low, size, high in zip(self.low, sizes, self.high, strict=True))
+        return all(
+            low <= size <= high for low, size, high in zip(self.low, sizes, self.high, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """What every curve carries: the launch of one kernel, what the figures are worth, where they hold, how well they fit.
+    """What every curve carries: the launch of one kernel, what the figures are worth, where they
+    hold, how well they fit.
 
     worst_error: of the row that fits worst, where the curve is of a machine's own profile
-    points: of a machine's own profile, what was measured: sizes in the curve's order, and microseconds
+    points: of a machine's own profile, what was measured: sizes in the curve's order, and
+    microseconds
     """
 
     __pydantic_config__ = _FORBID
@@ -63,19 +79,23 @@ class Curve:
 
     def kind_at(self, sizes: tuple[float, ...]) -> Kind:
         """The curve's own kind where it was fitted, ANALYTIC elsewhere."""
-        return self.kind if self.bounds is not None and self.bounds.contain(sizes) else Kind.ANALYTIC
+        return (
+            self.kind if self.bounds is not None and self.bounds.contain(sizes) else Kind.ANALYTIC
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MatmulCurve(Curve):
     """A product [m,k] x [k,n]; bounds on m, n, k.
 
-    efficiency       share of the device's peak when every multiprocessor works and k is infinite, at the boost clock
+    efficiency       share of the device's peak when every multiprocessor works and k is infinite,
+                     at the boost clock
     k_half           the k at which a tile reaches half of that (its start and end)
     bandwidth_share  share of the memory bandwidth at which operands and result move
     throttle         by how much longer arithmetic takes once the device is at its power limit
     throttle_flops   the size of a product that alone brings a rested device halfway there
-    untiled          of a host, which cuts products into tiles too small to tell: m and n count as they are
+    untiled          of a host, which cuts products into tiles too small to tell: m and n count as
+                     they are
     """
 
     efficiency: float
@@ -104,8 +124,8 @@ class FlashCurve(Curve):
 class MemoryCurve(Curve):
     """An operation bound by memory; bounds on the bytes.
 
-    bandwidth_share: share of the memory bandwidth at which the fewest bytes that the operation must move are moved; an
-    un-fused operation moves more and has a small share.
+    bandwidth_share: share of the memory bandwidth at which the fewest bytes that the operation must
+    move are moved; an un-fused operation moves more and has a small share.
     """
 
     bandwidth_share: float
@@ -113,9 +133,11 @@ class MemoryCurve(Curve):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CollectiveCurve:
-    """Microseconds of one collective on `ranks` GPUs of a node at the knots of a log-log spline over bytes (EQUATIONS C7).
+    """Microseconds of one collective on `ranks` GPUs of a node at the knots of a log-log spline
+    over bytes (EQUATIONS C7).
 
-    Of a machine's own profile, where the knots are the sizes that were measured, and a collective may be a point_to_point:
+    Of a machine's own profile, where the knots are the sizes that were measured, and a collective
+    may be a point_to_point:
     nodes         on how many nodes the group has `ranks` each
     groups        how many such groups each of these nodes took part in at once
     median_error  the median over the knots of the spread of their repeats
@@ -133,7 +155,9 @@ class CollectiveCurve:
     groups: int = 1
 
     def kind_at(self, n_bytes: float) -> Kind:
-        """Of one whose knots were measured: MEASURED at a knot, INTERPOLATED between two, ANALYTIC beyond them."""
+        """Of one whose knots were measured: MEASURED at a knot, INTERPOLATED between two, ANALYTIC
+        beyond them.
+        """
         if n_bytes in self.bytes:
             return Kind.MEASURED
         return Kind.INTERPOLATED if self.bytes[0] < n_bytes < self.bytes[-1] else Kind.ANALYTIC
@@ -141,7 +165,9 @@ class CollectiveCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """[m,k] x [k,n], `batch` times; bytes of one element of the operands, and bytes moved for one of the result."""
+    """[m,k] x [k,n], `batch` times; bytes of one element of the operands, and bytes moved for one
+    of the result.
+    """
 
     m: int
     n: int
@@ -157,7 +183,10 @@ class Product:
     @property
     def num_bytes(self) -> int:
         """The fewest bytes moved: operands read, result written (EQUATIONS K1)."""
-        return self.batch * (self.operand_bytes * (self.m * self.k + self.k * self.n) + self.result_bytes * self.m * self.n)
+        return self.batch * (
+            self.operand_bytes * (self.m * self.k + self.k * self.n)
+            + self.result_bytes * self.m * self.n
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +203,16 @@ def matmul_s(product: Product, curve: MatmulCurve, chip: Chip, *, sustained: boo
     """Seconds of a matrix product (EQUATIONS K1).
 
         t = launch + (c^4 + d^4)^(1/4)          d = bytes / (W share)
-        c = (1 + throttle) min over tiles of r x s:  waves 2 r s (k + k_half) SMs / (peak e),  waves = ceil(ceil(m/r) ceil(n/s) / SMs)
+        c = (1 + throttle) min over tiles of r x s:  waves 2 r s (k + k_half) SMs / (peak e),  waves
+        = ceil(ceil(m/r) ceil(n/s) / SMs)
 
-    The fourth power is the larger of the two, rounded where they meet. `sustained`: the device is at its power limit, as
-    in training; a single product on a rested device slows down only with its own size. Leaves out: other work, cache hits.
+    The fourth power is the larger of the two, rounded where they meet. `sustained`: the device is
+    at its power limit, as in training; a single product on a rested device slows down only with its
+    own size. Leaves out: other work, cache hits.
     """
-    compute_s = _tiles_s(product, curve, chip) * (1 + curve.throttle * (1.0 if sustained else _heat(product.flops, curve)))
+    compute_s = _tiles_s(product, curve, chip) * (
+        1 + curve.throttle * (1.0 if sustained else _heat(product.flops, curve))
+    )
     memory_s = product.num_bytes / (chip.bytes_per_s * curve.bandwidth_share)
     larger, smaller = max(compute_s, memory_s), min(compute_s, memory_s)
     rounded: float = (1 + (smaller / larger) ** ROOFLINE_EXPONENT) ** (1 / ROOFLINE_EXPONENT)
@@ -187,7 +220,9 @@ def matmul_s(product: Product, curve: MatmulCurve, chip: Chip, *, sustained: boo
 
 
 def _heat(flops: float, curve: MatmulCurve) -> float:
-    """How far one product alone brings a rested device to its power limit, 0..1: logistic in log10 of its FLOPs."""
+    """How far one product alone brings a rested device to its power limit, 0..1: logistic in log10
+    of its FLOPs.
+    """
     return float(1 / (1 + (flops / curve.throttle_flops) ** (-THROTTLE_SLOPE / math.log(10))))
 
 
@@ -206,35 +241,61 @@ def _tiles_s(product: Product, curve: MatmulCurve, chip: Chip) -> float:
         step_s = 2 * rows * columns / rate
         best = min(best, -(-tiles // sms) * step_s * (product.k + curve.k_half))
         if tiles < sms:
-            part_s = 4 * product.m * product.n * product.batch / (chip.bytes_per_s * curve.bandwidth_share)
+            part_s = (
+                4
+                * product.m
+                * product.n
+                * product.batch
+                / (chip.bytes_per_s * curve.bandwidth_share)
+            )
             for parts in SPLITS:
                 added_s = SPLIT_LAUNCH_S + (parts + 1) * part_s
-                best = min(best, -(-tiles * parts // sms) * step_s * (product.k / parts + curve.k_half) + added_s)
+                best = min(
+                    best,
+                    -(-tiles * parts // sms) * step_s * (product.k / parts + curve.k_half)
+                    + added_s,
+                )
     return best
 
 
-def flash_attention_s(flops: float, *, heads: int, seq: int, keys: float, head_dim: int, curve: FlashCurve, chip: Chip) -> float:
-    """Seconds of a fused attention kernel that does `flops` for `heads` heads (batch included) of `seq` queries (EQUATIONS K2).
+def flash_attention_s(
+    flops: float, *, heads: int, seq: int, keys: float, head_dim: int, curve: FlashCurve, chip: Chip
+) -> float:
+    """Seconds of a fused attention kernel that does `flops` for `heads` heads (batch included) of
+    `seq` queries (EQUATIONS K2).
 
-        t = launch + flops (D/d) / (peak e q K/(K + K_half) D/(D + D_half))         q = w / (max(w, 1) + 1/2)
+        t = launch + flops (D/d) / (peak e q K/(K + K_half) D/(D + D_half))         q = w / (max(w,
+        1) + 1/2)
 
-    d: head_dim, D: d rounded up to 32; K `keys`: the mean number of keys a query meets, half the sequence when causal; w:
-    tiles of 128 queries per multiprocessor, of which the last wave is half empty. Leaves out: memory traffic, which it hides.
+    d: head_dim, D: d rounded up to 32; K `keys`: the mean number of keys a query meets, half the
+    sequence when causal; w: tiles of 128 queries per multiprocessor, of which the last wave is half
+    empty. Leaves out: memory traffic, which it hides.
     """
     waves = heads * -(-seq // FLASH_ROWS) / chip.num_sms
     filled = waves / (max(waves, 1.0) + FLASH_TAIL_WAVES)
     padded = -(-head_dim // FLASH_HEAD_STEP) * FLASH_HEAD_STEP
-    share = curve.efficiency * filled * keys / (keys + curve.keys_half) * padded / (padded + curve.head_half)
+    share = (
+        curve.efficiency
+        * filled
+        * keys
+        / (keys + curve.keys_half)
+        * padded
+        / (padded + curve.head_half)
+    )
     return curve.launch_s + flops * padded / head_dim / (chip.peak_flops_per_s * share)
 
 
 def memory_bound_s(n_bytes: float, curve: MemoryCurve, bytes_per_s: float) -> float:
-    """Seconds of an operation that moves `n_bytes`: t = launch + n / (share W) (EQUATIONS K3). Leaves out: cache hits."""
+    """Seconds of an operation that moves `n_bytes`: t = launch + n / (share W) (EQUATIONS K3).
+    Leaves out: cache hits.
+    """
     return curve.launch_s + n_bytes / (curve.bandwidth_share * bytes_per_s)
 
 
 def spline_s(curve: CollectiveCurve, n_bytes: float) -> float:
-    """Seconds at `n_bytes`, log-log between knots (EQUATIONS C7); flat below the first knot, proportional above the last."""
+    """Seconds at `n_bytes`, log-log between knots (EQUATIONS C7); flat below the first knot,
+    proportional above the last.
+    """
     knots, times_us = curve.bytes, curve.time_us
     if n_bytes <= knots[0]:
         return times_us[0] / US_PER_S

@@ -1,4 +1,6 @@
-"""Device, link, node and cluster: what the machine is, from its datasheet. Measured speeds live in `measured.py`."""
+"""Device, link, node and cluster: what the machine is, from its datasheet. Measured speeds live in
+`measured.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ CPU = "cpu"  # the device of configs/clusters/cpu.yaml
 class Device:
     """One accelerator. Peaks are dense, without sparsity, as the datasheet (`source`) gives them.
 
-    compute_capability: of its CUDA architecture (https://developer.nvidia.com/cuda-gpus), None where it is not known or has none
+    compute_capability: of its CUDA architecture (https://developer.nvidia.com/cuda-gpus), None
+    where it is not known or has none
     """
 
     __pydantic_config__ = _FORBID
@@ -41,13 +44,18 @@ class Device:
         """Dense peak FLOP/s at `precision`. Raises ConfigError when the device has none."""
         if precision not in self.peak_flops_per_s:
             has = ", ".join(sorted(self.peak_flops_per_s))
-            raise ConfigError(f"{self.name} has no {precision} arithmetic (it has {has})", hint="choose another --precision")
+            raise ConfigError(
+                f"{self.name} has no {precision} arithmetic (it has {has})",
+                hint="choose another --precision",
+            )
         return self.peak_flops_per_s[precision]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection of one GPU (or one NIC): bytes per second in one direction, and the latency of one message."""
+    """A connection of one GPU (or one NIC): bytes per second in one direction, and the latency of
+    one message.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -59,14 +67,18 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs leave the node.
+    """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs
+    leave the node.
 
     calibration: what the user's own runs say of the prices on it, None without any
-    pcie_node_bytes_per_s: what all of a node's GPUs together move to the host, or from it; None where each has all of its lane
-    host_bytes_per_s: bandwidth of a node's host memory, None for what is assumed (costmodels/host/offload.py)
-    numa_domains, gpus_per_numa: equal parts of that memory, and how many GPUs are attached to a part that has any; None where neither
+    pcie_node_bytes_per_s: what all of a node's GPUs together move to the host, or from it; None
+    where each has all of its lane
+    host_bytes_per_s: bandwidth of a node's host memory, None for what is assumed
+    (costmodels/host/offload.py) numa_domains, gpus_per_numa: equal parts of that memory, and how
+    many GPUs are attached to a part that has any; None where neither
         is known. A process has its pages in the part of its GPU
-    profile: what was measured on the machine itself, taken instead of the shipped profile of its device; None where nothing was
+    profile: what was measured on the machine itself, taken instead of the shipped profile of its
+    device; None where nothing was
     """
 
     __pydantic_config__ = _FORBID
@@ -94,7 +106,9 @@ class Cluster:
         if (self.numa_domains is None) is not (self.gpus_per_numa is None):
             raise ConfigError(
                 f"cluster {self.name}: numa_domains is {self.numa_domains} and gpus_per_numa {self.gpus_per_numa}, "
-                "they are stated together", hint="state both in the cluster's node, or neither")
+                "they are stated together",
+                hint="state both in the cluster's node, or neither",
+            )
 
     @property
     def num_gpus(self) -> int:
@@ -112,5 +126,7 @@ class Cluster:
 
         g of the node's G GPUs reach no more than their part of the NICs, but at least one.
         """
-        reach = max(self.node_bytes_per_s * ranks_per_node / self.gpus_per_node, self.nic.bytes_per_s)
+        reach = max(
+            self.node_bytes_per_s * ranks_per_node / self.gpus_per_node, self.nic.bytes_per_s
+        )
         return min(self.node_bytes_per_s / groups, reach, self.node_bytes_per_s)

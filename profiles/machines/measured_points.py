@@ -15,7 +15,15 @@ DROPPED_FLASH = ("dropped_flash.forward", "dropped_flash.backward")
 DIRECTIONS = ("forward", "backward")
 MEMBERS = {  # class of memory-bound operations -> those that have a curve of their own beside it
     "norm": ("layer_norm", "rms_norm"),
-    "elementwise": ("gelu", "swiglu", "rotary", "positions", "dropped_positions", "bias_gradient", "accumulation"),
+    "elementwise": (
+        "gelu",
+        "swiglu",
+        "rotary",
+        "positions",
+        "dropped_positions",
+        "bias_gradient",
+        "accumulation",
+    ),
     "residual": ("dropped_residual",),
 }
 NAMED = {name: of for of, members in MEMBERS.items() for name in members}
@@ -24,7 +32,9 @@ Points = tuple[tuple[float, ...], ...]
 
 
 def curves_of(compute: Compute) -> dict[str, Curve]:
-    """Every curve by the name that passes of cases give it: `forward`, `norm.forward`, `gelu.backward`, `dropped_flash.forward`."""
+    """Every curve by the name that passes of cases give it: `forward`, `norm.forward`,
+    `gelu.backward`, `dropped_flash.forward`.
+    """
     found: dict[str, Curve] = {}
     for field in fields(compute):
         value = getattr(compute, field.name)
@@ -60,17 +70,32 @@ def _passes(name: str, curves: Mapping[str, Any]) -> PassCurves:
 
 
 def points_of(records: Iterable[Record]) -> dict[str, Points]:
-    """By curve, its points: the sizes in its order, and microseconds; by rising sizes, each sizes once (the mean of equal ones)."""
+    """By curve, its points: the sizes in its order, and microseconds; by rising sizes, each sizes
+    once (the mean of equal ones).
+    """
     found: dict[str, dict[tuple[int, ...], list[float]]] = {}
     for record in records:
         if record.outcome is CaseOutcome.MEASURED and record.measured is not None:
             for one in record.case.passes:
                 if one.curve and one.name in record.measured.times:
-                    found.setdefault(one.curve, {}).setdefault(one.sizes, []).append(record.measured.times[one.name].median_us)
-    return {curve: tuple((*sizes, fmean(times_us)) for sizes, times_us in sorted(points.items())) for curve, points in found.items()}
+                    found.setdefault(one.curve, {}).setdefault(one.sizes, []).append(
+                        record.measured.times[one.name].median_us
+                    )
+    return {
+        curve: tuple((*sizes, fmean(times_us)) for sizes, times_us in sorted(points.items()))
+        for curve, points in found.items()
+    }
 
 
 def with_points(compute: Compute, records: Iterable[Record]) -> Compute:
-    """The device with the points of the records in every curve; a class of operations has those of its own name only."""
+    """The device with the points of the records in every curve; a class of operations has those of
+    its own name only.
+    """
     points = points_of(records)
-    return with_curves(compute, {name: replace(curve, points=points.get(name, ())) for name, curve in curves_of(compute).items()})
+    return with_curves(
+        compute,
+        {
+            name: replace(curve, points=points.get(name, ()))
+            for name, curve in curves_of(compute).items()
+        },
+    )

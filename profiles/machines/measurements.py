@@ -1,8 +1,10 @@
 """What a profiler measures: one case at a time, and what came of it.
 
-A case is one operator of a model at one size on one rank, or a figure of the machine itself. It says what runs (`work`, a name that
-`executor/measuring` knows), at which sizes, and which point of which curve each of its passes is. Pure data: the planner makes
-cases of what it would price (planner/calibration/profile_cases.py), the profiler measures them (profiles/profiler), fits make curves of them.
+A case is one operator of a model at one size on one rank, or a figure of the machine itself. It
+says what runs (`work`, a name that `executor/measuring` knows), at which sizes, and which point of
+which curve each of its passes is. Pure data: the planner makes cases of what it would price
+(planner/calibration/profile_cases.py), the profiler measures them (profiles/profiler), fits make
+curves of them.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CasePass:
-    """One timed part of a case: its name (forward, backward, input_gradient, weight_gradient, or time where there is one part),
-    the curve that it is a point of, and the sizes there, in the curve's own order; no curve where it is none's."""
+    """One timed part of a case: its name (forward, backward, input_gradient, weight_gradient, or
+    time where there is one part), the curve that it is a point of, and the sizes there, in the
+    curve's own order; no curve where it is none's.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -39,8 +43,12 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What tells it from every other case, also for people: `linear m=2048 n=6144 k=2048 bf16`."""
-        return " ".join((self.work, *(f"{name}={size}" for name, size in self.sizes), self.precision))
+        """What tells it from every other case, also for people: `linear m=2048 n=6144 k=2048
+        bf16`.
+        """
+        return " ".join(
+            (self.work, *(f"{name}={size}" for name, size in self.sizes), self.precision)
+        )
 
     def size(self, name: str) -> int:
         """The size of that name."""
@@ -63,7 +71,9 @@ class CaseOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Microseconds of one pass: the median of `repeats`, and half of their interquartile range over it (`spread`)."""
+    """Microseconds of one pass: the median of `repeats`, and half of their interquartile range over
+    it (`spread`).
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -78,7 +88,8 @@ class CaseFigures:
 
     saved_bytes      kept between the forward and the backward pass, parameters left out
     workspace_bytes  most that a pass held beyond its inputs and results
-    figures          what is neither, by name with its unit: copied_bytes_per_s, granularity_bytes, ...
+    figures          what is neither, by name with its unit: copied_bytes_per_s, granularity_bytes,
+                     ...
     clock_mhz        of the device while it was measured, None where it does not say
     """
 

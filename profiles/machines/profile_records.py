@@ -1,8 +1,11 @@
-"""Records of a profile as lines of its file, and back: sizes by name, each pass with its curve, its place there and its time.
+"""Records of a profile as lines of its file, and back: sizes by name, each pass with its curve, its
+place there and its time.
 
-    {work: linear, sizes: {m: 2048, n: 6144, k: 2048, bias: 0}, passes: {forward: {curve: forward, at: [2048, 6144, 2048],
-     time_us: 51.2, spread: 0.01, repeats: 20}, ...}, saved_bytes: 8388608, clock_mhz: 1410.0}
-    {work: ..., sizes: ..., outcome: out_of_memory, detail: ..., passes: {forward: {curve: ..., at: ...}}}
+{work: linear, sizes: {m: 2048, n: 6144, k: 2048, bias: 0}, passes: {forward: {curve: forward, at:
+[2048, 6144, 2048],
+ time_us: 51.2, spread: 0.01, repeats: 20}, ...}, saved_bytes: 8388608, clock_mhz: 1410.0}
+{work: ..., sizes: ..., outcome: out_of_memory, detail: ..., passes: {forward: {curve: ..., at:
+...}}}
 """
 
 from __future__ import annotations
@@ -15,7 +18,14 @@ from pydantic import Field
 
 from parplan.profiles.documents.schema import json_schema, parse
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, CasePass, Record, Timing
+from parplan.profiles.machines.measurements import (
+    Case,
+    CaseFigures,
+    CaseOutcome,
+    CasePass,
+    Record,
+    Timing,
+)
 
 _FORBID = {"extra": "forbid"}
 TIME_DIGITS, SPREAD_DIGITS, FIGURE_DIGITS = 6, 3, 6
@@ -27,7 +37,9 @@ _Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Time:
-    """A pass: its curve and the sizes there, none where it is no curve's; no time where the case was not measured."""
+    """A pass: its curve and the sizes there, none where it is no curve's; no time where the case
+    was not measured.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -71,13 +83,22 @@ def _line(record: Record, precision: str | None) -> dict[str, Any]:
     case, measured = record.case, record.measured or CaseFigures()
     times = {name: _time(timing) for name, timing in measured.times.items()}
     passes: dict[str, dict[str, Any]] = {
-        one.name: {"curve": one.curve, "at": list(one.sizes)} | times.pop(one.name, {}) for one in case.passes}
+        one.name: {"curve": one.curve, "at": list(one.sizes)} | times.pop(one.name, {})
+        for one in case.passes
+    }
     body = {
-        "work": case.work, "sizes": dict(case.sizes), "precision": None if case.precision == precision else case.precision,
-        "outcome": None if record.outcome is CaseOutcome.MEASURED else record.outcome.value, "detail": record.detail,
-        "passes": {name: _filled(one) for name, one in passes.items()}, "times": times, "saved_bytes": measured.saved_bytes,
+        "work": case.work,
+        "sizes": dict(case.sizes),
+        "precision": None if case.precision == precision else case.precision,
+        "outcome": None if record.outcome is CaseOutcome.MEASURED else record.outcome.value,
+        "detail": record.detail,
+        "passes": {name: _filled(one) for name, one in passes.items()},
+        "times": times,
+        "saved_bytes": measured.saved_bytes,
         "workspace_bytes": measured.workspace_bytes,
-        "figures": {name: _number(value) for name, value in measured.figures.items()}, "clock_mhz": measured.clock_mhz}
+        "figures": {name: _number(value) for name, value in measured.figures.items()},
+        "clock_mhz": measured.clock_mhz,
+    }
     return _filled(body)
 
 
@@ -95,16 +116,33 @@ def _time(timing: Timing) -> dict[str, Any]:
 
 
 def rounded_records(records: Iterable[Record]) -> tuple[Record, ...]:
-    """Records with times and figures to the digits that repeats can tell apart, as a file is to keep them."""
+    """Records with times and figures to the digits that repeats can tell apart, as a file is to
+    keep them.
+    """
     return tuple(
-        record if record.measured is None else replace(record, measured=replace(
-            record.measured, times={name: _rounded(timing) for name, timing in record.measured.times.items()},
-            figures={name: _digits(value, FIGURE_DIGITS) for name, value in record.measured.figures.items()}))
-        for record in records)
+        record
+        if record.measured is None
+        else replace(
+            record,
+            measured=replace(
+                record.measured,
+                times={name: _rounded(timing) for name, timing in record.measured.times.items()},
+                figures={
+                    name: _digits(value, FIGURE_DIGITS)
+                    for name, value in record.measured.figures.items()
+                },
+            ),
+        )
+        for record in records
+    )
 
 
 def _rounded(timing: Timing) -> Timing:
-    return replace(timing, median_us=_digits(timing.median_us, TIME_DIGITS), spread=_digits(timing.spread, SPREAD_DIGITS))
+    return replace(
+        timing,
+        median_us=_digits(timing.median_us, TIME_DIGITS),
+        spread=_digits(timing.spread, SPREAD_DIGITS),
+    )
 
 
 def _digits(value: float, digits: int) -> float:
@@ -115,27 +153,47 @@ def _digits(value: float, digits: int) -> float:
 def records_of_lines(lines: object, precision: str | None, where: str) -> tuple[Record, ...]:
     """The records that documents describe. Raises ConfigError with `where` and the key's path."""
     found = parse(_Lines, {"records": lines}, where).records
-    return tuple(_record(line, precision, f"{where}: records.{index}") for index, line in enumerate(found))
+    return tuple(
+        _record(line, precision, f"{where}: records.{index}") for index, line in enumerate(found)
+    )
 
 
 def _record(line: _Line, precision: str | None, where: str) -> Record:
     own = line.precision or precision
     if own is None:
-        raise ConfigError(f"{where}: precision is missing, here and of the whole file", hint="add precision")
+        raise ConfigError(
+            f"{where}: precision is missing, here and of the whole file", hint="add precision"
+        )
     case = Case(
-        work=line.work, sizes=tuple(line.sizes.items()), precision=own,
-        passes=tuple(CasePass(name=name, curve=one.curve, sizes=one.at) for name, one in line.passes.items()))
+        work=line.work,
+        sizes=tuple(line.sizes.items()),
+        precision=own,
+        passes=tuple(
+            CasePass(name=name, curve=one.curve, sizes=one.at) for name, one in line.passes.items()
+        ),
+    )
     if line.outcome is not CaseOutcome.MEASURED:
         return Record(case=case, outcome=line.outcome, detail=line.detail)
-    times = {name: _timing(one, f"{where}.{name}") for name, one in {**line.passes, **line.times}.items() if one.time_us is not None}
+    times = {
+        name: _timing(one, f"{where}.{name}")
+        for name, one in {**line.passes, **line.times}.items()
+        if one.time_us is not None
+    }
     measured = CaseFigures(
-        times=times, saved_bytes=line.saved_bytes, workspace_bytes=line.workspace_bytes, figures=line.figures, clock_mhz=line.clock_mhz)
+        times=times,
+        saved_bytes=line.saved_bytes,
+        workspace_bytes=line.workspace_bytes,
+        figures=line.figures,
+        clock_mhz=line.clock_mhz,
+    )
     return Record(case=case, outcome=line.outcome, measured=measured, detail=line.detail)
 
 
 def _timing(one: _Time, where: str) -> Timing:
     if one.time_us is None or one.spread is None or one.repeats is None:
-        raise ConfigError(f"{where}: a time without its spread or repeats", hint="add spread and repeats")
+        raise ConfigError(
+            f"{where}: a time without its spread or repeats", hint="add spread and repeats"
+        )
     return Timing(median_us=one.time_us, spread=one.spread, repeats=one.repeats)
 
 

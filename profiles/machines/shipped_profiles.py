@@ -1,7 +1,9 @@
-"""The profiles that ship, profiles/data/<device>.yaml, and a cluster with what is known of its speed.
+"""The profiles that ship, profiles/data/<device>.yaml, and a cluster with what is known of its
+speed.
 
-`profiles/build/__main__.py` writes those files from public measurements. A device without a file gets the assumptions of
-`analytic_profile`, marked ANALYTIC throughout; it never gets another device's figures.
+`profiles/build/__main__.py` writes those files from public measurements. A device without a file
+gets the assumptions of `analytic_profile`, marked ANALYTIC throughout; it never gets another
+device's figures.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from parplan.profiles.provenance import Kind, Seconds
 LINK_TOLERANCE = 0.1  # datasheets round: 150 or 157 GB/s
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)  # of a device that may have a file
 
+
 @dataclass(frozen=True, eq=False)
 class Machine:
     """A cluster and what is known of its speed: the one argument of every price."""
@@ -33,20 +36,26 @@ class Machine:
     profile: Profile
 
     def corrected(self, cause: str, seconds: Seconds) -> Seconds:
-        """A price as the cluster's own runs correct it, by its cause (profiles/machines/calibration_factors.py)."""
+        """A price as the cluster's own runs correct it, by its cause
+        (profiles/machines/calibration_factors.py).
+        """
         calibration = self.cluster.calibration
         return seconds if calibration is None else calibration.factor(cause).corrected(seconds)
 
     def launch_factor(self, cause: str) -> float:
-        """The same for what the host needs to launch the kernels of the forward or the backward pass."""
+        """The same for what the host needs to launch the kernels of the forward or the backward
+        pass.
+        """
         calibration = self.cluster.calibration
         return 1.0 if calibration is None else calibration.factor(cause).value
 
     @functools.cached_property
     def collective_curves(self) -> Mapping[str, tuple[CollectiveCurve, ...]]:
-        """The curves by collective, by rising number of ranks; none where the node's link is not the one they hold for.
+        """The curves by collective, by rising number of ranks; none where the node's link is not
+        the one they hold for.
 
-        Where several groups were also measured at once, of each number of ranks the curve of most at once, as a mesh runs them.
+        Where several groups were also measured at once, of each number of ranks the curve of most
+        at once, as a mesh runs them.
         """
         found: dict[str, dict[int, CollectiveCurve]] = {}
         for curve in sorted(self._curves_inside, key=lambda curve: (curve.ranks, curve.groups)):
@@ -55,18 +64,31 @@ class Machine:
 
     @functools.cached_property
     def placed_curves(self) -> Mapping[tuple[str, int, int, int], CollectiveCurve]:
-        """The curves that were measured on the machine itself, by collective, nodes, ranks per node and groups at once."""
+        """The curves that were measured on the machine itself, by collective, nodes, ranks per node
+        and groups at once.
+        """
         inter = self.profile.inter
         inside = self._curves_inside if self.profile.intra.kind is Kind.MEASURED else ()
-        across = inter.crossing if _near(self.cluster.node_bytes_per_s, inter.node_bytes_per_s) else ()
-        return {(curve.collective, curve.nodes, curve.ranks, curve.groups): curve for curve in (*inside, *across)}
+        across = (
+            inter.crossing if _near(self.cluster.node_bytes_per_s, inter.node_bytes_per_s) else ()
+        )
+        return {
+            (curve.collective, curve.nodes, curve.ranks, curve.groups): curve
+            for curve in (*inside, *across)
+        }
 
     @property
     def _curves_inside(self) -> tuple[CollectiveCurve, ...]:
-        """What was measured on the machine itself holds on its link, whatever the datasheet calls it."""
+        """What was measured on the machine itself holds on its link, whatever the datasheet calls
+        it.
+        """
         intra = self.profile.intra
         own = self.cluster.profile is not None and intra.kind is Kind.MEASURED
-        return intra.curves if own or _near(self.cluster.intra_node.bytes_per_s, intra.link_bytes_per_s) else ()
+        return (
+            intra.curves
+            if own or _near(self.cluster.intra_node.bytes_per_s, intra.link_bytes_per_s)
+            else ()
+        )
 
 
 def _near(bytes_per_s: float, of_curves: float | None) -> bool:
@@ -74,10 +96,14 @@ def _near(bytes_per_s: float, of_curves: float | None) -> bool:
     return of_curves is not None and abs(bytes_per_s / of_curves - 1) <= LINK_TOLERANCE
 
 
-def machine_for(cluster: Cluster, terms: Terms | None = None, *, without: str | None = None) -> Machine:
-    """The cluster with its own profile, else with the shipped one of its device, else with the analytic one.
+def machine_for(
+    cluster: Cluster, terms: Terms | None = None, *, without: str | None = None
+) -> Machine:
+    """The cluster with its own profile, else with the shipped one of its device, else with the
+    analytic one.
 
-    terms: those of another fit than the shipped one; without: those of the fit that did not see the source of that name
+    terms: those of another fit than the shipped one; without: those of the fit that did not see the
+    source of that name
     """
     if cluster.profile is not None:
         return Machine(cluster, cluster.profile)
@@ -86,13 +112,20 @@ def machine_for(cluster: Cluster, terms: Terms | None = None, *, without: str | 
     share = terms.nic_share(cluster.nic.name, without)
     if share is not None:
         inter = profile.inter
-        profile = replace(profile, inter=replace(inter, nic_share=share, point_to_point_share=min(share, inter.point_to_point_share)))
+        profile = replace(
+            profile,
+            inter=replace(
+                inter, nic_share=share, point_to_point_share=min(share, inter.point_to_point_share)
+            ),
+        )
     return Machine(cluster, profile)
 
 
 @functools.cache
 def shipped_profile(device_name: str) -> Profile | None:
-    """The profile in profiles/data/<device name>.yaml, or None. Raises ConfigError when the file is malformed."""
+    """The profile in profiles/data/<device name>.yaml, or None. Raises ConfigError when the file is
+    malformed.
+    """
     if not _NAME.fullmatch(device_name):
         return None
     path = resources.files("parplan.profiles") / "data" / f"{device_name}.yaml"
@@ -100,21 +133,35 @@ def shipped_profile(device_name: str) -> Profile | None:
 
 
 def read_profile(text: str, where: str) -> Profile:
-    """A profile from its YAML. Raises ConfigError with `where` and the key when something is unknown or missing."""
+    """A profile from its YAML. Raises ConfigError with `where` and the key when something is
+    unknown or missing.
+    """
     return _profile(yaml_of(text, where), where)
 
 
 def _profile(document: object, where: str) -> Profile:
     if not isinstance(document, Mapping):
-        raise ConfigError(f"{where}: found {type(document).__name__}, needed a mapping", hint="rebuild it with parplan.profiles.build")
+        raise ConfigError(
+            f"{where}: found {type(document).__name__}, needed a mapping",
+            hint="rebuild it with parplan.profiles.build",
+        )
     return parse(Profile, document, where)
 
 
-# What is assumed of a device that nobody measured: round figures near the fits that are shipped, on its own datasheet.
-ASSUMED = "assumed: round figures near those fitted on A100 and H100, of this device's own datasheet"
-ASSUMED_SHARES = {  # forward, backward; un-fused cross entropy and embedding move many times their fewest bytes
-    "norm": (0.55, 0.45), "elementwise": (0.70, 0.75), "residual": (0.75, 0.75), "softmax": (0.60, 0.55),
-    "dropout": (0.70, 0.75), "embedding": (0.08, 0.07), "cross_entropy": (0.06, 0.20),
+# What is assumed of a device that nobody measured: round figures near the fits that are shipped, on
+# its own datasheet.
+ASSUMED = (
+    "assumed: round figures near those fitted on A100 and H100, of this device's own datasheet"
+)
+# forward, backward; un-fused cross entropy and embedding move many times their fewest bytes
+ASSUMED_SHARES = {
+    "norm": (0.55, 0.45),
+    "elementwise": (0.70, 0.75),
+    "residual": (0.75, 0.75),
+    "softmax": (0.60, 0.55),
+    "dropout": (0.70, 0.75),
+    "embedding": (0.08, 0.07),
+    "cross_entropy": (0.06, 0.20),
 }
 _LAUNCH_S = 4e-6
 _OPTIMIZER_SHARE = 0.75
@@ -125,33 +172,71 @@ _POINT_TO_POINT_SHARE = 0.7
 
 def assumed_memory(share: float) -> MemoryCurve:
     """A memory-bound curve that nobody fitted."""
-    return MemoryCurve(launch_s=_LAUNCH_S, kind=Kind.ANALYTIC, source=ASSUMED, bandwidth_share=share)
+    return MemoryCurve(
+        launch_s=_LAUNCH_S, kind=Kind.ANALYTIC, source=ASSUMED, bandwidth_share=share
+    )
 
 
 def _assumed_matmul() -> MatmulCurve:
-    return MatmulCurve(launch_s=_LAUNCH_S, kind=Kind.ANALYTIC, source=ASSUMED, efficiency=0.75, k_half=130.0, bandwidth_share=0.7)
+    return MatmulCurve(
+        launch_s=_LAUNCH_S,
+        kind=Kind.ANALYTIC,
+        source=ASSUMED,
+        efficiency=0.75,
+        k_half=130.0,
+        bandwidth_share=0.7,
+    )
 
 
 def _assumed_flash(efficiency: float) -> FlashCurve:
-    return FlashCurve(launch_s=_LAUNCH_S, kind=Kind.ANALYTIC, source=ASSUMED, efficiency=efficiency, keys_half=250.0, head_half=20.0)
+    return FlashCurve(
+        launch_s=_LAUNCH_S,
+        kind=Kind.ANALYTIC,
+        source=ASSUMED,
+        efficiency=efficiency,
+        keys_half=250.0,
+        head_half=20.0,
+    )
 
 
 def _assumed_compute() -> Compute:
     product = _assumed_matmul()
     passes: dict[str, Any] = {
-        name: PassCurves(forward=assumed_memory(there), backward=assumed_memory(back)) for name, (there, back) in ASSUMED_SHARES.items()}
+        name: PassCurves(forward=assumed_memory(there), backward=assumed_memory(back))
+        for name, (there, back) in ASSUMED_SHARES.items()
+    }
     return Compute(
-        forward=product, input_gradient=product, weight_gradient=product, batched_forward=product, batched_backward=product,
-        flash_forward=_assumed_flash(0.75), flash_backward=_assumed_flash(0.60), optimizer=assumed_memory(_OPTIMIZER_SHARE), **passes)
+        forward=product,
+        input_gradient=product,
+        weight_gradient=product,
+        batched_forward=product,
+        batched_backward=product,
+        flash_forward=_assumed_flash(0.75),
+        flash_backward=_assumed_flash(0.60),
+        optimizer=assumed_memory(_OPTIMIZER_SHARE),
+        **passes,
+    )
 
 
 @functools.cache
 def analytic_profile(device_name: str) -> Profile:
-    """Assumed shares of the datasheet for a device without measurements, marked ANALYTIC throughout."""
+    """Assumed shares of the datasheet for a device without measurements, marked ANALYTIC
+    throughout.
+    """
     return Profile(
         name=device_name,
         compute=_assumed_compute(),
         intra=Intra(
-            link_bytes_per_s=1.0, link_share=_LINK_SHARE, point_to_point_share=_POINT_TO_POINT_SHARE, kind=Kind.ANALYTIC, source=ASSUMED),
-        inter=Inter(nic_share=_NIC_SHARE, point_to_point_share=_POINT_TO_POINT_SHARE, kind=Kind.ANALYTIC, source=ASSUMED),
+            link_bytes_per_s=1.0,
+            link_share=_LINK_SHARE,
+            point_to_point_share=_POINT_TO_POINT_SHARE,
+            kind=Kind.ANALYTIC,
+            source=ASSUMED,
+        ),
+        inter=Inter(
+            nic_share=_NIC_SHARE,
+            point_to_point_share=_POINT_TO_POINT_SHARE,
+            kind=Kind.ANALYTIC,
+            source=ASSUMED,
+        ),
     )

@@ -1,4 +1,6 @@
-"""What is known of the speed of one device and of its node: fitted curves, and how much of a link collectives reach."""
+"""What is known of the speed of one device and of its node: fitted curves, and how much of a link
+collectives reach.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class PassCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashSpeed:
-    """Speed of a fused attention kernel relative to the one that the device's flash curves are of."""
+    """Speed of a fused attention kernel relative to the one that the device's flash curves are
+    of.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -43,8 +47,10 @@ class Compute:
     flash_kernels: relative speeds of fused attention kernels other than the one of the flash curves
 
     Of a machine's own profile:
-    named           curves of single operations bound by memory (gelu, rms_norm, ...), instead of their class's (elementwise, norm)
-    dropped_flash   fused attention with dropout, which some devices run with another kernel: forward, backward
+    named           curves of single operations bound by memory (gelu, rms_norm, ...), instead of
+                    their class's (elementwise, norm)
+    dropped_flash   fused attention with dropout, which some devices run with another kernel:
+                    forward, backward
     """
 
     __pydantic_config__ = _FORBID
@@ -75,7 +81,8 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Intra:
-    """Between the GPUs of a node. The curves hold where the link runs at `link_bytes_per_s`; no other node uses them.
+    """Between the GPUs of a node. The curves hold where the link runs at `link_bytes_per_s`; no
+    other node uses them.
 
     kind: MEASURED where the curves' knots were measured on the machine itself
     link_share: share of the link's bandwidth that a ring reaches where no curve holds
@@ -112,7 +119,9 @@ class Inter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """Seconds of the host for one layer: `layer_s`, and `byte_s` for every byte of its parameters on the rank."""
+    """Seconds of the host for one layer: `layer_s`, and `byte_s` for every byte of its parameters
+    on the rank.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -125,16 +134,21 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InStep:
-    """What a step adds to its operators' own times, measured on whole layers as `stack` runs them, for which alone it holds.
+    """What a step adds to its operators' own times, measured on whole layers as `stack` runs them,
+    for which alone it holds.
 
     kernel_slowdown     by what factor kernels take longer in a layer than alone
-    forward_s           seconds of the host for one operator of the graph in the forward pass; backward_s in the backward pass
-    host_adds           whether these add to the operator's time (the host is the device), or bound it (the host launches ahead)
+    forward_s           seconds of the host for one operator of the graph in the forward pass;
+                        backward_s in the backward pass
+    host_adds           whether these add to the operator's time (the host is the device), or bound
+                        it (the host launches ahead)
 
     What layouts add, where the host's seconds do, beside what they send:
-    divided_forward_s   for one operator that tensor parallelism divides; divided_backward_s in the backward pass
+    divided_forward_s   for one operator that tensor parallelism divides; divided_backward_s in the
+                        backward pass
     split_s             for one launch of a backward pass, where it is in two parts
-    action_s            for one action of a pipeline's schedule: a forward or a backward pass of a stage
+    action_s            for one action of a pipeline's schedule: a forward or a backward pass of a
+                        stage
     gather, reduce      of a layer that ZeRO shards: hooks, and copies into and out of buffers
     update              of a layer whose parameters are DTensors, by ZeRO or by tensor parallelism
     """
@@ -158,8 +172,10 @@ class InStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpeed:
-    """What was measured between one device and its host: copies from and to pinned memory, and Adam in one process on the host, in
-    the bytes that its price counts (costmodels/host/offload.py). None where nothing measured it."""
+    """What was measured between one device and its host: copies from and to pinned memory, and Adam
+    in one process on the host, in the bytes that its price counts (costmodels/host/offload.py).
+    None where nothing measured it.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -172,7 +188,8 @@ class HostSpeed:
 class Profile:
     """The fitted constants of one device and its node. `name` is that of the device.
 
-    Of a machine's own profile: `in_step`, `host`, and `contention`, what a second of communication costs the compute that it runs under.
+    Of a machine's own profile: `in_step`, `host`, and `contention`, what a second of communication
+    costs the compute that it runs under.
     """
 
     __pydantic_config__ = _FORBID

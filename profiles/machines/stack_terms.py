@@ -1,7 +1,9 @@
-"""The fitted terms of stacks and networks, with their bounds, what they were fitted on, and their values without each source.
+"""The fitted terms of stacks and networks, with their bounds, what they were fitted on, and their
+values without each source.
 
-`profiles/data/terms.yaml` is written by `python -m parplan.planner.validation.term_fit` from a table of measured steps. A stack's file
-in `configs/stacks` holds what can be read in its code; this one what cannot.
+`profiles/data/terms.yaml` is written by `python -m parplan.planner.validation.term_fit` from a
+table of measured steps. A stack's file in `configs/stacks` holds what can be read in its code; this
+one what cannot.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One fitted constant: `value` within `low` and `high`, fitted to `rows` rows of the sources `fitted_on`.
+    """One fitted constant: `value` within `low` and `high`, fitted to `rows` rows of the sources
+    `fitted_on`.
 
-    without: source -> the value of a fit that did not see it, for predictions of that source's own rows
+    without: source -> the value of a fit that did not see it, for predictions of that source's own
+    rows
     """
 
     __pydantic_config__ = _FORBID
@@ -43,11 +47,12 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residuals:
-    """How far measurements were from predictions whose fit had not seen them (measured / predicted - 1, a fraction).
+    """How far measurements were from predictions whose fit had not seen them (measured / predicted
+    - 1, a fraction).
 
     time_band, memory_band   eight in ten of the rows were within +- this of their prediction
-    memory_margin            share of a device that, added to the prediction, covers 99 in 100 rows, those that ran out of memory too;
-                             at least LEAST_MARGIN
+    memory_margin            share of a device that, added to the prediction, covers 99 in 100 rows,
+                             those that ran out of memory too; at least LEAST_MARGIN
     """
 
     __pydantic_config__ = _FORBID
@@ -61,7 +66,9 @@ class Residuals:
 
 EVERY_STACK = "all"  # the residuals of all rows: what holds for a stack with too few of its own
 FEWEST_ROWS = 10
-LEAST_MARGIN = 0.04  # of a device: most rows tell what is allocated, and nothing of fragmentation; assumed
+LEAST_MARGIN = (
+    0.04  # of a device: most rows tell what is allocated, and nothing of fragmentation; assumed
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,28 +82,41 @@ class Terms:
     residuals: Mapping[str, Residuals] = field(default_factory=dict)
 
     def residuals_of(self, stack_name: str) -> Residuals:
-        """The residuals of predictions for a stack; each part that rests on fewer than 10 rows is that of all stacks."""
-        time, memory = self.residuals[self.time_stack(stack_name)], self.residuals[self.memory_stack(stack_name)]
+        """The residuals of predictions for a stack; each part that rests on fewer than 10 rows is
+        that of all stacks.
+        """
+        time, memory = (
+            self.residuals[self.time_stack(stack_name)],
+            self.residuals[self.memory_stack(stack_name)],
+        )
         return replace(memory, time_rows=time.time_rows, time_band=time.time_band)
 
     def time_stack(self, stack_name: str) -> str:
-        """Whose measured step times a stack's residuals rest on: its own, or EVERY_STACK where it has fewer than 10."""
+        """Whose measured step times a stack's residuals rest on: its own, or EVERY_STACK where it
+        has fewer than 10.
+        """
         own = self.residuals.get(stack_name)
         return stack_name if own and own.time_rows >= FEWEST_ROWS else EVERY_STACK
 
     def memory_stack(self, stack_name: str) -> str:
-        """Whose measured memories a stack's residuals rest on: its own, or EVERY_STACK where it has fewer than 10."""
+        """Whose measured memories a stack's residuals rest on: its own, or EVERY_STACK where it has
+        fewer than 10.
+        """
         own = self.residuals.get(stack_name)
         return stack_name if own and own.memory_rows >= FEWEST_ROWS else EVERY_STACK
 
     def of_stack(self, stack: Stack, without: str | None = None) -> Stack:
-        """The stack with its fitted terms, or with those of a fit that did not see the source `without`."""
+        """The stack with its fitted terms, or with those of a fit that did not see the source
+        `without`.
+        """
         found = self.stacks.get(stack.terms_of or stack.name, {})
         values: dict[str, Any] = {name: term.seen_without(without) for name, term in found.items()}
         return replace(stack, **values)
 
     def nic_share(self, nic_name: str, without: str | None = None) -> float | None:
-        """What share of a NIC's bandwidth NCCL reaches on that network; None where nothing was fitted."""
+        """What share of a NIC's bandwidth NCCL reaches on that network; None where nothing was
+        fitted.
+        """
         term = self.links.get(nic_name, {}).get("nic_share")
         return None if term is None else term.seen_without(without)
 

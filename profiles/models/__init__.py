@@ -1,1 +1,3 @@
-"""The operator graph, the described families of models, and the sources of modules that are not described."""
+"""The operator graph, the described families of models, and the sources of modules that are not
+described.
+"""

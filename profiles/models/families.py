@@ -16,7 +16,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """What the members have in common; heads are as wide as they divide the hidden size, the feed-forward network 4 times as it."""
+    """What the members have in common; heads are as wide as they divide the hidden size, the
+    feed-forward network 4 times as it.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -64,12 +66,16 @@ class ModelFamily:
     members: tuple[ModelEntry, ...]
 
     def of_width(self, hidden_size: int, num_layers: int) -> ModelEntry:
-        """A model of the family's architecture that need not be a member: so many blocks of a width.
+        """A model of the family's architecture that need not be a member: so many blocks of a
+        width.
 
-        The heads are those of the member whose width is nearest. Raises ConfigError where they do not divide the width.
+        The heads are those of the member whose width is nearest. Raises ConfigError where they do
+        not divide the width.
         """
         nearest = min(self.members, key=lambda entry: abs(entry.spec.hidden_size - hidden_size))
-        shape = _Shape(hidden_size=hidden_size, num_layers=num_layers, num_heads=nearest.spec.num_heads)
+        shape = _Shape(
+            hidden_size=hidden_size, num_layers=num_layers, num_heads=nearest.spec.num_heads
+        )
         return _resized(nearest, f"{self.name}-h{hidden_size}-l{num_layers}", shape)
 
 
@@ -77,12 +83,16 @@ def family_of(document: object, where: str) -> ModelFamily:
     """The family that a file describes. Raises ConfigError with `where` and the key's path."""
     body = parse(_FamilyDocument, document, where)
     if not body.members:
-        raise ConfigError(f"{where}: members is empty, a family has at least one", hint="add a member")
+        raise ConfigError(
+            f"{where}: members is empty, a family has at least one", hint="add a member"
+        )
     members = tuple(_member(body, label, shape, where) for label, shape in body.members.items())
     for smaller, larger in pairwise(members):
         if _size(larger.spec) <= _size(smaller.spec):
             raise ConfigError(
-                f"{where}: members: {larger.spec.name} is not larger than {smaller.spec.name} before it", hint="order them by size")
+                f"{where}: members: {larger.spec.name} is not larger than {smaller.spec.name} before it",
+                hint="order them by size",
+            )
     return ModelFamily(name=body.name, members=members)
 
 
@@ -95,20 +105,37 @@ def _member(body: _FamilyDocument, label: str, shape: _Shape, where: str) -> Mod
     shared = {field: getattr(body.model, field) for field in _Shared.__slots__}
     training = body.training
     return ModelEntry(
-        spec=_spec(f"{body.name}-{label}", shape, f"{where}: members.{label}", **shared), global_batch_size=training.global_batch_size,
-        seq_length=training.seq_length, source=body.source)
+        spec=_spec(f"{body.name}-{label}", shape, f"{where}: members.{label}", **shared),
+        global_batch_size=training.global_batch_size,
+        seq_length=training.seq_length,
+        source=body.source,
+    )
 
 
 def _resized(like: ModelEntry, name: str, shape: _Shape) -> ModelEntry:
     shared = {field: getattr(like.spec, field) for field in _Shared.__slots__}
     return ModelEntry(
-        spec=_spec(name, shape, name, **shared), global_batch_size=like.global_batch_size, seq_length=like.seq_length, source=like.source)
+        spec=_spec(name, shape, name, **shared),
+        global_batch_size=like.global_batch_size,
+        seq_length=like.seq_length,
+        source=like.source,
+    )
 
 
 def _spec(name: str, shape: _Shape, where: str, **shared: Any) -> ModelSpec:
     hidden, heads = shape.hidden_size, shape.num_heads
     if heads < 1 or hidden % heads:
-        raise ConfigError(f"{where}: the hidden size {hidden} is not a multiple of the {heads} heads", hint="choose another width")
+        raise ConfigError(
+            f"{where}: the hidden size {hidden} is not a multiple of the {heads} heads",
+            hint="choose another width",
+        )
     return ModelSpec(
-        name=name, num_layers=shape.num_layers, hidden_size=hidden, num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads,
-        ffn_hidden_size=4 * hidden, **shared)
+        name=name,
+        num_layers=shape.num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_hidden_size=4 * hidden,
+        **shared,
+    )

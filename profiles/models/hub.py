@@ -1,4 +1,6 @@
-"""The terms on which Hugging Face's libraries are used: no network unless it is asked for, and one error for what they refuse."""
+"""The terms on which Hugging Face's libraries are used: no network unless it is asked for, and one
+error for what they refuse.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _OFFLINE = "HF_HUB_OFFLINE"  # read when huggingface_hub is imported
 
 
 def stay_offline() -> None:
-    """Let no library fetch from the hub, in this process and those that it starts, and print nothing beside our own errors."""
+    """Let no library fetch from the hub, in this process and those that it starts, and print
+    nothing beside our own errors.
+    """
     os.environ.setdefault(_OFFLINE, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -26,10 +30,11 @@ def allow_download() -> None:
 
 @contextmanager
 def hub_refusals(what: str, hint: str) -> Iterator[None]:
-    """A ConfigError of `what` for anything that the libraries raise: they check values late, each model in its own way.
+    """A ConfigError of `what` for anything that the libraries raise: they check values late, each
+    model in its own way.
 
-    Their errors share no class: validation has its own, models divide by zero or miss a key, tokenizers raises bare `Exception`.
-    Only calls of the libraries belong into the block.
+    Their errors share no class: validation has its own, models divide by zero or miss a key,
+    tokenizers raises bare `Exception`. Only calls of the libraries belong into the block.
     """
     try:
         yield
@@ -41,4 +46,6 @@ def hub_refusals(what: str, hint: str) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     text = textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" ...")
-    return text if " " in text else f"{type(error).__name__} {text}".rstrip()  # a KeyError says no more than the key
+    return (
+        text if " " in text else f"{type(error).__name__} {text}".rstrip()
+    )  # a KeyError says no more than the key

@@ -1,8 +1,10 @@
-"""Hugging Face `config.json` -> ModelEntry, for the families of `_FAMILIES`, those that the operator graph expresses.
+"""Hugging Face `config.json` -> ModelEntry, for the families of `_FAMILIES`, those that the
+operator graph expresses.
 
-What the file does not say follows the family's configuration class in transformers. Left out, because it changes no
-cost of the operator graph: the scaling of rotary positions and of embeddings, initialisation, token ids, which
-activation function it is. Attention windows shorter than the sequence are planned as full attention: an upper bound in time.
+What the file does not say follows the family's configuration class in transformers. Left out,
+because it changes no cost of the operator graph: the scaling of rotary positions and of embeddings,
+initialisation, token ids, which activation function it is. Attention windows shorter than the
+sequence are planned as full attention: an upper bound in time.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelEntry, ModelSpec, Norm, Positions
 
-MAX_DEFAULT_SEQ_LENGTH = 8192  # longer contexts are reached by a short last phase of a training, not by most of its steps
-DEFAULT_GLOBAL_BATCH_SIZE = 512  # sequences: 4 M tokens at 8,192 a sequence, as Llama 3 starts (arXiv 2407.21783, 3.4.1)
+# longer contexts are reached by a short last phase of a training, not by most of its steps
+MAX_DEFAULT_SEQ_LENGTH = 8192
+DEFAULT_GLOBAL_BATCH_SIZE = (
+    512  # sequences: 4 M tokens at 8,192 a sequence, as Llama 3 starts (arXiv 2407.21783, 3.4.1)
+)
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -28,8 +33,16 @@ _NOT_EVERY_BLOCK = ("n_shared_experts", "first_k_dense_replace")  # of other fam
 _FFN = ("intermediate_size", "n_inner", "ffn_dim")
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
 _EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "dropout", "residual_dropout",
-            "embedding_dropout")
+_DROPOUT = (
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "hidden_dropout",
+    "attention_dropout",
+    "dropout",
+    "residual_dropout",
+    "embedding_dropout",
+)
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
 _SILU = ("silu", "swish")
 _RELU = ("relu",)
@@ -37,11 +50,13 @@ _RELU = ("relu",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What a model_type fixes, and the defaults of its configuration class for keys that a file may leave out.
+    """What a model_type fixes, and the defaults of its configuration class for keys that a file may
+    leave out.
 
-    `qkv_bias` None: the key attention_bias decides (`attention_bias` where it is absent). `extra_positions`: rows of the
-    position table that no token of a sequence uses. `fixed`: keys that would change the architecture, each with the only
-    value that the graph expresses. `dropout_key`: the key that `dropout` is the default of.
+    `qkv_bias` None: the key attention_bias decides (`attention_bias` where it is absent).
+    `extra_positions`: rows of the position table that no token of a sequence uses. `fixed`: keys
+    that would change the architecture, each with the only value that the graph expresses.
+    `dropout_key`: the key that `dropout` is the default of.
     """
 
     norm: Norm
@@ -66,53 +81,141 @@ class _Family:
     fixed: Mapping[str, object] = field(default_factory=dict)
 
 
-_LLAMA = _Family(norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, activations=_SILU)
+_LLAMA = _Family(
+    norm=Norm.RMS_NORM,
+    positions=Positions.ROTARY,
+    gated_ffn=True,
+    tied_embeddings=False,
+    epsilon=1e-6,
+    activations=_SILU,
+)
 _LLAMA_WITHOUT_BIAS = replace(_LLAMA, qkv_bias=False, epsilon=1e-5)
 _FAMILIES = {
     "gemma": _Family(
-        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=True, epsilon=1e-6, qkv_bias=False,
-        num_kv_heads=16, head_dim=256, fixed={"attention_bias": False, "use_bidirectional_attention": False}),
+        norm=Norm.RMS_NORM,
+        positions=Positions.ROTARY,
+        gated_ffn=True,
+        tied_embeddings=True,
+        epsilon=1e-6,
+        qkv_bias=False,
+        num_kv_heads=16,
+        head_dim=256,
+        fixed={"attention_bias": False, "use_bidirectional_attention": False},
+    ),
     "gpt2": _Family(
-        norm=Norm.LAYER_NORM, positions=Positions.LEARNED, gated_ffn=False, tied_embeddings=True, epsilon=1e-5,
-        linear_bias=True, qkv_bias=True, dropout=0.1),
+        norm=Norm.LAYER_NORM,
+        positions=Positions.LEARNED,
+        gated_ffn=False,
+        tied_embeddings=True,
+        epsilon=1e-5,
+        linear_bias=True,
+        qkv_bias=True,
+        dropout=0.1,
+    ),
     "gpt_neox": _Family(
-        norm=Norm.LAYER_NORM, positions=Positions.ROTARY, gated_ffn=False, tied_embeddings=False, epsilon=1e-5,
-        linear_bias=True, attention_bias=True, parallel_residual=True, rotary_fraction=0.25),
+        norm=Norm.LAYER_NORM,
+        positions=Positions.ROTARY,
+        gated_ffn=False,
+        tied_embeddings=False,
+        epsilon=1e-5,
+        linear_bias=True,
+        attention_bias=True,
+        parallel_residual=True,
+        rotary_fraction=0.25,
+    ),
     "llama": _LLAMA,
     "mistral": _Family(
-        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6,
-        qkv_bias=False, num_kv_heads=8, activations=_SILU),
+        norm=Norm.RMS_NORM,
+        positions=Positions.ROTARY,
+        gated_ffn=True,
+        tied_embeddings=False,
+        epsilon=1e-6,
+        qkv_bias=False,
+        num_kv_heads=8,
+        activations=_SILU,
+    ),
     "mixtral": _Family(
-        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-5, activations=_SILU,
-        qkv_bias=False, num_kv_heads=8, rope_theta=1e6, num_experts=8, experts_per_token=2),
+        norm=Norm.RMS_NORM,
+        positions=Positions.ROTARY,
+        gated_ffn=True,
+        tied_embeddings=False,
+        epsilon=1e-5,
+        activations=_SILU,
+        qkv_bias=False,
+        num_kv_heads=8,
+        rope_theta=1e6,
+        num_experts=8,
+        experts_per_token=2,
+    ),
     "opt": _Family(
-        norm=Norm.LAYER_NORM, positions=Positions.LEARNED, gated_ffn=False, tied_embeddings=True, epsilon=1e-5,
-        linear_bias=True, qkv_bias=True, dropout=0.1, activations=_RELU, extra_positions=2, dropout_key="dropout",
-        fixed={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "enable_bias": True,
-               "layer_norm_elementwise_affine": True, "layerdrop": 0.0}),
+        norm=Norm.LAYER_NORM,
+        positions=Positions.LEARNED,
+        gated_ffn=False,
+        tied_embeddings=True,
+        epsilon=1e-5,
+        linear_bias=True,
+        qkv_bias=True,
+        dropout=0.1,
+        activations=_RELU,
+        extra_positions=2,
+        dropout_key="dropout",
+        fixed={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+            "layerdrop": 0.0,
+        },
+    ),
     "phi3": _LLAMA_WITHOUT_BIAS,
     "qwen2": _Family(
-        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, qkv_bias=True,
-        activations=_SILU),
+        norm=Norm.RMS_NORM,
+        positions=Positions.ROTARY,
+        gated_ffn=True,
+        tied_embeddings=False,
+        epsilon=1e-6,
+        qkv_bias=True,
+        activations=_SILU,
+    ),
     "stablelm": _Family(
-        norm=Norm.LAYER_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-5, rotary_fraction=0.25,
-        activations=_SILU, qkv_bias=False, fixed={"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}),
+        norm=Norm.LAYER_NORM,
+        positions=Positions.ROTARY,
+        gated_ffn=True,
+        tied_embeddings=False,
+        epsilon=1e-5,
+        rotary_fraction=0.25,
+        activations=_SILU,
+        qkv_bias=False,
+        fixed={"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False},
+    ),
     "starcoder2": _Family(
-        norm=Norm.LAYER_NORM, positions=Positions.ROTARY, gated_ffn=False, tied_embeddings=True, epsilon=1e-5, linear_bias=True,
-        qkv_bias=True, num_kv_heads=2, fixed={"use_bias": True}),
+        norm=Norm.LAYER_NORM,
+        positions=Positions.ROTARY,
+        gated_ffn=False,
+        tied_embeddings=True,
+        epsilon=1e-5,
+        linear_bias=True,
+        qkv_bias=True,
+        num_kv_heads=2,
+        fixed={"use_bias": True},
+    ),
 }
 
 
 def described(config: Mapping[str, Any]) -> bool:
-    """Whether the configuration names a family that the operator graph expresses; one that names none is taken for a broken one."""
+    """Whether the configuration names a family that the operator graph expresses; one that names
+    none is taken for a broken one.
+    """
     found = config.get("model_type")
     return not isinstance(found, str) or found in _FAMILIES
 
 
 def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
-    """The model of a Hugging Face configuration; sequences of its context, at most 8,192 tokens, in batches of 512.
+    """The model of a Hugging Face configuration; sequences of its context, at most 8,192 tokens, in
+    batches of 512.
 
-    Raises ConfigError with `where`: another model_type, a missing or wrong key, an architecture the graph cannot express.
+    Raises ConfigError with `where`: another model_type, a missing or wrong key, an architecture the
+    graph cannot express.
     """
     reader = _Reader(config, where)
     family = _family(reader)
@@ -133,8 +236,13 @@ class _Reader:
         self.where = where
 
     def find(self, names: tuple[str, ...]) -> tuple[str, Any]:
-        """The first of `names` that is there, and its value; (the usual name, None) when none is."""
-        return next(((name, self.values[name]) for name in names if self.values.get(name) is not None), (names[0], None))
+        """The first of `names` that is there, and its value; (the usual name, None) when none
+        is.
+        """
+        return next(
+            ((name, self.values[name]) for name in names if self.values.get(name) is not None),
+            (names[0], None),
+        )
 
     def integer(self, names: tuple[str, ...], default: int | None = None) -> int:
         name, value = self.find(names)
@@ -164,7 +272,9 @@ class _Reader:
         return value
 
     def rotary(self) -> _Reader:
-        """Where the rotary settings are: at the top level, or inside `rope_parameters` as newer transformers write them."""
+        """Where the rotary settings are: at the top level, or inside `rope_parameters` as newer
+        transformers write them.
+        """
         name, inner = self.find(("rope_parameters",))
         if inner is None:
             return self
@@ -173,20 +283,26 @@ class _Reader:
         return _Reader({**self.values, **inner}, f"{self.where}: {name}")
 
     def wrong(self, name: str, value: object, needed: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} is {value!r}, it must be {needed}", hint=f"correct {name}")
+        return ConfigError(
+            f"{self.where}: {name} is {value!r}, it must be {needed}", hint=f"correct {name}"
+        )
 
 
 def _family(reader: _Reader) -> _Family:
     found = reader.find(("model_type",))[1]
     supported = ", ".join(sorted(_FAMILIES))
     if found is None:
-        raise ConfigError(f"{reader.where}: model_type is missing (supported: {supported})", hint="give a Hugging Face config.json")
+        raise ConfigError(
+            f"{reader.where}: model_type is missing (supported: {supported})",
+            hint="give a Hugging Face config.json",
+        )
     if not isinstance(found, str):
         raise reader.wrong("model_type", found, "a name")
     if found not in _FAMILIES:
         raise ConfigError(
             f"{reader.where}: model_type is {found!r}, supported are {supported}",
-            hint="describe the model in a YAML file, as those in configs/models")
+            hint="describe the model in a YAML file, as those in configs/models",
+        )
     return _FAMILIES[found]
 
 
@@ -211,39 +327,55 @@ def _spec(reader: _Reader, family: _Family) -> ModelSpec:
         "gated_ffn": family.gated_ffn,
         "linear_bias": linear_bias,
         "qkv_bias": qkv_bias,
-        "dropout": max(reader.number((name,), family.dropout if name == family.dropout_key else 0.0) for name in _DROPOUT),
+        "dropout": max(
+            reader.number((name,), family.dropout if name == family.dropout_key else 0.0)
+            for name in _DROPOUT
+        ),
         "tied_embeddings": reader.flag("tie_word_embeddings", family.tied_embeddings),
         "parallel_residual": reader.flag("use_parallel_residual", family.parallel_residual),
         "rope_theta": rotary.number(("rope_theta", "rotary_emb_base"), family.rope_theta),
-        "rotary_fraction": rotary.number(("partial_rotary_factor", "rotary_pct"), family.rotary_fraction),
+        "rotary_fraction": rotary.number(
+            ("partial_rotary_factor", "rotary_pct"), family.rotary_fraction
+        ),
         "norm_epsilon": reader.number(_EPSILON, family.epsilon),
     }
     return parse(ModelSpec, fields, reader.where)
 
 
 def _feed_forward(reader: _Reader, family: _Family, hidden: int) -> dict[str, int]:
-    """The width of the feed-forward network, or number and width of the experts, which every block has."""
+    """The width of the feed-forward network, or number and width of the experts, which every block
+    has.
+    """
     if not family.num_experts:
         return {"ffn_hidden_size": reader.integer(_FFN, None if family.gated_ffn else 4 * hidden)}
     for name in _NOT_EVERY_BLOCK:
         if reader.find((name,))[1]:
-            raise reader.wrong(name, reader.values[name], "0: shared experts and dense blocks among those of experts are not supported")
+            raise reader.wrong(
+                name,
+                reader.values[name],
+                "0: shared experts and dense blocks among those of experts are not supported",
+            )
     return {
         "num_experts": reader.integer(_EXPERTS, family.num_experts),
         "experts_per_token": reader.integer(("num_experts_per_tok",), family.experts_per_token),
-        "expert_ffn_hidden_size": reader.integer(_EXPERT_FFN)}
+        "expert_ffn_hidden_size": reader.integer(_EXPERT_FFN),
+    }
 
 
 def _head_dim(reader: _Reader, hidden: int, heads: int, default: int | None) -> int:
     if reader.find(("head_dim",))[1] is None and default is None and hidden % heads:
-        raise ConfigError(f"{reader.where}: hidden size {hidden} is not a multiple of the {heads} heads", hint="add head_dim")
+        raise ConfigError(
+            f"{reader.where}: hidden size {hidden} is not a multiple of the {heads} heads",
+            hint="add head_dim",
+        )
     return reader.integer(("head_dim",), default or hidden // heads)
 
 
 def _biases(reader: _Reader, family: _Family) -> tuple[bool, bool]:
     """Whether the qkv product, and whether the other three linear layers of a block have a bias.
 
-    attention_bias covers qkv and the attention output, so it must agree with the bias of the feed-forward layers.
+    attention_bias covers qkv and the attention output, so it must agree with the bias of the
+    feed-forward layers.
     """
     linear = reader.flag("mlp_bias", family.linear_bias)
     if family.qkv_bias is not None:
@@ -252,7 +384,9 @@ def _biases(reader: _Reader, family: _Family) -> tuple[bool, bool]:
     if attention != linear:
         raise ConfigError(
             f"{reader.where}: attention_bias is {attention} and the feed-forward bias is {linear}: the operator graph has one flag for "
-            "the attention output and the feed-forward layers", hint="set attention_bias and mlp_bias alike")
+            "the attention output and the feed-forward layers",
+            hint="set attention_bias and mlp_bias alike",
+        )
     return attention, linear
 
 
@@ -267,10 +401,16 @@ def _check_fixed(reader: _Reader, family: _Family, hidden: int) -> None:
     for name, only in {**family.fixed, "word_embed_proj_dim": hidden}.items():
         value = reader.find((name,))[1]
         if value is not None and value != only:
-            raise reader.wrong(name, value, f"{only}, the only one that the operator graph expresses")
+            raise reader.wrong(
+                name, value, f"{only}, the only one that the operator graph expresses"
+            )
 
 
 def _name(reader: _Reader) -> str:
     """The name that the file was published under, else the folder it lies in, else the family."""
     published = str(reader.find(("_name_or_path",))[1] or "")
-    return PurePath(published).name or PurePath(reader.where).parent.name or str(reader.values["model_type"])
+    return (
+        PurePath(published).name
+        or PurePath(reader.where).parent.name
+        or str(reader.values["model_type"])
+    )

@@ -1,4 +1,6 @@
-"""Whose module a plan runs, where it is not the executor's own, and which tensor parallelism that module can have."""
+"""Whose module a plan runs, where it is not the executor's own, and which tensor parallelism that
+module can have.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _FORBID = {"extra": "forbid"}
 _NAME = r"(?!__|\d)\w+"  # __class__ and its like are names of Python's own machinery
 _FACTORY = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
 HUGGING_FACE = "huggingface"
-TENSOR_PARALLEL_FAMILIES = frozenset({"gpt_neox", "llama", "mistral", "qwen2", "starcoder2"})  # by transformers' own plans
+TENSOR_PARALLEL_FAMILIES = frozenset(
+    {"gpt_neox", "llama", "mistral", "qwen2", "starcoder2"}
+)  # by transformers' own plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +35,23 @@ class ModuleSource:
 
     def __post_init__(self) -> None:
         if (self.huggingface is None) == (self.factory is None):
-            raise ConfigError("module: it needs either huggingface or factory", hint="make the plan again")
+            raise ConfigError(
+                "module: it needs either huggingface or factory", hint="make the plan again"
+            )
         if self.factory is not None and not _FACTORY.fullmatch(self.factory):
-            raise ConfigError(f"module is {self.factory!r}, it must be huggingface or package.module:function",
-                              hint="for example --module my_package.my_model:build")
+            raise ConfigError(
+                f"module is {self.factory!r}, it must be huggingface or package.module:function",
+                hint="for example --module my_package.my_model:build",
+            )
 
     @property
     def text(self) -> str:
         """One phrase for a summary."""
-        return f"Hugging Face {self.huggingface.get('model_type')}" if self.huggingface is not None else str(self.factory)
+        return (
+            f"Hugging Face {self.huggingface.get('model_type')}"
+            if self.huggingface is not None
+            else str(self.factory)
+        )
 
     @property
     def undivided(self) -> str | None:
@@ -47,4 +59,8 @@ class ModuleSource:
         if self.huggingface is None:
             return "nothing says how the layers of a function's module could be divided"
         family = self.huggingface.get("model_type")
-        return None if family in TENSOR_PARALLEL_FAMILIES else f"no tensor-parallel plan is known for {family}"
+        return (
+            None
+            if family in TENSOR_PARALLEL_FAMILIES
+            else f"no tensor-parallel plan is known for {family}"
+        )

@@ -1,8 +1,10 @@
-"""Whether a module that a plan file names may be imported: to import it runs its code, and a plan file may come from anyone.
+"""Whether a module that a plan file names may be imported: to import it runs its code, and a plan
+file may come from anyone.
 
-Accepted are names that resolve in the current folder and in installed packages. Others, as those of the standard library and of folders
-that PYTHONPATH adds, need --trust-module. Only the outermost package is looked for, which imports nothing. A name on the command line is
-the user's own word and is not looked at here.
+Accepted are names that resolve in the current folder and in installed packages. Others, as those of
+the standard library and of folders that PYTHONPATH adds, need --trust-module. Only the outermost
+package is looked for, which imports nothing. A name on the command line is the user's own word and
+is not looked at here.
 """
 
 from __future__ import annotations
@@ -23,21 +25,30 @@ from urllib.parse import unquote, urlsplit
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 
-HERE, INSTALLED, STANDARD, ELSEWHERE = "the current folder", "an installed package", "the standard library", "neither"
+HERE, INSTALLED, STANDARD, ELSEWHERE = (
+    "the current folder",
+    "an installed package",
+    "the standard library",
+    "neither",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a package would be imported from: a file or folder, and one of the four words for it."""
+    """Where a package would be imported from: a file or folder, and one of the four words for
+    it.
+    """
 
     path: str
     place: str
 
 
 def trusted_note(source: ModuleSource | None, plan_file: str, *, trust: bool) -> str | None:
-    """One line that says what the plan file imports from where; None where it imports nothing, or where there is nothing of the name.
+    """One line that says what the plan file imports from where; None where it imports nothing, or
+    where there is nothing of the name.
 
-    Raises ConfigError for a name that resolves elsewhere than in the current folder and in installed packages, unless `trust`.
+    Raises ConfigError for a name that resolves elsewhere than in the current folder and in
+    installed packages, unless `trust`.
     """
     if source is None or source.factory is None:
         return None
@@ -45,15 +56,21 @@ def trusted_note(source: ModuleSource | None, plan_file: str, *, trust: bool) ->
     if origin is None:  # the import says what is missing
         return None
     if origin.place not in (HERE, INSTALLED) and not trust:
-        found = f"in {STANDARD}" if origin.place == STANDARD else "outside of the current folder and of installed packages"
+        found = (
+            f"in {STANDARD}"
+            if origin.place == STANDARD
+            else "outside of the current folder and of installed packages"
+        )
         raise ConfigError(
             f"{plan_file}: module: {source.factory} is {found} ({origin.path}), and a plan file runs only what is inside",
-            hint="run from the folder that holds it, or add --trust-module if you trust that code")
+            hint="run from the folder that holds it, or add --trust-module if you trust that code",
+        )
     return f"{plan_file} runs code: {source.factory}, imported from {origin.path}"
 
 
 def origin_of(package: str) -> Origin | None:
-    """Where the import of a dotted name would begin; None where there is no such name. Imports nothing.
+    """Where the import of a dotted name would begin; None where there is no such name. Imports
+    nothing.
 
     Folders without an __init__ are gone through, since one of that name may lie in several places.
     """
@@ -76,7 +93,9 @@ def origin_of(package: str) -> Origin | None:
 def _spec(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
     if name in sys.modules:
         module = sys.modules[name]
-        return None if module is None else module.__spec__ or ModuleSpec(name, None, origin="no file")  # __main__ may have none
+        return (
+            None if module is None else module.__spec__ or ModuleSpec(name, None, origin="no file")
+        )  # __main__ may have none
     if parent is None:
         return importlib.util.find_spec(name)
     return PathFinder.find_spec(name, list(parent.submodule_search_locations or ()))

@@ -1,7 +1,10 @@
-"""The operator graph: what one layer computes, reads, keeps for the backward pass, and which dims it could be split along.
+"""The operator graph: what one layer computes, reads, keeps for the backward pass, and which dims
+it could be split along.
 
-A model is a sequence of *layer classes* (embedding, block, head), each a networkx DAG of operators, repeated `count`
-times: identical layers are one class, never copies. Sizes are those of one micro-batch on an undivided model.
+A model is a sequence of *layer classes* (embedding, block, head), each a networkx DAG of operators,
+repeated `count`
+times: identical layers are one class, never copies. Sizes are those of one micro-batch on an
+undivided model.
 """
 
 from __future__ import annotations
@@ -28,15 +31,20 @@ class OperatorKind(StrEnum):
     VIEW = "view"  # its input in another shape: no kernel
 
 
-PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)  # two gradients each, of the input and of the weight
+PRODUCTS = (
+    OperatorKind.MATMUL,
+    OperatorKind.EXPERTS,
+)  # two gradients each, of the input and of the weight
 EXPERTS_DIM = "experts"  # of parameters: the dim that expert parallelism divides
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One index an operator runs over: `batch`, `sequence`, `hidden`, `heads`, `ffn`, `vocab`, ... and its extent.
+    """One index an operator runs over: `batch`, `sequence`, `hidden`, `heads`, `ffn`, `vocab`, ...
+    and its extent.
 
-    unit: how many neighbours stay together when the dim is divided, as the features of one group of key-value heads
+    unit: how many neighbours stay together when the dim is divided, as the features of one group of
+    key-value heads
     """
 
     name: str
@@ -46,7 +54,9 @@ class Dim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """An activation, by the dims it is laid out over; two tensors of one layer with the same name are the same memory."""
+    """An activation, by the dims it is laid out over; two tensors of one layer with the same name
+    are the same memory.
+    """
 
     name: str
     dims: tuple[Dim, ...]
@@ -97,8 +107,9 @@ class Operator:
 
     dims           every index it runs over; a matmul does 2 * prod(dims) FLOPs
     contracted     the dim a matmul sums over: splitting it leaves partial sums
-    parallel_dim   the dim tensor parallelism splits (heads, ffn, vocab); None: the operator has no such dim and is
-                   replicated over the tensor-parallel axis, or split along the sequence under sequence parallelism
+    parallel_dim   the dim tensor parallelism splits (heads, ffn, vocab); None: the operator has no
+                   such dim and is replicated over the tensor-parallel axis, or split along the
+                   sequence under sequence parallelism
     saved          the activations its backward pass needs
     undivided      dims that no mesh axis may split, each with the reason
     flops_*        model FLOPs: causal attention counted in full (EQUATIONS K2, K4)
@@ -125,11 +136,15 @@ class Operator:
 
     @property
     def function(self) -> str:
-        """The name without the module's and without the number behind: what a traced operator calls."""
+        """The name without the module's and without the number behind: what a traced operator
+        calls.
+        """
         return self.name.rpartition(".")[2].rstrip("0123456789").rstrip("_")
 
     def size(self, dim_name: str) -> int:
-        """The extent of the dim of that name. Raises KeyError when the operator does not run over it."""
+        """The extent of the dim of that name. Raises KeyError when the operator does not run over
+        it.
+        """
         for dim in self.dims:
             if dim.name == dim_name:
                 return dim.size
@@ -148,7 +163,9 @@ class LayerKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerClass:
-    """A layer that occurs `count` times in a row: a DAG whose nodes are operator names (attribute `operator`)."""
+    """A layer that occurs `count` times in a row: a DAG whose nodes are operator names (attribute
+    `operator`).
+    """
 
     kind: LayerKind
     count: int
@@ -168,12 +185,26 @@ class LayerClass:
     def input(self) -> Tensor | None:
         """The tensor that enters from the layer before, or None for the embedding."""
         made = {tensor.name for operator in self.operators for tensor in operator.outputs}
-        return next((t for op in self.operators for t in op.inputs if t.name not in made and op.kind is not OperatorKind.EMBEDDING), None)
+        return next(
+            (
+                t
+                for op in self.operators
+                for t in op.inputs
+                if t.name not in made and op.kind is not OperatorKind.EMBEDDING
+            ),
+            None,
+        )
 
     @property
     def gradient_launches(self) -> int:
-        """How often the host launches an operator's backward pass: once, and twice for the two gradients of a product."""
-        launched = [operator for operator in self.operators if operator.gradient and operator.kind is not OperatorKind.VIEW]
+        """How often the host launches an operator's backward pass: once, and twice for the two
+        gradients of a product.
+        """
+        launched = [
+            operator
+            for operator in self.operators
+            if operator.gradient and operator.kind is not OperatorKind.VIEW
+        ]
         return len(launched) + sum(operator.kind in PRODUCTS for operator in launched)
 
     @property
@@ -192,7 +223,9 @@ class LayerClass:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGraph:
-    """The layer classes in the order of the forward pass, for one micro-batch of `micro_batch_size` sequences."""
+    """The layer classes in the order of the forward pass, for one micro-batch of `micro_batch_size`
+    sequences.
+    """
 
     name: str
     micro_batch_size: int
@@ -204,22 +237,35 @@ class ModelGraph:
         return iter((self.embedding, self.block, self.head))
 
     def layer_class(self, kind: LayerKind) -> LayerClass:
-        return {LayerKind.EMBEDDING: self.embedding, LayerKind.BLOCK: self.block, LayerKind.HEAD: self.head}[kind]
+        return {
+            LayerKind.EMBEDDING: self.embedding,
+            LayerKind.BLOCK: self.block,
+            LayerKind.HEAD: self.head,
+        }[kind]
 
     @cached_property
     def num_parameters(self) -> int:
         """Parameters of the whole model; a tied copy counts once."""
         return sum(
             layer.count * parameter.num_elements
-            for layer in self for operator in layer.operators for parameter in operator.parameters if not parameter.tied
+            for layer in self
+            for operator in layer.operators
+            for parameter in operator.parameters
+            if not parameter.tied
         )
 
     @cached_property
     def num_active_parameters(self) -> int:
         """Those that one token passes: of the experts, the share that it chooses."""
         idle = sum(
-            layer.count * parameter.num_elements * (1 - operator.size("chosen") / parameter.dims[0].size)
-            for layer in self for operator in layer.operators for parameter in operator.parameters if parameter.of_experts)
+            layer.count
+            * parameter.num_elements
+            * (1 - operator.size("chosen") / parameter.dims[0].size)
+            for layer in self
+            for operator in layer.operators
+            for parameter in operator.parameters
+            if parameter.of_experts
+        )
         return self.num_parameters - round(idle)
 
     @cached_property
@@ -229,7 +275,9 @@ class ModelGraph:
 
 
 def layer_class(kind: LayerKind, count: int, operators: tuple[Operator, ...]) -> LayerClass:
-    """A layer class from its operators in topological order; an edge joins the maker of a tensor with each reader."""
+    """A layer class from its operators in topological order; an edge joins the maker of a tensor
+    with each reader.
+    """
     graph: nx.DiGraph = nx.DiGraph()
     maker: dict[str, str] = {}
     for operator in operators:

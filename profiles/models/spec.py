@@ -41,12 +41,15 @@ class Optimizer(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer, by its shape. `ffn_hidden_size` is the width of one of the two gated halves.
+    """A decoder-only transformer, by its shape. `ffn_hidden_size` is the width of one of the two
+    gated halves.
 
-    num_experts: 0 for a dense model; else every block is a mixture of so many experts of width `expert_ffn_hidden_size`,
-    `experts_per_token` of which see a token, and there is no `ffn_hidden_size`. None is shared, none has a bias
-    vocab_multiple: the vocabulary is padded to a multiple of it; 128 as Megatron's --make-vocab-size-divisible-by, which makes
-    every tensor parallel degree up to 128 legal; 1: not padded
+    num_experts: 0 for a dense model; else every block is a mixture of so many experts of width
+    `expert_ffn_hidden_size`, `experts_per_token` of which see a token, and there is no
+    `ffn_hidden_size`. None is shared, none has a bias
+    vocab_multiple: the vocabulary is padded to a multiple of it; 128 as Megatron's
+    --make-vocab-size-divisible-by, which makes every tensor parallel degree up to 128 legal; 1: not
+    padded
     """
 
     __pydantic_config__ = _FORBID
@@ -79,13 +82,21 @@ class ModelSpec:
     def __post_init__(self) -> None:
         choose(self, "norm", Norm)
         choose(self, "positions", Positions)
-        of_blocks = ("num_experts", "experts_per_token", "expert_ffn_hidden_size") if self.num_experts else ("ffn_hidden_size",)
+        of_blocks = (
+            ("num_experts", "experts_per_token", "expert_ffn_hidden_size")
+            if self.num_experts
+            else ("ffn_hidden_size",)
+        )
         require_ranges(self, f"model {self.name}")
         for field in of_blocks:
             if getattr(self, field) < 1:
-                raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, it must be at least 1")
+                raise ConfigError(
+                    f"model {self.name}: {field} is {getattr(self, field)}, it must be at least 1"
+                )
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"model {self.name}: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ConfigError(
+                f"model {self.name}: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model {self.name}: dropout is {self.dropout}, it must be in [0, 1)")
         self._check_experts()
@@ -94,16 +105,25 @@ class ModelSpec:
         if not self.num_experts:
             for field in ("experts_per_token", "expert_ffn_hidden_size"):
                 if getattr(self, field):
-                    raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)} without num_experts", hint="add num_experts")
+                    raise ConfigError(
+                        f"model {self.name}: {field} is {getattr(self, field)} without num_experts",
+                        hint="add num_experts",
+                    )
             return
         if self.experts_per_token > self.num_experts:
-            raise ConfigError(f"model {self.name}: experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}")
+            raise ConfigError(
+                f"model {self.name}: experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}"
+            )
         if self.ffn_hidden_size:
             raise ConfigError(
                 f"model {self.name}: ffn_hidden_size is {self.ffn_hidden_size}, but every block is a mixture of experts",
-                hint="give expert_ffn_hidden_size alone; models with dense and expert blocks are not supported")
+                hint="give expert_ffn_hidden_size alone; models with dense and expert blocks are not supported",
+            )
         if self.linear_bias:
-            raise ConfigError(f"model {self.name}: linear_bias is true, experts have no bias", hint="set linear_bias: false")
+            raise ConfigError(
+                f"model {self.name}: linear_bias is true, experts have no bias",
+                hint="set linear_bias: false",
+            )
 
     @property
     def padded_vocab_size(self) -> int:
@@ -123,12 +143,12 @@ class ModelSpec:
 class TrainingSpec:
     """One optimizer step: `global_batch_size` sequences of `seq_length` tokens.
 
-    `gradient_precision` is what gradients accumulate and are reduced in (fp32 by default, as Megatron does for bf16).
-    `overlap_grad_reduce`: the gradient reduction runs under the last backward pass (FSDP2; Megatron's flag of that name).
-    `fp8_matmuls`: the products of the blocks run in fp8, their operands scaled by tensor and cast each time; all else in
-    `precision`.
-    `stack`: the software that runs it, which decides what the rest leaves open. It has no default here: parplan.commands.requests.described.question
-    takes the one of the command.
+    `gradient_precision` is what gradients accumulate and are reduced in (fp32 by default, as
+    Megatron does for bf16). `overlap_grad_reduce`: the gradient reduction runs under the last
+    backward pass (FSDP2; Megatron's flag of that name). `fp8_matmuls`: the products of the blocks
+    run in fp8, their operands scaled by tensor and cast each time; all else in `precision`.
+    `stack`: the software that runs it, which decides what the rest leaves open. It has no default
+    here: parplan.commands.requests.described.question takes the one of the command.
     """
 
     __pydantic_config__ = _FORBID
@@ -151,7 +171,10 @@ class TrainingSpec:
         for field in ("global_batch_size", "seq_length"):
             require_range(field, getattr(self, field), f"training: {field}")
         if self.precision is Precision.FP32 and self.gradient_precision is not Precision.FP32:
-            raise ConfigError(f"training: gradient_precision {self.gradient_precision} is below precision fp32", hint="use fp32 gradients")
+            raise ConfigError(
+                f"training: gradient_precision {self.gradient_precision} is below precision fp32",
+                hint="use fp32 gradients",
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -160,7 +183,9 @@ class TrainingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model and the training defaults of its file: sequences in a step and tokens in a sequence."""
+    """A model and the training defaults of its file: sequences in a step and tokens in a
+    sequence.
+    """
 
     spec: ModelSpec
     global_batch_size: int

@@ -1,11 +1,12 @@
-"""ModelSpec -> ModelGraph: the operators of a decoder-only transformer (GPT, NeoX, Llama, Mistral, Mixtral, Qwen families).
+"""ModelSpec -> ModelGraph: the operators of a decoder-only transformer (GPT, NeoX, Llama, Mistral,
+Mixtral, Qwen families).
 
-The saved tensors reproduce, term by term, the activation memory of Korthikanti et al. 2022, arXiv 2205.05198 (EQUATIONS
-M3) and the FLOPs of Narayanan et al. 2021, arXiv 2104.04473 (EQUATIONS K4). Left out: the statistics that a norm keeps
-(8 bytes a token), token ids, and the rotary tables.
+The saved tensors reproduce, term by term, the activation memory of Korthikanti et al. 2022, arXiv
+2205.05198 (EQUATIONS M3) and the FLOPs of Narayanan et al. 2021, arXiv 2104.04473 (EQUATIONS K4).
+Left out: the statistics that a norm keeps (8 bytes a token), token ids, and the rotary tables.
 
-Experts: routing is taken as balanced, every rank and every expert gets the same number of tokens. The FLOPs are those of the
-experts that a token passes (*active*).
+Experts: routing is taken as balanced, every rank and every expert gets the same number of tokens.
+The FLOPs are those of the experts that a token passes (*active*).
 """
 
 from __future__ import annotations
@@ -31,25 +32,40 @@ _POSITIONED = (("sequence", "positions are counted from the first token of a ran
 _CHOICE = "the choice of a token's experts needs all of its scores"
 _WHOLE_EXPERTS = "tensor parallel ranks hold whole experts and divide their tokens"
 _EXPERTS_UNDIVIDED = (
-    *((dim, _WHOLE_EXPERTS) for dim in ("ffn", "hidden")), ("chosen", "the experts of a token are on the ranks that hold them"))
+    *((dim, _WHOLE_EXPERTS) for dim in ("ffn", "hidden")),
+    ("chosen", "the experts of a token are on the ranks that hold them"),
+)
 
 
 class _Shapes:
-    """The dims and tensors that the operators of one model share, for micro-batches of `batch` sequences."""
+    """The dims and tensors that the operators of one model share, for micro-batches of `batch`
+    sequences.
+    """
 
-    def __init__(self, model: ModelSpec, training: TrainingSpec, batch: int, plain_dropout: bool) -> None:
+    def __init__(
+        self, model: ModelSpec, training: TrainingSpec, batch: int, plain_dropout: bool
+    ) -> None:
         self.element_bytes = training.precision.num_bytes
         self.mask_bytes = self.element_bytes if plain_dropout else MASK_BYTES
-        self.keeps_scores = training.attention is not AttentionKernel.FLASH or (plain_dropout and model.dropout > 0)
+        self.keeps_scores = training.attention is not AttentionKernel.FLASH or (
+            plain_dropout and model.dropout > 0
+        )
         self.batch = Dim("batch", batch)
         self.sequence = Dim("sequence", training.seq_length)
         self.keys = Dim("keys", training.seq_length)
         self.hidden = Dim("hidden", model.hidden_size)
-        self.qkv = Dim("heads", model.q_size + 2 * model.kv_size, (model.q_size + 2 * model.kv_size) // model.num_kv_heads)
+        self.qkv = Dim(
+            "heads",
+            model.q_size + 2 * model.kv_size,
+            (model.q_size + 2 * model.kv_size) // model.num_kv_heads,
+        )
         self.context = Dim("heads", model.q_size, model.q_size // model.num_kv_heads)
         self.heads = Dim("heads", model.num_heads, model.num_heads // model.num_kv_heads)
         self.head_dim = Dim("head_dim", model.head_dim)
-        halves, width = 2 if model.gated_ffn else 1, model.expert_ffn_hidden_size or model.ffn_hidden_size
+        halves, width = (
+            2 if model.gated_ffn else 1,
+            model.expert_ffn_hidden_size or model.ffn_hidden_size,
+        )
         self.fc1 = Dim("ffn", width * halves, halves)
         self.ffn = Dim("ffn", width)
         self.experts = Dim(EXPERTS_DIM, model.num_experts)
@@ -64,8 +80,14 @@ class _Shapes:
         return Tensor(name=name, dims=(self.batch, self.sequence, feature), element_bytes=size)
 
     def copies(self, name: str, feature: Dim) -> Tensor:
-        """A [batch, sequence, chosen experts, feature] activation: a token once for every expert that it chose."""
-        return Tensor(name=name, dims=(self.batch, self.sequence, self.chosen, feature), element_bytes=self.element_bytes)
+        """A [batch, sequence, chosen experts, feature] activation: a token once for every expert
+        that it chose.
+        """
+        return Tensor(
+            name=name,
+            dims=(self.batch, self.sequence, self.chosen, feature),
+            element_bytes=self.element_bytes,
+        )
 
 
 def _norm(name: str, x: Tensor, out: Tensor, model: ModelSpec, shapes: _Shapes) -> Operator:
@@ -73,33 +95,67 @@ def _norm(name: str, x: Tensor, out: Tensor, model: ModelSpec, shapes: _Shapes) 
     bias = Parameter(name="bias", dims=(shapes.hidden,))
     parameters = (weight, bias) if model.norm is Norm.LAYER_NORM else (weight,)
     return Operator(
-        name=name, kind=OperatorKind.NORM, dims=x.dims, inputs=(x,), outputs=(out,), parameters=parameters, saved=(x,),
-        undivided=(("hidden", "a norm is over the whole of it"),))
+        name=name,
+        kind=OperatorKind.NORM,
+        dims=x.dims,
+        inputs=(x,),
+        outputs=(out,),
+        parameters=parameters,
+        saved=(x,),
+        undivided=(("hidden", "a norm is over the whole of it"),),
+    )
 
 
 def _linear(
-    name: str, x: Tensor, out: Tensor, *, parallel_dim: str | None, bias: bool, undivided: tuple[tuple[str, str], ...] = (),
+    name: str,
+    x: Tensor,
+    out: Tensor,
+    *,
+    parallel_dim: str | None,
+    bias: bool,
+    undivided: tuple[tuple[str, str], ...] = (),
 ) -> Operator:
-    """out[b, s, o] = x[b, s, i] weight[o, i]^T (+ bias[o]); backward is two products of the same size."""
+    """out[b, s, o] = x[b, s, i] weight[o, i]^T (+ bias[o]); backward is two products of the same
+    size.
+    """
     features, contracted = out.dims[-1], x.dims[-1]
     weight = Parameter(name="weight", dims=(features, contracted))
     dims = (*out.dims, contracted)
     flops = 2 * x.num_elements * features.size
     return Operator(
-        name=name, kind=OperatorKind.MATMUL, dims=dims, inputs=(x,), outputs=(out,), saved=(x,),
+        name=name,
+        kind=OperatorKind.MATMUL,
+        dims=dims,
+        inputs=(x,),
+        outputs=(out,),
+        saved=(x,),
         parameters=(weight, Parameter(name="bias", dims=(features,))) if bias else (weight,),
-        contracted=contracted.name, parallel_dim=parallel_dim, undivided=undivided, flops_forward=flops, flops_backward=2 * flops,
+        contracted=contracted.name,
+        parallel_dim=parallel_dim,
+        undivided=undivided,
+        flops_forward=flops,
+        flops_backward=2 * flops,
     )
 
 
-def _attention(qkv: Tensor, context: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> Operator:
-    """softmax(q k^T) v for every head. Unfused it keeps the scores: 5 a S^2 b bytes with dropout, 2 a S^2 b without."""
+def _attention(
+    qkv: Tensor, context: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes
+) -> Operator:
+    """softmax(q k^T) v for every head. Unfused it keeps the scores: 5 a S^2 b bytes with dropout, 2
+    a S^2 b without.
+    """
     rows = (shapes.batch, shapes.heads, shapes.sequence)
     scores = (*rows, shapes.keys)
     if not shapes.keeps_scores:
-        kept: tuple[Tensor, ...] = (qkv, Tensor(name="attention_logsumexp", dims=rows, element_bytes=FP32_BYTES))
+        kept: tuple[Tensor, ...] = (
+            qkv,
+            Tensor(name="attention_logsumexp", dims=rows, element_bytes=FP32_BYTES),
+        )
     else:
-        kept = (qkv, Tensor(name="attention_softmax", dims=scores, element_bytes=shapes.element_bytes))
+        kept = (
+            qkv,
+            Tensor(name="attention_softmax", dims=scores, element_bytes=shapes.element_bytes),
+        )
         if model.dropout:
             kept += (
                 Tensor(name="attention_mask", dims=scores, element_bytes=shapes.mask_bytes),
@@ -108,36 +164,71 @@ def _attention(qkv: Tensor, context: Tensor, model: ModelSpec, training: Trainin
     kept += _attention_copies(context, model, training, shapes)
     flops = 4 * shapes.batch.size * training.seq_length**2 * model.q_size
     return Operator(
-        name="attention", kind=OperatorKind.ATTENTION, dims=(*scores, shapes.head_dim), inputs=(qkv,), outputs=(context,),
-        saved=kept, parallel_dim="heads", flops_forward=flops, flops_backward=2 * flops, causal=True,
+        name="attention",
+        kind=OperatorKind.ATTENTION,
+        dims=(*scores, shapes.head_dim),
+        inputs=(qkv,),
+        outputs=(context,),
+        saved=kept,
+        parallel_dim="heads",
+        flops_forward=flops,
+        flops_backward=2 * flops,
+        causal=True,
         dropped=model.dropout > 0,
         undivided=(
-            ("sequence", "attention reads every token of a sequence"), ("keys", "the softmax is over all of them"),
-            ("head_dim", "the scores sum over it")),
+            ("sequence", "attention reads every token of a sequence"),
+            ("keys", "the softmax is over all of them"),
+            ("head_dim", "the scores sum over it"),
+        ),
     )
 
 
-def _attention_copies(context: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> tuple[Tensor, ...]:
-    """What the stack's attention keeps a second time: keys and values, and its output before batch and sequence change places."""
+def _attention_copies(
+    context: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes
+) -> tuple[Tensor, ...]:
+    """What the stack's attention keeps a second time: keys and values, and its output before batch
+    and sequence change places.
+    """
     stack, kv = training.stack, Dim("heads", 2 * model.kv_size)
-    outputs = stack.attention_output_copies if shapes.batch.size > 1 and training.attention is AttentionKernel.FLASH else 0
+    outputs = (
+        stack.attention_output_copies
+        if shapes.batch.size > 1 and training.attention is AttentionKernel.FLASH
+        else 0
+    )
     return (
         *(shapes.tokens(f"attention_kv_{i}", kv) for i in range(stack.attention_kv_copies)),
-        *(shapes.tokens(f"{context.name}_{i}", shapes.context) for i in range(outputs)))
+        *(shapes.tokens(f"{context.name}_{i}", shapes.context) for i in range(outputs)),
+    )
 
 
 def _elementwise(
-    name: str, inputs: tuple[Tensor, ...], out: Tensor, saved: tuple[Tensor, ...] = (), *, parallel_dim: str | None = None,
+    name: str,
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+    saved: tuple[Tensor, ...] = (),
+    *,
+    parallel_dim: str | None = None,
     undivided: tuple[tuple[str, str], ...] = (),
 ) -> Operator:
     return Operator(
-        name=name, kind=OperatorKind.ELEMENTWISE, dims=out.dims, inputs=inputs, outputs=(out,), saved=saved, parallel_dim=parallel_dim,
-        undivided=undivided)
+        name=name,
+        kind=OperatorKind.ELEMENTWISE,
+        dims=out.dims,
+        inputs=inputs,
+        outputs=(out,),
+        saved=saved,
+        parallel_dim=parallel_dim,
+        undivided=undivided,
+    )
 
 
-def _residual(name: str, inputs: tuple[Tensor, ...], out: Tensor, model: ModelSpec, shapes: _Shapes) -> Operator:
+def _residual(
+    name: str, inputs: tuple[Tensor, ...], out: Tensor, model: ModelSpec, shapes: _Shapes
+) -> Operator:
     """Dropout of a sublayer's output, added to the residual stream: keeps only the mask."""
-    mask = (shapes.tokens(f"{name}_mask", shapes.hidden, shapes.mask_bytes),) if model.dropout else ()
+    mask = (
+        (shapes.tokens(f"{name}_mask", shapes.hidden, shapes.mask_bytes),) if model.dropout else ()
+    )
     return _elementwise(name, inputs, out, mask)
 
 
@@ -145,26 +236,47 @@ def _embedding_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, .
     out = shapes.tokens("embedded", shapes.hidden)
     table = Parameter(name="weight", dims=(shapes.vocab, shapes.hidden))
     tokens = Operator(
-        name="tokens", kind=OperatorKind.EMBEDDING, dims=(*out.dims, shapes.vocab), inputs=(), outputs=(out,),
-        parameters=(table,), contracted="vocab", parallel_dim="vocab")
+        name="tokens",
+        kind=OperatorKind.EMBEDDING,
+        dims=(*out.dims, shapes.vocab),
+        inputs=(),
+        outputs=(out,),
+        parameters=(table,),
+        contracted="vocab",
+        parallel_dim="vocab",
+    )
     if model.positions is not Positions.LEARNED:
         return (tokens,)
     positioned = shapes.tokens("positioned", shapes.hidden)
-    mask = (shapes.tokens("embedding_mask", shapes.hidden, shapes.mask_bytes),) if model.dropout else ()
+    mask = (
+        (shapes.tokens("embedding_mask", shapes.hidden, shapes.mask_bytes),)
+        if model.dropout
+        else ()
+    )
     position_table = Parameter(name="weight", dims=(shapes.positions, shapes.hidden))
     positions = Operator(
-        name="positions", kind=OperatorKind.ELEMENTWISE, dims=out.dims, inputs=(out,), outputs=(positioned,),
-        parameters=(position_table,), saved=mask)
+        name="positions",
+        kind=OperatorKind.ELEMENTWISE,
+        dims=out.dims,
+        inputs=(out,),
+        outputs=(positioned,),
+        parameters=(position_table,),
+        saved=mask,
+    )
     return tokens, positions
 
 
-def _block_operators(model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> tuple[Operator, ...]:
+def _block_operators(
+    model: ModelSpec, training: TrainingSpec, shapes: _Shapes
+) -> tuple[Operator, ...]:
     hidden = shapes.hidden
     x, normed1 = shapes.tokens("block_input", hidden), shapes.tokens("norm1", hidden)
     qkv, context = shapes.tokens("qkv", shapes.qkv), shapes.tokens("context", shapes.context)
     attended, middle = shapes.tokens("attention_out", hidden), shapes.tokens("residual1", hidden)
     normed2, out = shapes.tokens("norm2", hidden), shapes.tokens("block_output", hidden)
-    feed_forward = (_expert_operators if model.num_experts else _feed_forward_operators)(normed2, model, training, shapes)
+    feed_forward = (_expert_operators if model.num_experts else _feed_forward_operators)(
+        normed2, model, training, shapes
+    )
     fed = feed_forward[-1].outputs[0]
 
     rotated = shapes.tokens("qkv_rotated", shapes.qkv)
@@ -172,24 +284,43 @@ def _block_operators(model: ModelSpec, training: TrainingSpec, shapes: _Shapes) 
     attention = (
         _norm("norm1", x, normed1, model, shapes),
         _linear("qkv", normed1, qkv, parallel_dim="heads", bias=model.qkv_bias),
-        *((_elementwise("rotary", (qkv,), rotated, parallel_dim="heads", undivided=_POSITIONED),) if rotary else ()),
+        *(
+            (_elementwise("rotary", (qkv,), rotated, parallel_dim="heads", undivided=_POSITIONED),)
+            if rotary
+            else ()
+        ),
         _attention(rotated if rotary else qkv, context, model, training, shapes),
         _linear("attention_out", context, attended, parallel_dim="heads", bias=model.linear_bias),
     )
     ffn_input = x if model.parallel_residual else middle
-    join = () if model.parallel_residual else (_residual("residual1", (x, attended), middle, model, shapes),)
+    join = (
+        ()
+        if model.parallel_residual
+        else (_residual("residual1", (x, attended), middle, model, shapes),)
+    )
     summands = (x, attended, fed) if model.parallel_residual else (middle, fed)
     return (
-        *attention, *join,
+        *attention,
+        *join,
         _norm("norm2", ffn_input, normed2, model, shapes),
         *feed_forward,
         _residual("residual2", summands, out, model, shapes),
     )
 
 
-def _feed_forward_operators(x: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> tuple[Operator, ...]:
-    fc1, activated, fc2 = shapes.tokens("fc1", shapes.fc1), shapes.tokens("activation", shapes.ffn), shapes.tokens("fc2", shapes.hidden)
-    gate = (shapes.tokens("activated_gate", shapes.ffn),) if model.gated_ffn and training.stack.keeps_activated_gate else ()
+def _feed_forward_operators(
+    x: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes
+) -> tuple[Operator, ...]:
+    fc1, activated, fc2 = (
+        shapes.tokens("fc1", shapes.fc1),
+        shapes.tokens("activation", shapes.ffn),
+        shapes.tokens("fc2", shapes.hidden),
+    )
+    gate = (
+        (shapes.tokens("activated_gate", shapes.ffn),)
+        if model.gated_ffn and training.stack.keeps_activated_gate
+        else ()
+    )
     return (
         _linear("fc1", x, fc1, parallel_dim="ffn", bias=model.linear_bias),
         _elementwise("activation", (fc1,), activated, (fc1, *gate), parallel_dim="ffn"),
@@ -197,10 +328,14 @@ def _feed_forward_operators(x: Tensor, model: ModelSpec, training: TrainingSpec,
     )
 
 
-def _expert_operators(x: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> tuple[Operator, ...]:
-    """Router, choice of the experts, tokens to their ranks, the experts, and back: Mixtral, arXiv 2401.04088, section 2.1.
+def _expert_operators(
+    x: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes
+) -> tuple[Operator, ...]:
+    """Router, choice of the experts, tokens to their ranks, the experts, and back: Mixtral, arXiv
+    2401.04088, section 2.1.
 
-    The copies of the tokens are counted where balanced routing brings them: as many arrive at a rank as leave it.
+    The copies of the tokens are counted where balanced routing brings them: as many arrive at a
+    rank as leave it.
     """
     scores = shapes.tokens("router", shapes.routes)
     probabilities = shapes.tokens("router_probabilities", shapes.routes, FP32_BYTES)
@@ -208,10 +343,27 @@ def _expert_operators(x: Tensor, model: ModelSpec, training: TrainingSpec, shape
     sent, fc1 = shapes.copies("dispatch", shapes.hidden), shapes.copies("fc1", shapes.fc1)
     activated, fc2 = shapes.copies("activation", shapes.ffn), shapes.copies("fc2", shapes.hidden)
     combined = shapes.tokens("combine", shapes.hidden)
-    gate = (shapes.copies("activated_gate", shapes.ffn),) if model.gated_ffn and training.stack.keeps_activated_gate else ()
+    gate = (
+        (shapes.copies("activated_gate", shapes.ffn),)
+        if model.gated_ffn and training.stack.keeps_activated_gate
+        else ()
+    )
     return (
-        _linear("router", x, scores, parallel_dim=None, bias=False, undivided=(("routes", _CHOICE), ("hidden", _CHOICE))),
-        _elementwise("choice", (scores,), choice, (probabilities,), undivided=(("routes", _CHOICE), ("chosen", _CHOICE))),
+        _linear(
+            "router",
+            x,
+            scores,
+            parallel_dim=None,
+            bias=False,
+            undivided=(("routes", _CHOICE), ("hidden", _CHOICE)),
+        ),
+        _elementwise(
+            "choice",
+            (scores,),
+            choice,
+            (probabilities,),
+            undivided=(("routes", _CHOICE), ("chosen", _CHOICE)),
+        ),
         _exchange("dispatch", OperatorKind.DISPATCH, (x, choice), sent, ()),
         _grouped("fc1", sent, fc1, shapes.experts),
         _elementwise("activation", (fc1,), activated, (fc1, *gate), undivided=_EXPERTS_UNDIVIDED),
@@ -220,51 +372,103 @@ def _expert_operators(x: Tensor, model: ModelSpec, training: TrainingSpec, shape
     )
 
 
-def _exchange(name: str, kind: OperatorKind, inputs: tuple[Tensor, ...], out: Tensor, saved: tuple[Tensor, ...]) -> Operator:
+def _exchange(
+    name: str,
+    kind: OperatorKind,
+    inputs: tuple[Tensor, ...],
+    out: Tensor,
+    saved: tuple[Tensor, ...],
+) -> Operator:
     return Operator(
-        name=name, kind=kind, dims=out.dims, inputs=inputs, outputs=(out,), saved=saved, undivided=_EXPERTS_UNDIVIDED)
+        name=name,
+        kind=kind,
+        dims=out.dims,
+        inputs=inputs,
+        outputs=(out,),
+        saved=saved,
+        undivided=_EXPERTS_UNDIVIDED,
+    )
 
 
 def _grouped(name: str, x: Tensor, out: Tensor, experts: Dim) -> Operator:
-    """out[token, o] = x[token, i] weight[expert of the token, o, i]^T for every token and expert it chose."""
+    """out[token, o] = x[token, i] weight[expert of the token, o, i]^T for every token and expert it
+    chose.
+    """
     features, contracted = out.dims[-1], x.dims[-1]
     flops = 2 * x.num_elements * features.size
     return Operator(
-        name=name, kind=OperatorKind.EXPERTS, dims=(*out.dims, contracted), inputs=(x,), outputs=(out,), saved=(x,),
-        parameters=(Parameter(name="weight", dims=(experts, features, contracted)),), contracted=contracted.name,
-        undivided=_EXPERTS_UNDIVIDED, flops_forward=flops, flops_backward=2 * flops)
+        name=name,
+        kind=OperatorKind.EXPERTS,
+        dims=(*out.dims, contracted),
+        inputs=(x,),
+        outputs=(out,),
+        saved=(x,),
+        parameters=(Parameter(name="weight", dims=(experts, features, contracted)),),
+        contracted=contracted.name,
+        undivided=_EXPERTS_UNDIVIDED,
+        flops_forward=flops,
+        flops_backward=2 * flops,
+    )
 
 
 def _head_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, ...]:
-    """The last norm, the product with the vocabulary, and the loss, which keeps its probabilities in fp32 (EQUATIONS M5)."""
-    x, normed = shapes.tokens("head_input", shapes.hidden), shapes.tokens("head_norm", shapes.hidden)
+    """The last norm, the product with the vocabulary, and the loss, which keeps its probabilities
+    in fp32 (EQUATIONS M5).
+    """
+    x, normed = (
+        shapes.tokens("head_input", shapes.hidden),
+        shapes.tokens("head_norm", shapes.hidden),
+    )
     logits = shapes.tokens("logits", shapes.vocab)
     probabilities = shapes.tokens("probabilities", shapes.vocab, FP32_BYTES)
     loss = Tensor(name="loss", dims=(shapes.batch, shapes.sequence), element_bytes=FP32_BYTES)
-    weight = Parameter(name="weight", dims=(shapes.vocab, shapes.hidden), tied=model.tied_embeddings)
+    weight = Parameter(
+        name="weight", dims=(shapes.vocab, shapes.hidden), tied=model.tied_embeddings
+    )
     flops = 2 * x.num_elements * shapes.vocab.size
     return (
         _norm("norm", x, normed, model, shapes),
         Operator(
-            name="lm_head", kind=OperatorKind.MATMUL, dims=(*logits.dims, shapes.hidden), inputs=(normed,), outputs=(logits,),
-            parameters=(weight,), saved=(normed,), contracted="hidden", parallel_dim="vocab",
-            flops_forward=flops, flops_backward=2 * flops),
+            name="lm_head",
+            kind=OperatorKind.MATMUL,
+            dims=(*logits.dims, shapes.hidden),
+            inputs=(normed,),
+            outputs=(logits,),
+            parameters=(weight,),
+            saved=(normed,),
+            contracted="hidden",
+            parallel_dim="vocab",
+            flops_forward=flops,
+            flops_backward=2 * flops,
+        ),
         Operator(
-            name="loss", kind=OperatorKind.CROSS_ENTROPY, dims=logits.dims, inputs=(logits,), outputs=(loss,),
-            saved=(probabilities,), parallel_dim="vocab"),
+            name="loss",
+            kind=OperatorKind.CROSS_ENTROPY,
+            dims=logits.dims,
+            inputs=(logits,),
+            outputs=(loss,),
+            saved=(probabilities,),
+            parallel_dim="vocab",
+        ),
     )
 
 
-def build_graph(model: ModelSpec, training: TrainingSpec, micro_batch_size: int, *, plain_dropout: bool = False) -> ModelGraph:
-    """The operator graph of `model` for micro-batches of `micro_batch_size` sequences of `training.seq_length` tokens.
+def build_graph(
+    model: ModelSpec, training: TrainingSpec, micro_batch_size: int, *, plain_dropout: bool = False
+) -> ModelGraph:
+    """The operator graph of `model` for micro-batches of `micro_batch_size` sequences of
+    `training.seq_length` tokens.
 
-    plain_dropout: dropout is no fused kernel, it keeps a mask of its input's type; attention that drops out keeps its scores
+    plain_dropout: dropout is no fused kernel, it keeps a mask of its input's type; attention that
+    drops out keeps its scores
     """
     shapes = _Shapes(model, training, micro_batch_size, plain_dropout)
     return ModelGraph(
         name=model.name,
         micro_batch_size=micro_batch_size,
         embedding=layer_class(LayerKind.EMBEDDING, 1, _embedding_operators(model, shapes)),
-        block=layer_class(LayerKind.BLOCK, model.num_layers, _block_operators(model, training, shapes)),
+        block=layer_class(
+            LayerKind.BLOCK, model.num_layers, _block_operators(model, training, shapes)
+        ),
         head=layer_class(LayerKind.HEAD, 1, _head_operators(model, shapes)),
     )

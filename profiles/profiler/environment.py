@@ -24,32 +24,74 @@ from parplan.profiles.profiler.nvidia_smi import gpu_facts, links
 from parplan.profiles.units import GB, TERA, US_PER_S, format_number
 
 CPU = "cpu"
-ASSUMED_LINK = "a100-80gb-pcie"  # whose node an unknown GPU is taken to stand in: PCIe 4.0 x16, no NVLink
-# What torch calls a GPU -> its cluster in configs/clusters. The whole name: one part of a GPU (MIG) is another device.
+ASSUMED_LINK = (
+    "a100-80gb-pcie"  # whose node an unknown GPU is taken to stand in: PCIe 4.0 x16, no NVLink
+)
+# What torch calls a GPU -> its cluster in configs/clusters. The whole name: one part of a GPU (MIG)
+# is another device.
 CATALOGUE = {
-    "NVIDIA A100-SXM4-40GB": "a100-40gb", "A100-SXM4-40GB": "a100-40gb", "NVIDIA A100-PCIE-40GB": "a100-40gb-pcie",
-    "A100-PCIE-40GB": "a100-40gb-pcie", "NVIDIA A100-SXM4-80GB": "a100-80gb", "A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA A100 80GB PCIe": "a100-80gb-pcie", "A100 80GB PCIe": "a100-80gb-pcie", "NVIDIA A800-SXM4-80GB": "a800-80gb",
-    "NVIDIA A10G": "a10g-24gb", "A10G": "a10g-24gb", "NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA H200": "h200-141gb",
-    "NVIDIA GH200 480GB": "gh200-96gb", "NVIDIA B200": "b200-180gb", "NVIDIA GB200": "gb200-186gb", "NVIDIA L4": "l4-24gb",
-    "NVIDIA GeForce RTX 3090": "rtx3090-24gb", "GeForce RTX 3090": "rtx3090-24gb", "Tesla V100-SXM2-16GB": "v100-16gb",
-    "Tesla V100-SXM2-32GB": "v100-32gb", "Tesla V100-SXM3-32GB": "v100-32gb"}
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb-pcie",
+    "A100-PCIE-40GB": "a100-40gb-pcie",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100 80GB PCIe": "a100-80gb-pcie",
+    "A100 80GB PCIe": "a100-80gb-pcie",
+    "NVIDIA A800-SXM4-80GB": "a800-80gb",
+    "NVIDIA A10G": "a10g-24gb",
+    "A10G": "a10g-24gb",
+    "NVIDIA H100 80GB HBM3": "h100-80gb",
+    "NVIDIA H200": "h200-141gb",
+    "NVIDIA GH200 480GB": "gh200-96gb",
+    "NVIDIA B200": "b200-180gb",
+    "NVIDIA GB200": "gb200-186gb",
+    "NVIDIA L4": "l4-24gb",
+    "NVIDIA GeForce RTX 3090": "rtx3090-24gb",
+    "GeForce RTX 3090": "rtx3090-24gb",
+    "Tesla V100-SXM2-16GB": "v100-16gb",
+    "Tesla V100-SXM2-32GB": "v100-32gb",
+    "Tesla V100-SXM3-32GB": "v100-32gb",
+}
 _PRODUCT, _COPY = "linear", "device_copy"  # works that say how fast a device is
-MEMORY_TOLERANCE = 0.05  # between torch's total and the catalogue's: GPUs of one name exist with other memories
+MEMORY_TOLERANCE = (
+    0.05  # between torch's total and the catalogue's: GPUs of one name exist with other memories
+)
 _IDENTITY = (  # what must agree for points to belong together
-    "device", "memory_bytes", "compute_capability", "num_sms", "torch", "cuda", "driver", "nccl", "cudnn", "cpu", "max_sm_clock_mhz",
-    "power_limit_w")
+    "device",
+    "memory_bytes",
+    "compute_capability",
+    "num_sms",
+    "torch",
+    "cuda",
+    "driver",
+    "nccl",
+    "cudnn",
+    "cpu",
+    "max_sm_clock_mhz",
+    "power_limit_w",
+)
 
 
 def environment(device: str) -> ProfileEnvironment:
     """What `device` (cpu or cuda) of this machine is. Raises ConfigError: torch sees no GPU."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     host_bytes = _host_memory_bytes()
     here = ProfileEnvironment(
-        date=datetime.date.today().isoformat(), device=CPU, num_devices=cores, memory_bytes=host_bytes and host_bytes // cores,
-        torch=torch.__version__, python=platform.python_version(), cpu=_cpu_model(), num_cores=cores, host_memory_bytes=host_bytes)
+        date=datetime.date.today().isoformat(),
+        device=CPU,
+        num_devices=cores,
+        memory_bytes=host_bytes and host_bytes // cores,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        cpu=_cpu_model(),
+        num_cores=cores,
+        host_memory_bytes=host_bytes,
+    )
     return here if device == CPU else _with_gpu(here)
 
 
@@ -58,17 +100,32 @@ def _with_gpu(here: ProfileEnvironment) -> ProfileEnvironment:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError("torch sees no GPU here", hint="profile the host with --device cpu, or install a torch with CUDA")
+        raise ConfigError(
+            "torch sees no GPU here",
+            hint="profile the host with --device cpu, or install a torch with CUDA",
+        )
     first = torch.cuda.get_device_properties(0)
     libraries: Any = torch.backends
     cudnn = libraries.cudnn.version()
-    number = getattr(first, "uuid", None)  # asked by it, since nvidia-smi numbers GPUs otherwise than torch; not kept
+    number = getattr(
+        first, "uuid", None
+    )  # asked by it, since nvidia-smi numbers GPUs otherwise than torch; not kept
     facts: dict[str, Any] = gpu_facts(None if number is None else f"GPU-{number}")
     joined = links()
     return replace(
-        here, device=first.name, num_devices=torch.cuda.device_count(), memory_bytes=first.total_memory,
-        compute_capability=f"{first.major}.{first.minor}", num_sms=first.multi_processor_count, cuda=torch.version.cuda,
-        nccl=_nccl_version(), cudnn=None if cudnn is None else str(cudnn), gpu_links=joined.gpus, nic_links=joined.nics, **facts)
+        here,
+        device=first.name,
+        num_devices=torch.cuda.device_count(),
+        memory_bytes=first.total_memory,
+        compute_capability=f"{first.major}.{first.minor}",
+        num_sms=first.multi_processor_count,
+        cuda=torch.version.cuda,
+        nccl=_nccl_version(),
+        cudnn=None if cudnn is None else str(cudnn),
+        gpu_links=joined.gpus,
+        nic_links=joined.nics,
+        **facts,
+    )
 
 
 def _nccl_version() -> str | None:
@@ -107,7 +164,9 @@ def _text(path: str) -> str:
 
 
 def fingerprint(environment: ProfileEnvironment, precision: str = "") -> str:
-    """Of what must agree for points to belong together: device and software, neither the date nor clocks of the moment."""
+    """Of what must agree for points to belong together: device and software, neither the date nor
+    clocks of the moment.
+    """
     body = asdict(environment)
     return digest(repr([body[name] for name in _IDENTITY] + [precision]))
 
@@ -115,8 +174,8 @@ def fingerprint(environment: ProfileEnvironment, precision: str = "") -> str:
 def cluster_of(environment: ProfileEnvironment, records: Iterable[Record] = ()) -> Cluster:
     """The cluster that this machine is, one node of the devices that torch sees.
 
-    A GPU of the catalogue has its datasheet; the host, and a GPU that is not there, the best that was measured of products and
-    copies. Raises ConfigError: nothing of that was measured.
+    A GPU of the catalogue has its datasheet; the host, and a GPU that is not there, the best that
+    was measured of products and copies. Raises ConfigError: nothing of that was measured.
     """
     known = _catalogued(environment)
     if known is not None:
@@ -128,11 +187,18 @@ def cluster_of(environment: ProfileEnvironment, records: Iterable[Record] = ()) 
     device = _device(environment, measured, base.device)
     host_bytes = environment.host_memory_bytes or base.host_memory_bytes
     return replace(
-        base, name=device.name, device=device, host_memory_bytes=host_bytes, pcie_bytes_per_s=pcie or base.pcie_bytes_per_s)
+        base,
+        name=device.name,
+        device=device,
+        host_memory_bytes=host_bytes,
+        pcie_bytes_per_s=pcie or base.pcie_bytes_per_s,
+    )
 
 
 def lacking(environment: ProfileEnvironment, records: Iterable[Record]) -> str | None:
-    """The work without which `records` do not say how fast this machine is; None where they do, or the catalogue does."""
+    """The work without which `records` do not say how fast this machine is; None where they do, or
+    the catalogue does.
+    """
     measured = list(records)
     if _catalogued(environment) is not None:
         return None
@@ -142,35 +208,55 @@ def lacking(environment: ProfileEnvironment, records: Iterable[Record]) -> str |
 
 
 def _catalogued(environment: ProfileEnvironment) -> Cluster | None:
-    """The packaged cluster of a GPU that is what its name says, by its memory and multiprocessors."""
+    """The packaged cluster of a GPU that is what its name says, by its memory and
+    multiprocessors.
+    """
     name = CATALOGUE.get(environment.device)
     if name is None:
         return None
     device = (cluster := load_cluster(name)).device
-    same_memory = environment.memory_bytes is None or abs(environment.memory_bytes / device.memory_bytes - 1) < MEMORY_TOLERANCE
+    same_memory = (
+        environment.memory_bytes is None
+        or abs(environment.memory_bytes / device.memory_bytes - 1) < MEMORY_TOLERANCE
+    )
     return cluster if same_memory and environment.num_sms in (None, device.num_sms) else None
 
 
 def _device(environment: ProfileEnvironment, records: list[Record], assumed: Device) -> Device:
-    """A device whose datasheet is what was measured: the bandwidth of copies, the peak of products, by precision."""
+    """A device whose datasheet is what was measured: the bandwidth of copies, the peak of products,
+    by precision.
+    """
     peaks, bytes_per_s = _peaks(records), _best(records, _COPY, ("copied_bytes_per_s",))
     if not peaks or bytes_per_s is None:
         raise ConfigError(
             f"{environment.device} is not in the catalogue and {_COPY if peaks else _PRODUCT} was not measured on it",
-            hint="measure it: plan profile")
+            hint="measure it: plan profile",
+        )
     host = environment.device == CPU
     return Device(
         name=CPU if host else re.sub(r"[^a-z0-9]+", "-", environment.device.lower()).strip("-"),
-        memory_bytes=environment.memory_bytes or assumed.memory_bytes, memory_bytes_per_s=bytes_per_s, peak_flops_per_s=peaks,
-        num_sms=1 if host else environment.num_sms or assumed.num_sms, context_bytes=_context_bytes(records, assumed),
+        memory_bytes=environment.memory_bytes or assumed.memory_bytes,
+        memory_bytes_per_s=bytes_per_s,
+        peak_flops_per_s=peaks,
+        num_sms=1 if host else environment.num_sms or assumed.num_sms,
+        context_bytes=_context_bytes(records, assumed),
         source=_source(environment, peaks, bytes_per_s),
-        compute_capability=float(environment.compute_capability) if environment.compute_capability else None)
+        compute_capability=float(environment.compute_capability)
+        if environment.compute_capability
+        else None,
+    )
 
 
 def _source(environment: ProfileEnvironment, peaks: Mapping[str, float], bytes_per_s: float) -> str:
     """What the figures of a device without a datasheet are."""
-    shown = ", ".join(f"{format_number(peak / TERA, 3)} {precision} TFLOP/s" for precision, peak in peaks.items())
-    of = f"one core of {environment.cpu or 'the host'}" if environment.device == CPU else environment.device
+    shown = ", ".join(
+        f"{format_number(peak / TERA, 3)} {precision} TFLOP/s" for precision, peak in peaks.items()
+    )
+    of = (
+        f"one core of {environment.cpu or 'the host'}"
+        if environment.device == CPU
+        else environment.device
+    )
     return f"measured on {of}: {shown} of its fastest product, {format_number(bytes_per_s / GB, 3)} GB/s of its fastest copy; no datasheet"
 
 
@@ -178,19 +264,29 @@ def _peaks(records: Iterable[Record]) -> dict[str, float]:
     """The FLOP/s of the fastest product of linear layers, by precision."""
     peaks: dict[str, float] = {}
     for record in records:
-        if record.case.work == _PRODUCT and record.outcome is CaseOutcome.MEASURED and record.measured:
+        if (
+            record.case.work == _PRODUCT
+            and record.outcome is CaseOutcome.MEASURED
+            and record.measured
+        ):
             m, n, k = (record.case.size(name) for name in "mnk")
             for one in record.measured.times.values():
                 precision = str(Precision(record.case.precision))
-                peaks[precision] = max(peaks.get(precision, 0.0), 2.0 * m * n * k * US_PER_S / one.median_us)
+                peaks[precision] = max(
+                    peaks.get(precision, 0.0), 2.0 * m * n * k * US_PER_S / one.median_us
+                )
     return peaks
 
 
 def _best(records: Iterable[Record], work: str, names: tuple[str, ...]) -> float | None:
     """The largest of the named figures of a work."""
     found = [
-        record.measured.figures[name] for record in records if record.case.work == work and record.measured
-        for name in names if name in record.measured.figures]
+        record.measured.figures[name]
+        for record in records
+        if record.case.work == work and record.measured
+        for name in names
+        if name in record.measured.figures
+    ]
     return max(found, default=None)
 
 

@@ -1,8 +1,10 @@
-"""The journal of a profile that is being measured: every finished record on disk at once, so that an interrupted one goes on.
+"""The journal of a profile that is being measured: every finished record on disk at once, so that
+an interrupted one goes on.
 
-A text file beside the output: a header (what was measured on, and what was asked), then one line for each finished record, all of
-them JSON, a tab, and the CRC-32 of the JSON. A line is one write and one fsync. What a crash can leave is a torn last line, which is
-cut off; a damaged line in the middle costs its record alone, which is measured again.
+A text file beside the output: a header (what was measured on, and what was asked), then one line
+for each finished record, all of them JSON, a tab, and the CRC-32 of the JSON. A line is one write
+and one fsync. What a crash can leave is a torn last line, which is cut off; a damaged line in the
+middle costs its record alone, which is measured again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def beside(output: Path) -> Path:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Journal:
-    """An open journal, which no other process has. `records` by the key of their case; `notes` on lines that were dropped."""
+    """An open journal, which no other process has. `records` by the key of their case; `notes` on
+    lines that were dropped.
+    """
 
     path: Path
     handle: int
@@ -40,7 +44,9 @@ class Journal:
     notes: list[str] = field(default_factory=list)
 
     def append(self, record: Record) -> None:
-        """Keep the record; it is on disk when this returns. A later one of the same case replaces it. Raises ConfigError."""
+        """Keep the record; it is on disk when this returns. A later one of the same case replaces
+        it. Raises ConfigError.
+        """
         _write(self.handle, _line(document(record)), self.path)
         self.records[record.case.key] = record
 
@@ -59,10 +65,11 @@ class Journal:
 def open_journal(path: Path, asked: Mapping[str, Any], *, restart: bool = False) -> Journal:
     """The journal at `path`, begun where there is none or with `restart`.
 
-    asked: what its records hold for (device, versions, precision, ...), of plain JSON values; without dates and budgets, since a
-    journal of anything else is refused
+    asked: what its records hold for (device, versions, precision, ...), of plain JSON values;
+    without dates and budgets, since a journal of anything else is refused
 
-    Raises ConfigError: not readable, not a journal, in use, of another version, or of something else than `asked`.
+    Raises ConfigError: not readable, not a journal, in use, of another version, or of something
+    else than `asked`.
     """
     journal = Journal(path=path, handle=_locked(path))
     try:
@@ -72,7 +79,11 @@ def open_journal(path: Path, asked: Mapping[str, Any], *, restart: bool = False)
             _read(journal, lines[1:])
         else:
             os.ftruncate(journal.handle, 0)
-            _write(journal.handle, _line({"journal_version": JOURNAL_VERSION, "asked": dict(asked)}), path)
+            _write(
+                journal.handle,
+                _line({"journal_version": JOURNAL_VERSION, "asked": dict(asked)}),
+                path,
+            )
     except ConfigError:
         journal.close()
         raise
@@ -83,12 +94,17 @@ def _locked(path: Path) -> int:
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another -o") from None
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", hint="choose another -o"
+        ) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise ConfigError(f"{path} is in use: another session measures into it", hint="wait for it, or choose another -o") from None
+        raise ConfigError(
+            f"{path} is in use: another session measures into it",
+            hint="wait for it, or choose another -o",
+        ) from None
     except OSError:  # a file system without locks
         pass
     return handle
@@ -105,7 +121,9 @@ def _whole_lines(journal: Journal) -> list[bytes]:
         rest = lines.pop() + b"\n"
     if rest and lines:
         os.ftruncate(journal.handle, len(body) - len(rest))
-        journal.notes.append(f"{journal.path}: the last line was torn; what it was of is measured again")
+        journal.notes.append(
+            f"{journal.path}: the last line was torn; what it was of is measured again"
+        )
     return lines
 
 
@@ -121,11 +139,17 @@ def _check_header(line: bytes, asked: Mapping[str, Any], path: Path) -> None:
         raise _no_journal(path)
     version = header.get("journal_version")
     if version != JOURNAL_VERSION:
-        raise ConfigError(f"{path}: journal_version is {version}, this parplan reads {JOURNAL_VERSION}", hint=_again())
+        raise ConfigError(
+            f"{path}: journal_version is {version}, this parplan reads {JOURNAL_VERSION}",
+            hint=_again(),
+        )
     before, now = header.get("asked", {}), json.loads(json.dumps(dict(asked)))
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
-            raise ConfigError(f"{path}: what it holds was measured for {name} {before.get(name)}, asked is {now.get(name)}", hint=_again())
+            raise ConfigError(
+                f"{path}: what it holds was measured for {name} {before.get(name)}, asked is {now.get(name)}",
+                hint=_again(),
+            )
 
 
 def _again() -> str:
@@ -133,7 +157,9 @@ def _again() -> str:
 
 
 def _no_journal(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is not a journal of plan profile, or its first line is damaged", hint=_again())
+    return ConfigError(
+        f"{path} is not a journal of plan profile, or its first line is damaged", hint=_again()
+    )
 
 
 def _read(journal: Journal, lines: list[bytes]) -> None:
@@ -168,6 +194,11 @@ def _write(handle: int, line: bytes, path: Path) -> None:
         written = os.write(handle, line)
         os.fsync(handle)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="make room, and run the command again: it goes on") from None
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}",
+            hint="make room, and run the command again: it goes on",
+        ) from None
     if written < len(line):
-        raise ConfigError(f"cannot write {path}: no room", hint="make room, and run the command again: it goes on")
+        raise ConfigError(
+            f"cannot write {path}: no room", hint="make room, and run the command again: it goes on"
+        )

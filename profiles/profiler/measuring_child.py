@@ -1,4 +1,6 @@
-"""Inside the process of one measurement: run the program on one case, and answer with a record whatever comes of it."""
+"""Inside the process of one measurement: run the program on one case, and answer with a record
+whatever comes of it.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,34 @@ from parplan.profiles.machines.measurements import (
     UnsupportedCase,
 )
 
-# `module:function`, or a function that pickle can name; it takes a case and the device that it is to use (cpu, cuda:0), and raises
-# UnsupportedCase for what does not exist there
+# `module:function`, or a function that pickle can name; it takes a case and the device that it is
+# to use (cpu, cuda:0), and raises UnsupportedCase for what does not exist there
 Program = str | Callable[[Case, str], CaseFigures]
 
 MOST_CHARACTERS = 300  # of a detail
 _NO_MEMORY = (
-    "MemoryError", "OutOfMemoryError", "out of memory", "not enough memory", "can't allocate memory", "Cannot allocate memory",
-    "bad_alloc", "ALLOC_FAILED")  # the last of cuBLAS and cuDNN
+    "MemoryError",
+    "OutOfMemoryError",
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "bad_alloc",
+    "ALLOC_FAILED",
+)  # the last of cuBLAS and cuDNN
 
 
-def measure(answer: Connection, output: Connection, program: Program, case: Case, device: str, limit_s: float) -> None:
-    """What the process runs: sends one record as JSON to `answer`; all that is printed goes to `output`."""
+def measure(
+    answer: Connection,
+    output: Connection,
+    program: Program,
+    case: Case,
+    device: str,
+    limit_s: float,
+) -> None:
+    """What the process runs: sends one record as JSON to `answer`; all that is printed goes to
+    `output`.
+    """
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     # of C: it ends a process that no Python thread can
@@ -76,7 +94,11 @@ def _spare_the_others() -> None:
 
 def _answer(program: Program, case: Case, device: str) -> bytes:
     try:
-        return _json(Record(case=case, outcome=CaseOutcome.MEASURED, measured=_measured(program, case, device)))
+        return _json(
+            Record(
+                case=case, outcome=CaseOutcome.MEASURED, measured=_measured(program, case, device)
+            )
+        )
     except BaseException as error:  # whatever a program raises is what came of its case
         error.__traceback__ = None  # whose frames hold its tensors
         outcome, detail = outcome_of(error)
@@ -105,7 +127,8 @@ def _json(record: Record) -> bytes:
 def outcome_of(error: BaseException) -> tuple[CaseOutcome, str]:
     """What an exception means for a case, and its type with the first line of its message.
 
-    Allocators raise RuntimeErrors too, and so does an operator that has no kernel for a type of tensors.
+    Allocators raise RuntimeErrors too, and so does an operator that has no kernel for a type of
+    tensors.
     """
     message = str(error).strip().splitlines()[:1]
     if isinstance(error, UnsupportedCase):

@@ -1,7 +1,9 @@
-"""A session of measurements: cases in their order, one at a time on every device, until all are done or the time is over.
+"""A session of measurements: cases in their order, one at a time on every device, until all are
+done or the time is over.
 
-Every record is in the journal before the next case starts. What the journal holds is not measured again, so that a session that
-was killed goes on where it was, and one that ran out of time where it stopped.
+Every record is in the journal before the next case starts. What the journal holds is not measured
+again, so that a session that was killed goes on where it was, and one that ran out of time where it
+stopped.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from parplan.profiles.profiler.measuring_child import Program
 from parplan.profiles.profiler.session_progress import OnProgress, SessionProgress
 from parplan.profiles.profiler.worker import Child, end, finished, preload, start
 
-# works of the host and of its memory: another device's case at the same time would be measured with them
+# works of the host and of its memory: another device's case at the same time would be measured with
+# them
 ALONE = frozenset({"transfer", "host_adam", "launch"})
 _TICK_S = 0.5  # between two looks at the clock and at Ctrl-C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What a session leaves: records in the order of the cases, those that it did not reach, and whether Ctrl-C ended it."""
+    """What a session leaves: records in the order of the cases, those that it did not reach, and
+    whether Ctrl-C ended it.
+    """
 
     records: tuple[Record, ...]
     missed: tuple[Case, ...]
@@ -35,15 +40,25 @@ class Measurements:
 
 
 def run_session(
-    cases: Sequence[Case], program: Program, devices: Sequence[str], journal: Journal, *, deadline_s: float, hang_limit_s: float,
-    on_progress: OnProgress | None = None, retry_failed: bool = False, modules: Sequence[str] = (),
+    cases: Sequence[Case],
+    program: Program,
+    devices: Sequence[str],
+    journal: Journal,
+    *,
+    deadline_s: float,
+    hang_limit_s: float,
+    on_progress: OnProgress | None = None,
+    retry_failed: bool = False,
+    modules: Sequence[str] = (),
 ) -> Measurements:
-    """Measure what the journal does not hold of `cases`, the first ones first, each in a process of its own.
+    """Measure what the journal does not hold of `cases`, the first ones first, each in a process of
+    its own.
 
     deadline_s      from now; no case starts after it, and one that has started is let finish
     hang_limit_s    of one case, after which it counts as hung
     retry_failed    measure again what the journal has without figures
-    modules         what the processes need that takes long to import (torch, the program's module); not its own
+    modules         what the processes need that takes long to import (torch, the program's module);
+                    not its own
 
     Raises ConfigError: the journal cannot be written, no process can be started.
     """
@@ -64,10 +79,14 @@ def run_session(
 class _Session:
     """What is waiting, what runs on which device, and what is known."""
 
-    def __init__(self, cases: Sequence[Case], journal: Journal, retry_failed: bool, over_s: float) -> None:
+    def __init__(
+        self, cases: Sequence[Case], journal: Journal, retry_failed: bool, over_s: float
+    ) -> None:
         self._cases = tuple(dict.fromkeys(cases))
         self._journal, self._over_s = journal, over_s
-        self._waiting = deque(case for case in self._cases if not _settled(self._record(case), retry_failed))
+        self._waiting = deque(
+            case for case in self._cases if not _settled(self._record(case), retry_failed)
+        )
         self._running: dict[str, Child] = {}
         self._finished, self._spent_s, self._num_devices = 0, 0.0, 1
 
@@ -113,17 +132,24 @@ class _Session:
         records = [record for record in map(self._record, self._cases) if record is not None]
         left = len(self._waiting) + len(self._running)
         return SessionProgress(
-            done=len(self._cases) - left, total=len(self._cases), failed=sum(record.outcome is not CaseOutcome.MEASURED for record in records),
+            done=len(self._cases) - left,
+            total=len(self._cases),
+            failed=sum(record.outcome is not CaseOutcome.MEASURED for record in records),
             running=tuple(child.case.key for child in self._running.values()),
-            expected_s=left * self._spent_s / self._finished / self._num_devices if self._finished else None,
-            budget_s=max(0.0, self._over_s - time.monotonic()))
+            expected_s=left * self._spent_s / self._finished / self._num_devices
+            if self._finished
+            else None,
+            budget_s=max(0.0, self._over_s - time.monotonic()),
+        )
 
     def measurements(self, *, interrupted: bool) -> Measurements:
         """What it leaves."""
         records = [(case, self._record(case)) for case in self._cases]
         return Measurements(
             records=tuple(record for _, record in records if record is not None),
-            missed=tuple(case for case, record in records if record is None), interrupted=interrupted)
+            missed=tuple(case for case, record in records if record is None),
+            interrupted=interrupted,
+        )
 
 
 def _settled(record: Record | None, retry_failed: bool) -> bool:
@@ -132,7 +158,8 @@ def _settled(record: Record | None, retry_failed: bool) -> bool:
 
 @contextlib.contextmanager
 def _noticed_ctrl_c() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C or SIGTERM came: looked at between two cases, so that no record is lost half-way.
+    """A list that is not empty once Ctrl-C or SIGTERM came: looked at between two cases, so that no
+    record is lost half-way.
 
     The second one is the usual KeyboardInterrupt.
     """

@@ -1,7 +1,9 @@
-"""One measurement in one process: started from a server that has loaded what it needs, watched, and its end understood.
+"""One measurement in one process: started from a server that has loaded what it needs, watched, and
+its end understood.
 
-A forkserver imports torch once and forks a process for every case in milliseconds; it has no CUDA context, which a fork would not
-survive. Whatever becomes of a process, the session that started it goes on; and when that is killed, its processes end.
+A forkserver imports torch once and forks a process for every case in milliseconds; it has no CUDA
+context, which a fork would not survive. Whatever becomes of a process, the session that started it
+goes on; and when that is killed, its processes end.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _TAIL_BYTES = 65536
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Child:
-    """A process that measures `case` on `device`. `kernel_kills`: of the whole machine, for lack of memory, before it started."""
+    """A process that measures `case` on `device`. `kernel_kills`: of the whole machine, for lack of
+    memory, before it started.
+    """
 
     case: Case
     device: str
@@ -55,12 +59,18 @@ class Child:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Have the server import these before it forks, where it does not run yet: a process then starts in milliseconds."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["parplan.profiles.profiler.measuring_child", *modules])
+    """Have the server import these before it forks, where it does not run yet: a process then
+    starts in milliseconds.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["parplan.profiles.profiler.measuring_child", *modules]
+    )
 
 
 def start(program: Program, case: Case, device: str, limit_s: float) -> Child:
-    """Begin to measure; waits for the server where that is just starting. Raises ConfigError where no process can be had."""
+    """Begin to measure; waits for the server where that is just starting. Raises ConfigError where
+    no process can be had.
+    """
     kills = _kernel_kills()
     try:
         try:
@@ -70,19 +80,31 @@ def start(program: Program, case: Case, device: str, limit_s: float) -> Child:
     except (OSError, EOFError) as error:
         raise ConfigError(
             f"cannot start a process to measure {case.key} in: {error or 'its server ended'}",
-            hint="see that memory and process slots are free, then run the command again: it goes on") from None
+            hint="see that memory and process slots are free, then run the command again: it goes on",
+        ) from None
     theirs.close()
     return Child(
-        case=case, device=device, process=process, answer=ours, output=output, limit_s=limit_s, started_s=time.monotonic(),
-        kernel_kills=kills)
+        case=case,
+        device=device,
+        process=process,
+        answer=ours,
+        output=output,
+        limit_s=limit_s,
+        started_s=time.monotonic(),
+        kernel_kills=kills,
+    )
 
 
-def _started(program: Program, case: Case, device: str, limit_s: float) -> tuple[ForkServerProcess, Connection, Connection, Connection]:
+def _started(
+    program: Program, case: Case, device: str, limit_s: float
+) -> tuple[ForkServerProcess, Connection, Connection, Connection]:
     """The process, both ends of the pipe for its answer, and the file for what it prints."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     output = _no_file()
-    process = context.Process(target=measure, args=(theirs, output, program, case, device, limit_s), daemon=True)
+    process = context.Process(
+        target=measure, args=(theirs, output, program, case, device, limit_s), daemon=True
+    )
     with without_signals():
         forkserver.ensure_running()
     with _no_main():
@@ -127,7 +149,9 @@ def _received(child: Child) -> Record | None:
 def _death(child: Child) -> tuple[CaseOutcome, str]:
     """Of a process that ended without an answer, or has to be ended."""
     code, text = child.process.exitcode, _tail(child.output)
-    if code is None or (code == 1 and re.search(r"^Timeout \(\d", text, re.MULTILINE)):  # its own clock ended it
+    if code is None or (
+        code == 1 and re.search(r"^Timeout \(\d", text, re.MULTILINE)
+    ):  # its own clock ended it
         waited_s = min(child.limit_s, time.monotonic() - child.started_s)
         return CaseOutcome.HUNG, f"no answer in {format_seconds(waited_s)}{_last_seen(text)}"
     return _ended(code, text, _kernel_kills() != child.kernel_kills)
@@ -152,15 +176,19 @@ def _signal_name(number: int) -> str:
 
 
 def _last_seen(text: str) -> str:
-    """Where the main thread was, of the traceback that is printed at the limit: its last block, innermost frame first."""
-    found = re.search(r'File "([^"\n]*)", line (\d+) in (\S+)', text[text.rfind("\nThread 0x"):])
+    """Where the main thread was, of the traceback that is printed at the limit: its last block,
+    innermost frame first.
+    """
+    found = re.search(r'File "([^"\n]*)", line (\d+) in (\S+)', text[text.rfind("\nThread 0x") :])
     return f", last seen in {found[3]} ({Path(found[1]).name}:{found[2]})" if found else ""
 
 
 def _tail(output: Connection) -> str:
     """The end of what was printed."""
     size = os.fstat(output.fileno()).st_size
-    return os.pread(output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+    return os.pread(output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(
+        errors="replace"
+    )
 
 
 def _no_file() -> Connection:
@@ -171,7 +199,9 @@ def _no_file() -> Connection:
 
 
 def _kernel_kills() -> int | None:
-    """How many processes of this machine the kernel has killed for lack of memory; None where it does not say."""
+    """How many processes of this machine the kernel has killed for lack of memory; None where it
+    does not say.
+    """
     with contextlib.suppress(OSError):
         found = re.search(r"^oom_kill (\d+)$", KERNEL_COUNTS.read_text(), re.MULTILINE)
         return int(found[1]) if found else None
@@ -180,7 +210,9 @@ def _kernel_kills() -> int | None:
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """A child would run the main script again for what is defined there, which takes longer than most measurements."""
+    """A child would run the main script again for what is defined there, which takes longer than
+    most measurements.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

@@ -1,4 +1,6 @@
-"""Buffers that a forward pass assigns instead of writing into them: what the next micro-batch begins with is written into the old one."""
+"""Buffers that a forward pass assigns instead of writing into them: what the next micro-batch
+begins with is written into the old one.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,15 @@ from torch import Tensor, nn
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.tracing.recorder import CallRecorder
 
-Held = tuple[nn.Module, str, Tensor]  # a module, the name of a buffer in it, and the buffer before the forward pass
+Held = tuple[
+    nn.Module, str, Tensor
+]  # a module, the name of a buffer in it, and the buffer before the forward pass
 
 
 def keep_assigned(recorder: CallRecorder, before: Iterable[Held]) -> None:
-    """Record, inside of the recording, that each buffer takes the value that was assigned in its place. Raises ConfigError."""
+    """Record, inside of the recording, that each buffer takes the value that was assigned in its
+    place. Raises ConfigError.
+    """
     for part, key, old in before:
         new = part._buffers.get(key)
         if new is old or not isinstance(new, Tensor):
@@ -25,14 +31,20 @@ def keep_assigned(recorder: CallRecorder, before: Iterable[Held]) -> None:
             with torch.no_grad():
                 old.copy_(new)
         elif new.shape != old.shape or not torch.equal(new, old):
-            raise ConfigError(f"module: buffer {name} gets another value in every forward pass, and nothing of the batch is in it",
-                              hint="write into it in place, as batch norms count: self.count.add_(1)")
+            raise ConfigError(
+                f"module: buffer {name} gets another value in every forward pass, and nothing of the batch is in it",
+                hint="write into it in place, as batch norms count: self.count.add_(1)",
+            )
 
 
 def _check_live(name: str, old: Tensor, new: Tensor) -> None:
     if new.requires_grad:
-        raise ConfigError(f"module: buffer {name} is assigned a value with gradient, which would last for all micro-batches",
-                          hint="assign value.detach()")
+        raise ConfigError(
+            f"module: buffer {name} is assigned a value with gradient, which would last for all micro-batches",
+            hint="assign value.detach()",
+        )
     if new.shape != old.shape or new.dtype != old.dtype:
-        raise ConfigError(f"module: buffer {name} is {list(old.shape)} {old.dtype} and is assigned {list(new.shape)} {new.dtype}",
-                          hint="make it in the shape and type that it has later")
+        raise ConfigError(
+            f"module: buffer {name} is {list(old.shape)} {old.dtype} and is assigned {list(new.shape)} {new.dtype}",
+            hint="make it in the shape and type that it has later",
+        )

@@ -1,8 +1,10 @@
-"""Program -> TracedModel: what each torch call computes, reads, gives and keeps, as operators of profiles/models/operator_graph.py.
+"""Program -> TracedModel: what each torch call computes, reads, gives and keeps, as operators of
+profiles/models/operator_graph.py.
 
-Products and attention have their dims and model FLOPs, a backward pass twice the forward's where both operands have gradients
-(EQUATIONS K2, K4); all else is priced by its bytes. What autograd keeps was observed while recording; tensors that share memory are
-kept once, under the name of the one that was made first.
+Products and attention have their dims and model FLOPs, a backward pass twice the forward's where
+both operands have gradients (EQUATIONS K2, K4); all else is priced by its bytes. What autograd
+keeps was observed while recording; tensors that share memory are kept once, under the name of the
+one that was made first.
 """
 
 from __future__ import annotations
@@ -23,19 +25,28 @@ _MASK_BYTES, _FP32_BYTES = 1, 4
 
 
 def describe(program: Program, other: Program, *, on_cpu: bool = False) -> TracedModel:
-    """The operators of `program`; a dim is the batch's where `other`, of another micro-batch size, has it in proportion.
+    """The operators of `program`; a dim is the batch's where `other`, of another micro-batch size,
+    has it in proportion.
 
-    on_cpu: every operator keeps what was observed; else dropout, attention and norms keep what their kernels on GPUs do
-    Raises ConfigError for a module that calls other functions for another micro-batch size, or whose sizes are not in proportion.
+    on_cpu: every operator keeps what was observed; else dropout, attention and norms keep what
+    their kernels on GPUs do Raises ConfigError for a module that calls other functions for another
+    micro-batch size, or whose sizes are not in proportion.
     """
     if [node.target for node in program.calls] != [node.target for node in other.calls]:
-        raise ConfigError(f"module: {program.workload.name} calls other functions in a larger micro-batch",
-                          hint="let the module do the same for every micro-batch size")
+        raise ConfigError(
+            f"module: {program.workload.name} calls other functions in a larger micro-batch",
+            hint="let the module do the same for every micro-batch size",
+        )
     describer = _Describer(program, other, on_cpu)
     return TracedModel(
-        name=program.workload.name, source=program.workload.source, unit=program.workload.unit,
-        micro_batch_size=program.micro_batch_size, inputs=describer.inputs(),
-        operators=tuple(describer.traced(node) for node in program.calls), shared=program.shared)
+        name=program.workload.name,
+        source=program.workload.source,
+        unit=program.workload.unit,
+        micro_batch_size=program.micro_batch_size,
+        inputs=describer.inputs(),
+        operators=tuple(describer.traced(node) for node in program.calls),
+        shared=program.shared,
+    )
 
 
 class _Describer:
@@ -45,8 +56,12 @@ class _Describer:
         self.sizes = program.micro_batch_size, other.micro_batch_size
         self.on_cpu = on_cpu
         nodes = [node for node in program.graph.nodes if node.op != "output"]
-        self.again = dict(zip(nodes, (node for node in other.graph.nodes if node.op != "output"), strict=True))
-        self.counted = {each for node in program.calls for each in node.meta["written"] if each.op == "get_attr"}
+        self.again = dict(
+            zip(nodes, (node for node in other.graph.nodes if node.op != "output"), strict=True)
+        )
+        self.counted = {
+            each for node in program.calls for each in node.meta["written"] if each.op == "get_attr"
+        }
         self.first: dict[int, fx.Node] = {}  # by memory: the node that made it
         for node in nodes:
             if isinstance(node.meta.get("val"), Tensor):
@@ -58,39 +73,75 @@ class _Describer:
     def traced(self, node: fx.Node) -> TracedOperator:
         outputs = tuple(_outputs(node))
         view = self._is_view(node, outputs)
-        found = Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0])) if view else computation(node, self._dims)
+        found = (
+            Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0]))
+            if view
+            else computation(node, self._dims)
+        )
         if found.products and sum(dim.name == BATCH for dim in found.dims) > 1:
             raise ConfigError(
                 f"module: {node.meta['line']} multiplies samples by samples ({node.meta['name']}), its FLOPs are not in proportion to them",
-                hint="let the module treat the samples of a batch one by one")
+                hint="let the module treat the samples of a batch one by one",
+            )
         writes_buffer = any(each.op == "get_attr" for each in node.meta["written"])
         return TracedOperator(
-            operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], view=view,
-            in_place=bool(node.meta["written"]) and not writes_buffer, constant=not node.meta["depends"] and not writes_buffer,
-            detached=tuple(self._tensor(each).name for each in outputs if not each.meta["val"].requires_grad),
-            counts=tuple(str(each.target) for each in node.all_input_nodes if each in self.counted))
+            operator=self._operator(node, found, outputs),
+            path=node.meta["path"],
+            line=node.meta["line"],
+            view=view,
+            in_place=bool(node.meta["written"]) and not writes_buffer,
+            constant=not node.meta["depends"] and not writes_buffer,
+            detached=tuple(
+                self._tensor(each).name for each in outputs if not each.meta["val"].requires_grad
+            ),
+            counts=tuple(str(each.target) for each in node.all_input_nodes if each in self.counted),
+        )
 
     def _is_view(self, node: fx.Node, outputs: tuple[fx.Node, ...]) -> bool:
         given = {memory_of(each.meta["val"]) for each in node.meta["aliases"]}
         alias = bool(outputs) and all(memory_of(out.meta["val"]) in given for out in outputs)
         return alias and not node.meta["written"] and not node.meta["random"]
 
-    def _operator(self, node: fx.Node, found: Computation, outputs: tuple[fx.Node, ...]) -> Operator:
-        read = () if found.kind is OperatorKind.VIEW else node.all_input_nodes  # who computes with the view has the parameter
-        parameters = dict.fromkeys(root for each in read if (root := self._parameter(each)) is not None)
+    def _operator(
+        self, node: fx.Node, found: Computation, outputs: tuple[fx.Node, ...]
+    ) -> Operator:
+        read = (
+            () if found.kind is OperatorKind.VIEW else node.all_input_nodes
+        )  # who computes with the view has the parameter
+        parameters = dict.fromkeys(
+            root for each in read if (root := self._parameter(each)) is not None
+        )
         gradient = any(out.meta["val"].requires_grad for out in outputs)
-        operands = sum(each.meta["val"].requires_grad for each in node.all_input_nodes[:2]) if found.products == 1 else 2
+        operands = (
+            sum(each.meta["val"].requires_grad for each in node.all_input_nodes[:2])
+            if found.products == 1
+            else 2
+        )
         return Operator(
-            name=node.meta["name"], kind=found.kind, dims=found.dims, inputs=self._inputs_of(node),
-            outputs=tuple(self._tensor(each) for each in outputs), contracted=found.contracted,
-            parameters=tuple(_described(each) for each in parameters), saved=tuple(self._saved(node, found)), flops_forward=found.flops,
-            flops_backward=found.flops * operands if gradient else 0, causal=found.causal, dropped=found.dropped, gradient=gradient)
+            name=node.meta["name"],
+            kind=found.kind,
+            dims=found.dims,
+            inputs=self._inputs_of(node),
+            outputs=tuple(self._tensor(each) for each in outputs),
+            contracted=found.contracted,
+            parameters=tuple(_described(each) for each in parameters),
+            saved=tuple(self._saved(node, found)),
+            flops_forward=found.flops,
+            flops_backward=found.flops * operands if gradient else 0,
+            causal=found.causal,
+            dropped=found.dropped,
+            gradient=gradient,
+        )
 
     def _inputs_of(self, node: fx.Node) -> tuple[model.Tensor, ...]:
         """The activations that a call reads, those first whose memory it writes or gives again."""
         first = (*node.meta["written"], *node.meta["aliases"])
         read = sorted(node.all_input_nodes, key=lambda each: each not in first)
-        return tuple(self._tensor(each) for each in read if each.op != "get_attr" and self._parameter(each) is None)
+        return tuple(
+            self._tensor(each)
+            for each in read
+            if each.op != "get_attr" and self._parameter(each) is None
+        )
 
     def _parameter(self, node: fx.Node) -> fx.Node | None:
         """The parameter that a node is, or is a view of."""
@@ -98,20 +149,35 @@ class _Describer:
         return root if root is not None and root.meta.get("origin") == PARAMETER else None
 
     def _saved(self, node: fx.Node, found: Computation) -> Iterator[model.Tensor]:
-        """What autograd keeps, but for parameters, buffers, constants and the batch. Fused kernels as they run on GPUs."""
+        """What autograd keeps, but for parameters, buffers, constants and the batch. Fused kernels
+        as they run on GPUs.
+        """
         fused = None if self.on_cpu or not node.meta["saved"] else fused_kernel(node)
         if fused is None:
-            yield from self._kept(node, list(node.meta["saved"]), list(self.again[node].meta["saved"]))
+            yield from self._kept(
+                node, list(node.meta["saved"]), list(self.again[node].meta["saved"])
+            )
             return
         yield from self._kept(node, [each.meta["val"] for each in fused.kept], None)
         if fused.rows:
-            dims = found.dims[:3] if found.kind is OperatorKind.ATTENTION else self._dims(node)[: -fused.normalized]
+            dims = (
+                found.dims[:3]
+                if found.kind is OperatorKind.ATTENTION
+                else self._dims(node)[: -fused.normalized]
+            )
             yield model.Tensor(
-                name=f"{node.meta['name']}:statistics", dims=(*dims, Dim("statistics", fused.rows)), element_bytes=_FP32_BYTES)
+                name=f"{node.meta['name']}:statistics",
+                dims=(*dims, Dim("statistics", fused.rows)),
+                element_bytes=_FP32_BYTES,
+            )
         if fused.mask:
-            yield model.Tensor(name=f"{node.meta['name']}:mask", dims=self._dims(node), element_bytes=_MASK_BYTES)
+            yield model.Tensor(
+                name=f"{node.meta['name']}:mask", dims=self._dims(node), element_bytes=_MASK_BYTES
+            )
 
-    def _kept(self, node: fx.Node, tensors: list[Tensor], again: list[Tensor] | None) -> Iterator[model.Tensor]:
+    def _kept(
+        self, node: fx.Node, tensors: list[Tensor], again: list[Tensor] | None
+    ) -> Iterator[model.Tensor]:
         seen: set[int] = set()
         for place, tensor in enumerate(tensors):
             memory = memory_of(tensor)
@@ -120,7 +186,9 @@ class _Describer:
                 continue
             seen.add(memory)
             if maker is not None:
-                yield self._whole(str(maker.meta["name"]), maker.meta["val"], self.again[maker].meta["val"])
+                yield self._whole(
+                    str(maker.meta["name"]), maker.meta["val"], self.again[maker].meta["val"]
+                )
             elif again is not None:
                 yield self._whole(f"{node.meta['name']}:kept{place}", tensor, again[place])
 
@@ -129,31 +197,44 @@ class _Describer:
         element = tensor.element_size()
         whole = [each.untyped_storage().nbytes() // element for each in (tensor, again)]
         if whole[0] == tensor.numel():
-            return model.Tensor(name=name, dims=self._scaled(tensor.shape, again.shape, name), element_bytes=element)
-        return model.Tensor(name=name, dims=self._scaled(whole[:1], whole[1:], name), element_bytes=element)
+            return model.Tensor(
+                name=name, dims=self._scaled(tensor.shape, again.shape, name), element_bytes=element
+            )
+        return model.Tensor(
+            name=name, dims=self._scaled(whole[:1], whole[1:], name), element_bytes=element
+        )
 
     def _tensor(self, node: fx.Node) -> model.Tensor:
         """What a node gives, under the name of its memory."""
         value = node.meta["val"]
         first = self.first[memory_of(value)]
-        return model.Tensor(name=str(first.meta.get("name", first.name)), dims=self._dims(node), element_bytes=value.element_size())
+        return model.Tensor(
+            name=str(first.meta.get("name", first.name)),
+            dims=self._dims(node),
+            element_bytes=value.element_size(),
+        )
 
     def _dims(self, node: Any) -> tuple[Dim, ...]:
         value = node.meta["val"]
         if not isinstance(value, Tensor):  # of a call with several outputs, the first that is used
             node = next(_outputs(node))
             value = node.meta["val"]
-        return self._scaled(value.shape, self.again[node].meta["val"].shape, str(node.meta.get("name", node.name)))
+        return self._scaled(
+            value.shape, self.again[node].meta["val"].shape, str(node.meta.get("name", node.name))
+        )
 
     def _scaled(self, shape: Any, again: Any, name: str) -> tuple[Dim, ...]:
         own, others = self.sizes
         if len(shape) == len(again):
             pairs = list(zip(shape, again, strict=True))
             if all(n == m or n * others == m * own for n, m in pairs):
-                return tuple(Dim(f"dim{i}" if n == m else BATCH, n) for i, (n, m) in enumerate(pairs))
+                return tuple(
+                    Dim(f"dim{i}" if n == m else BATCH, n) for i, (n, m) in enumerate(pairs)
+                )
         raise ConfigError(
             f"module: {name} is {list(shape)} for {own} samples and {list(again)} for {others}, its sizes must be in proportion",
-            hint="let the module treat the samples of a batch one by one")
+            hint="let the module treat the samples of a batch one by one",
+        )
 
 
 def _outputs(node: fx.Node) -> Iterator[fx.Node]:
@@ -167,5 +248,7 @@ def _outputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _described(node: fx.Node) -> Parameter:
-    return Parameter(name=str(node.target), dims=tuple(Dim(f"dim{i}", size) for i, size in enumerate(node.meta["val"].shape)))
-
+    return Parameter(
+        name=str(node.target),
+        dims=tuple(Dim(f"dim{i}", size) for i, size in enumerate(node.meta["val"].shape)),
+    )

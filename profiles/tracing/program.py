@@ -1,4 +1,6 @@
-"""What a recording gives: the torch calls of one micro-batch as a torch.fx graph that can be called again."""
+"""What a recording gives: the torch calls of one micro-batch as a torch.fx graph that can be called
+again.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,21 @@ PARAMETER, BUFFER, CONSTANT = "parameter", "buffer", "constant"
 class Program:
     """The torch calls of `workload` for one micro-batch, in order.
 
-    graph: placeholders are the batch, by key; get_attr nodes parameters and buffers by their full name, and `constants`; its output is
-        the loss. Targets of call_function nodes are called as they are; operator.getitem picks one output of a call that has several
+    graph: placeholders are the batch, by key; get_attr nodes parameters and buffers by their full
+    name, and `constants`; its output is
+        the loss. Targets of call_function nodes are called as they are; operator.getitem picks one
+        output of a call that has several
 
-    Meta of nodes: "val", the fake output; of get_attr "origin": PARAMETER, BUFFER or CONSTANT; of calls as well
+    Meta of nodes: "val", the fake output; of get_attr "origin": PARAMETER, BUFFER or CONSTANT; of
+    calls as well
         name, function  the operator's name, which no other has; torch's name of the function
         path, line      the module that called, '' for the outermost; file:line in its code
         grad            whether gradients were on
         autocast        the dtype of torch.autocast, or None
-        written         nodes whose memory the call writes (before it), () for a call that writes none
-        aliases         the nodes of its arguments whose memory an output shares, () for a call that makes new memory
+        written         nodes whose memory the call writes (before it), () for a call that writes
+                        none
+        aliases         the nodes of its arguments whose memory an output shares, () for a call that
+                        makes new memory
         saved           what autograd keeps for its backward pass: tensors
         random          whether it draws random numbers
         depends         whether it depends on a parameter or on random numbers
@@ -44,7 +51,11 @@ class Program:
     @cached_property
     def calls(self) -> tuple[fx.Node, ...]:
         """The calls in order; the i-th is operator i of the TracedModel."""
-        return tuple(node for node in self.graph.nodes if node.op == "call_function" and node.target is not operator.getitem)
+        return tuple(
+            node
+            for node in self.graph.nodes
+            if node.op == "call_function" and node.target is not operator.getitem
+        )
 
     @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
@@ -55,7 +66,9 @@ class Program:
         return tuple(tuple(each) for each in names.values() if len(each) > 1)
 
     def move(self, device: torch.device) -> None:
-        """Make it a program for `device`: the constants go there, and a call that names the recording's device names that one."""
+        """Make it a program for `device`: the constants go there, and a call that names the
+        recording's device names that one.
+        """
         self.constants.update({name: value.to(device) for name, value in self.constants.items()})
         recorded = torch.device("cpu")
 
@@ -63,7 +76,10 @@ class Program:
             return device if isinstance(leaf, torch.device) and leaf == recorded else leaf
 
         for node in self.calls:
-            node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+            node.args, node.kwargs = (
+                map_aggregate(node.args, moved),
+                map_aggregate(node.kwargs, moved),
+            )
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -1,8 +1,10 @@
-"""One forward pass of a module as the list of torch calls that it makes, recorded on fake tensors: no memory, no arithmetic.
+"""One forward pass of a module as the list of torch calls that it makes, recorded on fake tensors:
+no memory, no arithmetic.
 
-Every call of torch with a tensor that depends on the batch or on a parameter becomes a node of a torch.fx graph, at the level at which
-the module calls torch (functional.linear, Tensor.view, ...), so that calling them again runs with autograd as the module does.
-What depends on neither is computed at once, for real: a *constant*. A torch.autograd.Function is one call.
+Every call of torch with a tensor that depends on the batch or on a parameter becomes a node of a
+torch.fx graph, at the level at which the module calls torch (functional.linear, Tensor.view, ...),
+so that calling them again runs with autograd as the module does. What depends on neither is
+computed at once, for real: a *constant*. A torch.autograd.Function is one call.
 """
 
 from __future__ import annotations
@@ -28,85 +30,153 @@ from parplan.profiles.tracing.stand_ins import stand_ins
 from parplan.profiles.tracing.traced_source import TracedWorkload
 from parplan.profiles.tracing.user_code import users_code
 
-DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+DTYPES = {
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+    Precision.FP32: torch.float32,
+}
 
 
 def record(
-    workload: TracedWorkload, micro_batch_size: int, precision: Precision = Precision.FP32, *, on_cpu: bool = False,
+    workload: TracedWorkload,
+    micro_batch_size: int,
+    precision: Precision = Precision.FP32,
+    *,
+    on_cpu: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Program:
     """The calls of one micro-batch with parameters and float inputs in `precision`.
 
     on_cpu: tensors are laid out as a CPU's kernels lay them out, else a GPU's
     check: called at every call of torch; may raise
-    Raises ConfigError with the line of the user's code: what it does depends on the values of tensors, it uses a tensor that no
-    call of torch made, its loss is not a scalar.
+    Raises ConfigError with the line of the user's code: what it does depends on the values of
+    tensors, it uses a tensor that no call of torch made, its loss is not a scalar.
     """
-    first, counted = _recorded(workload, micro_batch_size, precision, frozenset(), on_cpu=on_cpu, check=check)
-    return _recorded(workload, micro_batch_size, precision, counted, on_cpu=on_cpu, check=check)[0] if counted else first
+    first, counted = _recorded(
+        workload, micro_batch_size, precision, frozenset(), on_cpu=on_cpu, check=check
+    )
+    return (
+        _recorded(workload, micro_batch_size, precision, counted, on_cpu=on_cpu, check=check)[0]
+        if counted
+        else first
+    )
 
 
 def _recorded(
-    workload: TracedWorkload, micro_batch_size: int, precision: Precision, counted: frozenset[str], *, on_cpu: bool,
+    workload: TracedWorkload,
+    micro_batch_size: int,
+    precision: Precision,
+    counted: frozenset[str],
+    *,
+    on_cpu: bool,
     check: Callable[[], None],
 ) -> tuple[Program, frozenset[str]]:
-    """The program, in which the buffers `counted` are no constants, and those that were read as constants and are none."""
+    """The program, in which the buffers `counted` are no constants, and those that were read as
+    constants and are none.
+    """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = CallRecorder(fake, Paths(workload.module), on_cpu=on_cpu, check=check)
-    recorder.changed |= {memory_of(value): value for name, value in workload.module.named_buffers() if name in counted}
+    recorder.changed |= {
+        memory_of(value): value
+        for name, value in workload.module.named_buffers()
+        if name in counted
+    }
     with torch.random.fork_rng(devices=[]):
         drawn = workload.batch(micro_batch_size)
-        batch: dict[str, Tensor] = {key: fake.from_tensor(_cast(value, precision)) for key, value in drawn.items()}
+        batch: dict[str, Tensor] = {
+            key: fake.from_tensor(_cast(value, precision)) for key, value in drawn.items()
+        }
     for key, value in batch.items():
         recorder.enter(value, recorder.graph.placeholder(key))
-    buffers = [(part, key, value) for part in workload.module.modules() for key, value in part._buffers.items() if value is not None]
+    buffers = [
+        (part, key, value)
+        for part in workload.module.modules()
+        for key, value in part._buffers.items()
+        if value is not None
+    ]
     state = _fake_parameters(workload.module, fake, precision)
     recorder.attributes |= {id(value): (name, PARAMETER) for name, value in state.items()}
-    recorder.attributes |= {id(value): (name, BUFFER) for name, value in workload.module.named_buffers()}
+    recorder.attributes |= {
+        id(value): (name, BUFFER) for name, value in workload.module.named_buffers()
+    }
     before = _generators()
     with ExitStack() as stack:
-        for context in (users_code(f"a forward pass of {workload.name}"), _quiet(), stand_ins(workload.module, state), recorder.paths,
-                        _functions_as_calls(recorder), recorder):
+        for context in (
+            users_code(f"a forward pass of {workload.name}"),
+            _quiet(),
+            stand_ins(workload.module, state),
+            recorder.paths,
+            _functions_as_calls(recorder),
+            recorder,
+        ):
             stack.enter_context(context)
         loss = workload.loss_of(workload.module, batch)
         keep_assigned(recorder, buffers)
     if _generators() != before:
-        raise ConfigError(f"module: a forward pass of {workload.name} draws random numbers of Python or numpy, so it could differ between "
-                          "micro-batches", hint="draw with torch, and use what is drawn in tensors alone")
-    return _finished(workload, micro_batch_size, recorder, loss), frozenset(recorder.read & recorder.written)
+        raise ConfigError(
+            f"module: a forward pass of {workload.name} draws random numbers of Python or numpy, so it could differ between "
+            "micro-batches",
+            hint="draw with torch, and use what is drawn in tensors alone",
+        )
+    return _finished(workload, micro_batch_size, recorder, loss), frozenset(
+        recorder.read & recorder.written
+    )
 
 
 def _cast(value: Tensor, precision: Precision) -> Tensor:
     return value.to(DTYPES[precision]) if value.is_floating_point() else value
 
 
-def _fake_parameters(module: nn.Module, fake: FakeTensorMode, precision: Precision) -> dict[str, Tensor]:
+def _fake_parameters(
+    module: nn.Module, fake: FakeTensorMode, precision: Precision
+) -> dict[str, Tensor]:
     with fake:
-        return {name: nn.Parameter(torch.empty(p.shape, dtype=DTYPES[precision]), p.requires_grad) for name, p in module.named_parameters()}
+        return {
+            name: nn.Parameter(torch.empty(p.shape, dtype=DTYPES[precision]), p.requires_grad)
+            for name, p in module.named_parameters()
+        }
 
 
-def _finished(workload: TracedWorkload, micro_batch_size: int, recorder: CallRecorder, loss: Any) -> Program:
+def _finished(
+    workload: TracedWorkload, micro_batch_size: int, recorder: CallRecorder, loss: Any
+) -> Program:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or id(loss) not in recorder.nodes:
         found = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ConfigError(f"module: the loss of {workload.name} is {found}, it must be a scalar tensor that depends on the batch",
-                          hint="let the function return (module, batch, loss)")
+        raise ConfigError(
+            f"module: the loss of {workload.name} is {found}, it must be a scalar tensor that depends on the batch",
+            hint="let the function return (module, batch, loss)",
+        )
     if not loss.requires_grad:
-        raise ConfigError(f"module: the loss of {workload.name} depends on no parameter that learns",
-                          hint="leave requires_grad of some parameters as it is")
+        raise ConfigError(
+            f"module: the loss of {workload.name} depends on no parameter that learns",
+            hint="leave requires_grad of some parameters as it is",
+        )
     recorder.graph.output(recorder.nodes[id(loss)])
     _drop_unused(recorder.graph)
-    return Program(workload=workload, micro_batch_size=micro_batch_size, graph=recorder.graph, constants=recorder.constants)
+    return Program(
+        workload=workload,
+        micro_batch_size=micro_batch_size,
+        graph=recorder.graph,
+        constants=recorder.constants,
+    )
 
 
 def _drop_unused(graph: fx.Graph) -> None:
     """Leave out what nothing reads, but for calls that write or draw."""
     for node in reversed(graph.nodes):
-        if not node.users and node.op in ("call_function", "get_attr") and not node.meta.get("written") and not node.meta.get("random"):
+        if (
+            not node.users
+            and node.op in ("call_function", "get_attr")
+            and not node.meta.get("written")
+            and not node.meta.get("random")
+        ):
             graph.erase_node(node)
 
 
 def _generators() -> tuple[object, ...]:
-    """The states of the generators that are not torch's; of numpy's its place and what is printed of its keys change with every draw."""
+    """The states of the generators that are not torch's; of numpy's its place and what is printed
+    of its keys change with every draw.
+    """
     return random.getstate(), repr(np.random.get_state())
 
 
@@ -124,11 +194,12 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _functions_as_calls(recorder: CallRecorder) -> Iterator[None]:
-    """torch.autograd.Function.apply goes past __torch_function__: here it is handed to the recorder."""
+    """torch.autograd.Function.apply goes past __torch_function__: here it is handed to the
+    recorder.
+    """
     noted = classmethod(lambda kind, *args, **kwargs: recorder.function(kind, args, kwargs))
     torch.autograd.Function.apply = noted  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = APPLY  # type: ignore[method-assign]
-

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.nn import functional
@@ -23,14 +28,54 @@ from parplan.profiles.tracing.source_lines import Paths, line_of_caller
 
 APPLY = torch.autograd.Function.__dict__["apply"]
 _READS_VALUES = {
-    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "nonzero",
-    "unique", "unique_consecutive", "masked_select", "equal", "allclose"}
+    "item",
+    "tolist",
+    "numpy",
+    "__array__",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__complex__",
+    "__contains__",
+    "nonzero",
+    "unique",
+    "unique_consecutive",
+    "masked_select",
+    "equal",
+    "allclose",
+}
 _RANDOM = {
-    "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "rand_like", "randn_like", "randint_like", "normal_",
-    "uniform_", "random_", "bernoulli_", "exponential_", "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-    "feature_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax"}
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "normal_",
+    "uniform_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "dropout",
+    "dropout_",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_dropout",
+    "feature_alpha_dropout",
+    "rrelu",
+    "gumbel_softmax",
+}
 _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
-_COMPOSED = {functional.multi_head_attention_forward}  # whole layers: what they are made of is recorded
+_COMPOSED = {
+    functional.multi_head_attention_forward
+}  # whole layers: what they are made of is recorded
 _GROUPED: tuple[Any, ...] = (functional.grouped_mm, torch._grouped_mm)
 _BELOW = {torch.lt, Tensor.lt, Tensor.__lt__}
 
@@ -46,14 +91,21 @@ def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
 
 
 class CallRecorder(TorchFunctionMode):
-    """nodes: by id, of every tensor that a call made or may read; each is held, so that no other gets its id.
-    attributes: name and origin of parameters and buffers, which become nodes where they are used first.
-    fakes: by id of a real tensor (a buffer or a constant) the one that stands for it; reals: and back.
-    changed: by memory, the real tensors that recorded calls write.
-    read, written: the names of the buffers that calls read as constants, and that recorded calls write.
+    """nodes: by id, of every tensor that a call made or may read; each is held, so that no other
+    gets its id. attributes: name and origin of parameters and buffers, which become nodes where
+    they are used first. fakes: by id of a real tensor (a buffer or a constant) the one that stands
+    for it; reals: and back. changed: by memory, the real tensors that recorded calls write. read,
+    written: the names of the buffers that calls read as constants, and that recorded calls write.
     """
 
-    def __init__(self, fake: FakeTensorMode, paths: Paths, *, on_cpu: bool, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        fake: FakeTensorMode,
+        paths: Paths,
+        *,
+        on_cpu: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
         self.check = check
         self.fake, self.paths, self.on_cpu = fake, paths, on_cpu
@@ -70,7 +122,9 @@ class CallRecorder(TorchFunctionMode):
         self.counts: Counter[str] = Counter()
         self.given: set[int] | None = None  # inside a torch.autograd.Function: ids of its arguments
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.check()
         kwargs = kwargs or {}
         if func is Tensor.__iter__:
@@ -80,7 +134,9 @@ class CallRecorder(TorchFunctionMode):
         if self.given is not None:
             self._check_given(name, found)
             return func(*args, **kwargs)
-        live = [self._is_live(tensor) for tensor in found]  # of each: one that nobody may read is an error beside others too
+        live = [
+            self._is_live(tensor) for tensor in found
+        ]  # of each: one that nobody may read is an error beside others too
         if not any(live) and name not in _RANDOM and not self._writes_buffer(name, found):
             return self._constant(func, name, args, kwargs, found)
         if name in _READS_VALUES:
@@ -90,14 +146,21 @@ class CallRecorder(TorchFunctionMode):
         if func in _BELOW and self._never_below(*args):
             return torch.tensor(False)
         if func in (Tensor.__setitem__, Tensor.__getitem__):
-            func, args = set_item if func is Tensor.__setitem__ else func, (args[0], _without_masks(args[1]), *args[2:])
+            func, args = (
+                set_item if func is Tensor.__setitem__ else func,
+                (args[0], _without_masks(args[1]), *args[2:]),
+            )
         return self._call(func, name, args, kwargs)
 
     def function(self, kind: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
-        """A torch.autograd.Function as one call; what it does inside is its own, but it may read only what it is given."""
+        """A torch.autograd.Function as one call; what it does inside is its own, but it may read
+        only what it is given.
+        """
         apply = MethodType(APPLY.__func__, kind)
         with torch._C.DisableTorchFunction():
-            if self.given is None and any(self._is_live(tensor) for tensor in tensors_of((args, kwargs))):
+            if self.given is None and any(
+                self._is_live(tensor) for tensor in tensors_of((args, kwargs))
+            ):
                 return self._call(apply, kind.__name__, args, kwargs)
         return apply(*args, **kwargs)
 
@@ -115,38 +178,65 @@ class CallRecorder(TorchFunctionMode):
             raise self._depends_on_values(name)
         given = self.given or set()
         for tensor in found:
-            if id(tensor) not in given and (id(tensor) in self.nodes or id(tensor) in self.attributes):
-                raise ConfigError(f"module: {line_of_caller()}, in a torch.autograd.Function, reads a tensor that it was not given",
-                                  hint="hand the tensor to its apply (of torch.utils.checkpoint use the kind without reentry)")
+            if id(tensor) not in given and (
+                id(tensor) in self.nodes or id(tensor) in self.attributes
+            ):
+                raise ConfigError(
+                    f"module: {line_of_caller()}, in a torch.autograd.Function, reads a tensor that it was not given",
+                    hint="hand the tensor to its apply (of torch.utils.checkpoint use the kind without reentry)",
+                )
 
     def _is_live(self, tensor: Tensor) -> bool:
         """Whether it is no constant. Raises ConfigError for a tensor that no recorded call made."""
         if isinstance(tensor, FakeTensor):
             if id(tensor) in self.nodes or id(tensor) in self.attributes:
                 return True
-            raise ConfigError(f"module: {line_of_caller()} uses a tensor {list(tensor.shape)} that no call of torch made",
-                              hint="make it with calls of torch in the forward pass")
-        changed = self.changed.get(memory_of(tensor)) if self.changed and not tensor.is_sparse else None
+            raise ConfigError(
+                f"module: {line_of_caller()} uses a tensor {list(tensor.shape)} that no call of torch made",
+                hint="make it with calls of torch in the forward pass",
+            )
+        changed = (
+            self.changed.get(memory_of(tensor)) if self.changed and not tensor.is_sparse else None
+        )
         if changed is not None and changed is not tensor:
-            raise ConfigError(f"module: {line_of_caller()} reads a constant into a part of which values of the batch were written",
-                              hint="make it with torch.cat or torch.where instead")
+            raise ConfigError(
+                f"module: {line_of_caller()} reads a constant into a part of which values of the batch were written",
+                hint="make it with torch.cat or torch.where instead",
+            )
         return changed is not None
 
     def _writes_buffer(self, name: str, found: list[Tensor]) -> bool:
         """Whether a call without live tensors counts in a buffer, as batch norms do."""
-        return name.endswith("_") and not name.endswith("__") and bool(found) and id(found[0]) in self.attributes
+        return (
+            name.endswith("_")
+            and not name.endswith("__")
+            and bool(found)
+            and id(found[0]) in self.attributes
+        )
 
-    def _constant(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, found: list[Tensor]) -> Any:
-        """What depends on no batch is computed; a constant that is read already keeps its values for that."""
-        self.read |= {self.attributes[id(tensor)][0] for tensor in found if id(tensor) in self.attributes}
+    def _constant(
+        self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, found: list[Tensor]
+    ) -> Any:
+        """What depends on no batch is computed; a constant that is read already keeps its values
+        for that.
+        """
+        self.read |= {
+            self.attributes[id(tensor)][0] for tensor in found if id(tensor) in self.attributes
+        }
         if found and id(found[0]) in self.fakes and (name.endswith("_") or "out" in kwargs):
             read = self.fakes.pop(id(found[0]))
             self.constants[self.attributes[id(read)][0]] = found[0].clone()
         return func(*args, **kwargs)
 
     def _never_below(self, left: Any, right: Any) -> bool:
-        """Whether it asks if a uniform random number is below 0, as for layers that are dropped with probability 0."""
-        return isinstance(right, int | float) and right <= 0 and self.node(left).meta.get("function") == "rand"
+        """Whether it asks if a uniform random number is below 0, as for layers that are dropped
+        with probability 0.
+        """
+        return (
+            isinstance(right, int | float)
+            and right <= 0
+            and self.node(left).meta.get("function") == "rand"
+        )
 
     def _inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function of torch that is made of others so that each of those is recorded."""
@@ -170,7 +260,11 @@ class CallRecorder(TorchFunctionMode):
                 out = self._run(func)(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise self._depends_on_values(name) from None
-        written = [tensor for tensor, before in zip(inputs, versions, strict=True) if tensor._version != before]
+        written = [
+            tensor
+            for tensor, before in zip(inputs, versions, strict=True)
+            if tensor._version != before
+        ]
         written += _counted(name, args, kwargs)
         made = list(tensors_of(out))
         if written or (made and not (name in _CASTS and out is inputs[0])):
@@ -183,21 +277,48 @@ class CallRecorder(TorchFunctionMode):
             return partial(self._apply, func)
         if func in _GROUPED:
             return partial(_grouped_product, func)
-        return _fused_attention if func is functional.scaled_dot_product_attention and not self.on_cpu else func
+        return (
+            _fused_attention
+            if func is functional.scaled_dot_product_attention and not self.on_cpu
+            else func
+        )
 
     def _note(
-        self, func: Any, name: str, args: Any, kwargs: Any, written: list[Tensor], saved: tuple[Tensor, ...], out: Any,
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        written: list[Tensor],
+        saved: tuple[Tensor, ...],
+        out: Any,
     ) -> None:
-        arguments = map_aggregate((args, kwargs), lambda leaf: self.node(leaf) if isinstance(leaf, Tensor) else leaf)
+        arguments = map_aggregate(
+            (args, kwargs), lambda leaf: self.node(leaf) if isinstance(leaf, Tensor) else leaf
+        )
         inputs = list(tensors_of((args, kwargs)))
         before = [self.node(tensor) for tensor in inputs]
-        owners = {memory_of(tensor): node for tensor, node in zip(reversed(inputs), reversed(before), strict=True)}
+        owners = {
+            memory_of(tensor): node
+            for tensor, node in zip(reversed(inputs), reversed(before), strict=True)
+        }
         node = self.graph.create_node("call_function", func, *arguments)
         random = _draws(name, args, kwargs)
         node.meta |= self._where(name) | {
-            "val": out, "written": tuple(dict.fromkeys(self.node(tensor) for tensor in written)), "saved": saved, "random": random,
-            "aliases": tuple(dict.fromkeys(owners[m] for tensor in tensors_of(out) if (m := memory_of(tensor)) in owners)),
-            "depends": random or any(each.meta.get("depends") or each.meta.get("origin") == PARAMETER for each in before)}
+            "val": out,
+            "written": tuple(dict.fromkeys(self.node(tensor) for tensor in written)),
+            "saved": saved,
+            "random": random,
+            "aliases": tuple(
+                dict.fromkeys(
+                    owners[m] for tensor in tensors_of(out) if (m := memory_of(tensor)) in owners
+                )
+            ),
+            "depends": random
+            or any(
+                each.meta.get("depends") or each.meta.get("origin") == PARAMETER for each in before
+            ),
+        }
         self._note_written(node, written)
         self._enter_outputs(node, out)
 
@@ -206,20 +327,30 @@ class CallRecorder(TorchFunctionMode):
         name = f"{self.paths.current}.{function.strip('_')}".lstrip(".")
         self.counts[name] += 1
         return {
-            "name": f"{name}_{self.counts[name]}" if self.counts[name] > 1 else name, "function": function, "path": self.paths.current,
-            "line": line_of_caller(), "grad": torch.is_grad_enabled(),
-            "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None}
+            "name": f"{name}_{self.counts[name]}" if self.counts[name] > 1 else name,
+            "function": function,
+            "path": self.paths.current,
+            "line": line_of_caller(),
+            "grad": torch.is_grad_enabled(),
+            "autocast": torch.get_autocast_dtype("cpu")
+            if torch.is_autocast_enabled("cpu")
+            else None,
+        }
 
     def _note_written(self, node: fx.Node, written: list[Tensor]) -> None:
-        """Constants and buffers that were written are none from now on; each micro-batch writes into a copy of a constant.
+        """Constants and buffers that were written are none from now on; each micro-batch writes
+        into a copy of a constant.
 
-        Raises ConfigError for a parameter: a rank may hold a part of it, and a copy only for a moment.
+        Raises ConfigError for a parameter: a rank may hold a part of it, and a copy only for a
+        moment.
         """
         for tensor in written:
             name, origin = self.attributes.get(id(tensor), ("", ""))
             if origin == PARAMETER:
-                raise ConfigError(f"module: {node.meta['line']} writes into parameter {name} in a forward pass",
-                                  hint="compute with a changed copy of it, as torch.nn.utils.parametrize does; without max_norm")
+                raise ConfigError(
+                    f"module: {node.meta['line']} writes into parameter {name} in a forward pass",
+                    hint="compute with a changed copy of it, as torch.nn.utils.parametrize does; without max_norm",
+                )
             if origin == BUFFER:
                 self.written.add(name)
             real = self.reals.get(id(tensor))
@@ -233,9 +364,17 @@ class CallRecorder(TorchFunctionMode):
         with self.graph.inserting_before(node):
             copy = self.graph.call_function(torch.clone, (constant,))
         copy.meta |= self._where("clone") | {
-            "val": constant.meta["val"], "written": (), "saved": (), "random": False, "aliases": (), "depends": False}
+            "val": constant.meta["val"],
+            "written": (),
+            "saved": (),
+            "random": False,
+            "aliases": (),
+            "depends": False,
+        }
         node.replace_input_with(constant, copy)
-        node.meta["written"] = tuple(copy if each is constant else each for each in node.meta["written"])
+        node.meta["written"] = tuple(
+            copy if each is constant else each for each in node.meta["written"]
+        )
         self.nodes[id(constant.meta["val"])] = copy
 
     def _enter_outputs(self, node: fx.Node, out: Any) -> None:
@@ -245,7 +384,11 @@ class CallRecorder(TorchFunctionMode):
             for index, each in enumerate(out):
                 if any(True for _ in tensors_of(each)):
                     picked = self.graph.call_function(operator.getitem, (node, index))
-                    picked.meta |= {"val": each, "name": f"{node.meta['name']}[{index}]", "depends": node.meta["depends"]}
+                    picked.meta |= {
+                        "val": each,
+                        "name": f"{node.meta['name']}[{index}]",
+                        "depends": node.meta["depends"],
+                    }
                     self._enter_outputs(picked, each)
 
     def enter(self, tensor: Tensor, node: fx.Node) -> None:
@@ -255,7 +398,9 @@ class CallRecorder(TorchFunctionMode):
         self.held.append(tensor)
 
     def node(self, tensor: Tensor) -> fx.Node:
-        """The node of a fake tensor; of parameters, buffers and constants it is made where it is used first."""
+        """The node of a fake tensor; of parameters, buffers and constants it is made where it is
+        used first.
+        """
         if id(tensor) not in self.nodes:
             name, origin = self.attributes[id(tensor)]
             node = self.graph.create_node("get_attr", name)
@@ -268,7 +413,9 @@ class CallRecorder(TorchFunctionMode):
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         if id(leaf) not in self.fakes:
-            name, origin = self.attributes.get(id(leaf), (f"constant_{len(self.constants)}", CONSTANT))
+            name, origin = self.attributes.get(
+                id(leaf), (f"constant_{len(self.constants)}", CONSTANT)
+            )
             if origin == CONSTANT:
                 self.constants[name] = leaf
             made = self.fakes[id(leaf)] = self.fake.from_tensor(leaf)
@@ -280,17 +427,28 @@ class CallRecorder(TorchFunctionMode):
     def _depends_on_values(self, name: str) -> ConfigError:
         return ConfigError(
             f"module: what {line_of_caller()} does depends on the values of a tensor ({name.strip('_')}), so it could differ between "
-            "micro-batches", hint="compute with torch.where or masks, on tensors of fixed shapes")
+            "micro-batches",
+            hint="compute with torch.where or masks, on tensors of fixed shapes",
+        )
 
 
 def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Attention as one kernel, whose output is laid out as its queries. The kernel of CPUs drops nothing out, and its mask has no
-    gradient: without those it runs, and shapes and layouts are those of GPUs."""
+    """Attention as one kernel, whose output is laid out as its queries. The kernel of CPUs drops
+    nothing out, and its mask has no gradient: without those it runs, and shapes and layouts are
+    those of GPUs.
+    """
     mask = attn_mask.detach() if attn_mask is not None else None
-    return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, **options
+    )
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -302,10 +460,23 @@ class _GroupedProduct(torch.autograd.Function):
         return rows.new_empty(rows.shape[0], weights.shape[-1])
 
 
-def _grouped_product(func: Callable[..., Tensor], rows: Tensor, weights: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
-    """Rows [r, k] times weights [groups, k, n], rows up to each of `offs` by one group. torch's fake kernel knows bf16 alone, its real
-    ones fp32 as well."""
-    if rows.dtype is torch.bfloat16 or offs is None or rows.ndim != 2 or weights.ndim != 3 or any(v is not None for v in options.values()):
+def _grouped_product(
+    func: Callable[..., Tensor],
+    rows: Tensor,
+    weights: Tensor,
+    offs: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Rows [r, k] times weights [groups, k, n], rows up to each of `offs` by one group. torch's
+    fake kernel knows bf16 alone, its real ones fp32 as well.
+    """
+    if (
+        rows.dtype is torch.bfloat16
+        or offs is None
+        or rows.ndim != 2
+        or weights.ndim != 3
+        or any(v is not None for v in options.values())
+    ):
         return func(rows, weights, offs=offs, **options)
     made: Tensor = APPLY.__func__(_GroupedProduct, rows, weights, offs)
     return made
@@ -314,7 +485,10 @@ def _grouped_product(func: Callable[..., Tensor], rows: Tensor, weights: Tensor,
 def _draws(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a call draws random numbers. One that drops nothing out does not."""
     if "dropout" in name:
-        probability, training = (*args[1:], kwargs.get("p", 0.5))[0], (*args[2:], kwargs.get("training", kwargs.get("train", True)))[0]
+        probability, training = (
+            (*args[1:], kwargs.get("p", 0.5))[0],
+            (*args[2:], kwargs.get("training", kwargs.get("train", True)))[0],
+        )
         return bool(probability and training)
     if name == "scaled_dot_product_attention":
         return bool((*args[4:], kwargs.get("dropout_p"))[0])
@@ -326,16 +500,28 @@ def _counted(name: str, args: Any, kwargs: Any) -> list[Tensor]:
     training = args[5] if len(args) > 5 else kwargs.get("training", False)
     if name != "batch_norm" or not training:
         return []
-    return [each for each in (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")) if isinstance(each, Tensor)]
+    return [
+        each
+        for each in (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
+        if isinstance(each, Tensor)
+    ]
 
 
 def _without_masks(index: Any) -> Any:
-    """An index whose masks, which are constants, are numbers: what a mask picks of a fake tensor would be unknown."""
+    """An index whose masks, which are constants, are numbers: what a mask picks of a fake tensor
+    would be unknown.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if not any(_is_mask(part) for part in parts):
         return index
-    return tuple(number for part in parts for number in (part.nonzero(as_tuple=True) if _is_mask(part) else (part,)))
+    return tuple(
+        number
+        for part in parts
+        for number in (part.nonzero(as_tuple=True) if _is_mask(part) else (part,))
+    )
 
 
 def _is_mask(part: Any) -> bool:
-    return isinstance(part, Tensor) and not isinstance(part, FakeTensor) and part.dtype == torch.bool
+    return (
+        isinstance(part, Tensor) and not isinstance(part, FakeTensor) and part.dtype == torch.bool
+    )

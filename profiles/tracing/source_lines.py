@@ -13,14 +13,19 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_PROJECT = tuple(os.path.join(os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))), part) for part in ("profiles", "executor", "cli"))
+_PROJECT = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))), part)
+    for part in ("profiles", "executor", "cli")
+)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARY = os.sep + "transformers" + os.sep
 _MODELS = _LIBRARY + "models" + os.sep
 
 
 def line_of_caller() -> str:
-    """file:line of the innermost frame that is neither torch nor transformers' machinery around its models."""
+    """file:line of the innermost frame that is neither torch nor transformers' machinery around its
+    models.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
@@ -28,7 +33,9 @@ def line_of_caller() -> str:
 
 
 def line_of(trace: TracebackType | None) -> str:
-    """The same of an error: the innermost frame of its traceback that is the user's, '' where none is."""
+    """The same of an error: the innermost frame of its traceback that is the user's, '' where none
+    is.
+    """
     found = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -51,7 +58,9 @@ def _is_machinery(file: str) -> bool:
 
 
 class Paths:
-    """Inside this context, `current` is the full name in `module` of the module that runs, '' for the outermost."""
+    """Inside this context, `current` is the full name in `module` of the module that runs, '' for
+    the outermost.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.names = {id(part): name for name, part in module.named_modules()}
@@ -64,13 +73,23 @@ class Paths:
 
     def __enter__(self) -> Paths:
         self.handles = [
-            register_module_forward_pre_hook(lambda part, _: self.stack.append(self.names.get(id(part), self.current))),
-            register_module_forward_hook(lambda part, inputs, output: self._leave(), always_call=True)]
+            register_module_forward_pre_hook(
+                lambda part, _: self.stack.append(self.names.get(id(part), self.current))
+            ),
+            register_module_forward_hook(
+                lambda part, inputs, output: self._leave(), always_call=True
+            ),
+        ]
         return self
 
     def _leave(self) -> None:
         self.stack.pop()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for handle in self.handles:
             handle.remove()

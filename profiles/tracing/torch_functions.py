@@ -1,7 +1,9 @@
-"""What a function of torch computes, by its name: the kind of operator, its dims and its model FLOPs.
+"""What a function of torch computes, by its name: the kind of operator, its dims and its model
+FLOPs.
 
-Dims of products are (rows..., features, contracted), of attention (batch, heads, sequence, keys, head_dim): as costmodels/operators/kernels.py
-reads them. A convolution is a product of its windows by its weight (implicit GEMM: Chetlur et al. 2014, arXiv 1410.0759).
+Dims of products are (rows..., features, contracted), of attention (batch, heads, sequence, keys,
+head_dim): as costmodels/operators/kernels.py reads them. A convolution is a product of its windows
+by its weight (implicit GEMM: Chetlur et al. 2014, arXiv 1410.0759).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ DimsOf = Callable[[Any], Dims]  # the dims of what a node gives
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """kind, dims and contracted as in Operator; `products` how many products of these dims it is: 2 for attention."""
+    """kind, dims and contracted as in Operator; `products` how many products of these dims it is: 2
+    for attention.
+    """
 
     kind: OperatorKind
     dims: Dims
@@ -38,7 +42,17 @@ class Computation:
 
 _NORMS = ("layernorm", "rmsnorm", "batchnorm", "groupnorm", "instancenorm")
 _LINEAR, _ADDED = {"linear"}, {"addmm", "baddbmm", "addmv"}
-_PRODUCTS = {"matmul", "bmm", "mm", "mv", "__matmul__", "__rmatmul__", "dot", "grouped_mm", "_grouped_mm"}
+_PRODUCTS = {
+    "matmul",
+    "bmm",
+    "mm",
+    "mv",
+    "__matmul__",
+    "__rmatmul__",
+    "dot",
+    "grouped_mm",
+    "_grouped_mm",
+}
 _CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
 
 
@@ -73,9 +87,16 @@ def _product(node: fx.Node, function: str, output: Dims, dims_of: DimsOf) -> Com
     if function == "__rmatmul__":
         first = 1
     names = ("mat1", "batch1", "mat") if first else ("input", "mat_a")
-    left = dims_of(next(found for name in names if (found := argument(node, first, name)) is not None))
+    left = dims_of(
+        next(found for name in names if (found := argument(node, first, name)) is not None)
+    )
     contracted = _named(left[-1], "contracted")
-    return Computation(kind=OperatorKind.MATMUL, dims=(*_rows(output), contracted), contracted=contracted.name, products=1)
+    return Computation(
+        kind=OperatorKind.MATMUL,
+        dims=(*_rows(output), contracted),
+        contracted=contracted.name,
+        products=1,
+    )
 
 
 def _named(dim: Dim, name: str) -> Dim:
@@ -90,7 +111,9 @@ def _rows(output: Dims) -> Dims:
 
 
 def _convolution(node: fx.Node, function: str, dims_of: DimsOf) -> Computation:
-    """Every output element is a sum over the input channels of its group and the window; transposed, every input element is spread."""
+    """Every output element is a sum over the input channels of its group and the window;
+    transposed, every input element is spread.
+    """
     weight = dims_of(argument(node, 1, "weight"))
     side = dims_of(argument(node, 0, "input")) if "transpose" in function else dims_of(node)
     spatial = len(weight) - 2
@@ -98,7 +121,11 @@ def _convolution(node: fx.Node, function: str, dims_of: DimsOf) -> Computation:
     contracted = Dim("contracted", math.prod(dim.size for dim in weight[1:]))
     rows = (*batch, *side[len(side) - spatial :])
     return Computation(
-        kind=OperatorKind.MATMUL, dims=(*rows, Dim("features", channels.size), contracted), contracted="contracted", products=1)
+        kind=OperatorKind.MATMUL,
+        dims=(*rows, Dim("features", channels.size), contracted),
+        contracted="contracted",
+        products=1,
+    )
 
 
 def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
@@ -106,18 +133,37 @@ def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
     *outer, sequence, head_dim = query
     *batch, heads = outer if len(outer) > 1 else (*outer, Dim("heads", 1))
     dropout_p = argument(node, 4, "dropout_p", 0.0)
-    samples = Dim(BATCH if any(dim.name == BATCH for dim in batch) else "rows", math.prod(dim.size for dim in batch))
-    sizes = (samples, *(_named(dim, name) for dim, name in (
-        (heads, "heads"), (sequence, "sequence"), (keys[-2], "keys"), (head_dim, "head_dim"))))
+    samples = Dim(
+        BATCH if any(dim.name == BATCH for dim in batch) else "rows",
+        math.prod(dim.size for dim in batch),
+    )
+    sizes = (
+        samples,
+        *(
+            _named(dim, name)
+            for dim, name in (
+                (heads, "heads"),
+                (sequence, "sequence"),
+                (keys[-2], "keys"),
+                (head_dim, "head_dim"),
+            )
+        ),
+    )
     return Computation(
-        kind=OperatorKind.ATTENTION, dims=sizes, products=2, causal=bool(argument(node, 5, "is_causal", False)), dropped=dropout_p > 0)
+        kind=OperatorKind.ATTENTION,
+        dims=sizes,
+        products=2,
+        causal=bool(argument(node, 5, "is_causal", False)),
+        dropped=dropout_p > 0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedByFusedKernel:
     """What a kernel of GPUs keeps where that of a CPU, which was recorded, keeps something else.
 
-    kept: the nodes whose values it keeps; rows: fp32 numbers for every row, where `normalized` dims make a row; mask: a byte an element
+    kept: the nodes whose values it keeps; rows: fp32 numbers for every row, where `normalized` dims
+    make a row; mask: a byte an element
     """
 
     kept: tuple[fx.Node, ...] = ()
@@ -132,13 +178,26 @@ _STATISTICS = {"layer_norm": 2, "rms_norm": 1}  # mean and reciprocal deviation,
 def fused_kernel(node: fx.Node) -> SavedByFusedKernel | None:
     """The kernel of GPUs for a call that keeps something; None where it keeps what was recorded.
 
-    Attention keeps queries, keys, values, an additive mask, its output and one number a row (Dao 2023, arXiv 2307.08691, algorithm 1).
+    Attention keeps queries, keys, values, an additive mask, its output and one number a row (Dao
+    2023, arXiv 2307.08691, algorithm 1).
     """
     function = str(node.meta["function"])
     if function == "scaled_dot_product_attention":
-        given = (argument(node, place, name) for place, name in enumerate(("query", "key", "value", "attn_mask")))
-        return SavedByFusedKernel(kept=(*(each for each in given if isinstance(each, fx.Node)), node), rows=1)
+        given = (
+            argument(node, place, name)
+            for place, name in enumerate(("query", "key", "value", "attn_mask"))
+        )
+        return SavedByFusedKernel(
+            kept=(*(each for each in given if isinstance(each, fx.Node)), node), rows=1
+        )
     if function in _STATISTICS:
         return SavedByFusedKernel(
-            kept=(argument(node, 0, "input"),), rows=_STATISTICS[function], normalized=len(argument(node, 1, "normalized_shape")))
-    return SavedByFusedKernel(mask=True) if "dropout" in function and isinstance(node.meta["val"], Tensor) else None
+            kept=(argument(node, 0, "input"),),
+            rows=_STATISTICS[function],
+            normalized=len(argument(node, 1, "normalized_shape")),
+        )
+    return (
+        SavedByFusedKernel(mask=True)
+        if "dropout" in function and isinstance(node.meta["val"], Tensor)
+        else None
+    )

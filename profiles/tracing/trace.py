@@ -14,11 +14,20 @@ from parplan.profiles.tracing.traced_source import open_workload
 
 
 def trace(
-    source: ModuleSource, *, seq_length: int, precision: Precision = Precision.BF16, attention: AttentionKernel = AttentionKernel.FLASH,
-    on_cpu: bool = False, check: Callable[[], None] = lambda: None,
+    source: ModuleSource,
+    *,
+    seq_length: int,
+    precision: Precision = Precision.BF16,
+    attention: AttentionKernel = AttentionKernel.FLASH,
+    on_cpu: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> TracedModel:
-    """The operators of `source`, for sequences of `seq_length` tokens where it reads tokens; `on_cpu`: they keep what kernels of a CPU
-    keep, else those of a GPU; `check` is called at every call of torch, and may raise. Raises ConfigError."""
+    """The operators of `source`, for sequences of `seq_length` tokens where it reads tokens;
+    `on_cpu`: they keep what kernels of a CPU keep, else those of a GPU; `check` is called at every
+    call of torch, and may raise. Raises ConfigError.
+    """
     workload = open_workload(source, seq_length=seq_length, attention=attention)
-    first, second = (record(workload, size, precision, on_cpu=on_cpu, check=check) for size in (2, 3))
+    first, second = (
+        record(workload, size, precision, on_cpu=on_cpu, check=check) for size in (2, 3)
+    )
     return describe(first, second, on_cpu=on_cpu)

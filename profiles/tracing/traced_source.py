@@ -1,7 +1,9 @@
-"""A user's module without memory for its parameters, its batches and its loss: what a trace runs, and the executor after it.
+"""A user's module without memory for its parameters, its batches and its loss: what a trace runs,
+and the executor after it.
 
-A Hugging Face model is the class that its config.json names in `architectures`. A function package.module:function returns a module
-(token ids in, logits out), (module, batch) or (module, batch, loss): see `TracedWorkload`.
+A Hugging Face model is the class that its config.json names in `architectures`. A function
+package.module:function returns a module (token ids in, logits out), (module, batch) or (module,
+batch, loss): see `TracedWorkload`.
 """
 
 from __future__ import annotations
@@ -33,23 +35,51 @@ from parplan.profiles.tracing.user_code import users_code
 from parplan.profiles.units import GIB, format_bytes
 
 ATTENTION = {AttentionKernel.FLASH: "sdpa", AttentionKernel.UNFUSED: "eager"}  # transformers' names
-RUN_ONLY = ("model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "architectures", "_attn_implementation")
-MAKING = "transformers cannot make the model: it", "check the config.json, and the version of transformers"
+RUN_ONLY = (
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "transformers_version",
+    "architectures",
+    "_attn_implementation",
+)
+MAKING = (
+    "transformers cannot make the model: it",
+    "check the config.json, and the version of transformers",
+)
 _FILE_DTYPES = ("dtype", "torch_dtype")
 TOKENS, SAMPLES = "tokens", "samples"
 
 MOST_HELD_BYTES = 4 * GIB  # of buffers, assumed: what a process may hold beside its part of a model
 _OF_TORCH = ("_parameters", "_buffers", "_modules")  # of a module's own attributes
 _CANNOT: tuple[tuple[Callable[[nn.Module], bool], str, str], ...] = (
-    (lambda part: isinstance(part, torch.jit.ScriptModule), "is TorchScript, whose calls of torch cannot be seen",
-     "give the module that was scripted"),
-    (lambda part: type(part).__name__ == "OptimizedModule", "is compiled, and its calls of torch cannot be seen",
-     "give the module that was compiled"),
-    (lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse,
-     "has sparse gradients, which are not reduced over ranks", "make it with sparse=False"),
-    (lambda part: isinstance(part, nn.SyncBatchNorm), "asks all ranks for their batch, which no single process does", "use BatchNorm"),
-    (lambda part: isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel), "copies the module to devices by itself",
-     "give the module inside"))
+    (
+        lambda part: isinstance(part, torch.jit.ScriptModule),
+        "is TorchScript, whose calls of torch cannot be seen",
+        "give the module that was scripted",
+    ),
+    (
+        lambda part: type(part).__name__ == "OptimizedModule",
+        "is compiled, and its calls of torch cannot be seen",
+        "give the module that was compiled",
+    ),
+    (
+        lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse,
+        "has sparse gradients, which are not reduced over ranks",
+        "make it with sparse=False",
+    ),
+    (
+        lambda part: isinstance(part, nn.SyncBatchNorm),
+        "asks all ranks for their batch, which no single process does",
+        "use BatchNorm",
+    ),
+    (
+        lambda part: isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel),
+        "copies the module to devices by itself",
+        "give the module inside",
+    ),
+)
 
 Batch = dict[str, Tensor]
 T = TypeVar("T")
@@ -60,7 +90,8 @@ class TracedWorkload:
     """What is trained: `loss_of(module, batch)` is the scalar mean loss.
 
     module: its parameters are on meta; buffers have their values
-    batch: size -> tensors by name, each with the batch as its first dim, drawn with torch's global generator
+    batch: size -> tensors by name, each with the batch as its first dim, drawn with torch's global
+    generator
     loss_of: also of the module with other parameters in place, as inside of `stand_ins`
     unit: what the batch counts: sequences of `seq_length` tokens, or samples (then seq_length is 1)
     """
@@ -75,14 +106,21 @@ class TracedWorkload:
 
 
 def open_workload(
-    source: ModuleSource, *, seq_length: int, attention: AttentionKernel = AttentionKernel.FLASH, deferred: Deferred | None = None,
+    source: ModuleSource,
+    *,
+    seq_length: int,
+    attention: AttentionKernel = AttentionKernel.FLASH,
+    deferred: Deferred | None = None,
 ) -> TracedWorkload:
-    """The module of `source` in training mode, for sequences of `seq_length` tokens where it reads tokens.
+    """The module of `source` in training mode, for sequences of `seq_length` tokens where it reads
+    tokens.
 
-    deferred: writes down what gives the parameters their values, for who makes some of them later; parameters that it finds to be
+    deferred: writes down what gives the parameters their values, for who makes some of them later;
+    parameters that it finds to be
         small, or that were made elsewhere, have their values
 
-    Raises ConfigError: no such function, one that returns something else, transformers is missing or knows no such model.
+    Raises ConfigError: no such function, one that returns something else, transformers is missing
+    or knows no such model.
     """
     making = _Making(deferred or Deferred())
     found = _hugging_face if source.huggingface is not None else _of_factory
@@ -91,7 +129,9 @@ def open_workload(
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """How a module is made: nothing of size has memory. `made`: by id, the parameters that it got then."""
+    """How a module is made: nothing of size has memory. `made`: by id, the parameters that it got
+    then.
+    """
 
     deferred: Deferred
     made: dict[int, nn.Parameter] = field(default_factory=dict)
@@ -103,49 +143,80 @@ class _Making:
         return made
 
     def settle(self, module: nn.Module) -> nn.Module:
-        """Give values to what is no parameter. Raises ConfigError for parts that cannot be traced, or that the executor does not train."""
+        """Give values to what is no parameter. Raises ConfigError for parts that cannot be traced,
+        or that the executor does not train.
+        """
         for name, part in module.named_modules():
             for cannot, why, hint in _CANNOT:
                 if cannot(part):
-                    raise ConfigError(f"module: {name or 'it'} ({type(part).__name__}) {why}", hint=hint)
+                    raise ConfigError(
+                        f"module: {name or 'it'} ({type(part).__name__}) {why}", hint=hint
+                    )
         give_values(module, self.deferred)
         for name, parameter in module.named_parameters():
             if parameter.ndim == 0 or not parameter.numel():
                 what = "empty" if parameter.ndim else "a scalar"
-                raise ConfigError(f"module: parameter {name} is {what}, of which ranks cannot hold parts",
-                                  hint="leave it out" if parameter.ndim else "make it of shape [1]")
+                raise ConfigError(
+                    f"module: parameter {name} is {what}, of which ranks cannot hold parts",
+                    hint="leave it out" if parameter.ndim else "make it of shape [1]",
+                )
             if parameter.dtype is not torch.float32:
-                raise ConfigError(f"module: parameter {name} is {parameter.dtype}, it must be fp32",
-                                  hint="let the function make fp32; the plan's precision decides what it computes in")
+                raise ConfigError(
+                    f"module: parameter {name} is {parameter.dtype}, it must be fp32",
+                    hint="let the function make fp32; the plan's precision decides what it computes in",
+                )
         return module.train()
 
 
 def give_values(module: nn.Module, deferred: Deferred) -> None:
-    """Buffers and other tensors that the module holds get their values. Raises ConfigError: more than every process should hold."""
+    """Buffers and other tensors that the module holds get their values. Raises ConfigError: more
+    than every process should hold.
+    """
+
     def lacks(leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and deferred.knows(leaf)
+        return (
+            isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and deferred.knows(leaf)
+        )
 
     owners = [owner for part in module.modules() for owner in (part._buffers, part.__dict__)]
-    found = [(owner, name, value) for owner in owners for name, value in owner.items()
-             if name not in _OF_TORCH and any(lacks(leaf) for leaf in tree_leaves(value))]
-    held = sum({id(leaf): leaf.nbytes for *_, value in found for leaf in tree_leaves(value) if lacks(leaf)}.values())
+    found = [
+        (owner, name, value)
+        for owner in owners
+        for name, value in owner.items()
+        if name not in _OF_TORCH and any(lacks(leaf) for leaf in tree_leaves(value))
+    ]
+    held = sum(
+        {
+            id(leaf): leaf.nbytes
+            for *_, value in found
+            for leaf in tree_leaves(value)
+            if lacks(leaf)
+        }.values()
+    )
     if held > MOST_HELD_BYTES:
         raise ConfigError(
             f"module: its buffers are {format_bytes(held)}, every process holds all of them, {format_bytes(MOST_HELD_BYTES)} at most",
-            hint="compute them in the forward pass, or make them parameters")
+            hint="compute them in the forward pass, or make them parameters",
+        )
     for owner, name, value in found:
-        owner[name] = tree_map(lambda leaf: deferred.value(leaf, deferred.seed) if lacks(leaf) else leaf, value)
+        owner[name] = tree_map(
+            lambda leaf: deferred.value(leaf, deferred.seed) if lacks(leaf) else leaf, value
+        )
 
 
 @contextlib.contextmanager
 def registered() -> Iterator[dict[int, nn.Parameter]]:
-    """The parameters that modules get inside, by id. Raises ConfigError for one whose size only a forward pass says."""
+    """The parameters that modules get inside, by id. Raises ConfigError for one whose size only a
+    forward pass says.
+    """
     register, found = nn.Module.register_parameter, dict[int, nn.Parameter]()
 
     def noted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(f"module: {type(module).__name__} makes its {name} in the first forward pass",
-                              hint="give sizes to the constructor, as nn.Linear instead of nn.LazyLinear has them")
+            raise ConfigError(
+                f"module: {type(module).__name__} makes its {name} in the first forward pass",
+                hint="give sizes to the constructor, as nn.Linear instead of nn.LazyLinear has them",
+            )
         if parameter is not None:
             found[id(parameter)] = parameter
         register(module, name, parameter)
@@ -165,60 +236,104 @@ def function_of(factory: str) -> Callable[[], object]:
     except ModuleNotFoundError as error:
         if error.name and not f"{package}.".startswith(f"{error.name}."):
             raise  # the package is there, and misses something itself
-        raise ConfigError(f"module: there is no {error.name} to import for {factory}",
-                          hint="run from the folder that holds it, or put that folder on PYTHONPATH and add --trust-module") from None
+        raise ConfigError(
+            f"module: there is no {error.name} to import for {factory}",
+            hint="run from the folder that holds it, or put that folder on PYTHONPATH and add --trust-module",
+        ) from None
     function = getattr(module, name, None)
     if not callable(function):
         found = f"has no {name}" if function is None else f"has {name}, which is not callable"
-        raise ConfigError(f"module: {package} {found}", hint="name a function without arguments: --module package.module:function")
+        raise ConfigError(
+            f"module: {package} {found}",
+            hint="name a function without arguments: --module package.module:function",
+        )
     made: Callable[[], object] = function
     return made
 
 
-def _of_factory(source: ModuleSource, seq_length: int, attention: AttentionKernel, making: _Making) -> TracedWorkload:
+def _of_factory(
+    source: ModuleSource, seq_length: int, attention: AttentionKernel, making: _Making
+) -> TracedWorkload:
     function = function_of(source.factory or "")
     with users_code(f"{source.factory}()"):
         made = making(function)
     parts = made if isinstance(made, tuple) else (made,)
     module, *others = parts
-    if not isinstance(module, nn.Module) or len(others) > 2 or not all(callable(other) for other in others):
-        found = f"({', '.join(type(part).__name__ for part in parts)})" if isinstance(made, tuple) else type(made).__name__
-        raise ConfigError(f"module: {source.factory} returned {found}, it must return a torch.nn.Module",
-                          hint="return module, (module, batch) or (module, batch, loss)")
+    if (
+        not isinstance(module, nn.Module)
+        or len(others) > 2
+        or not all(callable(other) for other in others)
+    ):
+        found = (
+            f"({', '.join(type(part).__name__ for part in parts)})"
+            if isinstance(made, tuple)
+            else type(made).__name__
+        )
+        raise ConfigError(
+            f"module: {source.factory} returned {found}, it must return a torch.nn.Module",
+            hint="return module, (module, batch) or (module, batch, loss)",
+        )
     _check_parameters(module, source, making)
     making.settle(module)
     name = type(module).__name__
     if not others:
         return TracedWorkload(
-            name=name, source=source, module=module, batch=next_token_batch(module, seq_length), loss_of=_next_token, unit=TOKENS,
-            seq_length=seq_length)
+            name=name,
+            source=source,
+            module=module,
+            batch=next_token_batch(module, seq_length),
+            loss_of=_next_token,
+            unit=TOKENS,
+            seq_length=seq_length,
+        )
     loss_of = _with_loss(module, others[1]) if len(others) > 1 else _own_loss
     return TracedWorkload(
-        name=name, source=source, module=module, batch=_checked(others[0], source), loss_of=loss_of, unit=SAMPLES, seq_length=1)
+        name=name,
+        source=source,
+        module=module,
+        batch=_checked(others[0], source),
+        loss_of=loss_of,
+        unit=SAMPLES,
+        seq_length=1,
+    )
 
 
 def _check_parameters(module: nn.Module, source: ModuleSource, making: _Making) -> None:
     """Copies of small ones are made without a module that gets them."""
     for name, parameter in module.named_parameters():
-        if not parameter.is_meta and id(parameter) not in making.made and parameter.nbytes >= making.deferred.at_least_bytes:
-            raise ConfigError(f"module: parameter {name} of {source.factory} was made before the call, it must be made in it",
-                              hint="make the module inside of the function")
+        if (
+            not parameter.is_meta
+            and id(parameter) not in making.made
+            and parameter.nbytes >= making.deferred.at_least_bytes
+        ):
+            raise ConfigError(
+                f"module: parameter {name} of {source.factory} was made before the call, it must be made in it",
+                hint="make the module inside of the function",
+            )
 
 
 def _checked(batch: Callable[[int], Any], source: ModuleSource) -> Callable[[int], Batch]:
     def made(size: int) -> Batch:
         with users_code(f"batch({size}) of {source.factory}"):
             found = batch(size)
-        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-            raise ConfigError(f"module: batch({size}) of {source.factory} gave {type(found).__name__}, it must give a dict of tensors")
+        if not isinstance(found, Mapping) or not all(
+            isinstance(value, Tensor) for value in found.values()
+        ):
+            raise ConfigError(
+                f"module: batch({size}) of {source.factory} gave {type(found).__name__}, it must give a dict of tensors"
+            )
         for key, value in found.items():
             if value.is_meta:
-                raise ConfigError(f"module: {key} of batch({size}) comes from a tensor that was made beside the module and has no values",
-                                  hint="make what batches are drawn from inside of the batch function")
+                raise ConfigError(
+                    f"module: {key} of batch({size}) comes from a tensor that was made beside the module and has no values",
+                    hint="make what batches are drawn from inside of the batch function",
+                )
             if value.ndim == 0 or value.shape[0] != size:
                 raise ConfigError(
-                    f"module: {key} in batch({size}) of {source.factory} is {list(value.shape)}, its first dim must be {size}")
+                    f"module: {key} in batch({size}) of {source.factory} is {list(value.shape)}, its first dim must be {size}"
+                )
         return dict(found)
+
     return made
 
 
@@ -232,46 +347,75 @@ def _own_loss(module: nn.Module, batch: Batch) -> Any:
     return getattr(output, "loss", output)
 
 
-def _with_loss(module: nn.Module, loss: Callable[[Any, Batch], Any]) -> Callable[[nn.Module, Batch], Any]:
+def _with_loss(
+    module: nn.Module, loss: Callable[[Any, Batch], Any]
+) -> Callable[[nn.Module, Batch], Any]:
     """What the module's forward pass does not take, as targets, is for the loss alone."""
     taken = inspect.signature(module.forward).parameters
     every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
 
     def loss_of(module: nn.Module, batch: Batch) -> Any:
-        return loss(module(**{key: value for key, value in batch.items() if every or key in taken}), batch)
+        return loss(
+            module(**{key: value for key, value in batch.items() if every or key in taken}), batch
+        )
+
     return loss_of
 
 
-def _hugging_face(source: ModuleSource, seq_length: int, attention: AttentionKernel, making: _Making) -> TracedWorkload:
+def _hugging_face(
+    source: ModuleSource, seq_length: int, attention: AttentionKernel, making: _Making
+) -> TracedWorkload:
     values = _in_fp32(source.huggingface or {})
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(f"module: it is a Hugging Face model, and transformers is not installed ({error})",
-                          hint="pip install transformers") from None
+        raise ConfigError(
+            f"module: it is a Hugging Face model, and transformers is not installed ({error})",
+            hint="pip install transformers",
+        ) from None
     require_names(values)
     require_known_type(values, transformers.CONFIG_MAPPING)
     with users_code(MAKING[0], hint=MAKING[1]):
-        config = transformers.AutoConfig.for_model(values["model_type"], **{key: values[key] for key in values if key not in RUN_ONLY})
+        config = transformers.AutoConfig.for_model(
+            values["model_type"], **{key: values[key] for key in values if key not in RUN_ONLY}
+        )
         _settle(config)
         kind = _model_class(transformers, values)
         if attention is AttentionKernel.FLASH and not getattr(kind, "_supports_sdpa", True):
-            raise ConfigError(f"module: transformers has no fused attention for {kind.__name__}", hint="use --attention unfused")
+            raise ConfigError(
+                f"module: transformers has no fused attention for {kind.__name__}",
+                hint="use --attention unfused",
+            )
         module = making(lambda: kind._from_config(config, attn_implementation=ATTENTION[attention]))
     batch, unit = drawn_batch(module, config, seq_length)
     return TracedWorkload(
-        name=_name(values, config), source=source, module=making.settle(module), batch=batch, loss_of=_own_loss, unit=unit,
-        seq_length=seq_length if unit == TOKENS else 1)
+        name=_name(values, config),
+        source=source,
+        module=making.settle(module),
+        batch=batch,
+        loss_of=_own_loss,
+        unit=unit,
+        seq_length=seq_length if unit == TOKENS else 1,
+    )
 
 
 def require_names(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a config.json whose model_type is not a name, or whose architectures are not names."""
+    """Raises ConfigError for a config.json whose model_type is not a name, or whose architectures
+    are not names.
+    """
     kind, classes = values.get("model_type"), values.get("architectures")
     if not isinstance(kind, str):
-        raise ConfigError(f"module: model_type is {kind!r}, it must be a name such as 'bert'", hint="correct model_type in the config.json")
-    if classes is not None and not (isinstance(classes, list | tuple) and all(isinstance(name, str) for name in classes)):
         raise ConfigError(
-            f"module: architectures is {classes!r}, it must be a list of names", hint="correct architectures in the config.json")
+            f"module: model_type is {kind!r}, it must be a name such as 'bert'",
+            hint="correct model_type in the config.json",
+        )
+    if classes is not None and not (
+        isinstance(classes, list | tuple) and all(isinstance(name, str) for name in classes)
+    ):
+        raise ConfigError(
+            f"module: architectures is {classes!r}, it must be a list of names",
+            hint="correct architectures in the config.json",
+        )
 
 
 def require_known_type(values: Mapping[str, Any], known: Collection[str]) -> None:
@@ -280,21 +424,38 @@ def require_known_type(values: Mapping[str, Any], known: Collection[str]) -> Non
     if kind not in known:
         raise ConfigError(
             f"module: model_type is {kind!r}, which is none of the {len(known)} that the installed transformers knows",
-            hint=did_you_mean(kind, known) or "python -c 'import transformers; print(*transformers.CONFIG_MAPPING)' lists them")
+            hint=did_you_mean(kind, known)
+            or "python -c 'import transformers; print(*transformers.CONFIG_MAPPING)' lists them",
+        )
 
 
 def _in_fp32(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config.json, and of the configs inside it, without the type that its weights are in as a file."""
+    """The values of a config.json, and of the configs inside it, without the type that its weights
+    are in as a file.
+    """
     kept = {key: value for key, value in values.items() if key not in _FILE_DTYPES}
-    return {key: _in_fp32(value) if isinstance(value, Mapping) and key.endswith("_config") else value for key, value in kept.items()}
+    return {
+        key: _in_fp32(value) if isinstance(value, Mapping) and key.endswith("_config") else value
+        for key, value in kept.items()
+    }
 
 
 def _settle(config: Any) -> None:
-    """What a training run needs beside the file: no cache, and the token that a decoder starts from."""
+    """What a training run needs beside the file: no cache, and the token that a decoder starts
+    from.
+    """
     config.use_cache = False
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or getattr(config, "bos_token_id", None) or 0
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "pad_token_id", None) is None:
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
+        config.decoder_start_token_id = (
+            getattr(config, "pad_token_id", None) or getattr(config, "bos_token_id", None) or 0
+        )
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "pad_token_id", None) is None
+    ):
         config.pad_token_id = config.decoder_start_token_id
 
 
@@ -305,15 +466,21 @@ def _model_class(transformers: Any, values: Mapping[str, Any]) -> Any:
         known = transformers.AutoModelForCausalLM._model_mapping
         config = type(transformers.AutoConfig.for_model(values.get("model_type")))
         if config not in known:
-            raise ConfigError(f"module: transformers has no causal language model of {values.get('model_type')}",
-                              hint="name the class in architectures, as \"architectures\": [\"BertForMaskedLM\"]")
+            raise ConfigError(
+                f"module: transformers has no causal language model of {values.get('model_type')}",
+                hint='name the class in architectures, as "architectures": ["BertForMaskedLM"]',
+            )
         return known[config]
     found = getattr(transformers, named, None)
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
-        raise ConfigError(f"module: transformers has no model {named}, which architectures names",
-                          hint="check architectures, and the version of transformers")
+        raise ConfigError(
+            f"module: transformers has no model {named}, which architectures names",
+            hint="check architectures, and the version of transformers",
+        )
     return found
 
 
 def _name(values: Mapping[str, Any], config: Any) -> str:
-    return str(values.get("_name_or_path") or "").rstrip("/").rpartition("/")[2] or str(config.model_type)
+    return str(values.get("_name_or_path") or "").rstrip("/").rpartition("/")[2] or str(
+        config.model_type
+    )

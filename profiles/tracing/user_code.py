@@ -1,4 +1,6 @@
-"""What the code of a user raises while the planner or the executor calls it, as one error that says where."""
+"""What the code of a user raises while the planner or the executor calls it, as one error that says
+where.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _LONGEST = 300  # characters: torch's texts can be pages
 
 @contextmanager
 def users_code(doing: str, *, hint: str = _ALONE) -> Iterator[None]:
-    """Inside, code of a user is called, which may raise anything, and torch in it: that becomes a ConfigError with its line."""
+    """Inside, code of a user is called, which may raise anything, and torch in it: that becomes a
+    ConfigError with its line.
+    """
     try:
         yield
     except PlannerError:
@@ -27,13 +31,17 @@ def users_code(doing: str, *, hint: str = _ALONE) -> Iterator[None]:
             raise _out_of_memory(doing, error.__traceback__) from error
         text = " ".join(str(error).split())
         short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
-        raise ConfigError(f"module: {doing} raises {type(error).__name__}{_at(error.__traceback__)}: {short}",
-                          hint=hint) from error
+        raise ConfigError(
+            f"module: {doing} raises {type(error).__name__}{_at(error.__traceback__)}: {short}",
+            hint=hint,
+        ) from error
 
 
 def _out_of_memory(doing: str, trace: TracebackType | None) -> ConfigError:
-    return ConfigError(f"module: {doing} needs more memory than there is{_at(trace)}",
-                       hint="make large tensors with calls of torch, as parameters or buffers: those have no memory here")
+    return ConfigError(
+        f"module: {doing} needs more memory than there is{_at(trace)}",
+        hint="make large tensors with calls of torch, as parameters or buffers: those have no memory here",
+    )
 
 
 def _at(trace: TracebackType | None) -> str:

@@ -1,4 +1,6 @@
-"""`plan profile --diff a.yaml b.yaml`: in what two machines differ, and how much slower the second is where both were measured."""
+"""`plan profile --diff a.yaml b.yaml`: in what two machines differ, and how much slower the second
+is where both were measured.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _TIME = "time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveDifference:
-    """A curve (or the passes of a work that are no curve's): ratios of b over a by case, the slowest first; what only one has."""
+    """A curve (or the passes of a work that are no curve's): ratios of b over a by case, the
+    slowest first; what only one has.
+    """
 
     name: str
     ratios: tuple[tuple[str, float], ...]
@@ -44,8 +48,18 @@ def compared(a: UserProfile, b: UserProfile) -> tuple[CurveDifference, ...]:
     found = []
     for name in dict.fromkeys((*there, *here)):
         one, other = there.get(name, {}), here.get(name, {})
-        ratios = sorted(((case, other[case] / one[case]) for case in one if case in other), key=lambda item: -item[1])
-        found.append(CurveDifference(name=name, ratios=tuple(ratios), only_a=len(one.keys() - other), only_b=len(other.keys() - one)))
+        ratios = sorted(
+            ((case, other[case] / one[case]) for case in one if case in other),
+            key=lambda item: -item[1],
+        )
+        found.append(
+            CurveDifference(
+                name=name,
+                ratios=tuple(ratios),
+                only_a=len(one.keys() - other),
+                only_b=len(other.keys() - one),
+            )
+        )
     return tuple(found)
 
 
@@ -56,7 +70,9 @@ def _times(profile: UserProfile) -> dict[str, dict[str, float]]:
         if record.outcome is CaseOutcome.MEASURED and record.measured is not None:
             curves = {one.name: one.curve for one in record.case.passes}
             for name, timing in record.measured.times.items():
-                curve = curves.get(name) or (record.case.work if name == _TIME else f"{record.case.work}.{name}")
+                curve = curves.get(name) or (
+                    record.case.work if name == _TIME else f"{record.case.work}.{name}"
+                )
                 found.setdefault(curve, {})[record.case.key] = timing.median_us
     return found
 
@@ -80,8 +96,12 @@ def changed_figures(a: UserProfile, b: UserProfile) -> dict[str, tuple[float, fl
 
 
 def _figures(profile: UserProfile) -> dict[str, float]:
-    return {f"{record.case.key}: {name}": value for record in profile.records if record.measured
-            for name, value in record.measured.figures.items()}
+    return {
+        f"{record.case.key}: {name}": value
+        for record in profile.records
+        if record.measured
+        for name, value in record.measured.figures.items()
+    }
 
 
 def print_diff(a: UserProfile, b: UserProfile, names: tuple[str, str], out: Console) -> None:
@@ -102,26 +122,66 @@ def _print_ratios(found: Iterable[CurveDifference], names: tuple[str, str], out:
     if not both:
         say(out, "no case was measured in both")
     else:
-        heading = ("curve", "both", f"only {names[0]}", f"only {names[1]}", "median", "least", "most")
-        print_table(out, heading, [
-            (one.name, str(len(one.ratios)), str(one.only_a), str(one.only_b),
-             *(f"{ratio:.3f}" for ratio in (one.median or 0.0, one.ratios[-1][1], one.ratios[0][1]))) for one in both],
-            left=("curve",), indent=0)
+        heading = (
+            "curve",
+            "both",
+            f"only {names[0]}",
+            f"only {names[1]}",
+            "median",
+            "least",
+            "most",
+        )
+        print_table(
+            out,
+            heading,
+            [
+                (
+                    one.name,
+                    str(len(one.ratios)),
+                    str(one.only_a),
+                    str(one.only_b),
+                    *(
+                        f"{ratio:.3f}"
+                        for ratio in (one.median or 0.0, one.ratios[-1][1], one.ratios[0][1])
+                    ),
+                )
+                for one in both
+            ],
+            left=("curve",),
+            indent=0,
+        )
     for name, count in ((names[0], "only_a"), (names[1], "only_b")):
-        alone = [f"{one.name} ({getattr(one, count)})" for one in found if not one.ratios and getattr(one, count)]
+        alone = [
+            f"{one.name} ({getattr(one, count)})"
+            for one in found
+            if not one.ratios and getattr(one, count)
+        ]
         if alone:
             say(out, joined(alone, ", ", out.width, start=f"only in {name}: ", indent=2))
-    far = [(one.name, f"{ratio:.3f}", case) for one in both for case, ratio in one.worst if max(ratio, 1 / ratio) > 1 + FAR]
+    far = [
+        (one.name, f"{ratio:.3f}", case)
+        for one in both
+        for case, ratio in one.worst
+        if max(ratio, 1 / ratio) > 1 + FAR
+    ]
     if far:
         say(out)
         cases = f"farthest cases, off by more than {100 * FAR:.0f} %"
         print_table(out, ("curve", "ratio", cases), far, left=("curve", cases), indent=0)
 
 
-def _print_figures(figures: Mapping[str, tuple[float, float]], names: tuple[str, str], out: Console) -> None:
+def _print_figures(
+    figures: Mapping[str, tuple[float, float]], names: tuple[str, str], out: Console
+) -> None:
     rows = [
-        (name, format_number(there, 4), format_number(here, 4), f"{here / there:.3f}" if there else "-")
-        for name, (there, here) in figures.items()]
+        (
+            name,
+            format_number(there, 4),
+            format_number(here, 4),
+            f"{here / there:.3f}" if there else "-",
+        )
+        for name, (there, here) in figures.items()
+    ]
     if rows:
         say(out)
         print_table(out, ("figure", *names, "ratio"), rows, left=("figure",), indent=0)
@@ -136,8 +196,22 @@ def _text(value: Any) -> str:
 def diff_document(a: UserProfile, b: UserProfile) -> dict[str, Any]:
     """The same for programs."""
     return {
-        "environment": {name: {"a": there, "b": here} for name, (there, here) in changed_environment(a, b).items()},
-        "curves": [{
-            "name": one.name, "both": len(one.ratios), "only_a": one.only_a, "only_b": one.only_b, "median_ratio": one.median,
-            "farthest": [{"case": case, "ratio": ratio} for case, ratio in one.worst]} for one in compared(a, b)],
-        "figures": {name: {"a": there, "b": here} for name, (there, here) in changed_figures(a, b).items()}}
+        "environment": {
+            name: {"a": there, "b": here}
+            for name, (there, here) in changed_environment(a, b).items()
+        },
+        "curves": [
+            {
+                "name": one.name,
+                "both": len(one.ratios),
+                "only_a": one.only_a,
+                "only_b": one.only_b,
+                "median_ratio": one.median,
+                "farthest": [{"case": case, "ratio": ratio} for case, ratio in one.worst],
+            }
+            for one in compared(a, b)
+        ],
+        "figures": {
+            name: {"a": there, "b": here} for name, (there, here) in changed_figures(a, b).items()
+        },
+    }

@@ -1,4 +1,6 @@
-"""The measured points of a profile beside what its curves say of them: what its table, its pictures and its comparison show."""
+"""The measured points of a profile beside what its curves say of them: what its table, its pictures
+and its comparison show.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from parplan.profiles.units import GB, TERA, US_PER_S
 
 @dataclass(frozen=True, slots=True)
 class RatedPoint:
-    """One measured point of a curve: its sizes, the FLOPs that it does or the bytes that it moves, its seconds and those fitted."""
+    """One measured point of a curve: its sizes, the FLOPs that it does or the bytes that it moves,
+    its seconds and those fitted.
+    """
 
     sizes: tuple[int, ...]
     work: float
@@ -63,16 +67,23 @@ class CurveSeries:
 
 
 def chip_of(profile: UserProfile) -> Chip | None:
-    """The datasheet that the curves' shares are of, None where the file has no machine. Raises ConfigError: no such arithmetic."""
+    """The datasheet that the curves' shares are of, None where the file has no machine. Raises
+    ConfigError: no such arithmetic.
+    """
     if profile.cluster is None or profile.precision is None:
         return None
     device = cluster_from_document(profile.cluster, "cluster").device
     return Chip(
-        peak_flops_per_s=device.peak(profile.precision), bytes_per_s=device.memory_bytes_per_s, num_sms=max(1, device.num_sms))
+        peak_flops_per_s=device.peak(profile.precision),
+        bytes_per_s=device.memory_bytes_per_s,
+        num_sms=max(1, device.num_sms),
+    )
 
 
 def series_of(profile: UserProfile) -> tuple[CurveSeries, ...]:
-    """The curves that have points, in the order of the file. Raises ConfigError, as `chip_of` does."""
+    """The curves that have points, in the order of the file. Raises ConfigError, as `chip_of`
+    does.
+    """
     chip = chip_of(profile)
     if profile.profile is None or chip is None or profile.precision is None:
         return ()
@@ -80,13 +91,18 @@ def series_of(profile: UserProfile) -> tuple[CurveSeries, ...]:
     found = []
     for name, curve in curves_of(profile.profile.compute).items():
         rate = _rater(name, curve, chip, element_bytes)
-        points = sorted((rate(tuple(map(int, sizes)), time_us / US_PER_S) for *sizes, time_us in curve.points), key=lambda one: one.work)
+        points = sorted(
+            (rate(tuple(map(int, sizes)), time_us / US_PER_S) for *sizes, time_us in curve.points),
+            key=lambda one: one.work,
+        )
         if points:
             found.append(CurveSeries(name, curve, tuple(points)))
     return tuple(found)
 
 
-def _rater(name: str, curve: Curve, chip: Chip, element_bytes: int) -> Callable[[tuple[int, ...], float], RatedPoint]:
+def _rater(
+    name: str, curve: Curve, chip: Chip, element_bytes: int
+) -> Callable[[tuple[int, ...], float], RatedPoint]:
     """What makes a point of its sizes and seconds."""
 
     def rate(sizes: tuple[int, ...], time_s: float) -> RatedPoint:
@@ -95,11 +111,22 @@ def _rater(name: str, curve: Curve, chip: Chip, element_bytes: int) -> Callable[
             return RatedPoint(sizes, product.flops, time_s, matmul_s(product, curve, chip))
         if isinstance(curve, FlashCurve):
             heads, seq, head_dim = sizes
-            flops = (FLASH_BACKWARD_FLOPS if name.endswith("backward") else 1.0) * 2.0 * heads * seq * seq * head_dim
-            fitted_s = flash_attention_s(flops, heads=heads, seq=seq, keys=seq / 2, head_dim=head_dim, curve=curve, chip=chip)
+            flops = (
+                (FLASH_BACKWARD_FLOPS if name.endswith("backward") else 1.0)
+                * 2.0
+                * heads
+                * seq
+                * seq
+                * head_dim
+            )
+            fitted_s = flash_attention_s(
+                flops, heads=heads, seq=seq, keys=seq / 2, head_dim=head_dim, curve=curve, chip=chip
+            )
             return RatedPoint(sizes, flops, time_s, fitted_s)
         assert isinstance(curve, MemoryCurve)
-        return RatedPoint(sizes, sizes[0], time_s, memory_bound_s(sizes[0], curve, chip.bytes_per_s))
+        return RatedPoint(
+            sizes, sizes[0], time_s, memory_bound_s(sizes[0], curve, chip.bytes_per_s)
+        )
 
     return rate
 
@@ -107,4 +134,11 @@ def _rater(name: str, curve: Curve, chip: Chip, element_bytes: int) -> Callable[
 def product_of(sizes: Sequence[int], element_bytes: int) -> Product:
     """(m, n, k), or (batch, m, n, k)."""
     *batch, m, n, k = sizes
-    return Product(m=m, n=n, k=k, batch=math.prod(batch), operand_bytes=element_bytes, result_bytes=element_bytes)
+    return Product(
+        m=m,
+        n=n,
+        k=k,
+        batch=math.prod(batch),
+        operand_bytes=element_bytes,
+        result_bytes=element_bytes,
+    )

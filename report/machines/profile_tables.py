@@ -1,4 +1,6 @@
-"""What `plan profile --show` prints: on what a profile was measured, its curves with their errors, what failed, figures and memory."""
+"""What `plan profile --show` prints: on what a profile was measured, its curves with their errors,
+what failed, figures and memory.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,15 @@ _MEMORY = ("allocator_share", "context_bytes", "communicator_bytes", "granularit
 
 
 def print_profile(profile: UserProfile, out: Console) -> None:
-    """Print a profile for a person. Raises ConfigError: its machine has no arithmetic of its precision."""
+    """Print a profile for a person. Raises ConfigError: its machine has no arithmetic of its
+    precision.
+    """
     measured = sum(record.outcome is CaseOutcome.MEASURED for record in profile.records)
-    cases = f"{measured:,} of {len(profile.records):,} cases measured" if profile.records else "nothing measured"
+    cases = (
+        f"{measured:,} of {len(profile.records):,} cases measured"
+        if profile.records
+        else "nothing measured"
+    )
     say(out, f"{', '.join(filter(None, (profile.device, profile.precision)))}: {cases}", "bold")
     for label, phrases in _facts(profile):
         say(out, joined(phrases, ", ", out.width, start=labelled(label), indent=len(labelled(""))))
@@ -40,29 +48,70 @@ def _facts(profile: UserProfile) -> Iterator[tuple[str, list[str]]]:
         yield from ((label, phrases) for label, phrases in _machine(here) if phrases)
     chip = chip_of(profile)
     if chip is not None:
-        yield "shares of", [f"{format_number(chip.peak_flops_per_s / TERA, 3)} TFLOP/s", f"{format_number(chip.bytes_per_s / GB, 4)} GB/s"]
-    yield from ((label, phrases) for label, phrases in (("memory", _memory(profile)), ("transfers", _rates(profile))) if phrases)
+        yield (
+            "shares of",
+            [
+                f"{format_number(chip.peak_flops_per_s / TERA, 3)} TFLOP/s",
+                f"{format_number(chip.bytes_per_s / GB, 4)} GB/s",
+            ],
+        )
+    yield from (
+        (label, phrases)
+        for label, phrases in (("memory", _memory(profile)), ("transfers", _rates(profile)))
+        if phrases
+    )
     contention = profile.profile and profile.profile.contention
     if contention is not None:
-        yield "overlap", [f"a second of communication costs the compute that it runs under {contention:.2g} s"]
+        yield (
+            "overlap",
+            [f"a second of communication costs the compute that it runs under {contention:.2g} s"],
+        )
     in_step = profile.profile and profile.profile.in_step
     if in_step:
-        yield "in a step", [
-            f"{in_step.stack}: kernels x {in_step.kernel_slowdown:.3g}",
-            f"host {seconds_text(in_step.forward_s)} an operator forward, {seconds_text(in_step.backward_s)} backward"]
+        yield (
+            "in a step",
+            [
+                f"{in_step.stack}: kernels x {in_step.kernel_slowdown:.3g}",
+                f"host {seconds_text(in_step.forward_s)} an operator forward, {seconds_text(in_step.backward_s)} backward",
+            ],
+        )
 
 
 def _machine(here: ProfileEnvironment) -> Iterator[tuple[str, list[str]]]:
-    software = (("torch", here.torch), ("CUDA", here.cuda), ("driver", here.driver), ("NCCL", here.nccl), ("cuDNN", here.cudnn),
-                ("Python", here.python))
+    software = (
+        ("torch", here.torch),
+        ("CUDA", here.cuda),
+        ("driver", here.driver),
+        ("NCCL", here.nccl),
+        ("cuDNN", here.cudnn),
+        ("Python", here.python),
+    )
     yield "software", [f"{name} {version}" for name, version in software if version]
-    clocks = [f"{name} {_of(now, most)} MHz" for name, now, most in (
-        ("SM", here.sm_clock_mhz, here.max_sm_clock_mhz), ("memory", here.memory_clock_mhz, here.max_memory_clock_mhz)) if now or most]
+    clocks = [
+        f"{name} {_of(now, most)} MHz"
+        for name, now, most in (
+            ("SM", here.sm_clock_mhz, here.max_sm_clock_mhz),
+            ("memory", here.memory_clock_mhz, here.max_memory_clock_mhz),
+        )
+        if now or most
+    ]
     yield "clocks", [*clocks, *([f"limit {here.power_limit_w:g} W"] if here.power_limit_w else [])]
     host = [here.cpu, f"{here.num_cores} cores" if here.num_cores else None]
-    yield "host", [*filter(None, host), *([format_bytes(here.host_memory_bytes)] if here.host_memory_bytes else [])]
-    yield "links", [f"{count} x {kind} {what}" for what, kinds in (("between GPUs", here.gpu_links), ("to NICs", here.nic_links))
-                    for kind, count in kinds.items()]
+    yield (
+        "host",
+        [
+            *filter(None, host),
+            *([format_bytes(here.host_memory_bytes)] if here.host_memory_bytes else []),
+        ],
+    )
+    yield (
+        "links",
+        [
+            f"{count} x {kind} {what}"
+            for what, kinds in (("between GPUs", here.gpu_links), ("to NICs", here.nic_links))
+            for kind, count in kinds.items()
+        ],
+    )
 
 
 def _of(now: float | None, most: float | None) -> str:
@@ -71,16 +120,29 @@ def _of(now: float | None, most: float | None) -> str:
 
 def _memory(profile: UserProfile) -> list[str]:
     texts = (
-        ("reserved beyond allocated", profile.allocator_share, percent), ("context", profile.context_bytes, format_bytes),
-        ("communicator", profile.communicator_bytes, format_bytes), ("granularity", profile.granularity_bytes, format_bytes))
+        ("reserved beyond allocated", profile.allocator_share, percent),
+        ("context", profile.context_bytes, format_bytes),
+        ("communicator", profile.communicator_bytes, format_bytes),
+        ("granularity", profile.granularity_bytes, format_bytes),
+    )
     return [f"{name} {text(value)}" for name, value, text in texts if value is not None]
 
 
 def _rates(profile: UserProfile) -> list[str]:
     """The figures of the machine itself: bandwidths, and the host's time for one operator."""
-    return [f"{name} {text}" for name, text in (
-        (_words(name), f"{rate_text(value / GB)} GB/s" if name.endswith("_bytes_per_s") else seconds_text(value))
-        for name, value in figures_of(profile).items() if name.endswith(("_bytes_per_s", "launch_s")))]
+    return [
+        f"{name} {text}"
+        for name, text in (
+            (
+                _words(name),
+                f"{rate_text(value / GB)} GB/s"
+                if name.endswith("_bytes_per_s")
+                else seconds_text(value),
+            )
+            for name, value in figures_of(profile).items()
+            if name.endswith(("_bytes_per_s", "launch_s"))
+        )
+    ]
 
 
 def _words(name: str) -> str:
@@ -88,7 +150,9 @@ def _words(name: str) -> str:
 
 
 def figures_of(profile: UserProfile) -> dict[str, float]:
-    """The largest of each figure that the records have by name: that of the largest size, where there are several."""
+    """The largest of each figure that the records have by name: that of the largest size, where
+    there are several.
+    """
     found: dict[str, float] = {}
     for record in profile.records:
         for name, value in (record.measured.figures if record.measured else {}).items():
@@ -103,10 +167,18 @@ def _print_curves(profile: UserProfile, out: Console) -> None:
     found = series_of(profile)
     say(out)
     heading = ("curve", "points", "from", "to", "rate there", "and there", "", "off by", "at worst")
-    print_table(out, heading, [_cells(one) for one in found], left=("curve", "from", "to", ""), indent=0)
+    print_table(
+        out, heading, [_cells(one) for one in found], left=("curve", "from", "to", ""), indent=0
+    )
     with_points = {one.name for one in found}
-    fields_of = replace(profile.profile.compute, named={})  # a named operation may have one pass only
-    assumed = [name for name, curve in curves_of(fields_of).items() if not curve.rows and name not in with_points]
+    fields_of = replace(
+        profile.profile.compute, named={}
+    )  # a named operation may have one pass only
+    assumed = [
+        name
+        for name, curve in curves_of(fields_of).items()
+        if not curve.rows and name not in with_points
+    ]
     if assumed:
         say(out, joined(assumed, ", ", out.width, start="assumed, not measured: ", indent=2), "dim")
 
@@ -115,8 +187,19 @@ def _cells(one: CurveSeries) -> tuple[str, ...]:
     first, last = one.points[0], one.points[-1]
     rates = (rate_text(point.rate / one.scale) for point in (first, last))
     curve = one.curve
-    errors = ("-" if error is None else percent(error) for error in (curve.median_error, curve.worst_error))
-    return one.name, str(len(one.points)), _sizes(one, first.sizes), _sizes(one, last.sizes), *rates, one.unit, *errors
+    errors = (
+        "-" if error is None else percent(error)
+        for error in (curve.median_error, curve.worst_error)
+    )
+    return (
+        one.name,
+        str(len(one.points)),
+        _sizes(one, first.sizes),
+        _sizes(one, last.sizes),
+        *rates,
+        one.unit,
+        *errors,
+    )
 
 
 def _sizes(one: CurveSeries, sizes: tuple[int, ...]) -> str:
@@ -141,10 +224,18 @@ def _print_collectives(profile: UserProfile, out: Console) -> None:
     if not curves:
         return
     say(out)
-    rows = [(
-        curve.collective, placement_text(curve), str(len(curve.bytes)), format_bytes(curve.bytes[0]),
-        seconds_text(curve.time_us[0] / US_PER_S), format_bytes(curve.bytes[-1]),
-        f"{rate_text(curve.bytes[-1] / curve.time_us[-1] * US_PER_S / GB)} GB/s") for curve in curves]
+    rows = [
+        (
+            curve.collective,
+            placement_text(curve),
+            str(len(curve.bytes)),
+            format_bytes(curve.bytes[0]),
+            seconds_text(curve.time_us[0] / US_PER_S),
+            format_bytes(curve.bytes[-1]),
+            f"{rate_text(curve.bytes[-1] / curve.time_us[-1] * US_PER_S / GB)} GB/s",
+        )
+        for curve in curves
+    ]
     heading = ("collective", "group", "points", "from", "takes", "to", "bytes a second")
     print_table(out, heading, rows, left=("collective", "group"), indent=0)
 
@@ -155,8 +246,13 @@ def _print_failures(profile: UserProfile, out: Console) -> None:
         return
     say(out)
     say(out, f"{len(failed)} of {len(profile.records)} cases not measured")
-    rows = [(record.case.key, record.outcome.value.replace("_", " "), _first_line(record)) for record in failed]
-    print_table(out, ("case", "outcome", "because"), rows, left=("case", "outcome", "because"), indent=2)
+    rows = [
+        (record.case.key, record.outcome.value.replace("_", " "), _first_line(record))
+        for record in failed
+    ]
+    print_table(
+        out, ("case", "outcome", "because"), rows, left=("case", "outcome", "because"), indent=2
+    )
 
 
 def _first_line(record: Record) -> str:
@@ -170,17 +266,38 @@ def rate_text(rate: float) -> str:
 
 def profile_document(profile: UserProfile) -> dict[str, Any]:
     """The same for programs: rates in FLOP/s and bytes/s, seconds, bytes."""
-    curves = [{
-        "name": one.name, "points": len(one.points), "fitted_points": one.curve.rows, "kind": str(one.curve.kind),
-        "unit": "bytes_per_s" if one.unit == "GB/s" else "flops_per_s",
-        **{f"{end}_{name}": value for end, point in (("first", one.points[0]), ("last", one.points[-1]))
-           for name, value in (("sizes", list(point.sizes)), ("rate", point.rate))},
-        "median_error": one.curve.median_error, "worst_error": one.curve.worst_error} for one in series_of(profile)]
-    failures = [{"case": record.case.key, "outcome": record.outcome.value, "detail": record.detail}
-                for record in profile.records if record.outcome is not CaseOutcome.MEASURED]
+    curves = [
+        {
+            "name": one.name,
+            "points": len(one.points),
+            "fitted_points": one.curve.rows,
+            "kind": str(one.curve.kind),
+            "unit": "bytes_per_s" if one.unit == "GB/s" else "flops_per_s",
+            **{
+                f"{end}_{name}": value
+                for end, point in (("first", one.points[0]), ("last", one.points[-1]))
+                for name, value in (("sizes", list(point.sizes)), ("rate", point.rate))
+            },
+            "median_error": one.curve.median_error,
+            "worst_error": one.curve.worst_error,
+        }
+        for one in series_of(profile)
+    ]
+    failures = [
+        {"case": record.case.key, "outcome": record.outcome.value, "detail": record.detail}
+        for record in profile.records
+        if record.outcome is not CaseOutcome.MEASURED
+    ]
     return {
-        "device": profile.device, "precision": profile.precision, "environment": document(profile.environment),
-        "cases": len(profile.records), "curves": curves, "collectives": document(collectives_of(profile)), "failures": failures,
-        "figures": figures_of(profile), "memory": {name: getattr(profile, name) for name in _MEMORY},
+        "device": profile.device,
+        "precision": profile.precision,
+        "environment": document(profile.environment),
+        "cases": len(profile.records),
+        "curves": curves,
+        "collectives": document(collectives_of(profile)),
+        "failures": failures,
+        "figures": figures_of(profile),
+        "memory": {name: getattr(profile, name) for name in _MEMORY},
         "in_step": document(profile.profile.in_step) if profile.profile else None,
-        "contention": profile.profile.contention if profile.profile else None}
+        "contention": profile.profile.contention if profile.profile else None,
+    }

@@ -1,4 +1,6 @@
-"""The chunks of a plan: where the states of its blocks lie, what a step moves, and the fullest moments of one device."""
+"""The chunks of a plan: where the states of its blocks lie, what a step moves, and the fullest
+moments of one device.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from parplan.profiles.units import format_bytes, gib
 from parplan.report.text import gib_text, percent, print_table, say
 
 MOST_ROWS = 8  # of the fullest moments
-_HOMES = {StateLocation.DEVICE: "device", StateLocation.OPTIMIZER: "optimizer on the host", StateLocation.HOST: "host"}
+_HOMES = {
+    StateLocation.DEVICE: "device",
+    StateLocation.OPTIMIZER: "optimizer on the host",
+    StateLocation.HOST: "host",
+}
 
 
 def home_blocks(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]:
@@ -29,22 +35,38 @@ def home_blocks(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]:
             layer_plan = plan.layer_plans[run.plan]
             if run.blocks is None or layer_plan.layer is not LayerKind.BLOCK:
                 continue
-            home = next(home for home in reversed(OFFLOAD_OF) if set(OFFLOAD_OF[home]) <= set(layer_plan.offload))
+            home = next(
+                home
+                for home in reversed(OFFLOAD_OF)
+                if set(OFFLOAD_OF[home]) <= set(layer_plan.offload)
+            )
             found.setdefault((stage.rank, home), []).extend(range(run.blocks[0], run.blocks[1] + 1))
     return found
 
 
 def chunks_fact(plan: Plan, chunks: ChunkPlan) -> tuple[str, str, str]:
-    """The line of the summary: how many blocks leave the device, and what the rank moves that moves most."""
+    """The line of the summary: how many blocks leave the device, and what the rank moves that moves
+    most.
+    """
     counts = Counter[StateLocation]()
     for (_, home), blocks in home_blocks(plan).items():
         counts[home] += len(blocks)
     busiest = max(chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes)
     host, optimizer = counts[StateLocation.HOST], counts[StateLocation.OPTIMIZER]
-    whose, more = f"{host} of {plan.model.num_layers} blocks on the host", f"the optimizer of {optimizer} more, " if optimizer else ""
+    whose, more = (
+        f"{host} of {plan.model.num_layers} blocks on the host",
+        f"the optimizer of {optimizer} more, " if optimizer else "",
+    )
     if optimizer and not host:
-        whose, more = f"the optimizer of {optimizer} of {plan.model.num_layers} blocks on the host", ""
-    return "chunks", whose, f"{more}{format_bytes(busiest.in_bytes)} in and {format_bytes(busiest.out_bytes)} out a step and GPU"
+        whose, more = (
+            f"the optimizer of {optimizer} of {plan.model.num_layers} blocks on the host",
+            "",
+        )
+    return (
+        "chunks",
+        whose,
+        f"{more}{format_bytes(busiest.in_bytes)} in and {format_bytes(busiest.out_bytes)} out a step and GPU",
+    )
 
 
 def print_chunks(plan: Plan, out: Console) -> None:
@@ -56,25 +78,55 @@ def print_chunks(plan: Plan, out: Console) -> None:
     heading = ("stage", "home", "blocks", "chunks", "elements", "of parameters", "used")
     rows = [_group_row(group, blocks[group.stage, group.home], width) for group in chunks.groups]
     say(out)
-    gathered = f"; {plan.mesh.dp} in a row, one of each rank, are gathered together" if plan.mesh.dp > 1 else ""
+    gathered = (
+        f"; {plan.mesh.dp} in a row, one of each rank, are gathered together"
+        if plan.mesh.dp > 1
+        else ""
+    )
     say(out, f"  states in chunks, whose parameters lie as their states do{gathered}", "dim")
     print_table(out, heading, rows, left=("home", "blocks"))
     say(out)
-    say(out, f"  what a step moves of one GPU, evicting by {chunks.eviction}; tensors may fill the budget", "dim")
-    print_table(out, ("stage", "in", "out", "smallest budget", "budget"), (
-        (f"{rank.stage}", *map(format_bytes, (rank.in_bytes, rank.out_bytes, rank.smallest_bytes, rank.device_bytes)))
-        for rank in chunks.ranks), left=())
+    say(
+        out,
+        f"  what a step moves of one GPU, evicting by {chunks.eviction}; tensors may fill the budget",
+        "dim",
+    )
+    print_table(
+        out,
+        ("stage", "in", "out", "smallest budget", "budget"),
+        (
+            (
+                f"{rank.stage}",
+                *map(
+                    format_bytes,
+                    (rank.in_bytes, rank.out_bytes, rank.smallest_bytes, rank.device_bytes),
+                ),
+            )
+            for rank in chunks.ranks
+        ),
+        left=(),
+    )
 
 
 def _group_row(group: ChunkGroup, blocks: Sequence[int], width: int) -> tuple[str, ...]:
     return (
-        f"{group.stage}", _HOMES[group.home], spans_text(blocks), f"{group.num_chunks}", f"{group.chunk_elements:,}",
-        format_bytes(width * group.chunk_elements), percent(group.utilisation))
+        f"{group.stage}",
+        _HOMES[group.home],
+        spans_text(blocks),
+        f"{group.num_chunks}",
+        f"{group.chunk_elements:,}",
+        format_bytes(width * group.chunk_elements),
+        percent(group.utilisation),
+    )
 
 
 def spans_text(blocks: Sequence[int]) -> str:
     """`0-17, 24-41`: ascending numbers, those in a row as one."""
-    ends = [index for index in range(len(blocks)) if index + 1 == len(blocks) or blocks[index + 1] != blocks[index] + 1]
+    ends = [
+        index
+        for index in range(len(blocks))
+        if index + 1 == len(blocks) or blocks[index + 1] != blocks[index] + 1
+    ]
     starts = [0, *(end + 1 for end in ends[:-1])]
     pairs = ((blocks[start], blocks[end]) for start, end in zip(starts, ends, strict=True))
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in pairs)
@@ -89,23 +141,50 @@ def fullest_levels(levels: Sequence[ChunkLevel]) -> list[ChunkLevel]:
 
 
 def print_levels(levels: Sequence[ChunkLevel], rank: int, chunks: RankChunks, out: Console) -> None:
-    """The fullest moments of one device of a pipeline rank, in GiB, and what is moved around all of them and after the update."""
+    """The fullest moments of one device of a pipeline rank, in GiB, and what is moved around all of
+    them and after the update.
+    """
     shown, budget = fullest_levels(levels), gib_text(gib(chunks.device_bytes))
-    say(out, f"  fullest of {len(levels):,} moments of stage {rank}, GiB of one GPU; the budget is {budget}", "dim")
+    say(
+        out,
+        f"  fullest of {len(levels):,} moments of stage {rank}, GiB of one GPU; the budget is {budget}",
+        "dim",
+    )
     heading = ("moment", "pass", "micro-batch", "block", *CLASSES, "total", "in", "out")
     print_table(out, heading, map(_level_row, shown), left=("pass",))
-    sums = {name: sum(getattr(level, f"{name}_bytes") for level in levels) for name in ("in", "out", "gathered", "reduced")}
+    sums = {
+        name: sum(getattr(level, f"{name}_bytes") for level in levels)
+        for name in ("in", "out", "gathered", "reduced")
+    }
     after = chunks.in_bytes - sums["in"]
     text = ", ".join(f"{format_bytes(size)} {name}" for name, size in sums.items())
-    say(out, f"  in all {text} around the moments of a step{f'; {format_bytes(after)} in after the update' if after else ''}", "dim")
+    say(
+        out,
+        f"  in all {text} around the moments of a step{f'; {format_bytes(after)} in after the update' if after else ''}",
+        "dim",
+    )
 
 
 def _level_row(level: ChunkLevel) -> tuple[str, ...]:
-    sizes = (*(getattr(level, name) for name in CLASSES), level.total, level.in_bytes, level.out_bytes)
+    sizes = (
+        *(getattr(level, name) for name in CLASSES),
+        level.total,
+        level.in_bytes,
+        level.out_bytes,
+    )
     return (
-        f"{level.moment}", level.work, f"{level.micro_batch}", f"{level.block}", *(gib_text(gib(size)) if size else "-" for size in sizes))
+        f"{level.moment}",
+        level.work,
+        f"{level.micro_batch}",
+        f"{level.block}",
+        *(gib_text(gib(size)) if size else "-" for size in sizes),
+    )
 
 
 def levels_document(levels: Sequence[ChunkLevel], rank: int, budget_bytes: int) -> dict[str, Any]:
     """The same for programs: every moment, in bytes."""
-    return {"stage": rank, "device_bytes": budget_bytes, "moments": [document(level) for level in levels]}
+    return {
+        "stage": rank,
+        "device_bytes": budget_bytes,
+        "moments": [document(level) for level in levels],
+    }

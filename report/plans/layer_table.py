@@ -1,4 +1,6 @@
-"""The layer plans of a plan, and the placement of every operator when tensor parallelism splits them."""
+"""The layer plans of a plan, and the placement of every operator when tensor parallelism splits
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,26 @@ from parplan.report.text import print_table, say
 def print_layers(plan: Plan, out: Console) -> None:
     """Which layers run on which plan, and what those plans are."""
     graph = graph_of(plan)
-    names, kept = recompute_names(graph), any(layer_plan.keep_on_host for layer_plan in plan.layer_plans.values())
+    names, kept = (
+        recompute_names(graph),
+        any(layer_plan.keep_on_host for layer_plan in plan.layer_plans.values()),
+    )
     rows = []
     for name, layer_plan in plan.layer_plans.items():
-        recompute = recompute_text(layer_plan, names) if layer_plan.layer is LayerKind.BLOCK else "none"
+        recompute = (
+            recompute_text(layer_plan, names) if layer_plan.layer is LayerKind.BLOCK else "none"
+        )
         on_host = (kept_text(layer_plan, graph) or "-",) if kept else ()
         rows.append((name, zero_text(layer_plan), recompute, *on_host, _where(plan, name)))
     say(out)
     heading = ("layer plan", "ZeRO", "recompute", *(("kept on the host",) if kept else ()), "runs")
-    words = ("layer plan", *(("ZeRO",) if plan.chunks else ()), "recompute", "kept on the host", "runs")
+    words = (
+        "layer plan",
+        *(("ZeRO",) if plan.chunks else ()),
+        "recompute",
+        "kept on the host",
+        "runs",
+    )
     print_table(out, heading, rows, left=words)
     if plan.mesh.tp > 1:
         _print_placements(plan, out)
@@ -30,7 +43,12 @@ def print_layers(plan: Plan, out: Console) -> None:
 def _where(plan: Plan, name: str) -> str:
     """`blocks 0-17, 22-39`, or the layer itself for embedding and head; runs that touch are one."""
     spans: list[tuple[int, int]] = []
-    for run in (run for stage in plan.stages for run in stage.layers if run.plan == name and run.blocks is not None):
+    for run in (
+        run
+        for stage in plan.stages
+        for run in stage.layers
+        if run.plan == name and run.blocks is not None
+    ):
         assert run.blocks is not None
         if spans and spans[-1][1] + 1 == run.blocks[0]:
             spans[-1] = (spans[-1][0], run.blocks[1])
@@ -38,18 +56,31 @@ def _where(plan: Plan, name: str) -> str:
             spans.append(run.blocks)
     if not spans:
         return str(plan.layer_plans[name].layer)
-    return "blocks " + ", ".join(f"{first}-{last}" if first != last else f"{first}" for first, last in spans)
+    return "blocks " + ", ".join(
+        f"{first}-{last}" if first != last else f"{first}" for first, last in spans
+    )
 
 
 def _print_placements(plan: Plan, out: Console) -> None:
     """Per kind of layer: layer plans of one kind differ in recompute and ZeRO, not in placement."""
     shown: list[LayerPlan] = []
     for layer_plan in plan.layer_plans.values():
-        if not any(known.layer is layer_plan.layer and known.operators == layer_plan.operators for known in shown):
+        if not any(
+            known.layer is layer_plan.layer and known.operators == layer_plan.operators
+            for known in shown
+        ):
             shown.append(layer_plan)
     rows = [
-        (str(layer_plan.layer) if index == 0 else "", name, _axes(placed.input), _axes(placed.output), _parameters(placed))
-        for layer_plan in shown for index, (name, placed) in enumerate(layer_plan.operators.items())]
+        (
+            str(layer_plan.layer) if index == 0 else "",
+            name,
+            _axes(placed.input),
+            _axes(placed.output),
+            _parameters(placed),
+        )
+        for layer_plan in shown
+        for index, (name, placed) in enumerate(layer_plan.operators.items())
+    ]
     heading = ("layer", "operator", "input", "output", "parameters")
     say(out)
     print_table(out, heading, rows, left=heading)
@@ -57,7 +88,10 @@ def _print_placements(plan: Plan, out: Console) -> None:
 
 
 def _parameters(placed: OperatorPlacement) -> str:
-    return ", ".join(f"{name} {_axes(axes)}" for name, axes in placed.parameters.items() if axes) or "-"
+    return (
+        ", ".join(f"{name} {_axes(axes)}" for name, axes in placed.parameters.items() if axes)
+        or "-"
+    )
 
 
 def _axes(placements: tuple[str, ...]) -> str:

@@ -14,15 +14,25 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.report.text import aligned, gib_text, say
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total")
-SHORT = ("params", "grads", "optim", "activ", "temps", "reserve", "total")  # of an 80-column terminal
+SHORT = (
+    "params",
+    "grads",
+    "optim",
+    "activ",
+    "temps",
+    "reserve",
+    "total",
+)  # of an 80-column terminal
 MOST_ROWS = 12  # of the short form: the fullest rows, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """Pipeline stages `first` to `last`, alike in memory and in number of blocks (`blocks` first and last block).
+    """Pipeline stages `first` to `last`, alike in memory and in number of blocks (`blocks` first
+    and last block).
 
-    chunks: model chunks a stage holds, more than one when interleaved; ends: embedding, head, or neither
+    chunks: model chunks a stage holds, more than one when interleaved; ends: embedding, head, or
+    neither
     """
 
     first: int
@@ -57,7 +67,14 @@ def _row(plan: Plan, memory: StageMemory) -> MemoryRow:
     ends = tuple(str(kind) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD) if kind in kinds)
     blocks = (held[0], held[-1]) if held and len(chunks) == 1 else None
     return MemoryRow(
-        first=memory.stage, last=memory.stage, blocks=blocks, num_blocks=num_blocks, chunks=len(chunks), ends=ends, memory=memory)
+        first=memory.stage,
+        last=memory.stage,
+        blocks=blocks,
+        num_blocks=num_blocks,
+        chunks=len(chunks),
+        ends=ends,
+        memory=memory,
+    )
 
 
 def rows(plan: Plan) -> list[MemoryRow]:
@@ -65,7 +82,9 @@ def rows(plan: Plan) -> list[MemoryRow]:
     single = [_row(plan, memory) for memory in plan.predicted.memory_gib]
     return [
         _merged(list(alike))
-        for _, alike in groupby(single, key=lambda row: (row.numbers, row.num_blocks, row.chunks, row.ends))
+        for _, alike in groupby(
+            single, key=lambda row: (row.numbers, row.num_blocks, row.chunks, row.ends)
+        )
     ]
 
 
@@ -76,13 +95,21 @@ def _merged(alike: list[MemoryRow]) -> MemoryRow:
 
 
 def layers_text(row: MemoryRow, *, short: bool) -> str:
-    """`embedding, 0-10`; `11-43 (11 each)` for a merged row; `embedding, 11 x 2 blocks` for interleaved
-    chunks, `embedding, 7 blocks in 4` when the first or the last chunk has one block less."""
+    """`embedding, 0-10`; `11-43 (11 each)` for a merged row; `embedding, 11 x 2 blocks` for
+    interleaved chunks, `embedding, 7 blocks in 4` when the first or the last chunk has one block
+    less.
+    """
     if row.blocks is None:
         each, over = divmod(row.num_blocks, row.chunks)
-        text = f"{row.num_blocks} blocks in {row.chunks}" if over else f"{row.chunks} x {each} blocks"
+        text = (
+            f"{row.num_blocks} blocks in {row.chunks}" if over else f"{row.chunks} x {each} blocks"
+        )
     else:
-        text = f"{row.blocks[0]}-{row.blocks[1]}" if row.blocks[0] != row.blocks[1] else f"{row.blocks[0]}"
+        text = (
+            f"{row.blocks[0]}-{row.blocks[1]}"
+            if row.blocks[0] != row.blocks[1]
+            else f"{row.blocks[0]}"
+        )
         if row.first != row.last:
             text += f" ({row.num_blocks} each)"
     names = {"embedding": "embed"} if short else {}
@@ -92,7 +119,9 @@ def layers_text(row: MemoryRow, *, short: bool) -> str:
 
 
 def _selected(table: list[MemoryRow]) -> list[MemoryRow]:
-    """At most MOST_ROWS rows: the first, the last and the fullest of the others, in the order of the stages."""
+    """At most MOST_ROWS rows: the first, the last and the fullest of the others, in the order of
+    the stages.
+    """
     if len(table) <= MOST_ROWS:
         return table
     inner = sorted(table[1:-1], key=lambda row: -row.memory.total)[: MOST_ROWS - 2]
@@ -105,12 +134,18 @@ def print_stages(plan: Plan, out: Console, *, whole: bool) -> None:
     shown = everything if whole else _selected(everything)
     heading, *lines = _lines(shown, out.width)
     worst = fullest(plan).stage
-    say(out, f"  GiB per GPU; the device has {gib_text(plan.predicted.memory_gib[0].capacity)}", "dim")
+    say(
+        out,
+        f"  GiB per GPU; the device has {gib_text(plan.predicted.memory_gib[0].capacity)}",
+        "dim",
+    )
     say(out, heading, "dim")
     for row, line in zip(shown, lines, strict=True):
         say(out, line, "bold" if len(everything) > 1 and row.first <= worst <= row.last else "")
     if len(shown) < len(everything):
-        hidden = sum(row.last - row.first + 1 for row in everything) - sum(row.last - row.first + 1 for row in shown)
+        hidden = sum(row.last - row.first + 1 for row in everything) - sum(
+            row.last - row.first + 1 for row in shown
+        )
         say(out, f"  ({hidden} less full stages left out: plan show lists them all)", "dim")
 
 
@@ -118,7 +153,14 @@ def _lines(shown: list[MemoryRow], width: int) -> list[str]:
     """Heading and rows, in whole words where they fit."""
     for names, short in ((CLASSES, False), (SHORT, True)):
         heading = ("stage", "layers", *names)
-        lines = aligned((heading, *((row.stages, layers_text(row, short=short), *row.numbers) for row in shown)), width, left=(0, 1))
+        lines = aligned(
+            (
+                heading,
+                *((row.stages, layers_text(row, short=short), *row.numbers) for row in shown),
+            ),
+            width,
+            left=(0, 1),
+        )
         if max(map(len, lines)) <= width:
             break
     return lines

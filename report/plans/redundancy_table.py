@@ -20,7 +20,11 @@ def print_redundancy(plan: Plan, out: Console) -> None:
     if not found.stages:
         return
     say(out)
-    say(out, "  redundant GiB per GPU (temporaries of operators are each a moment of its own)", "dim")
+    say(
+        out,
+        "  redundant GiB per GPU (temporaries of operators are each a moment of its own)",
+        "dim",
+    )
     print_table(out, ("of", "operator", *CLASSES), list(_rows(plan)), left=("of", "operator"))
 
 
@@ -29,7 +33,11 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for first, last, stage in _alike(found.stages):
         yield f"stage {first}" + (f"-{last}" if last > first else ""), "", *_numbers(stage)
     for name, layer in found.layers.items():
-        yield f"one {name}" if plan.layer_plans[name].layer.value != name else name, "all", *_numbers(layer.layer)
+        yield (
+            f"one {name}" if plan.layer_plans[name].layer.value != name else name,
+            "all",
+            *_numbers(layer.layer),
+        )
         for operator, own in layer.operators.items():
             if own.total >= NOTHING:
                 yield "", operator, *_numbers(own)

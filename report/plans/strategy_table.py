@@ -12,20 +12,44 @@ from parplan.planner.layer_options.operator_strategies import OperatorStrategies
 from parplan.profiles.units import MIB, US_PER_S
 from parplan.report.text import print_table, say
 
-HEADING = ("split by", "compute us", "ending us", "params MiB", "grads MiB", "optim MiB", "made MiB", "temps MiB")
+HEADING = (
+    "split by",
+    "compute us",
+    "ending us",
+    "params MiB",
+    "grads MiB",
+    "optim MiB",
+    "made MiB",
+    "temps MiB",
+)
 
 
 def print_strategies(found: Iterable[OperatorStrategies], out: Console, mesh: str) -> None:
-    """One table an operator, fastest first; times are forward + backward of one micro-batch on one GPU."""
-    say(out, f"strategies over the tensor-parallel axis of {mesh}; what lies between operators is priced by placement pair", "bold")
+    """One table an operator, fastest first; times are forward + backward of one micro-batch on one
+    GPU.
+    """
+    say(
+        out,
+        f"strategies over the tensor-parallel axis of {mesh}; what lies between operators is priced by placement pair",
+        "bold",
+    )
     for operator in found:
         say(out)
         note = "keep or recompute" if operator.recomputable else "keep only"
-        host = f"; {operator.kept_bytes / MIB:,.1f} MiB to the host in {operator.copy_s * US_PER_S:,.0f} us" if operator.kept_bytes else ""
+        host = (
+            f"; {operator.kept_bytes / MIB:,.1f} MiB to the host in {operator.copy_s * US_PER_S:,.0f} us"
+            if operator.kept_bytes
+            else ""
+        )
         counts = f"{len(operator.legal)} legal ({note}), {len(operator.rejected)} rejected"
         say(out, f"{operator.layer}.{operator.operator.name}: {counts}{host}")
         rows = sorted(operator.legal, key=lambda s: s.price.forward_s + s.price.backward_s)
-        print_table(out, HEADING, [_cells(strategy.splits, _numbers(strategy)) for strategy in rows], left=("split by",))
+        print_table(
+            out,
+            HEADING,
+            [_cells(strategy.splits, _numbers(strategy)) for strategy in rows],
+            left=("split by",),
+        )
         for rejected in operator.rejected:
             say(out, f"    not {text(rejected.splits)}: {rejected.reason}", "dim")
 
@@ -39,7 +63,13 @@ def _numbers(strategy: PricedStrategy) -> tuple[float, ...]:
     price = strategy.price
     compute_s = price.compute.forward.value_s + price.compute.backward.value_s
     ending_s = price.ending.forward.value_s + price.ending.backward.value_s
-    sizes = (price.states.parameters, price.states.gradients, price.states.optimizer, price.saved_bytes, price.temporary_bytes)
+    sizes = (
+        price.states.parameters,
+        price.states.gradients,
+        price.states.optimizer,
+        price.saved_bytes,
+        price.temporary_bytes,
+    )
     return compute_s * US_PER_S, ending_s * US_PER_S, *(size / MIB for size in sizes)
 
 
@@ -51,17 +81,30 @@ def strategies_document(found: Iterable[OperatorStrategies]) -> list[dict[str, A
     """The same for JSON, in seconds and bytes."""
     return [
         {
-            "layer": operator.layer.value, "operator": operator.operator.name, "recomputable": operator.recomputable,
-            "kept_bytes": operator.kept_bytes, "copy_s": operator.copy_s,
+            "layer": operator.layer.value,
+            "operator": operator.operator.name,
+            "recomputable": operator.recomputable,
+            "kept_bytes": operator.kept_bytes,
+            "copy_s": operator.copy_s,
             "legal": [_document(strategy) for strategy in operator.legal],
-            "rejected": [{"splits": list(map(str, rejected.splits)), "reason": rejected.reason} for rejected in operator.rejected],
-        } for operator in found]
+            "rejected": [
+                {"splits": list(map(str, rejected.splits)), "reason": rejected.reason}
+                for rejected in operator.rejected
+            ],
+        }
+        for operator in found
+    ]
 
 
 def _document(strategy: PricedStrategy) -> dict[str, Any]:
     price = strategy.price
     return {
-        "splits": list(map(str, strategy.splits)), "forward_s": price.forward_s, "backward_s": price.backward_s,
-        "parameter_bytes": price.states.parameters, "gradient_bytes": price.states.gradients, "optimizer_bytes": price.states.optimizer,
-        "saved_bytes": price.saved_bytes, "temporary_bytes": price.temporary_bytes,
+        "splits": list(map(str, strategy.splits)),
+        "forward_s": price.forward_s,
+        "backward_s": price.backward_s,
+        "parameter_bytes": price.states.parameters,
+        "gradient_bytes": price.states.gradients,
+        "optimizer_bytes": price.states.optimizer,
+        "saved_bytes": price.saved_bytes,
+        "temporary_bytes": price.temporary_bytes,
     }

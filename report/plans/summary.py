@@ -28,7 +28,7 @@ from parplan.report.names import (
     zero_text,
 )
 from parplan.report.plans.chunk_tables import chunks_fact
-from parplan.report.plans.coverage_notes import coverage_notes, coverage_text, coverage_of_profile
+from parplan.report.plans.coverage_notes import coverage_notes, coverage_of_profile, coverage_text
 from parplan.report.plans.memory_table import fullest, print_stages
 from parplan.report.text import (
     LABEL_WIDTH,
@@ -46,8 +46,14 @@ AnyPlan = Plan | TracedPlan
 RUNNERS_UP = 3  # of the short form
 NOTHING = 1e-9  # share of the step below which a time is rounding
 _CAUSES = (
-    ("compute", "compute_s"), ("recompute", "recompute_s"), ("bubble", "pp_bubble_s"), ("data", "dp_comm_s"),
-    ("tensor", "tp_comm_s"), ("p2p", "pp_comm_s"), ("host", "host_comm_s"), ("optimizer", "optimizer_s"),
+    ("compute", "compute_s"),
+    ("recompute", "recompute_s"),
+    ("bubble", "pp_bubble_s"),
+    ("data", "dp_comm_s"),
+    ("tensor", "tp_comm_s"),
+    ("p2p", "pp_comm_s"),
+    ("host", "host_comm_s"),
+    ("optimizer", "optimizer_s"),
 )
 EXECUTORS_STACK = "parplan"
 _REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
@@ -59,10 +65,12 @@ _PRICE_NOTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryContext:
-    """What the summary says that the plan does not hold: defaults taken, how long it took, whether Ctrl-C ended it.
+    """What the summary says that the plan does not hold: defaults taken, how long it took, whether
+    Ctrl-C ended it.
 
     whole: every stage and every runner-up, however many
-    profile, plan_file: the files of --profile and of the plan, as the user named them; empty where that is not known
+    profile, plan_file: the files of --profile and of the plan, as the user named them; empty where
+    that is not known
     """
 
     assumed: tuple[str, ...] = ()
@@ -78,7 +86,9 @@ def print_summary(plan: Plan, out: Console, context: SummaryContext) -> None:
     print_header(plan, out, context)
     measured = coverage_of_profile(plan)
     facts = _facts(plan, context, measured)
-    for line in aligned(((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in facts), out.width, left=(0, 1, 2)):
+    for line in aligned(
+        ((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in facts), out.width, left=(0, 1, 2)
+    ):
         say(out, line)
     say(out)
     say(out, time_line(plan, out.width))
@@ -90,7 +100,11 @@ def print_summary(plan: Plan, out: Console, context: SummaryContext) -> None:
     _print_ties(plan, out)
     own = coverage_notes(measured, plan, context.profile, context.plan_file) if measured else ()
     for index, note in enumerate((*_notes(plan), *own)):
-        say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
+        say(
+            out,
+            joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")),
+            "dim",
+        )
 
 
 def print_header(plan: Plan, out: Console, context: SummaryContext) -> None:
@@ -102,7 +116,9 @@ def print_header(plan: Plan, out: Console, context: SummaryContext) -> None:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """What the solver failed on, what kind of number the step time is, and what the error band was measured on."""
+    """What the solver failed on, what kind of number the step time is, and what the error band was
+    measured on.
+    """
     if plan.search.solver_failure:
         yield plan.search.solver_failure
     space = _space_text(plan)
@@ -121,7 +137,9 @@ def _notes(plan: Plan) -> Iterator[str]:
     else:
         yield "band unknown: no measured steps on this device"
     if plan.cluster.calibration:
-        yield "prices follow runs of your own (cluster.calibration has the factors)" + ("; the band is of prices without" if band else "")
+        yield "prices follow runs of your own (cluster.calibration has the factors)" + (
+            "; the band is of prices without" if band else ""
+        )
     if plan.training.stack.name != EXECUTORS_STACK:
         yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack {EXECUTORS_STACK}"
 
@@ -133,29 +151,48 @@ def _space_text(plan: Plan) -> str | None:
         return None
     if search.objective is Objective.MEMORY:
         return "the gap is over all candidates whose stages run mixes of at most two options; --explain says what is not searched"
-    choices = "a ZeRO stage, a recompute list and a division of its operators" if plan.mesh.tp > 1 else "a ZeRO stage and a recompute list"
-    measured = "; how far simulated steps are below the closed form is measured, not proven" if plan.mesh.pp > 1 else ""
+    choices = (
+        "a ZeRO stage, a recompute list and a division of its operators"
+        if plan.mesh.tp > 1
+        else "a ZeRO stage and a recompute list"
+    )
+    measured = (
+        "; how far simulated steps are below the closed form is measured, not proven"
+        if plan.mesh.pp > 1
+        else ""
+    )
     return f"the gap is over all candidates, with {choices} for each block by itself{measured}; --explain says what is not searched"
 
 
 def header(plan: Plan, width: int) -> str:
     """Model, cluster and what a step trains on: the first line of every report of a plan."""
     model, cluster, training = plan.model, plan.cluster, plan.training
-    precision = f"{training.precision} with fp8 products" if training.fp8_matmuls else training.precision
-    return joined((
-        f"{model.name}, {_parameters(plan)}, {model.num_layers} layers",
-        f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
-        f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, {training.optimizer.capitalize()}",
-    ), " | ", width, indent=2)
+    precision = (
+        f"{training.precision} with fp8 products" if training.fp8_matmuls else training.precision
+    )
+    return joined(
+        (
+            f"{model.name}, {_parameters(plan)}, {model.num_layers} layers",
+            f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
+            f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, {training.optimizer.capitalize()}",
+        ),
+        " | ",
+        width,
+        indent=2,
+    )
 
 
 def _parameters(plan: Plan) -> str:
     graph = graph_of(plan)
-    active = f" ({format_count(graph.num_active_parameters)} active)" if plan.model.num_experts else ""
+    active = (
+        f" ({format_count(graph.num_active_parameters)} active)" if plan.model.num_experts else ""
+    )
     return f"{format_count(graph.num_parameters)} parameters{active}"
 
 
-def _facts(plan: Plan, context: SummaryContext, measured: Coverage | None) -> Iterator[tuple[str, str, str]]:
+def _facts(
+    plan: Plan, context: SummaryContext, measured: Coverage | None
+) -> Iterator[tuple[str, str, str]]:
     predicted, worst = plan.predicted, fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *layers_phrases(plan))
@@ -164,44 +201,77 @@ def _facts(plan: Plan, context: SummaryContext, measured: Coverage | None) -> It
     yield ("stack", *stack_phrases(plan))
     if measured:
         device = plan.cluster.device.name
-        yield "profile", f"{context.profile} of {device}" if context.profile else device, coverage_text(measured)
+        yield (
+            "profile",
+            f"{context.profile} of {device}" if context.profile else device,
+            coverage_text(measured),
+        )
     if plan.module:
-        yield "module", plan.module.text, "unmodified: divided as Megatron does, blocks recomputed whole or not"
+        yield (
+            "module",
+            plan.module.text,
+            "unmodified: divided as Megatron does, blocks recomputed whole or not",
+        )
     step, of_step, of_memory = predicted.step_time_s, "", ""
     if predicted.error_band:
-        of_step, of_memory = f" {band_text(predicted.error_band.time.share)}", f" ({band_text(predicted.error_band.memory.share)})"
+        of_step, of_memory = (
+            f" {band_text(predicted.error_band.time.share)}",
+            f" ({band_text(predicted.error_band.memory.share)})",
+        )
     speed = f"{predicted.tokens_per_s_per_gpu.value:,.0f} tokens/s/GPU, {percent(predicted.mfu.value)} MFU"
     yield "step", f"{seconds_text(step.value)}{of_step} ({step.kind})", speed
     free = worst.capacity - worst.total
     place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
-    room = f"{gib_text(free)} GiB free" if free >= 0 else f"does not fit: {gib_text(-free)} GiB more than the device has"
+    room = (
+        f"{gib_text(free)} GiB free"
+        if free >= 0
+        else f"does not fit: {gib_text(-free)} GiB more than the device has"
+    )
     yield "memory", f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}", place + room
     if host := max(memory.host for memory in plan.predicted.memory_gib):
         node = f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of {gib(plan.cluster.host_memory_bytes):,.0f}"
-        looks_up = any(Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values())
-        yield "host", f"{gib_text(host)} GiB for a GPU", f"{node}; tokens are looked up there" if looks_up else node
+        looks_up = any(
+            Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values()
+        )
+        yield (
+            "host",
+            f"{gib_text(host)} GiB for a GPU",
+            f"{node}; tokens are looked up there" if looks_up else node,
+        )
     yield proof(plan, context)
     front = plan.search.front
     if front:
         place = f"point {front.number} of {front.points}, fastest first"
-        yield "front", found_text(plan.search), place if front.complete else f"{place}; the front is incomplete"
+        yield (
+            "front",
+            found_text(plan.search),
+            place if front.complete else f"{place}; the front is incomplete",
+        )
 
 
 def layers_phrases(plan: Plan) -> tuple[str, str]:
-    """ZeRO stage, recompute and what the host keeps of the blocks; with numbers of blocks where they differ."""
+    """ZeRO stage, recompute and what the host keeps of the blocks; with numbers of blocks where
+    they differ.
+    """
     graph, zero, recompute, kept = graph_of(plan), Counter[str](), Counter[str](), Counter[str]()
     names = recompute_names(graph)
     for name, count in blocks_by_plan(plan).items():
         zero[f"ZeRO {zero_text(plan.layer_plans[name], homes=False)}"] += count
         recompute[recompute_text(plan.layer_plans[name], names)] += count
         kept[kept_text(plan.layer_plans[name], graph) or "nothing"] += count
-    sequence = ", sequence parallel" if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ""
+    sequence = (
+        ", sequence parallel"
+        if any(layer.sequence_parallel for layer in plan.layer_plans.values())
+        else ""
+    )
     host = f"; kept on the host: {', '.join(_shares(kept))}" if set(kept) != {"nothing"} else ""
     return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}{host}"
 
 
 def stack_phrases(plan: AnyPlan) -> tuple[str, str]:
-    """The software that the prices are for, its attention kernel, and whether it reduces gradients under compute."""
+    """The software that the prices are for, its attention kernel, and whether it reduces gradients
+    under compute.
+    """
     training = plan.training
     attention = attention_text(training, plan.cluster.device)
     reduction = "hidden" if training.overlap_grad_reduce else "not hidden"
@@ -223,7 +293,11 @@ def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
     gap = f"gap {percent(search.gap)}"
     if search.objective is not Objective.THROUGHPUT:
         slower = plan.predicted.step_time_s.value / search.fastest_step_time_s - 1
-        of_what = "one copy and redundancy" if max(memory.host for memory in plan.predicted.memory_gib) else "the redundancy"
+        of_what = (
+            "one copy and redundancy"
+            if max(memory.host for memory in plan.predicted.memory_gib)
+            else "the redundancy"
+        )
         of_what = "the fullest GPU's peak" if search.objective is Objective.PEAK else of_what
         gap, counts = f"{gap} of {of_what}", f"{percent(slower)} slower than the fastest; {counts}"
     if search.status is Status.OPTIMAL:
@@ -239,7 +313,11 @@ def time_line(plan: AnyPlan, width: int) -> str:
     digits = 1 if step_s * scale >= 100 else 2
     found = ((name, getattr(plan.predicted.breakdown, field).value) for name, field in _CAUSES)
     names = {"tensor": "tensor + experts"} if plan.mesh.ep > 1 else {}
-    phrases = [f"{names.get(name, name)} {seconds * scale:.{digits}f}" for name, seconds in found if seconds > NOTHING * step_s]
+    phrases = [
+        f"{names.get(name, name)} {seconds * scale:.{digits}f}"
+        for name, seconds in found
+        if seconds > NOTHING * step_s
+    ]
     return joined((f"{phrases[0]} {unit}", *phrases[1:]), " | ", width, start=labelled("time"))
 
 
@@ -250,16 +328,26 @@ def redundancy_line(plan: AnyPlan, width: int) -> str:
     parts = [f"{name} {gib_text(value)}" for name, value in classes.items()]
     if min(classes.values(), default=0.0) < 0:
         parts.append("below zero is of one copy what the host holds")
-    return joined((f"{gib_text(redundancy.total)} GiB over all GPUs", *parts), " | ", width, start=labelled("redundant"))
+    return joined(
+        (f"{gib_text(redundancy.total)} GiB over all GPUs", *parts),
+        " | ",
+        width,
+        start=labelled("redundant"),
+    )
 
 
 def print_runners_up(plan: AnyPlan, out: Console, *, whole: bool) -> None:
     """The candidates that were nearly as good."""
-    found = plan.search.runners_up if whole else _best_of_each_mesh(plan.search.runners_up)[:RUNNERS_UP]
+    found = (
+        plan.search.runners_up if whole else _best_of_each_mesh(plan.search.runners_up)[:RUNNERS_UP]
+    )
     if not found:
         return
     labels = ("also", *[""] * (len(found) - 1))
-    rows = ((f"{label:{LABEL_WIDTH - 4}}", *_runner_up(other, plan)) for label, other in zip(labels, found, strict=True))
+    rows = (
+        (f"{label:{LABEL_WIDTH - 4}}", *_runner_up(other, plan))
+        for label, other in zip(labels, found, strict=True)
+    )
     for line in aligned(rows, out.width, left=(0, 4)):
         say(out, line)
 
@@ -277,7 +365,12 @@ def _runner_up(other: RunnerUp, plan: AnyPlan) -> tuple[str, str, str, str]:
     memory = f"{gib_text(other.peak_memory_gib)} GiB"
     if plan.search.objective is Objective.MEMORY:
         memory += f", {gib_text(other.redundancy_gib)} redundant"
-    return seconds_text(step_s), f"({100 * slower:+.1f} %{', tie' if _is_tie(other, plan) else ''})", memory, _name(other)
+    return (
+        seconds_text(step_s),
+        f"({100 * slower:+.1f} %{', tie' if _is_tie(other, plan) else ''})",
+        memory,
+        _name(other),
+    )
 
 
 def _name(other: RunnerUp) -> str:
@@ -286,17 +379,26 @@ def _name(other: RunnerUp) -> str:
 
 
 def _is_tie(other: RunnerUp, plan: AnyPlan) -> bool:
-    """Whether the prices cannot say that `other` is worse: they can, where redundant memory is what counts."""
+    """Whether the prices cannot say that `other` is worse: they can, where redundant memory is what
+    counts.
+    """
     return other.inside_error_band and plan.search.objective is Objective.THROUGHPUT
 
 
 def _print_ties(plan: Plan, out: Console) -> None:
-    """How many plans the prices cannot tell from the best, and the leanest of them where it really needs less memory."""
-    ties, band = [other for other in plan.search.runners_up if _is_tie(other, plan)], plan.predicted.error_band
+    """How many plans the prices cannot tell from the best, and the leanest of them where it really
+    needs less memory.
+    """
+    ties, band = (
+        [other for other in plan.search.runners_up if _is_tie(other, plan)],
+        plan.predicted.error_band,
+    )
     if not ties or band is None:
         return
     lean = min(ties, key=lambda other: other.peak_memory_gib)
     text = f"{'1 other plan is' if len(ties) == 1 else f'{len(ties)} other plans are'} inside the error band of the step time"
     if lean.peak_memory_gib < fullest(plan).total * (1 - band.memory.share):
-        text += f"; the one with least memory, {gib_text(lean.peak_memory_gib)} GiB, is {_name(lean)}"
+        text += (
+            f"; the one with least memory, {gib_text(lean.peak_memory_gib)} GiB, is {_name(lean)}"
+        )
     say(out, joined(text.split(" "), " ", out.width, start=labelled("ties")))

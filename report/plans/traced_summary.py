@@ -1,4 +1,6 @@
-"""The summary of the plan of a traced module, in the shape of that of a described model (report/plans/summary.py)."""
+"""The summary of the plan of a traced module, in the shape of that of a described model
+(report/plans/summary.py).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from parplan.planner.plan.traced_plan import TracedPlan, ShardStage
+from parplan.planner.plan.traced_plan import ShardStage, TracedPlan
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import counted, format_count, format_number
 from parplan.report.names import pipeline_phrases
@@ -34,8 +36,9 @@ from parplan.report.text import (
 
 _PRICE_NOTES = {
     Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; traced operators that have no curve of their own are "
-                   "priced by their FLOPs and bytes",
-    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of this step"}
+    "priced by their FLOPs and bytes",
+    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of this step",
+}
 
 
 def print_traced_summary(plan: TracedPlan, out: Console, context: SummaryContext) -> None:
@@ -44,7 +47,11 @@ def print_traced_summary(plan: TracedPlan, out: Console, context: SummaryContext
     if context.assumed:
         say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
-    for line in aligned(((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in _facts(plan, context)), out.width, left=(0, 1, 2)):
+    for line in aligned(
+        ((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in _facts(plan, context)),
+        out.width,
+        left=(0, 1, 2),
+    ):
         say(out, line)
     say(out)
     say(out, time_line(plan, out.width))
@@ -54,19 +61,31 @@ def print_traced_summary(plan: TracedPlan, out: Console, context: SummaryContext
     say(out)
     print_runners_up(plan, out, whole=context.whole)
     for index, note in enumerate(_notes(plan)):
-        say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
+        say(
+            out,
+            joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")),
+            "dim",
+        )
 
 
 def traced_header(plan: TracedPlan, width: int) -> str:
     """Module, cluster and what a step trains on."""
     traced, cluster, training = plan.traced, plan.cluster, plan.training
-    of = f"{training.global_batch_size} sequences of {training.seq_length}" if traced.unit == "tokens" else (
-        f"{training.global_batch_size} {traced.unit}")
-    return joined((
-        f"{traced.name}, {format_count(traced.num_parameters)} parameters, {counted(traced.num_operators, 'operator')} in "
-        f"{counted(len(plan.shards), 'shard')}",
-        f"{cluster.num_gpus} x {cluster.device.name} in {cluster.nodes} x {cluster.gpus_per_node}", f"{of}, {training.precision}",
-    ), "; ", width)
+    of = (
+        f"{training.global_batch_size} sequences of {training.seq_length}"
+        if traced.unit == "tokens"
+        else (f"{training.global_batch_size} {traced.unit}")
+    )
+    return joined(
+        (
+            f"{traced.name}, {format_count(traced.num_parameters)} parameters, {counted(traced.num_operators, 'operator')} in "
+            f"{counted(len(plan.shards), 'shard')}",
+            f"{cluster.num_gpus} x {cluster.device.name} in {cluster.nodes} x {cluster.gpus_per_node}",
+            f"{of}, {training.precision}",
+        ),
+        "; ",
+        width,
+    )
 
 
 def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str, str]]:
@@ -80,7 +99,11 @@ def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str
     yield "step", f"{seconds_text(step.value)} ({step.kind})", speed
     free = worst.capacity - worst.total
     place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
-    yield "memory", f"{gib_text(worst.total)} GiB of {worst.capacity:.1f}", f"{place}{gib_text(free)} GiB free"
+    yield (
+        "memory",
+        f"{gib_text(worst.total)} GiB of {worst.capacity:.1f}",
+        f"{place}{gib_text(free)} GiB free",
+    )
     yield proof(plan, context)
 
 
@@ -89,27 +112,44 @@ def _stage_phrases(plan: TracedPlan) -> tuple[str, str]:
     zero = Counter(f"ZeRO {stage.zero}" for stage in plan.stages)
     again, whole = sum(len(stage.recompute) for stage in plan.stages), len(plan.shards)
     recompute = "none" if not again else "full" if again == whole else f"{again} of {whole} shards"
-    phrases = (name if len(zero) == 1 else f"{name} on {counted(count, 'stage')}" for name, count in zero.items())
+    phrases = (
+        name if len(zero) == 1 else f"{name} on {counted(count, 'stage')}"
+        for name, count in zero.items()
+    )
     return ", ".join(phrases), f"recompute {recompute}"
 
 
 def _print_stages(plan: TracedPlan, out: Console, *, whole: bool) -> None:
-    """Memory of each pipeline rank in GiB, with the shards that it holds; of a long pipeline the fullest ranks."""
+    """Memory of each pipeline rank in GiB, with the shards that it holds; of a long pipeline the
+    fullest ranks.
+    """
     ranks = list(plan.predicted.memory_gib)
     if not whole and len(ranks) > MOST_ROWS:
         inner = sorted(ranks[1:-1], key=lambda memory: -memory.total)[: MOST_ROWS - 2]
         ranks = [memory for memory in ranks if memory in (ranks[0], ranks[-1]) or memory in inner]
     rows = [
-        (str(memory.stage), *(f"{getattr(memory, name):.{1 if memory.total >= 10 else 3}f}" for name in CLASSES),
-         "; ".join(_shards_text(plan, stage) for stage in plan.stages if stage.rank == memory.stage))
-        for memory in ranks]
-    heading, *lines = aligned((("stage", *SHORT, "shards"), *rows), out.width, left=(0, len(SHORT) + 1))
+        (
+            str(memory.stage),
+            *(f"{getattr(memory, name):.{1 if memory.total >= 10 else 3}f}" for name in CLASSES),
+            "; ".join(
+                _shards_text(plan, stage) for stage in plan.stages if stage.rank == memory.stage
+            ),
+        )
+        for memory in ranks
+    ]
+    heading, *lines = aligned(
+        (("stage", *SHORT, "shards"), *rows), out.width, left=(0, len(SHORT) + 1)
+    )
     say(out, f"  GiB per GPU; the device has {gib_text(ranks[0].capacity)}", "dim")
     say(out, heading, "dim")
     for line in lines:
         say(out, line)
     if len(ranks) < plan.mesh.pp:
-        say(out, f"  ({counted(plan.mesh.pp - len(ranks), 'less full stage')} left out: plan show lists them all)", "dim")
+        say(
+            out,
+            f"  ({counted(plan.mesh.pp - len(ranks), 'less full stage')} left out: plan show lists them all)",
+            "dim",
+        )
 
 
 def _shards_text(plan: TracedPlan, stage: ShardStage) -> str:
@@ -119,7 +159,9 @@ def _shards_text(plan: TracedPlan, stage: ShardStage) -> str:
 
 
 def _notes(plan: TracedPlan) -> Iterator[str]:
-    """What the solver failed on, what kind of number the step time is, and that nobody measured such steps."""
+    """What the solver failed on, what kind of number the step time is, and that nobody measured
+    such steps.
+    """
     if plan.search.solver_failure:
         yield plan.search.solver_failure
     note = _PRICE_NOTES.get(plan.predicted.step_time_s.kind)

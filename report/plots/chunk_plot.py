@@ -1,4 +1,6 @@
-"""A chunk schedule as a picture: what fills one device of a pipeline rank at every moment of a step, and where it fetches."""
+"""A chunk schedule as a picture: what fills one device of a pipeline rank at every moment of a
+step, and where it fetches.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,18 @@ if TYPE_CHECKING:
 
 _ROOM = 1.08  # factor that the axis of memory leaves above the budget
 _LABELS = {
-    "always": "states at home on the device", "other": "activations and all else", "gathered": "gathered groups",
-    "pool": "parameter chunks of blocks on the host"}
+    "always": "states at home on the device",
+    "other": "activations and all else",
+    "gathered": "gathered groups",
+    "pool": "parameter chunks of blocks on the host",
+}
 _COLOURS = {"always": "#0072B2", "other": "#BBBBBB", "gathered": "#E69F00", "pool": "#009E73"}
 _LIMIT_COLOUR = "#D55E00"
 
 
-def draw_levels(levels: Sequence[ChunkLevel], plan: Plan, rank: int, budget_bytes: int, path: Path) -> None:
+def draw_levels(
+    levels: Sequence[ChunkLevel], plan: Plan, rank: int, budget_bytes: int, path: Path
+) -> None:
     """Draw the moments and write them to `path`. Raises ConfigError when it cannot be written."""
     from matplotlib.figure import Figure
 
@@ -30,7 +37,9 @@ def draw_levels(levels: Sequence[ChunkLevel], plan: Plan, rank: int, budget_byte
     axes, marks = figure.subplots(2, 1, sharex=True, height_ratios=(12, 1))
     _draw_bytes(axes, levels, budget_bytes)
     _draw_marks(marks, levels)
-    axes.set_title(f"{plan.model.name}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} micro-batches")
+    axes.set_title(
+        f"{plan.model.name}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} micro-batches"
+    )
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save(figure, path)
@@ -43,9 +52,16 @@ def _draw_bytes(axes: Axes, levels: Sequence[ChunkLevel], budget_bytes: int) -> 
     for name in sorted(CLASSES, key=list(_LABELS).index):
         sizes = [gib(getattr(level, name)) for level in levels]
         top = [low + size for low, size in zip(floor, (*sizes, sizes[-1]), strict=True)]
-        axes.fill_between(edges, floor, top, step="post", color=_COLOURS[name], linewidth=0, label=_LABELS[name])
+        axes.fill_between(
+            edges, floor, top, step="post", color=_COLOURS[name], linewidth=0, label=_LABELS[name]
+        )
         floor = top
-    axes.axhline(gib(budget_bytes), color=_LIMIT_COLOUR, linewidth=1.2, label=f"budget, {format_number(gib(budget_bytes), 4)} GiB")
+    axes.axhline(
+        gib(budget_bytes),
+        color=_LIMIT_COLOUR,
+        linewidth=1.2,
+        label=f"budget, {format_number(gib(budget_bytes), 4)} GiB",
+    )
     axes.set_ylim(0, _ROOM * max(gib(budget_bytes), *floor))
     axes.set_xlim(0, len(levels))
     axes.set_ylabel("GiB of one GPU (predicted, analytic)")
@@ -54,11 +70,23 @@ def _draw_bytes(axes: Axes, levels: Sequence[ChunkLevel], budget_bytes: int) -> 
 
 
 def _draw_marks(axes: Axes, levels: Sequence[ChunkLevel]) -> None:
-    """A mark in every moment that waits for a chunk from the host, and below in every one that sends gradients there."""
+    """A mark in every moment that waits for a chunk from the host, and below in every one that
+    sends gradients there.
+    """
     for height, (field, name) in enumerate((("out_bytes", "sent"), ("in_bytes", "fetched"))):
         moved = [level.moment + 0.5 for level in levels if getattr(level, field)]
         axes.scatter(moved, [height] * len(moved), marker="|", s=30, color="black", linewidths=0.8)
-        axes.text(-0.005, height, name, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8)
+        axes.text(
+            -0.005,
+            height,
+            name,
+            transform=axes.get_yaxis_transform(),
+            ha="right",
+            va="center",
+            fontsize=8,
+        )
     axes.set_ylim(-0.6, 1.6)
     axes.set_yticks([])
-    axes.set_xlabel("moments of a step: passes of blocks, forward and backward, in the order of the schedule")
+    axes.set_xlabel(
+        "moments of a step: passes of blocks, forward and backward, in the order of the schedule"
+    )

@@ -1,4 +1,6 @@
-"""The front as a picture: step time against peak memory, coloured by redundant memory; squares use the host."""
+"""The front as a picture: step time against peak memory, coloured by redundant memory; squares use
+the host.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LAST_COLOUR = 0.92  # of the colour map: its palest end is lost on paper
-_FAR = 2.5  # times the fastest step; slower points stand at the upper edge, with their time, so that the others are told apart
+# times the fastest step; slower points stand at the upper edge, with their time, so that the others
+# are told apart
+_FAR = 2.5
 _ROOM = 1.04  # factor that the axis of memory leaves beyond the device
 _LIMIT_COLOUR = "#D55E00"
 _REDUNDANT = "redundant memory over all GPUs, GiB"
@@ -45,14 +49,20 @@ def _capacity_gib(front: ParetoFront) -> float:
 
 
 def _draw_scales(axes: Axes, front: ParetoFront) -> float:
-    """Axes around the points that are not far slower than the fastest; the step time of the upper edge."""
+    """Axes around the points that are not far slower than the fastest; the step time of the upper
+    edge.
+    """
     fastest_s = front.points[0].step_time_s
-    near_s = max(point.step_time_s for point in front.points if point.step_time_s <= _FAR * fastest_s)
+    near_s = max(
+        point.step_time_s for point in front.points if point.step_time_s <= _FAR * fastest_s
+    )
     room_s = max(0.12 * (near_s - fastest_s), 0.02 * fastest_s)
     far = any(point.step_time_s > near_s for point in front.points)
     top_s = near_s + room_s * (2 if far else 1)
     axes.set_ylim(fastest_s - room_s, top_s)
-    axes.set_xlim(0, _ROOM * max(_capacity_gib(front), *(point.peak_memory_gib for point in front.points)))
+    axes.set_xlim(
+        0, _ROOM * max(_capacity_gib(front), *(point.peak_memory_gib for point in front.points))
+    )
     axes.ticklabel_format(useOffset=False)
     axes.grid(visible=True, color="0.92", zorder=-1)
     axes.set_axisbelow(True)
@@ -60,7 +70,9 @@ def _draw_scales(axes: Axes, front: ParetoFront) -> float:
 
 
 def front_steps(front: ParetoFront) -> list[ParetoPoint]:
-    """The points that are fastest within their own peak memory, by peak: what redundancy alone keeps on the front is left out."""
+    """The points that are fastest within their own peak memory, by peak: what redundancy alone
+    keeps on the front is left out.
+    """
     steps: list[ParetoPoint] = []
     for point in sorted(front.points, key=lambda point: (point.peak_memory_gib, point.step_time_s)):
         if not steps or point.step_time_s < steps[-1].step_time_s:
@@ -71,13 +83,25 @@ def front_steps(front: ParetoFront) -> list[ParetoPoint]:
 def _draw_steps(axes: Axes, front: ParetoFront, top_s: float) -> None:
     """The fastest known step within a peak: level until more memory makes it faster."""
     steps = front_steps(front)
-    peaks = [*(point.peak_memory_gib for point in steps), max(front.usable_gib, steps[-1].peak_memory_gib)]
+    peaks = [
+        *(point.peak_memory_gib for point in steps),
+        max(front.usable_gib, steps[-1].peak_memory_gib),
+    ]
     times_s = [*(min(point.step_time_s, top_s) for point in steps), steps[-1].step_time_s]
-    axes.step(peaks, times_s, where="post", color="0.45", linewidth=1.2, zorder=2, label="fastest found within a peak")
+    axes.step(
+        peaks,
+        times_s,
+        where="post",
+        color="0.45",
+        linewidth=1.2,
+        zorder=2,
+        label="fastest found within a peak",
+    )
 
 
 def _draw_points(figure: Figure, axes: Axes, front: ParetoFront, top_s: float) -> None:
-    """The points, with a bar that says what redundancy a colour is; triangles at the edge are far slower, squares use the host.
+    """The points, with a bar that says what redundancy a colour is; triangles at the edge are far
+    slower, squares use the host.
 
     The scale is logarithmic, but where devices hold less than one copy.
     """
@@ -86,17 +110,38 @@ def _draw_points(figure: Figure, axes: Axes, front: ParetoFront, top_s: float) -
     from matplotlib.colors import ListedColormap, LogNorm, Normalize
 
     below = min(point.redundancy_gib for point in front.points) < 0
-    redundant = [point.redundancy_gib if below else max(point.redundancy_gib, 1e-3) for point in front.points]
-    colours = ListedColormap(colormaps["viridis"]([_LAST_COLOUR * step / 255 for step in range(256)]))
-    norm = Normalize(min(redundant), max(redundant)) if below else LogNorm(min(redundant) / 1.01, max(redundant) * 1.01)
+    redundant = [
+        point.redundancy_gib if below else max(point.redundancy_gib, 1e-3) for point in front.points
+    ]
+    colours = ListedColormap(
+        colormaps["viridis"]([_LAST_COLOUR * step / 255 for step in range(256)])
+    )
+    norm = (
+        Normalize(min(redundant), max(redundant))
+        if below
+        else LogNorm(min(redundant) / 1.01, max(redundant) * 1.01)
+    )
     named = set()
     for point, value in zip(front.points, redundant, strict=True):
-        marker, label = ("s", "uses the host, GiB a node") if point.host_gib else ("o", "plan, numbered as in the table")
+        marker, label = (
+            ("s", "uses the host, GiB a node")
+            if point.host_gib
+            else ("o", "plan, numbered as in the table")
+        )
         if point.step_time_s > top_s:
             marker, label = "^", "plan, beyond the scale"
         axes.scatter(
-            point.peak_memory_gib, min(point.step_time_s, top_s), color=colours(norm(value)), marker=marker, s=70, edgecolors="black",
-            linewidths=0.6, zorder=3, clip_on=False, label=None if label in named else label)
+            point.peak_memory_gib,
+            min(point.step_time_s, top_s),
+            color=colours(norm(value)),
+            marker=marker,
+            s=70,
+            edgecolors="black",
+            linewidths=0.6,
+            zorder=3,
+            clip_on=False,
+            label=None if label in named else label,
+        )
         named.add(label)
     if below:
         figure.colorbar(ScalarMappable(norm, colours), ax=axes, label=_REDUNDANT, pad=0.02)
@@ -109,7 +154,12 @@ def _draw_bar(figure: Figure, axes: Axes, colours: ScalarMappable, low: float, h
 
     bar = figure.colorbar(colours, ax=axes, label=_REDUNDANT, pad=0.02)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [part * 10.0**decade for decade in decades for part in _TICKS if low <= part * 10.0**decade <= high]
+    ticks = [
+        part * 10.0**decade
+        for decade in decades
+        for part in _TICKS
+        if low <= part * 10.0**decade <= high
+    ]
     bar.set_ticks(ticks if len(ticks) > 1 else sorted({low, high}))
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_number(value, 4)))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
@@ -117,8 +167,21 @@ def _draw_bar(figure: Figure, axes: Axes, colours: ScalarMappable, low: float, h
 
 def _draw_limits(axes: Axes, front: ParetoFront) -> None:
     capacity = _capacity_gib(front)
-    axes.axvline(front.usable_gib, color=_LIMIT_COLOUR, linewidth=1, linestyle="--", zorder=1, label=f"usable, {front.usable_gib:.1f} GiB")
-    axes.axvline(capacity, color=_LIMIT_COLOUR, linewidth=1.4, zorder=1, label=f"the GPU has {capacity:.1f} GiB")
+    axes.axvline(
+        front.usable_gib,
+        color=_LIMIT_COLOUR,
+        linewidth=1,
+        linestyle="--",
+        zorder=1,
+        label=f"usable, {front.usable_gib:.1f} GiB",
+    )
+    axes.axvline(
+        capacity,
+        color=_LIMIT_COLOUR,
+        linewidth=1.4,
+        zorder=1,
+        label=f"the GPU has {capacity:.1f} GiB",
+    )
 
 
 def end_names(front: ParetoFront) -> dict[int, str]:
@@ -126,9 +189,13 @@ def end_names(front: ParetoFront) -> dict[int, str]:
     found: dict[int, str] = {}
     default = found_text(front.points[0].plan.search) == FASTEST
     ends = (
-        ("fastest, the default plan" if default else "fastest", [point.step_time_s for point in front.points]),
+        (
+            "fastest, the default plan" if default else "fastest",
+            [point.step_time_s for point in front.points],
+        ),
         ("least peak memory", [point.peak_memory_gib for point in front.points]),
-        ("least redundant", [point.redundancy_gib for point in front.points]))
+        ("least redundant", [point.redundancy_gib for point in front.points]),
+    )
     for name, values in ends:
         number = values.index(min(values)) + 1
         found[number] = f"{found[number]}, {name}" if number in found else name
@@ -142,20 +209,34 @@ def _name_points(axes: Axes, front: ParetoFront, top_s: float) -> None:
     ends, middle, steps = end_names(front), sum(axes.get_xlim()) / 2, front_steps(front)
     for number, point in enumerate(front.points, 1):
         far = point.step_time_s > top_s
-        words = [str(number), *([f"{seconds_text(point.step_time_s)}"] if far else []), *([ends[number]] if number in ends else [])]
+        words = [
+            str(number),
+            *([f"{seconds_text(point.step_time_s)}"] if far else []),
+            *([ends[number]] if number in ends else []),
+        ]
         words += [f"host {gib_text(point.host_gib)}"] if point.host_gib else []
         left, below = point.peak_memory_gib > middle, far or point in steps
         axes.annotate(
-            ", ".join(words), (point.peak_memory_gib, min(point.step_time_s, top_s)), xytext=(-5 if left else 5, -5 if below else 4),
-            textcoords="offset points", ha="right" if left else "left", va="top" if below else "bottom", fontsize=8, zorder=4,
-            path_effects=[withStroke(linewidth=2, foreground="white")])
+            ", ".join(words),
+            (point.peak_memory_gib, min(point.step_time_s, top_s)),
+            xytext=(-5 if left else 5, -5 if below else 4),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="top" if below else "bottom",
+            fontsize=8,
+            zorder=4,
+            path_effects=[withStroke(linewidth=2, foreground="white")],
+        )
 
 
 def _name_axes(figure: Figure, axes: Axes, front: ParetoFront) -> None:
     plan, prediction = front.points[0].plan, front.points[0].plan.predicted
     partial = ", incomplete" if front.stopped else ""
     plans = counted(len(front.points), "plan")
-    axes.set_title(f"{plan.model.name} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: {plans}{partial}", pad=12)
+    axes.set_title(
+        f"{plan.model.name} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: {plans}{partial}",
+        pad=12,
+    )
     axes.set_xlabel("peak memory of the fullest GPU, GiB (predicted, analytic)")
     axes.set_ylabel(f"step time, s (predicted, {prediction.step_time_s.kind})")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)

@@ -1,4 +1,6 @@
-"""A profile as a picture: the speed of products and fused attention by their FLOPs, of memory and collectives by bytes."""
+"""A profile as a picture: the speed of products and fused attention by their FLOPs, of memory and
+collectives by bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,16 @@ from parplan.report.plots.scatter_plot import save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")  # told apart by most eyes
+_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#8C564B",
+)  # told apart by most eyes
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _COLUMNS = 2
 _PANEL_INCHES = (6.6, 4.4)
@@ -38,7 +49,9 @@ _FEW_DECADES = 200  # a scale shorter than this factor has ticks at 2 and 5 as w
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One pair of axes: its title, what its two scales are, a limit to mark (its name and height), what draws in it."""
+    """One pair of axes: its title, what its two scales are, a limit to mark (its name and height),
+    what draws in it.
+    """
 
     title: str
     across: str
@@ -49,12 +62,17 @@ class _Panel:
 
 
 def draw_profile(profile: UserProfile, path: Path) -> None:
-    """Draw a profile and write it to `path`. Raises ConfigError: nothing was measured, or the file cannot be written."""
+    """Draw a profile and write it to `path`. Raises ConfigError: nothing was measured, or the file
+    cannot be written.
+    """
     from matplotlib.figure import Figure
 
     panels = [*_speeds(profile), *_collectives(collectives_of(profile))]
     if not panels:
-        raise ConfigError("nothing to draw: the profile has no measured points", hint="measure them with: plan profile -o FILE")
+        raise ConfigError(
+            "nothing to draw: the profile has no measured points",
+            hint="measure them with: plan profile -o FILE",
+        )
     columns = min(_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
     width, height = _PANEL_INCHES
@@ -62,7 +80,7 @@ def draw_profile(profile: UserProfile, path: Path) -> None:
     places = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, panel in zip(places, panels, strict=False):
         _draw(axes, panel)
-    for axes in places[len(panels):]:
+    for axes in places[len(panels) :]:
         axes.set_axis_off()
     figure.suptitle(_title(profile))
     save(figure, path)
@@ -70,7 +88,11 @@ def draw_profile(profile: UserProfile, path: Path) -> None:
 
 def _title(profile: UserProfile) -> str:
     here = profile.environment
-    parts = (profile.device, profile.precision, *((f"torch {here.torch}", here.date) if here else ()))
+    parts = (
+        profile.device,
+        profile.precision,
+        *((f"torch {here.torch}", here.date) if here else ()),
+    )
     return ", ".join(part for part in parts if part)
 
 
@@ -82,39 +104,101 @@ def _speeds(profile: UserProfile) -> Iterable[_Panel]:
     for title, kind in (("matrix products", MatmulCurve), ("fused attention", FlashCurve)):
         series = [one for one in found if isinstance(one.curve, kind)]
         if series:
-            limit = (f"peak, {format_number(chip.peak_flops_per_s / TERA, 3)} TFLOP/s", chip.peak_flops_per_s / TERA)
+            limit = (
+                f"peak, {format_number(chip.peak_flops_per_s / TERA, 3)} TFLOP/s",
+                chip.peak_flops_per_s / TERA,
+            )
             cube = next((one for one in series if one.name == "forward"), None)
-            line = _cubes(cube, chip, Precision(profile.precision).num_bytes) if cube and profile.precision else None
-            yield _Panel(f"{title} by FLOPs", "FLOPs", "TFLOP/s", limit, _fitted_points(series, line), bytes_across=False)
+            line = (
+                _cubes(cube, chip, Precision(profile.precision).num_bytes)
+                if cube and profile.precision
+                else None
+            )
+            yield _Panel(
+                f"{title} by FLOPs",
+                "FLOPs",
+                "TFLOP/s",
+                limit,
+                _fitted_points(series, line),
+                bytes_across=False,
+            )
     streams = [one for one in found if isinstance(one.curve, MemoryCurve)]
     if streams:
         limit = (f"memory, {format_number(chip.bytes_per_s / GB, 4)} GB/s", chip.bytes_per_s / GB)
-        yield _Panel("operations bound by memory, by size", "bytes moved at least", "GB/s", limit, _streams(streams, chip))
+        yield _Panel(
+            "operations bound by memory, by size",
+            "bytes moved at least",
+            "GB/s",
+            limit,
+            _streams(streams, chip),
+        )
 
 
-def _fitted_points(series: Sequence[CurveSeries], line: tuple[list[float], list[float]] | None) -> Callable[[Axes], None]:
-    """Measured points filled, what the curve says of the same shapes as rings; a line of the curve where one is given."""
+def _fitted_points(
+    series: Sequence[CurveSeries], line: tuple[list[float], list[float]] | None
+) -> Callable[[Axes], None]:
+    """Measured points filled, what the curve says of the same shapes as rings; a line of the curve
+    where one is given.
+    """
 
     def draw(axes: Axes) -> None:
         for one, colour, marker in zip(series, _COLOURS, _MARKERS, strict=False):
             work = [point.work for point in one.points]
             axes.vlines(
-                work, [point.rate / one.scale for point in one.points], [point.fitted_rate / one.scale for point in one.points],
-                color=colour, linewidth=0.8, alpha=0.6, zorder=1)
+                work,
+                [point.rate / one.scale for point in one.points],
+                [point.fitted_rate / one.scale for point in one.points],
+                color=colour,
+                linewidth=0.8,
+                alpha=0.6,
+                zorder=1,
+            )
             axes.scatter(
-                work, [point.fitted_rate / one.scale for point in one.points], s=34, marker=marker, facecolors="none", edgecolors=colour,
-                linewidths=0.8, zorder=2)
+                work,
+                [point.fitted_rate / one.scale for point in one.points],
+                s=34,
+                marker=marker,
+                facecolors="none",
+                edgecolors=colour,
+                linewidths=0.8,
+                zorder=2,
+            )
             axes.scatter(
-                work, [point.rate / one.scale for point in one.points], s=16, marker=marker, color=colour, zorder=3, label=one.name)
+                work,
+                [point.rate / one.scale for point in one.points],
+                s=16,
+                marker=marker,
+                color=colour,
+                zorder=3,
+                label=one.name,
+            )
         if line:
-            axes.plot(*line, color=_COLOURS[0], linewidth=0.9, alpha=0.7, zorder=0, label="forward fitted, m = n = k")
-        axes.scatter([], [], s=34, marker="o", facecolors="none", edgecolors="0.3", linewidths=0.8, label="fitted, same shape")
+            axes.plot(
+                *line,
+                color=_COLOURS[0],
+                linewidth=0.9,
+                alpha=0.7,
+                zorder=0,
+                label="forward fitted, m = n = k",
+            )
+        axes.scatter(
+            [],
+            [],
+            s=34,
+            marker="o",
+            facecolors="none",
+            edgecolors="0.3",
+            linewidths=0.8,
+            label="fitted, same shape",
+        )
 
     return draw
 
 
 def _streams(series: Sequence[CurveSeries], chip: Chip) -> Callable[[Axes], None]:
-    """Measured points, and the fitted curve through them: forward filled and drawn through, backward hollow and dashed."""
+    """Measured points, and the fitted curve through them: forward filled and drawn through,
+    backward hollow and dashed.
+    """
 
     def draw(axes: Axes) -> None:
         operations = list(dict.fromkeys(one.name.partition(".")[0] for one in series))
@@ -122,10 +206,25 @@ def _streams(series: Sequence[CurveSeries], chip: Chip) -> Callable[[Axes], None
             place = operations.index(one.name.partition(".")[0])
             colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
             backward = one.name.endswith("backward")
-            axes.plot(*_stream_line(one, chip), color=colour, linewidth=0.9, linestyle="--" if backward else "-", alpha=0.7, zorder=1)
+            axes.plot(
+                *_stream_line(one, chip),
+                color=colour,
+                linewidth=0.9,
+                linestyle="--" if backward else "-",
+                alpha=0.7,
+                zorder=1,
+            )
             axes.scatter(
-                [point.work for point in one.points], [point.rate / GB for point in one.points], s=18, marker=marker,
-                facecolors="white" if backward else colour, edgecolors=colour, linewidths=0.9, zorder=3, label=one.name)
+                [point.work for point in one.points],
+                [point.rate / GB for point in one.points],
+                s=18,
+                marker=marker,
+                facecolors="white" if backward else colour,
+                edgecolors=colour,
+                linewidths=0.9,
+                zorder=3,
+                label=one.name,
+            )
 
     return draw
 
@@ -135,7 +234,9 @@ def _stream_line(one: CurveSeries, chip: Chip) -> tuple[list[float], list[float]
     sizes = _between(one)
     curve = one.curve
     assert isinstance(curve, MemoryCurve)
-    return sizes, [n_bytes / memory_bound_s(n_bytes, curve, chip.bytes_per_s) / GB for n_bytes in sizes]
+    return sizes, [
+        n_bytes / memory_bound_s(n_bytes, curve, chip.bytes_per_s) / GB for n_bytes in sizes
+    ]
 
 
 def _between(one: CurveSeries) -> list[float]:
@@ -147,24 +248,43 @@ def _cubes(one: CurveSeries, chip: Chip, element_bytes: int) -> tuple[list[float
     """FLOPs and TFLOP/s of products with m = n = k as the curve has them."""
     curve = one.curve
     assert isinstance(curve, MatmulCurve)
-    products = [product_of((round((flops / 2) ** (1 / 3)),) * 3, element_bytes) for flops in _between(one)]
-    return [product.flops for product in products], [product.flops / matmul_s(product, curve, chip) / TERA for product in products]
+    products = [
+        product_of((round((flops / 2) ** (1 / 3)),) * 3, element_bytes) for flops in _between(one)
+    ]
+    return [product.flops for product in products], [
+        product.flops / matmul_s(product, curve, chip) / TERA for product in products
+    ]
 
 
 def _collectives(curves: Sequence[CollectiveCurve]) -> Iterable[_Panel]:
     """One panel a collective, one line a placement of its group."""
     for name in dict.fromkeys(curve.collective for curve in curves):
         same = [curve for curve in curves if curve.collective == name]
-        yield _Panel(f"{name.replace('_', ' ')} by size", "bytes, as nccl-tests counts them", "GB/s", None, _placements(same))
+        yield _Panel(
+            f"{name.replace('_', ' ')} by size",
+            "bytes, as nccl-tests counts them",
+            "GB/s",
+            None,
+            _placements(same),
+        )
 
 
 def _placements(curves: Sequence[CollectiveCurve]) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         for index, curve in enumerate(curves):
-            rates = [n_bytes / time_us * US_PER_S / GB for n_bytes, time_us in zip(curve.bytes, curve.time_us, strict=True)]
+            rates = [
+                n_bytes / time_us * US_PER_S / GB
+                for n_bytes, time_us in zip(curve.bytes, curve.time_us, strict=True)
+            ]
             axes.plot(
-                curve.bytes, rates, color=_COLOURS[index % len(_COLOURS)], marker=_MARKERS[index % len(_MARKERS)], markersize=4,
-                linewidth=1.1, label=placement_text(curve))
+                curve.bytes,
+                rates,
+                color=_COLOURS[index % len(_COLOURS)],
+                marker=_MARKERS[index % len(_MARKERS)],
+                markersize=4,
+                linewidth=1.1,
+                label=placement_text(curve),
+            )
 
     return draw
 
@@ -187,10 +307,14 @@ def _set_ticks(axes: Axes, panel: _Panel) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < _FEW_DECADES else (1.0,)))
+    axes.yaxis.set_major_locator(
+        LogLocator(subs=(1.0, 2.0, 5.0) if high / low < _FEW_DECADES else (1.0,))
+    )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     if panel.bytes_across:
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value).replace(".0 ", " ")))
+        axes.xaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: format_bytes(value).replace(".0 ", " "))
+        )

@@ -1,4 +1,6 @@
-"""What `plan calibrate` prints: the factors with where they come from, and the runs priced with them."""
+"""What `plan calibrate` prints: the factors with where they come from, and the runs priced with
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,13 @@ from parplan.profiles.machines.user_profile import UserProfile
 from parplan.report.text import percent, print_table, say, seconds_text
 
 _NAMES = {
-    "forward": "forward passes", "backward": "backward passes", "tensor": "tensor-parallel communication",
-    "data": "data-parallel communication", "pipeline": "transfers between stages", "optimizer": "optimizer"}
+    "forward": "forward passes",
+    "backward": "backward passes",
+    "tensor": "tensor-parallel communication",
+    "data": "data-parallel communication",
+    "pipeline": "transfers between stages",
+    "optimizer": "optimizer",
+}
 
 
 def print_calibration(profile: UserProfile, out: Console) -> None:
@@ -18,17 +25,38 @@ def print_calibration(profile: UserProfile, out: Console) -> None:
     calibration = profile.calibration
     if calibration is None:
         return
-    say(out, f"{profile.device}, {calibration.stack}, {calibration.precision}: measured over predicted seconds", "bold")
+    say(
+        out,
+        f"{profile.device}, {calibration.stack}, {calibration.precision}: measured over predicted seconds",
+        "bold",
+    )
     rows = []
     for cause in CAUSES:
         factor = calibration.factor(cause)
-        rows.append((_NAMES[cause], f"{factor.value:.3g}" if factor.measured else "-", factor.source))
+        rows.append(
+            (_NAMES[cause], f"{factor.value:.3g}" if factor.measured else "-", factor.source)
+        )
     print_table(out, ("price of", "factor", "from"), rows, left=("price of", "from"))
     if profile.allocator_share is not None:
-        say(out, f"  the allocator held {percent(profile.allocator_share)} beyond what was allocated")
+        say(
+            out,
+            f"  the allocator held {percent(profile.allocator_share)} beyond what was allocated",
+        )
     say(out)
     print_table(
-        out, ("run", "model", "mesh", "step", "priced before", "with the profile", "off by"),
-        [(run.fingerprint, run.model, run.mesh, seconds_text(run.measured_s), seconds_text(run.priced_s), seconds_text(run.calibrated_s),
-          f"{100 * (run.calibrated_s / run.measured_s - 1):+.1f} %") for run in profile.runs],
-        left=("run", "model", "mesh"))
+        out,
+        ("run", "model", "mesh", "step", "priced before", "with the profile", "off by"),
+        [
+            (
+                run.fingerprint,
+                run.model,
+                run.mesh,
+                seconds_text(run.measured_s),
+                seconds_text(run.priced_s),
+                seconds_text(run.calibrated_s),
+                f"{100 * (run.calibrated_s / run.measured_s - 1):+.1f} %",
+            )
+            for run in profile.runs
+        ],
+        left=("run", "model", "mesh"),
+    )

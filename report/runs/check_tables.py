@@ -25,23 +25,38 @@ from parplan.report.text import joined, print_table, say
 
 
 def print_check(plan: Plan, checks: Sequence[RankCheck], out: Console) -> None:
-    """The peak of every stage, classes and collectives of the fullest, notes, and the verdict as the last line."""
+    """The peak of every stage, classes and collectives of the fullest, notes, and the verdict as
+    the last line.
+    """
     full = max(checks, key=lambda check: check.found.held)
-    say(out, f"{plan.model.name}, {plan.mesh}: one rank of {_stages(plan, checks)}, at full size on tensors without data", "bold")
+    say(
+        out,
+        f"{plan.model.name}, {plan.mesh}: one rank of {_stages(plan, checks)}, at full size on tensors without data",
+        "bold",
+    )
     if len(checks) > 1:
         say(out)
         heading = ("stage", "predicted peak", "found", "deviation", "device")
         print_table(out, heading, [_peak_row(check) for check in checks], left=("stage", "device"))
     where = f"of stage {full.rank}, the fullest" if len(checks) > 1 else f"of stage {full.rank}"
     say(out)
-    heading = ("", "predicted", "found", "deviation", *(("worst of all stages",) if len(checks) > 1 else ()))
+    heading = (
+        "",
+        "predicted",
+        "found",
+        "deviation",
+        *(("worst of all stages",) if len(checks) > 1 else ()),
+    )
     say(out, f"  bytes {where}; {device_text(full)}", "dim")
     print_table(out, heading, list(_class_rows(full, checks)), left=("",))
     say(out)
     say(out, f"  collectives of a step {where}", "dim")
     print_table(
-        out, ("axis", "collective", "calls", "found", "bytes", "found", "deviation"), [_sent_row(sent) for sent in sent_checks(full)],
-        left=("axis", "collective"))
+        out,
+        ("axis", "collective", "calls", "found", "bytes", "found", "deviation"),
+        [_sent_row(sent) for sent in sent_checks(full)],
+        left=("axis", "collective"),
+    )
     say(out)
     for note in _notes(checks):
         say(out, joined(note.split(" "), " ", out.width, start="  note      ", indent=12))
@@ -62,10 +77,20 @@ def _peak_row(check: RankCheck) -> tuple[str, ...]:
 def _class_rows(check: RankCheck, checks: Sequence[RankCheck]) -> Iterator[tuple[str, ...]]:
     for name in CLASSES:
         sides = (format_bytes(class_bytes(use, name)) for use in (check.predicted, check.found))
-        yield name_text(name), *sides, _deviation(check, name), *((share_text(worst(checks, name)),) if len(checks) > 1 else ())
+        yield (
+            name_text(name),
+            *sides,
+            _deviation(check, name),
+            *((share_text(worst(checks, name)),) if len(checks) > 1 else ()),
+        )
     kept = check.predicted.saved, check.found.saved
     share = _share(*kept)
-    yield "kept of a micro-batch", *map(format_bytes, kept), share_text(share), *(("",) if len(checks) > 1 else ())
+    yield (
+        "kept of a micro-batch",
+        *map(format_bytes, kept),
+        share_text(share),
+        *(("",) if len(checks) > 1 else ()),
+    )
 
 
 def name_text(name: str) -> str:
@@ -89,9 +114,18 @@ def device_text(check: RankCheck) -> str:
 
 def _sent_row(sent: SentCheck) -> tuple[str, ...]:
     sides = sent.predicted, sent.found
-    calls, sizes = (f"{side.calls:,}" for side in sides), (format_bytes(side.num_bytes) for side in sides)
+    calls, sizes = (
+        (f"{side.calls:,}" for side in sides),
+        (format_bytes(side.num_bytes) for side in sides),
+    )
     predicted, found = (side.num_bytes for side in sides)
-    return sent.axis, sent.kind, *calls, *sizes, "equal" if predicted == found else share_text(_share(predicted, found))
+    return (
+        sent.axis,
+        sent.kind,
+        *calls,
+        *sizes,
+        "equal" if predicted == found else share_text(_share(predicted, found)),
+    )
 
 
 def share_text(share: float | None) -> str:
@@ -105,40 +139,63 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
     short = [check for check in checks if check.micro_batches != (check.of,)]
     if short:
         most = max(short, key=lambda check: check.micro_batches)
-        yield (f"counted on steps of {' and '.join(map(str, most.micro_batches))} micro-batches, of {most.of}: "
-               "what is sent is linear in their number, what is held stays")
+        yield (
+            f"counted on steps of {' and '.join(map(str, most.micro_batches))} micro-batches, of {most.of}: "
+            "what is sent is linear in their number, what is held stays"
+        )
     old = [check for check in checks if check.outdated]
     if old:
-        yield (f"the plan file predicts a peak of {format_bytes(old[0].planned)} on stage {old[0].rank}, today's prices "
-               f"{format_bytes(old[0].predicted.held)}: make the plan again")
-    yield ("found: one rank of the executor, its kernels' own workspace left out; predicted: what the stack of the plan holds "
-           "and sends; temporaries: what the fullest moment holds beyond states and the most activations, which may never be there "
-           "together; peak: tensors alone, the device also holds the reserve")
+        yield (
+            f"the plan file predicts a peak of {format_bytes(old[0].planned)} on stage {old[0].rank}, today's prices "
+            f"{format_bytes(old[0].predicted.held)}: make the plan again"
+        )
+    yield (
+        "found: one rank of the executor, its kernels' own workspace left out; predicted: what the stack of the plan holds "
+        "and sends; temporaries: what the fullest moment holds beyond states and the most activations, which may never be there "
+        "together; peak: tensors alone, the device also holds the reserve"
+    )
 
 
 def verdict(checks: Sequence[RankCheck]) -> str:
     """One line: what is as predicted, what is not and by how much, and whether it fits."""
     equal = [name for name in CLASSES if exact(checks, name)]
-    others = [f"{name_text(name)} {share_text(worst(checks, name))}" for name in CLASSES if name not in equal]
+    others = [
+        f"{name_text(name)} {share_text(worst(checks, name))}"
+        for name in CLASSES
+        if name not in equal
+    ]
     start = "matches" if matches(checks) else "differs"
     parts = [f"{', '.join(map(name_text, equal))} to the byte"] if equal else []
     parts += [", ".join(others)] if others else []
     full = [check for check in checks if not check.fits]
     if full:
         most = max(full, key=lambda check: check.occupied)
-        return (f"does not fit: stage {most.rank} needs {format_bytes(most.occupied)} of {format_bytes(most.capacity)}, "
-                f"{device_text(most)}; {'; '.join(parts)}")
+        return (
+            f"does not fit: stage {most.rank} needs {format_bytes(most.occupied)} of {format_bytes(most.capacity)}, "
+            f"{device_text(most)}; {'; '.join(parts)}"
+        )
     return f"{start}: {'; '.join(parts)}"
 
 
 def check_document(checks: Sequence[RankCheck]) -> dict[str, Any]:
     """The same for programs, in bytes."""
     return {
-        "matches": matches(checks), "fits": all(check.fits for check in checks), "close": CLOSE, "verdict": verdict(checks),
+        "matches": matches(checks),
+        "fits": all(check.fits for check in checks),
+        "close": CLOSE,
+        "verdict": verdict(checks),
         "ranks": [
             {
-                "rank": check.rank, "predicted": document(check.predicted), "found": document(check.found),
-                "deviation": {name: check.share(name) for name in CLASSES}, "occupied_bytes": round(check.occupied),
-                "capacity_bytes": check.capacity, "fits": check.fits, "micro_batches": list(check.micro_batches), "of": check.of,
-            } for check in checks],
+                "rank": check.rank,
+                "predicted": document(check.predicted),
+                "found": document(check.found),
+                "deviation": {name: check.share(name) for name in CLASSES},
+                "occupied_bytes": round(check.occupied),
+                "capacity_bytes": check.capacity,
+                "fits": check.fits,
+                "micro_batches": list(check.micro_batches),
+                "of": check.of,
+            }
+            for check in checks
+        ],
     }

@@ -1,4 +1,6 @@
-"""What `plan check --execute` prints: losses and gradients of the shrunk plan beside those of one process."""
+"""What `plan check --execute` prints: losses and gradients of the shrunk plan beside those of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ WORST = 10  # parameters of a module that are listed
 
 
 def relative_error(found: float, expected: float) -> float:
-    """Relative; infinite where a loss is not finite, which comparisons would not find to be beyond a tolerance."""
+    """Relative; infinite where a loss is not finite, which comparisons would not find to be beyond
+    a tolerance.
+    """
     if found == expected and math.isfinite(found):
         return 0.0
     error = abs(found / expected - 1) if expected else math.inf
@@ -29,8 +33,10 @@ def relative_error(found: float, expected: float) -> float:
 class Parity:
     """The plan and its shrunk form; what the ranks of that found against one process.
 
-    losses: by step, of the ranks and of one process; gradients: error by parameter, of the first step
-    agree: whether all ranks hold the same; as_predicted: whether every rank holds the predicted bytes of states
+    losses: by step, of the ranks and of one process; gradients: error by parameter, of the first
+    step
+    agree: whether all ranks hold the same; as_predicted: whether every rank holds the predicted
+    bytes of states
     moved: of the ranks that have chunks, what they moved in a step
     """
 
@@ -55,7 +61,11 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        return self.agree and self.loss_error <= self.loss_tolerance and self.worst[1] <= self.gradient_tolerance
+        return (
+            self.agree
+            and self.loss_error <= self.loss_tolerance
+            and self.worst[1] <= self.gradient_tolerance
+        )
 
     @property
     def bytes_as_predicted(self) -> bool:
@@ -69,11 +79,16 @@ def print_parity(parity: Parity, out: Console) -> None:
     say(out, f"{_name(small)}: {small.mesh} on gloo, fp32, against one process", "bold")
     say(out, joined(_kept(parity), ", ", out.width, start="  shrunk    ", indent=12))
     say(out)
-    rows = [(f"{step}", f"{a:.7f}", f"{b:.7f}", f"{relative_error(a, b):.1e}") for step, (a, b) in enumerate(parity.losses, 1)]
+    rows = [
+        (f"{step}", f"{a:.7f}", f"{b:.7f}", f"{relative_error(a, b):.1e}")
+        for step, (a, b) in enumerate(parity.losses, 1)
+    ]
     print_table(out, ("step", "loss", "one process", "error"), rows, left=())
     say(out)
     say(out, "  gradients of the first step: error over the largest entry", "dim")
-    print_table(out, ("parameter", "worst error", "in"), _gradient_rows(parity), left=("parameter", "in"))
+    print_table(
+        out, ("parameter", "worst error", "in"), _gradient_rows(parity), left=("parameter", "in")
+    )
     say(out)
     if parity.moved:
         say(out, joined(_moved(parity.moved), ", ", out.width, start="  chunks    ", indent=12))
@@ -89,7 +104,10 @@ def _kept(parity: Parity) -> list[str]:
     plan, small = parity.plan, parity.small
     if isinstance(plan, TracedPlan) or isinstance(small, TracedPlan):
         return [*_changed(parity), "the module as it is", f"all {len(plan.stages)} stages kept"]
-    parts = [f"{plan.mesh} to {small.mesh}", f"{plan.model.num_layers} blocks to {small.model.num_layers}"]
+    parts = [
+        f"{plan.mesh} to {small.mesh}",
+        f"{plan.model.num_layers} blocks to {small.model.num_layers}",
+    ]
     parts += [f"hidden {plan.model.hidden_size} to {small.model.hidden_size}", *_changed(parity)]
     parts += ["no dropout"] if plan.model.dropout else []
     used = {run.plan for stage in small.stages for run in stage.layers}
@@ -98,26 +116,42 @@ def _kept(parity: Parity) -> list[str]:
 
 def _changed(parity: Parity) -> list[str]:
     before, after = parity.plan.pipeline, parity.small.pipeline
-    names = (("virtual_stages", "virtual stages"), ("micro_batch_size", "micro-batch"), ("num_micro_batches", "micro-batches"))
+    names = (
+        ("virtual_stages", "virtual stages"),
+        ("micro_batch_size", "micro-batch"),
+        ("num_micro_batches", "micro-batches"),
+    )
     pairs = ((text, getattr(before, name), getattr(after, name)) for name, text in names)
     return [f"{text} {old} to {new}" for text, old, new in pairs if old != new]
 
 
 def _moved(ranks: Sequence[ChunkMoved]) -> list[str]:
     """Bytes of a step, counted on all ranks, and whether they are those of the plan."""
-    names = {"in_bytes": "to the device", "out_bytes": "to the host", "gathered_bytes": "gathered", "reduced_bytes": "reduced"}
+    names = {
+        "in_bytes": "to the device",
+        "out_bytes": "to the host",
+        "gathered_bytes": "gathered",
+        "reduced_bytes": "reduced",
+    }
     parts = []
     for field, name in names.items():
         found = [getattr(rank, field) for rank in ranks]
-        predicted, counted = (sum(getattr(each, side) or 0 for each in found) for side in ("predicted", "measured"))
+        predicted, counted = (
+            sum(getattr(each, side) or 0 for each in found) for side in ("predicted", "measured")
+        )
         if predicted or counted:
             same = all(each.predicted == each.measured for each in found)
-            parts.append(f"{counted:,.0f} bytes {name} {'as' if same else 'NOT as'} predicted" + ("" if same else f", {predicted:,.0f}"))
+            parts.append(
+                f"{counted:,.0f} bytes {name} {'as' if same else 'NOT as'} predicted"
+                + ("" if same else f", {predicted:,.0f}")
+            )
     return [*parts, "in a step of all ranks"]
 
 
 def _gradient_rows(parity: Parity) -> list[tuple[str, str, str]]:
-    """One row for each parameter of a layer, with the layer where its error is worst; of a module the worst ones."""
+    """One row for each parameter of a layer, with the layer where its error is worst; of a module
+    the worst ones.
+    """
     if isinstance(parity.small, TracedPlan):
         worst = sorted(parity.gradients.items(), key=lambda item: -item[1])[:WORST]
         return [(name, f"{error:.1e}", "") for name, error in worst]
@@ -133,9 +167,15 @@ def parity_verdict(parity: Parity) -> str:
     """One line: whether the shrunk plan trains as one process does, and within what."""
     name, error = parity.worst
     bytes_text = "" if parity.as_predicted else "; bytes of states are NOT as predicted"
-    bytes_text += "" if all(rank.as_predicted for rank in parity.moved) else "; what chunks moved is NOT as predicted"
-    text = (f"gradients within {error:.1e} (tolerance {parity.gradient_tolerance:.0e}, worst {name}), "
-            f"losses within {parity.loss_error:.1e} (tolerance {parity.loss_tolerance:.0e}){bytes_text}")
+    bytes_text += (
+        ""
+        if all(rank.as_predicted for rank in parity.moved)
+        else "; what chunks moved is NOT as predicted"
+    )
+    text = (
+        f"gradients within {error:.1e} (tolerance {parity.gradient_tolerance:.0e}, worst {name}), "
+        f"losses within {parity.loss_error:.1e} (tolerance {parity.loss_tolerance:.0e}){bytes_text}"
+    )
     if not parity.agree:
         return f"differs: the ranks do not hold the same losses and gradients; {text}"
     return f"{'trains as one process does' if parity.passed else 'differs'}: {text}"
@@ -146,12 +186,24 @@ def parity_document(parity: Parity) -> dict[str, Any]:
     small = parity.small
     size = {} if isinstance(small, TracedPlan) else {"num_layers": small.model.num_layers}
     return {
-        "passed": parity.passed, "verdict": parity_verdict(parity), "ranks_agree": parity.agree, "states_as_predicted": parity.as_predicted,
-        "mesh": str(small.mesh), **size,
-        "losses": [{"found": _number(found), "one_process": _number(expected)} for found, expected in parity.losses],
-        **({"moved_as_predicted": all(rank.as_predicted for rank in parity.moved)} if parity.moved else {}),
+        "passed": parity.passed,
+        "verdict": parity_verdict(parity),
+        "ranks_agree": parity.agree,
+        "states_as_predicted": parity.as_predicted,
+        "mesh": str(small.mesh),
+        **size,
+        "losses": [
+            {"found": _number(found), "one_process": _number(expected)}
+            for found, expected in parity.losses
+        ],
+        **(
+            {"moved_as_predicted": all(rank.as_predicted for rank in parity.moved)}
+            if parity.moved
+            else {}
+        ),
         "gradient_errors": {name: _number(error) for name, error in parity.gradients.items()},
-        "loss_tolerance": parity.loss_tolerance, "gradient_tolerance": parity.gradient_tolerance,
+        "loss_tolerance": parity.loss_tolerance,
+        "gradient_tolerance": parity.gradient_tolerance,
     }
 
 

@@ -12,11 +12,21 @@ from parplan.profiles.units import format_bytes
 from parplan.report.text import joined, labelled, percent, print_table, say, seconds_text
 
 _PARTS = {
-    "F": "forward, stage", "B": "backward, stage", "receive_F": "wait for input, stage", "receive_B": "wait for gradient, stage",
-    "reduce": "reduction, rank", "tied": "tied embedding's reduction, rank", "optimizer": "optimizer, rank", "data": "data, rank"}
+    "F": "forward, stage",
+    "B": "backward, stage",
+    "receive_F": "wait for input, stage",
+    "receive_B": "wait for gradient, stage",
+    "reduce": "reduction, rank",
+    "tied": "tied embedding's reduction, rank",
+    "optimizer": "optimizer, rank",
+    "data": "data, rank",
+}
 _MOVED = {
-    "chunks to the device": "in_bytes", "chunks to the host": "out_bytes", "chunks gathered": "gathered_bytes",
-    "chunks reduced": "reduced_bytes"}
+    "chunks to the device": "in_bytes",
+    "chunks to the host": "out_bytes",
+    "chunks gathered": "gathered_bytes",
+    "chunks reduced": "reduced_bytes",
+}
 MOST_STAGES, MOST_RANKS = 8, 16  # in a table; the file has all
 
 
@@ -26,26 +36,52 @@ def print_run(run: RunFile, out: Console) -> None:
     rows = [*_step(run), *_parts(run), *_memory(run)]
     print_table(out, ("", "predicted", "measured", "off by"), rows, left=("",))
     for index, note in enumerate(_notes(run)):
-        say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
+        say(
+            out,
+            joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")),
+            "dim",
+        )
 
 
 def print_record(run: RunFile, out: Console) -> None:
-    """A run that was read back: what was run, its losses, the table, and what the chunks of every rank moved."""
+    """A run that was read back: what was run, its losses, the table, and what the chunks of every
+    rank moved.
+    """
     steps, where = run.steps, run.environment
     plan = run.any_plan()
     name = plan.traced.name if isinstance(plan, TracedPlan) else plan.model.name
-    say(out, f"{name}, {plan.mesh}: a run of {run.date} on {where.world_size} x {where.device}, torch {where.torch}", "bold")
+    say(
+        out,
+        f"{name}, {plan.mesh}: a run of {run.date} on {where.world_size} x {where.device}, torch {where.torch}",
+        "bold",
+    )
     skipped = f", {len(steps.skipped)} skipped" if steps.skipped else ""
-    say(out, f"  {len(steps.seconds)} steps{skipped}, loss {steps.loss[0]:.6f} to {steps.loss[-1]:.6f}")
+    say(
+        out,
+        f"  {len(steps.seconds)} steps{skipped}, loss {steps.loss[0]:.6f} to {steps.loss[-1]:.6f}",
+    )
     print_run(run, out)
     moved = [rank for rank in run.ranks if rank.chunks is not None]
     if moved:
         say(out)
         say(out, "  bytes that the chunks of a rank moved in the last step, counted", "dim")
-        rows = [(f"{rank.pp} {rank.dp} {rank.tp}", *_moved_cells(rank.chunks)) for rank in moved[:MOST_RANKS] if rank.chunks is not None]
-        print_table(out, ("pp dp tp", *(name.removeprefix("chunks ") for name in _MOVED)), rows, left=("pp dp tp",))
+        rows = [
+            (f"{rank.pp} {rank.dp} {rank.tp}", *_moved_cells(rank.chunks))
+            for rank in moved[:MOST_RANKS]
+            if rank.chunks is not None
+        ]
+        print_table(
+            out,
+            ("pp dp tp", *(name.removeprefix("chunks ") for name in _MOVED)),
+            rows,
+            left=("pp dp tp",),
+        )
         more = len(moved) - MOST_RANKS
-        verdict = "all as predicted" if all(rank.chunks.as_predicted for rank in moved if rank.chunks is not None) else "NOT as predicted"
+        verdict = (
+            "all as predicted"
+            if all(rank.chunks.as_predicted for rank in moved if rank.chunks is not None)
+            else "NOT as predicted"
+        )
         say(out, f"  {verdict}{f', {more} ranks more in the file' if more > 0 else ''}")
 
 
@@ -53,7 +89,11 @@ def _moved_cells(moved: ChunkMoved) -> Iterator[str]:
     for field in _MOVED.values():
         figure: Beside = getattr(moved, field)
         counted = f"{figure.measured:,}"
-        yield counted if figure.measured == figure.predicted else f"{counted} for {figure.predicted:,}"
+        yield (
+            counted
+            if figure.measured == figure.predicted
+            else f"{counted} for {figure.predicted:,}"
+        )
 
 
 def _row(name: str, figure: Beside, show: Callable[[float], str]) -> tuple[str, str, str, str]:
@@ -65,7 +105,11 @@ def _row(name: str, figure: Beside, show: Callable[[float], str]) -> tuple[str, 
 
 def _step(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
     figures = run.figures
-    yield _row(f"step, median of {len(run.steps.seconds) - run.steps.warm_up}", figures.step_time_s, seconds_text)
+    yield _row(
+        f"step, median of {len(run.steps.seconds) - run.steps.warm_up}",
+        figures.step_time_s,
+        seconds_text,
+    )
     yield _row("tokens/s", figures.tokens_per_s, "{:,.0f}".format)
     yield _row("tokens/s/GPU", figures.tokens_per_s_per_gpu, "{:,.0f}".format)
     yield _row("MFU", figures.mfu, percent)
@@ -73,10 +117,18 @@ def _step(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _parts(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
-    for part in sorted(run.parts, key=lambda part: (list(_PARTS).index(part.work) if part.work in _PARTS else len(_PARTS), part.stage)):
+    for part in sorted(
+        run.parts,
+        key=lambda part: (
+            list(_PARTS).index(part.work) if part.work in _PARTS else len(_PARTS),
+            part.stage,
+        ),
+    ):
         if part.stage < MOST_STAGES:
             name = f"{_PARTS.get(part.work, part.work)} {part.stage}"
-            yield _row(name, Beside(predicted=part.predicted_s, measured=part.measured_s), seconds_text)
+            yield _row(
+                name, Beside(predicted=part.predicted_s, measured=part.measured_s), seconds_text
+            )
 
 
 def _memory(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
@@ -89,11 +141,20 @@ def _memory(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
     yield _row("peak reserved", fullest("peak_reserved_bytes"), format_bytes)
     moved = [rank.chunks for rank in run.ranks if rank.chunks is not None]
     for name, field in _MOVED.items() if moved else ():
-        most = max((getattr(each, field) for each in moved), key=lambda figure: figure.predicted or 0)
+        most = max(
+            (getattr(each, field) for each in moved), key=lambda figure: figure.predicted or 0
+        )
         if most.predicted or most.measured:
             yield _row(name, most, format_bytes)
     if moved:  # beside what they may hold, which is no prediction
-        yield (*_row("budget, held by chunks", max((each.device_bytes for each in moved), key=_measured), format_bytes)[:3], "")
+        yield (
+            *_row(
+                "budget, held by chunks",
+                max((each.device_bytes for each in moved), key=_measured),
+                format_bytes,
+            )[:3],
+            "",
+        )
 
 
 def _measured(figure: Beside) -> float:

@@ -1,4 +1,6 @@
-"""A plan beside the baselines: who is faster, who needs less, and which parts of the step and of the memory it comes from."""
+"""A plan beside the baselines: who is faster, who needs less, and which parts of the step and of
+the memory it comes from.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from rich.console import Console
 
 from parplan.costmodels.step_breakdown import NAMES
 from parplan.planner.baselines.optimum import Leanest
-from parplan.planner.search.comparison import MEMORY_NAMES, Comparison, ComparisonRow, ComparedPlan
+from parplan.planner.search.comparison import MEMORY_NAMES, ComparedPlan, Comparison, ComparisonRow
 from parplan.profiles.units import gib
 from parplan.report.names import pipeline_phrases
 from parplan.report.plans.summary import header, layers_phrases
@@ -30,13 +32,22 @@ SAME_GIB = 0.05  # below which two need as much
 NOTHING = 5e-3  # of the table's unit: a line of only such numbers is left out
 
 
-def print_comparison(found: Comparison, out: Console, *, assumed: Sequence[str] = (), pinned: bool = False) -> None:
-    """Print the comparison for a person; `pinned`: choices of ours were pinned, which the baselines do not know of."""
+def print_comparison(
+    found: Comparison, out: Console, *, assumed: Sequence[str] = (), pinned: bool = False
+) -> None:
+    """Print the comparison for a person; `pinned`: choices of ours were pinned, which the baselines
+    do not know of.
+    """
     say(out, header(found.ours.plan, out.width), "bold")
     if assumed:
         say(out, joined(assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
-    print_table(out, ("plan", "step", "than ours", "tokens/s/GPU", "MFU", "peak GiB", "redundant GiB"), _overview(found), left=("plan",))
+    print_table(
+        out,
+        ("plan", "step", "than ours", "tokens/s/GPU", "MFU", "peak GiB", "redundant GiB"),
+        _overview(found),
+        left=("plan",),
+    )
     say(out)
     for line in aligned(((name, *text) for name, *text in _layouts(found)), out.width, left=(0, 1)):
         say(out, line)
@@ -84,22 +95,42 @@ def _slower(found: Comparison, other: ComparedPlan) -> str:
 def _numbers(side: ComparedPlan, against: str) -> tuple[str, ...]:
     predicted = side.plan.predicted
     return (
-        side.name, seconds_text(side.step_s), against, f"{predicted.tokens_per_s_per_gpu.value:,.0f}", percent(predicted.mfu.value),
-        gib_text(gib(side.fullest.total)), gib_text(predicted.redundancy_gib.total))
+        side.name,
+        seconds_text(side.step_s),
+        against,
+        f"{predicted.tokens_per_s_per_gpu.value:,.0f}",
+        percent(predicted.mfu.value),
+        gib_text(gib(side.fullest.total)),
+        gib_text(predicted.redundancy_gib.total),
+    )
 
 
 def _layouts(found: Comparison) -> Iterator[tuple[str, str]]:
     for side in _sides(found):
         plan = side.plan
-        yield side.name, ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *layers_phrases(plan)))
+        yield (
+            side.name,
+            ", ".join(
+                (str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *layers_phrases(plan))
+            ),
+        )
 
 
 def _print_parts(
-    out: Console, title: str, whole: str, sides: Sequence[ComparedPlan], names: Sequence[str], values: Sequence[tuple[float, ...]],
+    out: Console,
+    title: str,
+    whole: str,
+    sides: Sequence[ComparedPlan],
+    names: Sequence[str],
+    values: Sequence[tuple[float, ...]],
 ) -> None:
-    """One line a part, one column a side: the first as it is, the others as differences, which add up to the last line."""
+    """One line a part, one column a side: the first as it is, the others as differences, which add
+    up to the last line.
+    """
     rows = []
-    for name, (ours, *others) in zip((*names, whole), zip(*((*one, sum(one)) for one in values), strict=True), strict=True):
+    for name, (ours, *others) in zip(
+        (*names, whole), zip(*((*one, sum(one)) for one in values), strict=True), strict=True
+    ):
         if max(abs(ours), *(abs(other - ours) for other in others), 0.0) >= NOTHING:
             rows.append((name, f"{ours:.2f}", *(_difference(other - ours) for other in others)))
     say(out)
@@ -120,16 +151,29 @@ def _verdict(found: Comparison, other: ComparedPlan) -> str:
     """How much more or less another side needs than ours, and in what ours loses."""
     ours = found.ours
     slower, more_gib = other.step_s / ours.step_s - 1, gib(other.fullest.total - ours.fullest.total)
-    redundant_gib = other.plan.predicted.redundancy_gib.total - ours.plan.predicted.redundancy_gib.total
-    time = "takes as long" if abs(slower) < SAME_STEP else f"takes {percent(abs(slower))} {'longer' if slower > 0 else 'less time'}"
+    redundant_gib = (
+        other.plan.predicted.redundancy_gib.total - ours.plan.predicted.redundancy_gib.total
+    )
+    time = (
+        "takes as long"
+        if abs(slower) < SAME_STEP
+        else f"takes {percent(abs(slower))} {'longer' if slower > 0 else 'less time'}"
+    )
     if found.is_tie(other) and abs(slower) >= SAME_STEP:
         time += ", inside the error band: a tie"
     lost = [
-        what for what, difference, same in (
-            ("step time", slower, SAME_STEP), ("peak memory", more_gib, SAME_GIB), ("redundant memory", redundant_gib, SAME_GIB))
-        if difference <= -same]
+        what
+        for what, difference, same in (
+            ("step time", slower, SAME_STEP),
+            ("peak memory", more_gib, SAME_GIB),
+            ("redundant memory", redundant_gib, SAME_GIB),
+        )
+        if difference <= -same
+    ]
     memory = f"{_amount(more_gib)} at the peak, {_amount(redundant_gib)} redundant over all GPUs"
-    return f"{other.name} {time}; {memory}" + (f". Ours loses in {' and '.join(lost)}" if lost else "")
+    return f"{other.name} {time}; {memory}" + (
+        f". Ours loses in {' and '.join(lost)}" if lost else ""
+    )
 
 
 def _amount(difference_gib: float) -> str:
@@ -139,15 +183,19 @@ def _amount(difference_gib: float) -> str:
 
 
 def _shortfall(found: Comparison, row: ComparisonRow) -> str:
-    """Why a baseline has no plan: by how much its leanest is short, or that it has no legal strategy."""
+    """Why a baseline has no plan: by how much its leanest is short, or that it has no legal
+    strategy.
+    """
     lean, plan = row.baseline.leanest, found.ours.plan
     if lean is None:
         return (
             f"{row.baseline.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a global batch of "
-            f"{plan.training.global_batch_size}")
+            f"{plan.training.global_batch_size}"
+        )
     return (
         f"{row.baseline.name} does not fit: its leanest ({_lean_text(lean)}) needs {gib_text(gib(lean.peak_bytes))} GiB on stage "
-        f"{lean.rank}, {gib_text(_short_gib(found, lean))} GiB more than the {gib_text(gib(found.limit_bytes))} usable")
+        f"{lean.rank}, {gib_text(_short_gib(found, lean))} GiB more than the {gib_text(gib(found.limit_bytes))} usable"
+    )
 
 
 def _short_gib(found: Comparison, lean: Leanest) -> float:
@@ -168,12 +216,15 @@ def _notes(found: Comparison, *, pinned: bool) -> Iterator[str]:
     if ours.fullest.total > found.limit_bytes:
         yield (
             f"ours needs {gib_text(gib(ours.fullest.total))} GiB, more than the {gib_text(gib(found.limit_bytes))} that the baselines "
-            "were held to: --memory-margin, --memory-limit")
+            "were held to: --memory-margin, --memory-limit"
+        )
     if pinned:
         yield "the pins hold for ours; the baselines are free in their own space"
     yield (
-        f"tie: inside the error band of our step time, {band_text(band.time.share)}" if band
-        else "the error band is unknown: no measured steps on this device")
+        f"tie: inside the error band of our step time, {band_text(band.time.share)}"
+        if band
+        else "the error band is unknown: no measured steps on this device"
+    )
 
 
 def _meaning(row: ComparisonRow) -> str:
@@ -186,36 +237,66 @@ def _meaning(row: ComparisonRow) -> str:
 
 
 def comparison_document(found: Comparison) -> dict[str, Any]:
-    """What `plan compare --json` prints: seconds, GiB and shares; differences are a baseline's less ours."""
+    """What `plan compare --json` prints: seconds, GiB and shares; differences are a baseline's less
+    ours.
+    """
     plan, unpriced = found.ours.plan, {"unpriced": list(found.unpriced)} if found.unpriced else {}
     return {
-        "model": plan.model.name, "gpu": plan.cluster.device.name, "gpus": plan.cluster.num_gpus,
-        "global_batch_size": plan.training.global_batch_size, "seq_length": plan.training.seq_length, "stack": plan.training.stack.name,
+        "model": plan.model.name,
+        "gpu": plan.cluster.device.name,
+        "gpus": plan.cluster.num_gpus,
+        "global_batch_size": plan.training.global_batch_size,
+        "seq_length": plan.training.seq_length,
+        "stack": plan.training.stack.name,
         "memory_limit_gib": round(gib(found.limit_bytes), 4),
         "error_band": asdict(plan.predicted.error_band) if plan.predicted.error_band else None,
-        "filed_step_time_s": found.filed_step_s, "ours": _side_document(found.ours),
-        "baselines": [_row_document(found, row) for row in found.rows], **unpriced}
+        "filed_step_time_s": found.filed_step_s,
+        "ours": _side_document(found.ours),
+        "baselines": [_row_document(found, row) for row in found.rows],
+        **unpriced,
+    }
 
 
 def _side_document(side: ComparedPlan) -> dict[str, Any]:
     predicted, plan = side.plan.predicted, side.plan
     zero, recompute = layers_phrases(plan)
     return {
-        "step_time_s": side.step_s, "tokens_per_s_per_gpu": predicted.tokens_per_s_per_gpu.value, "mfu": predicted.mfu.value,
-        "peak_memory_gib": gib(side.fullest.total), "redundancy_gib": predicted.redundancy_gib.total, "mesh": asdict(plan.mesh),
-        "pipeline": asdict(plan.pipeline), "zero": zero, "recompute": recompute,
+        "step_time_s": side.step_s,
+        "tokens_per_s_per_gpu": predicted.tokens_per_s_per_gpu.value,
+        "mfu": predicted.mfu.value,
+        "peak_memory_gib": gib(side.fullest.total),
+        "redundancy_gib": predicted.redundancy_gib.total,
+        "mesh": asdict(plan.mesh),
+        "pipeline": asdict(plan.pipeline),
+        "zero": zero,
+        "recompute": recompute,
         "sequence_parallel": any(layer.sequence_parallel for layer in plan.layer_plans.values()),
         "parts_s": dict(zip(NAMES, side.parts.values, strict=True)),
-        "memory_gib": dict(zip(MEMORY_NAMES, map(gib, side.memory_bytes), strict=True))}
+        "memory_gib": dict(zip(MEMORY_NAMES, map(gib, side.memory_bytes), strict=True)),
+    }
 
 
 def _row_document(found: Comparison, row: ComparisonRow) -> dict[str, Any]:
     baseline, lean = row.baseline, row.baseline.leanest
-    document = {"name": baseline.name, "what": baseline.what, "candidates": baseline.candidates, "fits": row.side is not None}
+    document = {
+        "name": baseline.name,
+        "what": baseline.what,
+        "candidates": baseline.candidates,
+        "fits": row.side is not None,
+    }
     if row.side is None:
         return document | {"short_gib": None if lean is None else _short_gib(found, lean)}
     ours, other = _side_document(found.ours), _side_document(row.side)
     differences = {
-        table: {name: other[table][name] - ours[table][name] for name in other[table]} for table in ("parts_s", "memory_gib")}
-    return document | other | {
-        "slower": row.side.step_s / found.ours.step_s - 1, "tie": found.is_tie(row.side), "difference": differences}
+        table: {name: other[table][name] - ours[table][name] for name in other[table]}
+        for table in ("parts_s", "memory_gib")
+    }
+    return (
+        document
+        | other
+        | {
+            "slower": row.side.step_s / found.ours.step_s - 1,
+            "tie": found.is_tie(row.side),
+            "difference": differences,
+        }
+    )

@@ -1,4 +1,6 @@
-"""The error for a request that does not fit: what binds, and what makes it fit at what cost in time."""
+"""The error for a request that does not fit: what binds, and what makes it fit at what cost in
+time.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,25 @@ _INDENT = 8
 
 
 def explained_error(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
+    model: ModelSpec,
+    cluster: Cluster,
+    training: TrainingSpec,
+    pins: Constraints,
+    options: SearchOptions,
 ) -> InfeasibleError:
-    """The error with its ways out, for `find_plan(..., explain=explained_error)`: mostly up to a quarter of a minute.
+    """The error with its ways out, for `find_plan(..., explain=explained_error)`: mostly up to a
+    quarter of a minute.
 
     A Ctrl-C or the deadline of the options ends the search for ways out, not the error.
     """
     try:
-        short = shortfall(model, cluster, training, pins, replace(options, deadline=options.deadline.within(EXPLAINED_S)))
+        short = shortfall(
+            model,
+            cluster,
+            training,
+            pins,
+            replace(options, deadline=options.deadline.within(EXPLAINED_S)),
+        )
     except KeyboardInterrupt:
         return unexplained_error(model, cluster, "Ctrl-C came")
     except OutOfTimeError:
@@ -44,7 +57,11 @@ def explained_error(
     request = Request(model=model, cluster=cluster, training=training, pins=pins, options=options)
     try:
         found = relaxations(request, short.need_bytes, host_bytes=short.host_bytes)
-        hint = hint_text(found, cluster, "before the time limit" if options.deadline.is_over else f"in {BUDGET_S:g} s")
+        hint = hint_text(
+            found,
+            cluster,
+            "before the time limit" if options.deadline.is_over else f"in {BUDGET_S:g} s",
+        )
     except KeyboardInterrupt:
         hint = "ask for more GPUs or pin less; what would fit was not searched to the end (Ctrl-C)"
     return InfeasibleError(short.text, hint=hint)
@@ -56,7 +73,10 @@ def hint_text(found: Relaxations, cluster: Cluster, when: str = f"in {BUDGET_S:g
     if not found.found:
         known = "use more GPUs or pin less" if GPUS in found.untried else no_cluster_text(cluster)
         return f"{known}{'; ' if untried else ''}{untried}"
-    rows = [(_how(relaxed), _cost(relaxed, found.unlimited_s, first=index == 0)) for index, relaxed in enumerate(found.found)]
+    rows = [
+        (_how(relaxed), _cost(relaxed, found.unlimited_s, first=index == 0))
+        for index, relaxed in enumerate(found.found)
+    ]
     lines = aligned(rows, _WIDE, left=(0, 1), indent=_INDENT)
     return "\n".join(("it fits with", *lines, *((f"      {untried}",) if untried else ())))
 
@@ -67,12 +87,18 @@ def _how(relaxed: Relaxation) -> str:
 
 
 def _cost(relaxed: Relaxation, unlimited_s: float | None, *, first: bool) -> str:
-    """`41.2 s a step (+12 % on the 36.8 s it would take with unlimited memory)`; the words once, on the first line."""
+    """`41.2 s a step (+12 % on the 36.8 s it would take with unlimited memory)`; the words once, on
+    the first line.
+    """
     if relaxed.step_s is None:
         text = "its step was not searched"
     else:
         text = f"{'' if relaxed.proven else 'at most '}{seconds_text(relaxed.step_s)} a step"
     if relaxed.step_s is not None and unlimited_s is not None:
-        words = f" on the {seconds_text(unlimited_s)} it would take with unlimited memory" if first else ""
+        words = (
+            f" on the {seconds_text(unlimited_s)} it would take with unlimited memory"
+            if first
+            else ""
+        )
         text += f" ({100 * (relaxed.step_s / unlimited_s - 1):+.0f} %{words})"
     return f"{text}, {relaxed.note}" if relaxed.note else text

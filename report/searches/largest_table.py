@@ -25,12 +25,30 @@ from parplan.report.text import (
 )
 
 _TEXTS = ("on the host", "model", "plan")
-_HEADING = ("on the host", "model", "layers", "parameters", "step", "TFLOP/s", "each", "tokens/s", "GPU", "host", "plan")
+_HEADING = (
+    "on the host",
+    "model",
+    "layers",
+    "parameters",
+    "step",
+    "TFLOP/s",
+    "each",
+    "tokens/s",
+    "GPU",
+    "host",
+    "plan",
+)
 
 
 def flops_per_s(plan: Plan) -> float:
-    """FLOP/s of the model on all devices together: recompute is left out, attention counted in full (EQUATIONS K4)."""
-    return plan.predicted.mfu.value * plan.cluster.device.peak(plan.training.precision) * plan.cluster.num_gpus
+    """FLOP/s of the model on all devices together: recompute is left out, attention counted in full
+    (EQUATIONS K4).
+    """
+    return (
+        plan.predicted.mfu.value
+        * plan.cluster.device.peak(plan.training.precision)
+        * plan.cluster.num_gpus
+    )
 
 
 def tokens_per_s(plan: Plan) -> float:
@@ -50,19 +68,35 @@ def host_text(offload: Sequence[Offload]) -> str:
     return ", ".join(offload) or "nothing"
 
 
-def print_largest(rows: Sequence[LargestModel], question: Question, out: Console, *, assumed: Sequence[str], elapsed_s: float) -> None:
+def print_largest(
+    rows: Sequence[LargestModel],
+    question: Question,
+    out: Console,
+    *,
+    assumed: Sequence[str],
+    elapsed_s: float,
+) -> None:
     """What each choice can train, what it costs, and why no larger model fits."""
     cluster, training = question.cluster, question.training
-    say(out, joined((
-        f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
-        f"{gib(cluster.host_memory_bytes):,.0f} GiB of host memory a node",
-        f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {training.precision}, {training.optimizer.capitalize()}",
-    ), " | ", out.width, indent=2), "bold")
+    say(
+        out,
+        joined(
+            (
+                f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
+                f"{gib(cluster.host_memory_bytes):,.0f} GiB of host memory a node",
+                f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {training.precision}, {training.optimizer.capitalize()}",
+            ),
+            " | ",
+            out.width,
+            indent=2,
+        ),
+        "bold",
+    )
     say(out, joined(assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
     wide = out.width > FIXED_WIDTH
     heading = _HEADING if wide else _HEADING[:-1]
-    print_table(out, heading, [_cells(row)[:len(heading)] for row in rows], left=_TEXTS)
+    print_table(out, heading, [_cells(row)[: len(heading)] for row in rows], left=_TEXTS)
     say(out)
     for label, text in _facts(rows, elapsed_s, wide=wide):
         say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
@@ -74,17 +108,30 @@ def _cells(row: LargestModel) -> tuple[str, ...]:
         return (host_text(row.offload), "none", *("" for _ in _HEADING[2:]))
     total = tflops(flops_per_s(plan))
     return (
-        host_text(row.offload), plan.model.name, str(plan.model.num_layers), format_count(graph_of(plan).num_parameters),
-        seconds_text(plan.predicted.step_time_s.value), f"{total:,.0f}", f"{total / plan.cluster.num_gpus:,.1f}",
-        f"{tokens_per_s(plan):,.0f}", gib_text(peak_gib(plan)), gib_text(host_gib(plan)), _plan_text(plan))
+        host_text(row.offload),
+        plan.model.name,
+        str(plan.model.num_layers),
+        format_count(graph_of(plan).num_parameters),
+        seconds_text(plan.predicted.step_time_s.value),
+        f"{total:,.0f}",
+        f"{total / plan.cluster.num_gpus:,.1f}",
+        f"{tokens_per_s(plan):,.0f}",
+        gib_text(peak_gib(plan)),
+        gib_text(host_gib(plan)),
+        _plan_text(plan),
+    )
 
 
 def _plan_text(plan: Plan) -> str:
     return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh)))
 
 
-def _facts(rows: Sequence[LargestModel], elapsed_s: float, *, wide: bool) -> Iterator[tuple[str, str]]:
-    """The lines under the table: the plans where a terminal has no room for them, why nothing larger fits, what the columns are."""
+def _facts(
+    rows: Sequence[LargestModel], elapsed_s: float, *, wide: bool
+) -> Iterator[tuple[str, str]]:
+    """The lines under the table: the plans where a terminal has no room for them, why nothing
+    larger fits, what the columns are.
+    """
     label = "plan"
     for row in rows if not wide else ():
         if row.plan:
@@ -101,33 +148,56 @@ def _facts(rows: Sequence[LargestModel], elapsed_s: float, *, wide: bool) -> Ite
         yield "stopped", f"early ({stopped}): a larger model may fit, and rows may be missing"
     yield "searched", f"{searches} searches in {elapsed_s:.1f} s; of each model the fastest plan"
     kinds = {str(row.plan.predicted.step_time_s.kind) for row in rows if row.plan}
-    yield "note", (
-        f"all values are predicted ({', '.join(sorted(kinds)) or 'computed'}). TFLOP/s: of the model on all GPUs, recompute left out; "
-        "GPU, host: GiB of the fullest GPU and of a node's host")
+    yield (
+        "note",
+        (
+            f"all values are predicted ({', '.join(sorted(kinds)) or 'computed'}). TFLOP/s: of the model on all GPUs, recompute left out; "
+            "GPU, host: GiB of the fullest GPU and of a node's host"
+        ),
+    )
 
 
-def largest_document(rows: Sequence[LargestModel], question: Question, elapsed_s: float) -> dict[str, Any]:
+def largest_document(
+    rows: Sequence[LargestModel], question: Question, elapsed_s: float
+) -> dict[str, Any]:
     """The rows as JSON values."""
     return {
-        "gpus": question.cluster.num_gpus, "device": question.cluster.device.name,
-        "host_memory_gib": round(gib(question.cluster.host_memory_bytes), 3), "elapsed_s": round(elapsed_s, 3),
-        "largest": [_row_document(row) for row in rows]}
+        "gpus": question.cluster.num_gpus,
+        "device": question.cluster.device.name,
+        "host_memory_gib": round(gib(question.cluster.host_memory_bytes), 3),
+        "elapsed_s": round(elapsed_s, 3),
+        "largest": [_row_document(row) for row in rows],
+    }
 
 
 def _row_document(row: LargestModel) -> dict[str, Any]:
     error = row.next_error
     body = {
-        "offload": [str(what) for what in row.offload], "proven": row.proven, "searches": row.num_searches,
-        "next": None if error is None else {"model": row.next_name, "error": error.message, "hint": error.hint}}
+        "offload": [str(what) for what in row.offload],
+        "proven": row.proven,
+        "searches": row.num_searches,
+        "next": None
+        if error is None
+        else {"model": row.next_name, "error": error.message, "hint": error.hint},
+    }
     return {**body, **(_plan_document(row.plan) if row.plan else {"model": None})}
 
 
 def _plan_document(plan: Plan) -> dict[str, Any]:
     step, total = plan.predicted.step_time_s, tflops(flops_per_s(plan))
     return {
-        "model": plan.model.name, "num_layers": plan.model.num_layers, "hidden_size": plan.model.hidden_size,
-        "num_parameters": graph_of(plan).num_parameters, "step_time_s": {"value": step.value, "kind": str(step.kind)},
-        "tflops": round(total, 3), "tflops_per_gpu": round(total / plan.cluster.num_gpus, 3), "tokens_per_s": round(tokens_per_s(plan), 3),
-        "peak_memory_gib": round(peak_gib(plan), 4), "host_memory_gib": round(host_gib(plan), 4), "mesh": asdict(plan.mesh),
-        "schedule": str(plan.pipeline.schedule), "micro_batch_size": plan.pipeline.micro_batch_size,
-        "num_micro_batches": plan.pipeline.num_micro_batches}
+        "model": plan.model.name,
+        "num_layers": plan.model.num_layers,
+        "hidden_size": plan.model.hidden_size,
+        "num_parameters": graph_of(plan).num_parameters,
+        "step_time_s": {"value": step.value, "kind": str(step.kind)},
+        "tflops": round(total, 3),
+        "tflops_per_gpu": round(total / plan.cluster.num_gpus, 3),
+        "tokens_per_s": round(tokens_per_s(plan), 3),
+        "peak_memory_gib": round(peak_gib(plan), 4),
+        "host_memory_gib": round(host_gib(plan), 4),
+        "mesh": asdict(plan.mesh),
+        "schedule": str(plan.pipeline.schedule),
+        "micro_batch_size": plan.pipeline.micro_batch_size,
+        "num_micro_batches": plan.pipeline.num_micro_batches,
+    }

@@ -1,4 +1,6 @@
-"""Why candidates were not searched: the pruned ones of a space, grouped by reason, and what no search looks at."""
+"""Why candidates were not searched: the pruned ones of a space, grouped by reason, and what no
+search looks at.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from parplan.planner.candidates.enumeration import Pruned, CandidateSpace
+from parplan.planner.candidates.enumeration import CandidateSpace, Pruned
 from parplan.planner.candidates.never_searched import LeftOut
 from parplan.report.text import aligned, joined, say
 
@@ -22,7 +24,9 @@ class PrunedGroup:
 
 
 def grouped(pruned: Sequence[Pruned]) -> list[PrunedGroup]:
-    """The groups, largest first: `dp 3 does not divide ...` and `dp 6 does not divide ...` are one reason."""
+    """The groups, largest first: `dp 3 does not divide ...` and `dp 6 does not divide ...` are one
+    reason.
+    """
     alike: dict[str, list[Pruned]] = {}
     for candidate in pruned:
         alike.setdefault(re.sub(r"\d[\d,]*", "#", candidate.reason), []).append(candidate)
@@ -31,9 +35,15 @@ def grouped(pruned: Sequence[Pruned]) -> list[PrunedGroup]:
 
 
 def print_pruned(space: CandidateSpace, others: Sequence[LeftOut], out: Console) -> None:
-    """The groups with counts; the numbers in a reason are those of its example. Then what the search leaves out besides."""
+    """The groups with counts; the numbers in a reason are those of its example. Then what the
+    search leaves out besides.
+    """
     total = len(space.layouts) + len(space.pruned)
-    say(out, f"{total:,} candidates: {len(space.layouts):,} legal, {len(space.pruned):,} pruned before the search", "bold")
+    say(
+        out,
+        f"{total:,} candidates: {len(space.layouts):,} legal, {len(space.pruned):,} pruned before the search",
+        "bold",
+    )
     found = [row for group in grouped(space.pruned) for row in _rows(group)]
     for line in aligned(found, out.width, left=(1,)) if found else ():
         say(out, line)

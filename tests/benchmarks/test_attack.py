@@ -1,4 +1,5 @@
-"""Attacks on proven plans: what they change, what they may not change, and that nothing they find is beyond a stated gap.
+"""Attacks on proven plans: what they change, what they may not change, and that nothing they find
+is beyond a stated gap.
 
 `python benchmarks/search/attack.py` has 60 requests and more changes of each.
 """
@@ -25,7 +26,7 @@ from parplan.commands.requests.described import Asked
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import Constraints
@@ -44,9 +45,16 @@ def tiny(**pins: object) -> Request:
 
 def two_stages() -> Strategy:
     layout = ParallelLayout(
-        mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=8,
-        sequence_parallel=False)
-    embedding, head = (LayerChoice(kind, Recompute.NONE, 2) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD))
+        mesh=Mesh(pp=2, dp=2, tp=1),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=8,
+        sequence_parallel=False,
+    )
+    embedding, head = (
+        LayerChoice(kind, Recompute.NONE, 2) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
+    )
     return Strategy(layout=layout, stages=((embedding, BLOCK, BLOCK, BLOCK), (OTHER, head)))
 
 
@@ -54,19 +62,29 @@ def two_stages() -> Strategy:
 def test_nothing_that_an_attack_finds_is_beyond_the_stated_gap(request_: Request) -> None:
     found = attacked(request_, EVALUATIONS, seed=0)
 
-    assert not found.beyond, f"{100 * found.beyond:.3f} % beyond the gap by {', '.join(found.kinds)}: {found.how}"
+    assert not found.beyond, (
+        f"{100 * found.beyond:.3f} % beyond the gap by {', '.join(found.kinds)}: {found.how}"
+    )
 
 
 def test_nothing_is_leaner_than_the_least_redundant_plan() -> None:
-    found = attacked(replace(tiny(pp=(1, 2), tp=(1,)), objective=Objective.MEMORY), EVALUATIONS, seed=0)
+    found = attacked(
+        replace(tiny(pp=(1, 2), tp=(1,)), objective=Objective.MEMORY), EVALUATIONS, seed=0
+    )
 
     assert not found.beyond, found.how
 
 
-def test_an_attack_prices_the_plan_as_it_was_priced_and_finds_what_is_better_than_a_bad_one() -> None:
+def test_an_attack_prices_the_plan_as_it_was_priced_and_finds_what_is_better_than_a_bad_one() -> (
+    None
+):
     asked = tiny(pp=(1,), tp=(1,))
     worse = find_plan(
-        asked.question.model, asked.question.cluster, asked.question.training, constraints=replace(asked.pins, zero=(3,)))
+        asked.question.model,
+        asked.question.cluster,
+        asked.question.training,
+        constraints=replace(asked.pins, zero=(3,)),
+    )
 
     attack = Attack(asked, worse, EVALUATIONS, seed=0)
     start, found = attack.start(), dict(attack.found())
@@ -80,13 +98,30 @@ def test_an_attack_prices_the_plan_as_it_was_priced_and_finds_what_is_better_tha
 def test_the_same_seed_attacks_alike() -> None:
     first, second = (attacked(tiny(pp=(1, 2), tp=(1,)), EVALUATIONS, seed=3) for _ in range(2))
 
-    assert (first.best, first.by_kind, first.evaluations, first.how) == (second.best, second.by_kind, second.evaluations, second.how)
+    assert (first.best, first.by_kind, first.evaluations, first.how) == (
+        second.best,
+        second.by_kind,
+        second.evaluations,
+        second.how,
+    )
 
 
 def test_what_is_better_within_the_gap_does_not_count_as_beyond_it() -> None:
     found = Outcome(
-        request=tiny(), plan=10.0, gap=0.01, best=9.95, kinds=(), how="", plan_how="", peak_gib=1.0, smaller_peak_gib=None, by_kind={},
-        evaluations=1, search_s=0.0, attack_s=0.0)
+        request=tiny(),
+        plan=10.0,
+        gap=0.01,
+        best=9.95,
+        kinds=(),
+        how="",
+        plan_how="",
+        peak_gib=1.0,
+        smaller_peak_gib=None,
+        by_kind={},
+        evaluations=1,
+        search_s=0.0,
+        attack_s=0.0,
+    )
 
     assert (found.beats, found.beyond) == (pytest.approx(0.005), 0.0)
     assert replace(found, best=9.8).beyond == pytest.approx(0.01)
@@ -96,14 +131,25 @@ def test_what_is_better_within_the_gap_does_not_count_as_beyond_it() -> None:
 def test_moves_change_what_they_name() -> None:
     strategy = two_stages()
 
-    assert retuned(strategy, (0,), BLOCK, OTHER, 2, last=True).stages[0][1:] == (BLOCK, OTHER, OTHER)
-    assert retuned(strategy, (0,), BLOCK, OTHER, 1, last=False).stages[0][1:] == (OTHER, BLOCK, BLOCK)
+    assert retuned(strategy, (0,), BLOCK, OTHER, 2, last=True).stages[0][1:] == (
+        BLOCK,
+        OTHER,
+        OTHER,
+    )
+    assert retuned(strategy, (0,), BLOCK, OTHER, 1, last=False).stages[0][1:] == (
+        OTHER,
+        BLOCK,
+        BLOCK,
+    )
     moved = carried(strategy, 0, 1)
     assert moved is not None
     assert block_counts(moved) == [2, 2]
     assert moved.stages[1][:2] == (OTHER, OTHER)
     assert carried(strategy, 1, 0) is None  # a stage keeps a block
-    assert [stage[end].zero for stage, end in zip(with_ends(strategy, 0, 1).stages, (0, -1), strict=True)] == [0, 1]
+    assert [
+        stage[end].zero
+        for stage, end in zip(with_ends(strategy, 0, 1).stages, (0, -1), strict=True)
+    ] == [0, 1]
 
 
 @pytest.mark.parametrize("limit", range(8))
@@ -116,11 +162,18 @@ def test_frames_are_all_that_the_search_has_and_those_that_it_does_not_try() -> 
     asked = Request(Asked(model="gpt-tiny", gpus=4, gpu="a100-80gb", stack="parplan"))
     every = set(layouts(asked.question, asked.pins))
 
-    searched = enumerate_candidates(asked.question.model, asked.question.cluster, asked.question.training, asked.pins).layouts
+    searched = enumerate_candidates(
+        asked.question.model, asked.question.cluster, asked.question.training, asked.pins
+    ).layouts
 
     assert set(searched) <= every
-    assert any(layout.schedule is Schedule.GPIPE and layout.num_micro_batches > layout.mesh.pp for layout in every)
-    assert not set(layouts(asked.question, Constraints(pp=(1,)))) & {layout for layout in every if layout.mesh.pp > 1}
+    assert any(
+        layout.schedule is Schedule.GPIPE and layout.num_micro_batches > layout.mesh.pp
+        for layout in every
+    )
+    assert not set(layouts(asked.question, Constraints(pp=(1,)))) & {
+        layout for layout in every if layout.mesh.pp > 1
+    }
 
 
 def test_what_is_left_out_has_a_reason_and_all_else_counts() -> None:
@@ -130,7 +183,10 @@ def test_what_is_left_out_has_a_reason_and_all_else_counts() -> None:
 
     assert left_out(strategy, pins) is None
     assert left_out(ahead, pins) is None
-    assert left_out(retuned(ahead, (0,), BLOCK, replace(BLOCK, zero=3), 1, last=True), pins) in LEFT_OUT
+    assert (
+        left_out(retuned(ahead, (0,), BLOCK, replace(BLOCK, zero=3), 1, last=True), pins)
+        in LEFT_OUT
+    )
     assert left_out(large, pins) in LEFT_OUT
     assert left_out(large, Constraints(micro_batch_size=(128,))) is None
 

@@ -1,4 +1,6 @@
-"""Hostile input, as the fuzzer makes it: a few hundred of its inputs, and one of every cause that was met before."""
+"""Hostile input, as the fuzzer makes it: a few hundred of its inputs, and one of every cause that
+was met before.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def seeds(tmp_path_factory, server) -> Seeds:
 def without_torch() -> list[fuzzed.Kind]:
     """The kinds whose inputs and seeds need no torch, and that do not search for long."""
     need_torch = {"traced-one", "run"}
-    return [kind for kind in fuzzed.KINDS if not kind.torch and kind.name not in SLOW and not need_torch & set(_needed(kind))]
+    return [
+        kind
+        for kind in fuzzed.KINDS
+        if not kind.torch and kind.name not in SLOW and not need_torch & set(_needed(kind))
+    ]
 
 
 def _needed(kind: fuzzed.Kind) -> set[str]:
@@ -53,12 +59,23 @@ def _needed(kind: fuzzed.Kind) -> set[str]:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("count", [INPUTS, pytest.param(ALL_INPUTS, marks=pytest.mark.slow)])
-def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_together_is_read(seeds, count):
+def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_together_is_read(
+    seeds, count
+):
     failures = []
 
-    run(numbers(count, without_torch()), 0, seeds, 1, lambda result: failures.append(result) if result.verdict.failure else None)
+    run(
+        numbers(count, without_torch()),
+        0,
+        seeds,
+        1,
+        lambda result: failures.append(result) if result.verdict.failure else None,
+    )
 
-    found = [f"{len(group.results)} x {group.failure}: {group.cause} ({group.results[0].given.name})" for group in grouped(failures)]
+    found = [
+        f"{len(group.results)} x {group.failure}: {group.cause} ({group.results[0].given.name})"
+        for group in grouped(failures)
+    ]
     assert found == []
 
 
@@ -66,7 +83,8 @@ def test_the_same_seed_makes_the_same_inputs_and_another_seed_others(seeds):
     for kind in without_torch():
         assert fuzzed.build(kind, 3, 0, seeds) == fuzzed.build(kind, 3, 0, seeds)
     assert [fuzzed.build(kind, 3, 0, seeds).files for kind in without_torch()] != [
-        fuzzed.build(kind, 3, 1, seeds).files for kind in without_torch()]
+        fuzzed.build(kind, 3, 1, seeds).files for kind in without_torch()
+    ]
 
 
 def test_inputs_are_as_many_as_asked_with_every_kind_and_a_longer_campaign_begins_each_kind_alike():
@@ -108,51 +126,98 @@ def test_the_oracle_finds_what_does_not_fit_together(seeds, broken):
 
 
 def test_edits_of_plans_break_most_of_them_and_not_all(seeds):
-    problems = [problem_of(edited(seeds.tree("plan-pp2-tp2"), random.Random(number))) for number in range(100)]
+    problems = [
+        problem_of(edited(seeds.tree("plan-pp2-tp2"), random.Random(number)))
+        for number in range(100)
+    ]
 
     assert 50 <= sum(map(bool, problems)) <= 95
 
 
 def _ended(**values: object) -> Ended:
-    return Ended(**{"code": 0, "stdout": "", "stderr": "", "stack": "", "seconds": 0.1, "cpu_s": 0.1, "hung": False,
-        **values})  # type: ignore[arg-type]
+    return Ended(
+        **{
+            "code": 0,
+            "stdout": "",
+            "stderr": "",
+            "stack": "",
+            "seconds": 0.1,
+            "cpu_s": 0.1,
+            "hung": False,
+            **values,
+        }
+    )  # type: ignore[arg-type]
 
 
 GIVEN = Input(kind="x", number=0, arguments=("show", "p.yaml"))
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/x/planner/plan/plan.py", line 7, in read\n    x\nValueError: no\n'
 
 
-@pytest.mark.parametrize(("ended", "failure"), [
-    pytest.param(_ended(), "", id="done"),
-    pytest.param(_ended(code=2, stderr="error: no such file\nhint: give one\n"), "", id="one-error"),
-    pytest.param(_ended(code=2, stderr="no such file\n"), "0 error lines", id="no-error"),
-    pytest.param(_ended(code=2, stderr="error: a\nerror: b\n"), "2 error lines", id="two-errors"),
-    pytest.param(_ended(code=1, stderr=TRACEBACK), "traceback", id="traceback"),
-    pytest.param(_ended(code=1), "exit code", id="exit-code-1"),
-    pytest.param(_ended(code=-11), "signal", id="segmentation-fault"),
-    pytest.param(_ended(code=-9, hung=True), "hang", id="hang"),
-    pytest.param(_ended(stderr="/a/b.py:3: RuntimeWarning: overflow\n"), "warning", id="warning"),
-])
+@pytest.mark.parametrize(
+    ("ended", "failure"),
+    [
+        pytest.param(_ended(), "", id="done"),
+        pytest.param(
+            _ended(code=2, stderr="error: no such file\nhint: give one\n"), "", id="one-error"
+        ),
+        pytest.param(_ended(code=2, stderr="no such file\n"), "0 error lines", id="no-error"),
+        pytest.param(
+            _ended(code=2, stderr="error: a\nerror: b\n"), "2 error lines", id="two-errors"
+        ),
+        pytest.param(_ended(code=1, stderr=TRACEBACK), "traceback", id="traceback"),
+        pytest.param(_ended(code=1), "exit code", id="exit-code-1"),
+        pytest.param(_ended(code=-11), "signal", id="segmentation-fault"),
+        pytest.param(_ended(code=-9, hung=True), "hang", id="hang"),
+        pytest.param(
+            _ended(stderr="/a/b.py:3: RuntimeWarning: overflow\n"), "warning", id="warning"
+        ),
+    ],
+)
 def test_a_verdict_names_the_way_in_which_an_input_failed(ended, failure):
     assert judge(GIVEN, ended).failure == failure
 
 
 def test_a_traceback_is_grouped_by_its_last_frame():
-    assert judge(GIVEN, _ended(code=1, stderr=TRACEBACK)).cause == "ValueError planner/plan/plan.py:7 read"
+    assert (
+        judge(GIVEN, _ended(code=1, stderr=TRACEBACK)).cause
+        == "ValueError planner/plan/plan.py:7 read"
+    )
 
 
 # The causes that broke every reader of YAML or JSON: a text, where a number belongs
 HOSTILE = {
-    "date": "2020-01-01", "hexadecimal": "0x10", "underscore": "1_5", "tag": "!!int abc", "digits": "9" * 4300, "infinite": ".inf",
-    "base-60": "1:30", "bytes": "!!binary aGk=", "alias": "&a [*a]", "set": "!!set {a, b}", "2-to-the-63": str(2**63)}
-BOMB = "a: &a {k: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [{', '.join(['*' + (f'b{n - 1}' if n else 'a')] * 9)}]}}\n" for n in range(9))
+    "date": "2020-01-01",
+    "hexadecimal": "0x10",
+    "underscore": "1_5",
+    "tag": "!!int abc",
+    "digits": "9" * 4300,
+    "infinite": ".inf",
+    "base-60": "1:30",
+    "bytes": "!!binary aGk=",
+    "alias": "&a [*a]",
+    "set": "!!set {a, b}",
+    "2-to-the-63": str(2**63),
+}
+BOMB = "a: &a {k: 1}\n" + "".join(
+    f"b{n}: &b{n} {{<<: [{', '.join(['*' + (f'b{n - 1}' if n else 'a')] * 9)}]}}\n"
+    for n in range(9)
+)
 WHOLE = {
-    "deep": "[" * 100_000, "merge-bomb": BOMB, "empty": "", "two-documents": "---\na: 1\n---\nb: 2\n", "nul": "\0", "keys": "{? [1] : 2}"}
+    "deep": "[" * 100_000,
+    "merge-bomb": BOMB,
+    "empty": "",
+    "two-documents": "---\na: 1\n---\nb: 2\n",
+    "nul": "\0",
+    "keys": "{? [1] : 2}",
+}
 READERS = {  # a command, the file, and the number in it that is replaced
     "model": ("estimate --model f.yaml --gpus 2 --gpu cpu", r"(?<=num_layers: )\d+"),
     "cluster": ("estimate --model gpt-tiny --cluster f.yaml --gpus 2", r"(?<=num_sms: )\d+"),
     "stack": (f"estimate {TINY} --stack f.yaml", r"(?<=tp_overlap: )\d+"),
-    "family": ("max-model --family f.yaml --gpus 1 --gpu cpu --offload none --time-limit 1", r"(?<=vocab_size: )\d+"),
+    "family": (
+        "max-model --family f.yaml --gpus 1 --gpu cpu --offload none --time-limit 1",
+        r"(?<=vocab_size: )\d+",
+    ),
     "plan": ("show f.yaml", r"(?<=num_layers: )\d+"),
     "profile": ("profile --show f.yaml", r"(?<=num_devices: )\d+"),
     "comm": ("profile --add f.yaml -o h.yaml", r"(?<=ranks_per_node: )\d+"),
@@ -161,7 +226,11 @@ READERS = {  # a command, the file, and the number in it that is replaced
 
 def _valid(reader: str, seeds: Seeds) -> str:
     packaged = {
-        "model": ("models", "gpt-tiny"), "cluster": ("clusters", "cpu"), "stack": ("stacks", "parplan"), "family": ("families", "gpt")}
+        "model": ("models", "gpt-tiny"),
+        "cluster": ("clusters", "cpu"),
+        "stack": ("stacks", "parplan"),
+        "family": ("families", "gpt"),
+    }
     if reader in packaged:
         return shipped(*packaged[reader]).decode()
     return seeds.content("plan-pp2-tp2" if reader == "plan" else reader).decode()
@@ -178,62 +247,120 @@ def _refused(server: Server, given: Input) -> None:
 
 def _of_readers(texts: dict[str, str], *of_all: str) -> list[tuple[str, str]]:
     """All texts for one reader, and some for every other: there is one reader of them all."""
-    return [(reader, text) for reader in READERS for text in texts if reader == "plan" or text in of_all]
+    return [
+        (reader, text) for reader in READERS for text in texts if reader == "plan" or text in of_all
+    ]
 
 
-@pytest.mark.parametrize(("reader", "text"), _of_readers(HOSTILE, "date", "hexadecimal", "tag", "2-to-the-63"))
+@pytest.mark.parametrize(
+    ("reader", "text"), _of_readers(HOSTILE, "date", "hexadecimal", "tag", "2-to-the-63")
+)
 def test_a_number_that_is_none_is_refused_by_every_reader(server, seeds, reader, text):
     command, place = READERS[reader]
     body, count = re.subn(place, HOSTILE[text], _valid(reader, seeds), count=1)
 
     assert count == 1
-    _refused(server, Input(
-        kind="corpus", number=0, arguments=tuple(command.split()), files={"f.yaml": body.encode(), "h.yaml": seeds.content("profile")}))
+    _refused(
+        server,
+        Input(
+            kind="corpus",
+            number=0,
+            arguments=tuple(command.split()),
+            files={"f.yaml": body.encode(), "h.yaml": seeds.content("profile")},
+        ),
+    )
 
 
 @pytest.mark.parametrize(("reader", "text"), _of_readers(WHOLE, "deep", "merge-bomb"))
 def test_a_document_that_is_none_is_refused_by_every_reader(server, seeds, reader, text):
     command, _ = READERS[reader]
 
-    _refused(server, Input(
-        kind="corpus", number=0, arguments=tuple(command.split()),
-        files={"f.yaml": WHOLE[text].encode(), "h.yaml": seeds.content("profile")}))
+    _refused(
+        server,
+        Input(
+            kind="corpus",
+            number=0,
+            arguments=tuple(command.split()),
+            files={"f.yaml": WHOLE[text].encode(), "h.yaml": seeds.content("profile")},
+        ),
+    )
 
 
 JSON = {
-    "deep": "[" * 100_000, "digits": '{"run_version": ' + "9" * 4300 + "}", "nan": '{"run_version": NaN}', "empty": "", "list": "[]",
-    "surrogate": '{"run_version": "\\ud800"}', "two-documents": "{} {}", "two-keys": '{"run_version": 1, "run_version": 1}'}
+    "deep": "[" * 100_000,
+    "digits": '{"run_version": ' + "9" * 4300 + "}",
+    "nan": '{"run_version": NaN}',
+    "empty": "",
+    "list": "[]",
+    "surrogate": '{"run_version": "\\ud800"}',
+    "two-documents": "{} {}",
+    "two-keys": '{"run_version": 1, "run_version": 1}',
+}
 
 
 @pytest.mark.parametrize("text", JSON)
-@pytest.mark.parametrize("command", mostly_slow(
-    ["show f.json", "calibrate f.json -o -", "estimate --model f.json --gpus 2 --gpu cpu"], {"show f.json"}))
+@pytest.mark.parametrize(
+    "command",
+    mostly_slow(
+        ["show f.json", "calibrate f.json -o -", "estimate --model f.json --gpus 2 --gpu cpu"],
+        {"show f.json"},
+    ),
+)
 def test_a_json_document_that_is_none_is_refused(server, command, text):
-    _refused(server, Input(kind="corpus", number=0, arguments=tuple(command.split()), files={"f.json": JSON[text].encode()}))
+    _refused(
+        server,
+        Input(
+            kind="corpus",
+            number=0,
+            arguments=tuple(command.split()),
+            files={"f.json": JSON[text].encode()},
+        ),
+    )
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    *(("model_type", value) for value in ("[]", "{}", "3", "null", '"\\u0000"')), ("num_hidden_layers", str(2**63)),
-    ("vocab_size", "1e999"),
-    ("hidden_size", "-1"), ("rope_theta", "NaN"), ("num_attention_heads", "0")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("model_type", value) for value in ("[]", "{}", "3", "null", '"\\u0000"')),
+        ("num_hidden_layers", str(2**63)),
+        ("vocab_size", "1e999"),
+        ("hidden_size", "-1"),
+        ("rope_theta", "NaN"),
+        ("num_attention_heads", "0"),
+    ],
+)
 def test_a_hugging_face_config_with_a_value_of_another_kind_is_handled(server, key, value):
     config = json.loads(CONFIGS["llama"]) | {key: "HERE"}
     given = Input(
-        kind="corpus", number=0, arguments=("estimate", "--model", "config.json", "--gpus", "2", "--gpu", "cpu"),
-        files={"config.json": json.dumps(config).replace('"HERE"', value).encode()})
+        kind="corpus",
+        number=0,
+        arguments=("estimate", "--model", "config.json", "--gpus", "2", "--gpu", "cpu"),
+        files={"config.json": json.dumps(config).replace('"HERE"', value).encode()},
+    )
 
     assert judge(given, server.run(given)).failure == ""
 
 
-@pytest.mark.parametrize("command", mostly_slow(["show p.yaml", "trace p.yaml -o t.json"], {"show p.yaml"}))
+@pytest.mark.parametrize(
+    "command", mostly_slow(["show p.yaml", "trace p.yaml -o t.json"], {"show p.yaml"})
+)
 @pytest.mark.parametrize("broken", MISFITS)
-def test_a_plan_that_does_not_fit_together_is_refused_by_every_command(server, seeds, broken, command):
+def test_a_plan_that_does_not_fit_together_is_refused_by_every_command(
+    server, seeds, broken, command
+):
     plan = copy.deepcopy(seeds.tree("plan-pp2-tp2"))
     MISFITS[broken](plan)
 
-    _refused(server, Input(
-        kind="corpus", number=0, arguments=tuple(command.split()), files={"p.yaml": yaml.safe_dump(plan, sort_keys=False).encode()},
-        inconsistent=broken))
+    _refused(
+        server,
+        Input(
+            kind="corpus",
+            number=0,
+            arguments=tuple(command.split()),
+            files={"p.yaml": yaml.safe_dump(plan, sort_keys=False).encode()},
+            inconsistent=broken,
+        ),
+    )
 
 
 # The causes that a command line or its surroundings had
@@ -244,30 +371,52 @@ LINES = {
     "one-recompute-level": "--model gpt-2.5b --gpus 1 --gpu cpu --recompute none --time-limit 1 -o p.yaml",
     "max-model-recompute": "max-model --hidden 64 --recompute full --gpus 1 --gpu cpu --time-limit 1",
     "ways-out-in-time": "--model gpt-2.5b --gpus 2 --gpu cpu --time-limit 1 -o p.yaml",
-    "size-nan": f"estimate {TINY} --memory-limit nanGiB", "size-inf": f"estimate {TINY} --host-memory 1e999GiB",
+    "size-nan": f"estimate {TINY} --memory-limit nanGiB",
+    "size-inf": f"estimate {TINY} --host-memory 1e999GiB",
     "huge-batch": f"estimate {TINY} --global-batch-size 9223372036854775808",
     "huge-gpus": "estimate --model gpt-tiny --gpus 99999999999999999999",
-    "long-name": f"show {'x' * 300}", "long-output": f"estimate {TINY} -o {'x' * 300}", "not-utf-8": "show \udcff.yaml",
-    "output-not-utf-8": f"estimate {TINY} -o \udcff.yaml", "output-in-proc": f"estimate {TINY} -o /proc/x.yaml",
-    "output-to-full": "trace plan.yaml -o /dev/full", "loop": "show loop", "model-long": f"estimate --model {'x' * 5000}.yaml --gpus 2",
+    "long-name": f"show {'x' * 300}",
+    "long-output": f"estimate {TINY} -o {'x' * 300}",
+    "not-utf-8": "show \udcff.yaml",
+    "output-not-utf-8": f"estimate {TINY} -o \udcff.yaml",
+    "output-in-proc": f"estimate {TINY} -o /proc/x.yaml",
+    "output-to-full": "trace plan.yaml -o /dev/full",
+    "loop": "show loop",
+    "model-long": f"estimate --model {'x' * 5000}.yaml --gpus 2",
 }
 
 
-@pytest.mark.parametrize("line", mostly_slow(LINES, LINES.keys() - {"one-recompute-level", "ways-out-in-time"}))
+@pytest.mark.parametrize(
+    "line", mostly_slow(LINES, LINES.keys() - {"one-recompute-level", "ways-out-in-time"})
+)
 def test_a_command_line_ends_with_a_result_or_one_error(server, seeds, line):
     given = Input(
-        kind="corpus", number=0, arguments=tuple(LINES[line].split(" ")), files={"plan.yaml": seeds.content("plan-pp2-tp2")},
-        links={"loop": "loop"})
+        kind="corpus",
+        number=0,
+        arguments=tuple(LINES[line].split(" ")),
+        files={"plan.yaml": seeds.content("plan-pp2-tp2")},
+        links={"loop": "loop"},
+    )
 
     assert judge(given, server.run(given)).failure == ""
 
 
 SURROUNDINGS = {
-    "stderr-closed": {"stderr": Stream.CLOSED}, "stdout-closed": {"stdout": Stream.CLOSED}, "stdout-full": {"stdout": Stream.FULL},
-    "reader-left": {"stdout": Stream.LEFT}, "ascii": {"encoding": "ascii"}, "no-home": {"environment": {"HOME": None}},
-    "narrow": {"environment": {"COLUMNS": "1"}}, "columns": {"environment": {"COLUMNS": "abc"}}}
-SHOWN = ("show plan.yaml", "--help", f"estimate {TINY} -o -",
-    "estimate --model \u00e9t\u00e9.yaml --gpus 2 --gpu cpu")
+    "stderr-closed": {"stderr": Stream.CLOSED},
+    "stdout-closed": {"stdout": Stream.CLOSED},
+    "stdout-full": {"stdout": Stream.FULL},
+    "reader-left": {"stdout": Stream.LEFT},
+    "ascii": {"encoding": "ascii"},
+    "no-home": {"environment": {"HOME": None}},
+    "narrow": {"environment": {"COLUMNS": "1"}},
+    "columns": {"environment": {"COLUMNS": "abc"}},
+}
+SHOWN = (
+    "show plan.yaml",
+    "--help",
+    f"estimate {TINY} -o -",
+    "estimate --model \u00e9t\u00e9.yaml --gpus 2 --gpu cpu",
+)
 
 
 @pytest.mark.parametrize("command", mostly_slow(SHOWN, SHOWN[:2]))
@@ -275,14 +424,23 @@ SHOWN = ("show plan.yaml", "--help", f"estimate {TINY} -o -",
 def test_a_command_ends_well_whatever_its_streams_are(server, seeds, surroundings, command):
     model = shipped("models", "gpt-tiny").replace(b"gpt-tiny", "\u00e9t\u00e9".encode())
     given = Input(
-        kind="corpus", number=0, arguments=tuple(command.split()),
-        files={"plan.yaml": seeds.content("plan-pp2-tp2"), "\u00e9t\u00e9.yaml": model}, **SURROUNDINGS[surroundings])
+        kind="corpus",
+        number=0,
+        arguments=tuple(command.split()),
+        files={"plan.yaml": seeds.content("plan-pp2-tp2"), "\u00e9t\u00e9.yaml": model},
+        **SURROUNDINGS[surroundings],
+    )
 
     assert judge(given, server.run(given)).failure == ""
 
 
 def test_a_plan_is_written_where_standard_error_is_closed(server):
-    given = Input(kind="corpus", number=0, arguments=(*f"{TINY} --time-limit 60 -o p.yaml".split(),), stderr=Stream.CLOSED)
+    given = Input(
+        kind="corpus",
+        number=0,
+        arguments=(*f"{TINY} --time-limit 60 -o p.yaml".split(),),
+        stderr=Stream.CLOSED,
+    )
 
     ended = server.run(given, ("p.yaml",))
 
@@ -293,7 +451,11 @@ def test_a_plan_is_written_where_standard_error_is_closed(server):
 def test_an_input_writes_nowhere_but_in_its_folder(server, seeds, tmp_path):
     outside = tmp_path / "trace.json"
     given = Input(
-        kind="corpus", number=0, arguments=("trace", "plan.yaml", "-o", str(outside)), files={"plan.yaml": seeds.content("plan-pp2-tp2")})
+        kind="corpus",
+        number=0,
+        arguments=("trace", "plan.yaml", "-o", str(outside)),
+        files={"plan.yaml": seeds.content("plan-pp2-tp2")},
+    )
 
     ended = server.run(given)
 
@@ -307,10 +469,24 @@ def test_the_executor_ends_with_one_error_for_what_it_cannot_read(tmp_path):
     with Server(torch=True) as server:
         seeds.make("plan-one", server)
         for arguments in (
-            ("p.yaml", "--timeout", "nan"), ("p.yaml", "--timeout", "inf"), ("p.yaml", "--seed", "99999999999999999999", "--steps", "1"),
-            ("p.yaml", "--data", "t.npz"), ("p.yaml", "--data", "t.npy"), ("p.yaml", "--data", "x" * 300), ("p.yaml", "--betas", "1", "x")):
+            ("p.yaml", "--timeout", "nan"),
+            ("p.yaml", "--timeout", "inf"),
+            ("p.yaml", "--seed", "99999999999999999999", "--steps", "1"),
+            ("p.yaml", "--data", "t.npz"),
+            ("p.yaml", "--data", "t.npy"),
+            ("p.yaml", "--data", "x" * 300),
+            ("p.yaml", "--betas", "1", "x"),
+        ):
             given = Input(
-                kind="corpus", number=0, arguments=arguments, program=Program.EXECUTOR,
-                files={"p.yaml": seeds.content("plan-one"), "t.npz": b"PK\x03\x04", "t.npy": b"\x93NUMPY\x01\x00\x10\x00{'descr': 3}"})
+                kind="corpus",
+                number=0,
+                arguments=arguments,
+                program=Program.EXECUTOR,
+                files={
+                    "p.yaml": seeds.content("plan-one"),
+                    "t.npz": b"PK\x03\x04",
+                    "t.npy": b"\x93NUMPY\x01\x00\x10\x00{'descr': 3}",
+                },
+            )
             ended = server.run(given)
             assert (arguments, judge(given, ended).failure, ended.code) == (arguments, "", 2)

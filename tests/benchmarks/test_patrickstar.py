@@ -1,4 +1,6 @@
-"""The benchmark of PatrickStar's published figures: its closed forms, its chunk sizes, and what eviction moves."""
+"""The benchmark of PatrickStar's published figures: its closed forms, its chunk sizes, and what
+eviction moves.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,31 @@ from benchmarks.papers.patrickstar_published import (
 from parplan.costmodels.chunks.chunk_layout import SizedTensor, pack
 from parplan.profiles.catalog import load_model
 
-STATED = {("v100-32gb", 8): "18B", ("a100-40gb", 8): "68B", ("a100-40gb", 32): "175B"}  # docs/patrickstar.md
+STATED = {
+    ("v100-32gb", 8): "18B",
+    ("a100-40gb", 8): "68B",
+    ("a100-40gb", 32): "175B",
+}  # docs/patrickstar.md
 
 
 def test_the_largest_models_are_those_of_the_published_figures():
     found = {(each.gpu, each.gpus): each.label for each in largest_published()}
 
     assert STATED.items() <= found.items()
-    assert {gpus: label for (gpu, gpus), label in found.items() if gpu == "v100-32gb"} == {1: "12B", 2: "12B", 4: "12B", 8: "18B"}
+    assert {gpus: label for (gpu, gpus), label in found.items() if gpu == "v100-32gb"} == {
+        1: "12B",
+        2: "12B",
+        4: "12B",
+        8: "18B",
+    }
 
 
 def test_every_figure_belongs_to_a_size():
-    for labels, figures in ((patrickstar_published.V100, patrickstar_published.PATRICKSTAR_V100),
-                            (patrickstar_published.A100, patrickstar_published.PATRICKSTAR_A100),
-                            (patrickstar_published.A100, patrickstar_published.DEEPSPEED_A100)):
+    for labels, figures in (
+        (patrickstar_published.V100, patrickstar_published.PATRICKSTAR_V100),
+        (patrickstar_published.A100, patrickstar_published.PATRICKSTAR_A100),
+        (patrickstar_published.A100, patrickstar_published.DEEPSPEED_A100),
+    ):
         assert all(len(row) <= len(labels) for row in figures.values())
 
 
@@ -42,15 +55,28 @@ def test_every_figure_belongs_to_a_size():
 def test_utilisation_is_that_of_packing_every_tensor(label, size):
     model = load_model(MEMBERS[label]).spec
     block = patrickstar_published.tensors_of(model)
-    every = [SizedTensor(f"{number}.{tensor.name}", tensor.elements) for number in range(model.num_layers) for tensor in block]
+    every = [
+        SizedTensor(f"{number}.{tensor.name}", tensor.elements)
+        for number in range(model.num_layers)
+        for tensor in block
+    ]
 
     chunks = pack(every, size << 20)
     filled_up = -(-chunks.num_chunks // 8) * 8
 
-    assert packed(model, size << 20, 8) == chunks.used_elements / (filled_up * chunks.chunk_elements)
+    assert packed(model, size << 20, 8) == chunks.used_elements / (
+        filled_up * chunks.chunk_elements
+    )
 
 
-@pytest.mark.parametrize("each", [each for each in largest_published() if (each.gpu, each.gpus) in (("v100-32gb", 8), ("a100-40gb", 8))])
+@pytest.mark.parametrize(
+    "each",
+    [
+        each
+        for each in largest_published()
+        if (each.gpu, each.gpus) in (("v100-32gb", 8), ("a100-40gb", 8))
+    ],
+)
 def test_the_closed_form_is_within_15_percent_of_the_largest_on_8_gpus(each):
     label = num_parameters(load_model(MEMBERS[each.label]).spec)
 
@@ -79,13 +105,19 @@ def test_opt_moves_no_more_than_lru_and_fifo_and_room_never_moves_more():
     moved = {row[:3]: [float(cell) for cell in row[3:]] for row in table.rows}
 
     for (schedule, number, _), values in moved.items():
-        assert all(best <= other for best, other in zip(moved[schedule, number, "opt"], values, strict=True))
+        assert all(
+            best <= other
+            for best, other in zip(moved[schedule, number, "opt"], values, strict=True)
+        )
         assert values == sorted(values, reverse=True)
     assert len(moved) == 12
 
 
 def test_the_planners_chunks_are_better_used_than_those_of_patrickstars_search():
-    shares = [(float(row[-3][:-2]), float(row[-1][:-2])) for row in patrickstar.chunk_sizes(sizes=(64,)).rows]
+    shares = [
+        (float(row[-3][:-2]), float(row[-1][:-2]))
+        for row in patrickstar.chunk_sizes(sizes=(64,)).rows
+    ]
 
     assert all(own > 99.9 for _, own in shares)
     assert all(own > searched for searched, own in shares)
@@ -100,7 +132,11 @@ def test_waiting_for_copies_is_never_faster_and_the_planner_keeps_to_the_rules()
 
 
 def test_the_command_prints_json_alone():
-    found = json.loads(CliRunner().invoke(patrickstar.main, ["--part", "chunks", "--json"], catch_exceptions=False).stdout)
+    found = json.loads(
+        CliRunner()
+        .invoke(patrickstar.main, ["--part", "chunks", "--json"], catch_exceptions=False)
+        .stdout
+    )
 
     assert found["kind"] == "analytic"
     assert [table["part"] for table in found["tables"]] == ["chunks"]

@@ -1,4 +1,6 @@
-"""The rank of published configurations: they cost what `plan estimate` says, and the first candidate is the search's plan."""
+"""The rank of published configurations: they cost what `plan estimate` says, and the first
+candidate is the search's plan.
+"""
 
 from __future__ import annotations
 
@@ -48,30 +50,64 @@ def asked(request):
     return price_cache.model, price_cache.machine.cluster, price_cache.training
 
 
-@pytest.mark.parametrize(("name", "mesh", "schedule", "virtual_stages", "micro_batch_size", "num_micro_batches"), [
-    pytest.param("NeMo gpt3-20b", Mesh(pp=1, dp=32, tp=2), Schedule.ONE_F_ONE_B, 1, 2, 4, id="its-own-model"),
-    pytest.param("NeMo nemotron-22b, 2024", Mesh(pp=4, dp=8, tp=2), Schedule.INTERLEAVED, 11, 2, 16, id="one-block-a-virtual-stage"),
-])
+@pytest.mark.parametrize(
+    ("name", "mesh", "schedule", "virtual_stages", "micro_batch_size", "num_micro_batches"),
+    [
+        pytest.param(
+            "NeMo gpt3-20b",
+            Mesh(pp=1, dp=32, tp=2),
+            Schedule.ONE_F_ONE_B,
+            1,
+            2,
+            4,
+            id="its-own-model",
+        ),
+        pytest.param(
+            "NeMo nemotron-22b, 2024",
+            Mesh(pp=4, dp=8, tp=2),
+            Schedule.INTERLEAVED,
+            11,
+            2,
+            16,
+            id="one-block-a-virtual-stage",
+        ),
+    ],
+)
 def test_a_published_configuration_costs_what_an_estimate_says(
-    request_20b, name, mesh, schedule, virtual_stages, micro_batch_size, num_micro_batches,
+    request_20b,
+    name,
+    mesh,
+    schedule,
+    virtual_stages,
+    micro_batch_size,
+    num_micro_batches,
 ):
     layout = ParallelLayout(
-        mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
-        num_micro_batches=num_micro_batches, sequence_parallel=True)
+        mesh=mesh,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        sequence_parallel=True,
+    )
 
     predicted = estimate_plan(*asked(request_20b), layout, zero=1).predicted
 
     assert frames_of(named(name), request_20b) == [layout]
     price = as_published(layout, request_20b.price_cache)
     assert price.step_s == pytest.approx(predicted.step_time_s.value, rel=1e-5)
-    assert gib(peak_bytes(price)) == pytest.approx(max(stage.total for stage in predicted.memory_gib), abs=1e-3)
+    assert gib(peak_bytes(price)) == pytest.approx(
+        max(stage.total for stage in predicted.memory_gib), abs=1e-3
+    )
 
 
 def test_a_row_without_a_micro_batch_stands_for_all_of_its_mesh(request_20b):
     layouts = frames_of(named("Megatron-LM 32B"), request_20b)
 
     assert [layout.micro_batch_size for layout in layouts] == [1, 2, 4, 8, 16, 32]
-    assert {(layout.mesh.tp, layout.mesh.pp, layout.sequence_parallel) for layout in layouts} == {(8, 1, True)}
+    assert {(layout.mesh.tp, layout.mesh.pp, layout.sequence_parallel) for layout in layouts} == {
+        (8, 1, True)
+    }
 
 
 def test_the_first_candidate_is_the_plan_of_the_search(small, candidates):
@@ -79,7 +115,9 @@ def test_the_first_candidate_is_the_plan_of_the_search(small, candidates):
 
     assert candidates[0].step_s == pytest.approx(plan.predicted.step_time_s.value, rel=1e-3)
     assert candidates[0].layout.mesh == plan.mesh
-    assert all(peak_bytes(candidate.price) <= small.limit_bytes * (1 + 1e-9) for candidate in candidates)
+    assert all(
+        peak_bytes(candidate.price) <= small.limit_bytes * (1 + 1e-9) for candidate in candidates
+    )
 
 
 def test_a_row_ranks_behind_the_candidates_that_are_faster(small, candidates):
@@ -89,9 +127,16 @@ def test_a_row_ranks_behind_the_candidates_that_are_faster(small, candidates):
 
     assert placing is not None
     assert placing.fits
-    faster = [candidate for candidate in candidates if candidate.step_s < placing.price.step_s and candidate.layout != placing.layout]
+    faster = [
+        candidate
+        for candidate in candidates
+        if candidate.step_s < placing.price.step_s and candidate.layout != placing.layout
+    ]
     assert placing.rank == len(faster) + 1
-    assert placing.mesh_rank == len({candidate.layout.mesh for candidate in faster} - {placing.layout.mesh}) + 1
+    assert (
+        placing.mesh_rank
+        == len({candidate.layout.mesh for candidate in faster} - {placing.layout.mesh}) + 1
+    )
     assert placing.own is not None
     assert placing.own.step_s <= placing.price.step_s * (1 + 1e-9)
     assert candidates[placing.own_rank - 1] is placing.own

@@ -15,4 +15,9 @@ def test_on_one_gpu_the_model_fits_only_with_its_table_on_the_host():
 def test_the_model_has_a_large_table_of_its_own():
     model = token_table.model_of(3)
 
-    assert (model.num_layers, model.hidden_size, model.vocab_size, model.tied_embeddings) == (3, 4096, 256_000, False)
+    assert (model.num_layers, model.hidden_size, model.vocab_size, model.tied_embeddings) == (
+        3,
+        4096,
+        256_000,
+        False,
+    )

@@ -1,4 +1,6 @@
-"""`plan check`: what it prints, its exit codes, and that a plan which trains wrongly does not pass."""
+"""`plan check`: what it prints, its exit codes, and that a plan which trains wrongly does not
+pass.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,19 @@ pytestmark = [
 def tiny(dp: int = 2, pp: int = 1) -> Plan:
     entry = load_model("gpt-tiny")
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=2,
-        sequence_parallel=False)
-    training = TrainingSpec(global_batch_size=4 * dp, seq_length=entry.seq_length, precision="fp32", stack=NEUTRAL)
-    return estimate_plan(entry.spec, with_gpus(load_cluster("cpu"), dp * pp), training, layout, zero=1)
+        mesh=Mesh(pp=pp, dp=dp, tp=1),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=2,
+        num_micro_batches=2,
+        sequence_parallel=False,
+    )
+    training = TrainingSpec(
+        global_batch_size=4 * dp, seq_length=entry.seq_length, precision="fp32", stack=NEUTRAL
+    )
+    return estimate_plan(
+        entry.spec, with_gpus(load_cluster("cpu"), dp * pp), training, layout, zero=1
+    )
 
 
 def run(plan: Plan, folder, *options: str):
@@ -63,7 +74,9 @@ def test_a_plan_that_is_as_predicted_is_said_to_match(tmp_path):
     result = run(tiny(pp=2, dp=1), tmp_path)
 
     assert result.exit_code == 0, result.output
-    last = " ".join(" ".join(line.strip() for line in result.stdout.splitlines()).split("note")[-1].split())
+    last = " ".join(
+        " ".join(line.strip() for line in result.stdout.splitlines()).split("note")[-1].split()
+    )
     assert "parameters, gradients, optimizer to the byte; activations" in last
     assert "each stage" in result.stdout
 
@@ -80,8 +93,13 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_exits_with_3(tmp_path):
 
 def test_placements_that_have_no_price_are_an_error_before_anything_runs(tmp_path, monkeypatch):
     plan = make_plan(GPT, tp=2)
-    odd = {name: dataclasses.replace(layer, recompute=("nothing",)) for name, layer in plan.layer_plans.items()}
-    monkeypatch.setattr("parplan.executor.checking.dry_run_workers.dry_runs", lambda *_: pytest.fail("it ran"))
+    odd = {
+        name: dataclasses.replace(layer, recompute=("nothing",))
+        for name, layer in plan.layer_plans.items()
+    }
+    monkeypatch.setattr(
+        "parplan.executor.checking.dry_run_workers.dry_runs", lambda *_: pytest.fail("it ran")
+    )
 
     result = run(dataclasses.replace(plan, layer_plans=odd), tmp_path)
 
@@ -96,10 +114,17 @@ def test_only_the_ranks_that_were_asked_for_are_run(tmp_path):
     assert {sent["axis"] for sent in found["ranks"][0]["found"]["sent"]} == {"pp"}
 
 
-@pytest.mark.parametrize(("change", "options", "message"), [
-    pytest.param({}, ("--rank", "2"), "--rank 2: the plan has pipeline ranks 0 to 0", id="rank"),
-    pytest.param({"stages": ()}, (), "stages: there are 0, pp 1 x virtual_stages 1 are 1", id="no-layers"),
-])
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        pytest.param(
+            {}, ("--rank", "2"), "--rank 2: the plan has pipeline ranks 0 to 0", id="rank"
+        ),
+        pytest.param(
+            {"stages": ()}, (), "stages: there are 0, pp 1 x virtual_stages 1 are 1", id="no-layers"
+        ),
+    ],
+)
 def test_what_cannot_be_run_is_an_error_with_exit_code_2(tmp_path, change, options, message):
     result = run(dataclasses.replace(tiny(), **change), tmp_path, *options)
 
@@ -120,7 +145,11 @@ def test_a_file_that_is_no_plan_is_an_error(tmp_path):
 
 def test_without_torch_the_hint_says_what_to_install(tmp_path, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "torch" else find(name, *rest),
+    )
 
     result = run(tiny(), tmp_path)
 
@@ -151,7 +180,9 @@ def test_a_rank_that_weighs_its_loss_wrongly_does_not_pass(tmp_path, monkeypatch
 
 def test_bytes_that_are_not_as_predicted_have_an_exit_code(tmp_path, monkeypatch):
     right = train.predicted_state_bytes
-    monkeypatch.setattr(train, "predicted_state_bytes", lambda *args: right(*args) + StateBytes(parameters=4))
+    monkeypatch.setattr(
+        train, "predicted_state_bytes", lambda *args: right(*args) + StateBytes(parameters=4)
+    )
 
     result = run(tiny(), tmp_path, "--execute")
 
@@ -160,12 +191,26 @@ def test_bytes_that_are_not_as_predicted_have_an_exit_code(tmp_path, monkeypatch
     assert "NOT as" in result.stdout
 
 
-@pytest.mark.parametrize("losses", [((1.0, 1.0), (1.0, math.nan)), ((1.0, 1.0), (math.nan, math.nan)), ((1.0, 1.0), (math.inf, math.inf))])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        ((1.0, 1.0), (1.0, math.nan)),
+        ((1.0, 1.0), (math.nan, math.nan)),
+        ((1.0, 1.0), (math.inf, math.inf)),
+    ],
+)
 def test_losses_that_are_not_finite_do_not_pass_wherever_they_stand(losses):
     plan = make_plan(GPT)
     parity = Parity(
-        plan=plan, small=plan, losses=losses, gradients={"block0.qkv.weight": 0.0}, agree=True, as_predicted=True,
-        loss_tolerance=1e-6, gradient_tolerance=1e-5)
+        plan=plan,
+        small=plan,
+        losses=losses,
+        gradients={"block0.qkv.weight": 0.0},
+        agree=True,
+        as_predicted=True,
+        loss_tolerance=1e-6,
+        gradient_tolerance=1e-5,
+    )
 
     assert not parity.passed
     assert math.isinf(parity.loss_error)
@@ -175,29 +220,61 @@ def test_losses_that_are_not_finite_do_not_pass_wherever_they_stand(losses):
 def test_a_gradient_that_is_not_finite_is_the_worst():
     good, bad = torch.ones(2), torch.tensor([1.0, math.nan])
 
-    assert [gradient_error(*pair) for pair in ((good, good), (bad, good), (bad, bad))] == [0.0, math.inf, math.inf]
+    assert [gradient_error(*pair) for pair in ((good, good), (bad, good), (bad, bad))] == [
+        0.0,
+        math.inf,
+        math.inf,
+    ]
 
 
 def use(activations: int, *sent: SentBytes, gradients: int = 4) -> RankUse:
-    return RankUse(states=StateBytes(2, gradients, 8), activations=activations, temporaries=10, saved=5, sent=sent)
+    return RankUse(
+        states=StateBytes(2, gradients, 8),
+        activations=activations,
+        temporaries=10,
+        saved=5,
+        sent=sent,
+    )
 
 
 def a_check(predicted: RankUse, found: RankUse, capacity: int = 10**6) -> RankCheck:
     return RankCheck(
-        rank=0, predicted=predicted, found=found, planned=float(predicted.held), occupied=float(found.held), capacity=capacity,
-        micro_batches=(4,), of=4)
+        rank=0,
+        predicted=predicted,
+        found=found,
+        planned=float(predicted.held),
+        occupied=float(found.held),
+        capacity=capacity,
+        micro_batches=(4,),
+        of=4,
+    )
 
 
-@pytest.mark.parametrize(("found", "expected"), [
-    pytest.param(use(1000), "matches: parameters, gradients, optimizer, activations, temporaries, peak to the byte", id="equal"),
-    pytest.param(
-        use(1010), "matches: parameters, gradients, optimizer, temporaries to the byte; activations +1.0 %, peak +1.0 %", id="close"),
-    pytest.param(
-        use(1100), "differs: parameters, gradients, optimizer, temporaries to the byte; activations +10.0 %, peak +9.8 %", id="far"),
-    pytest.param(
-        use(1000, gradients=5),
-        "differs: parameters, optimizer, activations, temporaries to the byte; gradients +25.0 %, peak +0.10 %", id="a-state"),
-])
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        pytest.param(
+            use(1000),
+            "matches: parameters, gradients, optimizer, activations, temporaries, peak to the byte",
+            id="equal",
+        ),
+        pytest.param(
+            use(1010),
+            "matches: parameters, gradients, optimizer, temporaries to the byte; activations +1.0 %, peak +1.0 %",
+            id="close",
+        ),
+        pytest.param(
+            use(1100),
+            "differs: parameters, gradients, optimizer, temporaries to the byte; activations +10.0 %, peak +9.8 %",
+            id="far",
+        ),
+        pytest.param(
+            use(1000, gradients=5),
+            "differs: parameters, optimizer, activations, temporaries to the byte; gradients +25.0 %, peak +0.10 %",
+            id="a-state",
+        ),
+    ],
+)
 def test_the_verdict_says_what_is_as_predicted_and_what_is_not(found, expected):
     checks = (a_check(use(1000), found),)
 
@@ -219,7 +296,11 @@ def test_the_worst_deviation_of_all_stages_counts():
 
 
 def test_a_collective_that_only_one_side_has_is_shown_with_nothing_on_the_other():
-    (reduced, gathered) = sent_checks(a_check(use(1, SentBytes("tp", "all_reduce", 2, 8)), use(1, SentBytes("dp", "all_gather", 3, 6))))[::-1]
+    (reduced, gathered) = sent_checks(
+        a_check(
+            use(1, SentBytes("tp", "all_reduce", 2, 8)), use(1, SentBytes("dp", "all_gather", 3, 6))
+        )
+    )[::-1]
 
     assert (reduced.predicted.calls, reduced.found.calls) == (2, 0)
     assert (gathered.predicted.calls, gathered.found.calls) == (0, 3)
@@ -228,8 +309,15 @@ def test_a_collective_that_only_one_side_has_is_shown_with_nothing_on_the_other(
 def test_ranks_that_disagree_do_not_pass():
     plan = make_plan(GPT)
     parity = Parity(
-        plan=plan, small=plan, losses=((1.0, 1.0),), gradients={"block0.qkv.weight": 0.0}, agree=False, as_predicted=True,
-        loss_tolerance=1e-6, gradient_tolerance=1e-5)
+        plan=plan,
+        small=plan,
+        losses=((1.0, 1.0),),
+        gradients={"block0.qkv.weight": 0.0},
+        agree=False,
+        as_predicted=True,
+        loss_tolerance=1e-6,
+        gradient_tolerance=1e-5,
+    )
 
     assert not parity.passed
     assert parity_verdict(parity).startswith("differs: the ranks do not hold the same")

@@ -11,48 +11,103 @@ from parplan.planner.runs.run_file import Beside, ChunkMoved, write_run
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.synthetic_runs import estimated, run_of
 
-ASKED = ("--model", "gpt-tiny", "--gpus", "2", "--gpu", "v100-32gb", "--precision", "fp16", "--stack", "parplan")
+ASKED = (
+    "--model",
+    "gpt-tiny",
+    "--gpus",
+    "2",
+    "--gpu",
+    "v100-32gb",
+    "--precision",
+    "fp16",
+    "--stack",
+    "parplan",
+)
 CHUNKS = ("--offload", "optimizer,parameters")
 
 
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("chunks") / "plan.yaml"
-    succeed("estimate", *ASKED, *CHUNKS, "--host-blocks", "2", "--memory-limit", "2GiB", "-o", str(path))
+    succeed(
+        "estimate", *ASKED, *CHUNKS, "--host-blocks", "2", "--memory-limit", "2GiB", "-o", str(path)
+    )
     return path
 
 
 def homes(*options):
     """By layer plan of the estimate what the host keeps, and its policy."""
     plan = json.loads(succeed("estimate", *ASKED, *options, "--json").stdout)
-    kept = {name: own["offload"] for name, own in plan["layer_plans"].items() if own["layer"] == "block"}
+    kept = {
+        name: own["offload"] for name, own in plan["layer_plans"].items() if own["layer"] == "block"
+    }
     return kept, plan["chunks"] and plan["chunks"]["eviction"]
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    pytest.param(CHUNKS, ({"A": ["optimizer", "parameters"]}, "opt"), id="all-on-the-host"),
-    pytest.param((*CHUNKS, "--host-blocks", "1"), ({"A": ["optimizer"], "B": ["optimizer", "parameters"]}, "opt"), id="the-rest-optimizer"),
-    pytest.param(
-        (*CHUNKS, "--host-blocks", "1", "--host-optimizer", "1", "--eviction", "lru"),
-        ({"A": [], "B": ["optimizer"], "C": ["optimizer", "parameters"]}, "lru"), id="the-rest-stays"),
-    pytest.param(("--offload", "optimizer", "--host-optimizer", "1"), ({"A": [], "B": ["optimizer"]}, "opt"), id="optimizer"),
-    pytest.param(("--offload", "parameters", "--host-blocks", "1"), ({"A": [], "B": ["optimizer", "parameters"]}, "opt"), id="parameters"),
-    pytest.param((), ({"A": []}, None), id="without")])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param(CHUNKS, ({"A": ["optimizer", "parameters"]}, "opt"), id="all-on-the-host"),
+        pytest.param(
+            (*CHUNKS, "--host-blocks", "1"),
+            ({"A": ["optimizer"], "B": ["optimizer", "parameters"]}, "opt"),
+            id="the-rest-optimizer",
+        ),
+        pytest.param(
+            (*CHUNKS, "--host-blocks", "1", "--host-optimizer", "1", "--eviction", "lru"),
+            ({"A": [], "B": ["optimizer"], "C": ["optimizer", "parameters"]}, "lru"),
+            id="the-rest-stays",
+        ),
+        pytest.param(
+            ("--offload", "optimizer", "--host-optimizer", "1"),
+            ({"A": [], "B": ["optimizer"]}, "opt"),
+            id="optimizer",
+        ),
+        pytest.param(
+            ("--offload", "parameters", "--host-blocks", "1"),
+            ({"A": [], "B": ["optimizer", "parameters"]}, "opt"),
+            id="parameters",
+        ),
+        pytest.param((), ({"A": []}, None), id="without"),
+    ],
+)
 def test_options_say_the_homes_of_blocks(options, expected):
     assert homes(*options) == expected
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    pytest.param((*CHUNKS[:1], "optimizer,states"), "states is of whole layers", id="states"),
-    pytest.param(("--host-blocks", "1"), "--host-blocks is of chunks", id="without-chunks"),
-    pytest.param(("--memory-limit", "2GiB"), "--memory-limit is of chunks", id="a-limit-of-nothing"),
-    pytest.param(("--offload", "optimizer", "--host-blocks", "1"), "--offload has no parameters", id="blocks-without-parameters"),
-    pytest.param((*CHUNKS, "--host-optimizer", "1"), "with parameters all go", id="which-are-the-others"),
-    pytest.param((*CHUNKS, "--host-blocks", "99"), "the model has 4 blocks", id="more-than-there-are"),
-    pytest.param((*CHUNKS, "--host-blocks", "3", "--host-optimizer", "2"), "are 5 blocks, the model has 4", id="more-together"),
-    pytest.param((*CHUNKS, "--ep", "2"), "ep 2", id="experts"),
-    pytest.param((*CHUNKS, "--zero", "2"), "sharded as with ZeRO 3", id="zero"),
-    pytest.param((*CHUNKS, "--module", "tests.helpers.external_modules:small"), "only the executor's own blocks", id="module")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param((*CHUNKS[:1], "optimizer,states"), "states is of whole layers", id="states"),
+        pytest.param(("--host-blocks", "1"), "--host-blocks is of chunks", id="without-chunks"),
+        pytest.param(
+            ("--memory-limit", "2GiB"), "--memory-limit is of chunks", id="a-limit-of-nothing"
+        ),
+        pytest.param(
+            ("--offload", "optimizer", "--host-blocks", "1"),
+            "--offload has no parameters",
+            id="blocks-without-parameters",
+        ),
+        pytest.param(
+            (*CHUNKS, "--host-optimizer", "1"), "with parameters all go", id="which-are-the-others"
+        ),
+        pytest.param(
+            (*CHUNKS, "--host-blocks", "99"), "the model has 4 blocks", id="more-than-there-are"
+        ),
+        pytest.param(
+            (*CHUNKS, "--host-blocks", "3", "--host-optimizer", "2"),
+            "are 5 blocks, the model has 4",
+            id="more-together",
+        ),
+        pytest.param((*CHUNKS, "--ep", "2"), "ep 2", id="experts"),
+        pytest.param((*CHUNKS, "--zero", "2"), "sharded as with ZeRO 3", id="zero"),
+        pytest.param(
+            (*CHUNKS, "--module", "tests.helpers.external_modules:small"),
+            "only the executor's own blocks",
+            id="module",
+        ),
+    ],
+)
 def test_what_does_not_fit_together_is_said(options, message):
     assert message in " ".join(fail(2, "estimate", *ASKED, *options).split())
 
@@ -65,19 +120,30 @@ def test_a_limit_that_is_too_small_says_the_smallest():
 
 
 def test_a_host_that_is_too_small_says_what_to_keep_there():
-    assert "keep fewer blocks on the host: --host-blocks" in " ".join(fail(3, "estimate", *ASKED, *CHUNKS, "--host-memory", "1MiB").split())
+    assert "keep fewer blocks on the host: --host-blocks" in " ".join(
+        fail(3, "estimate", *ASKED, *CHUNKS, "--host-memory", "1MiB").split()
+    )
 
 
 def test_show_has_the_groups_and_what_they_move(plan_file):
     text = succeed("show", str(plan_file)).stdout
 
     assert "2 of 4 blocks on the host the optimizer of 2 more," in " ".join(text.split())
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("      0  ") and line.endswith("%")] == ["optimizer", "host"]
+    assert [
+        line.split()[1]
+        for line in text.splitlines()
+        if line.startswith("      0  ") and line.endswith("%")
+    ] == ["optimizer", "host"]
     assert "evicting by opt" in text
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    (("optimizer",), "the optimizer of 4 of 4 blocks on the host"), (("optimizer", "--host-optimizer", "0"), "0 of 4 blocks on the host")])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("optimizer",), "the optimizer of 4 of 4 blocks on the host"),
+        (("optimizer", "--host-optimizer", "0"), "0 of 4 blocks on the host"),
+    ],
+)
 def test_the_summary_says_whose_states_leave_the_device(options, expected):
     assert expected in succeed("estimate", *ASKED, "--offload", *options).stdout
 
@@ -89,7 +155,10 @@ def test_show_has_the_fullest_moments_for_people_and_all_for_programs(plan_file)
 
     assert "fullest of" in text
     assert len(found["moments"]) % 8 == 0  # forward and backward of four blocks
-    assert all(own["always"] + own["pool"] + own["gathered"] + own["other"] <= found["device_bytes"] for own in found["moments"])
+    assert all(
+        own["always"] + own["pool"] + own["gathered"] + own["other"] <= found["device_bytes"]
+        for own in found["moments"]
+    )
 
 
 def test_show_draws_the_moments(plan_file, tmp_path):
@@ -103,18 +172,34 @@ def test_show_draws_the_moments(plan_file, tmp_path):
 
 
 def test_a_picture_without_chunks_is_refused(plan_file, tmp_path):
-    assert "is for --chunks" in run("show", str(plan_file), "--plot", str(tmp_path / "x.png")).stderr
-    assert "not .png" in fail(2, "show", str(plan_file), "--chunks", "--plot", str(tmp_path / "x.txt"))
+    assert (
+        "is for --chunks" in run("show", str(plan_file), "--plot", str(tmp_path / "x.png")).stderr
+    )
+    assert "not .png" in fail(
+        2, "show", str(plan_file), "--chunks", "--plot", str(tmp_path / "x.txt")
+    )
     assert "pipeline rank 1" in fail(2, "show", str(plan_file), "--chunks", "--rank", "1")
 
 
-@pytest.mark.parametrize(("counted", "verdict", "cell"), [
-    (5000, "all as predicted", "5,000"), (4000, "NOT as predicted", "4,000 for 5,000")])
-def test_show_of_a_run_has_what_chunks_moved_beside_what_was_predicted(counted, verdict, cell, tmp_path):
+@pytest.mark.parametrize(
+    ("counted", "verdict", "cell"),
+    [(5000, "all as predicted", "5,000"), (4000, "NOT as predicted", "4,000 for 5,000")],
+)
+def test_show_of_a_run_has_what_chunks_moved_beside_what_was_predicted(
+    counted, verdict, cell, tmp_path
+):
     same, run = Beside(predicted=7, measured=7), run_of(estimated(pp=2, dp=2))
     moved = ChunkMoved(
-        in_bytes=Beside(predicted=5000, measured=counted), out_bytes=same, gathered_bytes=same, reduced_bytes=same, device_bytes=same)
-    write_run(replace(run, ranks=tuple(replace(rank, chunks=moved) for rank in run.ranks)), tmp_path / "run.json")
+        in_bytes=Beside(predicted=5000, measured=counted),
+        out_bytes=same,
+        gathered_bytes=same,
+        reduced_bytes=same,
+        device_bytes=same,
+    )
+    write_run(
+        replace(run, ranks=tuple(replace(rank, chunks=moved) for rank in run.ranks)),
+        tmp_path / "run.json",
+    )
 
     text = succeed("show", str(tmp_path / "run.json")).stdout
 
@@ -122,4 +207,6 @@ def test_show_of_a_run_has_what_chunks_moved_beside_what_was_predicted(counted, 
     assert text.count(f"  {cell} ") == 4  # ranks
     assert text.splitlines()[-1].strip() == verdict
     assert "--chunks is for plans" in fail(2, "show", str(tmp_path / "run.json"), "--chunks")
-    assert json.loads(succeed("show", str(tmp_path / "run.json"), "--json").stdout)["run_version"] == 1
+    assert (
+        json.loads(succeed("show", str(tmp_path / "run.json"), "--json").stdout)["run_version"] == 1
+    )

@@ -1,4 +1,6 @@
-"""`plan --objective pareto`: what it prints, what it writes, how it ends early, and what it refuses."""
+"""`plan --objective pareto`: what it prints, what it writes, how it ends early, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ from parplan.planner.plan.plan import read_plan
 from parplan.planner.search.pareto import ANY_SLOWDOWN, DEFAULT_POINTS, SLOWDOWNS
 from tests.helpers.command_runs import run, succeed
 
-FRONT = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "4", "--objective", "pareto", "--points", "3")
+FRONT = (
+    "--model",
+    "gpt-tiny",
+    "--gpu",
+    "cpu",
+    "--gpus",
+    "4",
+    "--objective",
+    "pareto",
+    "--points",
+    "3",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +86,9 @@ def test_json_is_one_document_and_the_files_are_written_all_the_same():
 
     body = json.loads(result.stdout)
     assert result.stderr == "wrote front.svg\n"
-    assert [point["plan_file"] for point in body["points"]] == [name for name in written() if name != "front.svg"]
+    assert [point["plan_file"] for point in body["points"]] == [
+        name for name in written() if name != "front.svg"
+    ]
     for point in body["points"]:
         plan = read_plan(Path(point["plan_file"]))
         assert point["step_time_s"]["value"] == plan.predicted.step_time_s.value
@@ -113,16 +128,49 @@ def test_a_time_limit_writes_the_points_so_far():
     assert len(body["points"]) == len(written()) == 1
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    pytest.param((*FRONT, "--output", "-"), r"--output - is one plan, a front is several\nhint: .*--json", id="stdout"),
-    pytest.param((*FRONT, "--max-slowdown", "0.1"), r"--max-slowdown is for --objective memory", id="slowdown"),
-    pytest.param((*FRONT, "--points", "2"), r"--points is 2, it must be from 3 to 1,000", id="points"),
-    pytest.param((*FRONT, "--plot", "front.jpg"), r"cannot draw front.jpg: .jpg is not .png, .svg, .pdf", id="format"),
-    pytest.param((*FRONT, "--plot", "missing/front.png"), r"cannot write missing/front.png: missing: no such folder", id="plot-folder"),
-    pytest.param((*FRONT, "--output", "missing/plan.yaml"), r"cannot write missing/plan.yaml: .*\nhint: .*--output", id="folder"),
-    pytest.param((*FRONT[:6], "--plot", "front.png"), r"--plot is for --objective pareto, the objective is throughput", id="plot"),
-    pytest.param((*FRONT[:6], "--points", "9", "--objective", "memory"), r"--points is for --objective pareto.*memory", id="memory"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            (*FRONT, "--output", "-"),
+            r"--output - is one plan, a front is several\nhint: .*--json",
+            id="stdout",
+        ),
+        pytest.param(
+            (*FRONT, "--max-slowdown", "0.1"),
+            r"--max-slowdown is for --objective memory",
+            id="slowdown",
+        ),
+        pytest.param(
+            (*FRONT, "--points", "2"), r"--points is 2, it must be from 3 to 1,000", id="points"
+        ),
+        pytest.param(
+            (*FRONT, "--plot", "front.jpg"),
+            r"cannot draw front.jpg: .jpg is not .png, .svg, .pdf",
+            id="format",
+        ),
+        pytest.param(
+            (*FRONT, "--plot", "missing/front.png"),
+            r"cannot write missing/front.png: missing: no such folder",
+            id="plot-folder",
+        ),
+        pytest.param(
+            (*FRONT, "--output", "missing/plan.yaml"),
+            r"cannot write missing/plan.yaml: .*\nhint: .*--output",
+            id="folder",
+        ),
+        pytest.param(
+            (*FRONT[:6], "--plot", "front.png"),
+            r"--plot is for --objective pareto, the objective is throughput",
+            id="plot",
+        ),
+        pytest.param(
+            (*FRONT[:6], "--points", "9", "--objective", "memory"),
+            r"--points is for --objective pareto.*memory",
+            id="memory",
+        ),
+    ],
+)
 def test_wrong_use_is_one_error_before_any_search(arguments, message, monkeypatch):
     monkeypatch.setattr("parplan.planner.search.find_plan.search", None)
 
@@ -138,7 +186,8 @@ def test_plot_without_matplotlib_is_the_error_of_validate(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     assert run(*FRONT, "--plot", "front.png").stderr == (
-        "error: --plot needs matplotlib, which is not installed\nhint: pip install 'parplan[plot]'\n")
+        "error: --plot needs matplotlib, which is not installed\nhint: pip install 'parplan[plot]'\n"
+    )
 
 
 def test_the_help_says_the_default_number_of_points():

@@ -1,4 +1,6 @@
-"""`plan profile` as it is called: what it refuses, shows and compares. What it measures is in test_profiling.py."""
+"""`plan profile` as it is called: what it refuses, shows and compares. What it measures is in
+test_profiling.py.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,31 @@ import json
 import pytest
 
 from parplan.planner.calibration.profiling import fitted
-from parplan.profiles.machines.user_profile import PROFILE_VERSION, ProfileEnvironment, UserProfile, write_profile
+from parplan.profiles.machines.user_profile import (
+    PROFILE_VERSION,
+    ProfileEnvironment,
+    UserProfile,
+    write_profile,
+)
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.synthetic_profiles import Machine
 
-HERE = ProfileEnvironment(date="2026-01-01", device="NVIDIA A100-SXM4-80GB", num_devices=8, torch="2.13.0")
+HERE = ProfileEnvironment(
+    date="2026-01-01", device="NVIDIA A100-SXM4-80GB", num_devices=8, torch="2.13.0"
+)
 
 
 @pytest.fixture(scope="module")
 def measured():
-    return fitted(UserProfile(
-        profile_version=PROFILE_VERSION, device="a100-80gb", precision="bf16", environment=HERE, records=Machine().every()))
+    return fitted(
+        UserProfile(
+            profile_version=PROFILE_VERSION,
+            device="a100-80gb",
+            precision="bf16",
+            environment=HERE,
+            records=Machine().every(),
+        )
+    )
 
 
 @pytest.fixture
@@ -27,14 +43,17 @@ def mine(tmp_path, measured):
     return path
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    pytest.param(("--show",), "--show prints one file, 0 given", id="show-nothing"),
-    pytest.param(("--diff", "a.yaml"), "--diff compares two files, 1 given", id="diff-one"),
-    pytest.param(("--show", "--diff", "a.yaml"), "leave out one of them", id="show-and-diff"),
-    pytest.param(("a.yaml",), "a measurement takes no file", id="a-file-alone"),
-    pytest.param(("--minutes", "0"), "not in the range", id="no-time"),
-    pytest.param(("--devise", "cpu"), "--device", id="a-misspelled-option"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(("--show",), "--show prints one file, 0 given", id="show-nothing"),
+        pytest.param(("--diff", "a.yaml"), "--diff compares two files, 1 given", id="diff-one"),
+        pytest.param(("--show", "--diff", "a.yaml"), "leave out one of them", id="show-and-diff"),
+        pytest.param(("a.yaml",), "a measurement takes no file", id="a-file-alone"),
+        pytest.param(("--minutes", "0"), "not in the range", id="no-time"),
+        pytest.param(("--devise", "cpu"), "--device", id="a-misspelled-option"),
+    ],
+)
 def test_what_contradicts_itself_is_a_usage_error(arguments, message):
     result = run("profile", *arguments)
 
@@ -45,16 +64,23 @@ def test_what_contradicts_itself_is_a_usage_error(arguments, message):
 def test_a_gpu_that_is_not_there_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
-    assert "torch sees no GPU" in fail(2, "profile", "--device", "cuda", "-o", str(tmp_path / "mine.yaml"))
+    assert "torch sees no GPU" in fail(
+        2, "profile", "--device", "cuda", "-o", str(tmp_path / "mine.yaml")
+    )
 
 
 def test_a_folder_that_is_not_there_is_found_before_anything_is_measured(tmp_path):
     assert "no such folder" in fail(2, "profile", "-o", str(tmp_path / "nowhere" / "mine.yaml"))
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("profile_version: [", "not YAML"), ("profile_version: 1", "this parplan reads 2"),
-    (f"profile_version: {PROFILE_VERSION}\ndevice: cpu\nspeed: 3", "unknown key speed")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("profile_version: [", "not YAML"),
+        ("profile_version: 1", "this parplan reads 2"),
+        (f"profile_version: {PROFILE_VERSION}\ndevice: cpu\nspeed: 3", "unknown key speed"),
+    ],
+)
 def test_a_broken_profile_says_what_is_wrong(tmp_path, text, message):
     (tmp_path / "mine.yaml").write_text(text)
 
@@ -79,7 +105,15 @@ def test_two_profiles_are_compared(mine):
 
 def test_what_nccl_tests_printed_needs_a_profile_to_join(tmp_path):
     (tmp_path / "all_reduce.txt").write_text(NCCL)
-    arguments = ("profile", "--nccl-tests", str(tmp_path / "all_reduce.txt"), "--nodes", "1", "--ranks-per-node", "8")
+    arguments = (
+        "profile",
+        "--nccl-tests",
+        str(tmp_path / "all_reduce.txt"),
+        "--nodes",
+        "1",
+        "--ranks-per-node",
+        "8",
+    )
 
     assert "no such profile" in fail(2, *arguments, "-o", str(tmp_path / "mine.yaml"))
 
@@ -88,7 +122,16 @@ def test_what_nccl_tests_printed_joins_a_profile(tmp_path, mine):
     (tmp_path / "all_reduce.txt").write_text(NCCL)
 
     shown = succeed(
-        "profile", "--nccl-tests", str(tmp_path / "all_reduce.txt"), "--nodes", "1", "--ranks-per-node", "8", "-o", str(mine)).stdout
+        "profile",
+        "--nccl-tests",
+        str(tmp_path / "all_reduce.txt"),
+        "--nodes",
+        "1",
+        "--ranks-per-node",
+        "8",
+        "-o",
+        str(mine),
+    ).stdout
 
     assert "all_reduce" in shown
     assert "8 ranks" in shown
@@ -99,7 +142,18 @@ def test_a_profile_without_measurements_takes_none(tmp_path):
     write_profile(UserProfile(profile_version=PROFILE_VERSION, device="cpu"), path)
     (tmp_path / "all_reduce.txt").write_text(NCCL)
 
-    message = fail(2, "profile", "--nccl-tests", str(tmp_path / "all_reduce.txt"), "--nodes", "1", "--ranks-per-node", "8", "-o", str(path))
+    message = fail(
+        2,
+        "profile",
+        "--nccl-tests",
+        str(tmp_path / "all_reduce.txt"),
+        "--nodes",
+        "1",
+        "--ranks-per-node",
+        "8",
+        "-o",
+        str(path),
+    )
 
     assert "does not say what it was measured on" in message
 

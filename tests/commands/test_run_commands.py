@@ -15,15 +15,34 @@ from parplan.planner.plan.plan import write_plan as write_plan
 from parplan.planner.runs.run_file import write_run as write_run
 from tests.helpers.synthetic_runs import estimated, factors, run_of
 
-ESTIMATE = ("estimate", "--model", "gpt-2.5b", "--gpu", "a100-80gb", "--gpus", "1", "--stack", "torchtitan", "--global-batch-size", "8",
-            "--seq-length", "1024", "--micro-batch-size", "2", "--json")
+ESTIMATE = (
+    "estimate",
+    "--model",
+    "gpt-2.5b",
+    "--gpu",
+    "a100-80gb",
+    "--gpus",
+    "1",
+    "--stack",
+    "torchtitan",
+    "--global-batch-size",
+    "8",
+    "--seq-length",
+    "1024",
+    "--micro-batch-size",
+    "2",
+    "--json",
+)
 
 
 @pytest.fixture(autouse=True)
 def _a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = estimated()
-    write_run(run_of(plan, factors(plan, forward=1.5, backward=1.25, optimizer=2.0)), tmp_path / "run.json")
+    write_run(
+        run_of(plan, factors(plan, forward=1.5, backward=1.25, optimizer=2.0)),
+        tmp_path / "run.json",
+    )
 
 
 def run(*arguments: str) -> Result:
@@ -48,9 +67,15 @@ def test_a_run_becomes_a_profile_that_meets_its_step():
 
     assert re.search(r"forward passes +1\.5  run [0-9a-f]{16}\n", out)
     assert re.search(r"transfers between stages +-  no run exercised it\n", out)
-    assert out.splitlines()[-1] == "wrote mine.yaml; plan with it: --gpu a100-80gb --stack torchtitan --profile mine.yaml"
+    assert (
+        out.splitlines()[-1]
+        == "wrote mine.yaml; plan with it: --gpu a100-80gb --stack torchtitan --profile mine.yaml"
+    )
     measured_s = yaml.safe_load(Path("mine.yaml").read_text())["runs"][0]["measured_s"]
-    before, after = (json.loads(succeed(*ESTIMATE, *more))["predicted"]["step_time_s"] for more in ((), ("--profile", "mine.yaml")))
+    before, after = (
+        json.loads(succeed(*ESTIMATE, *more))["predicted"]["step_time_s"]
+        for more in ((), ("--profile", "mine.yaml"))
+    )
     assert before["value"] < 0.8 * measured_s
     assert after == {"value": pytest.approx(measured_s, rel=1e-4), "kind": "interpolated"}
 
@@ -65,8 +90,23 @@ def test_json_is_the_profile_and_a_dash_is_stdout():
 def test_a_search_takes_a_profile_too():
     succeed("calibrate", "run.json", "-o", "mine.yaml")
 
-    plan = json.loads(succeed(
-        "--model", "gpt-2.5b", "--gpus", "2", "--stack", "torchtitan", "--profile", "mine.yaml", "--json", "--tp", "1", "--zero", "1"))
+    plan = json.loads(
+        succeed(
+            "--model",
+            "gpt-2.5b",
+            "--gpus",
+            "2",
+            "--stack",
+            "torchtitan",
+            "--profile",
+            "mine.yaml",
+            "--json",
+            "--tp",
+            "1",
+            "--zero",
+            "1",
+        )
+    )
 
     assert plan["cluster"]["calibration"]["forward"]["value"] == pytest.approx(1.5)
 
@@ -75,14 +115,21 @@ def test_another_device_is_refused_unless_forced():
     succeed("calibrate", "run.json", "-o", "mine.yaml")
     other = [argument.replace("a100", "h100") for argument in ESTIMATE]
 
-    assert "the profile is of device a100-80gb, asked is h100-80gb" in error(*other, "--profile", "mine.yaml")
-    assert json.loads(succeed(*other, "--profile", "mine.yaml", "--force-profile"))["cluster"]["calibration"]
+    assert "the profile is of device a100-80gb, asked is h100-80gb" in error(
+        *other, "--profile", "mine.yaml"
+    )
+    assert json.loads(succeed(*other, "--profile", "mine.yaml", "--force-profile"))["cluster"][
+        "calibration"
+    ]
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    pytest.param("steps: 1", "run.json:1: not JSON", id="not-json"),
-    pytest.param('{"run_version": 9}', "run_version is 9", id="version"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("steps: 1", "run.json:1: not JSON", id="not-json"),
+        pytest.param('{"run_version": 9}', "run_version is 9", id="version"),
+    ],
+)
 def test_what_is_no_run_is_one_line_and_a_hint(text, message, tmp_path):
     (tmp_path / "run.json").write_text(text)
 
@@ -98,5 +145,10 @@ def test_a_missing_run_and_a_folder_that_is_not_there():
 def test_the_trace_of_a_plan_alone(tmp_path):
     write_plan(estimated(), tmp_path / "plan.yaml")
 
-    assert succeed("trace", "plan.yaml", "-o", "t.json") == "wrote t.json; open it in https://ui.perfetto.dev\n"
-    assert json.loads(succeed("trace", "plan.yaml", "-o", "-")) == json.loads((tmp_path / "t.json").read_text())
+    assert (
+        succeed("trace", "plan.yaml", "-o", "t.json")
+        == "wrote t.json; open it in https://ui.perfetto.dev\n"
+    )
+    assert json.loads(succeed("trace", "plan.yaml", "-o", "-")) == json.loads(
+        (tmp_path / "t.json").read_text()
+    )

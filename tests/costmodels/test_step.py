@@ -1,4 +1,6 @@
-"""The price of a step: closed form, simulation and breakdown agree, and published MFU follows from it."""
+"""The price of a step: closed form, simulation and breakdown agree, and published MFU follows from
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,19 @@ from tests.helpers.instances import every_price, random_instance
 from tests.helpers.uniform_strategies import A100, TINY, book_of, frame_of, uniform
 
 
-@pytest.mark.parametrize(("schedule", "pp", "v", "m"), [
-    pytest.param(Schedule.ONE_F_ONE_B, 1, 1, 8, id="one-stage"),
-    pytest.param(Schedule.ONE_F_ONE_B, 4, 1, 8, id="1f1b"),
-    pytest.param(Schedule.GPIPE, 4, 1, 2, id="gpipe"),
-    pytest.param(Schedule.INTERLEAVED, 4, 2, 8, id="interleaved"),
-])
+@pytest.mark.parametrize(
+    ("schedule", "pp", "v", "m"),
+    [
+        pytest.param(Schedule.ONE_F_ONE_B, 1, 1, 8, id="one-stage"),
+        pytest.param(Schedule.ONE_F_ONE_B, 4, 1, 8, id="1f1b"),
+        pytest.param(Schedule.GPIPE, 4, 1, 2, id="gpipe"),
+        pytest.param(Schedule.INTERLEAVED, 4, 2, 8, id="interleaved"),
+    ],
+)
 @pytest.mark.parametrize("level", list(Recompute))
-def test_equal_stages_without_transfers_take_the_closed_form_of_the_papers(schedule, pp, v, m, level):
+def test_equal_stages_without_transfers_take_the_closed_form_of_the_papers(
+    schedule, pp, v, m, level
+):
     free = {"intra_node": replace(A100.intra_node, bytes_per_s=1e30, latency_s=0.0)}
     price_cache = book_of(TINY, pp, **free)
     layout = frame_of(pp=pp, schedule=schedule, v=v, m=m)
@@ -40,8 +47,17 @@ def test_equal_stages_without_transfers_take_the_closed_form_of_the_papers(sched
     price = price_step(uniform(layout, 8, recompute=level, ends=False), price_cache)
 
     block = price_cache.layer_time(LayerKind.BLOCK, 1, layout.sharding, level)
-    tied_s = price_cache.tied_reduction(layout.mesh, layout.sharding).value_s if pp > 1 else 0.0  # the only message that is left
-    tail_s = 8 // pp * price_cache.data_parallel(LayerKind.BLOCK, 1, layout.mesh, layout.sharding, 0).optimizer.value_s + tied_s
+    tied_s = (
+        price_cache.tied_reduction(layout.mesh, layout.sharding).value_s if pp > 1 else 0.0
+    )  # the only message that is left
+    tail_s = (
+        8
+        // pp
+        * price_cache.data_parallel(
+            LayerKind.BLOCK, 1, layout.mesh, layout.sharding, 0
+        ).optimizer.value_s
+        + tied_s
+    )
     papers_s = uniform_step_s(schedule, pp, m, v, 8 // pp * block.total_s) + tail_s
     assert price.closed_form_s == pytest.approx(papers_s, rel=1e-12)
     assert price.step_s == pytest.approx(papers_s, rel=1e-12)
@@ -56,16 +72,29 @@ def test_the_closed_form_by_hand():
 def test_the_parts_of_every_rank_add_up_to_the_step(seed):
     for strategy, price in every_price(random_instance(seed)):
         for rank, timeline in zip(price.ranks, price.simulated.ranks, strict=True):
-            assert rank.total.value_s + timeline.bubble_s == pytest.approx(price.step_s, rel=1e-9), strategy
+            assert rank.total.value_s + timeline.bubble_s == pytest.approx(
+                price.step_s, rel=1e-9
+            ), strategy
             assert rank.pp_comm.value_s == pytest.approx(timeline.transfer_s, rel=1e-9, abs=1e-15)
             assert rank.total.kind is weakest(
-                part.kind for part in (rank.compute, rank.recompute, rank.tp_comm, rank.dp_comm, rank.pp_comm, rank.optimizer)
-                if part.value_s)
+                part.kind
+                for part in (
+                    rank.compute,
+                    rank.recompute,
+                    rank.tp_comm,
+                    rank.dp_comm,
+                    rank.pp_comm,
+                    rank.optimizer,
+                )
+                if part.value_s
+            )
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(6), {5}))
 def test_the_stash_that_is_priced_is_never_below_the_simulated_peak(seed):
-    """Equal chunks without ends: exactly it, else an upper bound (with virtual stages the ends are held by one chunk only)."""
+    """Equal chunks without ends: exactly it, else an upper bound (with virtual stages the ends are
+    held by one chunk only).
+    """
     for strategy, price in every_price(random_instance(seed)):
         for memory, timeline in zip(price.memory, price.simulated.ranks, strict=True):
             assert memory.activations >= timeline.peak_stash_bytes * (1 - 1e-12)
@@ -73,18 +102,24 @@ def test_the_stash_that_is_priced_is_never_below_the_simulated_peak(seed):
                 assert memory.activations == pytest.approx(timeline.peak_stash_bytes, rel=1e-12)
 
 
-@pytest.mark.parametrize(("name", "num_gpus", "batch", "step_s", "mfu"), [
-    # Korthikanti et al. 2022, table 5, sequence parallelism + selective recompute; MFU as in Megatron-LM's README
-    pytest.param("gpt-22b", 8, 4, 1.10, 0.415, id="22b"),
-    pytest.param("gpt-175b", 64, 64, 13.75, 0.514, id="175b"),
-    pytest.param("gpt-530b", 280, 280, 37.83, 0.560, id="530b"),
-    pytest.param("gpt-1t", 512, 512, 71.49, 0.563, id="1t"),
-])
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "batch", "step_s", "mfu"),
+    [
+        # Korthikanti et al. 2022, table 5, sequence parallelism + selective recompute; MFU as in
+        # Megatron-LM's README
+        pytest.param("gpt-22b", 8, 4, 1.10, 0.415, id="22b"),
+        pytest.param("gpt-175b", 64, 64, 13.75, 0.514, id="175b"),
+        pytest.param("gpt-530b", 280, 280, 37.83, 0.560, id="530b"),
+        pytest.param("gpt-1t", 512, 512, 71.49, 0.563, id="1t"),
+    ],
+)
 def test_mfu_of_published_steps_is_the_published_one(name, num_gpus, batch, step_s, mfu):
     training = TrainingSpec(global_batch_size=batch, seq_length=2048, stack=NEUTRAL)
     price_cache = book_of(load_model(name).spec, num_gpus, training)
 
-    assert model_flops_utilization(step_s, num_gpus, price_cache) == pytest.approx(mfu, abs=0.002)  # the step is given to 3 or 4 digits
+    assert model_flops_utilization(step_s, num_gpus, price_cache) == pytest.approx(
+        mfu, abs=0.002
+    )  # the step is given to 3 or 4 digits
 
 
 def test_nothing_is_received_at_the_two_ends_of_the_model():
@@ -101,7 +136,9 @@ def test_nothing_is_received_at_the_two_ends_of_the_model():
 def test_the_ranks_of_a_stage_share_the_nics_of_their_node():
     layout = frame_of(pp=2, dp=8, m=4)
     many = transfer_time(0, layout, book_of(TINY, 16, nic=replace(A100.nic, latency_s=0.0)))
-    one = transfer_time(0, layout, book_of(TINY, 16, nics_per_node=1, nic=replace(A100.nic, latency_s=0.0)))
+    one = transfer_time(
+        0, layout, book_of(TINY, 16, nics_per_node=1, nic=replace(A100.nic, latency_s=0.0))
+    )
 
     assert one.value_s == pytest.approx(8 * many.value_s)
 

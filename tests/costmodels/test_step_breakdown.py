@@ -1,4 +1,6 @@
-"""The parts of a step: they add up, compute does not depend on the split, and unequal stages are named as such."""
+"""The parts of a step: they add up, compute does not depend on the split, and unequal stages are
+named as such.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,47 @@ ENTRY = load_model("gpt-2.5b")
 CLUSTER = with_gpus(load_cluster("a100-80gb"), 8)
 
 
-def parts(blocks: tuple[int, ...], *, tp: int = 1, virtual_stages: int = 1, level: Recompute = Recompute.NONE, batch: int = 32) -> StepParts:
+def parts(
+    blocks: tuple[int, ...],
+    *,
+    tp: int = 1,
+    virtual_stages: int = 1,
+    level: Recompute = Recompute.NONE,
+    batch: int = 32,
+) -> StepParts:
     pp = len(blocks)
     dp = 8 // pp // tp
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
-        virtual_stages=virtual_stages, micro_batch_size=1, num_micro_batches=batch // dp, sequence_parallel=tp > 1)
-    price_cache = PriceCache(ENTRY.spec, TrainingSpec(global_batch_size=batch, seq_length=1024, stack=NEUTRAL), machine_for(CLUSTER))
-    price = price_step(uniform_strategy(layout, blocks, zero=1, recompute=level, price_cache=price_cache), price_cache)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
+        virtual_stages=virtual_stages,
+        micro_batch_size=1,
+        num_micro_batches=batch // dp,
+        sequence_parallel=tp > 1,
+    )
+    price_cache = PriceCache(
+        ENTRY.spec,
+        TrainingSpec(global_batch_size=batch, seq_length=1024, stack=NEUTRAL),
+        machine_for(CLUSTER),
+    )
+    price = price_step(
+        uniform_strategy(layout, blocks, zero=1, recompute=level, price_cache=price_cache),
+        price_cache,
+    )
     found = parts_of(layout, price)
     assert found.step_s == pytest.approx(price.step_s, rel=1e-12)
     return found
 
 
-@pytest.mark.parametrize(("blocks", "tp", "virtual_stages", "level"), [
-    ((54,), 1, 1, Recompute.NONE), ((27, 27), 2, 1, Recompute.FULL), ((30, 24), 1, 1, Recompute.SELECTIVE),
-    ((27, 27), 1, 9, Recompute.NONE),
-])
+@pytest.mark.parametrize(
+    ("blocks", "tp", "virtual_stages", "level"),
+    [
+        ((54,), 1, 1, Recompute.NONE),
+        ((27, 27), 2, 1, Recompute.FULL),
+        ((30, 24), 1, 1, Recompute.SELECTIVE),
+        ((27, 27), 1, 9, Recompute.NONE),
+    ],
+)
 def test_the_parts_add_up_to_the_step(blocks, tp, virtual_stages, level):
     found = parts(blocks, tp=tp, virtual_stages=virtual_stages, level=level)
 
@@ -59,7 +85,9 @@ def test_blocks_that_move_to_another_stage_add_imbalance_and_nothing_to_the_comp
 
     assert unequal.compute_s == pytest.approx(equal.compute_s, rel=1e-12)
     assert unequal.bubble_s == pytest.approx(equal.bubble_s, rel=1e-12)
-    assert unequal.imbalance_s - equal.imbalance_s == pytest.approx(unequal.step_s - equal.step_s, rel=1e-3)
+    assert unequal.imbalance_s - equal.imbalance_s == pytest.approx(
+        unequal.step_s - equal.step_s, rel=1e-3
+    )
     assert unequal.imbalance_s > 5 * abs(equal.imbalance_s)
 
 

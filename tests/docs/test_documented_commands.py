@@ -1,4 +1,6 @@
-"""Every command that README and docs show is run as it stands there, or is named here with the reason why not."""
+"""Every command that README and docs show is run as it stands there, or is named here with the
+reason why not.
+"""
 
 from __future__ import annotations
 
@@ -81,14 +83,15 @@ NOT_RUN = {
     "torchrun --nproc-per-node 8 -m parplan.executor plan.yaml": LAUNCHES,
     "torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 100": LAUNCHES,
     "torchrun --nproc-per-node 2 -m parplan.executor plan.yaml --steps 5": LAUNCHES,
-    "torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --data tokens.bin --steps 10000 --checkpoint-dir checkpoints":
-        LAUNCHES,
+    "torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --data tokens.bin --steps 10000 --checkpoint-dir checkpoints": LAUNCHES,
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m parplan.profiles.profile_comm -o comm.yaml": GPUS,
     "torchrun --nproc-per-node 2 -m parplan.executor plan.yaml --data tokens.bin --steps 20 --checkpoint-dir checkpoints": LAUNCHES,
     "torchrun --nproc-per-node 2 -m parplan.executor tp.yaml --data tokens.bin --steps 25 --checkpoint-dir checkpoints": LAUNCHES,
     "python examples/train_bytes.py": "tests/docs/test_examples.py runs it",
 }
-EXITS = {"plan --model llama3-70b --gpus 16 --gpu h100-80gb --zero 0 --recompute none --micro-batch-size 2 --offload none": 3}
+EXITS = {
+    "plan --model llama3-70b --gpus 16 --gpu h100-80gb --zero 0 --recompute none --micro-batch-size 2 --offload none": 3
+}
 DOCUMENTED = {one.command: one for one in documented()}
 SHOWN = [one for one in documented() if one.output]
 
@@ -97,12 +100,16 @@ def test_every_documented_command_is_run_or_has_a_reason():
     assert set(DOCUMENTED) == {*QUICK, *SLOW, *NOT_RUN}
 
 
-@pytest.mark.parametrize("command", [*QUICK, *(pytest.param(command, marks=pytest.mark.slow) for command in SLOW)])
+@pytest.mark.parametrize(
+    "command", [*QUICK, *(pytest.param(command, marks=pytest.mark.slow) for command in SLOW)]
+)
 def test_a_documented_command_prints_what_the_document_shows(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _give_files(command, tmp_path)
 
-    monkeypatch.setattr(relaxations_report, "relaxations", partial(relaxations, budget_s=ENOUGH_S))  # also on a busy machine
+    monkeypatch.setattr(
+        relaxations_report, "relaxations", partial(relaxations, budget_s=ENOUGH_S)
+    )  # also on a busy machine
     result = CliRunner().invoke(cli.main, DOCUMENTED[command].words[1:])
 
     assert result.exit_code == EXITS.get(command, 0), result.output
@@ -111,18 +118,24 @@ def test_a_documented_command_prints_what_the_document_shows(command, tmp_path, 
 
 
 def _give_files(command: str, folder: Path) -> None:
-    """What the command reads: the model, the machine, the plan, the text and the run of a reader."""
+    """What the command reads: the model, the machine, the plan, the text and the run of a
+    reader.
+    """
     shutil.copy(ROOT / "configs/clusters/a100-80gb.yaml", folder / "cluster.yaml")
     (folder / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8, '
         '"intermediate_size": 5632, "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, '
-        '"tie_word_embeddings": false, "hidden_act": "silu", "rope_theta": 10000.0}', encoding="utf-8")
+        '"tie_word_embeddings": false, "hidden_act": "silu", "rope_theta": 10000.0}',
+        encoding="utf-8",
+    )
     for name in ("corpus/a.txt", "docs/a.md"):
         (folder / name).parent.mkdir()
         (folder / name).write_text("to be read byte by byte", encoding="utf-8")
     if "plan.yaml" in command:
         chunks = ("--offload", "optimizer") if "--chunks" in command else ()
-        made = CliRunner().invoke(cli.main, ["estimate", "--model", "gpt-tiny", "--gpus", "2", *chunks, "-o", "plan.yaml"])
+        made = CliRunner().invoke(
+            cli.main, ["estimate", "--model", "gpt-tiny", "--gpus", "2", *chunks, "-o", "plan.yaml"]
+        )
         assert made.exit_code == 0, made.output
     if "run.json" in command:
         write_run(run_of(estimated()), folder / "run.json")
@@ -131,7 +144,9 @@ def _give_files(command: str, folder: Path) -> None:
 @pytest.mark.parametrize("command", NOT_RUN)
 def test_the_options_of_what_is_not_run_are_known(command, monkeypatch):
     for name in (None, *cli.main.commands):
-        monkeypatch.setattr(cli.main if name is None else cli.main.commands[name], "callback", lambda *_, **__: None)
+        monkeypatch.setattr(
+            cli.main if name is None else cli.main.commands[name], "callback", lambda *_, **__: None
+        )
     words = [word for word in DOCUMENTED[command].words if word != "..."]
 
     if words[0] == "plan":
@@ -141,10 +156,14 @@ def test_the_options_of_what_is_not_run_are_known(command, monkeypatch):
         module = words[words.index("-m") + 1]
         name = f"{module}.__main__" if (ROOT / module).is_dir() else module
         program = importlib.import_module(name).main
-        program.make_context(module, words[words.index("-m") + 2:])
+        program.make_context(module, words[words.index("-m") + 2 :])
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file()
 
 
 def test_the_shape_of_a_line_is_its_words():
-    assert shape(["  step   20.7 s +- 5 %"]) == shape(["  step  1,020.74 s +- 15 %"]) != shape(["  pace   20.7 s +- 5 %"])
+    assert (
+        shape(["  step   20.7 s +- 5 %"])
+        == shape(["  step  1,020.74 s +- 15 %"])
+        != shape(["  pace   20.7 s +- 5 %"])
+    )

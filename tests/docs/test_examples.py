@@ -1,4 +1,6 @@
-"""The examples run as a user runs them, for minutes: `pytest -m slow tests/docs/test_examples.py`."""
+"""The examples run as a user runs them, for minutes: `pytest -m slow
+tests/docs/test_examples.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.multiproc
 def test_the_byte_model_learns_goes_on_elsewhere_and_learns_more(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_bytes.py"), str(tmp_path)], capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"})
+        [sys.executable, str(EXAMPLES / "train_bytes.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
     assert done.returncode == 0, done.stderr
     assert "note: goes on from checkpoints/step-000060, after step 60" in done.stderr

@@ -1,4 +1,6 @@
-"""The pages of docs/reference say what the code says, and every link between README and docs has a target."""
+"""The pages of docs/reference say what the code says, and every link between README and docs has a
+target.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,35 @@ import re
 import click
 import pytest
 
-from docs.generate import REFERENCE, commands_page, fields_page, pages, split_docstring, written_meanings
+from docs.generate import (
+    REFERENCE,
+    commands_page,
+    fields_page,
+    pages,
+    split_docstring,
+    written_meanings,
+)
 from tests.helpers.documented import FILES, ROOT
 
 NAMES = ("commands.md", "plan-fields.md", "profile-fields.md", "run-fields.md")
 LINKING = (*FILES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md")
 SCHEMA = {
     "title": "File",
-    "properties": {"mesh": {"$ref": "#/$defs/Mesh"}, "plans": {"additionalProperties": {"$ref": "#/$defs/Mesh"}, "type": "object"}},
-    "$defs": {"Mesh": {
-        "title": "Mesh", "description": "Degrees.\n\npp   pipeline stages", "required": ["pp"],
-        "properties": {"pp": {"type": "integer"}, "dp": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}}}},
+    "properties": {
+        "mesh": {"$ref": "#/$defs/Mesh"},
+        "plans": {"additionalProperties": {"$ref": "#/$defs/Mesh"}, "type": "object"},
+    },
+    "$defs": {
+        "Mesh": {
+            "title": "Mesh",
+            "description": "Degrees.\n\npp   pipeline stages",
+            "required": ["pp"],
+            "properties": {
+                "pp": {"type": "integer"},
+                "dp": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+            },
+        }
+    },
 }
 
 
@@ -34,11 +54,15 @@ def test_every_generated_page_is_compared(generated):
 def test_a_generated_page_is_what_the_code_gives(name, generated):
     written = (REFERENCE / name).read_text(encoding="ascii")
 
-    assert written == generated[name], f"docs/reference/{name} is out of date: run python -m docs.generate"
+    assert written == generated[name], (
+        f"docs/reference/{name} is out of date: run python -m docs.generate"
+    )
 
 
 def test_a_new_option_changes_the_page_of_commands():
-    command = click.Command("show", params=[click.Option(["--plot"], metavar="FILE|-", help="Draw it.")])
+    command = click.Command(
+        "show", params=[click.Option(["--plot"], metavar="FILE|-", help="Draw it.")]
+    )
 
     page = commands_page({"plan show": command})
 
@@ -55,7 +79,10 @@ def test_a_page_of_fields_has_their_types_their_defaults_and_their_meanings():
 
 
 def test_the_later_fields_of_a_row_share_the_path_of_the_first():
-    assert written_meanings("| `plans.NAME.pp`, `dp` | ranks |", SCHEMA) == {("Mesh", "pp"): "ranks", ("Mesh", "dp"): "ranks"}
+    assert written_meanings("| `plans.NAME.pp`, `dp` | ranks |", SCHEMA) == {
+        ("Mesh", "pp"): "ranks",
+        ("Mesh", "dp"): "ranks",
+    }
 
 
 def test_a_page_that_explains_a_field_that_is_gone_is_refused():
@@ -68,7 +95,12 @@ def test_a_docstring_is_split_into_its_sentences_and_its_fields():
 
     assert split_docstring(docstring, {"pp", "dp", "tp"}) == (
         "A mesh.\n\nIt has no names.",
-        {"pp": "how many ranks each axis has", "dp": "how many ranks each axis has", "tp": "tensor parallel"})
+        {
+            "pp": "how many ranks each axis has",
+            "dp": "how many ranks each axis has",
+            "tp": "tensor parallel",
+        },
+    )
 
 
 @pytest.mark.parametrize("path", LINKING, ids=lambda path: str(path.relative_to(ROOT)))
@@ -79,11 +111,15 @@ def test_every_link_has_a_target(path):
         file = (path.parent / name).resolve() if name else path
         assert file.exists(), f"{path.name} links to {target}"
         if fragment:
-            assert fragment in _anchors(file.read_text(encoding="utf-8")), f"{path.name} links to {target}"
+            assert fragment in _anchors(file.read_text(encoding="utf-8")), (
+                f"{path.name} links to {target}"
+            )
 
 
 def _anchors(text: str) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE
+    )
     return {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

@@ -46,13 +46,38 @@ def test_torchrun_trains_a_plan_on_a_token_file_and_reports_equal_bytes(tmp_path
     plan = _write(make_plan(LLAMA, pp=2, num_micro_batches=4), tmp_path)
 
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "parplan.executor", str(plan),
-         "--steps", "3", "--data", str(tokens), "--data-dtype", "uint32", "--learning-rate", "0.01"],
-        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "parplan.executor",
+            str(plan),
+            "--steps",
+            "3",
+            "--data",
+            str(tokens),
+            "--data-dtype",
+            "uint32",
+            "--learning-rate",
+            "0.01",
+        ],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
-    assert [line.split()[:3] for line in lines[:3]] == [["step", str(step), "loss"] for step in (1, 2, 3)]
+    assert [line.split()[:3] for line in lines[:3]] == [
+        ["step", str(step), "loss"] for step in (1, 2, 3)
+    ]
     assert all(line.endswith("tokens/s") for line in lines[:3])
     assert [line.split()[-1] for line in lines[4:6]] == ["equal", "equal"]
     losses = [float(line.split()[3]) for line in lines[:3]]
@@ -67,18 +92,25 @@ def test_one_rank_runs_without_torchrun(tmp_path, monkeypatch, capsys):
     assert err == ""
 
 
-def test_a_run_leaves_its_file_and_a_trace_and_shows_predicted_beside_measured(tmp_path, monkeypatch, capsys):
+def test_a_run_leaves_its_file_and_a_trace_and_shows_predicted_beside_measured(
+    tmp_path, monkeypatch, capsys
+):
     plan = _write(make_plan(), tmp_path)
 
     assert _run(monkeypatch, plan, "--steps", 4, "--trace", tmp_path / "t.json") == 0
 
     out = capsys.readouterr().out
     assert re.search(r"predicted +measured +off by\n +step, median of 2 ", out)
-    assert f"wrote {tmp_path / 'run.json'}\nwrote {tmp_path / 't.json'}; open it in https://ui.perfetto.dev\n" in out
+    assert (
+        f"wrote {tmp_path / 'run.json'}\nwrote {tmp_path / 't.json'}; open it in https://ui.perfetto.dev\n"
+        in out
+    )
     run = read_run(tmp_path / "run.json")
     assert run.recorded_steps == 2
     assert run.the_plan() == read_plan(plan)
-    assert {event["ph"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]} == {"M", "X"}
+    assert {
+        event["ph"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    } == {"M", "X"}
 
 
 def test_nothing_is_recorded_where_nothing_is_wanted(tmp_path, monkeypatch, capsys):
@@ -88,11 +120,24 @@ def test_nothing_is_recorded_where_nothing_is_wanted(tmp_path, monkeypatch, caps
     assert "predicted  measured" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    pytest.param(("--no-record", "--trace", "t.json"), "--trace needs what --no-record leaves out", id="no-record"),
-    pytest.param(("--run-json", "none/run.json"), "cannot write none/run.json: none: no such folder", id="no-folder"),
-])
-def test_a_file_that_cannot_be_is_refused_before_the_run(options, message, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            ("--no-record", "--trace", "t.json"),
+            "--trace needs what --no-record leaves out",
+            id="no-record",
+        ),
+        pytest.param(
+            ("--run-json", "none/run.json"),
+            "cannot write none/run.json: none: no such folder",
+            id="no-folder",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_before_the_run(
+    options, message, tmp_path, monkeypatch, capsys
+):
     assert _run(monkeypatch, _write(make_plan(), tmp_path), *options) == 2
 
     out, err = capsys.readouterr()
@@ -100,22 +145,35 @@ def test_a_file_that_cannot_be_is_refused_before_the_run(options, message, tmp_p
     assert out == ""
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    pytest.param(("--timeout", "nan"), "'--timeout': nan is not a finite number", id="timeout-nan"),
-    pytest.param(("--timeout", "inf"), "'--timeout': inf is not in the range", id="timeout-inf"),
-    pytest.param(("--learning-rate", "inf"), "'--learning-rate': inf is not a finite number", id="rate"),
-    pytest.param(("--betas", "0.9", "nan"), "'--betas': nan is not a finite number", id="betas"),
-    pytest.param(("--seed", 2**64), f"'--seed': {2**64} is not in the range", id="seed"),
-    pytest.param(("--seed", -1), "'--seed': -1 is not in the range", id="negative-seed"),
-    pytest.param(("--run-json", "pipe"), "cannot write pipe: not a regular file", id="pipe"),
-    pytest.param(("--trace", "x" * 300), "File name too long", id="long-trace"),
-    pytest.param(("--data", "tokens.npz"), "tokens.npz: an archive of arrays", id="archive"),
-    pytest.param(("--data", "x" * 300), "File name too long", id="long-data"),
-    pytest.param(("--checkpoint-dir", "x" * 300), "File name too long", id="long-folder"),
-    pytest.param(("--resume", "x" * 300), "File name too long", id="long-checkpoint"),
-    pytest.param(("--nonsense",), "no such option '--nonsense'", id="unknown"),
-])
-def test_an_option_that_cannot_be_is_one_error_and_a_hint(options, message, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            ("--timeout", "nan"), "'--timeout': nan is not a finite number", id="timeout-nan"
+        ),
+        pytest.param(
+            ("--timeout", "inf"), "'--timeout': inf is not in the range", id="timeout-inf"
+        ),
+        pytest.param(
+            ("--learning-rate", "inf"), "'--learning-rate': inf is not a finite number", id="rate"
+        ),
+        pytest.param(
+            ("--betas", "0.9", "nan"), "'--betas': nan is not a finite number", id="betas"
+        ),
+        pytest.param(("--seed", 2**64), f"'--seed': {2**64} is not in the range", id="seed"),
+        pytest.param(("--seed", -1), "'--seed': -1 is not in the range", id="negative-seed"),
+        pytest.param(("--run-json", "pipe"), "cannot write pipe: not a regular file", id="pipe"),
+        pytest.param(("--trace", "x" * 300), "File name too long", id="long-trace"),
+        pytest.param(("--data", "tokens.npz"), "tokens.npz: an archive of arrays", id="archive"),
+        pytest.param(("--data", "x" * 300), "File name too long", id="long-data"),
+        pytest.param(("--checkpoint-dir", "x" * 300), "File name too long", id="long-folder"),
+        pytest.param(("--resume", "x" * 300), "File name too long", id="long-checkpoint"),
+        pytest.param(("--nonsense",), "no such option '--nonsense'", id="unknown"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_error_and_a_hint(
+    options, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
 
@@ -137,12 +195,24 @@ def test_a_disk_that_is_full_at_the_end_is_one_error(tmp_path, monkeypatch, caps
     assert _run(monkeypatch, plan, "--steps", 3) == 2
 
     assert capsys.readouterr().err == (
-        f"error: cannot write {tmp_path / 'run.json'}: No space left on device\nhint: choose another file with --run-json\n")
+        f"error: cannot write {tmp_path / 'run.json'}: No space left on device\nhint: choose another file with --run-json\n"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
 
 
 def test_the_largest_seed_of_64_bits_trains(tmp_path, monkeypatch):
-    assert _run(monkeypatch, _write(make_plan(), tmp_path), "--steps", 1, "--no-record", "--seed", 2**64 - 1) == 0
+    assert (
+        _run(
+            monkeypatch,
+            _write(make_plan(), tmp_path),
+            "--steps",
+            1,
+            "--no-record",
+            "--seed",
+            2**64 - 1,
+        )
+        == 0
+    )
 
 
 def test_a_stdout_that_fails_does_not_end_the_training(tmp_path, monkeypatch, capsys):
@@ -151,14 +221,30 @@ def test_a_stdout_that_fails_does_not_end_the_training(tmp_path, monkeypatch, ca
         monkeypatch.setattr(sys, "stdout", stdout)
         assert _run(monkeypatch, plan, "--steps", 3) == 2
 
-    assert capsys.readouterr().err.startswith("error: cannot write to stdout: Bad file descriptor\nhint: ")
+    assert capsys.readouterr().err.startswith(
+        "error: cannot write to stdout: Bad file descriptor\nhint: "
+    )
     assert read_run(tmp_path / "run.json").recorded_steps == 1
 
 
 def test_a_step_says_its_gradient_norm_and_a_rate_that_varies(tmp_path, monkeypatch, capsys):
     plan = _write(make_plan(), tmp_path)
 
-    assert _run(monkeypatch, plan, "--steps", 2, "--warmup-steps", 2, "--learning-rate", 0.01, "--clip-gradients", 0.5) == 0
+    assert (
+        _run(
+            monkeypatch,
+            plan,
+            "--steps",
+            2,
+            "--warmup-steps",
+            2,
+            "--learning-rate",
+            0.01,
+            "--clip-gradients",
+            0.5,
+        )
+        == 0
+    )
 
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert " clipped to 0.5  lr 5.00e-03  " in first
@@ -169,20 +255,35 @@ def test_a_step_says_its_gradient_norm_and_a_rate_that_varies(tmp_path, monkeypa
 def test_a_step_of_fp16_that_was_left_out_is_said_and_recorded(tmp_path, monkeypatch, capsys):
     plan = make_plan(precision=Precision.FP16)
     device = dataclasses.replace(plan.cluster.device, peak_flops_per_s={"fp16": 1e12, "fp32": 1e12})
-    plan = _write(dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device)), tmp_path)
-    monkeypatch.setattr("parplan.executor.training.train.loss_scale", lambda precision: LossScale(2.0**60))
+    plan = _write(
+        dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device)),
+        tmp_path,
+    )
+    monkeypatch.setattr(
+        "parplan.executor.training.train.loss_scale", lambda precision: LossScale(2.0**60)
+    )
 
     assert _run(monkeypatch, plan, "--steps", 2) == 0
 
-    assert re.search(r"grad norm (nan|inf) skipped, loss scale 5.76\d+e\+17  ", capsys.readouterr().out.splitlines()[0])
+    assert re.search(
+        r"grad norm (nan|inf) skipped, loss scale 5.76\d+e\+17  ",
+        capsys.readouterr().out.splitlines()[0],
+    )
     assert read_run(tmp_path / "run.json").steps.skipped == (0, 1)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    pytest.param(["--learning-rate", -1], "--learning-rate is -1, it must be positive", id="rate"),
-    pytest.param(["--min-learning-rate", 1e-4], "with --lr-schedule constant", id="schedule"),
-])
-def test_a_wrong_option_is_one_line_before_anything_starts(tmp_path, monkeypatch, capsys, arguments, message):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            ["--learning-rate", -1], "--learning-rate is -1, it must be positive", id="rate"
+        ),
+        pytest.param(["--min-learning-rate", 1e-4], "with --lr-schedule constant", id="schedule"),
+    ],
+)
+def test_a_wrong_option_is_one_line_before_anything_starts(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
     assert _run(monkeypatch, _write(make_plan(), tmp_path), *arguments) == 2
 
     out, err = capsys.readouterr()
@@ -194,13 +295,19 @@ def test_a_wrong_option_is_one_line_before_anything_starts(tmp_path, monkeypatch
 def test_compile_is_refused_where_a_block_is_no_single_graph(tmp_path, monkeypatch, capsys):
     assert _run(monkeypatch, _write(make_plan(recompute=("norm1",)), tmp_path), "--compile") == 2
 
-    assert "hint: leave --compile out, or make a plan with --recompute none,full" in capsys.readouterr().err
+    assert (
+        "hint: leave --compile out, or make a plan with --recompute none,full"
+        in capsys.readouterr().err
+    )
 
 
 def test_help_ends_with_an_example(monkeypatch, capsys):
     assert _run(monkeypatch, "--help") == 0
 
-    assert "Example:\n  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 5" in capsys.readouterr().out
+    assert (
+        "Example:\n  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 5"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_wrong_number_of_ranks_says_which_command_to_use(tmp_path, monkeypatch, capsys):
@@ -214,16 +321,30 @@ def test_a_wrong_number_of_ranks_says_which_command_to_use(tmp_path, monkeypatch
     assert f"hint: start it with: torchrun --nproc-per-node 8 -m parplan.executor {plan}" in err
 
 
-@pytest.mark.parametrize(("environment", "message"), [
-    pytest.param({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', it must be a whole number from 0 to 65535",
-                 id="port"),
-    pytest.param({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, "MASTER_PORT is '99999'", id="port-out-of-range"),
-    pytest.param({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR is set and MASTER_PORT is not", id="no-port"),
-    pytest.param({"RANK": "abc"}, "RANK is 'abc', it must be a whole number from 0 to 0", id="rank"),
-    pytest.param({"RANK": "5"}, "RANK is '5'", id="rank-out-of-range"),
-    pytest.param({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'", id="world"),
-    pytest.param({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'", id="nobody"),
-])
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        pytest.param(
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"},
+            "MASTER_PORT is 'abc', it must be a whole number from 0 to 65535",
+            id="port",
+        ),
+        pytest.param(
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"},
+            "MASTER_PORT is '99999'",
+            id="port-out-of-range",
+        ),
+        pytest.param(
+            {"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR is set and MASTER_PORT is not", id="no-port"
+        ),
+        pytest.param(
+            {"RANK": "abc"}, "RANK is 'abc', it must be a whole number from 0 to 0", id="rank"
+        ),
+        pytest.param({"RANK": "5"}, "RANK is '5'", id="rank-out-of-range"),
+        pytest.param({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'", id="world"),
+        pytest.param({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'", id="nobody"),
+    ],
+)
 def test_what_torchrun_says_has_to_make_sense(tmp_path, monkeypatch, capsys, environment, message):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -242,7 +363,11 @@ def test_a_store_that_cannot_be_opened_is_an_error(tmp_path, monkeypatch, capsys
 
         assert _run(monkeypatch, _write(make_plan(), tmp_path), "--steps", 1, "--no-record") == 2
 
-    assert re.search(r"^error: no store at MASTER_ADDR 127.0.0.1, MASTER_PORT \d+: ", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(
+        r"^error: no store at MASTER_ADDR 127.0.0.1, MASTER_PORT \d+: ",
+        capsys.readouterr().err,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.parametrize("number", ["abc", "-1"])
@@ -282,8 +407,13 @@ def test_ctrl_c_ends_the_run_without_a_traceback(tmp_path):
     plan = _write(make_plan(), tmp_path)
 
     with subprocess.Popen(
-            [sys.executable, "-u", "-m", "parplan.executor", str(plan), "--steps", "1000000"], cwd=ROOT, env=ENVIRONMENT,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        [sys.executable, "-u", "-m", "parplan.executor", str(plan), "--steps", "1000000"],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)

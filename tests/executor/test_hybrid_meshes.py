@@ -1,4 +1,6 @@
-"""Plans whose blocks are in chunks train: the values of the same plan without chunks, to the bit on one rank, whatever the homes."""
+"""Plans whose blocks are in chunks train: the values of the same plan without chunks, to the bit on
+one rank, whatever the homes.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ pytestmark = [
 ]
 
 SMALL = dataclasses.replace(GPT, num_layers=3)
-HOST, MIXED = ChunkRequest(host_blocks=3, optimizer_blocks=0), ChunkRequest(host_blocks=1, optimizer_blocks=1)
+HOST, MIXED = (
+    ChunkRequest(host_blocks=3, optimizer_blocks=0),
+    ChunkRequest(host_blocks=1, optimizer_blocks=1),
+)
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 IN_PARAMETERS = {"precision": FP16, "gradients": FP16}
 
@@ -87,28 +92,47 @@ def states(trained: Trainer) -> dict[str, Tensor]:
     """All parameters and what the optimizer keeps of them, by name; copies."""
     own = trained.held().own
     found = {name: parameter.detach() for name, parameter in own.items()}
-    found |= {f"{name}.{key}": value for name, parameter in own.items() for key, value in trained.optimizer.state[parameter].items()}
+    found |= {
+        f"{name}.{key}": value
+        for name, parameter in own.items()
+        for key, value in trained.optimizer.state[parameter].items()
+    }
     for part in (trained.adam.tensors() if trained.adam is not None else {}).values():
         found |= part
-    return {name: (value.flat if isinstance(value, Boxes) else local(value)).clone() for name, value in found.items()}
+    return {
+        name: (value.flat if isinstance(value, Boxes) else local(value)).clone()
+        for name, value in found.items()
+    }
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
-@pytest.mark.parametrize(("request_", "choices"), [
-    pytest.param(MIXED, {"num_micro_batches": 2}, id="every-home"),
-    pytest.param(HOST, {}, id="host", marks=pytest.mark.slow),
-    pytest.param(MIXED, {"precision": BF16}, id="bf16", marks=pytest.mark.slow),
-    pytest.param(HOST, {"precision": FP16, "num_micro_batches": 2}, id="fp16", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("request_", "choices"),
+    [
+        pytest.param(MIXED, {"num_micro_batches": 2}, id="every-home"),
+        pytest.param(HOST, {}, id="host", marks=pytest.mark.slow),
+        pytest.param(MIXED, {"precision": BF16}, id="bf16", marks=pytest.mark.slow),
+        pytest.param(
+            HOST, {"precision": FP16, "num_micro_batches": 2}, id="fp16", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_steps_are_those_of_the_plan_without_chunks_to_the_bit(alone, request_, choices):
-    plain, chunked = trainer(chunked_plan(None, SMALL, **choices), steps=4), trainer(tight(request_, **choices), steps=4)
+    plain, chunked = (
+        trainer(chunked_plan(None, SMALL, **choices), steps=4),
+        trainer(tight(request_, **choices), steps=4),
+    )
 
     expected, found = list(plain.run()), list(chunked.run())
 
-    assert [(step.loss, step.gradient_norm) for step in found] == [(step.loss, step.gradient_norm) for step in expected]
+    assert [(step.loss, step.gradient_norm) for step in found] == [
+        (step.loss, step.gradient_norm) for step in expected
+    ]
     assert max(step.gradient_norm for step in found) > OPTIONS.clip_gradients
     assert equal(states(chunked), states(plain))
     assert chunked.moved().as_predicted
@@ -119,19 +143,35 @@ def test_steps_are_those_of_the_plan_without_chunks_to_the_bit(alone, request_, 
 
 @pytest.mark.slow
 def test_without_clipping_and_with_a_schedule_too(alone):
-    options = {"clip_gradients": 0.0, "warmup_steps": 2, "lr_schedule": "cosine", "weight_decay": 0.3, "betas": (0.8, 0.9), "steps": 4}
+    options = {
+        "clip_gradients": 0.0,
+        "warmup_steps": 2,
+        "lr_schedule": "cosine",
+        "weight_decay": 0.3,
+        "betas": (0.8, 0.9),
+        "steps": 4,
+    }
     plain, chunked = trainer(chunked_plan(None, SMALL), **options), trainer(tight(MIXED), **options)
 
-    expected, found = ([(step.loss, step.learning_rate) for step in trained.run()] for trained in (plain, chunked))
+    expected, found = (
+        [(step.loss, step.learning_rate) for step in trained.run()] for trained in (plain, chunked)
+    )
 
     assert found == expected
     assert equal(states(chunked), states(plain))
 
 
-@pytest.mark.parametrize("request_", [
-    pytest.param(HOST, id="host"), pytest.param(MIXED, id="every-home", marks=pytest.mark.slow)])
-def test_gradients_in_the_parameters_place_train_as_separate_ones_to_their_rounding(alone, request_):
-    plain, chunked = trainer(chunked_plan(None, SMALL, precision=FP16), steps=4), trainer(tight(request_, **IN_PARAMETERS), steps=4)
+@pytest.mark.parametrize(
+    "request_",
+    [pytest.param(HOST, id="host"), pytest.param(MIXED, id="every-home", marks=pytest.mark.slow)],
+)
+def test_gradients_in_the_parameters_place_train_as_separate_ones_to_their_rounding(
+    alone, request_
+):
+    plain, chunked = (
+        trainer(chunked_plan(None, SMALL, precision=FP16), steps=4),
+        trainer(tight(request_, **IN_PARAMETERS), steps=4),
+    )
 
     expected, found = [step.loss for step in plain.run()], [step.loss for step in chunked.run()]
 
@@ -141,8 +181,13 @@ def test_gradients_in_the_parameters_place_train_as_separate_ones_to_their_round
     assert predicted == measured
 
 
-@pytest.mark.parametrize("choices", [
-    pytest.param(IN_PARAMETERS, id="in-parameters"), pytest.param({"precision": FP16}, id="separate")])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param(IN_PARAMETERS, id="in-parameters"),
+        pytest.param({"precision": FP16}, id="separate"),
+    ],
+)
 def test_a_step_that_overflows_changes_nothing_in_chunks(alone, choices):
     skipping, plain = trainer(tight(MIXED, **choices)), trainer(tight(MIXED, **choices))
     skipping.gradients(0)
@@ -160,47 +205,79 @@ def test_a_step_that_overflows_changes_nothing_in_chunks(alone, choices):
 
 def _train(plan: Plan, steps: int, **options: object) -> list[float]:
     trained = trainer(plan, steps=steps)
-    saves = Checkpoints(trained, CheckpointOptions(**options), timeout=timedelta(seconds=60), note=lambda _: None)
+    saves = Checkpoints(
+        trained, CheckpointOptions(**options), timeout=timedelta(seconds=60), note=lambda _: None
+    )
     losses = [result.loss for result in trained.run(saves.resume())]
     saves.finish(steps)
     return losses
 
 
 @pytest.mark.parametrize("precision", [FP32, pytest.param(BF16, marks=pytest.mark.slow)])
-def test_a_run_goes_on_bit_by_bit_with_chunks_without_and_with_other_homes(alone, tmp_path, precision):
-    plain, mixed, host = (chunked_plan(None, SMALL, precision=precision), *(tight(each, precision=precision) for each in (MIXED, HOST)))
+def test_a_run_goes_on_bit_by_bit_with_chunks_without_and_with_other_homes(
+    alone, tmp_path, precision
+):
+    plain, mixed, host = (
+        chunked_plan(None, SMALL, precision=precision),
+        *(tight(each, precision=precision) for each in (MIXED, HOST)),
+    )
     whole = _train(plain, 5)
 
-    parts = [_train(plan, steps, directory=tmp_path) for steps, plan in enumerate((mixed, mixed, plain, host, mixed), 1)]
+    parts = [
+        _train(plan, steps, directory=tmp_path)
+        for steps, plan in enumerate((mixed, mixed, plain, host, mixed), 1)
+    ]
 
     assert [loss for part in parts for loss in part] == whole
 
 
 def require_going_on(chain: list[Plan], folder: Path) -> None:
-    """Every plan makes one step from the checkpoint that the one before left; together they are the steps of one process."""
+    """Every plan makes one step from the checkpoint that the one before left; together they are the
+    steps of one process.
+    """
+
     def one_step(plan: Plan) -> list[float]:
-        return _train(plan, 1 + next(index for index, each in enumerate(chain) if each is plan), directory=folder)
+        return _train(
+            plan,
+            1 + next(index for index, each in enumerate(chain) if each is plan),
+            directory=folder,
+        )
 
     parts = parity.run_ranks(chain, one_step)
-    ((whole,),) = parity.run_ranks([chunked_plan(None, chain[0].model)], lambda plan: _train(plan, len(chain)))
+    ((whole,),) = parity.run_ranks(
+        [chunked_plan(None, chain[0].model)], lambda plan: _train(plan, len(chain))
+    )
 
-    assert [len(losses) for ranks in parts for losses in ranks] == [1] * chain[0].mesh.num_ranks * len(chain)
+    assert [len(losses) for ranks in parts for losses in ranks] == [1] * chain[
+        0
+    ].mesh.num_ranks * len(chain)
     assert [ranks[0][0] for ranks in parts] == pytest.approx(whole, rel=2 * LOSS_TOLERANCE)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_across_meshes_with_chunks_and_without(tmp_path):
-    require_going_on([
-        tight(MIXED, dp=2, num_micro_batches=2), chunked_plan(None, SMALL, dp=2), tight(HOST, tp=2),
-        tight(MIXED, pp=2, num_micro_batches=2), chunked_plan(None, SMALL, tp=2, sp=True), tight(HOST, dp=2)], tmp_path)
+    require_going_on(
+        [
+            tight(MIXED, dp=2, num_micro_batches=2),
+            chunked_plan(None, SMALL, dp=2),
+            tight(HOST, tp=2),
+            tight(MIXED, pp=2, num_micro_batches=2),
+            chunked_plan(None, SMALL, tp=2, sp=True),
+            tight(HOST, dp=2),
+        ],
+        tmp_path,
+    )
 
 
 def crossing(plan: Plan) -> set[str]:
     """Parameters of a block that cross the border between two data-parallel ranks' chunks."""
     layout = rank_chunks_of(plan, 0).groups[0].layout
     return {
-        tensor.name.partition(".")[2] for tensor, offset in zip(layout.tensors, layout.offset_of, strict=True)
-        if offset // layout.chunk_elements != (offset + tensor.elements - 1) // layout.chunk_elements}
+        tensor.name.partition(".")[2]
+        for tensor, offset in zip(layout.tensors, layout.offset_of, strict=True)
+        if offset // layout.chunk_elements
+        != (offset + tensor.elements - 1) // layout.chunk_elements
+    }
 
 
 @pytest.mark.slow
@@ -208,7 +285,10 @@ def test_a_parameter_of_two_ranks_trains_and_is_saved_and_loaded_with_chunks_and
     shared = tight(HOST, LLAMA, dp=2)
 
     assert crossing(shared) == {"fc1.weight"}
-    require_going_on([shared, chunked_plan(None, LLAMA, dp=2), tight(MIXED, LLAMA, dp=2, num_micro_batches=2)], tmp_path)
+    require_going_on(
+        [shared, chunked_plan(None, LLAMA, dp=2), tight(MIXED, LLAMA, dp=2, num_micro_batches=2)],
+        tmp_path,
+    )
 
 
 @pytest.mark.slow
@@ -216,9 +296,18 @@ def test_parameters_of_four_ranks_train_and_are_saved_and_loaded_on_any_mesh(tmp
     four = tight(MIXED, dp=4)
 
     assert crossing(four) == {"qkv.weight", "fc2.weight"}
-    require_going_on([
-        four, tight(HOST, dp=2, tp=2, sp=True), chunked_plan(None, SMALL, dp=4), tight(HOST, dp=4, num_micro_batches=2),
-        tight(MIXED, dp=2, pp=2, num_micro_batches=2), chunked_plan(None, SMALL, dp=2, tp=2), tight(MIXED, dp=2, tp=2)], tmp_path)
+    require_going_on(
+        [
+            four,
+            tight(HOST, dp=2, tp=2, sp=True),
+            chunked_plan(None, SMALL, dp=4),
+            tight(HOST, dp=4, num_micro_batches=2),
+            tight(MIXED, dp=2, pp=2, num_micro_batches=2),
+            chunked_plan(None, SMALL, dp=2, tp=2),
+            tight(MIXED, dp=2, tp=2),
+        ],
+        tmp_path,
+    )
 
 
 def _first_overflows_on_one_rank(plan: Plan) -> list[object]:
@@ -234,7 +323,9 @@ def _first_overflows_on_one_rank(plan: Plan) -> list[object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [{}, {"gradients": FP16}])
 def test_chunks_of_one_rank_that_overflow_stop_the_update_of_all(choices):
-    ((first, second),) = parity.run_ranks([tight(HOST, dp=2, precision=FP16, **choices)], _first_overflows_on_one_rank)
+    ((first, second),) = parity.run_ranks(
+        [tight(HOST, dp=2, precision=FP16, **choices)], _first_overflows_on_one_rank
+    )
 
     assert first[:3] == second[:3] == [torch.inf, True, 2.0**15]
     assert first[3:] == second[3:]
@@ -244,7 +335,10 @@ def test_chunks_of_one_rank_that_overflow_stop_the_update_of_all(choices):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2, "num_micro_batches": 2}])
 def test_16_bits_on_two_ranks_train_like_one_process(mesh):
-    plans = [tight(MIXED, precision=BF16, gradients=BF16, **mesh), tight(HOST, precision=BF16, **mesh)]
+    plans = [
+        tight(MIXED, precision=BF16, gradients=BF16, **mesh),
+        tight(HOST, precision=BF16, **mesh),
+    ]
     expected = run_reference(chunked_plan(None, SMALL))
 
     for plan, found in zip(plans, run_plans(plans), strict=True):
@@ -267,11 +361,21 @@ SLOW = ("dp2-llama-lru", "tp2-llama-mixed")
 
 @cache
 def outcomes(slow: bool) -> dict[str, tuple[Plan, Outcome]]:
-    plans = {name: tight(request, model, **choices) for name, (request, model, choices) in TWO_RANKS.items() if (name in SLOW) == slow}
-    return {name: (plan, found) for (name, plan), found in zip(plans.items(), run_plans(list(plans.values())), strict=True)}
+    plans = {
+        name: tight(request, model, **choices)
+        for name, (request, model, choices) in TWO_RANKS.items()
+        if (name in SLOW) == slow
+    }
+    return {
+        name: (plan, found)
+        for (name, plan), found in zip(plans.items(), run_plans(list(plans.values())), strict=True)
+    }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TWO_RANKS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TWO_RANKS],
+)
 def test_ranks_train_like_one_process_and_move_and_hold_what_is_predicted(name):
     plan, found = outcomes(name in SLOW)[name]
     validate(plan)
@@ -288,11 +392,15 @@ def test_ranks_train_like_one_process_and_move_and_hold_what_is_predicted(name):
 
 
 @pytest.mark.slow
-def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_budget(tmp_path, monkeypatch, capsys):
+def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_budget(
+    tmp_path, monkeypatch, capsys
+):
     plan = tight(MIXED, num_micro_batches=2)
     write_plan(plan, tmp_path / "plan.yaml")
     gc.collect()
-    others = allocated_bytes(gc.get_objects())  # all tensors of the process are counted, those of other tests too
+    others = allocated_bytes(
+        gc.get_objects()
+    )  # all tensors of the process are counted, those of other tests too
     monkeypatch.setattr(sys, "argv", ["executor", str(tmp_path / "plan.yaml"), "--steps", "3"])
 
     assert run() == 0
@@ -301,9 +409,15 @@ def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_b
     assert rank.chunks.as_predicted
     assert rank.chunks.in_bytes.measured == plan.chunks.ranks[0].in_bytes > 0
     assert rank.chunks.out_bytes.measured == plan.chunks.ranks[0].out_bytes > 0
-    assert rank.chunks.device_bytes.measured < rank.peak_allocated_bytes.measured - others <= plan.chunks.ranks[0].device_bytes
+    assert (
+        rank.chunks.device_bytes.measured
+        < rank.peak_allocated_bytes.measured - others
+        <= plan.chunks.ranks[0].device_bytes
+    )
     out = capsys.readouterr().out
-    assert re.search(r"\n +chunks to the device +(\S+ \S+) +\1 +\+0 %\n +chunks to the host +(\S+ \S+) +\2 ", out)
+    assert re.search(
+        r"\n +chunks to the device +(\S+ \S+) +\1 +\+0 %\n +chunks to the host +(\S+ \S+) +\2 ", out
+    )
     assert "equal" in out
 
 
@@ -311,17 +425,32 @@ def test_counted_transfers_are_printed_beside_predicted_ones():
     def moved(counted: int) -> ChunkMoved:
         same = Beside(predicted=7, measured=7)
         return ChunkMoved(
-            in_bytes=Beside(predicted=5000, measured=counted), out_bytes=same, gathered_bytes=same, reduced_bytes=same, device_bytes=same)
+            in_bytes=Beside(predicted=5000, measured=counted),
+            out_bytes=same,
+            gathered_bytes=same,
+            reduced_bytes=same,
+            device_bytes=same,
+        )
 
     def said(*ranks: ChunkMoved) -> str:
         parity = Parity(
-            plan=DP2, small=DP2, losses=((1.0, 1.0),), gradients={"head.norm.weight": 0.0}, agree=True, as_predicted=True,
-            loss_tolerance=1e-6, gradient_tolerance=1e-5, moved=ranks)
+            plan=DP2,
+            small=DP2,
+            losses=((1.0, 1.0),),
+            gradients={"head.norm.weight": 0.0},
+            agree=True,
+            as_predicted=True,
+            loss_tolerance=1e-6,
+            gradient_tolerance=1e-5,
+            moved=ranks,
+        )
         out = Console(width=200, record=True, file=io.StringIO())
         print_parity(parity, out)
         return out.export_text()
 
-    assert "10,000 bytes to the device as predicted, 14 bytes to the host as predicted" in said(moved(5000), moved(5000))
+    assert "10,000 bytes to the device as predicted, 14 bytes to the host as predicted" in said(
+        moved(5000), moved(5000)
+    )
     assert "NOT" not in said(moved(5000))
     wrong = said(moved(4000), moved(5000))
     assert "9,000 bytes to the device NOT as predicted, 10,000" in wrong
@@ -337,14 +466,22 @@ def test_a_stage_whose_parameters_are_all_in_chunks_has_an_optimizer_of_nothing(
 
 
 def test_the_small_plan_has_the_homes_of_the_large_one_in_the_smallest_budget():
-    plan = chunked_plan(dataclasses.replace(MIXED, device_bytes=10**9), dp=2, num_micro_batches=2, precision=BF16)
+    plan = chunked_plan(
+        dataclasses.replace(MIXED, device_bytes=10**9), dp=2, num_micro_batches=2, precision=BF16
+    )
 
     small = shrunk(plan)
 
     validate(small)
     assert small.chunks.eviction is plan.chunks.eviction
-    assert {group.home for group in small.chunks.groups} == {group.home for group in plan.chunks.groups} == set(StateLocation)
-    assert [rank.device_bytes for rank in small.chunks.ranks] == [max(rank.smallest_bytes for rank in small.chunks.ranks)]
+    assert (
+        {group.home for group in small.chunks.groups}
+        == {group.home for group in plan.chunks.groups}
+        == set(StateLocation)
+    )
+    assert [rank.device_bytes for rank in small.chunks.ranks] == [
+        max(rank.smallest_bytes for rank in small.chunks.ranks)
+    ]
 
 
 DP2 = chunked_plan(dataclasses.replace(MIXED, device_bytes=10**9), dp=2)
@@ -352,17 +489,36 @@ DP2 = chunked_plan(dataclasses.replace(MIXED, device_bytes=10**9), dp=2)
 
 def of_blocks(plan: Plan, **changes: object) -> Plan:
     layer_plans = {
-        name: dataclasses.replace(found, **changes) if found.layer == "block" else found for name, found in plan.layer_plans.items()}
+        name: dataclasses.replace(found, **changes) if found.layer == "block" else found
+        for name, found in plan.layer_plans.items()
+    }
     return dataclasses.replace(plan, layer_plans=layer_plans)
 
 
-@pytest.mark.parametrize(("plan", "message"), [
-    pytest.param(of_blocks(DP2, zero=1), "zero 1 of a block in chunks", id="zero"),
-    pytest.param(of_blocks(DP2, zero_ranks=1), "zero_ranks 1 of a block in chunks", id="zero-ranks"),
-    pytest.param(
-        dataclasses.replace(DP2, mesh=Mesh(pp=1, dp=2, tp=1, ep=2), model=dataclasses.replace(
-            LLAMA, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24, ffn_hidden_size=0)), "divides the experts", id="experts"),
-])
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        pytest.param(of_blocks(DP2, zero=1), "zero 1 of a block in chunks", id="zero"),
+        pytest.param(
+            of_blocks(DP2, zero_ranks=1), "zero_ranks 1 of a block in chunks", id="zero-ranks"
+        ),
+        pytest.param(
+            dataclasses.replace(
+                DP2,
+                mesh=Mesh(pp=1, dp=2, tp=1, ep=2),
+                model=dataclasses.replace(
+                    LLAMA,
+                    num_experts=4,
+                    experts_per_token=2,
+                    expert_ffn_hidden_size=24,
+                    ffn_hidden_size=0,
+                ),
+            ),
+            "divides the experts",
+            id="experts",
+        ),
+    ],
+)
 def test_what_chunks_do_not_go_with_is_refused_with_the_nearest_plan(plan, message):
     found = {refusal.found: rule.name for rule, refusal in refusals(plan)}
 

@@ -32,10 +32,15 @@ def test_the_torchrun_line_fills_nodes():
 
     assert torchrun_line(plan, "p.yaml") == "torchrun --nproc-per-node 8 -m parplan.executor p.yaml"
     more = dataclasses.replace(plan, mesh=Mesh(pp=2, dp=4, tp=4))
-    assert torchrun_line(more, "p.yaml") == "torchrun --nnodes 4 --nproc-per-node 8 -m parplan.executor p.yaml"
+    assert (
+        torchrun_line(more, "p.yaml")
+        == "torchrun --nnodes 4 --nproc-per-node 8 -m parplan.executor p.yaml"
+    )
 
 
-@pytest.mark.parametrize("entries", [("Shard(0)@dp",), ("Partial@tp",), ("Shard(0)@tp", "Shard(1)@tp")])
+@pytest.mark.parametrize(
+    "entries", [("Shard(0)@dp",), ("Partial@tp",), ("Shard(0)@tp", "Shard(1)@tp")]
+)
 def test_a_placement_that_is_not_one_shard_over_tp_is_refused(entries):
     with pytest.raises(ConfigError, match="is not one Shard"):
         parse_placement(entries, "block0.operators.qkv")

@@ -1,4 +1,6 @@
-"""The executor's own GPT and Llama as modules of a user, and as Hugging Face configurations, beside the specs that describe them."""
+"""The executor's own GPT and Llama as modules of a user, and as Hugging Face configurations, beside
+the specs that describe them.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,82 @@ from parplan.profiles.stack import NEUTRAL
 
 SEQ_LENGTH, VOCAB = 128, 256
 GPT = ModelSpec(
-    name="gpt", num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_hidden_size=256, vocab_size=VOCAB,
-    max_seq_length=SEQ_LENGTH, tied_embeddings=False)
+    name="gpt",
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    ffn_hidden_size=256,
+    vocab_size=VOCAB,
+    max_seq_length=SEQ_LENGTH,
+    tied_embeddings=False,
+)
 LLAMA = ModelSpec(
-    name="llama", num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=160, vocab_size=VOCAB,
-    max_seq_length=SEQ_LENGTH, norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, linear_bias=False, qkv_bias=False,
-    tied_embeddings=False)
-NEOX = replace(LLAMA, name="neox", num_kv_heads=4, norm=Norm.LAYER_NORM, ffn_hidden_size=256, gated_ffn=False, linear_bias=True,
-               qkv_bias=True, parallel_residual=True, rotary_fraction=0.25)
+    name="llama",
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_hidden_size=160,
+    vocab_size=VOCAB,
+    max_seq_length=SEQ_LENGTH,
+    norm=Norm.RMS_NORM,
+    positions=Positions.ROTARY,
+    gated_ffn=True,
+    linear_bias=False,
+    qkv_bias=False,
+    tied_embeddings=False,
+)
+NEOX = replace(
+    LLAMA,
+    name="neox",
+    num_kv_heads=4,
+    norm=Norm.LAYER_NORM,
+    ffn_hidden_size=256,
+    gated_ffn=False,
+    linear_bias=True,
+    qkv_bias=True,
+    parallel_residual=True,
+    rotary_fraction=0.25,
+)
 DROPPED = replace(GPT, name="gpt-dropped", dropout=0.1)
 SPECS = {spec.name: spec for spec in (GPT, LLAMA, NEOX, DROPPED)}
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=SEQ_LENGTH, stack=NEUTRAL)
 
 _SIZES = {"vocab_size": VOCAB, "max_position_embeddings": SEQ_LENGTH}
 _LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, **_SIZES}
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **_SIZES,
+}
 CONFIGS = {
-    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": SEQ_LENGTH, "vocab_size": VOCAB,
-             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
-    "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3,
-                 "num_attention_heads": 4, **_SIZES},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": SEQ_LENGTH,
+        "vocab_size": VOCAB,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        **_SIZES,
+    },
     "llama": _LLAMA,
 }
 
@@ -86,11 +143,27 @@ def neox() -> Made:
 
 LONG = 1024  # tokens of the large ones
 LARGE_GPT = replace(
-    GPT, name="gpt-large", num_layers=1, hidden_size=4096, num_heads=32, num_kv_heads=32, head_dim=128, ffn_hidden_size=16384,
-    max_seq_length=LONG)
+    GPT,
+    name="gpt-large",
+    num_layers=1,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    ffn_hidden_size=16384,
+    max_seq_length=LONG,
+)
 LARGE_LLAMA = replace(
-    LLAMA, name="llama-large", num_layers=1, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_hidden_size=14336,
-    max_seq_length=LONG)
+    LLAMA,
+    name="llama-large",
+    num_layers=1,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=14336,
+    max_seq_length=LONG,
+)
 
 
 def _long_batch(size: int) -> dict[str, Tensor]:

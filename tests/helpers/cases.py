@@ -16,8 +16,15 @@ def mostly_slow(cases: Iterable[Any], plain: Collection[Any]) -> list[Any]:
 
 
 def named(cases: Mapping[str, Any], plain: Collection[str]) -> list[Any]:
-    """All cases by their names. A case is a value, or a tuple of values. Those that are not plain are marked slow."""
+    """All cases by their names. A case is a value, or a tuple of values. Those that are not plain
+    are marked slow.
+    """
     assert set(plain) <= set(cases)
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=() if name in plain else pytest.mark.slow)
-        for name, case in cases.items()]
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=name,
+            marks=() if name in plain else pytest.mark.slow,
+        )
+        for name, case in cases.items()
+    ]

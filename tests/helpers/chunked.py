@@ -21,15 +21,29 @@ DEV, OPT, HOST = StateLocation.DEVICE, StateLocation.OPTIMIZER, StateLocation.HO
 HALF = replace(TRAINING, precision=Precision.FP16, gradient_precision=Precision.FP16)
 MIXED = replace(HALF, gradient_precision=Precision.FP32)
 FULL = replace(MIXED, precision=Precision.FP32)
-BOOKS = {name: book_of(TINY, 8, training) for name, training in {"half": HALF, "mixed": MIXED, "full": FULL}.items()}
+BOOKS = {
+    name: book_of(TINY, 8, training)
+    for name, training in {"half": HALF, "mixed": MIXED, "full": FULL}.items()
+}
 
 
 def chunked(homes, *, dp=1, recompute=Recompute.FULL, ends=True, **layout):
     """One block of each of `homes`, in model order, on equal stages."""
-    plain = uniform(frame_of(dp=dp, **layout), len(homes), recompute=recompute, zero=3 if dp > 1 else 0, ends=ends)
+    plain = uniform(
+        frame_of(dp=dp, **layout),
+        len(homes),
+        recompute=recompute,
+        zero=3 if dp > 1 else 0,
+        ends=ends,
+    )
     left = iter(homes)
     stages = tuple(
-        tuple(replace(layer, home=next(left)) if layer.kind is LayerKind.BLOCK else layer for layer in stage) for stage in plain.stages)
+        tuple(
+            replace(layer, home=next(left)) if layer.kind is LayerKind.BLOCK else layer
+            for layer in stage
+        )
+        for stage in plain.stages
+    )
     return Strategy(layout=replace(plain.layout, chunked=True), stages=stages)
 
 
@@ -50,7 +64,10 @@ def schedule(strategy, rank=0, prices=None, *, more=0.0, eviction=Eviction.OPT, 
 
 @contextmanager
 def chunks_of_blocks(share):
-    """Groups as large as so many blocks, but never smaller than a tensor: so that blocks share groups and have several."""
+    """Groups as large as so many blocks, but never smaller than a tensor: so that blocks share
+    groups and have several.
+    """
+
     def elements(block, num_blocks, ranks, cluster, width_bytes=2):
         return -(-max(max(block), int(share * sum(block))) // ranks) * ranks
 

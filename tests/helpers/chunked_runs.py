@@ -35,21 +35,45 @@ SEED = 7
 
 
 def chunked_plan(
-    request: ChunkRequest | None, model: ModelSpec = GPT, *, pp: int = 1, dp: int = 1, tp: int = 1, sp: bool = False,
-    num_micro_batches: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B, virtual_stages: int = 1, batch: int = 8,
-    recompute: Recompute = Recompute.NONE, precision: Precision = Precision.FP32, gradients: Precision = Precision.FP32,
+    request: ChunkRequest | None,
+    model: ModelSpec = GPT,
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    sp: bool = False,
+    num_micro_batches: int = 1,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    virtual_stages: int = 1,
+    batch: int = 8,
+    recompute: Recompute = Recompute.NONE,
+    precision: Precision = Precision.FP32,
+    gradients: Precision = Precision.FP32,
     offload: tuple[Offload, ...] = (),
 ) -> Plan:
     """A plan of a tiny model; without a request the same plan without chunks."""
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=batch // num_micro_batches // dp,
-        num_micro_batches=num_micro_batches, sequence_parallel=sp)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        micro_batch_size=batch // num_micro_batches // dp,
+        num_micro_batches=num_micro_batches,
+        sequence_parallel=sp,
+    )
     training = TrainingSpec(
-        global_batch_size=batch, seq_length=SEQ_LENGTH, precision=precision, gradient_precision=gradients,
-        stack=load_stack("parplan"))
-    name = "v100-32gb" if precision is Precision.FP16 else "cpu"  # a CPU computes in fp16, but has no peak in the catalog
+        global_batch_size=batch,
+        seq_length=SEQ_LENGTH,
+        precision=precision,
+        gradient_precision=gradients,
+        stack=load_stack("parplan"),
+    )
+    name = (
+        "v100-32gb" if precision is Precision.FP16 else "cpu"
+    )  # a CPU computes in fp16, but has no peak in the catalog
     cluster = with_gpus(load_cluster(name), pp * dp * tp, pp * dp * tp)
-    return estimate_plan(model, cluster, training, layout, recompute=recompute, offload=offload, chunks=request)
+    return estimate_plan(
+        model, cluster, training, layout, recompute=recompute, offload=offload, chunks=request
+    )
 
 
 def smallest(request: ChunkRequest, **choices: Any) -> int:
@@ -61,8 +85,10 @@ def smallest(request: ChunkRequest, **choices: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Of one rank and step: its share of the loss, whole gradients by name, bytes (counted, predicted) by kind of op, the most that
-    chunks and that all tensors held of the device, and its budget."""
+    """Of one rank and step: its share of the loss, whole gradients by name, bytes (counted,
+    predicted) by kind of op, the most that chunks and that all tensors held of the device, and its
+    budget.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
@@ -86,16 +112,26 @@ def first_step(plan: Plan) -> Found:
     loss = pipeline.step(*batch).item()
     gradients = {name: whole(tensor) for name, tensor in _gradients(pipeline).items()}
     if pipeline.chunks is None:
-        return Found(loss=loss, gradients=gradients, moved={}, chunk_bytes=0, device_bytes=0, budget_bytes=0)
+        return Found(
+            loss=loss, gradients=gradients, moved={}, chunk_bytes=0, device_bytes=0, budget_bytes=0
+        )
     chunks, predicted = pipeline.chunks, rank_chunks_of(plan, ranks.coordinate("pp"))
     chunks.end_update()
     counts = chunks.counts
     moved = {
-        "in": (counts.in_bytes, predicted.in_bytes), "out": (counts.out_bytes, predicted.out_bytes),
-        "gather": (counts.gathered_bytes, predicted.moved(ChunkAction.GATHER)), "reduce": (counts.reduced_bytes, predicted.moved(ChunkAction.REDUCE))}
+        "in": (counts.in_bytes, predicted.in_bytes),
+        "out": (counts.out_bytes, predicted.out_bytes),
+        "gather": (counts.gathered_bytes, predicted.moved(ChunkAction.GATHER)),
+        "reduce": (counts.reduced_bytes, predicted.moved(ChunkAction.REDUCE)),
+    }
     return Found(
-        loss=loss, gradients=gradients, moved=moved, chunk_bytes=chunks.ledger.most_bytes,
-        device_bytes=_second_step(pipeline, batch), budget_bytes=predicted.device_bytes)
+        loss=loss,
+        gradients=gradients,
+        moved=moved,
+        chunk_bytes=chunks.ledger.most_bytes,
+        device_bytes=_second_step(pipeline, batch),
+        budget_bytes=predicted.device_bytes,
+    )
 
 
 def _second_step(pipeline: RankPipeline, batch: tuple[Tensor, Tensor]) -> int:
@@ -120,7 +156,10 @@ def _gradients(pipeline: RankPipeline) -> dict[str, Tensor]:
         for name, parameter in stage.body.named_parameters(remove_duplicate=False):
             if parameter.grad is not None:
                 found[name] = parameter.grad
-    return {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): gradient
+        for name, gradient in found.items()
+    }
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ def succeed(*arguments: str) -> Result:
 
 
 def fail(code: int, *arguments: str) -> str:
-    """The message of a run that must end with one `error:` and one `hint:`, whose further lines are indented, and no result."""
+    """The message of a run that must end with one `error:` and one `hint:`, whose further lines are
+    indented, and no result.
+    """
     result = run(*arguments)
     assert result.exit_code == code, result.output
     starts = [line.split(":")[0] for line in result.stderr.splitlines() if not line.startswith(" ")]

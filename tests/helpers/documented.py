@@ -1,4 +1,6 @@
-"""The commands in the fenced blocks of README and docs, each with the output that is shown below it."""
+"""The commands in the fenced blocks of README and docs, each with the output that is shown below
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")
 
 @dataclass(frozen=True)
 class Documented:
-    """A command as it is documented, without the comment behind it, where, and the lines that are shown after a `$` one."""
+    """A command as it is documented, without the comment behind it, where, and the lines that are
+    shown after a `$` one.
+    """
 
     command: str
     where: str
@@ -53,7 +57,7 @@ def _commands(block: list[tuple[str, str]]) -> Iterator[Documented]:
     starts = [index for index, (line, _) in enumerate(block) if line.startswith("$ ")]
     for start, end in pairwise([*starts, len(block)]):
         line, where = block[start]
-        yield Documented(line[2:], where, tuple(text for text, _ in block[start + 1:end]))
+        yield Documented(line[2:], where, tuple(text for text, _ in block[start + 1 : end]))
     for line, where in block if not starts else ():
         for part in re.split(r"\s#\s", line)[0].split("&&"):
             if part.split() and part.split()[0] in PROGRAMS:

@@ -38,77 +38,176 @@ from parplan.profiles.stack import NEUTRAL, AttentionKernel
 SEQ_LENGTH = 16
 
 GPT = ModelSpec(
-    name="tiny-gpt", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=4, head_dim=8, ffn_hidden_size=64, vocab_size=100,
-    max_seq_length=SEQ_LENGTH)
+    name="tiny-gpt",
+    num_layers=4,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    ffn_hidden_size=64,
+    vocab_size=100,
+    max_seq_length=SEQ_LENGTH,
+)
 LLAMA = ModelSpec(
-    name="tiny-llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, vocab_size=100,
-    max_seq_length=SEQ_LENGTH, norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, linear_bias=False, qkv_bias=False,
-    tied_embeddings=False)
+    name="tiny-llama",
+    num_layers=4,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_hidden_size=48,
+    vocab_size=100,
+    max_seq_length=SEQ_LENGTH,
+    norm=Norm.RMS_NORM,
+    positions=Positions.ROTARY,
+    gated_ffn=True,
+    linear_bias=False,
+    qkv_bias=False,
+    tied_embeddings=False,
+)
 MIXTRAL = replace(
-    LLAMA, name="tiny-mixtral", num_layers=2, ffn_hidden_size=0, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24)
+    LLAMA,
+    name="tiny-mixtral",
+    num_layers=2,
+    ffn_hidden_size=0,
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_hidden_size=24,
+)
 
 _LINK = Link(name="link", bytes_per_s=1e9, latency_s=1e-6, source="made up")
 CLUSTER = Cluster(
-    name="test", nodes=1, gpus_per_node=8, intra_node=_LINK, nics_per_node=1, nic=_LINK, host_memory_bytes=2**34, pcie_bytes_per_s=1e9,
+    name="test",
+    nodes=1,
+    gpus_per_node=8,
+    intra_node=_LINK,
+    nics_per_node=1,
+    nic=_LINK,
+    host_memory_bytes=2**34,
+    pcie_bytes_per_s=1e9,
     device=Device(
-        name="test", memory_bytes=2**34, memory_bytes_per_s=1e11, peak_flops_per_s={"bf16": 1e12, "fp32": 1e12}, num_sms=1,
-        context_bytes=0, source="made up"))
+        name="test",
+        memory_bytes=2**34,
+        memory_bytes_per_s=1e11,
+        peak_flops_per_s={"bf16": 1e12, "fp32": 1e12},
+        num_sms=1,
+        context_bytes=0,
+        source="made up",
+    ),
+)
 
 
 def even_blocks(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Blocks per stage, the remainder on the first stages."""
-    return tuple(num_layers // num_stages + (k < num_layers % num_stages) for k in range(num_stages))
+    return tuple(
+        num_layers // num_stages + (k < num_layers % num_stages) for k in range(num_stages)
+    )
 
 
 def make_plan(
-    model: ModelSpec = GPT, *, pp: int = 1, dp: int = 1, tp: int = 1, ep: int = 1, sp: bool = False, zero: tuple[int, ...] = (0,),
-    recompute: tuple[str, ...] | str = (), recompute_ends: bool = False, schedule: Schedule = Schedule.ONE_F_ONE_B, virtual_stages: int = 1,
-    blocks: tuple[int, ...] | None = None, num_micro_batches: int = 2, global_batch_size: int = 8,
-    attention: AttentionKernel = AttentionKernel.FLASH, precision: Precision = Precision.FP32,
+    model: ModelSpec = GPT,
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    sp: bool = False,
+    zero: tuple[int, ...] = (0,),
+    recompute: tuple[str, ...] | str = (),
+    recompute_ends: bool = False,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    virtual_stages: int = 1,
+    blocks: tuple[int, ...] | None = None,
+    num_micro_batches: int = 2,
+    global_batch_size: int = 8,
+    attention: AttentionKernel = AttentionKernel.FLASH,
+    precision: Precision = Precision.FP32,
     actions: tuple[str, ...] = (),
 ) -> Plan:
-    """A plan with `zero` of the blocks cycling through the given stages; embedding and head have the first.
+    """A plan with `zero` of the blocks cycling through the given stages; embedding and head have
+    the first.
 
-    `blocks` is the number of blocks of each (virtual) stage; `recompute` "full" is every operator of a block,
-    and of embedding and head too with `recompute_ends`.
+    `blocks` is the number of blocks of each (virtual) stage; `recompute` "full" is every operator
+    of a block, and of embedding and head too with `recompute_ends`.
     """
     training = TrainingSpec(
-        global_batch_size=global_batch_size, seq_length=SEQ_LENGTH, precision=precision, attention=attention, stack=NEUTRAL)
+        global_batch_size=global_batch_size,
+        seq_length=SEQ_LENGTH,
+        precision=precision,
+        attention=attention,
+        stack=NEUTRAL,
+    )
     pipeline = PipelinePlan(
-        schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=global_batch_size // dp // num_micro_batches,
-        num_micro_batches=num_micro_batches, actions=actions)
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        micro_batch_size=global_batch_size // dp // num_micro_batches,
+        num_micro_batches=num_micro_batches,
+        actions=actions,
+    )
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=pipeline.micro_batch_size,
-        num_micro_batches=num_micro_batches, sequence_parallel=sp, actions=actions)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        micro_batch_size=pipeline.micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        sequence_parallel=sp,
+        actions=actions,
+    )
     ranks = [layout.rank_of(stage) for stage in range(pp * virtual_stages)]
     layer_plans = {}
     for kind in LayerKind:
         for stage in sorted(set(zero)):
             names = recompute if kind is LayerKind.BLOCK or recompute_ends else ()
-            layer_plans[f"{kind}-{stage}"] = _layer_plan(model, training, kind, stage, Sharding(tp=tp, sequence_parallel=sp), names)
+            layer_plans[f"{kind}-{stage}"] = _layer_plan(
+                model, training, kind, stage, Sharding(tp=tp, sequence_parallel=sp), names
+            )
     return Plan(
-        plan_version=PLAN_VERSION, model=model, cluster=replace(CLUSTER, gpus_per_node=pp * dp * tp), training=training, pipeline=pipeline,
+        plan_version=PLAN_VERSION,
+        model=model,
+        cluster=replace(CLUSTER, gpus_per_node=pp * dp * tp),
+        training=training,
+        pipeline=pipeline,
         mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep),
-        layer_plans=layer_plans, stages=_stages(ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
-        predicted=_prediction(pp), search=_search())
+        layer_plans=layer_plans,
+        stages=_stages(ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
+        predicted=_prediction(pp),
+        search=_search(),
+    )
 
 
 def _layer_plan(
-    model: ModelSpec, training: TrainingSpec, kind: LayerKind, zero: int, sharding: Sharding, recompute: tuple[str, ...] | str,
+    model: ModelSpec,
+    training: TrainingSpec,
+    kind: LayerKind,
+    zero: int,
+    sharding: Sharding,
+    recompute: tuple[str, ...] | str,
 ) -> LayerPlan:
     layer = build_graph(model, training, 1).layer_class(kind)
     names = tuple(operator.name for operator in layer.operators)
-    operators = {operator.name: OperatorPlacement(**asdict(placements(operator, sharding))) for operator in layer.operators}
+    operators = {
+        operator.name: OperatorPlacement(**asdict(placements(operator, sharding)))
+        for operator in layer.operators
+    }
     return LayerPlan(
-        layer=kind, sequence_parallel=sharding.sequence_parallel, zero=zero, recompute=names if recompute == "full" else tuple(recompute),
-        operators=operators)
+        layer=kind,
+        sequence_parallel=sharding.sequence_parallel,
+        zero=zero,
+        recompute=names if recompute == "full" else tuple(recompute),
+        operators=operators,
+    )
 
 
-def _stages(ranks: list[int], zero: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[StagePlan, ...]:
+def _stages(
+    ranks: list[int], zero: tuple[int, ...], blocks: tuple[int, ...]
+) -> tuple[StagePlan, ...]:
     stages = []
     first = 0
     for k, count in enumerate(blocks):
-        runs = [LayerRun(plan=f"block-{zero[b % len(zero)]}", blocks=(b, b)) for b in range(first, first + count)]
+        runs = [
+            LayerRun(plan=f"block-{zero[b % len(zero)]}", blocks=(b, b))
+            for b in range(first, first + count)
+        ]
         if k == 0:
             runs.insert(0, LayerRun(plan=f"embedding-{zero[0]}"))
         if k == len(blocks) - 1:
@@ -122,27 +221,59 @@ def _prediction(pp: int) -> Prediction:
     one = Quantity(value=1.0, kind=Kind.ANALYTIC)
     zero = Quantity(value=0.0, kind=Kind.ANALYTIC)
     return Prediction(
-        step_time_s=one, tokens_per_s_per_gpu=one, mfu=one, memory_gib=tuple(_memory(stage) for stage in range(pp)),
+        step_time_s=one,
+        tokens_per_s_per_gpu=one,
+        mfu=one,
+        memory_gib=tuple(_memory(stage) for stage in range(pp)),
         breakdown=Breakdown(
-            compute_s=one, recompute_s=zero, tp_comm_s=zero, dp_comm_s=zero, pp_comm_s=zero, pp_bubble_s=zero, optimizer_s=zero),
+            compute_s=one,
+            recompute_s=zero,
+            tp_comm_s=zero,
+            dp_comm_s=zero,
+            pp_comm_s=zero,
+            pp_bubble_s=zero,
+            optimizer_s=zero,
+        ),
         redundancy_gib=Redundancy(
-            parameters=0.0, gradients=0.0, optimizer=0.0, activations=0.0, temporaries=0.0, total=0.0, kind=Kind.ANALYTIC))
+            parameters=0.0,
+            gradients=0.0,
+            optimizer=0.0,
+            activations=0.0,
+            temporaries=0.0,
+            total=0.0,
+            kind=Kind.ANALYTIC,
+        ),
+    )
 
 
 def _memory(stage: int) -> StageMemory:
-    sizes = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total"), 0.0)
+    sizes = dict.fromkeys(
+        ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total"),
+        0.0,
+    )
     return StageMemory(stage=stage, capacity=1.0, kind=Kind.ANALYTIC, **sizes)
 
 
 def _search() -> SearchRecord:
     return SearchRecord(
-        objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=1.0, bound=0.0, gap=1.0, fastest_step_time_s=1.0,
-        candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
+        objective=Objective.THROUGHPUT,
+        status=Status.ESTIMATE,
+        value=1.0,
+        bound=0.0,
+        gap=1.0,
+        fastest_step_time_s=1.0,
+        candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
+    )
 
 
-# How one operator is divided over the tensor-parallel axis: "features" are its outputs', "sums" the dim it sums over,
-# whose partial sums are all-reduced, or reduce-scattered over sequence or batch.
-_ACTIVATIONS = {"whole": (), "batch": ("Shard(0)@tp",), "sequence": ("Shard(1)@tp",), "features": ("Shard(2)@tp",)}
+# How one operator is divided over the tensor-parallel axis: "features" are its outputs', "sums" the
+# dim it sums over, whose partial sums are all-reduced, or reduce-scattered over sequence or batch.
+_ACTIVATIONS = {
+    "whole": (),
+    "batch": ("Shard(0)@tp",),
+    "sequence": ("Shard(1)@tp",),
+    "features": ("Shard(2)@tp",),
+}
 _SUMS = {"sums": "whole", "sums-sequence": "sequence", "sums-batch": "batch"}
 
 
@@ -151,38 +282,82 @@ def division(operator: Operator, choice: str) -> OperatorPlacement:
     names = [parameter.name for parameter in operator.parameters]
     if choice in _SUMS:
         return OperatorPlacement(
-            parameters={name: ("Shard(1)@tp",) if name == "weight" else () for name in names}, input=("Shard(2)@tp",),
-            output=_ACTIVATIONS[_SUMS[choice]])
+            parameters={name: ("Shard(1)@tp",) if name == "weight" else () for name in names},
+            input=("Shard(2)@tp",),
+            output=_ACTIVATIONS[_SUMS[choice]],
+        )
     if operator.kind is OperatorKind.MATMUL and choice == "features":
-        return OperatorPlacement(parameters=dict.fromkeys(names, ("Shard(0)@tp",)), input=(), output=("Shard(2)@tp",))
-    return OperatorPlacement(parameters=dict.fromkeys(names, ()), input=_ACTIVATIONS[choice], output=_ACTIVATIONS[choice])
+        return OperatorPlacement(
+            parameters=dict.fromkeys(names, ("Shard(0)@tp",)), input=(), output=("Shard(2)@tp",)
+        )
+    return OperatorPlacement(
+        parameters=dict.fromkeys(names, ()), input=_ACTIVATIONS[choice], output=_ACTIVATIONS[choice]
+    )
 
 
 Division = dict[str, str]
 
 OPERATORS = (
-    "norm1", "qkv", "rotary", "attention", "attention_out", "residual1", "norm2", "fc1", "activation", "fc2", "residual2")
+    "norm1",
+    "qkv",
+    "rotary",
+    "attention",
+    "attention_out",
+    "residual1",
+    "norm2",
+    "fc1",
+    "activation",
+    "fc2",
+    "residual2",
+)
 WHOLE: Division = dict.fromkeys(OPERATORS, "whole")
 BATCH: Division = dict.fromkeys(OPERATORS, "batch")
-SEQUENCE: Division = dict.fromkeys(OPERATORS, "sequence") | {"rotary": "features", "attention": "features"}  # as Ulysses
+SEQUENCE: Division = dict.fromkeys(OPERATORS, "sequence") | {
+    "rotary": "features",
+    "attention": "features",
+}  # as Ulysses
 MEGATRON: Division = WHOLE | {
-    "qkv": "features", "rotary": "features", "attention": "features", "attention_out": "sums", "fc1": "features", "activation": "features",
-    "fc2": "sums"}
+    "qkv": "features",
+    "rotary": "features",
+    "attention": "features",
+    "attention_out": "sums",
+    "fc1": "features",
+    "activation": "features",
+    "fc2": "sums",
+}
 _NORMS = ("norm1", "residual1", "norm2", "residual2")
-MEGATRON_SEQUENCE: Division = MEGATRON | dict.fromkeys(_NORMS, "sequence") | {"attention_out": "sums-sequence", "fc2": "sums-sequence"}
+MEGATRON_SEQUENCE: Division = (
+    MEGATRON
+    | dict.fromkeys(_NORMS, "sequence")
+    | {"attention_out": "sums-sequence", "fc2": "sums-sequence"}
+)
 _FEED_FORWARD = ("norm2", "fc1", "activation", "fc2")
 TOKEN_FEED_FORWARD: Division = MEGATRON_SEQUENCE | dict.fromkeys(_FEED_FORWARD, "sequence")
 BATCH_FEED_FORWARD: Division = MEGATRON | dict.fromkeys(_FEED_FORWARD, "batch")
-BATCH_ATTENTION: Division = MEGATRON | dict.fromkeys(OPERATORS[:7], "batch") | {"fc2": "sums-batch", "residual2": "batch"}
+BATCH_ATTENTION: Division = (
+    MEGATRON | dict.fromkeys(OPERATORS[:7], "batch") | {"fc2": "sums-batch", "residual2": "batch"}
+)
 HIDDEN_STREAM: Division = MEGATRON | {"residual1": "features", "residual2": "features"}
 # no two neighbours alike
 PATCHWORK: Division = {
-    "norm1": "sequence", "qkv": "batch", "rotary": "features", "attention": "batch", "attention_out": "sequence", "residual1": "features",
-    "norm2": "batch", "fc1": "features", "activation": "sequence", "fc2": "sums-sequence", "residual2": "whole"}
+    "norm1": "sequence",
+    "qkv": "batch",
+    "rotary": "features",
+    "attention": "batch",
+    "attention_out": "sequence",
+    "residual1": "features",
+    "norm2": "batch",
+    "fc1": "features",
+    "activation": "sequence",
+    "fc2": "sums-sequence",
+    "residual2": "whole",
+}
 
 
 def with_divisions(plan: Plan, *divisions: Division) -> Plan:
-    """`plan` with its blocks divided by `divisions` in turn; their other choices, and embedding and head, stay."""
+    """`plan` with its blocks divided by `divisions` in turn; their other choices, and embedding and
+    head, stay.
+    """
     graph = build_graph(plan.model, plan.training, 1).block
     plans = dict(plan.layer_plans)
 
@@ -191,10 +366,19 @@ def with_divisions(plan: Plan, *divisions: Division) -> Plan:
             return run
         turn = run.blocks[0] % len(divisions)
         name = f"{run.plan}-{turn}"
-        operators = {operator.name: division(operator, divisions[turn][operator.name]) for operator in graph.operators}
+        operators = {
+            operator.name: division(operator, divisions[turn][operator.name])
+            for operator in graph.operators
+        }
         plans[name] = replace(plan.layer_plans[run.plan], operators=operators)
         return LayerRun(plan=name, blocks=run.blocks)
 
-    stages = tuple(replace(stage, layers=tuple(divided(run) for run in stage.layers)) for stage in plan.stages)
+    stages = tuple(
+        replace(stage, layers=tuple(divided(run) for run in stage.layers)) for stage in plan.stages
+    )
     used = {run.plan for stage in stages for run in stage.layers}
-    return replace(plan, stages=stages, layer_plans={name: found for name, found in plans.items() if name in used})
+    return replace(
+        plan,
+        stages=stages,
+        layer_plans={name: found for name, found in plans.items() if name in used},
+    )

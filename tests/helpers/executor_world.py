@@ -1,4 +1,6 @@
-"""What the tests ask of `parplan.executor.checking.parity`: the same on all ranks, and tighter than the command does."""
+"""What the tests ask of `parplan.executor.checking.parity`: the same on all ranks, and tighter than
+the command does.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,33 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Precision
 
 __all__ = [
-    "BF16_GRADIENT_TOLERANCE", "BF16_LOSS_TOLERANCE", "GRADIENT_TOLERANCE", "LOSS_TOLERANCE", "OPTIONS", "STEPS", "CountCollectives",
-    "TrainingOutcome", "Worlds", "forward", "gradient_error", "reference_layers", "reference_optimizer", "require_parity", "run_plans",
-    "run_reference", "whole_gradients", "worst_gradient"]
+    "BF16_GRADIENT_TOLERANCE",
+    "BF16_LOSS_TOLERANCE",
+    "GRADIENT_TOLERANCE",
+    "LOSS_TOLERANCE",
+    "OPTIONS",
+    "STEPS",
+    "CountCollectives",
+    "TrainingOutcome",
+    "Worlds",
+    "forward",
+    "gradient_error",
+    "reference_layers",
+    "reference_optimizer",
+    "require_parity",
+    "run_plans",
+    "run_reference",
+    "whole_gradients",
+    "worst_gradient",
+]
 
-# of EXECUTOR.md in fp32: max |g - ref| / max(|ref| max, 1e-4) of first-step gradients, relative error of losses
+# of EXECUTOR.md in fp32: max |g - ref| / max(|ref| max, 1e-4) of first-step gradients, relative
+# error of losses
 GRADIENT_TOLERANCE = 1e-6
 LOSS_TOLERANCE = 5e-7
 NORM_TOLERANCE = 2e-6  # a norm sums the squares of gradients that are equal to GRADIENT_TOLERANCE
-# bf16 keeps 8 bits: one rounding is 2^-9 = 0.002, a gradient that sums many is compared with the largest entry
+# bf16 keeps 8 bits: one rounding is 2^-9 = 0.002, a gradient that sums many is compared with the
+# largest entry
 BF16_GRADIENT_TOLERANCE = 0.08
 BF16_LOSS_TOLERANCE = 1e-3
 BF16_NORM_TOLERANCE = 0.02
@@ -52,7 +72,9 @@ def run_plans(plans: Sequence[Plan]) -> list[TrainingOutcome]:
 
 
 class Worlds:
-    """Plans by name. Those of as many ranks are run in one world, for to start it costs more than a plan; slow ones in another."""
+    """Plans by name. Those of as many ranks are run in one world, for to start it costs more than a
+    plan; slow ones in another.
+    """
 
     def __init__(self, plans: Mapping[str, Plan], slow: Collection[str] = ()) -> None:
         self.plans, self.slow = plans, slow
@@ -60,13 +82,19 @@ class Worlds:
 
     def params(self) -> list[object]:
         """The names, the slow ones marked so."""
-        return [pytest.param(name, marks=pytest.mark.slow if name in self.slow else ()) for name in self.plans]
+        return [
+            pytest.param(name, marks=pytest.mark.slow if name in self.slow else ())
+            for name in self.plans
+        ]
 
     def outcome(self, name: str) -> TrainingOutcome:
         if name not in self._found:
             ranks, slow = self.plans[name].mesh.num_ranks, name in self.slow
             together = {
-                other: plan for other, plan in self.plans.items() if plan.mesh.num_ranks == ranks and (other in self.slow) is slow}
+                other: plan
+                for other, plan in self.plans.items()
+                if plan.mesh.num_ranks == ranks and (other in self.slow) is slow
+            }
             self._found |= zip(together, run_plans(list(together.values())), strict=True)
         return self._found[name]
 
@@ -77,11 +105,17 @@ def worst_gradient(found: TrainingOutcome, expected: TrainingOutcome) -> tuple[f
 
 
 def require_parity(plan: Plan, found: TrainingOutcome, expected: TrainingOutcome) -> None:
-    """The gradients of the first step and all losses are equal as far as the precision of `plan` carries."""
+    """The gradients of the first step and all losses are equal as far as the precision of `plan`
+    carries.
+    """
     exact = plan.training.precision is Precision.FP32
     error, parameter = worst_gradient(found, expected)
-    assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), f"{error} in {parameter}"
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+    assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), (
+        f"{error} in {parameter}"
+    )
+    assert found.losses == pytest.approx(
+        expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE
+    )
 
 
 def _silent_rank(*arguments: object) -> None:
@@ -92,10 +126,18 @@ def _silent_rank(*arguments: object) -> None:
 
 
 def attempt(plan: Plan, limit_s: float = 20.0) -> TrainingOutcome | str:
-    """Run `plan` in a world of its own, whatever comes of it: what it gives, or the traceback of an error, or "hangs"."""
+    """Run `plan` in a world of its own, whatever comes of it: what it gives, or the traceback of an
+    error, or "hangs".
+    """
     world = plan.mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.start_processes(_silent_rank, args=(world, [plan], parity._train, folder), nprocs=world, start_method="fork", join=False)
+        ranks = mp.start_processes(
+            _silent_rank,
+            args=(world, [plan], parity._train, folder),
+            nprocs=world,
+            start_method="fork",
+            join=False,
+        )
         deadline = time.monotonic() + limit_s
         try:
             while not ranks.join(max(0.0, deadline - time.monotonic())):
@@ -107,4 +149,9 @@ def attempt(plan: Plan, limit_s: float = 20.0) -> TrainingOutcome | str:
             for process in ranks.processes:
                 process.kill()
                 process.join()
-        return parity.joined([torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False)[0] for rank in range(world)])
+        return parity.joined(
+            [
+                torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False)[0]
+                for rank in range(world)
+            ]
+        )

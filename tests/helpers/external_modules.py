@@ -1,4 +1,6 @@
-"""Tiny Hugging Face configurations, modules of a user, and their reference in one process: unmodified, without a mesh."""
+"""Tiny Hugging Face configurations, modules of a user, and their reference in one process:
+unmodified, without a mesh.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,62 @@ from tests.helpers.executor_plans import SEQ_LENGTH, make_plan
 from tests.helpers.executor_world import OPTIONS, STEPS, Outcome, reference_optimizer
 
 _LLAMA_LIKE = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": SEQ_LENGTH}
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQ_LENGTH,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LLAMA_LIKE, "pad_token_id": 3, "rope_theta": 500.0},
     "llama-tied": {"model_type": "llama", **_LLAMA_LIKE, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", **_LLAMA_LIKE, "sliding_window": 5},
     "qwen2": {"model_type": "qwen2", **_LLAMA_LIKE, "tie_word_embeddings": True},
     "gemma": {"model_type": "gemma", **_LLAMA_LIKE, "head_dim": 8},
-    "phi3": {"model_type": "phi3", **_LLAMA_LIKE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "phi3": {
+        "model_type": "phi3",
+        **_LLAMA_LIKE,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "stablelm": {"model_type": "stablelm", **_LLAMA_LIKE},
     "starcoder2": {"model_type": "starcoder2", **_LLAMA_LIKE},
     "gpt_neox": {
-        "model_type": "gpt_neox", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "max_position_embeddings": SEQ_LENGTH},
+        "model_type": "gpt_neox",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": SEQ_LENGTH,
+    },
     "gpt2": {
-        "model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": SEQ_LENGTH, "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+        "model_type": "gpt2",
+        "vocab_size": 64,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": SEQ_LENGTH,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     "opt": {
-        "model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "max_position_embeddings": SEQ_LENGTH, "dropout": 0.0, "word_embed_proj_dim": 32},
+        "model_type": "opt",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": SEQ_LENGTH,
+        "dropout": 0.0,
+        "word_embed_proj_dim": 32,
+    },
 }
 
 
@@ -57,13 +95,29 @@ def family_plan(name: str, **choices: Any) -> Plan:
 
 def factory_plan(factory: str, **choices: Any) -> Plan:
     """A plan that runs what a function of this file returns."""
-    return replace(make_plan(SMALL, **choices), module=ModuleSource(factory=f"tests.helpers.external_modules:{factory}"))
+    return replace(
+        make_plan(SMALL, **choices),
+        module=ModuleSource(factory=f"tests.helpers.external_modules:{factory}"),
+    )
 
 
 SMALL = ModelSpec(
-    name="small", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=4, head_dim=8, ffn_hidden_size=64, vocab_size=64,
-    max_seq_length=SEQ_LENGTH, norm=Norm.RMS_NORM, positions=Positions.ROTARY, linear_bias=False, qkv_bias=False, tied_embeddings=False,
-    vocab_multiple=1)
+    name="small",
+    num_layers=4,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    ffn_hidden_size=64,
+    vocab_size=64,
+    max_seq_length=SEQ_LENGTH,
+    norm=Norm.RMS_NORM,
+    positions=Positions.ROTARY,
+    linear_bias=False,
+    qkv_bias=False,
+    tied_embeddings=False,
+    vocab_multiple=1,
+)
 
 
 class SmallBlock(nn.Module):
@@ -76,7 +130,10 @@ class SmallBlock(nn.Module):
         self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
 
     def forward(self, x: Tensor, *, angles: Tensor, visible: Tensor) -> tuple[Tensor, None]:
-        query, key, value = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        query, key, value = (
+            t.unflatten(-1, (4, 8)).transpose(1, 2)
+            for t in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
         query, key = (t * angles.cos() + t.flip(-1) * angles.sin() for t in (query, key))
         attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -91,11 +148,15 @@ class SmallModel(nn.Module):
         self.table = nn.Embedding(64, 32)
         self.layers = nn.ModuleList(SmallBlock() for _ in range(4))
         self.norm, self.logits = nn.RMSNorm(32), nn.Linear(32, 64, bias=False)
-        self.register_buffer("angles", torch.outer(torch.arange(SEQ_LENGTH), 0.1 ** torch.arange(8)))
+        self.register_buffer(
+            "angles", torch.outer(torch.arange(SEQ_LENGTH), 0.1 ** torch.arange(8))
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         past = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
-        visible = (past & (ids != 7)[:, None, None, :]) | torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
+        visible = (past & (ids != 7)[:, None, None, :]) | torch.eye(
+            ids.shape[1], dtype=torch.bool, device=ids.device
+        )
         x = self.table(ids)
         for index in range(len(self.layers)):
             x, _ = self.layers[index](x, angles=self.angles, visible=visible)
@@ -103,13 +164,17 @@ class SmallModel(nn.Module):
 
 
 class FirstInputs(SmallModel):
-    """Every block reads the output of the embedding again: more than one tensor goes from block to block."""
+    """Every block reads the output of the embedding again: more than one tensor goes from block to
+    block.
+    """
 
     def forward(self, ids: Tensor) -> Tensor:
         visible = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
         x = first = self.table(ids)
         for layer in self.layers:
-            x, _ = layer(x, angles=self.angles + first.mean(dim=-1, keepdim=True)[:, None], visible=visible)
+            x, _ = layer(
+                x, angles=self.angles + first.mean(dim=-1, keepdim=True)[:, None], visible=visible
+            )
         return self.logits(self.norm(x))
 
 
@@ -212,7 +277,9 @@ def reference_model(plan: Plan) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = dict(plan.module.huggingface)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config.pop("model_type"), **config)
+    )
     found = find_structure(source.model, plan)
     for name in (*found.embedding, *found.blocks, *found.head):
         source.fill(name, source.model.get_submodule(name))
@@ -239,7 +306,10 @@ def run_foreign_reference(plan: Plan) -> Outcome:
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            first = {f"model.{name}": p.grad.clone() for name, p in model.named_parameters(remove_duplicate=False)}
+            first = {
+                f"model.{name}": p.grad.clone()
+                for name, p in model.named_parameters(remove_duplicate=False)
+            }
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), OPTIONS.clip_gradients).item())
         optimizer.step()
         losses.append(loss.item())

@@ -1,4 +1,6 @@
-"""Small seeded instances for the search tests, and an enumeration of every strategy that shares no code with the search."""
+"""Small seeded instances for the search tests, and an enumeration of every strategy that shares no
+code with the search.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.request import Constraints
 from parplan.profiles.catalog import load_cluster, with_gpus
@@ -22,7 +24,11 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 
 # what the enumeration below tries: levels of recompute, and Megatron's division of every operator
-PINS = Constraints(schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED), recompute=tuple(Recompute), megatron_sharding=True)
+PINS = Constraints(
+    schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED),
+    recompute=tuple(Recompute),
+    megatron_sharding=True,
+)
 
 
 @dataclass(frozen=True)
@@ -41,15 +47,28 @@ def random_instance(seed: int) -> Instance:
     heads = draw.choice((2, 4))
     hidden = heads * draw.choice((64, 128))
     model = ModelSpec(
-        name=f"tiny-{seed}", num_layers=draw.choice((2, 3, 4)), hidden_size=hidden, num_heads=heads, num_kv_heads=heads,
-        head_dim=hidden // heads, ffn_hidden_size=4 * hidden, vocab_size=draw.choice((128, 1024, 8192)), max_seq_length=512,
-        dropout=draw.choice((0.0, 0.1)), tied_embeddings=draw.random() < 0.5)
+        name=f"tiny-{seed}",
+        num_layers=draw.choice((2, 3, 4)),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_hidden_size=4 * hidden,
+        vocab_size=draw.choice((128, 1024, 8192)),
+        max_seq_length=512,
+        dropout=draw.choice((0.0, 0.1)),
+        tied_embeddings=draw.random() < 0.5,
+    )
     cluster = with_gpus(load_cluster("a100-80gb"), draw.choice((2, 4)), 2)
     slow = draw.choice((1.0, 0.1, 0.02))
     cluster = replace(cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * slow))
     training = TrainingSpec(
-        global_batch_size=4, seq_length=draw.choice((128, 512)), attention=draw.choice(("flash", "unfused")),
-        overlap_grad_reduce=draw.random() < 0.5, stack=NEUTRAL)
+        global_batch_size=4,
+        seq_length=draw.choice((128, 512)),
+        attention=draw.choice(("flash", "unfused")),
+        overlap_grad_reduce=draw.random() < 0.5,
+        stack=NEUTRAL,
+    )
     return Instance(model, cluster, training)
 
 
@@ -69,48 +88,87 @@ def _rank_options(count: int, layout: ParallelLayout) -> list[tuple[int, tuple[R
 
 
 def every_strategy(layout: ParallelLayout, num_layers: int) -> Iterator[Strategy]:
-    """All strategies of a layout with one ZeRO stage for each rank: splits of the blocks, and a recompute mix for every rank."""
+    """All strategies of a layout with one ZeRO stage for each rank: splits of the blocks, and a
+    recompute mix for every rank.
+    """
     pp, v = layout.mesh.pp, layout.virtual_stages
-    short = v > 1 and num_layers % (pp * v) > 0  # the first and the last virtual stage hold one block less
+    short = (
+        v > 1 and num_layers % (pp * v) > 0
+    )  # the first and the last virtual stage hold one block less
     for split in [(-(-(num_layers + 2 * short) // pp),) * pp] if v > 1 else _splits(num_layers, pp):
         for ranks in itertools.product(*(_rank_options(count, layout) for count in split)):
             stages = []
             for stage in range(pp * v):
                 zero, mix = ranks[stage % pp]
                 fewer = short and stage in (0, pp * v - 1)
-                blocks = tuple(LayerChoice(LayerKind.BLOCK, level, zero) for level in mix[: len(mix) - fewer])
-                first = (LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero),) if stage == 0 else ()
-                last = (LayerChoice(LayerKind.HEAD, Recompute.NONE, zero),) if stage == pp * v - 1 else ()
+                blocks = tuple(
+                    LayerChoice(LayerKind.BLOCK, level, zero) for level in mix[: len(mix) - fewer]
+                )
+                first = (
+                    (LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero),) if stage == 0 else ()
+                )
+                last = (
+                    (LayerChoice(LayerKind.HEAD, Recompute.NONE, zero),)
+                    if stage == pp * v - 1
+                    else ()
+                )
                 stages.append(first + blocks + last)
             yield Strategy(layout=layout, stages=tuple(stages))
 
 
-def mixed_strategies(layout: ParallelLayout, num_layers: int, count: int, seed: int = 0) -> Iterator[Strategy]:
-    """Strategies in which every block has a level and a ZeRO stage of its own, and embedding and head have theirs, at random."""
+def mixed_strategies(
+    layout: ParallelLayout, num_layers: int, count: int, seed: int = 0
+) -> Iterator[Strategy]:
+    """Strategies in which every block has a level and a ZeRO stage of its own, and embedding and
+    head have theirs, at random.
+    """
     draw = random.Random(f"{seed} {layout}")
     zeros = range(4) if layout.mesh.dp > 1 else (0,)
-    for strategy in draw.choices(list(itertools.islice(every_strategy(layout, num_layers), 4000)), k=count):
-        yield replace(strategy, stages=tuple(tuple(
-            _redrawn(choice, zeros, draw) for choice in stage) for stage in strategy.stages))
+    for strategy in draw.choices(
+        list(itertools.islice(every_strategy(layout, num_layers), 4000)), k=count
+    ):
+        yield replace(
+            strategy,
+            stages=tuple(
+                tuple(_redrawn(choice, zeros, draw) for choice in stage)
+                for stage in strategy.stages
+            ),
+        )
 
 
 def with_other_ends(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
-    """The strategies, and each with every other ZeRO stage of embedding and head, which have the same on one rank."""
+    """The strategies, and each with every other ZeRO stage of embedding and head, which have the
+    same on one rank.
+    """
     for strategy in strategies:
         (first, *others), zeros = strategy.stages, range(4) if strategy.layout.mesh.dp > 1 else (0,)
-        for embedding, head in ((e, h) for e, h in itertools.product(zeros, zeros) if e == h or strategy.layout.mesh.pp > 1):
+        for embedding, head in (
+            (e, h)
+            for e, h in itertools.product(zeros, zeros)
+            if e == h or strategy.layout.mesh.pp > 1
+        ):
             stages = [(replace(first[0], zero=embedding), *first[1:]), *others]
             stages[-1] = (*stages[-1][:-1], replace(stages[-1][-1], zero=head))
             yield replace(strategy, stages=tuple(stages))
 
 
 def least_peak(instance: Instance) -> float:
-    """The peak of the leanest strategy, with embedding and head at any ZeRO stage: of each layout the leanest ten have other ends."""
+    """The peak of the leanest strategy, with embedding and head at any ZeRO stage: of each layout
+    the leanest ten have other ends.
+    """
     price_cache, layers, found = instance.price_cache(), instance.model.num_layers, []
-    for layout in enumerate_candidates(instance.model, instance.cluster, instance.training, PINS).layouts:
-        leanest = sorted(every_strategy(layout, layers), key=lambda strategy: peak_bytes(price_step(strategy, price_cache)))[:10]
+    for layout in enumerate_candidates(
+        instance.model, instance.cluster, instance.training, PINS
+    ).layouts:
+        leanest = sorted(
+            every_strategy(layout, layers),
+            key=lambda strategy: peak_bytes(price_step(strategy, price_cache)),
+        )[:10]
         found += [
-            peak_bytes(price_step(strategy, price_cache)) for strategy in with_other_ends(leanest) if not price_cache.tied or same_sharding(strategy)]
+            peak_bytes(price_step(strategy, price_cache))
+            for strategy in with_other_ends(leanest)
+            if not price_cache.tied or same_sharding(strategy)
+        ]
     return min(found)
 
 
@@ -120,15 +178,29 @@ def _redrawn(choice: LayerChoice, zeros: Sequence[int], draw: random.Random) -> 
 
 
 def every_price(instance: Instance, mixed: int = 0) -> list[tuple[Strategy, StepPrice]]:
-    """Every strategy of every layout of the instance with one ZeRO stage for a rank, and `mixed` others of each layout, priced in whole."""
+    """Every strategy of every layout of the instance with one ZeRO stage for a rank, and `mixed`
+    others of each layout, priced in whole.
+    """
     price_cache, layers = instance.price_cache(), instance.model.num_layers
-    layouts = enumerate_candidates(instance.model, instance.cluster, instance.training, PINS).layouts
-    every = (strategy for layout in layouts for strategy in (*every_strategy(layout, layers), *mixed_strategies(layout, layers, mixed)))
-    return [(strategy, price_step(strategy, price_cache)) for strategy in every if not price_cache.tied or same_sharding(strategy)]
+    layouts = enumerate_candidates(
+        instance.model, instance.cluster, instance.training, PINS
+    ).layouts
+    every = (
+        strategy
+        for layout in layouts
+        for strategy in (*every_strategy(layout, layers), *mixed_strategies(layout, layers, mixed))
+    )
+    return [
+        (strategy, price_step(strategy, price_cache))
+        for strategy in every
+        if not price_cache.tied or same_sharding(strategy)
+    ]
 
 
 def same_sharding(strategy: Strategy) -> bool:
-    """A tied embedding is whole on both its stages or sharded on both: the executor adds the two gradients."""
+    """A tied embedding is whole on both its stages or sharded on both: the executor adds the two
+    gradients.
+    """
     return (strategy.stages[0][0].zero == 0) == (strategy.stages[-1][-1].zero == 0)
 
 
@@ -139,7 +211,11 @@ def same_zero_of_ends(strategy: Strategy) -> bool:
 
 def redundant_bytes(strategy: Strategy, price: StepPrice) -> float:
     """Redundant bytes of the cluster."""
-    return strategy.layout.mesh.dp * strategy.layout.mesh.tp * sum(rank.total for rank in price.redundant)
+    return (
+        strategy.layout.mesh.dp
+        * strategy.layout.mesh.tp
+        * sum(rank.total for rank in price.redundant)
+    )
 
 
 def peak_bytes(price: StepPrice) -> float:

@@ -15,7 +15,13 @@ from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from parplan.profiles.machines.measurements import Case, CaseFigures, CasePass, Timing, UnsupportedCase
+from parplan.profiles.machines.measurements import (
+    Case,
+    CaseFigures,
+    CasePass,
+    Timing,
+    UnsupportedCase,
+)
 from parplan.profiles.profiler import worker
 from parplan.profiles.profiler.journal import open_journal
 from parplan.profiles.profiler.measuring_session import run_session
@@ -24,13 +30,18 @@ ASKED = {"device": "none", "precision": "fp32"}
 
 
 def case(work: str, size: int = 1) -> Case:
-    return Case(work=work, sizes=(("size", size),), precision="fp32", passes=(CasePass(name="time"),))
+    return Case(
+        work=work, sizes=(("size", size),), precision="fp32", passes=(CasePass(name="time"),)
+    )
 
 
 def steady(case: Case, device: str) -> CaseFigures:
     """Figures that follow from the case alone, and the process that they came from."""
     size = case.size("size")
-    return CaseFigures(times={"time": Timing(median_us=1.5 * size, spread=0.25 / size, repeats=size)}, saved_bytes=3 * size)
+    return CaseFigures(
+        times={"time": Timing(median_us=1.5 * size, spread=0.25 / size, repeats=size)},
+        saved_bytes=3 * size,
+    )
 
 
 def logged(path: str, case: Case, device: str) -> CaseFigures:
@@ -50,7 +61,9 @@ def by_work(case: Case, device: str) -> CaseFigures:
 def _limit_memory() -> None:
     """To 64 MiB beyond what there is."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), resource.RLIM_INFINITY)
+    )
 
 
 def _allocates(case: Case) -> None:
@@ -164,8 +177,14 @@ def main(journal: str, log: str, num_cases: int) -> None:
     """A session of `logged` in a process of its own, to be killed."""
     where = open_journal(Path(journal), ASKED)
     run_session(
-        [case("logged", size) for size in range(1, num_cases + 1)], partial(logged, log), ("a", "b"), where, deadline_s=60.0,
-        hang_limit_s=20.0, modules=("tests.helpers.programs",))
+        [case("logged", size) for size in range(1, num_cases + 1)],
+        partial(logged, log),
+        ("a", "b"),
+        where,
+        deadline_s=60.0,
+        hang_limit_s=20.0,
+        modules=("tests.helpers.programs",),
+    )
     where.close()
     print("done")
 
@@ -182,7 +201,11 @@ def measured_alone(case: Case, program: object = by_work, *, limit_s: float = 20
 def processes_left(session: int) -> list[int]:
     """Processes of a session of the system that live; waits some seconds for them to end."""
     for _ in range(200):
-        found = [int(name) for name in os.listdir("/proc") if name.isdigit() and _lives_in(int(name), session)]
+        found = [
+            int(name)
+            for name in os.listdir("/proc")
+            if name.isdigit() and _lives_in(int(name), session)
+        ]
         if not found:
             break
         time.sleep(0.05)
@@ -191,26 +214,41 @@ def processes_left(session: int) -> list[int]:
 
 def _lives_in(pid: int, session: int) -> bool:
     try:
-        state, _, _, its_session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+        state, _, _, its_session = (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z" and int(its_session) == session
 
 
 def machine(case: Case, device: str) -> CaseFigures:
-    """A machine of 0.1 TFLOP/s and 20 GB/s that launches in 10 us, on which gelu does not fit and attention hangs."""
+    """A machine of 0.1 TFLOP/s and 20 GB/s that launches in 10 us, on which gelu does not fit and
+    attention hangs.
+    """
     if case.work == "gelu":
         raise MemoryError("the activation does not fit")
     if case.work == "attention":
         time.sleep(1000)
-    figures = {"device_copy": {"copied_bytes_per_s": 20e9}, "launch": {"host_launch_s": 1e-6}, "allocator": {"context_bytes": 2.0**28}}
-    times = {asked.name: Timing(median_us=_taken_us(case, asked), spread=0.01, repeats=7) for asked in case.passes}
+    figures = {
+        "device_copy": {"copied_bytes_per_s": 20e9},
+        "launch": {"host_launch_s": 1e-6},
+        "allocator": {"context_bytes": 2.0**28},
+    }
+    times = {
+        asked.name: Timing(median_us=_taken_us(case, asked), spread=0.01, repeats=7)
+        for asked in case.passes
+    }
     return CaseFigures(times=times, figures=figures.get(case.work, {}))
 
 
 def _taken_us(case: Case, asked: CasePass) -> float:
     if case.work in ("linear", "block"):
         sizes = dict(case.sizes)
-        flops = 24 * sizes["batch"] * sizes["seq"] * sizes["hidden"] ** 2 if case.work == "block" else math.prod(asked.sizes) * 2
+        flops = (
+            24 * sizes["batch"] * sizes["seq"] * sizes["hidden"] ** 2
+            if case.work == "block"
+            else math.prod(asked.sizes) * 2
+        )
         return 10 + flops / 1e5
     return 10 + sum(asked.sizes) / 20e3

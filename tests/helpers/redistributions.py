@@ -1,6 +1,8 @@
-"""What `DTensor.redistribute` really sends: the collectives of one transition between placements, in order, forward and back.
+"""What `DTensor.redistribute` really sends: the collectives of one transition between placements,
+in order, forward and back.
 
-`python -m tests.helpers.redistributions` prints the table of meshes of 2, 4, 2 x 2 and 2 x 2 x 2 gloo ranks.
+`python -m tests.helpers.redistributions` prints the table of meshes of 2, 4, 2 x 2 and 2 x 2 x 2
+gloo ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +29,20 @@ PLACEMENTS = (Replicate(), Shard(0), Shard(1), Shard(2), Partial())
 SHAPE = (8, 8, 8)  # [batch, sequence, feature]: every mesh here divides every dim
 
 _NAMES = {
-    "all_gather_into_tensor": "all-gather", "all_reduce": "all-reduce", "reduce_scatter_tensor": "reduce-scatter",
-    "shard_dim_alltoall": "all-to-all"}
+    "all_gather_into_tensor": "all-gather",
+    "all_reduce": "all-reduce",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "shard_dim_alltoall": "all-to-all",
+}
 
 Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective over the ranks of mesh axis `axis`; `input_elements` is what each rank hands in."""
+    """One collective over the ranks of mesh axis `axis`; `input_elements` is what each rank hands
+    in.
+    """
 
     name: str
     axis: int
@@ -44,7 +51,9 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """From placements to placements, one a mesh axis; `gradient` is where the gradient of the result is."""
+    """From placements to placements, one a mesh axis; `gradient` is where the gradient of the
+    result is.
+    """
 
     source: Placements
     target: Placements
@@ -53,7 +62,9 @@ class Transition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """The collectives of the forward and of the backward pass, in order, and where the gradient of the source ends."""
+    """The collectives of the forward and of the backward pass, in order, and where the gradient of
+    the source ends.
+    """
 
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
@@ -69,22 +80,33 @@ class _Record(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = _NAMES.get(func.overloadpacket.__name__)
         if name and func.namespace in ("_c10d_functional", "_dtensor"):
-            group = next(arg for arg in (*reversed(args), *(kwargs or {}).values()) if getattr(arg, "group_name", arg) in self.axes)
-            self.found.append(Collective(name, self.axes[getattr(group, "group_name", group)], args[0].numel()))
+            group = next(
+                arg
+                for arg in (*reversed(args), *(kwargs or {}).values())
+                if getattr(arg, "group_name", arg) in self.axes
+            )
+            self.found.append(
+                Collective(name, self.axes[getattr(group, "group_name", group)], args[0].numel())
+            )
         return func(*args, **(kwargs or {}))
 
 
 def transitions(num_axes: int) -> list[Transition]:
     """Every pair that the executor can meet on a mesh of so many axes: the target is never Partial.
 
-    The gradient of the result is where the result is, or a partial sum on the axes where the result is whole: what an
-    operator that reads it whole and is divided itself hands back.
+    The gradient of the result is where the result is, or a partial sum on the axes where the result
+    is whole: what an operator that reads it whole and is divided itself hands back.
     """
     found = []
     for source in itertools.product(PLACEMENTS, repeat=num_axes):
         for target in itertools.product(PLACEMENTS[:-1], repeat=num_axes):
-            partial = tuple(Partial() if placement.is_replicate() else placement for placement in target)
-            found += [Transition(source=source, target=target, gradient=gradient) for gradient in dict.fromkeys((target, partial))]
+            partial = tuple(
+                Partial() if placement.is_replicate() else placement for placement in target
+            )
+            found += [
+                Transition(source=source, target=target, gradient=gradient)
+                for gradient in dict.fromkeys((target, partial))
+            ]
     return found
 
 
@@ -94,10 +116,16 @@ def sent(transition: Transition, mesh: DeviceMesh) -> Sent:
     source = DTensor.from_local(part, mesh, transition.source, run_check=False).requires_grad_()
     with _Record(mesh) as forward:
         result = source.redistribute(mesh, transition.target)
-    gradient = DTensor.from_local(torch.ones_like(result.to_local()), mesh, transition.gradient, run_check=False)
+    gradient = DTensor.from_local(
+        torch.ones_like(result.to_local()), mesh, transition.gradient, run_check=False
+    )
     with _Record(mesh) as backward:
         result.backward(gradient)
-    return Sent(forward=tuple(forward.found), backward=tuple(backward.found), gradient=source.grad.placements)
+    return Sent(
+        forward=tuple(forward.found),
+        backward=tuple(backward.found),
+        gradient=source.grad.placements,
+    )
 
 
 def _local_shape(placements: Placements, mesh: DeviceMesh) -> list[int]:
@@ -112,27 +140,42 @@ def measure(mesh_shape: tuple[int, ...], found: Sequence[Transition]) -> dict[Tr
     """What rank 0 of a new world of gloo ranks sends for each transition."""
     world = int(torch.tensor(mesh_shape).prod())
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, args=(world, mesh_shape, list(found), folder), nprocs=world, start_method="fork")
-        return dict(zip(found, torch.load(Path(folder) / "sent.pt", weights_only=False), strict=True))
+        mp.start_processes(
+            _rank, args=(world, mesh_shape, list(found), folder), nprocs=world, start_method="fork"
+        )
+        return dict(
+            zip(found, torch.load(Path(folder) / "sent.pt", weights_only=False), strict=True)
+        )
 
 
-def on_accelerator(mesh_shape: tuple[int, ...], found: Sequence[Transition]) -> dict[Transition, Sent]:
-    """What would be sent between GPUs, where Shard -> Shard is one all-to-all; a process group that moves no data."""
+def on_accelerator(
+    mesh_shape: tuple[int, ...], found: Sequence[Transition]
+) -> dict[Transition, Sent]:
+    """What would be sent between GPUs, where Shard -> Shard is one all-to-all; a process group that
+    moves no data.
+    """
     world = int(torch.tensor(mesh_shape).prod())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         mesh = init_device_mesh("cpu", mesh_shape)
-        # torch.distributed.tensor._collective_utils.shard_dim_alltoall takes the path of accelerators when this is set
-        with mock.patch("torch.distributed.tensor._collective_utils.local_tensor_mode", return_value=True):
+        # torch.distributed.tensor._collective_utils.shard_dim_alltoall takes the path of
+        # accelerators when this is set
+        with mock.patch(
+            "torch.distributed.tensor._collective_utils.local_tensor_mode", return_value=True
+        ):
             return {transition: sent(transition, mesh) for transition in found}
     finally:
         dist.destroy_process_group()
 
 
-def _rank(rank: int, world: int, mesh_shape: tuple[int, ...], found: list[Transition], folder: str) -> None:
+def _rank(
+    rank: int, world: int, mesh_shape: tuple[int, ...], found: list[Transition], folder: str
+) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
     mesh = init_device_mesh("cpu", mesh_shape)
     results = [sent(transition, mesh) for transition in found]
     if rank == 0:
@@ -147,7 +190,9 @@ def line(transition: Transition, what: Sent) -> str:
 
 
 def _short(placements: Placements) -> str:
-    return "".join("R" if p.is_replicate() else "P" if p.is_partial() else f"S{p.dim}" for p in placements)
+    return "".join(
+        "R" if p.is_replicate() else "P" if p.is_partial() else f"S{p.dim}" for p in placements
+    )
 
 
 def _steps(collectives: tuple[Collective, ...]) -> str:
@@ -157,7 +202,11 @@ def _steps(collectives: tuple[Collective, ...]) -> str:
 def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of every Shard -> Shard on CPUs
     for shape in ((2,), (4,), (2, 2), (2, 2, 2)):
-        found = transitions(len(shape)) if len(shape) < 3 else random.Random(0).sample(transitions(3), 60)
+        found = (
+            transitions(len(shape))
+            if len(shape) < 3
+            else random.Random(0).sample(transitions(3), 60)
+        )
         print(f"mesh {shape}")
         accelerator = on_accelerator(shape, found)
         for transition, what in measure(shape, found).items():

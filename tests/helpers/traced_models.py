@@ -1,4 +1,6 @@
-"""Traced models made by hand: a built-in description as a trace of it would be, and small chains, forks and U shapes."""
+"""Traced models made by hand: a built-in description as a trace of it would be, and small chains,
+forks and U shapes.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,40 @@ from parplan.profiles.models.traced_model import TracedModel, TracedOperator
 from parplan.profiles.models.transformer import build_graph
 
 SOURCE = ModuleSource(factory="tests.helpers.external_modules:decoder")
-_PARTS = {"norm1": "ln_1", "qkv": "attn.qkv", "rotary": "attn", "attention": "attn", "attention_out": "attn.out", "residual1": "",
-          "norm2": "ln_2", "fc1": "mlp.fc1", "activation": "mlp", "fc2": "mlp.fc2", "residual2": ""}
+_PARTS = {
+    "norm1": "ln_1",
+    "qkv": "attn.qkv",
+    "rotary": "attn",
+    "attention": "attn",
+    "attention_out": "attn.out",
+    "residual1": "",
+    "norm2": "ln_2",
+    "fc1": "mlp.fc1",
+    "activation": "mlp",
+    "fc2": "mlp.fc2",
+    "residual2": "",
+}
 
 
 def traced_spec(spec: ModelSpec, training: TrainingSpec, micro_batch_size: int = 1) -> TracedModel:
-    """The operators of a built-in model as a trace would have them; a tied head names the token table."""
+    """The operators of a built-in model as a trace would have them; a tied head names the token
+    table.
+    """
     graph = build_graph(spec, training, micro_batch_size)
     operators = list(_named(graph.embedding, "wte", "stream_0", {}))
     for number in range(spec.num_layers):
-        operators += _named(graph.block, f"h.{number}", f"stream_{number + 1}", {"block_input": f"stream_{number}"})
+        operators += _named(
+            graph.block, f"h.{number}", f"stream_{number + 1}", {"block_input": f"stream_{number}"}
+        )
     operators += _named(graph.head, "head", "loss", {"head_input": f"stream_{spec.num_layers}"})
     return TracedModel(
-        name=spec.name, source=SOURCE, unit="tokens", micro_batch_size=micro_batch_size, inputs=(), operators=tuple(operators))
+        name=spec.name,
+        source=SOURCE,
+        unit="tokens",
+        micro_batch_size=micro_batch_size,
+        inputs=(),
+        operators=tuple(operators),
+    )
 
 
 def _named(layer: LayerClass, path: str, out: str, names: dict[str, str]) -> list[TracedOperator]:
@@ -46,11 +69,25 @@ def _named(layer: LayerClass, path: str, out: str, names: dict[str, str]) -> lis
 
     traced = []
     for operator in layer.operators:
-        inputs, outputs, saved = (tuple(map(tensor, tensors)) for tensors in (operator.inputs, operator.outputs, operator.saved))
+        inputs, outputs, saved = (
+            tuple(map(tensor, tensors))
+            for tensors in (operator.inputs, operator.outputs, operator.saved)
+        )
         part = _PARTS.get(operator.name, operator.name)
-        traced.append(TracedOperator(path=f"{path}.{part}".rstrip("."), line="model.py:1", operator=replace(
-            operator, name=f"{path}.{operator.name}", inputs=inputs, outputs=outputs, saved=saved,
-            parameters=tuple(parameter(found, operator) for found in operator.parameters))))
+        traced.append(
+            TracedOperator(
+                path=f"{path}.{part}".rstrip("."),
+                line="model.py:1",
+                operator=replace(
+                    operator,
+                    name=f"{path}.{operator.name}",
+                    inputs=inputs,
+                    outputs=outputs,
+                    saved=saved,
+                    parameters=tuple(parameter(found, operator) for found in operator.parameters),
+                ),
+            )
+        )
     return traced
 
 
@@ -62,30 +99,81 @@ def value(name: str, width: int = WIDTH) -> Tensor:
     return Tensor(name=name, dims=(BATCH, Dim("features", width)), element_bytes=4)
 
 
-def linear(path: str, x: Tensor, out: str, width: int = WIDTH, *, weight: str | None = None) -> TracedOperator:
+def linear(
+    path: str, x: Tensor, out: str, width: int = WIDTH, *, weight: str | None = None
+) -> TracedOperator:
     """out = x W."""
     made, contracted = value(out, width), Dim("contracted", x.dims[-1].size)
-    parameter = Parameter(name=weight or f"{path}.weight", dims=(Dim("features", width), contracted))
+    parameter = Parameter(
+        name=weight or f"{path}.weight", dims=(Dim("features", width), contracted)
+    )
     flops = 2 * x.num_elements * width
-    return TracedOperator(path=path, line="net.py:1", operator=Operator(
-        name=f"{path}_linear", kind=OperatorKind.MATMUL, dims=(*made.dims, contracted), inputs=(x,), outputs=(made,), saved=(x,),
-        parameters=(parameter,), contracted="contracted", flops_forward=flops, flops_backward=2 * flops))
+    return TracedOperator(
+        path=path,
+        line="net.py:1",
+        operator=Operator(
+            name=f"{path}_linear",
+            kind=OperatorKind.MATMUL,
+            dims=(*made.dims, contracted),
+            inputs=(x,),
+            outputs=(made,),
+            saved=(x,),
+            parameters=(parameter,),
+            contracted="contracted",
+            flops_forward=flops,
+            flops_backward=2 * flops,
+        ),
+    )
 
 
-def join(path: str, inputs: tuple[Tensor, ...], out: str, width: int | None = None, **marks: bool) -> TracedOperator:
-    """An element-wise operator of `inputs`, as wide as the first unless given; `marks`: in_place, view, constant."""
+def join(
+    path: str, inputs: tuple[Tensor, ...], out: str, width: int | None = None, **marks: bool
+) -> TracedOperator:
+    """An element-wise operator of `inputs`, as wide as the first unless given; `marks`: in_place,
+    view, constant.
+    """
     made = value(out, width or inputs[0].dims[-1].size)
-    return TracedOperator(path=path, line="net.py:2", **marks, operator=Operator(
-        name=f"{path}_{out}", kind=OperatorKind.ELEMENTWISE, dims=made.dims, inputs=inputs, outputs=(made,), saved=()))
+    return TracedOperator(
+        path=path,
+        line="net.py:2",
+        **marks,
+        operator=Operator(
+            name=f"{path}_{out}",
+            kind=OperatorKind.ELEMENTWISE,
+            dims=made.dims,
+            inputs=inputs,
+            outputs=(made,),
+            saved=(),
+        ),
+    )
 
 
 def activation(path: str, x: Tensor, out: str) -> TracedOperator:
     """relu, which keeps what it gives."""
     made = value(out, x.dims[-1].size)
-    return TracedOperator(path=path, line="net.py:3", operator=Operator(
-        name=f"{path}_relu", kind=OperatorKind.ELEMENTWISE, dims=made.dims, inputs=(x,), outputs=(made,), saved=(made,)))
+    return TracedOperator(
+        path=path,
+        line="net.py:3",
+        operator=Operator(
+            name=f"{path}_relu",
+            kind=OperatorKind.ELEMENTWISE,
+            dims=made.dims,
+            inputs=(x,),
+            outputs=(made,),
+            saved=(made,),
+        ),
+    )
 
 
-def model_of(*operators: TracedOperator, inputs: tuple[Tensor, ...] = (value("batch_x"),)) -> TracedModel:
+def model_of(
+    *operators: TracedOperator, inputs: tuple[Tensor, ...] = (value("batch_x"),)
+) -> TracedModel:
     """The model of those operators for micro-batches of 2."""
-    return TracedModel(name="net", source=SOURCE, unit="samples", micro_batch_size=2, inputs=inputs, operators=operators)
+    return TracedModel(
+        name="net",
+        source=SOURCE,
+        unit="samples",
+        micro_batch_size=2,
+        inputs=inputs,
+        operators=operators,
+    )

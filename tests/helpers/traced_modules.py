@@ -1,4 +1,5 @@
-"""Modules of users that are not GPT or Llama, small, for the tracer and the executor: functions package.module:function can name.
+"""Modules of users that are not GPT or Llama, small, for the tracer and the executor: functions
+package.module:function can name.
 
 What transformers and torch have is theirs; the rest is as in the papers that they are named after.
 """
@@ -18,20 +19,55 @@ MadeWithLoss = tuple[nn.Module, Callable[[int], Batch], Callable[[Any, Batch], T
 
 HUGGING_FACE: dict[str, dict[str, Any]] = {
     "t5": {
-        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "num_layers": 2, "d_model": 32, "d_ff": 64, "d_kv": 8,
-        "num_heads": 4, "vocab_size": 64, "dropout_rate": 0.0},
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "num_layers": 2,
+        "d_model": 32,
+        "d_ff": 64,
+        "d_kv": 8,
+        "num_heads": 4,
+        "vocab_size": 64,
+        "dropout_rate": 0.0,
+    },
     "bert": {
-        "model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64,
-        "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0},
+        "model_type": "bert",
+        "architectures": ["BertForMaskedLM"],
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
     "albert": {
-        "model_type": "albert", "architectures": ["AlbertForMaskedLM"], "num_hidden_layers": 4, "hidden_size": 32, "embedding_size": 16,
-        "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0},
+        "model_type": "albert",
+        "architectures": ["AlbertForMaskedLM"],
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "embedding_size": 16,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "classifier_dropout_prob": 0.0,
+    },
     "vit": {
-        "model_type": "vit", "architectures": ["ViTForImageClassification"], "num_hidden_layers": 4, "hidden_size": 32,
-        "intermediate_size": 64, "num_attention_heads": 4, "image_size": 16, "patch_size": 4, "num_channels": 3,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "model_type": "vit",
+        "architectures": ["ViTForImageClassification"],
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 4,
+        "num_channels": 3,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
 }
 
 
@@ -77,8 +113,10 @@ class UNet(nn.Module):
 
 def unet() -> MadeWithLoss:
     return (
-        UNet(), lambda size: {"noisy": torch.randn(size, 3, 16, 16), "clean": torch.randn(size, 3, 16, 16)},
-        lambda output, batch: functional.mse_loss(output, batch["clean"]))
+        UNet(),
+        lambda size: {"noisy": torch.randn(size, 3, 16, 16), "clean": torch.randn(size, 3, 16, 16)},
+        lambda output, batch: functional.mse_loss(output, batch["clean"]),
+    )
 
 
 class _Residual(nn.Module):
@@ -86,7 +124,9 @@ class _Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.first, self.second = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,7 +175,9 @@ class MLPMixer(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.patches(images).flatten(2).transpose(1, 2))).mean(dim=1))
+        return self.head(
+            self.norm(self.blocks(self.patches(images).flatten(2).transpose(1, 2))).mean(dim=1)
+        )
 
 
 def mixer() -> MadeWithLoss:
@@ -157,11 +199,16 @@ class Translator(nn.Module):
         visible = nn.Transformer.generate_square_subsequent_mask(target.shape[1] - 1)
         memory = self.encoder(self.table(source))
         x = self.decoder(self.table(target[:, :-1]), memory, tgt_mask=visible, tgt_is_causal=True)
-        return functional.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), target[:, 1:].flatten())
+        return functional.cross_entropy(
+            (x @ self.table.weight.t()).flatten(0, 1), target[:, 1:].flatten()
+        )
 
 
 def translator() -> Made:
-    return Translator(), lambda size: {"source": torch.randint(64, (size, 12)), "target": torch.randint(64, (size, 9))}
+    return Translator(), lambda size: {
+        "source": torch.randint(64, (size, 12)),
+        "target": torch.randint(64, (size, 9)),
+    }
 
 
 class Shares(nn.Module):
@@ -170,7 +217,9 @@ class Shares(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.table = nn.Embedding(64, width)
-        self.block = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.block = nn.TransformerEncoderLayer(
+            width, 4, 64, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.head = nn.Linear(width, 64, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Plans of traced modules by hand: shards of about as many operators each, cut where the program allows it."""
+"""Plans of traced modules by hand: shards of about as many operators each, cut where the program
+allows it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.traced.program_cut import cut
 from parplan.planner.plan.plan import PLAN_VERSION
-from parplan.planner.plan.traced_plan import TracedPlan, ShardPlan, ShardStage, TracedSummary
+from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision
@@ -20,26 +22,68 @@ from tests.helpers.executor_plans import make_plan
 
 
 def hand_plan(
-    module: str | Mapping[str, Any], *, pp: int = 1, dp: int = 1, virtual_stages: int = 1, shards_a_stage: int = 2, zero: int = 0,
-    recompute: bool = False, num_micro_batches: int = 4, micro_batch_size: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B,
+    module: str | Mapping[str, Any],
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    virtual_stages: int = 1,
+    shards_a_stage: int = 2,
+    zero: int = 0,
+    recompute: bool = False,
+    num_micro_batches: int = 4,
+    micro_batch_size: int = 1,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
     precision: Precision = Precision.FP32,
 ) -> TracedPlan:
-    """A plan of a factory's module, or of a Hugging Face config's; with `recompute` the first shard of every stage runs again."""
+    """A plan of a factory's module, or of a Hugging Face config's; with `recompute` the first shard
+    of every stage runs again.
+    """
     like = make_plan(
-        pp=pp, dp=dp, num_micro_batches=num_micro_batches, global_batch_size=dp * num_micro_batches * micro_batch_size, schedule=schedule,
-        virtual_stages=virtual_stages, precision=precision)
-    source = ModuleSource(factory=module) if isinstance(module, str) else ModuleSource(huggingface=module)
+        pp=pp,
+        dp=dp,
+        num_micro_batches=num_micro_batches,
+        global_batch_size=dp * num_micro_batches * micro_batch_size,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        precision=precision,
+    )
+    source = (
+        ModuleSource(factory=module)
+        if isinstance(module, str)
+        else ModuleSource(huggingface=module)
+    )
     program = record(open_workload(source, seq_length=like.training.seq_length), micro_batch_size)
     count = pp * virtual_stages
     stages = tuple(
         ShardStage(
-            rank=k % pp, first=k * shards_a_stage, end=(k + 1) * shards_a_stage, zero=zero,
-            recompute=(k * shards_a_stage,) if recompute else ())
-        for k in range(count))
-    summary = TracedSummary(name=source.text, num_parameters=0, num_operators=len(program.calls), flops_per_sequence=0, unit="samples")
+            rank=k % pp,
+            first=k * shards_a_stage,
+            end=(k + 1) * shards_a_stage,
+            zero=zero,
+            recompute=(k * shards_a_stage,) if recompute else (),
+        )
+        for k in range(count)
+    )
+    summary = TracedSummary(
+        name=source.text,
+        num_parameters=0,
+        num_operators=len(program.calls),
+        flops_per_sequence=0,
+        unit="samples",
+    )
     plan = TracedPlan(
-        plan_version=PLAN_VERSION, module=source, traced=summary, cluster=like.cluster, training=like.training, mesh=like.mesh,
-        pipeline=like.pipeline, shards=(), stages=stages, predicted=like.predicted, search=like.search)
+        plan_version=PLAN_VERSION,
+        module=source,
+        traced=summary,
+        cluster=like.cluster,
+        training=like.training,
+        mesh=like.mesh,
+        pipeline=like.pipeline,
+        shards=(),
+        stages=stages,
+        predicted=like.predicted,
+        search=like.search,
+    )
     return _with_shards(plan, program, count * shards_a_stage)
 
 
@@ -68,5 +112,13 @@ def _cuts(plan: TracedPlan, program: Program, ends: list[int]) -> bool:
 
 def _shards(program: Program, ends: list[int]) -> tuple[ShardPlan, ...]:
     return tuple(
-        ShardPlan(name=f"shard {i}", layer="A", first=first, end=end, starts=program.calls[first].meta["name"], parameters=0)
-        for i, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)))
+        ShardPlan(
+            name=f"shard {i}",
+            layer="A",
+            first=first,
+            end=end,
+            starts=program.calls[first].meta["name"],
+            parameters=0,
+        )
+        for i, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
+    )

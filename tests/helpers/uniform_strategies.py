@@ -1,4 +1,6 @@
-"""Uniform strategies on one kind of cluster: what the tests of prices and of memory are worked by hand on."""
+"""Uniform strategies on one kind of cluster: what the tests of prices and of memory are worked by
+hand on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
@@ -16,20 +18,32 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 
 A100 = load_cluster("a100-80gb")
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, overlap_grad_reduce=False, stack=NEUTRAL)
+TRAINING = TrainingSpec(
+    global_batch_size=8, seq_length=128, overlap_grad_reduce=False, stack=NEUTRAL
+)
 TINY = replace(load_model("gpt-tiny").spec, num_layers=8)
 
 
-def frame_of(pp=1, dp=1, tp=1, schedule=Schedule.ONE_F_ONE_B, v=1, b=1, m=8, sequence_parallel=False):
+def frame_of(
+    pp=1, dp=1, tp=1, schedule=Schedule.ONE_F_ONE_B, v=1, b=1, m=8, sequence_parallel=False
+):
     return ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=v, micro_batch_size=b, num_micro_batches=m,
-        sequence_parallel=sequence_parallel)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=schedule,
+        virtual_stages=v,
+        micro_batch_size=b,
+        num_micro_batches=m,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def uniform(layout, num_layers, *, recompute=Recompute.NONE, zero=0, ends=True):
     """The strategy with equal stages, with or without embedding and head."""
     per_stage = num_layers // layout.num_virtual_stages
-    stages = [[LayerChoice(LayerKind.BLOCK, recompute, zero)] * per_stage for _ in range(layout.num_virtual_stages)]
+    stages = [
+        [LayerChoice(LayerKind.BLOCK, recompute, zero)] * per_stage
+        for _ in range(layout.num_virtual_stages)
+    ]
     if ends:
         stages[0].insert(0, LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero))
         stages[-1].append(LayerChoice(LayerKind.HEAD, Recompute.NONE, zero))

@@ -1,6 +1,8 @@
-"""Modules that no one here wrote, small: what torch.nn has, and the ways in which users build modules of it.
+"""Modules that no one here wrote, small: what torch.nn has, and the ways in which users build
+modules of it.
 
-Each function gives (module, batch, loss) or a module of tokens; `NAMES` lists them. Hugging Face families are in benchmarks/executor/external_modules.py.
+Each function gives (module, batch, loss) or a module of tokens; `NAMES` lists them. Hugging Face
+families are in benchmarks/executor/external_modules.py.
 """
 
 from __future__ import annotations
@@ -27,14 +29,20 @@ def _loss(output: Any, batch: Batch) -> Tensor:
     """The mean squares of all that has a gradient."""
     if dataclasses.is_dataclass(output):
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
-    parts = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    parts = [
+        leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     return sum((part.abs() if part.is_complex() else part).square().mean() for part in parts)  # type: ignore[return-value]
 
 
 class Called(nn.Module):
     """`module` called in one way on x."""
 
-    def __init__(self, module: nn.Module | None, call: Callable[[Any, Tensor], Any] = lambda module, x: module(x)) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None,
+        call: Callable[[Any, Tensor], Any] = lambda module, x: module(x),
+    ) -> None:
         super().__init__()
         self.module, self.call = module, call
 
@@ -42,7 +50,11 @@ class Called(nn.Module):
         return self.call(self.module, x)
 
 
-def _of(module: nn.Module | None, *size: int, call: Callable[[Any, Tensor], Any] = lambda module, x: module(x)) -> Made:
+def _of(
+    module: nn.Module | None,
+    *size: int,
+    call: Callable[[Any, Tensor], Any] = lambda module, x: module(x),
+) -> Made:
     return Called(module, call), lambda count: {"x": torch.randn(count, *size)}, _loss
 
 
@@ -61,6 +73,7 @@ def _blocks(count: int = 4) -> list[nn.Module]:
 
 # one submodule, or one parameter, under several names
 
+
 @zoo
 def same_layer_four_times() -> nn.Module:
     layer = nn.Linear(WIDTH, WIDTH)
@@ -70,13 +83,20 @@ def same_layer_four_times() -> nn.Module:
 @zoo
 def same_block_twice() -> nn.Module:
     block = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Embedding(32, WIDTH), block, nn.Linear(WIDTH, WIDTH), block, nn.Linear(WIDTH, 32))
+    return nn.Sequential(
+        nn.Embedding(32, WIDTH), block, nn.Linear(WIDTH, WIDTH), block, nn.Linear(WIDTH, 32)
+    )
 
 
 @zoo
 def same_norm_twice() -> Made:
     norm = nn.BatchNorm1d(WIDTH)
-    return _of(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 4)), WIDTH)
+    return _of(
+        nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 4)
+        ),
+        WIDTH,
+    )
 
 
 @zoo
@@ -115,6 +135,7 @@ def attribute_and_list() -> nn.Module:
 
 
 # recurrent
+
 
 @zoo
 def rnn() -> Made:
@@ -177,7 +198,9 @@ def unrolled_cells() -> Made:
 
 
 def _packed(module: nn.Module, x: Tensor) -> Tensor:
-    packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), x.shape[1]), batch_first=True)
+    packed = nn.utils.rnn.pack_padded_sequence(
+        x, torch.full((len(x),), x.shape[1]), batch_first=True
+    )
     return nn.utils.rnn.pad_packed_sequence(module(packed)[0], batch_first=True)[0]
 
 
@@ -188,27 +211,59 @@ def packed_lstm() -> Made:
 
 # attention
 
+
 @zoo
 def multihead_attention() -> Made:
-    return _of(nn.MultiheadAttention(WIDTH, 4, batch_first=True), 5, WIDTH, call=lambda module, x: module(x, x, x))
+    return _of(
+        nn.MultiheadAttention(WIDTH, 4, batch_first=True),
+        5,
+        WIDTH,
+        call=lambda module, x: module(x, x, x),
+    )
 
 
 @zoo
 def multihead_attention_without_weights() -> Made:
-    return _of(nn.MultiheadAttention(WIDTH, 4), 5, WIDTH, call=lambda module, x: module(*[x.transpose(0, 1)] * 3, need_weights=False))
+    return _of(
+        nn.MultiheadAttention(WIDTH, 4),
+        5,
+        WIDTH,
+        call=lambda module, x: module(*[x.transpose(0, 1)] * 3, need_weights=False),
+    )
 
 
 @zoo
 def multihead_attention_with_all_flags() -> Made:
-    module = nn.MultiheadAttention(WIDTH, 4, bias=False, add_bias_kv=True, add_zero_attn=True, kdim=WIDTH, vdim=8, batch_first=True)
-    return _of(module, 5, WIDTH, call=lambda module, x: module(x, x, x[..., :8], average_attn_weights=False))
+    module = nn.MultiheadAttention(
+        WIDTH,
+        4,
+        bias=False,
+        add_bias_kv=True,
+        add_zero_attn=True,
+        kdim=WIDTH,
+        vdim=8,
+        batch_first=True,
+    )
+    return _of(
+        module,
+        5,
+        WIDTH,
+        call=lambda module, x: module(x, x, x[..., :8], average_attn_weights=False),
+    )
 
 
 def _masked(module: nn.Module, x: Tensor) -> Any:
     length = x.shape[1]
     padding = torch.zeros(len(x), length, dtype=torch.bool)
     padding[:, -1] = True
-    return module(x, x, x, key_padding_mask=padding, attn_mask=nn.Transformer.generate_square_subsequent_mask(length), is_causal=True)
+    return module(
+        x,
+        x,
+        x,
+        key_padding_mask=padding,
+        attn_mask=nn.Transformer.generate_square_subsequent_mask(length),
+        is_causal=True,
+    )
 
 
 @zoo
@@ -231,11 +286,21 @@ def transformer_encoder() -> Made:
 @zoo
 def transformer_decoder() -> Made:
     layer = nn.TransformerDecoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
-    return _of(nn.TransformerDecoder(layer, 2), 5, WIDTH, call=lambda module, x: module(
-        x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]), tgt_is_causal=True))
+    return _of(
+        nn.TransformerDecoder(layer, 2),
+        5,
+        WIDTH,
+        call=lambda module, x: module(
+            x,
+            x,
+            tgt_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]),
+            tgt_is_causal=True,
+        ),
+    )
 
 
 # layers of torch.nn
+
 
 @zoo
 def bilinear() -> Made:
@@ -264,21 +329,53 @@ def sparse_embedding() -> Made:
 
 @zoo
 def conv1d_net() -> Made:
-    return _of(nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8), nn.GELU(), nn.MaxPool1d(2),
-                             nn.ConvTranspose1d(8, 3, 2)), 3, 8)
+    return _of(
+        nn.Sequential(
+            nn.Conv1d(3, 8, 3, padding=1),
+            nn.BatchNorm1d(8),
+            nn.GELU(),
+            nn.MaxPool1d(2),
+            nn.ConvTranspose1d(8, 3, 2),
+        ),
+        3,
+        8,
+    )
 
 
 @zoo
 def conv2d_net() -> Made:
-    return _of(nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.SiLU(), nn.AvgPool2d(2),
-        nn.Conv2d(8, 8, 1, groups=4), nn.GroupNorm(2, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)), 3, 10, 10)
+    return _of(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+            nn.SiLU(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(8, 8, 1, groups=4),
+            nn.GroupNorm(2, 8),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 4),
+        ),
+        3,
+        10,
+        10,
+    )
 
 
 @zoo
 def conv3d_net() -> Made:
-    return _of(nn.Sequential(nn.Conv3d(1, 4, 3, padding="same", padding_mode="circular"),
-                             nn.BatchNorm3d(4), nn.PReLU(4), nn.MaxPool3d(2)), 1, 4, 4, 4)
+    return _of(
+        nn.Sequential(
+            nn.Conv3d(1, 4, 3, padding="same", padding_mode="circular"),
+            nn.BatchNorm3d(4),
+            nn.PReLU(4),
+            nn.MaxPool3d(2),
+        ),
+        1,
+        4,
+        4,
+        4,
+    )
 
 
 @zoo
@@ -286,6 +383,7 @@ def indexed_max_pool() -> Made:
     def call(module: nn.Module, x: Tensor) -> Tensor:
         y, index = functional.max_pool2d(module(x), 2, return_indices=True)
         return functional.max_unpool2d(y, index, 2)
+
     return _of(nn.Conv2d(3, 4, 3, padding=1), 3, 8, 8, call=call)
 
 
@@ -296,7 +394,12 @@ def batch_norm_momentum_none() -> Made:
 
 @zoo
 def batch_norm_without_statistics() -> Made:
-    return _of(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 4)), 8)
+    return _of(
+        nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 4)
+        ),
+        8,
+    )
 
 
 @zoo
@@ -311,24 +414,55 @@ def lazy_linear() -> Made:
 
 @zoo
 def upsample_and_shuffle() -> Made:
-    return _of(nn.Sequential(nn.Conv2d(3, 12, 3), nn.PixelShuffle(2),
-                             nn.Upsample(scale_factor=2, mode="bilinear"), nn.ReflectionPad2d(1)), 3, 6, 6)
+    return _of(
+        nn.Sequential(
+            nn.Conv2d(3, 12, 3),
+            nn.PixelShuffle(2),
+            nn.Upsample(scale_factor=2, mode="bilinear"),
+            nn.ReflectionPad2d(1),
+        ),
+        3,
+        6,
+        6,
+    )
 
 
 @zoo
 def fold_and_unfold() -> Made:
-    return _of(nn.Conv2d(2, 2, 1), 2, 4, 4, call=lambda module, x: functional.fold(
-        functional.unfold(module(x), 2, stride=2), 4, 2, stride=2))
+    return _of(
+        nn.Conv2d(2, 2, 1),
+        2,
+        4,
+        4,
+        call=lambda module, x: functional.fold(
+            functional.unfold(module(x), 2, stride=2), 4, 2, stride=2
+        ),
+    )
 
 
 @zoo
 def local_response_and_glu() -> Made:
-    return _of(nn.Sequential(nn.Conv2d(2, 4, 1), nn.LocalResponseNorm(2), nn.GLU(1), nn.Softmax2d(), nn.Threshold(0.1, 0.0)), 2, 4, 4)
+    return _of(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 1),
+            nn.LocalResponseNorm(2),
+            nn.GLU(1),
+            nn.Softmax2d(),
+            nn.Threshold(0.1, 0.0),
+        ),
+        2,
+        4,
+        4,
+    )
 
 
 @zoo
 def adaptive_softmax() -> Made:
-    return _of(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 20, [5, 10]), WIDTH, call=lambda module, x: module(x, torch.arange(len(x)) % 20).loss)
+    return _of(
+        nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 20, [5, 10]),
+        WIDTH,
+        call=lambda module, x: module(x, torch.arange(len(x)) % 20).loss,
+    )
 
 
 @zoo
@@ -336,7 +470,13 @@ def ctc_loss() -> Made:
     def call(module: nn.Module, x: Tensor) -> Tensor:
         logits = module(x).log_softmax(-1).transpose(0, 1)
         n = x.shape[0]
-        return functional.ctc_loss(logits, torch.ones(n, 2, dtype=torch.long), torch.full((n,), x.shape[1]), torch.full((n,), 2))
+        return functional.ctc_loss(
+            logits,
+            torch.ones(n, 2, dtype=torch.long),
+            torch.full((n,), x.shape[1]),
+            torch.full((n,), 2),
+        )
+
     return _of(nn.Linear(8, 5), 6, 8, call=call)
 
 
@@ -347,46 +487,82 @@ def random_relu() -> Made:
 
 @zoo
 def dropouts() -> Made:
-    return _of(nn.Sequential(nn.Conv2d(2, 4, 1), nn.Dropout2d(0.1), nn.AlphaDropout(0.1),
-                             nn.FeatureAlphaDropout(0.1), nn.Dropout(0.1)), 2, 4, 4)
+    return _of(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 1),
+            nn.Dropout2d(0.1),
+            nn.AlphaDropout(0.1),
+            nn.FeatureAlphaDropout(0.1),
+            nn.Dropout(0.1),
+        ),
+        2,
+        4,
+        4,
+    )
 
 
 @zoo
 def distances() -> Made:
-    return _of(nn.Linear(8, 8), 3, 8, call=lambda module, x: (
-        torch.cdist(module(x), x), nn.PairwiseDistance()(module(x), x), nn.CosineSimilarity()(module(x), x)))
+    return _of(
+        nn.Linear(8, 8),
+        3,
+        8,
+        call=lambda module, x: (
+            torch.cdist(module(x), x),
+            nn.PairwiseDistance()(module(x), x),
+            nn.CosineSimilarity()(module(x), x),
+        ),
+    )
 
 
 # parametrizations, lists and dicts of parameters
 
+
 @zoo
 def weight_norm() -> Made:
-    return _of(nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4)), 8)
+    return _of(
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4)), 8
+    )
 
 
 @zoo
 def spectral_norm() -> Made:
-    return _of(nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4)), 8)
+    return _of(
+        nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4)),
+        8,
+    )
 
 
 @zoo
 def orthogonal() -> Made:
-    return _of(nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4)), 8)
+    return _of(
+        nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 4)), 8
+    )
 
 
 @zoo
 def old_weight_norm() -> Made:
     import warnings
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _of(nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.utils.spectral_norm(nn.Linear(8, 4))), 8)
+        return _of(
+            nn.Sequential(
+                nn.utils.weight_norm(nn.Linear(8, 8)),
+                nn.ReLU(),
+                nn.utils.spectral_norm(nn.Linear(8, 4)),
+            ),
+            8,
+        )
 
 
 class _Collections(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rows = nn.ParameterList([nn.Parameter(torch.randn(8, 8)) for _ in range(3)])
-        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.ones(8)), "bias": nn.Parameter(torch.zeros(8))})
+        self.named = nn.ParameterDict(
+            {"scale": nn.Parameter(torch.ones(8)), "bias": nn.Parameter(torch.zeros(8))}
+        )
         self.scalar = nn.Parameter(torch.tensor([1.5]))
         self.unused = nn.Linear(8, 8)
 
@@ -421,6 +597,7 @@ def empty_parameter() -> Made:
 
 
 # what a forward pass does besides
+
 
 class _Counts(nn.Module):
     def __init__(self) -> None:
@@ -495,7 +672,11 @@ def toggled_gradient() -> Made:
 class _DropsLayers(nn.Module):
     def __init__(self, drawn: Callable[[], Any]) -> None:
         super().__init__()
-        self.table, self.blocks, self.head = nn.Embedding(32, WIDTH), nn.ModuleList(_blocks()), nn.Linear(WIDTH, 32)
+        self.table, self.blocks, self.head = (
+            nn.Embedding(32, WIDTH),
+            nn.ModuleList(_blocks()),
+            nn.Linear(WIDTH, 32),
+        )
         self.drawn = drawn
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -520,12 +701,14 @@ def layer_drop_by_torch_item() -> nn.Module:
 @zoo
 def layer_drop_by_python() -> nn.Module:
     import random
+
     return _DropsLayers(random.random)
 
 
 @zoo
 def layer_drop_by_numpy() -> nn.Module:
     import numpy as np
+
     return _DropsLayers(np.random.uniform)
 
 
@@ -533,13 +716,18 @@ def _checkpointed(reentrant: bool) -> nn.Module:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.blocks, self.head = nn.Embedding(32, WIDTH), nn.ModuleList(_blocks()), nn.Linear(WIDTH, 32)
+            self.table, self.blocks, self.head = (
+                nn.Embedding(32, WIDTH),
+                nn.ModuleList(_blocks()),
+                nn.Linear(WIDTH, 32),
+            )
 
         def forward(self, ids: Tensor) -> Tensor:
             x = self.table(ids)
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=reentrant)
             return self.head(x)
+
     return Checkpointed()
 
 
@@ -555,7 +743,13 @@ def reentrant_checkpoint_inside() -> nn.Module:
 
 @zoo
 def fourier() -> Made:
-    return _of(nn.Linear(8, 8), 8, call=lambda module, x: torch.fft.irfft(torch.fft.rfft(module(x)) * torch.exp(torch.tensor(1j))))
+    return _of(
+        nn.Linear(8, 8),
+        8,
+        call=lambda module, x: torch.fft.irfft(
+            torch.fft.rfft(module(x)) * torch.exp(torch.tensor(1j))
+        ),
+    )
 
 
 class _Complex(nn.Module):
@@ -584,7 +778,9 @@ def bf16_parameter() -> Made:
 
 @zoo
 def integer_outputs() -> Made:
-    return _of(nn.Linear(8, 8), 8, call=lambda module, x: (module(x), module(x).argmax(-1), module(x) > 0))
+    return _of(
+        nn.Linear(8, 8), 8, call=lambda module, x: (module(x), module(x).argmax(-1), module(x) > 0)
+    )
 
 
 @zoo
@@ -594,6 +790,7 @@ def in_place() -> Made:
         y[:, :2] *= 2.0
         y[:, 2:4].mul_(0.5).clamp_(max=3.0)
         return y.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8).unsqueeze(1).expand(-1, 3, -1)
+
     return _of(nn.Linear(8, 8), 8, call=call)
 
 
@@ -610,7 +807,9 @@ class Output:
 
 @zoo
 def returns_a_dataclass() -> Made:
-    return _of(nn.Linear(8, 8), 8, call=lambda module, x: Output(hidden=module(x), extra={"n": [x]}))
+    return _of(
+        nn.Linear(8, 8), 8, call=lambda module, x: Output(hidden=module(x), extra={"n": [x]})
+    )
 
 
 @zoo
@@ -671,6 +870,7 @@ class _Scriptable(nn.Module):
 @zoo
 def scripted() -> Made:
     import warnings
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _of(torch.jit.script(_Scriptable()), 8)
@@ -693,18 +893,23 @@ def data_dependent_shape() -> Made:
 
 @zoo
 def reads_numpy() -> Made:
-    return _of(nn.Linear(8, 8), 8, call=lambda module, x: module(x) * torch.from_numpy(x.detach().numpy()))
+    return _of(
+        nn.Linear(8, 8), 8, call=lambda module, x: module(x) * torch.from_numpy(x.detach().numpy())
+    )
 
 
 @zoo
 def routes_by_nonzero() -> Made:
-    return _of(nn.Linear(8, 8), 8, call=lambda module, x: module(x[(x[:, 0] > 0).nonzero().squeeze(1)]))
+    return _of(
+        nn.Linear(8, 8), 8, call=lambda module, x: module(x[(x[:, 0] > 0).nonzero().squeeze(1)])
+    )
 
 
 @zoo
 def raises_by_itself() -> Made:
     def call(module: nn.Module, x: Tensor) -> Tensor:
         raise ValueError("this module cannot run")
+
     return _of(nn.Linear(8, 8), 8, call=call)
 
 
@@ -728,6 +933,7 @@ def gradient_inside() -> Made:
     def call(module: nn.Module, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         return torch.autograd.grad(module(x).sum(), x, create_graph=True)[0]
+
     return _of(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), 8, call=call)
 
 
@@ -776,7 +982,15 @@ def einsum_and_scatter() -> Made:
     def call(module: nn.Module, x: Tensor) -> Tensor:
         y = torch.einsum("bij,bkj->bik", module(x), x)
         index = torch.arange(3).expand(len(x), 3, 3)
-        return torch.zeros_like(y).scatter_add(1, index, y).cumsum(1).sort(-1).values.topk(2, -1).values
+        return (
+            torch.zeros_like(y)
+            .scatter_add(1, index, y)
+            .cumsum(1)
+            .sort(-1)
+            .values.topk(2, -1)
+            .values
+        )
+
     return _of(nn.Linear(8, 8), 3, 8, call=call)
 
 
@@ -785,12 +999,18 @@ def soft_mixture_of_experts() -> Made:
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.router, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.router, self.experts = (
+                nn.Linear(8, 4),
+                nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             weights, chosen = self.router(x).softmax(-1).topk(2, -1)
             mixed = torch.stack([expert(x) for expert in self.experts], 1)
-            return (mixed.gather(1, chosen.unsqueeze(-1).expand(-1, -1, 8)) * weights.unsqueeze(-1)).sum(1)
+            return (
+                mixed.gather(1, chosen.unsqueeze(-1).expand(-1, -1, 8)) * weights.unsqueeze(-1)
+            ).sum(1)
+
     return Mixture(), lambda count: {"x": torch.randn(count, 8)}, _loss
 
 

@@ -1,4 +1,6 @@
-"""One deadline for all that a command does: whatever step it comes in, there is the best so far or one error."""
+"""One deadline for all that a command does: whatever step it comes in, there is the best so far or
+one error.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from parplan.report.searches.infeasible_text import explained_error
 
 MODEL, CLUSTER = load_model("gpt-tiny").spec, with_gpus(load_cluster("a100-80gb"), 4)
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=64, stack=NEUTRAL)
-PINS = Constraints(micro_batch_size=(1,), tp=(1,), pp=(1, 2), recompute=(Recompute.NONE,), zero=(0, 1))
+PINS = Constraints(
+    micro_batch_size=(1,), tp=(1,), pp=(1, 2), recompute=(Recompute.NONE,), zero=(0, 1)
+)
 ASKED = MODEL, CLUSTER, TRAINING
 NEVER_FITS = SearchOptions(memory_limit_bytes=MIB)
 
@@ -45,7 +49,9 @@ class Clock:
 
 
 def within(looks: int, options: SearchOptions = SearchOptions()) -> SearchOptions:  # noqa: B008 - it is frozen
-    """The options with a deadline whose end comes after so many looks at the clock, whatever the machine."""
+    """The options with a deadline whose end comes after so many looks at the clock, whatever the
+    machine.
+    """
     return replace(options, deadline=Deadline(stops_s=looks, ends_s=looks, clock=Clock()))
 
 
@@ -61,7 +67,12 @@ def throughput(options: SearchOptions):
 
 
 def lean(options: SearchOptions):
-    return find_plan(*ASKED, Objective.MEMORY, constraints=replace(PINS, offload=SEARCHED_OFFLOAD), options=options)
+    return find_plan(
+        *ASKED,
+        Objective.MEMORY,
+        constraints=replace(PINS, offload=SEARCHED_OFFLOAD),
+        options=options,
+    )
 
 
 def front(options: SearchOptions):
@@ -70,14 +81,25 @@ def front(options: SearchOptions):
 
 
 def largest(options: SearchOptions):
-    entries = [replace(load_model("gpt-tiny"), spec=replace(MODEL, name=f"tiny-{layers}", num_layers=layers)) for layers in (2, 4)]
-    rows = find_largest(members(entries), Asking(cluster=CLUSTER, training=TRAINING, pins=PINS, options=options))
+    entries = [
+        replace(
+            load_model("gpt-tiny"), spec=replace(MODEL, name=f"tiny-{layers}", num_layers=layers)
+        )
+        for layers in (2, 4)
+    ]
+    rows = find_largest(
+        members(entries), Asking(cluster=CLUSTER, training=TRAINING, pins=PINS, options=options)
+    )
     return next(row.plan for row in rows if row.plan)
 
 
-@pytest.mark.parametrize("run", [throughput, lean, pytest.param(front, marks=pytest.mark.slow), largest])
+@pytest.mark.parametrize(
+    "run", [throughput, lean, pytest.param(front, marks=pytest.mark.slow), largest]
+)
 def test_wherever_the_end_comes_there_is_a_plan_or_one_error(run):
-    """The end at every so manieth look at the clock, from the first to the last: early ones give an error, late ones a plan."""
+    """The end at every so manieth look at the clock, from the first to the last: early ones give an
+    error, late ones a plan.
+    """
     total, outcomes = looks_of(run), []
     for looks in (*range(1, total, max(1, total // 5)), total + 1):
         try:
@@ -140,11 +162,26 @@ def test_the_least_peak_is_found_in_few_steps_however_large_a_model_is():
     names = "hidden_size", "expert_ffn_hidden_size", "num_experts"
     hidden, inner, experts = (int(range_of(name, whole=True).high) for name in names)
     vast = replace(
-        MODEL, num_layers=2, hidden_size=hidden, num_heads=4, num_kv_heads=4, head_dim=hidden // 4, ffn_hidden_size=0,
-        expert_ffn_hidden_size=inner, num_experts=experts, experts_per_token=1, linear_bias=False)
+        MODEL,
+        num_layers=2,
+        hidden_size=hidden,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=hidden // 4,
+        ffn_hidden_size=0,
+        expert_ffn_hidden_size=inner,
+        num_experts=experts,
+        experts_per_token=1,
+        linear_bias=False,
+    )
     deadline = within(20_000).deadline
 
-    assert least_peak_bytes(vast, CLUSTER, TRAINING, Constraints(pp=(1,), tp=(1,), micro_batch_size=(1,)), deadline) > 2.0**70
+    assert (
+        least_peak_bytes(
+            vast, CLUSTER, TRAINING, Constraints(pp=(1,), tp=(1,), micro_batch_size=(1,)), deadline
+        )
+        > 2.0**70
+    )
 
 
 def test_divisors_of_a_large_number_are_found_by_its_root():
@@ -177,7 +214,9 @@ def test_a_part_ends_with_the_whole():
     assert NEVER.solver_limit_s(1.0, 60.0) == 60.0
 
 
-def test_the_memory_objective_keeps_the_fastest_plan_where_the_end_comes_before_the_leaner_ones_are_listed(monkeypatch):
+def test_the_memory_objective_keeps_the_fastest_plan_where_the_end_comes_before_the_leaner_ones_are_listed(
+    monkeypatch,
+):
     def over(*_: object) -> float:
         raise OutOfTimeError("the end")
 
@@ -186,4 +225,6 @@ def test_the_memory_objective_keeps_the_fastest_plan_where_the_end_comes_before_
 
     assert plan.search.status is Status.FEASIBLE
     fastest_s = throughput(SearchOptions()).predicted.step_time_s.value
-    assert plan.predicted.step_time_s.value == pytest.approx(fastest_s, rel=0.01)  # as it was chosen, by the closed form
+    assert plan.predicted.step_time_s.value == pytest.approx(
+        fastest_s, rel=0.01
+    )  # as it was chosen, by the closed form

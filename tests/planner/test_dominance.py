@@ -5,11 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parplan.planner.dominance import undominated_rows, new_lows
+from parplan.planner.dominance import new_lows, undominated_rows
 
 
 def test_a_new_low_is_below_all_before_it():
-    assert new_lows(np.array([3.0, 3.0, 2.0, 5.0, 1.0])).tolist() == [True, False, True, False, True]
+    assert new_lows(np.array([3.0, 3.0, 2.0, 5.0, 1.0])).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_nothing_has_an_empty_front():
@@ -24,4 +30,6 @@ def test_the_front_is_what_no_other_beats_or_equals_by_increasing_first_value(se
     found = [(first[i], second[i]) for i in undominated_rows(first, second)]
 
     every = set(zip(first, second, strict=True))
-    assert found == sorted(a for a in every if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in every))
+    assert found == sorted(
+        a for a in every if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in every)
+    )

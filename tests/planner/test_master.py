@@ -1,4 +1,6 @@
-"""The master program against the enumeration of every choice of columns, its bounds, and the traps of MILP solvers."""
+"""The master program against the enumeration of every choice of columns, its bounds, and the traps
+of MILP solvers.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,13 @@ SCALES = [pytest.param(1e-6, id="microseconds"), pytest.param(1e-1, id="tenths-o
 
 def frame_of(pp, v=1, m=8, dp=2, tp=2):
     return ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
-        micro_batch_size=1, num_micro_batches=m, sequence_parallel=False)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B,
+        virtual_stages=v,
+        micro_batch_size=1,
+        num_micro_batches=m,
+        sequence_parallel=False,
+    )
 
 
 def column(blocks, time_s, tail_s=0.0, redundant=0.0, zero=0):
@@ -32,16 +39,31 @@ def column(blocks, time_s, tail_s=0.0, redundant=0.0, zero=0):
 
 
 def random_case(seed, scale_s):
-    """2 to 4 ranks with up to 6 columns each; times of 1 to 10 `scale_s`, a few hundred MiB redundant."""
+    """2 to 4 ranks with up to 6 columns each; times of 1 to 10 `scale_s`, a few hundred MiB
+    redundant.
+    """
     draw = random.Random(seed)
     pp, v = draw.choice(((2, 1), (3, 1), (4, 1), (2, 2), (3, 3)))
     num_layers = pp * v * draw.choice((1, 2))
     options = []
     for _ in range(pp):
-        counts = [num_layers // pp] * draw.randint(1, 6) if v > 1 else [draw.randint(1, num_layers) for _ in range(6)]
-        options.append([
-            column(n, n * draw.uniform(1, 10) * scale_s, draw.uniform(0, 5) * scale_s, n * draw.uniform(1, 100) * MIB, zero)
-            for zero, n in enumerate(counts)])
+        counts = (
+            [num_layers // pp] * draw.randint(1, 6)
+            if v > 1
+            else [draw.randint(1, num_layers) for _ in range(6)]
+        )
+        options.append(
+            [
+                column(
+                    n,
+                    n * draw.uniform(1, 10) * scale_s,
+                    draw.uniform(0, 5) * scale_s,
+                    n * draw.uniform(1, 100) * MIB,
+                    zero,
+                )
+                for zero, n in enumerate(counts)
+            ]
+        )
     return frame_of(pp, v, m=pp * draw.choice((1, 4))), options, num_layers
 
 
@@ -56,7 +78,9 @@ def every_choice(layout, options, num_layers):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_fastest_choice_is_that_of_brute_force(seed, scale_s, solver):
     layout, options, num_layers = random_case(seed, scale_s)
-    best_s = min((choice.step_s for choice in every_choice(layout, options, num_layers)), default=None)
+    best_s = min(
+        (choice.step_s for choice in every_choice(layout, options, num_layers)), default=None
+    )
 
     found = Master(layout, options, num_layers).fastest(solver)
 
@@ -86,7 +110,9 @@ def test_the_leanest_choice_within_a_slowdown_is_that_of_brute_force(seed, slowd
         least = min(choice.redundant_bytes for choice in allowed)
         assert found.redundant_bytes == pytest.approx(least, rel=1e-5)
         assert found.step_s <= slowest_s * (1 + 1e-7)
-        assert found.step_s <= min(c.step_s for c in allowed if c.redundant_bytes <= least * (1 + 1e-9)) * (1 + 1e-7)
+        assert found.step_s <= min(
+            c.step_s for c in allowed if c.redundant_bytes <= least * (1 + 1e-9)
+        ) * (1 + 1e-7)
 
 
 @pytest.mark.parametrize("scale_s", SCALES)
@@ -95,7 +121,10 @@ def test_the_lower_bounds_never_exceed_the_optimum_and_see_what_is_infeasible(se
     layout, options, num_layers = random_case(seed, scale_s)
     choices = list(every_choice(layout, options, num_layers))
 
-    least_s, least_bytes = lower_bound_s(layout, options, num_layers), redundancy_bound_bytes(layout, options, num_layers)
+    least_s, least_bytes = (
+        lower_bound_s(layout, options, num_layers),
+        redundancy_bound_bytes(layout, options, num_layers),
+    )
 
     if choices:
         assert least_s <= min(choice.step_s for choice in choices) * (1 + 1e-12)
@@ -108,11 +137,15 @@ def test_the_lower_bound_is_the_optimum_where_one_column_is_left():
     layout = frame_of(2)
     options = [[column(3, 3e-3, 1e-3)], [column(5, 4e-3, 2e-3)]]
 
-    assert lower_bound_s(layout, options, 8) == pytest.approx(closed_form_s([3e-3, 4e-3], [1e-3, 2e-3], 8, 1))
+    assert lower_bound_s(layout, options, 8) == pytest.approx(
+        closed_form_s([3e-3, 4e-3], [1e-3, 2e-3], 8, 1)
+    )
 
 
 def test_the_price_of_a_choice_by_hand():
-    choice = evaluate(frame_of(2, m=5), (column(1, 2.0, 0.5, 100.0), column(2, 3.0, 0.25, 10.0)), proven=True)
+    choice = evaluate(
+        frame_of(2, m=5), (column(1, 2.0, 0.5, 100.0), column(2, 3.0, 0.25, 10.0)), proven=True
+    )
 
     assert choice.step_s == 4 * 3.0 + (2.0 + 3.0) + 0.5
     assert choice.redundant_bytes == 4 * 110.0  # dp 2 x tp 2 devices a rank
@@ -138,4 +171,6 @@ def test_a_slowdown_that_no_choice_meets_is_infeasible(solver):
     step_s = evaluate(frame_of(2), (options[0][0], options[1][0]), proven=True).step_s
 
     assert Master(frame_of(2), options, 4).leanest(0.99 * step_s, solver) is None
-    assert Master(frame_of(2), options, 4).leanest(1.01 * step_s, solver).step_s == pytest.approx(step_s)
+    assert Master(frame_of(2), options, 4).leanest(1.01 * step_s, solver).step_s == pytest.approx(
+        step_s
+    )

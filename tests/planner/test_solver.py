@@ -1,4 +1,6 @@
-"""The MILP solvers behind one door: status is read from what was found, never from what is called optimal."""
+"""The MILP solvers behind one door: status is read from what was found, never from what is called
+optimal.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,16 @@ def knapsack(capacity=10.0):
     """max 10 a + 13 b + 7 c with weights 5, 6, 4: at capacity 10 the best is b and c, 20."""
     problem = Problem("knapsack")
     items = {name: problem.binary(f"x_{name}") for name in "abc"}
-    problem.require(weighted((items[name], weight) for name, weight in zip("abc", (5.0, 6.0, 4.0), strict=True)) <= capacity, "C1")
-    problem.minimize(weighted((items[name], -value) for name, value in zip("abc", (10.0, 13.0, 7.0), strict=True)))
+    problem.require(
+        weighted((items[name], weight) for name, weight in zip("abc", (5.0, 6.0, 4.0), strict=True))
+        <= capacity,
+        "C1",
+    )
+    problem.minimize(
+        weighted(
+            (items[name], -value) for name, value in zip("abc", (10.0, 13.0, 7.0), strict=True)
+        )
+    )
     return problem, items
 
 
@@ -60,17 +70,29 @@ def test_a_continuous_variable_has_its_lower_bound(solver):
 
 
 def hard_problem():
-    """A bottleneck assignment with a counting row: seconds to prove, and no point before the first hundredth of a second."""
+    """A bottleneck assignment with a counting row: seconds to prove, and no point before the first
+    hundredth of a second.
+    """
     problem = Problem("hard")
     pace = problem.continuous("Z")
     rows = [
-        [(problem.binary(f"z_{s}_{c}"), 1 + (7 * s + 3 * c) % 20, 1e4 + (s * 977 + c * 7919) % 89989) for c in range(40)]
-        for s in range(25)]
+        [
+            (
+                problem.binary(f"z_{s}_{c}"),
+                1 + (7 * s + 3 * c) % 20,
+                1e4 + (s * 977 + c * 7919) % 89989,
+            )
+            for c in range(40)
+        ]
+        for s in range(25)
+    ]
     for s, row in enumerate(rows):
         problem.require(weighted((z, 1.0) for z, _, _ in row) == 1, f"C1_{s}")
         problem.require(weighted((z, count * time) for z, count, time in row) <= pace, f"C3_{s}")
     problem.require(weighted((z, float(count)) for row in rows for z, count, _ in row) == 175, "C2")
-    problem.minimize(weighted([(pace, 10.0), *((z, count * time) for row in rows for z, count, time in row)]))
+    problem.minimize(
+        weighted([(pace, 10.0), *((z, count * time) for row in rows for z, count, time in row)])
+    )
     return problem
 
 
@@ -92,7 +114,9 @@ def test_a_point_found_before_the_time_ran_out_is_not_called_proven(monkeypatch)
 
     def cut_off(self, *arguments, **options):
         status = solve(self, *arguments, **options)
-        self.sol_status = pulp.LpSolutionIntegerFeasible  # what PuLP reports, with status Optimal, when the limit cut it off
+        self.sol_status = (
+            pulp.LpSolutionIntegerFeasible
+        )  # what PuLP reports, with status Optimal, when the limit cut it off
         return status
 
     monkeypatch.setattr(pulp.LpProblem, "solve", cut_off)

@@ -14,18 +14,25 @@ from parplan.profiles.errors import (
 )
 
 
-@pytest.mark.parametrize(("error", "exit_code"), [
-    pytest.param(PlannerError, 1, id="base"),
-    pytest.param(ConfigError, 2, id="config"),
-    pytest.param(InfeasibleError, 3, id="infeasible"),
-    pytest.param(SolverError, 4, id="solver"),
-])
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        pytest.param(PlannerError, 1, id="base"),
+        pytest.param(ConfigError, 2, id="config"),
+        pytest.param(InfeasibleError, 3, id="infeasible"),
+        pytest.param(SolverError, 4, id="solver"),
+    ],
+)
 def test_every_error_is_a_planner_error_with_its_exit_code(error, exit_code):
     raised = error("what was found", hint="one action")
 
     assert isinstance(raised, PlannerError)
     assert raised.exit_code == exit_code
-    assert (str(raised), raised.message, raised.hint) == ("what was found", "what was found", "one action")
+    assert (str(raised), raised.message, raised.hint) == (
+        "what was found",
+        "what was found",
+        "one action",
+    )
 
 
 def test_a_close_name_is_suggested():
@@ -50,11 +57,30 @@ def test_an_unknown_name_lists_the_known_ones_in_order_when_none_is_near():
     assert error.hint == "known: gpt-20b, llama2-7b"
 
 
-@pytest.mark.parametrize(("found", "suggested"), [
-    ("b800-80gb", None), ("h800-80gb", "h100-80gb"), ("rtx4090", None), ("mi300x", None), ("t4", None),
-    ("a100", "a100-40gb"), ("a100-8gb", "a100-80gb"), ("h100_80gb", "h100-80gb"), ("l4", "l4-24gb"),
-])
+@pytest.mark.parametrize(
+    ("found", "suggested"),
+    [
+        ("b800-80gb", None),
+        ("h800-80gb", "h100-80gb"),
+        ("rtx4090", None),
+        ("mi300x", None),
+        ("t4", None),
+        ("a100", "a100-40gb"),
+        ("a100-8gb", "a100-80gb"),
+        ("h100_80gb", "h100-80gb"),
+        ("l4", "l4-24gb"),
+    ],
+)
 def test_another_gpu_is_no_misspelling_of_one_that_is_known(found, suggested):
-    known = ("a100-40gb", "a100-80gb", "a800-80gb", "h100-80gb", "h200-141gb", "l4-24gb", "rtx3090-24gb", "v100-32gb")
+    known = (
+        "a100-40gb",
+        "a100-80gb",
+        "a800-80gb",
+        "h100-80gb",
+        "h200-141gb",
+        "l4-24gb",
+        "rtx3090-24gb",
+        "v100-32gb",
+    )
 
     assert did_you_mean(found, known) == (suggested and f"did you mean {suggested!r}?")

@@ -45,7 +45,11 @@ def test_both_signals_reach_the_handler():
 
 
 def test_a_sigterm_that_comes_at_once_again_is_the_same_one_and_a_ctrl_c_is_not(monkeypatch):
-    assert noticed(signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT) == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
+    assert noticed(signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT) == [
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGINT,
+    ]
 
     monkeypatch.setattr(interrupts, "REPEATED_S", 0.0)
     assert noticed(signal.SIGTERM, signal.SIGTERM) == [signal.SIGTERM, signal.SIGTERM]

@@ -1,4 +1,6 @@
-"""The shipped table of published training steps: every row is cited, and no cell contradicts another."""
+"""The shipped table of published training steps: every row is cited, and no cell contradicts
+another.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,96 @@ from importlib.resources import files
 import pytest
 
 COLUMNS = (
-    "id", "framework", "gpu", "n_gpus", "gpus_per_node", "interconnect", "model", "layers", "hidden", "heads", "kv_heads", "head_dim",
-    "ffn_hidden", "gated_ffn", "vocab", "seq_len", "global_batch", "micro_batch", "dp", "tp", "pp", "vpp", "cp", "ep", "experts", "top_k",
-    "moe_ffn_hidden", "sequence_parallel", "zero_stage", "recompute", "dtype", "step_time_s", "peak_memory_gib", "memory_kind",
-    "reserved_memory_gib", "notes", "citation")
+    "id",
+    "framework",
+    "gpu",
+    "n_gpus",
+    "gpus_per_node",
+    "interconnect",
+    "model",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn_hidden",
+    "gated_ffn",
+    "vocab",
+    "seq_len",
+    "global_batch",
+    "micro_batch",
+    "dp",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "experts",
+    "top_k",
+    "moe_ffn_hidden",
+    "sequence_parallel",
+    "zero_stage",
+    "recompute",
+    "dtype",
+    "step_time_s",
+    "peak_memory_gib",
+    "memory_kind",
+    "reserved_memory_gib",
+    "notes",
+    "citation",
+)
 COUNTS = (
-    "n_gpus", "gpus_per_node", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab", "seq_len", "global_batch",
-    "micro_batch", "dp", "tp", "pp", "vpp", "cp", "ep", "experts", "top_k", "moe_ffn_hidden")
+    "n_gpus",
+    "gpus_per_node",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn_hidden",
+    "vocab",
+    "seq_len",
+    "global_batch",
+    "micro_batch",
+    "dp",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "experts",
+    "top_k",
+    "moe_ffn_hidden",
+)
 MEASURED = ("step_time_s", "peak_memory_gib", "reserved_memory_gib")
 MEMORY_KINDS = {
-    "allocated", "allocated-last-stage", "active", "reserved", "nvidia-smi", "unspecified", "unspecified-last-stage", "out-of-memory"}
+    "allocated",
+    "allocated-last-stage",
+    "active",
+    "reserved",
+    "nvidia-smi",
+    "unspecified",
+    "unspecified-last-stage",
+    "out-of-memory",
+}
 ATTENTION = {"unfused", "flash1", "flash2", "cudnn", "sdpa", "te"}
 PEAK_FLOPS_PER_S = {  # dense 16-bit, datasheets; FP8 doubles it
-    "v100": 125e12, "a100": 312e12, "a800": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "gb200": 2500e12}
-CAPACITY_GIB = {"a100-40g": 40, "a100-80g": 80, "h100-80g": 80, "v100-32g": 32, "v100-16g": 16, "b200-180g": 180}
+    "v100": 125e12,
+    "a100": 312e12,
+    "a800": 312e12,
+    "h100": 989e12,
+    "h200": 989e12,
+    "b200": 2250e12,
+    "gb200": 2500e12,
+}
+CAPACITY_GIB = {
+    "a100-40g": 40,
+    "a100-80g": 80,
+    "h100-80g": 80,
+    "v100-32g": 32,
+    "v100-16g": 16,
+    "b200-180g": 180,
+}
 
 
 def _text() -> str:
@@ -44,7 +122,9 @@ def _source(row: dict[str, str]) -> str:
 
 
 def _notes(row: dict[str, str]) -> dict[str, str]:
-    return dict(note.split("=", 1) for note in row["notes"].split("; ") if re.match(r"[a-z_]+=", note))
+    return dict(
+        note.split("=", 1) for note in row["notes"].split("; ") if re.match(r"[a-z_]+=", note)
+    )
 
 
 def _faults(rows: list[dict[str, str]], holds) -> list[str]:
@@ -53,7 +133,11 @@ def _faults(rows: list[dict[str, str]], holds) -> list[str]:
 
 def _mesh_is_the_gpus(row: dict[str, str]) -> bool:
     degrees = [row[axis] for axis in ("dp", "tp", "pp")]
-    return not row["n_gpus"] or not all(degrees) or math.prod(map(int, [*degrees, row["cp"] or "1"])) == int(row["n_gpus"])
+    return (
+        not row["n_gpus"]
+        or not all(degrees)
+        or math.prod(map(int, [*degrees, row["cp"] or "1"])) == int(row["n_gpus"])
+    )
 
 
 def _batch_divides(row: dict[str, str]) -> bool:
@@ -62,21 +146,30 @@ def _batch_divides(row: dict[str, str]) -> bool:
 
 
 def _virtual_stages_divide(row: dict[str, str]) -> bool:
-    """The 126 layers of Llama 3.1 405B are split with the embedding and the head as one layer each."""
+    """The 126 layers of Llama 3.1 405B are split with the embedding and the head as one layer
+    each.
+    """
     layers = int(row["layers"]) + (2 if "405B" in row["model"] else 0)
     return row["vpp"] in ("", "1") or layers % (int(row["pp"]) * int(row["vpp"])) == 0
 
 
 def _hardware_utilization(row: dict[str, str]) -> float:
-    """FLOPs of the blocks' products (recomputed ones too) and the head, over what the devices could do in the step.
+    """FLOPs of the blocks' products (recomputed ones too) and the head, over what the devices could
+    do in the step.
 
     Causal attention counts half: what a kernel that skips the other half must do at least.
     """
-    layers, hidden, ffn, heads, head_dim = (int(row[name]) for name in ("layers", "hidden", "ffn_hidden", "heads", "head_dim"))
+    layers, hidden, ffn, heads, head_dim = (
+        int(row[name]) for name in ("layers", "hidden", "ffn_hidden", "heads", "head_dim")
+    )
     seq, batch, vocab = (int(row[name]) for name in ("seq_len", "global_batch", "vocab"))
-    weights = hidden * head_dim * 2 * (heads + int(row["kv_heads"])) + hidden * ffn * (3 if row["gated_ffn"] == "true" else 2)
+    weights = hidden * head_dim * 2 * (heads + int(row["kv_heads"])) + hidden * ffn * (
+        3 if row["gated_ffn"] == "true" else 2
+    )
     block = layers * (2 * weights + 2 * seq * heads * head_dim)
-    flops = batch * seq * (block * (4 if row["recompute"] == "full" else 3) + 3 * 2 * hidden * vocab)
+    flops = (
+        batch * seq * (block * (4 if row["recompute"] == "full" else 3) + 3 * 2 * hidden * vocab)
+    )
     peak = next(value for name, value in PEAK_FLOPS_PER_S.items() if row["gpu"].startswith(name))
     peak *= 2 if "fp8" in row["dtype"] or "float8" in row["dtype"] else 1
     return flops / (float(row["step_time_s"]) * int(row["n_gpus"]) * peak)
@@ -107,16 +200,55 @@ def test_every_row_says_where_it_was_published():
 
 
 def test_numbers_are_numbers_in_the_unit_of_their_column():
-    assert _faults(ROWS, lambda row: all(re.fullmatch(r"[1-9]\d*|", row[name]) for name in COUNTS)) == []
-    assert _faults(ROWS, lambda row: all(not row[name] or 0 < float(row[name]) < math.inf for name in MEASURED)) == []
+    assert (
+        _faults(ROWS, lambda row: all(re.fullmatch(r"[1-9]\d*|", row[name]) for name in COUNTS))
+        == []
+    )
+    assert (
+        _faults(
+            ROWS,
+            lambda row: all(not row[name] or 0 < float(row[name]) < math.inf for name in MEASURED),
+        )
+        == []
+    )
     assert _faults(ROWS, lambda row: row["zero_stage"] in ("", "0", "1", "2", "3")) == []
-    assert _faults(ROWS, lambda row: {row["sequence_parallel"], row["gated_ffn"]} <= {"", "true", "false"}) == []
+    assert (
+        _faults(
+            ROWS, lambda row: {row["sequence_parallel"], row["gated_ffn"]} <= {"", "true", "false"}
+        )
+        == []
+    )
 
 
 def test_every_measured_value_is_of_a_known_kind():
-    assert _faults(ROWS, lambda row: row["memory_kind"] in MEMORY_KINDS or not (row["memory_kind"] or row["peak_memory_gib"])) == []
-    assert _faults(ROWS, lambda row: bool(row["peak_memory_gib"]) == (row["memory_kind"] not in ("", "out-of-memory"))) == []
-    assert _faults(TIMED, lambda row: re.match(r"measured|derived from (tokens/s|TFLOP/s|MFU)", _notes(row)["time"])) == []
+    assert (
+        _faults(
+            ROWS,
+            lambda row: (
+                row["memory_kind"] in MEMORY_KINDS
+                or not (row["memory_kind"] or row["peak_memory_gib"])
+            ),
+        )
+        == []
+    )
+    assert (
+        _faults(
+            ROWS,
+            lambda row: (
+                bool(row["peak_memory_gib"]) == (row["memory_kind"] not in ("", "out-of-memory"))
+            ),
+        )
+        == []
+    )
+    assert (
+        _faults(
+            TIMED,
+            lambda row: re.match(
+                r"measured|derived from (tokens/s|TFLOP/s|MFU)", _notes(row)["time"]
+            ),
+        )
+        == []
+    )
     assert _faults(ROWS, lambda row: _notes(row).get("attention", "unfused") in ATTENTION) == []
 
 
@@ -128,14 +260,26 @@ def test_a_run_out_of_memory_has_neither_time_nor_memory():
 
 
 def test_every_other_row_has_a_measured_value():
-    assert _faults(ROWS, lambda row: row["step_time_s"] or row["peak_memory_gib"] or row["memory_kind"] == "out-of-memory") == []
+    assert (
+        _faults(
+            ROWS,
+            lambda row: (
+                row["step_time_s"]
+                or row["peak_memory_gib"]
+                or row["memory_kind"] == "out-of-memory"
+            ),
+        )
+        == []
+    )
 
 
 def test_times_of_launch_bound_models_are_not_kept():
     tiny = [row for row in ROWS if row["hidden"] == "512" and "weekly" not in row["id"]]
 
     assert len(tiny) >= 40
-    assert _faults(tiny, lambda row: not row["step_time_s"] and "launch-bound" in row["notes"]) == []
+    assert (
+        _faults(tiny, lambda row: not row["step_time_s"] and "launch-bound" in row["notes"]) == []
+    )
 
 
 @pytest.mark.parametrize("holds", [_mesh_is_the_gpus, _batch_divides, _virtual_stages_divide])
@@ -147,11 +291,28 @@ def test_heads_and_dimensions_agree():
     stated = [row for row in ROWS if row["heads"] and row["kv_heads"]]
 
     assert _faults(stated, lambda row: int(row["heads"]) % int(row["kv_heads"]) == 0) == []
-    assert _faults([row for row in stated if row["tp"]], lambda row: int(row["heads"]) % int(row["tp"]) == 0) == []
+    assert (
+        _faults(
+            [row for row in stated if row["tp"]],
+            lambda row: int(row["heads"]) % int(row["tp"]) == 0,
+        )
+        == []
+    )
 
 
 def test_no_step_is_faster_than_the_devices_can_be():
-    needed = ("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "seq_len", "global_batch", "vocab", "n_gpus")
+    needed = (
+        "layers",
+        "hidden",
+        "ffn_hidden",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "seq_len",
+        "global_batch",
+        "vocab",
+        "n_gpus",
+    )
     dense = [row for row in TIMED if not row["experts"] and all(row[name] for name in needed)]
 
     assert len(dense) >= 400
@@ -160,18 +321,33 @@ def test_no_step_is_faster_than_the_devices_can_be():
 
 
 def test_no_peak_is_above_the_memory_of_its_device():
-    known = [(row, gib) for row in ROWS for name, gib in CAPACITY_GIB.items() if row["gpu"].startswith(name) and row["peak_memory_gib"]]
+    known = [
+        (row, gib)
+        for row in ROWS
+        for name, gib in CAPACITY_GIB.items()
+        if row["gpu"].startswith(name) and row["peak_memory_gib"]
+    ]
 
     assert len(known) >= 200
     assert [row["id"] for row, gib in known if float(row["peak_memory_gib"]) > gib] == []
     reserved = [row for row in ROWS if row["reserved_memory_gib"]]
-    assert _faults(reserved, lambda row: float(row["reserved_memory_gib"]) >= float(row["peak_memory_gib"])) == []
+    assert (
+        _faults(
+            reserved, lambda row: float(row["reserved_memory_gib"]) >= float(row["peak_memory_gib"])
+        )
+        == []
+    )
 
 
 def test_whole_grids_of_one_model_are_there_to_judge_rankings():
     grids = Counter(
-        tuple(row[name] for name in ("gpu", "layers", "hidden", "heads", "n_gpus", "global_batch", "seq_len")) for row in TIMED
-        if _source(row) == "vtrain")
+        tuple(
+            row[name]
+            for name in ("gpu", "layers", "hidden", "heads", "n_gpus", "global_batch", "seq_len")
+        )
+        for row in TIMED
+        if _source(row) == "vtrain"
+    )
 
     assert sum(count >= 8 for count in grids.values()) >= 6
 
@@ -180,10 +356,23 @@ def test_what_the_authors_published_apart_from_the_table_is_filled_in():
     filled = {row["id"]: (row["micro_batch"], row["vpp"]) for row in ROWS if _source(row) == "sc21"}
 
     assert filled == {
-        "sc21-1.7B": ("16", "1"), "sc21-7.5B": ("16", "1"), "sc21-39.1B": ("4", "1"), "sc21-145.6B": ("2", "2"), "sc21-529.6B": ("1", "3")}
+        "sc21-1.7B": ("16", "1"),
+        "sc21-7.5B": ("16", "1"),
+        "sc21-39.1B": ("4", "1"),
+        "sc21-145.6B": ("2", "2"),
+        "sc21-529.6B": ("1", "3"),
+    }
     assert {_notes(row)["attention"] for row in ROWS if _source(row) == "mpt"} == {"flash1"}
     assert {row["zero_stage"] for row in ROWS if _source(row) == "bs1b3"} == {"1"}
 
 
 def test_rows_that_contradict_themselves_are_left_out():
-    assert _faults(ROWS, lambda row: not re.search(r"INCONSISTENT|STALE|lora", row["notes"] + row["id"], re.IGNORECASE)) == []
+    assert (
+        _faults(
+            ROWS,
+            lambda row: (
+                not re.search(r"INCONSISTENT|STALE|lora", row["notes"] + row["id"], re.IGNORECASE)
+            ),
+        )
+        == []
+    )

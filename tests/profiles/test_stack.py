@@ -1,4 +1,6 @@
-"""What a software stack changes of a price: slower kernels, the host, what is hidden, how transfers are cut, networks."""
+"""What a software stack changes of a price: slower kernels, the host, what is hidden, how transfers
+are cut, networks.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,20 @@ TP8 = Sharding(8)
 
 def block_time(stack=NO_HOST, sharding=TP8, machine=MACHINE, batch=4, recompute=()):
     training = replace(TRAINING, stack=stack)
-    return price_operators(build_graph(GPT, training, batch).block, sharding, machine, training).time(recompute)
+    return price_operators(
+        build_graph(GPT, training, batch).block, sharding, machine, training
+    ).time(recompute)
 
 
-def operator(name, *, training=TRAINING, machine=MACHINE, model=GPT, kind=LayerKind.BLOCK, sharding=TP8):
-    return operator_time(build_graph(model, training, 4).layer_class(kind).operator(name), sharding, machine, training)
+def operator(
+    name, *, training=TRAINING, machine=MACHINE, model=GPT, kind=LayerKind.BLOCK, sharding=TP8
+):
+    return operator_time(
+        build_graph(model, training, 4).layer_class(kind).operator(name),
+        sharding,
+        machine,
+        training,
+    )
 
 
 def term(value):
@@ -83,8 +94,12 @@ def test_a_layer_is_as_slow_as_the_host_launches_it_and_never_slower_than_both()
     bound = block_time(host)
     operators = len(build_graph(GPT, TRAINING, 4).block.operators)
 
-    assert bound.forward_s == pytest.approx(operators + 2)  # a reduction after each row-parallel product
-    assert bound.backward_s == pytest.approx(operators + 4 + 2)  # both gradients of four products, two reductions
+    assert bound.forward_s == pytest.approx(
+        operators + 2
+    )  # a reduction after each row-parallel product
+    assert bound.backward_s == pytest.approx(
+        operators + 4 + 2
+    )  # both gradients of four products, two reductions
     assert block_time(host, recompute=("norm1", "activation")).recompute_s == pytest.approx(2.0)
 
 
@@ -96,13 +111,19 @@ def test_input_gradients_are_reduced_under_the_weight_gradient_where_the_stack_d
     waiting, hidden = block_time(), block_time(replace(NO_HOST, async_tensor_parallel=True))
 
     assert hidden.tp_forward == waiting.tp_forward
-    assert CONTENTION * waiting.tp_backward.value_s <= hidden.tp_backward.value_s < 0.5 * waiting.tp_backward.value_s
+    assert (
+        CONTENTION * waiting.tp_backward.value_s
+        <= hidden.tp_backward.value_s
+        < 0.5 * waiting.tp_backward.value_s
+    )
 
 
 def test_across_nodes_only_what_the_weight_gradient_takes_is_hidden():
     slow = machine_for(replace(CLUSTER, nic=replace(CLUSTER.nic, bytes_per_s=1e9)), Terms())
     waiting, hidden = (
-        block_time(stack, Sharding(16), slow) for stack in (NO_HOST, replace(NO_HOST, async_tensor_parallel=True)))
+        block_time(stack, Sharding(16), slow)
+        for stack in (NO_HOST, replace(NO_HOST, async_tensor_parallel=True))
+    )
     saved_s = waiting.tp_backward.value_s - hidden.tp_backward.value_s
 
     assert 0 < saved_s < hidden.backward.value_s / 2 < waiting.tp_backward.value_s
@@ -110,51 +131,84 @@ def test_across_nodes_only_what_the_weight_gradient_takes_is_hidden():
 
 def test_sequence_parallel_gathers_and_reductions_run_under_their_products_where_the_stack_does_so():
     sharding = Sharding(8, True)
-    waiting, hidden = block_time(sharding=sharding), block_time(replace(NO_HOST, overlap_tensor_parallel=True), sharding=sharding)
+    waiting, hidden = (
+        block_time(sharding=sharding),
+        block_time(replace(NO_HOST, overlap_tensor_parallel=True), sharding=sharding),
+    )
 
-    for before, after in ((waiting.tp_forward, hidden.tp_forward), (waiting.tp_backward, hidden.tp_backward)):
+    for before, after in (
+        (waiting.tp_forward, hidden.tp_forward),
+        (waiting.tp_backward, hidden.tp_backward),
+    ):
         assert CONTENTION * before.value_s <= after.value_s < 0.6 * before.value_s
     assert hidden.forward == waiting.forward
-    assert block_time(replace(NO_HOST, overlap_tensor_parallel=True)) == block_time()  # without sequence parallelism nothing changes
+    assert (
+        block_time(replace(NO_HOST, overlap_tensor_parallel=True)) == block_time()
+    )  # without sequence parallelism nothing changes
 
 
 @pytest.mark.parametrize(("virtual_stages", "share"), [(1, 1.0), (2, CONTENTION)])
 def test_transfers_are_hidden_under_the_interleaved_schedule_only(virtual_stages, share):
     schedule = Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B
     layout = ParallelLayout(
-        mesh=Mesh(pp=4, dp=1, tp=8), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=4, num_micro_batches=8,
-        sequence_parallel=True)
+        mesh=Mesh(pp=4, dp=1, tp=8),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        micro_batch_size=4,
+        num_micro_batches=8,
+        sequence_parallel=True,
+    )
 
     def seconds(stack, machine=MACHINE):
-        return transfer_time(0, layout, PriceCache(GPT, replace(TRAINING, stack=stack), machine)).value_s
+        return transfer_time(
+            0, layout, PriceCache(GPT, replace(TRAINING, stack=stack), machine)
+        ).value_s
 
-    hidden, measured = replace(NO_HOST, overlap_transfers=True), replace(MACHINE, profile=replace(MACHINE.profile, contention=0.5))
+    hidden, measured = (
+        replace(NO_HOST, overlap_transfers=True),
+        replace(MACHINE, profile=replace(MACHINE.profile, contention=0.5)),
+    )
     assert seconds(hidden) == pytest.approx(share * seconds(NO_HOST))
-    assert seconds(hidden, measured) == pytest.approx((share if share == 1.0 else 0.5) * seconds(NO_HOST))
+    assert seconds(hidden, measured) == pytest.approx(
+        (share if share == 1.0 else 0.5) * seconds(NO_HOST)
+    )
 
 
 def transfer(stack, *, sequence_parallel=False, crosses_nodes=True):
     price_cache = PriceCache(GPT, replace(TRAINING, stack=stack), MACHINE)
-    return price_cache.transfer(4, Sharding(8, sequence_parallel), crosses_nodes=crosses_nodes, sharing=8).value_s
+    return price_cache.transfer(
+        4, Sharding(8, sequence_parallel), crosses_nodes=crosses_nodes, sharing=8
+    ).value_s
 
 
 def test_partitioned_transfers_send_a_part_a_rank_and_gather_it_inside_the_node():
     boundary = build_graph(GPT, TRAINING, 4).block.input.num_bytes
     whole, parted = transfer(NO_HOST), transfer(replace(NO_HOST, partitioned_transfers=True))
-    gathered = collective_time(Collective.ALL_GATHER, boundary, place(Mesh(pp=1, dp=1, tp=8), Axis.TP, 8), MACHINE).value_s
+    gathered = collective_time(
+        Collective.ALL_GATHER, boundary, place(Mesh(pp=1, dp=1, tp=8), Axis.TP, 8), MACHINE
+    ).value_s
 
     assert parted - gathered == pytest.approx(whole / 8, rel=0.01)
-    assert transfer(NO_HOST, sequence_parallel=True) == pytest.approx(parted - gathered)  # already a part, nothing to gather
+    assert transfer(NO_HOST, sequence_parallel=True) == pytest.approx(
+        parted - gathered
+    )  # already a part, nothing to gather
 
 
 def test_a_stack_whose_transfers_reach_a_share_of_the_link_takes_as_much_longer():
     whole = transfer(NO_HOST, crosses_nodes=False)
 
-    assert transfer(replace(NO_HOST, transfer_share=0.02), crosses_nodes=False) == pytest.approx(50 * whole, rel=0.05)
+    assert transfer(replace(NO_HOST, transfer_share=0.02), crosses_nodes=False) == pytest.approx(
+        50 * whole, rel=0.05
+    )
 
 
 def test_an_older_attention_kernel_is_as_much_slower_as_the_device_says_and_an_unknown_one_is_not():
-    compute = replace(MACHINE.profile.compute, flash_kernels={FlashKernel.FLASH1: FlashSpeed(forward=0.5, backward=0.25, source="made up")})
+    compute = replace(
+        MACHINE.profile.compute,
+        flash_kernels={
+            FlashKernel.FLASH1: FlashSpeed(forward=0.5, backward=0.25, source="made up")
+        },
+    )
     machine = replace(MACHINE, profile=replace(MACHINE.profile, compute=compute))
 
     def attention(kernel):
@@ -167,11 +221,21 @@ def test_an_older_attention_kernel_is_as_much_slower_as_the_device_says_and_an_u
     assert new == operator("attention", machine=machine)
 
 
-@pytest.mark.parametrize(("stack", "device", "kernel"), [
-    ("megatron-core", "h100-80gb", "cudnn"), ("megatron-core", "a100-80gb", "flash2"), ("megatron-core", "l4-24gb", "flash2"),
-    ("megatron-core", "v100-32gb", None), ("torchtitan", "b200-180gb", "cudnn"), ("torchtitan", "h100-80gb", "flash2"),
-    ("torchtitan", "v100-32gb", "efficient"), ("parplan", "v100-16gb", "efficient"), ("fsdp1", "a100-80gb", "flash1"),
-    ("nanotron", "v100-32gb", None)])
+@pytest.mark.parametrize(
+    ("stack", "device", "kernel"),
+    [
+        ("megatron-core", "h100-80gb", "cudnn"),
+        ("megatron-core", "a100-80gb", "flash2"),
+        ("megatron-core", "l4-24gb", "flash2"),
+        ("megatron-core", "v100-32gb", None),
+        ("torchtitan", "b200-180gb", "cudnn"),
+        ("torchtitan", "h100-80gb", "flash2"),
+        ("torchtitan", "v100-32gb", "efficient"),
+        ("parplan", "v100-16gb", "efficient"),
+        ("fsdp1", "a100-80gb", "flash1"),
+        ("nanotron", "v100-32gb", None),
+    ],
+)
 def test_a_device_gets_the_newest_fused_kernel_of_the_stack_that_it_can_run(stack, device, kernel):
     capability = load_cluster(device).device.compute_capability
 
@@ -181,14 +245,23 @@ def test_a_device_gets_the_newest_fused_kernel_of_the_stack_that_it_can_run(stac
 def test_where_the_stack_has_no_fused_kernel_for_the_device_it_runs_un_fused_attention():
     stack = load_stack("megatron-core")
 
-    assert (stack.attention_on(7.0), stack.attention_on(8.0), stack.attention_on(None)) == ("unfused", "flash", "flash")
+    assert (stack.attention_on(7.0), stack.attention_on(8.0), stack.attention_on(None)) == (
+        "unfused",
+        "flash",
+        "flash",
+    )
 
 
 def test_fused_attention_that_the_device_cannot_run_is_an_error():
     machine = machine_for(with_gpus(load_cluster("v100-32gb"), 8), Terms())
 
-    with pytest.raises(ConfigError, match=r"no fused attention for v100-32gb of compute capability 7\.0 .*flash2 from 8") as error:
-        PriceCache(GPT, replace(TRAINING, precision="fp16", stack=load_stack("megatron-core")), machine)
+    with pytest.raises(
+        ConfigError,
+        match=r"no fused attention for v100-32gb of compute capability 7\.0 .*flash2 from 8",
+    ) as error:
+        PriceCache(
+            GPT, replace(TRAINING, precision="fp16", stack=load_stack("megatron-core")), machine
+        )
     assert error.value.hint == "use --attention unfused"
 
 
@@ -200,12 +273,20 @@ def test_every_packaged_gpu_says_its_compute_capability(name):
 
 
 def test_gradients_that_another_kernel_adds_cost_their_reads_and_writes():
-    fused, apart = (replace(TRAINING, stack=replace(NO_HOST, fused_accumulation=value)) for value in (True, False))
-    added_s = operator("fc1", training=apart).backward.value_s - operator("fc1", training=fused).backward.value_s
+    fused, apart = (
+        replace(TRAINING, stack=replace(NO_HOST, fused_accumulation=value))
+        for value in (True, False)
+    )
+    added_s = (
+        operator("fc1", training=apart).backward.value_s
+        - operator("fc1", training=fused).backward.value_s
+    )
     weight = TP8.parameter_elements(build_graph(GPT, TRAINING, 4).block.operator("fc1"))
 
     assert operator("fc1", training=apart).forward == operator("fc1", training=fused).forward
-    assert 0 < added_s < 2 * 10 * weight / CLUSTER.device.memory_bytes_per_s  # 2 bytes read, 4 read and 4 written
+    assert (
+        0 < added_s < 2 * 10 * weight / CLUSTER.device.memory_bytes_per_s
+    )  # 2 bytes read, 4 read and 4 written
 
 
 def test_a_stack_may_share_the_terms_of_another():
@@ -219,10 +300,19 @@ def test_a_vocabulary_with_an_odd_part_slows_the_head():
     even, odd = (replace(GPT, vocab_size=size, vocab_multiple=1) for size in (50256, 50257))
 
     def head(model):
-        return operator("lm_head", model=model, kind=LayerKind.HEAD, sharding=Sharding()).forward.value_s
+        return operator(
+            "lm_head", model=model, kind=LayerKind.HEAD, sharding=Sharding()
+        ).forward.value_s
 
     assert head(odd) == pytest.approx(MISALIGNED[2] * head(even), rel=0.01)
-    assert [misaligned(n) for n in (16, 32, 8, 4, 2, 1)] == [1.0, 1.0, MISALIGNED[8], MISALIGNED[4], MISALIGNED[2], MISALIGNED[2]]
+    assert [misaligned(n) for n in (16, 32, 8, 4, 2, 1)] == [
+        1.0,
+        1.0,
+        MISALIGNED[8],
+        MISALIGNED[4],
+        MISALIGNED[2],
+        MISALIGNED[2],
+    ]
 
 
 def test_fp8_products_are_faster_than_16_bit_ones_but_not_twice_and_the_head_stays():
@@ -230,7 +320,10 @@ def test_fp8_products_are_faster_than_16_bit_ones_but_not_twice_and_the_head_sta
     fp8 = replace(TRAINING, fp8_matmuls=True)
 
     def times(name, kind=LayerKind.BLOCK):
-        return (operator(name, training=training, machine=machine, kind=kind, sharding=Sharding()) for training in (TRAINING, fp8))
+        return (
+            operator(name, training=training, machine=machine, kind=kind, sharding=Sharding())
+            for training in (TRAINING, fp8)
+        )
 
     for name in ("qkv", "fc1", "fc2"):
         before, after = times(name)
@@ -256,7 +349,9 @@ def test_a_networks_fitted_share_replaces_that_of_its_device():
     n_bytes = 10**9
     assert slow.profile.inter.nic_share == 0.1
     assert collective_time(Collective.ALL_REDUCE, n_bytes, across, slow).value_s == pytest.approx(
-        share / 0.1 * collective_time(Collective.ALL_REDUCE, n_bytes, across, MACHINE).value_s, rel=0.01)
+        share / 0.1 * collective_time(Collective.ALL_REDUCE, n_bytes, across, MACHINE).value_s,
+        rel=0.01,
+    )
 
 
 def test_a_source_that_is_held_out_reads_the_terms_of_the_fit_without_it():
@@ -267,8 +362,15 @@ def test_a_source_that_is_held_out_reads_the_terms_of_the_fit_without_it():
     assert terms.of_stack(NEUTRAL, "another").kernel_slowdown == 1.1
 
 
-@pytest.mark.parametrize("field", [
-    {"kernel_slowdown": 0.5}, {"host_operator_s": -1.0}, {"transfer_share": 0.0}, {"attention": "flush"}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"kernel_slowdown": 0.5},
+        {"host_operator_s": -1.0},
+        {"transfer_share": 0.0},
+        {"attention": "flush"},
+    ],
+)
 def test_a_stack_with_an_impossible_term_is_an_error(field):
     with pytest.raises(ConfigError):
         Stack(**field)

@@ -1,4 +1,6 @@
-"""The trace as Perfetto reads it: complete events in order, named processes and threads, predicted beside measured."""
+"""The trace as Perfetto reads it: complete events in order, named processes and threads, predicted
+beside measured.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,21 @@ PLAN = {"pp": 2, "dp": 2}
 
 
 def parsed(text: str) -> tuple[dict[int, str], dict[tuple[int, int], str], list[dict]]:
-    """Processes and threads by their ids, and the complete events, as the trace event format says."""
+    """Processes and threads by their ids, and the complete events, as the trace event format
+    says.
+    """
     events = json.loads(text)["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
     assert {e["ph"] for e in events} == {"M", "X"}
     assert all(isinstance(e["pid"], int) and isinstance(e["tid"], int) for e in events)
     complete = [e for e in events if e["ph"] == "X"]
-    assert all(e["ts"] >= -1e-3 and e["dur"] >= 0 and e["args"]["seconds"] == pytest.approx(e["dur"] / 1e6) for e in complete)
+    assert all(
+        e["ts"] >= -1e-3 and e["dur"] >= 0 and e["args"]["seconds"] == pytest.approx(e["dur"] / 1e6)
+        for e in complete
+    )
     assert [e["ts"] for e in complete] == sorted(e["ts"] for e in complete)
     return processes, threads, complete
 
@@ -35,12 +44,26 @@ def test_every_rank_shows_the_predicted_and_the_measured_step():
 
     processes, threads, events = parsed(trace_json(trace_ranks(run)))
 
-    assert processes == {0: "rank 0: pp 0 dp 0 tp 0", 1: "rank 1: pp 0 dp 1 tp 0", 2: "rank 2: pp 1 dp 0 tp 0", 3: "rank 3: pp 1 dp 1 tp 0"}
-    assert threads == {(pid, tid): name for pid in range(4) for tid, name in enumerate(("predicted", "measured"))}
+    assert processes == {
+        0: "rank 0: pp 0 dp 0 tp 0",
+        1: "rank 1: pp 0 dp 1 tp 0",
+        2: "rank 2: pp 1 dp 0 tp 0",
+        3: "rank 3: pp 1 dp 1 tp 0",
+    }
+    assert threads == {
+        (pid, tid): name for pid in range(4) for tid, name in enumerate(("predicted", "measured"))
+    }
     names = [[e["name"] for e in events if (e["pid"], e["tid"]) == (2, tid)] for tid in (0, 1)]
     assert names[0] == names[1]
     assert {"F1.0", "F1.3", "B1.0", "B1.3", "optimizer"} <= set(names[0])
-    seconds = [[e["args"]["seconds"] for e in events if (e["pid"], e["tid"], e["name"]) == (2, tid, "F1.2")] for tid in (0, 1)]
+    seconds = [
+        [
+            e["args"]["seconds"]
+            for e in events
+            if (e["pid"], e["tid"], e["name"]) == (2, tid, "F1.2")
+        ]
+        for tid in (0, 1)
+    ]
     assert seconds[1][0] > 1.5 * seconds[0][0]
 
 
@@ -53,7 +76,9 @@ def test_a_recompute_ahead_is_shown_by_itself():
     recomputes = {e["name"]: e for e in first if e["cat"] == "R"}
     assert set(recomputes) == {"R0.3"}
     backward = {e["name"]: e["args"]["seconds"] for e in first if e["cat"] == "B"}
-    assert recomputes["R0.3"]["args"]["seconds"] == pytest.approx(backward["B0.2"] - backward["B0.3"])
+    assert recomputes["R0.3"]["args"]["seconds"] == pytest.approx(
+        backward["B0.2"] - backward["B0.3"]
+    )
 
 
 def test_events_of_a_thread_do_not_overlap_and_say_where_they_are_from():

@@ -1,4 +1,6 @@
-"""What people read of a plan: every width keeps every number, alike stages are one row, text is the same off a terminal."""
+"""What people read of a plan: every width keeps every number, alike stages are one row, text is the
+same off a terminal.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,25 @@ from parplan.report.text import FIXED_WIDTH, aligned, console, gib_text, joined,
 
 
 def estimated(
-    pp: int = 4, dp: int = 2, tp: int = 2, *, virtual_stages: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B, **choices: object,
+    pp: int = 4,
+    dp: int = 2,
+    tp: int = 2,
+    *,
+    virtual_stages: int = 1,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    **choices: object,
 ) -> Plan:
-    asked = question(Asked(model="gpt-20b", gpus=pp * dp * tp, gpu="a100-80gb", gpus_per_node=pp * dp * tp))
+    asked = question(
+        Asked(model="gpt-20b", gpus=pp * dp * tp, gpu="a100-80gb", gpus_per_node=pp * dp * tp)
+    )
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=1,
-        num_micro_batches=1024 // dp, sequence_parallel=tp > 1)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        micro_batch_size=1,
+        num_micro_batches=1024 // dp,
+        sequence_parallel=tp > 1,
+    )
     return estimate_plan(asked.model, asked.cluster, asked.training, layout, **choices)
 
 
@@ -61,7 +76,13 @@ def text_of(plan: Plan, width: int, **context: object) -> str:
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_no_line_is_wider_than_the_terminal(plan, width):
-    assumed = ("--gpu a100-80gb", "--gpus-per-node 8", "--global-batch-size 1024 (the model's)", "--precision bf16", "--memory-margin 0.08")
+    assumed = (
+        "--gpu a100-80gb",
+        "--gpus-per-node 8",
+        "--global-batch-size 1024 (the model's)",
+        "--precision bf16",
+        "--memory-margin 0.08",
+    )
     text = text_of(plan, width, assumed=assumed)
 
     assert max(map(len, text.splitlines())) <= width
@@ -73,8 +94,18 @@ def test_every_number_of_the_memory_table_is_whole_at_every_width(plan, width):
 
     for memory in plan.predicted.memory_gib:
         row = next(line for line in text.splitlines() if re.match(rf"  {memory.stage} ", line))
-        assert row.split()[-7:] == [f"{getattr(memory, name):.1f}" for name in (
-            "parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total")]
+        assert row.split()[-7:] == [
+            f"{getattr(memory, name):.1f}"
+            for name in (
+                "parameters",
+                "gradients",
+                "optimizer",
+                "activations",
+                "temporaries",
+                "reserve",
+                "total",
+            )
+        ]
 
 
 def test_the_text_is_ascii_without_trailing_blanks(plan):
@@ -99,7 +130,9 @@ def test_the_facts_of_a_plan_are_in_its_summary(plan):
     assert "stage 0, the fullest;" in text
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Kind.ANALYTIC, True), (Kind.INTERPOLATED, True), (Kind.MEASURED, False)])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Kind.ANALYTIC, True), (Kind.INTERPOLATED, True), (Kind.MEASURED, False)]
+)
 def test_a_price_says_that_it_is_not_a_measurement(plan, kind, said):
     predicted = replace(plan.predicted, step_time_s=replace(plan.predicted.step_time_s, kind=kind))
 
@@ -107,7 +140,10 @@ def test_a_price_says_that_it_is_not_a_measurement(plan, kind, said):
 
 
 def with_band(plan: Plan, time: float, memory: float, rows: int = 700) -> Plan:
-    band = ErrorBand(time=Band(share=time, rows=rows, stack="mine"), memory=Band(share=memory, rows=30, stack="all"))
+    band = ErrorBand(
+        time=Band(share=time, rows=rows, stack="mine"),
+        memory=Band(share=memory, rows=30, stack="all"),
+    )
     return replace(plan, predicted=replace(plan.predicted, error_band=band))
 
 
@@ -116,7 +152,10 @@ def test_the_error_band_stands_beside_step_and_memory_and_says_what_it_rests_on(
 
     assert re.search(r"  step +[\d,.]+ s \+- 4 % \(\w+\) ", text)
     assert re.search(r"  memory +[\d,.]+ GiB \(\+- 0\.5 %\) of 79\.2 ", text)
-    assert "+-: eight in ten of 1,234 measured steps, whose fit had not seen them, were within it\n" in text
+    assert (
+        "+-: eight in ten of 1,234 measured steps, whose fit had not seen them, were within it\n"
+        in text
+    )
     assert "band unknown" not in text
 
 
@@ -127,10 +166,13 @@ def test_a_device_without_measurements_has_no_band_and_says_so(plan):
     assert "band unknown: no measured steps on this device\n" in text
 
 
-@pytest.mark.parametrize(("attention", "overlap", "said"), [
-    (AttentionKernel.FLASH, True, "mine flash (flash3) attention, gradient reduction hidden"),
-    (AttentionKernel.UNFUSED, False, "mine unfused attention, gradient reduction not hidden"),
-])
+@pytest.mark.parametrize(
+    ("attention", "overlap", "said"),
+    [
+        (AttentionKernel.FLASH, True, "mine flash (flash3) attention, gradient reduction hidden"),
+        (AttentionKernel.UNFUSED, False, "mine unfused attention, gradient reduction not hidden"),
+    ],
+)
 def test_the_stack_and_what_it_does_are_in_the_summary(plan, attention, overlap, said):
     stack = Stack(name="mine", flash_kernels=(AvailableKernel(kernel="flash3"),))
     training = replace(plan.training, stack=stack, attention=attention, overlap_grad_reduce=overlap)
@@ -138,16 +180,23 @@ def test_the_stack_and_what_it_does_are_in_the_summary(plan, attention, overlap,
     assert f"stack {said} step" in " ".join(text_of(replace(plan, training=training), 120).split())
 
 
-@pytest.mark.parametrize(("status", "interrupted", "said"), [
-    (Status.OPTIMAL, False, "gap 2.0 %"),
-    (Status.FEASIBLE, False, "stopped early; "),
-    (Status.FEASIBLE, True, "stopped early (Ctrl-C); "),
-    (Status.ESTIMATE, False, "nothing"),
-])
+@pytest.mark.parametrize(
+    ("status", "interrupted", "said"),
+    [
+        (Status.OPTIMAL, False, "gap 2.0 %"),
+        (Status.FEASIBLE, False, "stopped early; "),
+        (Status.FEASIBLE, True, "stopped early (Ctrl-C); "),
+        (Status.ESTIMATE, False, "nothing"),
+    ],
+)
 def test_what_was_proven_is_said(plan, status, interrupted, said):
     plan = replace(plan, search=replace(plan.search, status=status, gap=0.02))
 
-    line = next(line for line in text_of(plan, 120, interrupted=interrupted, elapsed_s=1.26).splitlines() if "proven" in line)
+    line = next(
+        line
+        for line in text_of(plan, 120, interrupted=interrupted, elapsed_s=1.26).splitlines()
+        if "proven" in line
+    )
 
     assert said in line
     assert (", 1.3 s" in line) is (status is not Status.ESTIMATE)
@@ -157,39 +206,65 @@ def test_runners_up_say_how_much_slower_they_are(plan):
     step_s = plan.predicted.step_time_s.value
     others = tuple(
         RunnerUp(
-            mesh=plan.mesh, pipeline=plan.pipeline, sequence_parallel=False, peak_memory_gib=10.0 + n, redundancy_gib=5.0,
-            step_time_s=Quantity(value=step_s * (1 + n / 100), kind=Kind.ANALYTIC))
-        for n in range(1, 6))
+            mesh=plan.mesh,
+            pipeline=plan.pipeline,
+            sequence_parallel=False,
+            peak_memory_gib=10.0 + n,
+            redundancy_gib=5.0,
+            step_time_s=Quantity(value=step_s * (1 + n / 100), kind=Kind.ANALYTIC),
+        )
+        for n in range(1, 6)
+    )
     plan = replace(plan, search=replace(plan.search, runners_up=others))
     lean = replace(plan, search=replace(plan.search, objective=Objective.MEMORY))
 
-    assert re.search(r"also .*\(\+1\.0 %\)  11\.0 GiB  pp 4 x dp 2 x tp 2, 1F1B", text_of(plan, 120))
+    assert re.search(
+        r"also .*\(\+1\.0 %\)  11\.0 GiB  pp 4 x dp 2 x tp 2, 1F1B", text_of(plan, 120)
+    )
     assert "(+2.0 %)" not in text_of(plan, 120)  # the short form names the best of each mesh
     assert "(+5.0 %)" in text_of(plan, 120, whole=True)
     assert "11.0 GiB, 5.00 redundant" in text_of(lean, 120)
 
 
 def tied(plan: Plan, *others: tuple[float, float, bool]) -> Plan:
-    """The plan with runners-up of these slowdowns and shares of its memory, inside the error band or not."""
-    step_s, peak = plan.predicted.step_time_s.value, max(memory.total for memory in plan.predicted.memory_gib)
+    """The plan with runners-up of these slowdowns and shares of its memory, inside the error band
+    or not.
+    """
+    step_s, peak = (
+        plan.predicted.step_time_s.value,
+        max(memory.total for memory in plan.predicted.memory_gib),
+    )
     runners_up = tuple(
         RunnerUp(
-            mesh=Mesh(pp=1, dp=n + 1, tp=1), pipeline=plan.pipeline, sequence_parallel=False, peak_memory_gib=share * peak,
-            redundancy_gib=5.0, step_time_s=Quantity(value=step_s * (1 + slower), kind=Kind.ANALYTIC), inside_error_band=inside)
-        for n, (slower, share, inside) in enumerate(others))
+            mesh=Mesh(pp=1, dp=n + 1, tp=1),
+            pipeline=plan.pipeline,
+            sequence_parallel=False,
+            peak_memory_gib=share * peak,
+            redundancy_gib=5.0,
+            step_time_s=Quantity(value=step_s * (1 + slower), kind=Kind.ANALYTIC),
+            inside_error_band=inside,
+        )
+        for n, (slower, share, inside) in enumerate(others)
+    )
     return replace(plan, search=replace(plan.search, runners_up=runners_up))
 
 
 def test_plans_inside_the_error_band_are_ties_and_the_leanest_of_them_is_named(plan):
-    plan = tied(with_band(plan, 0.04, 0.1), (0.01, 0.95, True), (0.03, 0.5, True), (0.05, 0.3, False))
-    text, lean = " ".join(text_of(plan, 100).split()), gib_text(plan.search.runners_up[1].peak_memory_gib)
+    plan = tied(
+        with_band(plan, 0.04, 0.1), (0.01, 0.95, True), (0.03, 0.5, True), (0.05, 0.3, False)
+    )
+    text, lean = (
+        " ".join(text_of(plan, 100).split()),
+        gib_text(plan.search.runners_up[1].peak_memory_gib),
+    )
 
     assert "(+1.0 %, tie)" in text
     assert "(+3.0 %, tie)" in text
     assert "(+5.0 %) " in text
     assert (
         f"ties 2 other plans are inside the error band of the step time; the one with least memory, {lean} GiB, is "
-        "pp 1 x dp 2 x tp 1, no pipeline, micro-batch 1 x 512 note") in text
+        "pp 1 x dp 2 x tp 1, no pipeline, micro-batch 1 x 512 note"
+    ) in text
 
 
 def test_a_tie_that_saves_less_than_the_memory_band_is_not_recommended(plan):
@@ -205,13 +280,27 @@ def test_without_ties_nothing_is_said_of_them(plan):
 def test_under_the_memory_objective_an_equal_step_time_is_no_tie(plan):
     plan = tied(with_band(plan, 0.04, 0.1), (0.01, 0.5, True))
 
-    assert "tie" not in text_of(replace(plan, search=replace(plan.search, objective=Objective.MEMORY)), 100)
+    assert "tie" not in text_of(
+        replace(plan, search=replace(plan.search, objective=Objective.MEMORY)), 100
+    )
 
 
-RESIDUALS = Residuals(time_rows=1234, time_band=0.1, memory_rows=56, memory_band=0.08, memory_margin=0.09)
+RESIDUALS = Residuals(
+    time_rows=1234, time_band=0.1, memory_rows=56, memory_band=0.08, memory_margin=0.09
+)
 TERMS = Terms(
-    stacks={"nanotron": {"kernel_slowdown": Term(value=1.0834, low=1.0, high=1.5, unit="", rows=33, fitted_on=("a",))}},
-    residuals={"all": RESIDUALS, "nanotron": replace(RESIDUALS, time_rows=33, time_band=0.041, memory_rows=1)})
+    stacks={
+        "nanotron": {
+            "kernel_slowdown": Term(
+                value=1.0834, low=1.0, high=1.5, unit="", rows=33, fitted_on=("a",)
+            )
+        }
+    },
+    residuals={
+        "all": RESIDUALS,
+        "nanotron": replace(RESIDUALS, time_rows=33, time_band=0.041, memory_rows=1),
+    },
+)
 
 
 def test_stacks_are_listed_with_their_fitted_terms_and_bands(monkeypatch):
@@ -221,8 +310,14 @@ def test_stacks_are_listed_with_their_fitted_terms_and_bands(monkeypatch):
     print_stacks(out)
 
     text = out.file.getvalue()
-    assert re.search(r"^nanotron +flash \(flash2\) +4\.1 % \(33\) +8\.0 % \(all 56\) +1\.08 x 50 us +-$", text, re.MULTILINE)
-    assert re.search(r"^megatron-core .* 10\.0 % \(all 1,234\) .* 1 x 50 us +dp, tp, pp$", text, re.MULTILINE)
+    assert re.search(
+        r"^nanotron +flash \(flash2\) +4\.1 % \(33\) +8\.0 % \(all 56\) +1\.08 x 50 us +-$",
+        text,
+        re.MULTILINE,
+    )
+    assert re.search(
+        r"^megatron-core .* 10\.0 % \(all 1,234\) .* 1 x 50 us +dp, tp, pp$", text, re.MULTILINE
+    )
     assert re.search(r"^internevo +flash \(flash2\) .* dp, tp$", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) <= FIXED_WIDTH
 
@@ -243,20 +338,28 @@ def test_the_rows_of_stacks_say_whose_band_it_is_and_the_bounds_of_their_terms(m
 
     assert rows["nanotron"]["time_band"] == {"share": 0.041, "rows": 33, "stack": "nanotron"}
     assert rows["nanotron"]["memory_band"] == {"share": 0.08, "rows": 56, "stack": "all"}
-    assert rows["nanotron"]["terms"] == {"kernel_slowdown": {"value": 1.0834, "low": 1.0, "high": 1.5, "unit": "", "rows": 33}}
+    assert rows["nanotron"]["terms"] == {
+        "kernel_slowdown": {"value": 1.0834, "low": 1.0, "high": 1.5, "unit": "", "rows": 33}
+    }
     assert rows["fsdp1"]["terms"] == {}
 
 
 def test_stages_that_look_alike_are_one_row():
     plan = estimated(pp=8, dp=1, tp=1, recompute=Recompute.FULL)
     first = plan.predicted.memory_gib[0]
-    alike = replace(plan.predicted, memory_gib=tuple(replace(first, stage=stage) for stage in range(8)))
+    alike = replace(
+        plan.predicted, memory_gib=tuple(replace(first, stage=stage) for stage in range(8))
+    )
 
     table = rows(replace(plan, predicted=alike))
 
     # 44 blocks on 8 stages: 6 on the first four, 5 on the others
     assert [(row.stages, layers_text(row, short=False)) for row in table] == [
-        ("0", "embedding, 0-5"), ("1-3", "6-23 (6 each)"), ("4-6", "24-38 (5 each)"), ("7", "39-43, head")]
+        ("0", "embedding, 0-5"),
+        ("1-3", "6-23 (6 each)"),
+        ("4-6", "24-38 (5 each)"),
+        ("7", "39-43, head"),
+    ]
 
 
 def test_interleaved_stages_show_their_chunks():
@@ -281,7 +384,13 @@ def test_placements_are_listed_once_per_kind_of_layer(plan):
 
 
 def test_pruned_candidates_are_grouped_by_reason_whatever_its_numbers():
-    groups = grouped([Pruned("a", "dp 3 does not divide 8"), Pruned("b", "too many"), Pruned("c", "dp 5 does not divide 8")])
+    groups = grouped(
+        [
+            Pruned("a", "dp 3 does not divide 8"),
+            Pruned("b", "too many"),
+            Pruned("c", "dp 5 does not divide 8"),
+        ]
+    )
 
     assert [(group.count, group.example.candidate) for group in groups] == [(2, "a"), (1, "b")]
 
@@ -348,8 +457,12 @@ def test_progress_says_the_best_and_the_bound_in_the_unit_of_the_pass(monkeypatc
     monkeypatch.setenv("TERM", "xterm-256color")
     out = console(Terminal())
     with progress_bar(out) as on_progress:
-        on_progress(Progress(objective=Objective.THROUGHPUT, done=1, total=9, incumbent=20.0, bound=10.0))
-        on_progress(Progress(objective=Objective.MEMORY, done=1, total=4, incumbent=3.0 * GIB, bound=None))
+        on_progress(
+            Progress(objective=Objective.THROUGHPUT, done=1, total=9, incumbent=20.0, bound=10.0)
+        )
+        on_progress(
+            Progress(objective=Objective.MEMORY, done=1, total=4, incumbent=3.0 * GIB, bound=None)
+        )
 
     text = out.file.getvalue()
     assert "best 20 s, at least 10 s" in text
@@ -361,43 +474,84 @@ def test_the_progress_of_a_session_is_shown_on_a_terminal_only():
         assert on_progress is None
 
 
-@pytest.mark.parametrize(("failed", "expected_s", "budget_s", "text"), [
-    (0, None, 600.0, "10 min left"), (0, 45.0, 600.0, "45 s left"), (2, 150.0, 600.0, "2 failed, 2 min left"),
-    (0, 900.0, 30.0, "30 s left of 15 min needed"), (1, None, math.inf, "1 failed")])
-def test_the_progress_of_a_session_says_what_runs_what_failed_and_the_time_left(failed, expected_s, budget_s, text, monkeypatch):
+@pytest.mark.parametrize(
+    ("failed", "expected_s", "budget_s", "text"),
+    [
+        (0, None, 600.0, "10 min left"),
+        (0, 45.0, 600.0, "45 s left"),
+        (2, 150.0, 600.0, "2 failed, 2 min left"),
+        (0, 900.0, 30.0, "30 s left of 15 min needed"),
+        (1, None, math.inf, "1 failed"),
+    ],
+)
+def test_the_progress_of_a_session_says_what_runs_what_failed_and_the_time_left(
+    failed, expected_s, budget_s, text, monkeypatch
+):
     monkeypatch.setenv("TERM", "xterm-256color")
     out = Console(file=Terminal(), width=160)
     with profile_bar(out) as on_progress:
-        on_progress(profiling.SessionProgress(
-            done=3, total=40, failed=failed, running=("gelu tokens=8 width=16 bf16", "launch bf16"), expected_s=expected_s,
-            budget_s=budget_s))
+        on_progress(
+            profiling.SessionProgress(
+                done=3,
+                total=40,
+                failed=failed,
+                running=("gelu tokens=8 width=16 bf16", "launch bf16"),
+                expected_s=expected_s,
+                budget_s=budget_s,
+            )
+        )
 
     shown = re.sub(r"\x1b\[[\d;]*m", "", out.file.getvalue())
     assert re.search(rf"measuring .*3/40 {text} +gelu tokens=8 width=16 bf16, launch bf16", shown)
 
 
 def test_phrases_break_only_between_phrases():
-    assert joined(("one two", "three", "four"), " | ", 17, start="a: ") == "a: one two |\n   three | four"
+    assert (
+        joined(("one two", "three", "four"), " | ", 17, start="a: ")
+        == "a: one two |\n   three | four"
+    )
 
 
 def test_columns_align_and_the_last_text_column_wraps_after_commas():
-    assert aligned((("a", "1", "x" * 20 + ", " + "y" * 20), ("bb", "22", "z")), 40, left=(0, 2), indent=0) == [
-        "a    1  " + "x" * 20 + ",\n" + " " * 8 + "y" * 20, "bb  22  z"]
+    assert aligned(
+        (("a", "1", "x" * 20 + ", " + "y" * 20), ("bb", "22", "z")), 40, left=(0, 2), indent=0
+    ) == ["a    1  " + "x" * 20 + ",\n" + " " * 8 + "y" * 20, "bb  22  z"]
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (0.0, "0.00 us"), (2e-6, "2.00 us"), (0.0125, "12.5 ms"), (18.0, "18.0 s"), (2214.4, "2,214 s")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00 us"),
+        (2e-6, "2.00 us"),
+        (0.0125, "12.5 ms"),
+        (18.0, "18.0 s"),
+        (2214.4, "2,214 s"),
+    ],
+)
 def test_times_keep_three_digits(seconds, text):
     assert seconds_text(seconds) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0.0, "0.0"), (0.1234, "0.123"), (3.456, "3.46"), (61.25, "61.2"), (1234.5, "1,234.5"), (-132.785, "-132.8"), (-0.5, "-0.500")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.0"),
+        (0.1234, "0.123"),
+        (3.456, "3.46"),
+        (61.25, "61.2"),
+        (1234.5, "1,234.5"),
+        (-132.785, "-132.8"),
+        (-0.5, "-0.500"),
+    ],
+)
 def test_gib_have_the_decimals_worth_reading(value, text):
     assert gib_text(value) == text
 
 
-@pytest.mark.parametrize(("text", "size"), [("72GiB", 72 * GIB), ("1.5 gib", 3 * GIB // 2), ("512MiB", 512 * MIB), ("80GB", 80 * 10**9)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("72GiB", 72 * GIB), ("1.5 gib", 3 * GIB // 2), ("512MiB", 512 * MIB), ("80GB", 80 * 10**9)],
+)
 def test_sizes_are_read_with_their_unit(text, size):
     assert parse_size("--memory-limit", text) == size
 

@@ -1,4 +1,6 @@
-"""A campaign: how many inputs of each kind, run by several servers, judged, and the failures grouped with the smallest input of each."""
+"""A campaign: how many inputs of each kind, run by several servers, judged, and the failures
+grouped with the smallest input of each.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,25 @@ class Group:
 
 
 def numbers(inputs: int, kinds: Sequence[Kind] = KINDS) -> list[tuple[Kind, int]]:
-    """The kind and number of each of `inputs` inputs, kinds in proportion to their weights and well mixed."""
+    """The kind and number of each of `inputs` inputs, kinds in proportion to their weights and well
+    mixed.
+    """
     whole = sum(kind.weight for kind in kinds)
     shares = {kind.name: max(1, round(inputs * kind.weight / whole)) for kind in kinds}
-    mixed = sorted(((number + 0.5) / shares[kind.name], place, number) for place,
-        kind in enumerate(kinds) for number in range(shares[kind.name]))
+    mixed = sorted(
+        ((number + 0.5) / shares[kind.name], place, number)
+        for place, kind in enumerate(kinds)
+        for number in range(shares[kind.name])
+    )
     return [(kinds[place], number) for _, place, number in mixed]
 
 
-def run(chosen: Sequence[tuple[Kind, int]], seed: int, seeds: Seeds, jobs: int, on_done: OnDone) -> None:
-    """Run the inputs, those that need torch after the others; a hang is tried a second time, alone."""
+def run(
+    chosen: Sequence[tuple[Kind, int]], seed: int, seeds: Seeds, jobs: int, on_done: OnDone
+) -> None:
+    """Run the inputs, those that need torch after the others; a hang is tried a second time,
+    alone.
+    """
     for torch in (False, True):
         part = [(kind, number) for kind, number in chosen if kind.torch is torch]
         if part:
@@ -67,7 +78,13 @@ def make_seeds(kinds: Iterable[Kind], seeds: Seeds) -> None:
 
 
 def _run_part(
-    part: Sequence[tuple[Kind, int]], seed: int, seeds: Seeds, jobs: int, on_done: OnDone, *, torch: bool,
+    part: Sequence[tuple[Kind, int]],
+    seed: int,
+    seeds: Seeds,
+    jobs: int,
+    on_done: OnDone,
+    *,
+    torch: bool,
 ) -> list[Input]:
     """Run inputs on `jobs` servers; those that hung come back and are not told yet."""
     left: queue.SimpleQueue[tuple[Kind, int]] = queue.SimpleQueue()
@@ -111,13 +128,20 @@ def grouped(failures: Iterable[Result]) -> list[Group]:
     for result in failures:
         found.setdefault((result.verdict.failure, result.verdict.cause), []).append(result)
     groups = [
-        Group(failure=failure, cause=cause, results=tuple(sorted(results, key=lambda each: (each.given.size, each.given.name))))
-        for (failure, cause), results in found.items()]
+        Group(
+            failure=failure,
+            cause=cause,
+            results=tuple(sorted(results, key=lambda each: (each.given.size, each.given.name))),
+        )
+        for (failure, cause), results in found.items()
+    ]
     return sorted(groups, key=lambda group: (-len(group.results), group.failure, group.cause))
 
 
 def save(groups: Sequence[Group], folder: Path) -> None:
-    """Write the smallest input of each group into a folder of its own, with its command and its output."""
+    """Write the smallest input of each group into a folder of its own, with its command and its
+    output.
+    """
     for place, group in enumerate(groups):
         name = re.sub(r"\W+", "-", f"{place:03} {group.failure} {group.cause}")[:80].strip("-")
         write_result(group.results[0], folder / name)
@@ -131,9 +155,13 @@ def write_result(result: Result, folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     described = replace(result.given, files=dict.fromkeys(result.given.files, b""))
-    (folder / "input.txt").write_text(f"{described}\n{command(result.given)}\n", encoding="utf-8", errors="backslashreplace")
+    (folder / "input.txt").write_text(
+        f"{described}\n{command(result.given)}\n", encoding="utf-8", errors="backslashreplace"
+    )
     for name in ("stdout", "stderr", "stack"):
-        (folder / name).write_text(getattr(result.ended, name), encoding="utf-8", errors="backslashreplace")
+        (folder / name).write_text(
+            getattr(result.ended, name), encoding="utf-8", errors="backslashreplace"
+        )
 
 
 def command(given: Input) -> str:

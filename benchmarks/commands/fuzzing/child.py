@@ -1,4 +1,6 @@
-"""What a fork does with an input: it becomes the process that a shell would have started, and ends as Python ends."""
+"""What a fork does with an input: it becomes the process that a shell would have started, and ends
+as Python ends.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +81,12 @@ def _environment(given: Input, folder: Path) -> None:
             os.environ[name] = value
 
 
-def _stream(where: Stream, number: int, path: Path, encoding: str, errors: str) -> io.TextIOWrapper | None:
-    """File descriptor `number` and the text stream over it, None where it is closed, as at the start of an interpreter."""
+def _stream(
+    where: Stream, number: int, path: Path, encoding: str, errors: str
+) -> io.TextIOWrapper | None:
+    """File descriptor `number` and the text stream over it, None where it is closed, as at the
+    start of an interpreter.
+    """
     if where is Stream.CLOSED:
         os.close(number)
         return None
@@ -92,7 +98,12 @@ def _stream(where: Stream, number: int, path: Path, encoding: str, errors: str) 
         handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(handle, number)
     os.close(handle)
-    return io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), encoding, errors, line_buffering=number == 2)
+    return io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(number, "w", closefd=False)),
+        encoding,
+        errors,
+        line_buffering=number == 2,
+    )
 
 
 def _run(given: Input) -> int:
@@ -138,7 +149,9 @@ def _rules(path: Path) -> None:
 
 
 def _ended(code: int) -> int:
-    """The end of an interpreter: threads are waited for, exit handlers run, what is buffered is written."""
+    """The end of an interpreter: threads are waited for, exit handlers run, what is buffered is
+    written.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -150,7 +163,10 @@ def _ended(code: int) -> int:
             continue
         except (OSError, ValueError) as error:
             with suppress(OSError, ValueError):
-                os.write(2, f"Exception ignored in: {stream.name}\n{type(error).__name__}: {error}\n".encode())
+                os.write(
+                    2,
+                    f"Exception ignored in: {stream.name}\n{type(error).__name__}: {error}\n".encode(),
+                )
             if stream is sys.stdout:
                 code = LOST
     return code

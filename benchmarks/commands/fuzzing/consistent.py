@@ -1,6 +1,8 @@
-"""Whether the parts of a plan's document fit together, from the document alone: nothing of the planner is imported.
+"""Whether the parts of a plan's document fit together, from the document alone: nothing of the
+planner is imported.
 
-This is the oracle of the fuzzer: a plan that breaks one of these must not end with exit code 0, whatever reads it.
+This is the oracle of the fuzzer: a plan that breaks one of these must not end with exit code 0,
+whatever reads it.
 """
 
 from __future__ import annotations
@@ -9,13 +11,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 ONE_STAGE = ("gpipe", "1f1b", "early-recompute", "last-no-recompute", "scp")
-BLOCK = ("norm1", "qkv", "attention", "attention_out", "residual1", "norm2", "fc1", "activation", "fc2", "residual2")
+BLOCK = (
+    "norm1",
+    "qkv",
+    "attention",
+    "attention_out",
+    "residual1",
+    "norm2",
+    "fc1",
+    "activation",
+    "fc2",
+    "residual2",
+)
 OF_EXPERTS = ("router", "choice", "dispatch", "combine")
 ENDS = {"embedding": ("tokens",), "head": ("norm", "lm_head", "loss")}
 
 
 def problem_of(plan: Any) -> str:
-    """What does not fit together in a plan whose values have the right types; empty where all does."""
+    """What does not fit together in a plan whose values have the right types; empty where all
+    does.
+    """
     return next(_problems(plan), "")
 
 
@@ -47,7 +62,11 @@ def _mesh(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def _micro_batches(plan: Mapping[str, Any]) -> Iterator[str]:
     pipeline, pp, dp = plan["pipeline"], plan["mesh"]["pp"], plan["mesh"]["dp"]
-    size, count, virtual = pipeline["micro_batch_size"], pipeline["num_micro_batches"], pipeline["virtual_stages"]
+    size, count, virtual = (
+        pipeline["micro_batch_size"],
+        pipeline["num_micro_batches"],
+        pipeline["virtual_stages"],
+    )
     schedule = pipeline["schedule"]
     if min(size, count, virtual) < 1:
         yield "a count of the pipeline is below 1"
@@ -74,10 +93,14 @@ def _shards(plan: Mapping[str, Any]) -> Iterator[str]:
     pp, virtual = plan["mesh"]["pp"], plan["pipeline"]["virtual_stages"]
     if len(plan["stages"]) != pp * virtual:
         yield f"{len(plan['stages'])} stages on pp {pp} x {virtual}"
-    elif [stage["rank"] for stage in plan["stages"]] != [_rank_of(plan, k) for k in range(pp * virtual)]:
+    elif [stage["rank"] for stage in plan["stages"]] != [
+        _rank_of(plan, k) for k in range(pp * virtual)
+    ]:
         yield "stages are not on their ranks"
     for stage in plan["stages"]:
-        if stage["zero"] not in range(4) or not all(stage["first"] <= shard < stage["end"] for shard in stage["recompute"]):
+        if stage["zero"] not in range(4) or not all(
+            stage["first"] <= shard < stage["end"] for shard in stage["recompute"]
+        ):
             yield "a stage has no such zero, or recomputes a shard of another"
 
 
@@ -94,12 +117,23 @@ def _gapless(found: list[Mapping[str, int]], size: int, what: str) -> Iterator[s
 
 def _model(plan: Mapping[str, Any]) -> Iterator[str]:
     model, training, mesh = plan["model"], plan["training"], plan["mesh"]
-    if min(model["num_layers"], model["hidden_size"], model["num_heads"], model["num_kv_heads"], model["head_dim"]) < 1:
+    if (
+        min(
+            model["num_layers"],
+            model["hidden_size"],
+            model["num_heads"],
+            model["num_kv_heads"],
+            model["head_dim"],
+        )
+        < 1
+    ):
         yield "a size of the model is below 1"
         return
     if model["num_heads"] % model["num_kv_heads"]:
         yield "num_kv_heads does not divide num_heads"
-    if training["seq_length"] < 1 or (model["positions"] == "learned" and training["seq_length"] > model["max_seq_length"]):
+    if training["seq_length"] < 1 or (
+        model["positions"] == "learned" and training["seq_length"] > model["max_seq_length"]
+    ):
         yield f"seq_length {training['seq_length']} of a model with {model['max_seq_length']}"
     ep, experts = mesh.get("ep", 1), model.get("num_experts", 0)
     if ep > 1 and (not experts or experts % ep):
@@ -116,7 +150,9 @@ def _stages(plan: Mapping[str, Any]) -> Iterator[str]:
     wanted = plan["mesh"]["pp"] * plan["pipeline"]["virtual_stages"]
     if len(stages) != wanted:
         yield f"{len(stages)} stages, pp x virtual stages is {wanted}"
-    elif plan["pipeline"]["schedule"] != "custom" and [stage["rank"] for stage in stages] != [_rank_of(plan, k) for k in range(wanted)]:
+    elif plan["pipeline"]["schedule"] != "custom" and [stage["rank"] for stage in stages] != [
+        _rank_of(plan, k) for k in range(wanted)
+    ]:
         yield "stages are not on their ranks"
     runs = [run for stage in stages for run in stage["layers"]]
     undefined = next((run["plan"] for run in runs if run["plan"] not in layer_plans), None)
@@ -131,7 +167,13 @@ def _stages(plan: Mapping[str, Any]) -> Iterator[str]:
         if (kind == "block") != (blocks is not None):
             yield f"{run['plan']} is of {kind}, it runs blocks {blocks}"
             return
-        first, end = (blocks[0] + 1, blocks[1] + 1) if blocks is not None else (0, 0) if kind == "embedding" else (layers + 1,) * 2
+        first, end = (
+            (blocks[0] + 1, blocks[1] + 1)
+            if blocks is not None
+            else (0, 0)
+            if kind == "embedding"
+            else (layers + 1,) * 2
+        )
         if first != last + 1 or end < first:
             yield f"layers {first} to {end} follow layer {last}"
             return
@@ -144,7 +186,11 @@ def _operators(model: Mapping[str, Any], layer: str) -> tuple[str, ...]:
     learned = model["positions"] == "learned"
     if layer != "block":
         return (*ENDS[layer], *(("positions",) if learned and layer == "embedding" else ()))
-    return (*BLOCK, *(() if learned else ("rotary",)), *(OF_EXPERTS if model.get("num_experts") else ()))
+    return (
+        *BLOCK,
+        *(() if learned else ("rotary",)),
+        *(OF_EXPERTS if model.get("num_experts") else ()),
+    )
 
 
 def _layer_plans(plan: Mapping[str, Any]) -> Iterator[str]:
@@ -156,7 +202,9 @@ def _layer_plans(plan: Mapping[str, Any]) -> Iterator[str]:
         if found["zero"] and ranks and dp % ranks:
             yield f"{name} has zero_ranks {ranks} of dp {dp}"
         for key in ("recompute", "keep_on_host"):
-            unknown = [each for each in found.get(key, ()) if each not in _operators(model, found["layer"])]
+            unknown = [
+                each for each in found.get(key, ()) if each not in _operators(model, found["layer"])
+            ]
             if unknown:
                 yield f"{name} has {key} {unknown[0]}"
         attention = operators.get("attention", {})
@@ -167,11 +215,19 @@ def _layer_plans(plan: Mapping[str, Any]) -> Iterator[str]:
 def _chunks(plan: Mapping[str, Any]) -> Iterator[str]:
     chunks, pp, dp = plan.get("chunks"), plan["mesh"]["pp"], plan["mesh"]["dp"]
     if chunks is None:
-        if any(set(found.get("offload", ())) & {"optimizer", "parameters"} for found in plan["layer_plans"].values()):
+        if any(
+            set(found.get("offload", ())) & {"optimizer", "parameters"}
+            for found in plan["layer_plans"].values()
+        ):
             yield "offload in chunks of a plan without chunks"
         return
     if [rank["stage"] for rank in chunks["ranks"]] != list(range(pp)):
         yield "chunks.ranks is not of the pipeline's ranks"
     for group in chunks["groups"]:
-        if group["stage"] not in range(pp) or group["num_chunks"] < 1 or group["num_chunks"] % dp or group["chunk_elements"] < 1:
+        if (
+            group["stage"] not in range(pp)
+            or group["num_chunks"] < 1
+            or group["num_chunks"] % dp
+            or group["chunk_elements"] < 1
+        ):
             yield f"a group of {group['num_chunks']} chunks on stage {group['stage']}, dp {dp}"

@@ -1,7 +1,9 @@
-"""A process that can write nowhere but in its own folder, whoever it runs as (Landlock, of Linux 5.13 and later), and reach no network.
+"""A process that can write nowhere but in its own folder, whoever it runs as (Landlock, of Linux
+5.13 and later), and reach no network.
 
-A fuzzer hands out paths such as /dev/full as outputs. A program that replaces what it writes would then replace the device itself, if
-root runs it; Landlock refuses that with EACCES, as it is refused to everybody else.
+A fuzzer hands out paths such as /dev/full as outputs. A program that replaces what it writes would
+then replace the device itself, if root runs it; Landlock refuses that with EACCES, as it is refused
+to everybody else.
 """
 
 from __future__ import annotations
@@ -44,11 +46,15 @@ def version() -> int:
 def require() -> None:
     """Raises RuntimeError where nothing holds a process back: root, without Landlock."""
     if version() == 0 and os.geteuid() == 0:
-        raise RuntimeError("the fuzzer writes to hostile paths, and this kernel has no Landlock: run it as another user than root")
+        raise RuntimeError(
+            "the fuzzer writes to hostile paths, and this kernel has no Landlock: run it as another user than root"
+        )
 
 
 def leave_the_network() -> None:
-    """From now on this process and its children see an interface of their own, the loopback; without root, libraries are told so."""
+    """From now on this process and its children see an interface of their own, the loopback;
+    without root, libraries are told so.
+    """
     if _libc().unshare(_NEW_NETWORK):
         os.environ["HF_HUB_OFFLINE"] = "1"
         return
@@ -61,10 +67,16 @@ def contain(folder: Path) -> None:
     known = version()
     if not known:
         return
-    whole = _WRITE_FILE | _MAKE_AND_REMOVE | sum(right for right, first in _FIRST_WITH.items() if known >= first)
+    whole = (
+        _WRITE_FILE
+        | _MAKE_AND_REMOVE
+        | sum(right for right, first in _FIRST_WITH.items() if known >= first)
+    )
     libc = _libc()
     ruleset = _Ruleset(whole)
-    handle = libc.syscall(_CREATE, ctypes.byref(ruleset), ctypes.c_size_t(ctypes.sizeof(ruleset)), ctypes.c_uint32(0))
+    handle = libc.syscall(
+        _CREATE, ctypes.byref(ruleset), ctypes.c_size_t(ctypes.sizeof(ruleset)), ctypes.c_uint32(0)
+    )
     _checked(handle)
     for path in (os.fspath(folder), SHARED):
         _allow(handle, path, whole)

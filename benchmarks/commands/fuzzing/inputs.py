@@ -1,4 +1,6 @@
-"""One hostile input: the files of a folder, the command that reads them, and what its process finds around it."""
+"""One hostile input: the files of a folder, the command that reads them, and what its process finds
+around it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from enum import StrEnum
 
 
 class Program(StrEnum):
-    """What is run: `plan`, `python -m parplan.executor`, or the rules by which the executor refuses a plan, without a run."""
+    """What is run: `plan`, `python -m parplan.executor`, or the rules by which the executor refuses
+    a plan, without a run.
+    """
 
     PLAN = "plan"
     EXECUTOR = "executor"
@@ -16,7 +20,9 @@ class Program(StrEnum):
 
 
 class Stream(StrEnum):
-    """Where standard output or standard error lead: to a file, to nothing, to a full disk, to a reader that has left."""
+    """Where standard output or standard error lead: to a file, to nothing, to a full disk, to a
+    reader that has left.
+    """
 
     FILE = "file"
     CLOSED = "closed"
@@ -26,10 +32,13 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One input. Files lie in the folder in which the program runs; `{name}` in arguments is never expanded.
+    """One input. Files lie in the folder in which the program runs; `{name}` in arguments is never
+    expanded.
 
-    links: name -> target of a symbolic link; folders: empty ones; encoding: of standard output; interrupt_s: when SIGINT arrives
-    inconsistent: why a plan's parts do not fit together, so that exit code 0 is wrong; empty where they do
+    links: name -> target of a symbolic link; folders: empty ones; encoding: of standard output;
+    interrupt_s: when SIGINT arrives
+    inconsistent: why a plan's parts do not fit together, so that exit code 0 is wrong; empty where
+    they do
     """
 
     kind: str
@@ -59,7 +68,9 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How the process of an input ended. code: exit code, minus the signal where one killed it; stack: what faulthandler wrote."""
+    """How the process of an input ended. code: exit code, minus the signal where one killed it;
+    stack: what faulthandler wrote.
+    """
 
     code: int
     stdout: str

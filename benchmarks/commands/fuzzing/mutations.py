@@ -40,19 +40,54 @@ def duplicate(content: bytes, chance: Random) -> bytes:
 
 def insert(content: bytes, chance: Random) -> bytes:
     """Bytes that text should not have, somewhere."""
-    odd = chance.choice((
-        b"\0", b"\x1b[2J", b"\xff\xfe", b"\xc3\x28", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x7f", b"\t", b"\r", b"\x85", b"\xe2\x80\xa8",
-        b"\xef\xbb\xbf", b"%", b"&a ", b"*a", b"!!", b"\n---\n", b"\n...\n", b"'", b'"', b"#", b"]", b"}", b"\x08" * 10, b"9" * 50))
+    odd = chance.choice(
+        (
+            b"\0",
+            b"\x1b[2J",
+            b"\xff\xfe",
+            b"\xc3\x28",
+            b"\xed\xa0\x80",
+            b"\xf4\x90\x80\x80",
+            b"\x7f",
+            b"\t",
+            b"\r",
+            b"\x85",
+            b"\xe2\x80\xa8",
+            b"\xef\xbb\xbf",
+            b"%",
+            b"&a ",
+            b"*a",
+            b"!!",
+            b"\n---\n",
+            b"\n...\n",
+            b"'",
+            b'"',
+            b"#",
+            b"]",
+            b"}",
+            b"\x08" * 10,
+            b"9" * 50,
+        )
+    )
     place = chance.randrange(len(content) + 1)
     return content[:place] + odd + content[place:]
 
 
 def recode(content: bytes, chance: Random) -> bytes:
     """Another encoding, byte order mark or line end."""
-    return chance.choice((
-        b"\xef\xbb\xbf" + content, content.replace(b"\n", b"\r\n"), content.replace(b"\n", b"\r"), content.replace(b" ", b"\t"),
-        content.decode("utf-8", "replace").encode("utf-16"), content.decode("utf-8", "replace").encode("utf-32"), content.upper(),
-        content.replace(b"\n", b""), content[::-1]))
+    return chance.choice(
+        (
+            b"\xef\xbb\xbf" + content,
+            content.replace(b"\n", b"\r\n"),
+            content.replace(b"\n", b"\r"),
+            content.replace(b" ", b"\t"),
+            content.decode("utf-8", "replace").encode("utf-16"),
+            content.decode("utf-8", "replace").encode("utf-32"),
+            content.upper(),
+            content.replace(b"\n", b""),
+            content[::-1],
+        )
+    )
 
 
 def lines(content: bytes, chance: Random) -> bytes:
@@ -89,7 +124,13 @@ def bytes_mutated(content: bytes, chance: Random) -> bytes:
 
 def paths(tree: Any, here: Path = ()) -> list[Path]:
     """Every place in a tree, the root first."""
-    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    inner = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     return [here, *(path for key, value in inner for path in paths(value, (*here, key)))]
 
 
@@ -113,12 +154,31 @@ def tree_mutated(tree: Any, chance: Random, raw: list[str], raws: tuple[str, ...
     known = paths(tree)
     path = chance.choice(known[1:] or known)
     value, holder = at(tree, path), at(tree, path[:-1]) if path else None
-    change = chance.choice((
-        "delete", "rename", "hostile", "hostile", "near", "near", "near", "raw", "raw", "nest", "swap", "list", "list", "extra", "graft"))
+    change = chance.choice(
+        (
+            "delete",
+            "rename",
+            "hostile",
+            "hostile",
+            "near",
+            "near",
+            "near",
+            "raw",
+            "raw",
+            "nest",
+            "swap",
+            "list",
+            "list",
+            "extra",
+            "graft",
+        )
+    )
     if change == "delete" and holder is not None:
         del holder[path[-1]]
     elif change == "rename" and isinstance(holder, dict):
-        holder[chance.choice((f"{path[-1]}s", str(path[-1])[:-1], chance.choice(NAMES), 7, None))] = holder.pop(path[-1])
+        holder[
+            chance.choice((f"{path[-1]}s", str(path[-1])[:-1], chance.choice(NAMES), 7, None))
+        ] = holder.pop(path[-1])
     elif change == "near":
         tree = put(tree, path, _near_leaf(tree, path, chance))
     elif change == "raw":
@@ -132,7 +192,9 @@ def tree_mutated(tree: Any, chance: Random, raw: list[str], raws: tuple[str, ...
     elif change == "list" and isinstance(value, list):
         tree = put(tree, path, _list_changed(value, chance))
     elif change == "extra" and isinstance(value, dict):
-        value[chance.choice((LONG, "extra", "", "model", "__class__", "self", "nam\u0435", 3))] = scalar(chance)
+        value[chance.choice((LONG, "extra", "", "model", "__class__", "self", "nam\u0435", 3))] = (
+            scalar(chance)
+        )
     elif change == "graft" and isinstance(value, dict):
         value.update({key: scalar(chance) for key in list(value)[:3]})
     else:
@@ -175,17 +237,63 @@ def _with_raw(text: str, raw: list[str], *, quoted: bool) -> str:
 
 
 YAML_WHOLE = (
-    "", "\n", "---\n---\n", "---\na: 1\n---\nb: 2\n", "null", "[]", "3", "text", "[" * 100000, "{a: " * 100000, "- " * 50000 + "x",
-        "? " * 20000,
-    "a: &a [x]\n" + "".join(f"b{n}: &b{n} [{', '.join(['*' + (f'b{n - 1}' if n else 'a')] * 9)}]\n" for n in range(9)),
-    "a: &a {k: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [{', '.join(['*' + (f'b{n - 1}' if n else 'a')] * 9)}]}}\n" for n in range(9)),
-    "&a [*a]", "&a {b: *a}", "!!python/object/apply:os.system ['true']", "%YAML 9.9\n---\na: 1\n", "%TAG ! tag:x,2000:\n---\na: !b c\n",
-    "a: 1\na: 2\n", "\x00", "\ufeff", "# only a comment\n", "a: |\n" + "  x\n" * 20000, "a: " + "x" * 2_000_000, "'" * 100001, "9" * 100000,
-    "\n".join(f"k{n}: {n}" for n in range(50000)))
+    "",
+    "\n",
+    "---\n---\n",
+    "---\na: 1\n---\nb: 2\n",
+    "null",
+    "[]",
+    "3",
+    "text",
+    "[" * 100000,
+    "{a: " * 100000,
+    "- " * 50000 + "x",
+    "? " * 20000,
+    "a: &a [x]\n"
+    + "".join(
+        f"b{n}: &b{n} [{', '.join(['*' + (f'b{n - 1}' if n else 'a')] * 9)}]\n" for n in range(9)
+    ),
+    "a: &a {k: 1}\n"
+    + "".join(
+        f"b{n}: &b{n} {{<<: [{', '.join(['*' + (f'b{n - 1}' if n else 'a')] * 9)}]}}\n"
+        for n in range(9)
+    ),
+    "&a [*a]",
+    "&a {b: *a}",
+    "!!python/object/apply:os.system ['true']",
+    "%YAML 9.9\n---\na: 1\n",
+    "%TAG ! tag:x,2000:\n---\na: !b c\n",
+    "a: 1\na: 2\n",
+    "\x00",
+    "\ufeff",
+    "# only a comment\n",
+    "a: |\n" + "  x\n" * 20000,
+    "a: " + "x" * 2_000_000,
+    "'" * 100001,
+    "9" * 100000,
+    "\n".join(f"k{n}: {n}" for n in range(50000)),
+)
 JSON_WHOLE = (
-    "", "null", "[]", "3", '"text"', "{}", "[" * 100000, '{"a":' * 100000, "NaN", "{} {}", '{"a": 1}\n{"b": 2}', "9" * 100000,
-        '"' + "x" * 2_000_000 + '"',
-    "\ufeff{}", '{"\\ud800": 1}', "[" + "1," * 200000 + "1]", '{"model_type": []}', '{"model_type": {}}', '{"model_type": 3}')
+    "",
+    "null",
+    "[]",
+    "3",
+    '"text"',
+    "{}",
+    "[" * 100000,
+    '{"a":' * 100000,
+    "NaN",
+    "{} {}",
+    '{"a": 1}\n{"b": 2}',
+    "9" * 100000,
+    '"' + "x" * 2_000_000 + '"',
+    "\ufeff{}",
+    '{"\\ud800": 1}',
+    "[" + "1," * 200000 + "1]",
+    '{"model_type": []}',
+    '{"model_type": {}}',
+    '{"model_type": 3}',
+)
 
 
 def yaml_mutated(content: bytes, tree: Any, chance: Random) -> bytes:
@@ -197,8 +305,13 @@ def yaml_mutated(content: bytes, tree: Any, chance: Random) -> bytes:
         return bytes_mutated(content, chance)
     raw: list[str] = []
     changed = _changed(tree, chance, raw, YAML_RAW)
-    text = yaml.dump(changed, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False, default_flow_style=None,
-        allow_unicode=True)
+    text = yaml.dump(
+        changed,
+        Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper),
+        sort_keys=False,
+        default_flow_style=None,
+        allow_unicode=True,
+    )
     made = _with_raw(text, raw, quoted=False).encode("utf-8", "surrogatepass")
     return bytes_mutated(made, chance) if how > 0.95 else made
 

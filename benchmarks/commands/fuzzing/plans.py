@@ -1,4 +1,6 @@
-"""Plans that parse and do not fit together: one or two numbers, names or lists of a valid plan are others."""
+"""Plans that parse and do not fit together: one or two numbers, names or lists of a valid plan are
+others.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,28 @@ from typing import Any
 from benchmarks.commands.fuzzing.values import INTEGERS
 
 Edit = Callable[[Any, Random], None]
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv", "custom")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "early-recompute",
+    "last-no-recompute",
+    "scp",
+    "zbv",
+    "custom",
+)
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
-PLACED = ([], ["Shard(0)@tp"], ["Shard(1)@tp"], ["Shard(2)@tp"], ["Shard(7)@tp"], ["Partial@tp"], ["Shard(0)@dp"], ["Shard(0)@tp"] * 2,
-    ["x"])
+PLACED = (
+    [],
+    ["Shard(0)@tp"],
+    ["Shard(1)@tp"],
+    ["Shard(2)@tp"],
+    ["Shard(7)@tp"],
+    ["Partial@tp"],
+    ["Shard(0)@dp"],
+    ["Shard(0)@tp"] * 2,
+    ["x"],
+)
 
 
 def number(old: int, chance: Random) -> int:
@@ -45,13 +65,20 @@ def _cluster(plan: Any, chance: Random) -> None:
 
 def _pipeline(plan: Any, chance: Random) -> None:
     pipeline = plan["pipeline"]
-    key = chance.choice(("virtual_stages", "micro_batch_size", "num_micro_batches", "schedule", "tp_overlap"))
-    pipeline[key] = chance.choice(SCHEDULES) if key == "schedule" else number(pipeline.get(key, 0), chance)
+    key = chance.choice(
+        ("virtual_stages", "micro_batch_size", "num_micro_batches", "schedule", "tp_overlap")
+    )
+    pipeline[key] = (
+        chance.choice(SCHEDULES) if key == "schedule" else number(pipeline.get(key, 0), chance)
+    )
 
 
 def _actions(plan: Any, chance: Random) -> None:
     rows = list(plan["pipeline"].get("actions") or ["0F0,0B0", "1F0,1B0"])
-    how, place = chance.choice(("drop", "swap", "double", "cut", "foreign")), chance.randrange(len(rows))
+    how, place = (
+        chance.choice(("drop", "swap", "double", "cut", "foreign")),
+        chance.randrange(len(rows)),
+    )
     if how == "drop":
         rows.pop(place)
     elif how == "swap":
@@ -74,7 +101,13 @@ def _model(plan: Any, chance: Random) -> None:
     if "model" not in plan:
         return
     model = plan["model"]
-    key = chance.choice([key for key, value in model.items() if isinstance(value, int) and not isinstance(value, bool)])
+    key = chance.choice(
+        [
+            key
+            for key, value in model.items()
+            if isinstance(value, int) and not isinstance(value, bool)
+        ]
+    )
     model[key] = number(model[key], chance)
 
 
@@ -82,8 +115,19 @@ def _layer_plan(plan: Any, chance: Random) -> None:
     if "layer_plans" not in plan:
         return
     found = plan["layer_plans"][chance.choice(sorted(plan["layer_plans"]))]
-    key = chance.choice(("zero", "zero_ranks", "recompute", "keep_on_host", "offload", "layer", "sequence_parallel", "operators",
-        "operators"))
+    key = chance.choice(
+        (
+            "zero",
+            "zero_ranks",
+            "recompute",
+            "keep_on_host",
+            "offload",
+            "layer",
+            "sequence_parallel",
+            "operators",
+            "operators",
+        )
+    )
     operators = found["operators"]
     if key == "zero":
         found[key] = number(found[key], chance)
@@ -108,7 +152,9 @@ def _operator(operators: Any, chance: Random) -> None:
     if how in ("input", "output"):
         operators[name][how] = list(chance.choice(PLACED))
     elif how == "parameters":
-        operators[name]["parameters"] = {chance.choice(("weight", "bias", "other")): list(chance.choice(PLACED))}
+        operators[name]["parameters"] = {
+            chance.choice(("weight", "bias", "other")): list(chance.choice(PLACED))
+        }
     elif how == "drop":
         del operators[name]
     else:
@@ -117,7 +163,10 @@ def _operator(operators: Any, chance: Random) -> None:
 
 def _stage(plan: Any, chance: Random) -> None:
     stages = plan["stages"]
-    how, place = chance.choice(("rank", "drop", "double", "swap", "inner", "inner", "inner")), chance.randrange(len(stages))
+    how, place = (
+        chance.choice(("rank", "drop", "double", "swap", "inner", "inner", "inner")),
+        chance.randrange(len(stages)),
+    )
     if how == "rank":
         stages[place]["rank"] = number(stages[place]["rank"], chance)
     elif how == "drop":
@@ -130,15 +179,22 @@ def _stage(plan: Any, chance: Random) -> None:
         _layers(plan, stages[place]["layers"], chance)
     else:
         key = chance.choice(("first", "end", "zero", "recompute"))
-        stages[place][key] = [number(0, chance)] if key == "recompute" else number(stages[place][key], chance)
+        stages[place][key] = (
+            [number(0, chance)] if key == "recompute" else number(stages[place][key], chance)
+        )
 
 
 def _layers(plan: Any, layers: list[Any], chance: Random) -> None:
     if not layers:
         return
-    run, how = chance.choice(layers), chance.choice(("blocks", "blocks", "plan", "drop", "double", "unblock"))
+    run, how = (
+        chance.choice(layers),
+        chance.choice(("blocks", "blocks", "plan", "drop", "double", "unblock")),
+    )
     if how == "blocks" and run.get("blocks"):
-        run["blocks"][chance.randrange(2)] = chance.choice((number(run["blocks"][0], chance), 10**12))
+        run["blocks"][chance.randrange(2)] = chance.choice(
+            (number(run["blocks"][0], chance), 10**12)
+        )
     elif how == "plan":
         run["plan"] = chance.choice([*plan["layer_plans"], "Z"])
     elif how == "drop":
@@ -182,21 +238,55 @@ def _predicted(plan: Any, chance: Random) -> None:
 
 def _module(plan: Any, chance: Random) -> None:
     """Another module, most of which are none."""
-    plan["module"] = {"factory": chance.choice(("no.such:build", "os:getcwd", "json:dumps", "mine:build", "x", ":", "os:", "a:b:c",
-        "../x:y", ""))}
+    plan["module"] = {
+        "factory": chance.choice(
+            (
+                "no.such:build",
+                "os:getcwd",
+                "json:dumps",
+                "mine:build",
+                "x",
+                ":",
+                "os:",
+                "a:b:c",
+                "../x:y",
+                "",
+            )
+        )
+    }
 
 
 EDITS: tuple[Edit, ...] = (
-    _mesh, _mesh, _traded, _cluster, _pipeline, _pipeline, _actions, _training, _model, _layer_plan, _layer_plan, _stage, _stage, _shard,
-    _chunks, _predicted, _module)
+    _mesh,
+    _mesh,
+    _traded,
+    _cluster,
+    _pipeline,
+    _pipeline,
+    _actions,
+    _training,
+    _model,
+    _layer_plan,
+    _layer_plan,
+    _stage,
+    _stage,
+    _shard,
+    _chunks,
+    _predicted,
+    _module,
+)
 
 
 def edited(plan: Any, chance: Random) -> Any:
-    """A copy of a plan's document with one to three edits, at least one of which changed something."""
+    """A copy of a plan's document with one to three edits, at least one of which changed
+    something.
+    """
     for _ in range(20):
         changed = copy.deepcopy(plan)
         for _ in range(chance.choice((1, 1, 1, 2, 3))):
-            with suppress(IndexError, KeyError, TypeError, ValueError):  # an earlier edit has left nothing for this one
+            with suppress(
+                IndexError, KeyError, TypeError, ValueError
+            ):  # an earlier edit has left nothing for this one
                 chance.choice(EDITS)(changed, chance)
         if changed != plan:
             return changed

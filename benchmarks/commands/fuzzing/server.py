@@ -1,10 +1,11 @@
-"""A process that has imported the program once and forks for every input: milliseconds in place of a start of Python.
+"""A process that has imported the program once and forks for every input: milliseconds in place of
+a start of Python.
 
     with Server(torch=False) as server:
         ended = server.run(given)
 
-The server is `python -m benchmarks.commands.fuzzing.server`; requests and answers go over its standard input and output, as Python's multiprocessing
-sends objects.
+The server is `python -m benchmarks.commands.fuzzing.server`; requests and answers go over its
+standard input and output, as Python's multiprocessing sends objects.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ DUMP_S = LIMIT_S - 1.0  # when faulthandler says where a process hangs
 MOST_TEXT = 400_000  # characters of an output that are kept
 PACKAGES = ("profiles", "costmodels", "planner")
 WITH_TORCH = ("executor",)
-WITH_TRANSFORMERS = ("transformers", "transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+WITH_TRANSFORMERS = (
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.modeling_utils",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +57,18 @@ class Server:
         flags = ["--torch"] if torch else []
         (asked, self._requests), (self._answers, answered) = Pipe(duplex=False), Pipe(duplex=False)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.commands.fuzzing.server", *flags], cwd=ROOT, stdin=asked.fileno(), stdout=answered.fileno(),
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, start_new_session=True)
+            [sys.executable, "-m", "benchmarks.commands.fuzzing.server", *flags],
+            cwd=ROOT,
+            stdin=asked.fileno(),
+            stdout=answered.fileno(),
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+            },
+            start_new_session=True,
+        )
         asked.close()
         answered.close()
 
@@ -81,7 +96,9 @@ class Server:
 
 
 def run_one(request: Request, folder: Path) -> Ended:
-    """Fork for an input in a folder of its own, wait at most LIMIT_S, and kill what is left of its process group."""
+    """Fork for an input in a folder of its own, wait at most LIMIT_S, and kill what is left of its
+    process group.
+    """
     given, work, logs = request.given, folder / "work", folder / "logs"
     work.mkdir()
     logs.mkdir()
@@ -99,9 +116,17 @@ def run_one(request: Request, folder: Path) -> Ended:
         stack.seek(0)
         dumped = stack.read(MOST_TEXT)
     return Ended(
-        code=os.waitstatus_to_exitcode(status), stdout=_text(logs / "stdout"), stderr=_text(logs / "stderr"), stack=dumped,
-        seconds=seconds, cpu_s=used.ru_utime + used.ru_stime, hung=hung,
-        files={name: (work / name).read_bytes() for name in request.wanted if (work / name).is_file()})
+        code=os.waitstatus_to_exitcode(status),
+        stdout=_text(logs / "stdout"),
+        stderr=_text(logs / "stderr"),
+        stack=dumped,
+        seconds=seconds,
+        cpu_s=used.ru_utime + used.ru_stime,
+        hung=hung,
+        files={
+            name: (work / name).read_bytes() for name in request.wanted if (work / name).is_file()
+        },
+    )
 
 
 def _fill(given: Input, work: Path) -> None:
@@ -151,7 +176,9 @@ def _text(path: Path) -> str:
 
 
 def _preload(*, torch: bool) -> None:
-    """Import all modules of the program, and fill the caches that every process would fill for itself."""
+    """Import all modules of the program, and fill the caches that every process would fill for
+    itself.
+    """
     _import_all(PACKAGES)
     for name in ("cli", "rich.console", "rich.table", "rich.progress", "yaml", "pulp"):
         importlib.import_module(name)
@@ -179,7 +206,12 @@ def _import_all(packages: tuple[str, ...]) -> None:
 
 def _needs_torch(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
-    return "\nimport torch" in text or "\nfrom torch" in text or "tracing" in path.parts or "profiler" in path.parts
+    return (
+        "\nimport torch" in text
+        or "\nfrom torch" in text
+        or "tracing" in path.parts
+        or "profiler" in path.parts
+    )
 
 
 def _warm_caches() -> None:
@@ -189,7 +221,11 @@ def _warm_caches() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         plan = f"{folder}/plan.yaml"
-        for line in (f"estimate --model gpt-tiny --gpus 2 --gpu cpu -o {plan}", f"show {plan}", "models"):
+        for line in (
+            f"estimate --model gpt-tiny --gpus 2 --gpu cpu -o {plan}",
+            f"show {plan}",
+            "models",
+        ):
             CliRunner().invoke(cli.main, line.split())
 
 
@@ -216,8 +252,13 @@ def _next(requests: Connection) -> Request | None:
 
 
 def main() -> None:
-    """Standard input and output belong to the protocol, under other descriptors, so that a fork cannot write into it."""
-    requests, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)  # no program inherits them
+    """Standard input and output belong to the protocol, under other descriptors, so that a fork
+    cannot write into it.
+    """
+    requests, answers = (
+        Connection(os.dup(0), writable=False),
+        Connection(os.dup(1), readable=False),
+    )  # no program inherits them
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)

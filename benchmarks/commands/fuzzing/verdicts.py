@@ -12,14 +12,18 @@ FINE = (0, 2, 3, 4, 5, 130)
 WITH_ERROR = (2, 3, 4)
 READER_LEFT = (120, 141)  # what a pipe without a reader may end in
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
-_ERROR = re.compile(r"^(\w[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*|[\w.]+: .*)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^(\w[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*|[\w.]+: .*)$", re.MULTILINE
+)
 _WARNING = re.compile(r"^.*\b(\w+Warning: .*)$", re.MULTILINE)
 _OWN = re.compile(r"/(?:cli\w*\.py|(?:planner|executor|profiles|costmodels|configs)/)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`failure` is a class of failures, empty where the input was handled; `cause` groups them; notes are no failures."""
+    """`failure` is a class of failures, empty where the input was handled; `cause` groups them;
+    notes are no failures.
+    """
 
     failure: str = ""
     cause: str = ""
@@ -30,7 +34,13 @@ def judge(given: Input, ended: Ended) -> Verdict:
     """The first failure, worst first."""
     if given.interrupt_s is not None and _starting(ended):
         return Verdict(notes=("interrupted before the command began",))
-    for failure, cause in (_death(ended), _text(ended), _code(given, ended), _errors(given, ended), _silent(given, ended)):
+    for failure, cause in (
+        _death(ended),
+        _text(ended),
+        _code(given, ended),
+        _errors(given, ended),
+        _silent(given, ended),
+    ):
         if failure:
             return Verdict(failure=failure, cause=cause)
     return Verdict(notes=tuple(_notes(given, ended)))
@@ -46,19 +56,22 @@ def _death(ended: Ended) -> tuple[str, str]:
     if ended.hung:
         return "hang", _innermost(ended.stack, "no frame")
     if ended.code < 0 and -ended.code not in (signal.SIGINT, signal.SIGPIPE):
-        return "signal", f"{signal.Signals(-ended.code).name} {_innermost(ended.stack, 'no layout')}"
+        return (
+            "signal",
+            f"{signal.Signals(-ended.code).name} {_innermost(ended.stack, 'no layout')}",
+        )
     return "", ""
 
 
 def _text(ended: Ended) -> tuple[str, str]:
     for text in (ended.stderr, ended.stdout):
         if "Traceback (most recent call last)" in text:
-            tail = text[text.rindex("Traceback (most recent call last)"):]
+            tail = text[text.rindex("Traceback (most recent call last)") :]
             raised = _ERROR.findall(tail)
             kind = (raised[-1] if raised else "?").split(":")[0].rpartition(".")[2]
             return "traceback", f"{kind} {_last(tail)}"
         if "Exception ignored" in text:
-            return "traceback", _normal(text[text.index("Exception ignored"):])
+            return "traceback", _normal(text[text.index("Exception ignored") :])
         found = _WARNING.search(text)
         if found:
             return "warning", _normal(found[1])
@@ -67,16 +80,27 @@ def _text(ended: Ended) -> tuple[str, str]:
 
 def _code(given: Input, ended: Ended) -> tuple[str, str]:
     fine = ended.code in FINE or ended.code == -signal.SIGINT
-    fine = fine or (Stream.LEFT in (given.stdout, given.stderr) and (ended.code in READER_LEFT or ended.code == -signal.SIGPIPE))
-    return ("", "") if fine else ("exit code", f"{ended.code} of {_command(given)}: {_normal(_first(ended.stderr))}")
+    fine = fine or (
+        Stream.LEFT in (given.stdout, given.stderr)
+        and (ended.code in READER_LEFT or ended.code == -signal.SIGPIPE)
+    )
+    return (
+        ("", "")
+        if fine
+        else ("exit code", f"{ended.code} of {_command(given)}: {_normal(_first(ended.stderr))}")
+    )
 
 
 def _errors(given: Input, ended: Ended) -> tuple[str, str]:
-    """Exactly one line that begins with error:, where an error is what happened and standard error can be read."""
+    """Exactly one line that begins with error:, where an error is what happened and standard error
+    can be read.
+    """
     if given.stderr is not Stream.FILE or ended.code not in WITH_ERROR:
         return "", ""
     count = len(_lines(ended.stderr, "error:"))
-    if count == 1 or (count == 0 and "check" in given.arguments and ended.stdout):  # a check's verdict is its result
+    if count == 1 or (
+        count == 0 and "check" in given.arguments and ended.stdout
+    ):  # a check's verdict is its result
         return "", ""
     return f"{count} error lines", f"{_command(given)}: {_normal(_first(ended.stderr))}"
 
@@ -91,7 +115,12 @@ def _silent(given: Input, ended: Ended) -> tuple[str, str]:
 
 def _notes(given: Input, ended: Ended) -> list[str]:
     notes = []
-    if given.stderr is Stream.FILE and ended.code in (2, 3) and _lines(ended.stderr, "error:") and not _lines(ended.stderr, "hint:"):
+    if (
+        given.stderr is Stream.FILE
+        and ended.code in (2, 3)
+        and _lines(ended.stderr, "error:")
+        and not _lines(ended.stderr, "hint:")
+    ):
         notes.append("error without a hint")
     if "\x1b" in ended.stderr or "\x1b" in ended.stdout:
         notes.append("escape characters in the output")
@@ -99,7 +128,19 @@ def _notes(given: Input, ended: Ended) -> list[str]:
 
 
 def _command(given: Input) -> str:
-    known = ("estimate", "show", "check", "trace", "compare", "validate", "profile", "calibrate", "tokenize", "explain", "max-model")
+    known = (
+        "estimate",
+        "show",
+        "check",
+        "trace",
+        "compare",
+        "validate",
+        "profile",
+        "calibrate",
+        "tokenize",
+        "explain",
+        "max-model",
+    )
     if given.program is not Program.PLAN:
         return given.program.value
     return next((word for word in given.arguments[:1] if word in known), "plan")
@@ -115,7 +156,9 @@ def _last(tail: str) -> str:
 
 
 def _innermost(stack: str, otherwise: str) -> str:
-    """The innermost of our own layouts that faulthandler wrote, which writes the innermost first."""
+    """The innermost of our own layouts that faulthandler wrote, which writes the innermost
+    first.
+    """
     layouts = _FRAME.findall(stack.partition("Current thread")[2] or stack)
     own = [layout for layout in layouts if _OWN.search(layout[0]) and "fuzzing" not in layout[0]]
     if not layouts:
@@ -128,7 +171,11 @@ def _frame(found: tuple[str, str, str]) -> str:
     for part in ("/site-packages/", "/lib/python3"):
         if part in path:
             return f"{path.rpartition(part)[2]} {name}"
-    short = re.sub(r"^.*?/((?:planner|executor|profiles|costmodels|configs|benchmarks)/.*|cli\w*\.py)$", r"\1", path)
+    short = re.sub(
+        r"^.*?/((?:planner|executor|profiles|costmodels|configs|benchmarks)/.*|cli\w*\.py)$",
+        r"\1",
+        path,
+    )
     return f"{short}:{line} {name}"
 
 

@@ -1,6 +1,8 @@
-"""What counts as an attack: a strategy within the pins of the request that estimate prices and the executor runs.
+"""What counts as an attack: a strategy within the pins of the request that estimate prices and the
+executor runs.
 
-What the search leaves out on purpose and says so is here, in one table with where it is said; nothing else is excused.
+What the search leaves out on purpose and says so is here, in one table with where it is said;
+nothing else is excused.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A part of the space that the search does not have: why, where a user reads it, and what belongs to it."""
+    """A part of the space that the search does not have: why, where a user reads it, and what
+    belongs to it.
+    """
 
     reason: str
     said: str
@@ -39,26 +43,51 @@ def _large_micro_batch(strategy: Strategy, pins: Constraints) -> bool:
 
 def _gathers_ahead(strategy: Strategy, pins: Constraints) -> bool:
     layout = strategy.layout
-    return layout.recomputes_ahead and layout.mesh.dp > 1 and any(choice.zero == 3 for stage in strategy.stages for choice in stage)
+    return (
+        layout.recomputes_ahead
+        and layout.mesh.dp > 1
+        and any(choice.zero == 3 for stage in strategy.stages for choice in stage)
+    )
 
 
 def _split_and_again(strategy: Strategy, pins: Constraints) -> bool:
-    again = (choice.recompute for stage in strategy.stages for choice in stage if choice.kind is LayerKind.BLOCK)
+    again = (
+        choice.recompute
+        for stage in strategy.stages
+        for choice in stage
+        if choice.kind is LayerKind.BLOCK
+    )
     return strategy.layout.splits_backward and any(names not in ((), "none") for names in again)
 
 
 def _uneven_chunks(strategy: Strategy, pins: Constraints) -> bool:
-    """Whether the stages between the first and the last hold different numbers of blocks under the interleaved schedule."""
+    """Whether the stages between the first and the last hold different numbers of blocks under the
+    interleaved schedule.
+    """
     counts = [sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in strategy.stages]
     middle = counts[1:-1] or counts
-    return strategy.layout.equal_ranks and (len(set(middle)) > 1 or {counts[0], counts[-1]} not in ({middle[0]}, {middle[0] - 1}))
+    return strategy.layout.equal_ranks and (
+        len(set(middle)) > 1 or {counts[0], counts[-1]} not in ({middle[0]}, {middle[0] - 1})
+    )
 
 
 LEFT_OUT = (
     LeftOut("micro-batches above 64 are searched only if pinned", "--explain", _large_micro_batch),
-    LeftOut("a gather for a recompute ahead of the gradient has no price", "docs/design/search.md, --explain", _gathers_ahead),
-    LeftOut("schedules that split backward passes run without recompute", "the error of estimate", _split_and_again),
-    LeftOut("virtual stages of the interleaved schedule hold equal numbers of blocks", "the error of estimate", _uneven_chunks),
+    LeftOut(
+        "a gather for a recompute ahead of the gradient has no price",
+        "docs/design/search.md, --explain",
+        _gathers_ahead,
+    ),
+    LeftOut(
+        "schedules that split backward passes run without recompute",
+        "the error of estimate",
+        _split_and_again,
+    ),
+    LeftOut(
+        "virtual stages of the interleaved schedule hold equal numbers of blocks",
+        "the error of estimate",
+        _uneven_chunks,
+    ),
 )
 
 
@@ -72,13 +101,19 @@ def zero_stages(layout: ParallelLayout, pins: Constraints) -> tuple[int, ...]:
     if layout.mesh.dp == 1:
         return (0,)
     allowed = pins.resolved().zero or (0, 1, 2, 3)
-    return tuple(zero for zero in allowed if zero < 3 or not (layout.splits_backward or layout.recomputes_ahead))
+    return tuple(
+        zero
+        for zero in allowed
+        if zero < 3 or not (layout.splits_backward or layout.recomputes_ahead)
+    )
 
 
 def _meshes(asked: Question, pins: Constraints) -> Iterator[Mesh]:
     gpus = asked.cluster.num_gpus
     for tp in divisors(gpus):
-        if illegal_tensor_parallel(tp, asked.model, asked.cluster, across_nodes=pins.tp_across_nodes):
+        if illegal_tensor_parallel(
+            tp, asked.model, asked.cluster, across_nodes=pins.tp_across_nodes
+        ):
             continue
         for pp in divisors(gpus // tp):
             for ep in expert_degrees(gpus // tp // pp, asked.model):
@@ -101,16 +136,35 @@ def _schedules(mesh: Mesh, num_layers: int) -> Iterator[tuple[Schedule, int]]:
 def _within(layout: ParallelLayout, pins: Constraints) -> bool:
     mesh, pipelined, divided = layout.mesh, layout.mesh.pp > 1, layout.mesh.tp > 1
     values = {
-        "pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "ep": mesh.ep, "micro_batch_size": layout.micro_batch_size,
-        **({"schedule": layout.schedule, "virtual_stages": layout.virtual_stages} if pipelined else {}),
-        **({"sequence_parallel": layout.sequence_parallel, "tp_overlap": layout.tp_overlap} if divided else {})}
+        "pp": mesh.pp,
+        "dp": mesh.dp,
+        "tp": mesh.tp,
+        "ep": mesh.ep,
+        "micro_batch_size": layout.micro_batch_size,
+        **(
+            {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
+            if pipelined
+            else {}
+        ),
+        **(
+            {"sequence_parallel": layout.sequence_parallel, "tp_overlap": layout.tp_overlap}
+            if divided
+            else {}
+        ),
+    }
     pinned = ((getattr(pins, name), value) for name, value in values.items())
-    return all(allowed is None or value in allowed for allowed, value in pinned) and not pins.ban(**values)
+    return all(allowed is None or value in allowed for allowed, value in pinned) and not pins.ban(
+        **values
+    )
 
 
 def layouts(asked: Question, pins: Constraints) -> Iterator[ParallelLayout]:
-    """Every layout within the pins that estimate prices, and at no higher level of sub-pipelining than the stack runs, or pins say."""
-    levels = range(asked.training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
+    """Every layout within the pins that estimate prices, and at no higher level of sub-pipelining
+    than the stack runs, or pins say.
+    """
+    levels = (
+        range(asked.training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
+    )
     for mesh in _meshes(asked, pins):
         if asked.training.global_batch_size % mesh.dp:
             continue
@@ -120,8 +174,16 @@ def layouts(asked: Question, pins: Constraints) -> Iterator[ParallelLayout]:
                 for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
                     for level in levels if mesh.tp > 1 else (0,):
                         layout = ParallelLayout(
-                            mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
-                            num_micro_batches=per_replica // micro_batch_size, sequence_parallel=sequence_parallel, tp_overlap=level)
-                        reason = lacking_schedule(layout, asked.training.stack) or illegal_layout(layout, asked.model, asked.training)
+                            mesh=mesh,
+                            schedule=schedule,
+                            virtual_stages=virtual_stages,
+                            micro_batch_size=micro_batch_size,
+                            num_micro_batches=per_replica // micro_batch_size,
+                            sequence_parallel=sequence_parallel,
+                            tp_overlap=level,
+                        )
+                        reason = lacking_schedule(layout, asked.training.stack) or illegal_layout(
+                            layout, asked.model, asked.training
+                        )
                         if not reason and _within(layout, pins) and zero_stages(layout, pins):
                             yield layout

@@ -7,16 +7,22 @@ from collections.abc import Iterator
 
 from benchmarks.search.attacks.moves import block_counts, is_block
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import layout_text
 
 
 def kinds(plan: Strategy, attack: Strategy) -> tuple[str, ...]:
-    """What differs: the layout's choices, else blocks by stage, ZeRO stages, recompute, and the ends."""
+    """What differs: the layout's choices, else blocks by stage, ZeRO stages, recompute, and the
+    ends.
+    """
     if plan.layout != attack.layout:
         return tuple(_frame_kinds(plan.layout, attack.layout))
     found = ["blocks moved"] if block_counts(plan) != block_counts(attack) else []
-    for name, part in (("zero", lambda c: c.zero), ("recompute", lambda c: c.recompute), ("division", lambda c: c.sharding)):
+    for name, part in (
+        ("zero", lambda c: c.zero),
+        ("recompute", lambda c: c.recompute),
+        ("division", lambda c: c.sharding),
+    ):
         if Counter(map(part, _blocks(plan))) != Counter(map(part, _blocks(attack))):
             found.append(name)
     if _ends(plan) != _ends(attack):
@@ -26,8 +32,13 @@ def kinds(plan: Strategy, attack: Strategy) -> tuple[str, ...]:
 
 def _frame_kinds(one: ParallelLayout, other: ParallelLayout) -> Iterator[str]:
     names = {
-        "mesh": "mesh", "schedule": "schedule", "virtual_stages": "virtual stages", "micro_batch_size": "micro-batch",
-        "sequence_parallel": "sequence parallel", "tp_overlap": "tp overlap"}
+        "mesh": "mesh",
+        "schedule": "schedule",
+        "virtual_stages": "virtual stages",
+        "micro_batch_size": "micro-batch",
+        "sequence_parallel": "sequence parallel",
+        "tp_overlap": "tp overlap",
+    }
     yield from (text for name, text in names.items() if getattr(one, name) != getattr(other, name))
 
 
@@ -36,7 +47,9 @@ def _blocks(strategy: Strategy) -> Iterator[LayerChoice]:
 
 
 def _ends(strategy: Strategy) -> tuple[int, ...]:
-    return tuple(choice.zero for stage in strategy.stages for choice in stage if not is_block(choice))
+    return tuple(
+        choice.zero for stage in strategy.stages for choice in stage if not is_block(choice)
+    )
 
 
 def text(strategy: Strategy) -> str:
@@ -58,5 +71,9 @@ def _stage_text(layers: tuple[LayerChoice, ...]) -> str:
 
 
 def _again(choice: LayerChoice) -> str:
-    names = choice.recompute.value if isinstance(choice.recompute, Recompute) else "+".join(choice.recompute) or "none"
+    names = (
+        choice.recompute.value
+        if isinstance(choice.recompute, Recompute)
+        else "+".join(choice.recompute) or "none"
+    )
     return names + ("" if choice.sharding is None else " divided otherwise")

@@ -1,4 +1,6 @@
-"""Whole layouts to attack with: any layout within the pins, its blocks on the fastest mix of two choices that fits, and random ones."""
+"""Whole layouts to attack with: any layout within the pins, its blocks on the fastest mix of two
+choices that fits, and random ones.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from benchmarks.search.attacks.palette import Palette
 from benchmarks.search.attacks.prices import Candidate, Prices
 from parplan.commands.requests.described import Question
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import default_blocks, estimate_plan
@@ -19,13 +21,19 @@ from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.operator_graph import LayerKind
 
 
-def laid_out(layout: ParallelLayout, blocks: Sequence[int], ranks: Sequence[Sequence[LayerChoice]], zero: int) -> Strategy:
-    """`blocks[r]` blocks on rank r, in turn on the choices of `ranks[r]`; embedding and head at ZeRO stage `zero`."""
+def laid_out(
+    layout: ParallelLayout, blocks: Sequence[int], ranks: Sequence[Sequence[LayerChoice]], zero: int
+) -> Strategy:
+    """`blocks[r]` blocks on rank r, in turn on the choices of `ranks[r]`; embedding and head at
+    ZeRO stage `zero`.
+    """
     stages: list[tuple[LayerChoice, ...]] = [()] * layout.num_virtual_stages
     for rank, count in enumerate(blocks):
         own, left = layout.stages_of(rank), list(ranks[rank])
         sizes = [count // len(own) + (place < count % len(own)) for place in range(len(own))]
-        if rank == 0 and layout.equal_ranks and count % len(own):  # the first stage is the one that is shorter
+        if (
+            rank == 0 and layout.equal_ranks and count % len(own)
+        ):  # the first stage is the one that is shorter
             sizes.sort()
         for stage, size in zip(own, sizes, strict=True):
             stages[stage] = tuple(left[:size])
@@ -36,7 +44,9 @@ def laid_out(layout: ParallelLayout, blocks: Sequence[int], ranks: Sequence[Sequ
 
 
 def splits(layout: ParallelLayout, num_layers: int) -> Iterator[tuple[int, ...]]:
-    """An even split of the blocks, and where ranks may differ those that leave the first and the last rank a block less."""
+    """An even split of the blocks, and where ranks may differ those that leave the first and the
+    last rank a block less.
+    """
     even = default_blocks(layout, num_layers)
     yield even
     if layout.equal_ranks or layout.mesh.pp < 3:
@@ -58,7 +68,9 @@ class Layouts:
         self.num_layers = prices.price_cache.model.num_layers
 
     def roomy(self, layout: ParallelLayout) -> float:
-        """Seconds of the layout's busiest rank if devices had no limit: an even split without recompute."""
+        """Seconds of the layout's busiest rank if devices had no limit: an even split without
+        recompute.
+        """
         blocks = default_blocks(layout, self.num_layers)
         zero = min(zero_stages(layout, self.pins))
         kept = LayerChoice(LayerKind.BLOCK, Recompute.NONE, zero)
@@ -68,13 +80,25 @@ class Layouts:
     def best(self, layout: ParallelLayout, cut: float) -> Candidate | None:
         """The best layout of a layout with one ZeRO stage and a mix of two ways on every rank."""
         made = (
-            self._mixed(layout, blocks, zero) for blocks in splits(layout, self.num_layers) for zero in zero_stages(layout, self.pins))
+            self._mixed(layout, blocks, zero)
+            for blocks in splits(layout, self.num_layers)
+            for zero in zero_stages(layout, self.pins)
+        )
         priced = (self.prices.price(strategy, cut) for strategy in made if strategy is not None)
-        return min((found for found in priced if found is not None), key=lambda found: found.key, default=None)
+        return min(
+            (found for found in priced if found is not None),
+            key=lambda found: found.key,
+            default=None,
+        )
 
     def _mixed(self, layout: ParallelLayout, blocks: Sequence[int], zero: int) -> Strategy | None:
-        ranks = [[way.at(zero) for way in self.palette.ways(layout, rank)] for rank in range(layout.mesh.pp)]
-        chosen: list[list[LayerChoice]] = [[own[0]] * count for own, count in zip(ranks, blocks, strict=True)]
+        ranks = [
+            [way.at(zero) for way in self.palette.ways(layout, rank)]
+            for rank in range(layout.mesh.pp)
+        ]
+        chosen: list[list[LayerChoice]] = [
+            [own[0]] * count for own, count in zip(ranks, blocks, strict=True)
+        ]
         for rank in range(layout.mesh.pp):
             found = self._fitting(layout, blocks, chosen, rank, ranks[rank], zero)
             if found is None:
@@ -83,32 +107,54 @@ class Layouts:
         return laid_out(layout, blocks, chosen, zero)
 
     def _fitting(
-        self, layout: ParallelLayout, blocks: Sequence[int], chosen: list[list[LayerChoice]], rank: int, own: list[LayerChoice], zero: int,
+        self,
+        layout: ParallelLayout,
+        blocks: Sequence[int],
+        chosen: list[list[LayerChoice]],
+        rank: int,
+        own: list[LayerChoice],
+        zero: int,
     ) -> list[LayerChoice] | None:
-        """The fastest choice that fits, with as many blocks on the next faster one as there is room for."""
+        """The fastest choice that fits, with as many blocks on the next faster one as there is room
+        for.
+        """
 
         def with_(layers: list[LayerChoice]) -> Strategy:
-            return laid_out(layout, blocks, [*chosen[:rank], layers, *chosen[rank + 1:]], zero)
+            return laid_out(layout, blocks, [*chosen[:rank], layers, *chosen[rank + 1 :]], zero)
 
         front, count = self._front(own, layout), blocks[rank]
         place = fewest(lambda n: self.prices.fits(with_([front[n]] * count), rank), len(front) - 1)
         lean, faster = front[place], front[max(0, place - 1)]
         if not self.prices.fits(with_([lean] * count), rank):
             return None
-        leaner = fewest(lambda n: self.prices.fits(with_([lean] * n + [faster] * (count - n)), rank), count)
+        leaner = fewest(
+            lambda n: self.prices.fits(with_([lean] * n + [faster] * (count - n)), rank), count
+        )
         return [lean] * leaner + [faster] * (count - leaner)
 
     def _front(self, own: list[LayerChoice], layout: ParallelLayout) -> list[LayerChoice]:
         """The choices of which none is faster and keeps less, fastest first."""
         front: list[LayerChoice] = []
-        for choice in sorted(own, key=lambda choice: (self.prices.block_s(choice, layout), self.prices.saved_bytes(choice, layout))):
-            if not front or self.prices.saved_bytes(choice, layout) < self.prices.saved_bytes(front[-1], layout):
+        for choice in sorted(
+            own,
+            key=lambda choice: (
+                self.prices.block_s(choice, layout),
+                self.prices.saved_bytes(choice, layout),
+            ),
+        ):
+            if not front or self.prices.saved_bytes(choice, layout) < self.prices.saved_bytes(
+                front[-1], layout
+            ):
                 front.append(choice)
         return front
 
 
-def random_layout(chance: random.Random, asked: Question, pins: Constraints, layouts: Sequence[ParallelLayout]) -> Plan | None:
-    """A random layout, ZeRO stage, level of recompute and split of blocks as `estimate` prices them, or None where it refuses."""
+def random_layout(
+    chance: random.Random, asked: Question, pins: Constraints, layouts: Sequence[ParallelLayout]
+) -> Plan | None:
+    """A random layout, ZeRO stage, level of recompute and split of blocks as `estimate` prices
+    them, or None where it refuses.
+    """
     layout = chance.choice(layouts)
     blocks = list(default_blocks(layout, asked.model.num_layers))
     if not layout.equal_ranks and layout.mesh.pp > 1 and chance.random() < 0.5:
@@ -116,8 +162,16 @@ def random_layout(chance: random.Random, asked: Question, pins: Constraints, lay
         blocks[taken], blocks[given] = blocks[taken] - 1, blocks[given] + 1
     try:
         return estimate_plan(
-            asked.model, asked.cluster, asked.training, layout, zero=chance.choice(zero_stages(layout, pins)),
-            recompute=chance.choice(pins.resolved(asked.training.stack).recompute or tuple(Recompute)), blocks=blocks,
-            zero_ranks=pins.zero_ranks)
+            asked.model,
+            asked.cluster,
+            asked.training,
+            layout,
+            zero=chance.choice(zero_stages(layout, pins)),
+            recompute=chance.choice(
+                pins.resolved(asked.training.stack).recompute or tuple(Recompute)
+            ),
+            blocks=blocks,
+            zero_ranks=pins.zero_ranks,
+        )
     except (ConfigError, InfeasibleError):
         return None

@@ -1,4 +1,6 @@
-"""The ways to run a block of a layout that an attack chooses from, within the pins of its request."""
+"""The ways to run a block of a layout that an attack chooses from, within the pins of its
+request.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.search.attacks.allowed import zero_stages
-from parplan.costmodels.layers.recompute import RecomputedOperators, Recompute
+from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout
 from parplan.executor.rules.layer_rules import DRAWS_MASK
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import Constraints
@@ -21,7 +23,9 @@ RANDOM_LISTS = 6  # of recomputed operators, beside those of the catalogue
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A list of recomputed operators with a division of the operators, None for the layout's own."""
+    """A list of recomputed operators with a division of the operators, None for the layout's
+    own.
+    """
 
     recompute: RecomputedOperators
     sharding: Sharding | None
@@ -31,7 +35,9 @@ class Way:
 
 
 class Palette:
-    """By layout, the ways of the catalogue, the levels of recompute and some random lists of operators; each made once."""
+    """By layout, the ways of the catalogue, the levels of recompute and some random lists of
+    operators; each made once.
+    """
 
     def __init__(self, table: MixTable, pins: Constraints, seed: int) -> None:
         self.table, self.pins, self.seed = table, pins, seed
@@ -49,18 +55,30 @@ class Palette:
         """The same at every ZeRO stage."""
         key = layout, rank if layout.keeps_all(rank) else -1
         if key not in self._choices:
-            self._choices[key] = tuple(way.at(zero) for zero in zero_stages(layout, self.pins) for way in self.ways(layout, rank))
+            self._choices[key] = tuple(
+                way.at(zero)
+                for zero in zero_stages(layout, self.pins)
+                for way in self.ways(layout, rank)
+            )
         return self._choices[key]
 
     def _found(self, layout: ParallelLayout, rank: int) -> Iterator[Way]:
         names = self.table.price_cache.recompute_operators
         for option in self.table.options(layout, rank):
-            own = option.sharding if layout.mesh.tp > 1 and option.sharding != layout.sharding else None
+            own = (
+                option.sharding
+                if layout.mesh.tp > 1 and option.sharding != layout.sharding
+                else None
+            )
             yield Way(names(LayerKind.BLOCK, option.recompute), own)
         if layout.keeps_all(rank):
             return
-        for level in self.pins.resolved(self.table.price_cache.training.stack).recompute or tuple(Recompute):
-            if level is not Recompute.FULL or not illegal_full_recompute(layout.tp_overlap, self.table.price_cache.model):
+        for level in self.pins.resolved(self.table.price_cache.training.stack).recompute or tuple(
+            Recompute
+        ):
+            if level is not Recompute.FULL or not illegal_full_recompute(
+                layout.tp_overlap, self.table.price_cache.model
+            ):
                 yield Way(names(LayerKind.BLOCK, level), None)
         if self.table.catalogue.by_operator:
             yield from self._lists(random.Random(self.seed))
@@ -68,7 +86,11 @@ class Palette:
     def _lists(self, chance: random.Random) -> Iterator[Way]:
         """Random lists of operators, none of which draws a mask when it runs again."""
         model, block = self.table.price_cache.model, self.table.price_cache.graph(1).block
-        names = [operator.name for operator in block.operators if not (model.dropout and operator.name in DRAWS_MASK)]
+        names = [
+            operator.name
+            for operator in block.operators
+            if not (model.dropout and operator.name in DRAWS_MASK)
+        ]
         for _ in range(RANDOM_LISTS):
             chosen = frozenset(chance.sample(names, chance.randint(1, len(names) - 1)))
             yield Way(tuple(name for name in names if name in chosen), None)

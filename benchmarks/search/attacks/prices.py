@@ -1,4 +1,6 @@
-"""Prices of strategies for an attack: the same functions as `price_step`, memory first, each rank's once."""
+"""Prices of strategies for an attack: the same functions as `price_step`, memory first, each rank's
+once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from parplan.costmodels.chunks.chunk_memory import device_memory
 from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepCosts, price_step, simulated_step, step_costs
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.search.search_session import ROUNDING
 from parplan.profiles.models.operator_graph import LayerKind
@@ -35,16 +37,26 @@ class Candidate:
 
 
 class Prices:
-    """Prices under one price cache and memory limit; counts how many steps, and memories of ranks, it priced.
+    """Prices under one price cache and memory limit; counts how many steps, and memories of ranks,
+    it priced.
 
     slowest_s: the longest closed form that the memory objective allows
     as_good, leanest: the least peak of what was priced with a value of at most `as_good`
     """
 
     def __init__(
-        self, price_cache: PriceCache, limit_bytes: float, objective: Objective = Objective.THROUGHPUT, slowest_s: float = INFINITY,
+        self,
+        price_cache: PriceCache,
+        limit_bytes: float,
+        objective: Objective = Objective.THROUGHPUT,
+        slowest_s: float = INFINITY,
     ) -> None:
-        self.price_cache, self.limit_bytes, self.objective, self.slowest_s = price_cache, limit_bytes, objective, slowest_s
+        self.price_cache, self.limit_bytes, self.objective, self.slowest_s = (
+            price_cache,
+            limit_bytes,
+            objective,
+            slowest_s,
+        )
         self.evaluations, self.as_good, self.leanest = 0, 0.0, INFINITY
         self._memory: dict[object, RankMemory] = {}
         self._block_s: dict[object, float] = {}
@@ -63,23 +75,38 @@ class Prices:
         return self.memory(strategy, rank).total <= self.limit_bytes * (1 + ROUNDING)
 
     def block_s(self, choice: LayerChoice, layout: ParallelLayout) -> float:
-        """Seconds that one block of `choice` adds to its rank in a step: what moves are ordered by."""
+        """Seconds that one block of `choice` adds to its rank in a step: what moves are ordered
+        by.
+        """
         key = choice, layout
         if key not in self._block_s:
             sharding = layout.sharding_of(choice)
-            time = self.price_cache.layer_time(choice.kind, layout.micro_batch_size, sharding, choice.recompute)
-            data = self.price_cache.data_parallel(choice.kind, layout.micro_batch_size, layout.mesh, sharding, choice.zero)
+            time = self.price_cache.layer_time(
+                choice.kind, layout.micro_batch_size, sharding, choice.recompute
+            )
+            data = self.price_cache.data_parallel(
+                choice.kind, layout.micro_batch_size, layout.mesh, sharding, choice.zero
+            )
             per_pass = time.total_s + data.forward.value_s + data.backward.value_s
-            self._block_s[key] = layout.num_micro_batches * per_pass + data.step.value_s + data.optimizer.value_s
+            self._block_s[key] = (
+                layout.num_micro_batches * per_pass + data.step.value_s + data.optimizer.value_s
+            )
         return self._block_s[key]
 
     def saved_bytes(self, choice: LayerChoice, layout: ParallelLayout) -> int:
         """Bytes that one block of `choice` keeps of a micro-batch."""
-        return self.price_cache.activations(choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute).saved
+        return self.price_cache.activations(
+            choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
+        ).saved
 
     def work_s(self, strategy: Strategy) -> float:
         """Seconds of all ranks for their blocks, none of their waiting."""
-        return sum(self.block_s(choice, strategy.layout) for stage in strategy.stages for choice in stage if choice.kind is LayerKind.BLOCK)
+        return sum(
+            self.block_s(choice, strategy.layout)
+            for stage in strategy.stages
+            for choice in stage
+            if choice.kind is LayerKind.BLOCK
+        )
 
     def busiest_s(self, strategy: Strategy) -> float:
         """Seconds that the rank with most work is busy, whether the strategy fits or not."""
@@ -87,7 +114,9 @@ class Prices:
         return busiest_s(strategy.layout, step_costs(strategy, self.price_cache))
 
     def price(self, strategy: Strategy, cut: float = INFINITY) -> Candidate | None:
-        """The strategy priced, or None where it does not fit, is too slow, or cannot be below `cut`."""
+        """The strategy priced, or None where it does not fit, is too slow, or cannot be below
+        `cut`.
+        """
         ranks = range(strategy.layout.mesh.pp)
         if not all(self.fits(strategy, rank) for rank in ranks):
             return None
@@ -107,7 +136,9 @@ class Prices:
             return None
         redundant = sum(rank.total for rank in price.redundant)
         value = strategy.layout.mesh.ranks_per_stage * redundant
-        return self._noted(Candidate(strategy, value, price.step_s, peak_bytes, self.work_s(strategy)))
+        return self._noted(
+            Candidate(strategy, value, price.step_s, peak_bytes, self.work_s(strategy))
+        )
 
     def _noted(self, found: Candidate) -> Candidate:
         if found.value <= self.as_good and found.peak_bytes < self.leanest:
@@ -117,7 +148,11 @@ class Prices:
 
 def busiest_s(layout: ParallelLayout, costs: StepCosts) -> float:
     """Seconds that the rank with most work is busy: no schedule is shorter."""
-    busy = (sum(cost.forward_s + cost.backward_s + cost.recompute_s for cost in row) for row in costs.stages)
-    return max(layout.num_micro_batches * pass_s + tail_s for pass_s, tail_s in zip(busy, costs.tail_s, strict=True))
-
-
+    busy = (
+        sum(cost.forward_s + cost.backward_s + cost.recompute_s for cost in row)
+        for row in costs.stages
+    )
+    return max(
+        layout.num_micro_batches * pass_s + tail_s
+        for pass_s, tail_s in zip(busy, costs.tail_s, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""The requests whose plans are attacked: those that were found wanting once, and ordinary ones drawn with a fixed seed."""
+"""The requests whose plans are attacked: those that were found wanting once, and ordinary ones
+drawn with a fixed seed.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,38 @@ from parplan.planner.request import Constraints, SearchOptions
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import GIB, gib
 
-MODELS = ("gpt-1.5b", "gpt-2.5b", "gpt-7.5b", "gpt-8.3b", "gpt-20b", "llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b")
+MODELS = (
+    "gpt-1.5b",
+    "gpt-2.5b",
+    "gpt-7.5b",
+    "gpt-8.3b",
+    "gpt-20b",
+    "llama2-7b",
+    "llama2-13b",
+    "llama3-8b",
+    "llama3-70b",
+)
 CLUSTERS = ("a100-40gb", "a100-80gb", "h100-80gb", "v100-32gb")
 GPUS = (4, 8, 16, 24, 32, 64)
 STACKS = (None, None, "parplan", "nemo", "torchtitan")  # the default twice as often
 STATE_BYTES = 18  # of a parameter in mixed precision, in all
-FILLED = 0.7  # of the memory that states may fill in a request that is drawn: a larger model has no plan, or one with the host alone
+# of the memory that states may fill in a request that is drawn: a larger model has no plan, or one
+# with the host alone
+FILLED = 0.7
 PINS = (
-    Constraints(), Constraints(), Constraints(), Constraints(), Constraints(pp=(1,), tp=(1,)), Constraints(pp=(2, 4, 8)),
-    Constraints(tp=(2, 4)), Constraints(zero=(1, 2)), Constraints(recompute=(Recompute.NONE, Recompute.FULL)),
-    Constraints(schedule=(Schedule.ONE_F_ONE_B,)), Constraints(micro_batch_size=(1, 2)), Constraints(megatron_sharding=True))
+    Constraints(),
+    Constraints(),
+    Constraints(),
+    Constraints(),
+    Constraints(pp=(1,), tp=(1,)),
+    Constraints(pp=(2, 4, 8)),
+    Constraints(tp=(2, 4)),
+    Constraints(zero=(1, 2)),
+    Constraints(recompute=(Recompute.NONE, Recompute.FULL)),
+    Constraints(schedule=(Schedule.ONE_F_ONE_B,)),
+    Constraints(micro_batch_size=(1, 2)),
+    Constraints(megatron_sharding=True),
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +90,9 @@ def _asked(model: str, gpus: int, gpu: str = "a100-80gb", **others: object) -> A
 
 NAMED = (
     Request(
-        _asked("llama3-8b", 16, "h100-80gb", gpus_per_node=1), Constraints(pp=(1,), tp=(1,), recompute=(Recompute.NONE,))),
+        _asked("llama3-8b", 16, "h100-80gb", gpus_per_node=1),
+        Constraints(pp=(1,), tp=(1,), recompute=(Recompute.NONE,)),
+    ),
     Request(_asked("llama3-8b", 16, "h100-80gb")),
     Request(_asked("llama3-8b", 32)),
     Request(_asked("llama3-8b", 16, stack="parplan")),
@@ -74,33 +100,51 @@ NAMED = (
     Request(_asked("gpt-7.5b", 32), Constraints(pp=(8,))),
     Request(
         _asked("gpt-1.5b", 2, "v100-32gb", stack="parplan", global_batch_size=2),
-        options=SearchOptions(memory_limit_bytes=int(13.5 * GIB))),
+        options=SearchOptions(memory_limit_bytes=int(13.5 * GIB)),
+    ),
     Request(_asked("llama3-8b", 4, stack="parplan", global_batch_size=4)),
     Request(_asked("llama3-8b", 8, global_batch_size=4), Constraints(pp=(8,))),
     Request(_asked("gpt-1.5b", 8, "a100-40gb", global_batch_size=64)),
 )
-SMALL = (  # for a test: few GPUs and micro-batches, one for each kind of change that beat a plan once
+# for a test: few GPUs and micro-batches, one for each kind of change that beat a plan once
+SMALL = (
     Request(
         _asked("llama3-8b", 16, "h100-80gb", gpus_per_node=1, global_batch_size=64),
-        Constraints(pp=(1,), tp=(1,), recompute=(Recompute.NONE,))),
+        Constraints(pp=(1,), tp=(1,), recompute=(Recompute.NONE,)),
+    ),
     Request(
         _asked("gpt-1.5b", 2, "v100-32gb", stack="parplan", global_batch_size=2),
-        options=SearchOptions(memory_limit_bytes=int(13.5 * GIB))),
+        options=SearchOptions(memory_limit_bytes=int(13.5 * GIB)),
+    ),
     Request(_asked("llama3-8b", 8, global_batch_size=4), Constraints(pp=(8,))),
-    Request(_asked("llama3-8b", 4, stack="parplan", global_batch_size=4), Constraints(tp=(2,), micro_batch_size=(2,))),
-    Request(_asked("gpt-1.5b", 8, "v100-32gb", stack="parplan", global_batch_size=16), Constraints(pp=(8,), micro_batch_size=(1,))),
+    Request(
+        _asked("llama3-8b", 4, stack="parplan", global_batch_size=4),
+        Constraints(tp=(2,), micro_batch_size=(2,)),
+    ),
+    Request(
+        _asked("gpt-1.5b", 8, "v100-32gb", stack="parplan", global_batch_size=16),
+        Constraints(pp=(8,), micro_batch_size=(1,)),
+    ),
     Request(_asked("gpt-7.5b", 16, global_batch_size=64), Constraints(pp=(4,), tp=(1,))),
 )
 
 
 def drawn(seed: int) -> Iterator[Request]:
-    """Ordinary requests without end, the same for a seed: a model whose states have room, a batch, a stack and sometimes legal pins."""
+    """Ordinary requests without end, the same for a seed: a model whose states have room, a batch,
+    a stack and sometimes legal pins.
+    """
     chance = random.Random(seed)
     while True:
         model, gpus, gpu = chance.choice(MODELS), chance.choice(GPUS), chance.choice(CLUSTERS)
-        stack, pins, batch = chance.choice(STACKS), chance.choice(PINS), chance.choice((None, None, 64, 128))
+        stack, pins, batch = (
+            chance.choice(STACKS),
+            chance.choice(PINS),
+            chance.choice((None, None, 64, 128)),
+        )
         per_node = 1 if chance.random() < 0.1 else None
-        asked = _asked(model, gpus, gpu, stack=stack, global_batch_size=batch, gpus_per_node=per_node)
+        asked = _asked(
+            model, gpus, gpu, stack=stack, global_batch_size=batch, gpus_per_node=per_node
+        )
         request = Request(asked, pins)
         if _has_room(request) and any(layouts(request.question, request.pins)):
             yield request

@@ -18,13 +18,16 @@ _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 def zeros(n_bytes: int, precision: str, device: torch.device) -> torch.Tensor:
-    """A vector of so many bytes. Zeros stay zeros in every sum; written, for pages that never were are all one page of the host."""
+    """A vector of so many bytes. Zeros stay zeros in every sum; written, for pages that never were
+    are all one page of the host.
+    """
     dtype = DTYPES[precision]
     return torch.empty(n_bytes // dtype.itemsize, dtype=dtype, device=device).fill_(0.0)
 
 
 def call(case: Case, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> Run:
-    """What one rank of `group` (of these `ranks`) calls. Raises RuntimeError when its tensors do not fit the memory.
+    """What one rank of `group` (of these `ranks`) calls. Raises RuntimeError when its tensors do
+    not fit the memory.
 
     A message goes there and back: two of them.
     """
@@ -62,7 +65,9 @@ def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, ranks: Seque
 
 
 class Products:
-    """Products of one size beside an all-reduce. Raises RuntimeError when their tensors do not fit the memory."""
+    """Products of one size beside an all-reduce. Raises RuntimeError when their tensors do not fit
+    the memory.
+    """
 
     def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
         dtype = DTYPES[case.precision]

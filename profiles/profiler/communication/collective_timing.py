@@ -1,7 +1,8 @@
 """Times one case of communication on this rank, together with all others.
 
-Every rank calls `measured` with the same case; ranks that are in none of its groups wait. A time is that of one call in a row of
-calls after a barrier, as nccl-tests takes it; of each repeat that of the slowest rank counts.
+Every rank calls `measured` with the same case; ranks that are in none of its groups wait. A time is
+that of one call in a row of calls after a barrier, as nccl-tests takes it; of each repeat that of
+the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -41,12 +42,18 @@ MAX_PRODUCTS = 2000
 DEADLINE_SHARE = 0.8  # of a group's timeout
 MS_PER_S = 1e3
 _POLL_S = 5e-5
-_NOT_THERE = ("not support", "unsupported", "not implement")  # what torch says of a collective that a backend lacks
+_NOT_THERE = (
+    "not support",
+    "unsupported",
+    "not implement",
+)  # what torch says of a collective that a backend lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How many repeats a case gets at most at once, and how many seconds of them where they spread."""
+    """How many repeats a case gets at most at once, and how many seconds of them where they
+    spread.
+    """
 
     repeats: int = 30
     patience_s: float = 1.0
@@ -64,7 +71,9 @@ class DoesNotFitError(Exception):
 
 
 def measured(case: Case, ranks: MeasuringRank, effort: Effort = FULL) -> Record:
-    """What came of `case`, the same on all ranks. Raises RuntimeError when a collective fails or passes its timeout."""
+    """What came of `case`, the same on all ranks. Raises RuntimeError when a collective fails or
+    passes its timeout.
+    """
     try:
         found = _WORKS.get(case.work, _timed)(_Together(case, ranks), effort)
     except UnsupportedError as error:
@@ -79,8 +88,12 @@ class _Together:
 
     def __init__(self, case: Case, ranks: MeasuringRank) -> None:
         self.case, self.ranks = case, ranks
-        self.members: Members = (pairs if case.work == POINT_TO_POINT else group_members)(shape_of(case), ranks.world)
-        self.own = next((index for index, group in enumerate(self.members) if ranks.rank in group), None)
+        self.members: Members = (pairs if case.work == POINT_TO_POINT else group_members)(
+            shape_of(case), ranks.world
+        )
+        self.own = next(
+            (index for index, group in enumerate(self.members) if ranks.rank in group), None
+        )
         self.calls = 1
         self.leads = False  # whether a call goes before those that are timed
 
@@ -90,7 +103,9 @@ class _Together:
         return DEADLINE_SHARE * self.ranks.timeout.total_seconds()
 
     def made(self, make: Callable[[dist.ProcessGroup, tuple[int, ...]], Made]) -> Made | None:
-        """What this rank's group needs, None for a rank without one; for no rank where another has no memory for it."""
+        """What this rank's group needs, None for a rank without one; for no rank where another has
+        no memory for it.
+        """
         groups, found, short = self.ranks.groups(self.members), None, False
         self.ranks.make_barrier(self.members)
         try:
@@ -102,7 +117,9 @@ class _Together:
         return found
 
     def first(self, run: Run | None) -> None:
-        """The first call, which connects. A backend without this collective says so here, on all ranks of a group."""
+        """The first call, which connects. A backend without this collective says so here, on all
+        ranks of a group.
+        """
         reason = ""
         try:
             if run is not None:
@@ -115,17 +132,24 @@ class _Together:
             raise UnsupportedError(reason or "another rank's backend lacks it")
 
     def seconds(self, run: Run | None, repeats: int) -> list[float]:
-        """Seconds of one call in each repeat, of the slowest rank; a rank without anything to run waits."""
+        """Seconds of one call in each repeat, of the slowest rank; a rank without anything to run
+        waits.
+        """
         own_s = [0.0] * repeats
         for index in range(repeats if run is not None else 0):
             self.ranks.barrier(self.members)
             if run is not None and self.leads:
                 run()
-            own_s[index] = elapsed_s(run, self.calls, self.ranks.device, self.limit_s) / self.calls if run is not None else 0.0
+            own_s[index] = (
+                elapsed_s(run, self.calls, self.ranks.device, self.limit_s) / self.calls
+                if run is not None
+                else 0.0
+            )
         return self.ranks.largest(own_s)
 
     def choose(self, call_s: float, repeats: int) -> int:
-        """How many repeats, of how many calls each, when a call takes `call_s`; the same on all ranks where `call_s` is.
+        """How many repeats, of how many calls each, when a call takes `call_s`; the same on all
+        ranks where `call_s` is.
 
         Short calls follow one that is not timed: ranks leave it closer together than a barrier.
         """
@@ -143,34 +167,56 @@ def _timed(together: _Together, effort: Effort) -> CaseFigures:
     turns = together.choose(together.seconds(run, WARM_UP_REPEATS)[-1], effort.repeats)
     share = 0.5 if case.work == POINT_TO_POINT else 1.0
     found_s: list[float] = []
-    while not found_s or (timing(found_s).spread > STEADY_SPREAD and together.calls * sum(found_s) < effort.patience_s):
+    while not found_s or (
+        timing(found_s).spread > STEADY_SPREAD and together.calls * sum(found_s) < effort.patience_s
+    ):
         found_s += together.seconds(run, turns)
     return CaseFigures(times={"time": timing([share * seconds for seconds in found_s])})
 
 
 def _overlap(together: _Together, effort: Effort) -> CaseFigures:
-    """Seconds of an all-reduce alone, of as many products as hide it, and of both together, in turns."""
+    """Seconds of an all-reduce alone, of as many products as hide it, and of both together, in
+    turns.
+    """
     case, device = together.case, together.ranks.device
     beside = together.made(lambda group, _: Products(case, group, device))
-    runs = [getattr(beside, name) if beside is not None else None for name in ("compute", "communicate", "both")]
+    runs = [
+        getattr(beside, name) if beside is not None else None
+        for name in ("compute", "communicate", "both")
+    ]
     for run in runs:
         together.first(run)
-    product_s, reduce_s = (statistics.median(together.seconds(run, MIN_REPEATS)) for run in runs[:2])
+    product_s, reduce_s = (
+        statistics.median(together.seconds(run, MIN_REPEATS)) for run in runs[:2]
+    )
     count = max(1, min(MAX_PRODUCTS, math.ceil(HIDDEN_FACTOR * reduce_s / product_s)))
     if beside is not None:
         beside.count = count
-    turns = max(MIN_REPEATS, min(effort.repeats, math.ceil(MEASURED_S / max(reduce_s, product_s * count))))
+    turns = max(
+        MIN_REPEATS, min(effort.repeats, math.ceil(MEASURED_S / max(reduce_s, product_s * count)))
+    )
     found_s = [[together.seconds(run, 1)[0] for run in runs] for _ in range(turns)]
-    alone_s, communication_s, both_s = (statistics.median(column) for column in zip(*found_s, strict=True))
-    figures = {"compute_alone_s": alone_s, "communication_alone_s": communication_s, "both_s": both_s, "products": float(count)}
+    alone_s, communication_s, both_s = (
+        statistics.median(column) for column in zip(*found_s, strict=True)
+    )
+    figures = {
+        "compute_alone_s": alone_s,
+        "communication_alone_s": communication_s,
+        "both_s": both_s,
+        "products": float(count),
+    }
     return CaseFigures(figures=figures)
 
 
 def _communicator(together: _Together, effort: Effort) -> CaseFigures:
-    """What the first collective of new groups takes of the device's memory, of the rank that has least left after it."""
+    """What the first collective of new groups takes of the device's memory, of the rank that has
+    least left after it.
+    """
     ranks = together.ranks
     if ranks.device.type != "cuda":
-        raise UnsupportedError("on a CPU the buffers of a communicator cannot be told from other memory of the process")
+        raise UnsupportedError(
+            "on a CPU the buffers of a communicator cannot be told from other memory of the process"
+        )
     tensor = zeros(4, "fp32", ranks.device)
     groups = ranks.groups(together.members, fresh=True)
     torch.cuda.synchronize()
@@ -185,7 +231,10 @@ def _communicator(together: _Together, effort: Effort) -> CaseFigures:
     return CaseFigures(figures={"buffer_bytes": taken})
 
 
-_WORKS: dict[str, Callable[[_Together, Effort], CaseFigures]] = {OVERLAP: _overlap, COMMUNICATOR: _communicator}
+_WORKS: dict[str, Callable[[_Together, Effort], CaseFigures]] = {
+    OVERLAP: _overlap,
+    COMMUNICATOR: _communicator,
+}
 
 
 def elapsed_s(run: Run, calls: int, device: torch.device, limit_s: float) -> float:
@@ -219,5 +268,11 @@ def _device_elapsed_s(run: Run, calls: int, limit_s: float) -> float:
 def timing(seconds: list[float]) -> Timing:
     """The median of repeats, and half of their interquartile range over it."""
     median_s = statistics.median(seconds)
-    low_s, _, high_s = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (median_s,) * 3
-    return Timing(median_us=median_s * US_PER_S, spread=(high_s - low_s) / 2 / median_s, repeats=len(seconds))
+    low_s, _, high_s = (
+        statistics.quantiles(seconds, n=4, method="inclusive")
+        if len(seconds) > 1
+        else (median_s,) * 3
+    )
+    return Timing(
+        median_us=median_s * US_PER_S, spread=(high_s - low_s) / 2 / median_s, repeats=len(seconds)
+    )

@@ -14,8 +14,17 @@ from parplan.profiles.profiler.communication.group_shapes import (
 )
 from parplan.profiles.units import KIB
 
-ALL_REDUCE, POINT_TO_POINT, OVERLAP, COMMUNICATOR = "all_reduce", "point_to_point", "overlap", "communicator"
-PARTED = ("all_gather", "reduce_scatter", "all_to_all")  # whose tensor is cut into a part for each rank
+ALL_REDUCE, POINT_TO_POINT, OVERLAP, COMMUNICATOR = (
+    "all_reduce",
+    "point_to_point",
+    "overlap",
+    "communicator",
+)
+PARTED = (
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)  # whose tensor is cut into a part for each rank
 COLLECTIVES = (ALL_REDUCE, *PARTED)
 TIMED = (*COLLECTIVES, POINT_TO_POINT)
 SIZES = ("bytes", "nodes", "ranks_per_node", "groups")  # of what is timed
@@ -29,7 +38,10 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 def ladder(largest_bytes: int) -> tuple[int, ...]:
     """1 KiB, 4 KiB, ... and the largest. Raises ConfigError when that is smaller than the first."""
     if largest_bytes < SMALLEST_BYTES:
-        raise ConfigError(f"--largest is {largest_bytes} bytes, it must be at least 1 KiB", hint="for example --largest 64MiB")
+        raise ConfigError(
+            f"--largest is {largest_bytes} bytes, it must be at least 1 KiB",
+            hint="for example --largest 64MiB",
+        )
     sizes = []
     size = SMALLEST_BYTES
     while size < largest_bytes:
@@ -39,7 +51,9 @@ def ladder(largest_bytes: int) -> tuple[int, ...]:
 
 
 def size_levels(count: int) -> tuple[int, ...]:
-    """Of each of `count` sizes when it comes: 0 for the ends, 1 for the middle, 2 for the quarters, and so on."""
+    """Of each of `count` sizes when it comes: 0 for the ends, 1 for the middle, 2 for the quarters,
+    and so on.
+    """
     levels = [0] * count
     spans = [(0, count - 1)]
     level = 0
@@ -52,10 +66,21 @@ def size_levels(count: int) -> tuple[int, ...]:
     return tuple(levels)
 
 
-def comm_cases(world: World, *, largest_bytes: int, precision: str, product: int) -> tuple[Case, ...]:
-    """Every case on this world, most informative first. `product`: rows and columns of the product under which overlap is measured."""
-    found = [*_timed(world, ladder(largest_bytes), precision), *_overlaps(world, largest_bytes, precision, product)]
-    found += [(level, 0, _communicator(shape, precision)) for level, shape in _shapes(group_shapes(world)) if shape.groups == 1]
+def comm_cases(
+    world: World, *, largest_bytes: int, precision: str, product: int
+) -> tuple[Case, ...]:
+    """Every case on this world, most informative first. `product`: rows and columns of the product
+    under which overlap is measured.
+    """
+    found = [
+        *_timed(world, ladder(largest_bytes), precision),
+        *_overlaps(world, largest_bytes, precision, product),
+    ]
+    found += [
+        (level, 0, _communicator(shape, precision))
+        for level, shape in _shapes(group_shapes(world))
+        if shape.groups == 1
+    ]
     return tuple(case for _, _, case in sorted(found, key=lambda item: item[:2]))
 
 
@@ -66,21 +91,36 @@ def _shapes(levels: Iterable[tuple[Shape, ...]]) -> Iterator[tuple[int, Shape]]:
 def _timed(world: World, sizes: tuple[int, ...], precision: str) -> Iterator[tuple[int, int, Case]]:
     levels = size_levels(len(sizes))
     for work in TIMED:
-        for shape_level, shape in _shapes(pair_shapes(world) if work == POINT_TO_POINT else group_shapes(world)):
+        for shape_level, shape in _shapes(
+            pair_shapes(world) if work == POINT_TO_POINT else group_shapes(world)
+        ):
             for size_level, n_bytes in zip(levels, sizes, strict=True):
-                yield shape_level + size_level + _LEVEL[work], 1 + shape_level, timed_case(work, n_bytes, shape, precision)
+                yield (
+                    shape_level + size_level + _LEVEL[work],
+                    1 + shape_level,
+                    timed_case(work, n_bytes, shape, precision),
+                )
 
 
 def timed_case(work: str, n_bytes: int, shape: Shape, precision: str) -> Case:
-    """One collective or message; bytes as nccl-tests counts them, rounded up to whole elements of every rank."""
+    """One collective or message; bytes as nccl-tests counts them, rounded up to whole elements of
+    every rank.
+    """
     step = ELEMENT_BYTES.get(precision, 1) * (shape.num_ranks if work in PARTED else 1)
     rounded = -(-n_bytes // step) * step
     sizes = (rounded, shape.nodes, shape.ranks_per_node, shape.groups)
     named = tuple(zip(SIZES, sizes, strict=True))
-    return Case(work=work, sizes=named, precision=precision, passes=(CasePass(name="time", curve=work, sizes=sizes),))
+    return Case(
+        work=work,
+        sizes=named,
+        precision=precision,
+        passes=(CasePass(name="time", curve=work, sizes=sizes),),
+    )
 
 
-def _overlaps(world: World, largest_bytes: int, precision: str, product: int) -> Iterator[tuple[int, int, Case]]:
+def _overlaps(
+    world: World, largest_bytes: int, precision: str, product: int
+) -> Iterator[tuple[int, int, Case]]:
     """An all-reduce under products, on whole nodes and on the whole world."""
     for shape in group_shapes(world)[0]:
         sizes = (largest_bytes, product, product, product, shape.nodes, shape.ranks_per_node)
@@ -96,4 +136,6 @@ def _communicator(shape: Shape, precision: str) -> Case:
 def shape_of(case: Case) -> Shape:
     """The shape of any case of this module."""
     sizes = dict(case.sizes)
-    return Shape(nodes=sizes["nodes"], ranks_per_node=sizes["ranks_per_node"], groups=sizes.get("groups", 1))
+    return Shape(
+        nodes=sizes["nodes"], ranks_per_node=sizes["ranks_per_node"], groups=sizes.get("groups", 1)
+    )

@@ -1,4 +1,6 @@
-"""The file of what `profiles/profile_comm.py` measured: what it was measured on, and every record."""
+"""The file of what `profiles/profile_comm.py` measured: what it was measured on, and every
+record.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommFile:
-    """Records of communication on `nodes` nodes of `ranks_per_node` ranks. `date` is the day on which the last was measured."""
+    """Records of communication on `nodes` nodes of `ranks_per_node` ranks. `date` is the day on
+    which the last was measured.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -36,15 +40,21 @@ class CommFile:
 
 def write_comm_file(path: Path, found: CommFile) -> None:
     """Write the file whole or not at all. Raises ConfigError."""
-    write_text(yaml.safe_dump(document(found), sort_keys=False, width=120), path, hint="choose another -o")
+    write_text(
+        yaml.safe_dump(document(found), sort_keys=False, width=120), path, hint="choose another -o"
+    )
 
 
 def read_comm_file(path: Path) -> CommFile:
-    """What `write_comm_file` wrote. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
+    """What `write_comm_file` wrote. Raises ConfigError: not readable, not YAML, another version,
+    unknown or missing keys.
+    """
     body = read_yaml(path, hints=Hints(_HINT, _HINT))
     version = body.get("comm_version") if isinstance(body, dict) else None
     if version != COMM_VERSION:
-        raise ConfigError(f"{path}: comm_version is {version}, this parplan reads {COMM_VERSION}", hint=_HINT)
+        raise ConfigError(
+            f"{path}: comm_version is {version}, this parplan reads {COMM_VERSION}", hint=_HINT
+        )
     found = parse(CommFile, body, str(path))
     for index, record in enumerate(found.records):
         _require_timed(record, f"{path}: records.{index}")
@@ -52,7 +62,9 @@ def read_comm_file(path: Path) -> CommFile:
 
 
 def _require_timed(record: Record, where: str) -> None:
-    """Raises ConfigError for a timed collective without the sizes of its group, or without a time above zero."""
+    """Raises ConfigError for a timed collective without the sizes of its group, or without a time
+    above zero.
+    """
     if record.case.work not in TIMED:
         return
     missing = [name for name in SIZES if name not in dict(record.case.sizes)]
@@ -61,7 +73,10 @@ def _require_timed(record: Record, where: str) -> None:
     if record.measured is not None and "time" not in record.measured.times:
         raise ConfigError(f"{where}: {record.case.work} was measured and has no time", hint=_HINT)
     if record.measured is not None and record.measured.times["time"].median_us <= 0:
-        raise ConfigError(f"{where}: {record.case.work} was measured in {record.measured.times['time'].median_us} us", hint=_HINT)
+        raise ConfigError(
+            f"{where}: {record.case.work} was measured in {record.measured.times['time'].median_us} us",
+            hint=_HINT,
+        )
 
 
 def in_flight_of(output: Path) -> Path:

@@ -1,4 +1,6 @@
-"""Starts `profiles/profile_comm.py` on this node, again after a case that ended it, and reads what it measured. Without torch."""
+"""Starts `profiles/profile_comm.py` on this node, again after a case that ended it, and reads what
+it measured. Without torch.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,21 @@ _ENDED = re.compile(r"^error: (?:hung|crashed|out of memory) in ")  # as comm_ru
 
 
 def comm_records(
-    num_ranks: int, output: Path, *, device: str = "auto", minutes: float | None = None, largest: str | None = None,
-    restart: bool = False, reruns: int = 5, told: Callable[[str], None] = lambda line: None,
+    num_ranks: int,
+    output: Path,
+    *,
+    device: str = "auto",
+    minutes: float | None = None,
+    largest: str | None = None,
+    restart: bool = False,
+    reruns: int = 5,
+    told: Callable[[str], None] = lambda line: None,
 ) -> CommFile:
-    """What `num_ranks` ranks on this node measured of their communication, also written to `output`.
+    """What `num_ranks` ranks on this node measured of their communication, also written to
+    `output`.
 
-    A run that a case ended is started again, without that case, up to `reruns` times. told: each line of progress.
+    A run that a case ended is started again, without that case, up to `reruns` times. told: each
+    line of progress.
 
     Raises PlannerError with what the run said when it failed otherwise, or once too often.
     """
@@ -34,7 +45,10 @@ def comm_records(
     lines: deque[str] = deque(maxlen=LAST_LINES)
     for _ in range(reruns + 1):
         left = None if ends_at_s is None else max(1.0, ends_at_s - time.monotonic()) / 60
-        command = _command(num_ranks, {"--output": output, "--device": device, "--minutes": left, "--largest": largest})
+        command = _command(
+            num_ranks,
+            {"--output": output, "--device": device, "--minutes": left, "--largest": largest},
+        )
         if _run([*command, *again], lines, told) == 0:
             return read_comm_file(output)
         if not in_flight_of(output).exists() and not any(_ENDED.match(line) for line in lines):
@@ -43,14 +57,29 @@ def comm_records(
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     own = _command(num_ranks, {"--output": output, "--device": device})
     raise PlannerError(
-        (errors or [f"communication of {num_ranks} ranks was not measured: {' '.join(list(lines)[-1:])}"])[-1],
-        hint=f"start it yourself to see all it says: {' '.join(['python', *own[1:]])}")
+        (
+            errors
+            or [
+                f"communication of {num_ranks} ranks was not measured: {' '.join(list(lines)[-1:])}"
+            ]
+        )[-1],
+        hint=f"start it yourself to see all it says: {' '.join(['python', *own[1:]])}",
+    )
 
 
 def _command(num_ranks: int, options: dict[str, object]) -> list[str]:
     """The line that starts it; --standalone finds a port that is free."""
-    said = [part for name, value in options.items() if value is not None for part in (name, str(value))]
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    said = [
+        part for name, value in options.items() if value is not None for part in (name, str(value))
+    ]
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+    )
     return [*torchrun, "-m", "parplan.profiles.profile_comm", *said]
 
 
@@ -59,7 +88,12 @@ def _run(command: list[str], lines: deque[str], told: Callable[[str], None]) -> 
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     lines.clear()
     with subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
     ) as process:
         assert process.stderr is not None
         try:

@@ -1,8 +1,10 @@
-"""Measures cases of communication one after another: rank 0 decides which, keeps the journal, and says what came of them.
+"""Measures cases of communication one after another: rank 0 decides which, keeps the journal, and
+says what came of them.
 
-Before each case rank 0 notes on disk that it is in flight. A collective that fails or passes its timeout ends the run, for its
-communicators cannot be used again: rank 0 records the case and the next run goes on after it. A case that is still noted when a run
-begins had ended the one before, or was interrupted with it: it is tried again, and given up when that has happened too often.
+Before each case rank 0 notes on disk that it is in flight. A collective that fails or passes its
+timeout ends the run, for its communicators cannot be used again: rank 0 records the case and the
+next run goes on after it. A case that is still noted when a run begins had ended the one before, or
+was interrupted with it: it is tried again, and given up when that has happened too often.
 """
 
 from __future__ import annotations
@@ -28,9 +30,15 @@ from parplan.profiles.profiler.journal import Journal
 
 STOP = -1
 ATTEMPTS = 3  # runs that may end in a case without a word: being killed from outside looks the same
-ENDED = {CaseOutcome.HUNG: "hung in", CaseOutcome.CRASHED: "crashed in", CaseOutcome.OUT_OF_MEMORY: "out of memory in"}
+ENDED = {
+    CaseOutcome.HUNG: "hung in",
+    CaseOutcome.CRASHED: "crashed in",
+    CaseOutcome.OUT_OF_MEMORY: "out of memory in",
+}
 AGAIN = "run the same command again: it goes on with what is left"
-LAST_WORD_S = 3.0  # other ranks stay so long after an error, for torchrun ends all when the first goes
+LAST_WORD_S = (
+    3.0  # other ranks stay so long after an error, for torchrun ends all when the first goes
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +77,8 @@ class InFlight:
 
 @dataclass(kw_only=True)
 class Chief:
-    """What rank 0 has besides: the cases' order, the journal, the note of what is in flight, the end of the budget.
+    """What rank 0 has besides: the cases' order, the journal, the note of what is in flight, the
+    end of the budget.
 
     told: called with each record, how many cases have one, and of how many
     parent: what started this process; without it there is nobody to measure for
@@ -90,7 +99,13 @@ class Chief:
         """Record the case in flight as crashed where so many runs have ended in it."""
         for case in self.left():
             if self.in_flight.attempts(case) >= attempts:
-                self.keep(Record(case=case, outcome=CaseOutcome.CRASHED, detail=f"{attempts} runs ended in it without a word"))
+                self.keep(
+                    Record(
+                        case=case,
+                        outcome=CaseOutcome.CRASHED,
+                        detail=f"{attempts} runs ended in it without a word",
+                    )
+                )
 
     def next_index(self) -> int:
         """The case to measure now, STOP when there is none or no time."""
@@ -108,8 +123,12 @@ class Chief:
         self.told(record, len(self.cases) - len(self.left()), len(self.cases))
 
 
-def run_cases(cases: Sequence[Case], ranks: MeasuringRank, chief: Chief | None, effort: Effort = FULL) -> None:
-    """Measure the cases that rank 0, which alone has a `chief`, chooses. Raises PlannerError when a collective failed."""
+def run_cases(
+    cases: Sequence[Case], ranks: MeasuringRank, chief: Chief | None, effort: Effort = FULL
+) -> None:
+    """Measure the cases that rank 0, which alone has a `chief`, chooses. Raises PlannerError when a
+    collective failed.
+    """
     while (index := _next(ranks, chief)) != STOP:
         case = cases[index]
         if chief is not None:
@@ -126,7 +145,9 @@ def _next(ranks: MeasuringRank, chief: Chief | None) -> int:
     try:
         return ranks.decided(STOP if chief is None else chief.next_index())
     except RuntimeError as error:
-        raise PlannerError(f"lost the other ranks between two cases: {_first_line(error)}", hint=AGAIN) from None
+        raise PlannerError(
+            f"lost the other ranks between two cases: {_first_line(error)}", hint=AGAIN
+        ) from None
 
 
 def _failed(case: Case, error: RuntimeError, chief: Chief | None) -> PlannerError:
@@ -141,7 +162,9 @@ def _failed(case: Case, error: RuntimeError, chief: Chief | None) -> PlannerErro
         time.sleep(LAST_WORD_S)
     else:
         chief.keep(Record(case=case, outcome=outcome, detail=reason))
-    return PlannerError(f"{ENDED[outcome]} {case.key}: {reason}", hint=f"{AGAIN}, without this case")
+    return PlannerError(
+        f"{ENDED[outcome]} {case.key}: {reason}", hint=f"{AGAIN}, without this case"
+    )
 
 
 def _first_line(error: RuntimeError) -> str:

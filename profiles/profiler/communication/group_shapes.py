@@ -1,8 +1,11 @@
-"""Which groups of ranks a mesh can make on a world, and who is in them. Ranks fill the nodes in order.
+"""Which groups of ranks a mesh can make on a world, and who is in them. Ranks fill the nodes in
+order.
 
-A shape says what prices ask for (costmodels/communication/mesh.py, Placement): ranks on each of some nodes, and how many such groups a node
-takes part in at once. Inside a node a group's ranks are neighbours, as tensor parallelism places them; across nodes they are as far
-apart as data parallelism over the rest of the node makes them. Strided groups inside a node are taken to be as fast as neighbours.
+A shape says what prices ask for (costmodels/communication/mesh.py, Placement): ranks on each of
+some nodes, and how many such groups a node takes part in at once. Inside a node a group's ranks are
+neighbours, as tensor parallelism places them; across nodes they are as far apart as data
+parallelism over the rest of the node makes them. Strided groups inside a node are taken to be as
+fast as neighbours.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class World:
         if self.nodes < 1 or self.ranks_per_node < 1 or self.num_ranks < 2:
             raise ConfigError(
                 f"{self.nodes} nodes of {self.ranks_per_node} ranks: communication needs at least 2 ranks",
-                hint="start more of them: torchrun --nproc-per-node 2")
+                hint="start more of them: torchrun --nproc-per-node 2",
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -36,7 +40,9 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A group of `ranks_per_node` ranks on each of `nodes` nodes, while every node that has any takes part in `groups` of them."""
+    """A group of `ranks_per_node` ranks on each of `nodes` nodes, while every node that has any
+    takes part in `groups` of them.
+    """
 
     nodes: int
     ranks_per_node: int
@@ -48,25 +54,43 @@ class Shape:
 
 
 def group_shapes(world: World) -> tuple[tuple[Shape, ...], ...]:
-    """The shapes of collectives, in levels, most informative first: whole nodes and the whole world, then one rank a node and the
-    parts of a node, all such groups at once; then fewer nodes; then one group alone, which shows what sharing costs."""
+    """The shapes of collectives, in levels, most informative first: whole nodes and the whole
+    world, then one rank a node and the parts of a node, all such groups at once; then fewer nodes;
+    then one group alone, which shows what sharing costs.
+    """
     local, nodes = world.ranks_per_node, world.nodes
     levels = (
         (_at_once(1, local, world), _at_once(nodes, local, world)),
         (_at_once(nodes, 1, world), *(_at_once(1, ranks, world) for ranks in divisors(local)[:-1])),
         tuple(_at_once(nodes, ranks, world) for ranks in divisors(local)),
-        tuple(_at_once(over, ranks, world) for over in divisors(nodes)[1:-1] for ranks in divisors(local)),
+        tuple(
+            _at_once(over, ranks, world)
+            for over in divisors(nodes)[1:-1]
+            for ranks in divisors(local)
+        ),
         tuple(_alone(over, ranks) for over in (1, nodes) for ranks in divisors(local)),
     )
     return tuple(_fresh(levels))
 
 
 def pair_shapes(world: World) -> tuple[tuple[Shape, ...], ...]:
-    """The shapes of single messages, in levels: one inside a node, one between two nodes and one of every rank at once; then the rest."""
+    """The shapes of single messages, in levels: one inside a node, one between two nodes and one of
+    every rank at once; then the rest.
+    """
     local = world.ranks_per_node
-    inside = [Shape(nodes=1, ranks_per_node=2, groups=pairs) for pairs in divisors(local // 2)] if local > 1 else []
-    across = [Shape(nodes=2, ranks_per_node=1, groups=pairs) for pairs in divisors(local)] if world.nodes > 1 else []
-    return tuple(_fresh(((*inside[:1], *across[:1], *across[-1:]), (*inside[-1:],), (*across, *inside))))
+    inside = (
+        [Shape(nodes=1, ranks_per_node=2, groups=pairs) for pairs in divisors(local // 2)]
+        if local > 1
+        else []
+    )
+    across = (
+        [Shape(nodes=2, ranks_per_node=1, groups=pairs) for pairs in divisors(local)]
+        if world.nodes > 1
+        else []
+    )
+    return tuple(
+        _fresh(((*inside[:1], *across[:1], *across[-1:]), (*inside[-1:],), (*across, *inside)))
+    )
 
 
 def _at_once(nodes: int, ranks: int, world: World) -> Shape:
@@ -81,27 +105,41 @@ def _fresh(levels: Iterable[tuple[Shape, ...]]) -> Iterator[tuple[Shape, ...]]:
     """The levels without groups of one rank and without what a level before has."""
     seen: set[Shape] = set()
     for level in levels:
-        kept = tuple(shape for shape in dict.fromkeys(level) if shape.num_ranks > 1 and shape not in seen)
+        kept = tuple(
+            shape for shape in dict.fromkeys(level) if shape.num_ranks > 1 and shape not in seen
+        )
         seen.update(kept)
         if kept:
             yield kept
 
 
 def group_members(shape: Shape, world: World) -> Members:
-    """The groups that run at once, by their ranks; that of rank 0 first. Shapes of `group_shapes`."""
+    """The groups that run at once, by their ranks; that of rank 0 first. Shapes of
+    `group_shapes`.
+    """
     local = world.ranks_per_node
     alone = shape.groups == 1 and shape.ranks_per_node < local
     sets = 1 if alone else world.nodes // shape.nodes
-    stride = 1 if shape.nodes == 1 else local // shape.ranks_per_node  # neighbours, or as far apart as the node allows
-    apart = shape.ranks_per_node if shape.nodes == 1 else 1  # from a group's first rank to the next group's
+    stride = (
+        1 if shape.nodes == 1 else local // shape.ranks_per_node
+    )  # neighbours, or as far apart as the node allows
+    apart = (
+        shape.ranks_per_node if shape.nodes == 1 else 1
+    )  # from a group's first rank to the next group's
     return tuple(
-        tuple((start * shape.nodes + node) * local + group * apart + rank * stride
-              for node in range(shape.nodes) for rank in range(shape.ranks_per_node))
-        for start in range(sets) for group in range(shape.groups))
+        tuple(
+            (start * shape.nodes + node) * local + group * apart + rank * stride
+            for node in range(shape.nodes)
+            for rank in range(shape.ranks_per_node)
+        )
+        for start in range(sets)
+        for group in range(shape.groups)
+    )
 
 
 def pairs(shape: Shape, world: World) -> Members:
-    """The senders and receivers of single messages at once: neighbouring stages of a pipeline with `groups` ranks each.
+    """The senders and receivers of single messages at once: neighbouring stages of a pipeline with
+    `groups` ranks each.
 
     On the first node, or between the first two. Shapes of `pair_shapes`.
     """

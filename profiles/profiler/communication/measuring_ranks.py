@@ -1,4 +1,6 @@
-"""One rank of a world that measures its communication: its device, its groups, and what all ranks say to each other about it."""
+"""One rank of a world that measures its communication: its device, its groups, and what all ranks
+say to each other about it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CONTROL_FACTOR = 2  # ranks that are not in a group wait for it longer than it m
 
 @dataclass(kw_only=True)
 class MeasuringRank:
-    """The groups of one rank. Decisions and times go over `control`, a gloo group of all; `timeout` is that of one collective."""
+    """The groups of one rank. Decisions and times go over `control`, a gloo group of all; `timeout`
+    is that of one collective.
+    """
 
     world: World
     rank: int
@@ -32,8 +36,12 @@ class MeasuringRank:
         return self.rank == 0
 
     def groups(self, members: Members, *, fresh: bool = False) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of those ranks, each made once, or new ones. All ranks ask for the same in the same order."""
-        return tuple((self._made if fresh else self._group)(ranks, self.device.type) for ranks in members)
+        """The groups of those ranks, each made once, or new ones. All ranks ask for the same in the
+        same order.
+        """
+        return tuple(
+            (self._made if fresh else self._group)(ranks, self.device.type) for ranks in members
+        )
 
     def barrier(self, members: Members) -> None:
         """Wait for all ranks of those groups; others return at once."""
@@ -55,7 +63,9 @@ class MeasuringRank:
         return self._groups[device, ranks]
 
     def _made(self, ranks: tuple[int, ...], device: str) -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self.timeout, backend="nccl" if device == "cuda" else "gloo")
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=self.timeout, backend="nccl" if device == "cuda" else "gloo"
+        )
         return made
 
     def decided(self, value: int) -> int:
@@ -76,34 +86,57 @@ class MeasuringRank:
 
 
 def world_of_environment() -> World:
-    """The world as torchrun says it. Raises ConfigError without torchrun, and when nodes have different numbers of ranks."""
-    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
+    """The world as torchrun says it. Raises ConfigError without torchrun, and when nodes have
+    different numbers of ranks.
+    """
+    missing = [
+        name
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+        if name not in os.environ
+    ]
     if missing:
         raise ConfigError(
             f"not started by torchrun: {', '.join(missing)} not set",
-            hint="torchrun --nproc-per-node 2 -m parplan.profiles.profile_comm -o comm.yaml")
+            hint="torchrun --nproc-per-node 2 -m parplan.profiles.profile_comm -o comm.yaml",
+        )
     num_ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if num_ranks % local:
-        raise ConfigError(f"{num_ranks} ranks do not fill nodes of {local}", hint="start as many ranks on every node")
+        raise ConfigError(
+            f"{num_ranks} ranks do not fill nodes of {local}",
+            hint="start as many ranks on every node",
+        )
     return World(nodes=num_ranks // local, ranks_per_node=local)
 
 
 def chosen_device(name: str) -> torch.device:
-    """This rank's device: a GPU of its own, or the CPU. Raises ConfigError for cuda without enough GPUs."""
+    """This rank's device: a GPU of its own, or the CPU. Raises ConfigError for cuda without enough
+    GPUs.
+    """
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and not count):
         return torch.device("cpu")
     if local >= count:
         raise ConfigError(
-            f"--device {name}: local rank {local}, {count} GPUs on this node", hint=f"torchrun --nproc-per-node {max(1, count)}")
+            f"--device {name}: local rank {local}, {count} GPUs on this node",
+            hint=f"torchrun --nproc-per-node {max(1, count)}",
+        )
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
 
 
 def joined(world: World, device: torch.device, timeout: timedelta) -> MeasuringRank:
-    """Join the other ranks. Without a device of its own for the default group, so that no communicator is made before it is measured."""
+    """Join the other ranks. Without a device of its own for the default group, so that no
+    communicator is made before it is measured.
+    """
     limit = CONTROL_FACTOR * timeout
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit
+    )
     return MeasuringRank(
-        world=world, rank=dist.get_rank(), device=device, timeout=timeout, control=dist.new_group(timeout=limit, backend="gloo"))
+        world=world,
+        rank=dist.get_rank(),
+        device=device,
+        timeout=timeout,
+        control=dist.new_group(timeout=limit, backend="gloo"),
+    )

@@ -1,8 +1,10 @@
-"""The text that nccl-tests prints (all_reduce_perf and the others; rccl-tests alike) -> records of communication.
+"""The text that nccl-tests prints (all_reduce_perf and the others; rccl-tests alike) -> records of
+communication.
 
-Lines of other programs, and what mpirun and srun put before a line, are passed over. Columns are found by the header: older versions
-have no root or no redop (or leave it blank), `error` for `#wrong`; some programs have no in-place half. Sizes are those of nccl-tests
-since 2019, the larger of what a rank sends and receives (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+Lines of other programs, and what mpirun and srun put before a line, are passed over. Columns are
+found by the header: older versions have no root or no redop (or leave it blank), `error` for
+`#wrong`; some programs have no in-place half. Sizes are those of nccl-tests since 2019, the larger
+of what a rank sends and receives (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -25,13 +27,21 @@ from parplan.profiles.profiler.communication.comm_cases import (
 from parplan.profiles.profiler.communication.group_shapes import Shape
 
 PROGRAMS = {
-    "all_reduce": ALL_REDUCE, "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all",
-    "sendrecv": POINT_TO_POINT}
+    "all_reduce": ALL_REDUCE,
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "sendrecv": POINT_TO_POINT,
+}
 PRECISIONS = {"float": "fp32", "half": "fp16", "bfloat16": "bf16"}
-LEAST_GB_PER_S = 5.0  # bandwidths have two decimals: below it they do not tell numbers of ranks apart
+LEAST_GB_PER_S = (
+    5.0  # bandwidths have two decimals: below it they do not tell numbers of ranks apart
+)
 RATIO_TOLERANCE = 0.01
 ITERATIONS = 20  # nccl-tests' own default
-_PREFIX = re.compile(r"^\s*(?:\[[^\]]*\]<std(?:out|err)>:|[0-9]+:\s)")  # of mpirun --tag-output, of srun --label
+_PREFIX = re.compile(
+    r"^\s*(?:\[[^\]]*\]<std(?:out|err)>:|[0-9]+:\s)"
+)  # of mpirun --tag-output, of srun --label
 _PROGRAM = re.compile(r"\b([a-z]+(?:_[a-z]+)?)_perf")
 _ITERATIONS = re.compile(r"(?<!warmup)(?<!agg) iters: ([0-9]+)")
 _RANK = re.compile(r"Rank\s+[0-9]+\s+(?:Group\s+([0-9]+)\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device")
@@ -42,7 +52,9 @@ _HINT = "take the whole output of nccl-tests, with its header"
 
 @dataclass(slots=True)
 class _TestHeader:
-    """What the lines before a row say: the program, its ranks as (group, host), iterations, and the header's columns from `time` on."""
+    """What the lines before a row say: the program, its ranks as (group, host), iterations, and the
+    header's columns from `time` on.
+    """
 
     program: str = ""
     ranks: list[tuple[str, str]] = field(default_factory=list)
@@ -63,28 +75,45 @@ class _Asked:
 
 
 def nccl_tests_records(
-    text: str, nodes: int | None = None, ranks_per_node: int | None = None, *, groups: int | None = None, collective: str | None = None,
+    text: str,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    *,
+    groups: int | None = None,
+    collective: str | None = None,
     where: str = "nccl-tests output",
 ) -> tuple[Record, ...]:
-    """A record of every row of one or more outputs, with the figures of what torch calls: in place for all-reduce, else out of place.
+    """A record of every row of one or more outputs, with the figures of what torch calls: in place
+    for all-reduce, else out of place.
 
-    A spread is that between the two halves of a row, for nccl-tests prints means. Nodes, ranks per node of a group and groups at once
-    (NCCL_TESTS_SPLIT) are those of the list of ranks in the text unless said; the collective is that of the program's name in it.
+    A spread is that between the two halves of a row, for nccl-tests prints means. Nodes, ranks per
+    node of a group and groups at once (NCCL_TESTS_SPLIT) are those of the list of ranks in the text
+    unless said; the collective is that of the program's name in it.
 
-    Raises ConfigError with `where` and the line: rows without a header, other columns, wrong results, another number of ranks than said,
-    and what neither the text nor the caller says.
+    Raises ConfigError with `where` and the line: rows without a header, other columns, wrong
+    results, another number of ranks than said, and what neither the text nor the caller says.
     """
     if collective is not None and collective not in TIMED:
         raise unknown_name_error("collective", collective, TIMED)
-    asked = _Asked(where=where, nodes=nodes, ranks_per_node=ranks_per_node, groups=groups, collective=collective)
+    asked = _Asked(
+        where=where,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        groups=groups,
+        collective=collective,
+    )
     found = tuple(_records(text.splitlines(), asked))
     if not found:
         raise ConfigError(f"{where}: no row of nccl-tests in it", hint=_HINT)
     return found
 
 
-def read_nccl_tests(paths: Iterable[Path], nodes: int | None = None, ranks_per_node: int | None = None) -> tuple[Record, ...]:
-    """The records of several files. Raises ConfigError: not readable, or as `nccl_tests_records`."""
+def read_nccl_tests(
+    paths: Iterable[Path], nodes: int | None = None, ranks_per_node: int | None = None
+) -> tuple[Record, ...]:
+    """The records of several files. Raises ConfigError: not readable, or as
+    `nccl_tests_records`.
+    """
     found: list[Record] = []
     for path in paths:
         text = read_text(path, hints=Hints(_HINT, _HINT), lossy=True)
@@ -111,13 +140,19 @@ def _note(line: str, run: _TestHeader) -> None:
         run.program = program[1]
     if "nThread" in line:  # the first line of every output
         iterations = _ITERATIONS.search(line)
-        run.ranks, run.columns, run.iterations = [], [], int(iterations[1]) if iterations else ITERATIONS
+        run.ranks, run.columns, run.iterations = (
+            [],
+            [],
+            int(iterations[1]) if iterations else ITERATIONS,
+        )
     rank = _RANK.search(line)
     if rank:
         run.ranks.append((rank[1] or "0", rank[2]))
     names = line.lstrip("# ").split()
     if names[:3] == ["size", "count", "type"]:
-        first = next((index for index, name in enumerate(names) if name.endswith("time")), len(names))
+        first = next(
+            (index for index, name in enumerate(names) if name.endswith("time")), len(names)
+        )
         run.header, run.columns = first, [name for name in names[first:] if name != "timestamp"]
 
 
@@ -133,43 +168,69 @@ def _record(line: str, run: _TestHeader, asked: _Asked, place: str) -> Record | 
         _check(half, work, shape, place)
     times_us = [float(half["time"]) for half in halves]
     time_us = times_us[-1] if work == ALL_REDUCE else times_us[0]
-    timing = Timing(median_us=time_us, spread=(max(times_us) - min(times_us)) / 2 / time_us, repeats=run.iterations)
+    timing = Timing(
+        median_us=time_us,
+        spread=(max(times_us) - min(times_us)) / 2 / time_us,
+        repeats=run.iterations,
+    )
     case = timed_case(work, int(head[0]), shape, PRECISIONS.get(head[2], head[2]))
-    return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={"time": timing}))
+    return Record(
+        case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={"time": timing})
+    )
 
 
 def _cells(line: str, run: _TestHeader, place: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The cells before the first time, and those of each half by column. A blank redop or root is no cell."""
+    """The cells before the first time, and those of each half by column. A blank redop or root is
+    no cell.
+    """
     if not run.columns:
         raise ConfigError(f"{place}: a row before the header with its columns", hint=_HINT)
     if run.columns[0] != "time":
-        raise ConfigError(f"{place}: {run.columns[0]} is the time of the host, not of the device", hint="run it without -C")
+        raise ConfigError(
+            f"{place}: {run.columns[0]} is the time of the host, not of the device",
+            hint="run it without -C",
+        )
     cells = _TIMESTAMP.sub("", line).split()
-    head, tail = cells[: -len(run.columns)], cells[-len(run.columns):]
+    head, tail = cells[: -len(run.columns)], cells[-len(run.columns) :]
     if not 3 <= len(head) <= run.header:
-        raise ConfigError(f"{place}: {len(cells)} cells, the header has {run.header + len(run.columns)} columns", hint=_HINT)
+        raise ConfigError(
+            f"{place}: {len(cells)} cells, the header has {run.header + len(run.columns)} columns",
+            hint=_HINT,
+        )
     starts = [index for index, name in enumerate(run.columns) if name == "time"]
     ends = [*starts[1:], len(tail)]
-    halves = [dict(zip(run.columns[start:end], tail[start:end], strict=True)) for start, end in zip(starts, ends, strict=True)]
+    halves = [
+        dict(zip(run.columns[start:end], tail[start:end], strict=True))
+        for start, end in zip(starts, ends, strict=True)
+    ]
     return head, halves
 
 
 def _check(half: dict[str, str], work: str, shape: Shape, place: str) -> None:
-    """That results were right, and that the bandwidths are those of this collective on so many ranks. Raises ConfigError."""
+    """That results were right, and that the bandwidths are those of this collective on so many
+    ranks. Raises ConfigError.
+    """
     try:
         time_us, algorithm, bus = (float(half[name]) for name in ("time", "algbw", "busbw"))
     except (KeyError, ValueError):
-        raise ConfigError(f"{place}: found {half}, needed numbers for time, algbw and busbw", hint=_HINT) from None
+        raise ConfigError(
+            f"{place}: found {half}, needed numbers for time, algbw and busbw", hint=_HINT
+        ) from None
     if time_us <= 0:
         raise ConfigError(f"{place}: a time of {half['time']} us", hint=_HINT)
     wrong = half.get("#wrong", "0")
     if wrong not in ("0", "N/A"):
-        raise ConfigError(f"{place}: {wrong} wrong results", hint="correct what makes NCCL wrong first")
+        raise ConfigError(
+            f"{place}: {wrong} wrong results", hint="correct what makes NCCL wrong first"
+        )
     expected = _bus_factors(work, shape.num_ranks)
-    if algorithm >= LEAST_GB_PER_S and not any(abs(bus / algorithm / factor - 1) <= RATIO_TOLERANCE for factor in expected):
+    if algorithm >= LEAST_GB_PER_S and not any(
+        abs(bus / algorithm / factor - 1) <= RATIO_TOLERANCE for factor in expected
+    ):
         raise ConfigError(
             f"{place}: busbw is {bus / algorithm:.3g} times algbw, {work} on {shape.num_ranks} ranks has {expected[0]:.3g}",
-            hint="say which collective and how many nodes and ranks per node it was")
+            hint="say which collective and how many nodes and ranks per node it was",
+        )
 
 
 def _bus_factors(work: str, ranks: int) -> tuple[float, ...]:
@@ -186,24 +247,33 @@ def _work(run: _TestHeader, asked: _Asked, place: str) -> str:
         found = f"of {run.program}_perf" if run.program else "of no program that is named before it"
         raise ConfigError(
             f"{place}: a row {found}, needed one of {', '.join(f'{name}_perf' for name in PROGRAMS)}",
-            hint="name the collective, or leave the command line in the file")
+            hint="name the collective, or leave the command line in the file",
+        )
     return PROGRAMS[run.program]
 
 
 def _shape(run: _TestHeader, asked: _Asked, place: str) -> Shape:
-    """What the list of ranks says, under what the caller says. Raises ConfigError where they differ or say nothing."""
+    """What the list of ranks says, under what the caller says. Raises ConfigError where they differ
+    or say nothing.
+    """
     own = [host for group, host in run.ranks if group == "0"]
     hosts = len(set(own))
     nodes = asked.nodes or hosts
     if not nodes or not (asked.ranks_per_node or own):
-        raise ConfigError(f"{place}: neither a list of ranks before it nor a number of nodes", hint="say how many nodes and ranks per node")
+        raise ConfigError(
+            f"{place}: neither a list of ranks before it nor a number of nodes",
+            hint="say how many nodes and ranks per node",
+        )
     ranks_per_node = asked.ranks_per_node or len(own) // nodes
     if own and nodes * ranks_per_node != len(own):
         raise ConfigError(
             f"{place}: {len(own)} ranks in a group on {hosts} hosts, {nodes} nodes of {ranks_per_node} ranks were said",
-            hint="say as many as there were")
+            hint="say as many as there were",
+        )
     beside = {group for group, host in run.ranks if own and host == own[0]}
-    return Shape(nodes=nodes, ranks_per_node=ranks_per_node, groups=asked.groups or max(1, len(beside)))
+    return Shape(
+        nodes=nodes, ranks_per_node=ranks_per_node, groups=asked.groups or max(1, len(beside))
+    )
 
 
 def _message(shape: Shape, place: str) -> Shape:
@@ -211,5 +281,6 @@ def _message(shape: Shape, place: str) -> Shape:
     if shape.num_ranks != 2:
         raise ConfigError(
             f"{place}: sendrecv_perf on {shape.num_ranks} ranks is a ring of messages, needed one between 2 ranks",
-            hint="run it on 2 GPUs of a node, or on one of each of 2 nodes")
+            hint="run it on 2 GPUs of a node, or on one of each of 2 nodes",
+        )
     return shape

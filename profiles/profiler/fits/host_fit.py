@@ -16,12 +16,21 @@ RATES = {  # field of the rates -> work and figure of a record
 
 def host_speed(records: Sequence[Record]) -> HostSpeed | None:
     """The best of each rate that was measured: that of the largest size. None where nothing was."""
-    found = {name: rate for name, (work, figure) in RATES.items() if (rate := _best(records, work, figure)) is not None}
+    found = {
+        name: rate
+        for name, (work, figure) in RATES.items()
+        if (rate := _best(records, work, figure)) is not None
+    }
     return HostSpeed(**found) if found else None
 
 
 def _best(records: Sequence[Record], work: str, figure: str) -> float | None:
     rates = [
-        record.measured.figures[figure] for record in records
-        if record.case.work == work and record.outcome is CaseOutcome.MEASURED and record.measured and figure in record.measured.figures]
+        record.measured.figures[figure]
+        for record in records
+        if record.case.work == work
+        and record.outcome is CaseOutcome.MEASURED
+        and record.measured
+        and figure in record.measured.figures
+    ]
     return max(rates, default=None)

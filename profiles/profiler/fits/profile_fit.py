@@ -1,9 +1,10 @@
 """The records of a machine -> its curves, in the forms of profiles/machines/curves.py.
 
-Every constant is drawn towards what is assumed of a device that nobody measured, by as little as a fiftieth of a point: constants
-that the points say nothing of stay there, so one point is enough for a sane curve, and many decide alone. A curve without points
-is the assumption itself, ANALYTIC. Gradients are drawn towards the forward product. Repeats run back to back, so a power limit is
-in the times and no curve has a throttle of its own.
+Every constant is drawn towards what is assumed of a device that nobody measured, by as little as a
+fiftieth of a point: constants that the points say nothing of stay there, so one point is enough for
+a sane curve, and many decide alone. A curve without points is the assumption itself, ANALYTIC.
+Gradients are drawn towards the forward product. Repeats run back to back, so a power limit is in
+the times and no curve has a throttle of its own.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from parplan.profiles.machines.curve_fitting import Array, fit, rounded, rounded
 from parplan.profiles.machines.curves import (
     ALIGNED_BYTES,
     FLASH_BACKWARD_FLOPS,
-    SizeBounds,
     Chip,
     Curve,
     FlashCurve,
     MatmulCurve,
     MemoryCurve,
     Product,
+    SizeBounds,
     flash_attention_s,
     matmul_s,
     memory_bound_s,
@@ -57,7 +58,9 @@ _MEMORY = ("bandwidth_share", "launch_s")
 
 @dataclass(frozen=True, slots=True)
 class TimedPoint:
-    """One timed pass: the curve and the case that it is of, its sizes in the order of its curve, its seconds and their spread."""
+    """One timed pass: the curve and the case that it is of, its sizes in the order of its curve,
+    its seconds and their spread.
+    """
 
     curve: str
     case: Case
@@ -84,36 +87,69 @@ class _Form:
 
 
 def fit_profile(
-    records: Sequence[Record], cluster: Cluster, precision: Precision | str, *, intra: Intra, inter: Inter,
-    contention: float | None = None, in_step: InStep | None = None,
+    records: Sequence[Record],
+    cluster: Cluster,
+    precision: Precision | str,
+    *,
+    intra: Intra,
+    inter: Inter,
+    contention: float | None = None,
+    in_step: InStep | None = None,
 ) -> Profile:
     """The profile of the cluster's device: its curves fitted here, its links as given."""
     compute = fit_compute(records, cluster, precision)
-    return Profile(name=cluster.device.name, compute=compute, intra=intra, inter=inter, in_step=in_step, contention=contention)
+    return Profile(
+        name=cluster.device.name,
+        compute=compute,
+        intra=intra,
+        inter=inter,
+        in_step=in_step,
+        contention=contention,
+    )
 
 
 def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precision | str) -> Compute:
-    """Every curve of the cluster's device, with the points of the records. Raises ConfigError: it has no such arithmetic."""
+    """Every curve of the cluster's device, with the points of the records. Raises ConfigError: it
+    has no such arithmetic.
+    """
     device, of = cluster.device, Precision(precision)
-    chip = Chip(peak_flops_per_s=device.peak(of), bytes_per_s=device.memory_bytes_per_s, num_sms=max(1, device.num_sms))
+    chip = Chip(
+        peak_flops_per_s=device.peak(of),
+        bytes_per_s=device.memory_bytes_per_s,
+        num_sms=max(1, device.num_sms),
+    )
     form = _Form(_by_curve(records), chip, of.num_bytes)
     assumed = _assumed(form, device.name)
     classes = _classes(form, assumed)
     fitted: dict[str, Any] = {**_products(form, assumed), **classes}
     compute = replace(
-        assumed, **fitted, optimizer=_memory(form, assumed.optimizer, "optimizer"),
+        assumed,
+        **fitted,
+        optimizer=_memory(form, assumed.optimizer, "optimizer"),
         flash_forward=_flash(form, assumed.flash_forward, "flash_forward", 1.0),
-        flash_backward=_flash(form, assumed.flash_backward, "flash_backward", FLASH_BACKWARD_FLOPS))
-    return with_points(replace(compute, dropped_flash=_dropped(form, compute), named=_named(form, classes)), records)
+        flash_backward=_flash(form, assumed.flash_backward, "flash_backward", FLASH_BACKWARD_FLOPS),
+    )
+    return with_points(
+        replace(compute, dropped_flash=_dropped(form, compute), named=_named(form, classes)),
+        records,
+    )
 
 
 def _assumed(form: _Form, device_name: str) -> Compute:
-    """What is assumed of the device; the tiles of a host are too small to tell, and little k is enough for them."""
+    """What is assumed of the device; the tiles of a host are too small to tell, and little k is
+    enough for them.
+    """
     compute = analytic_profile(device_name).compute
     if form.chip.num_sms > 1:
         return compute
     product = replace(compute.forward, k_half=HOST_K_HALF, untiled=True)
-    products = ("forward", "input_gradient", "weight_gradient", "batched_forward", "batched_backward")
+    products = (
+        "forward",
+        "input_gradient",
+        "weight_gradient",
+        "batched_forward",
+        "batched_backward",
+    )
     same: dict[str, Any] = dict.fromkeys(products, product)
     return replace(compute, **same)
 
@@ -126,19 +162,28 @@ def _by_curve(records: Sequence[Record]) -> dict[str, list[TimedPoint]]:
         for one in record.case.passes:
             if one.curve and one.name in record.measured.times:
                 timing = record.measured.times[one.name]
-                point = TimedPoint(one.curve, record.case, one.sizes, timing.median_us / US_PER_S, timing.spread)
+                point = TimedPoint(
+                    one.curve, record.case, one.sizes, timing.median_us / US_PER_S, timing.spread
+                )
                 found.setdefault(one.curve, []).append(point)
     return found
 
 
 def _fitted(
-    points: Sequence[TimedPoint], base: AnyCurve, names: Sequence[str], price: Callable[[TimedPoint, AnyCurve], float],
-    extent: Callable[[TimedPoint], tuple[int, ...]] = lambda point: point.sizes, beside: Sequence[TimedPoint] = (),
+    points: Sequence[TimedPoint],
+    base: AnyCurve,
+    names: Sequence[str],
+    price: Callable[[TimedPoint, AnyCurve], float],
+    extent: Callable[[TimedPoint], tuple[int, ...]] = lambda point: point.sizes,
+    beside: Sequence[TimedPoint] = (),
 ) -> AnyCurve:
-    """`base` with the named constants fitted to points, its errors there, and its bounds, also of points `beside` that it is not
-    fitted to; without any points ANALYTIC, as it is."""
+    """`base` with the named constants fitted to points, its errors there, and its bounds, also of
+    points `beside` that it is not fitted to; without any points ANALYTIC, as it is.
+    """
     if not points:
-        return replace(base, kind=Kind.ANALYTIC, bounds=None, rows=0, median_error=None, worst_error=None)
+        return replace(
+            base, kind=Kind.ANALYTIC, bounds=None, rows=0, median_error=None, worst_error=None
+        )
     start = np.array([getattr(base, name) for name in names])
     times_s = np.array([point.time_s for point in points])
 
@@ -150,25 +195,40 @@ def _fitted(
 
     weights = np.array([*(point.weight for point in points), *(DRAW for _ in start)])
     constants = _least(
-        lambda x: np.concatenate([priced(curve(x)), x]), np.concatenate([times_s, start]), weights, _starts(names, start, times_s))
+        lambda x: np.concatenate([priced(curve(x)), x]),
+        np.concatenate([times_s, start]),
+        weights,
+        _starts(names, start, times_s),
+    )
     found = rounded_curve(curve(constants))
     errors = np.abs(priced(found) / times_s - 1)
     sizes = np.array([extent(point) for point in (*points, *beside)])
     works = ", ".join(sorted({point.case.work for point in points}))
     return replace(
-        found, kind=Kind.INTERPOLATED, source=f"{works} on this machine, under steady load",
-        bounds=SizeBounds(low=tuple(sizes.min(axis=0).tolist()), high=tuple(sizes.max(axis=0).tolist())),
-        rows=len(points), median_error=rounded(float(np.median(errors))), worst_error=rounded(float(errors.max())))
+        found,
+        kind=Kind.INTERPOLATED,
+        source=f"{works} on this machine, under steady load",
+        bounds=SizeBounds(
+            low=tuple(sizes.min(axis=0).tolist()), high=tuple(sizes.max(axis=0).tolist())
+        ),
+        rows=len(points),
+        median_error=rounded(float(np.median(errors))),
+        worst_error=rounded(float(errors.max())),
+    )
 
 
 def _starts(names: Sequence[str], start: Array, times_s: Array) -> tuple[Array, ...]:
-    """The assumption, and the same with a launch of half the shortest time, for a launch far above it is not found from below."""
+    """The assumption, and the same with a launch of half the shortest time, for a launch far above
+    it is not found from below.
+    """
     slow = start.copy()
     slow[names.index("launch_s")] = times_s.min() / 2
     return start, slow
 
 
-def _least(predict: Callable[[Array], Array], measured: Array, weights: Array, starts: Sequence[Array]) -> Array:
+def _least(
+    predict: Callable[[Array], Array], measured: Array, weights: Array, starts: Sequence[Array]
+) -> Array:
     """The best of the fits from several starts."""
 
     def off(constants: Array) -> float:
@@ -178,16 +238,27 @@ def _least(predict: Callable[[Array], Array], measured: Array, weights: Array, s
 
 
 def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
-    """The products of linear layers, and those of un-fused attention, which are bounded by sequence and head_dim."""
+    """The products of linear layers, and those of un-fused attention, which are bounded by sequence
+    and head_dim.
+    """
 
     def price(point: TimedPoint, curve: MatmulCurve) -> float:
         m, n, k = point.sizes
-        product = Product(m=m, n=n, k=k, operand_bytes=form.element_bytes, result_bytes=form.element_bytes)
+        product = Product(
+            m=m, n=n, k=k, operand_bytes=form.element_bytes, result_bytes=form.element_bytes
+        )
         return matmul_s.__wrapped__(product, curve, form.chip, sustained=True)
 
     def batched(point: TimedPoint, curve: MatmulCurve) -> float:
         batch, m, n, k = _batched_sizes(point)
-        product = Product(m=m, n=n, k=k, batch=batch, operand_bytes=form.element_bytes, result_bytes=form.element_bytes)
+        product = Product(
+            m=m,
+            n=n,
+            k=k,
+            batch=batch,
+            operand_bytes=form.element_bytes,
+            result_bytes=form.element_bytes,
+        )
         return matmul_s.__wrapped__(product, curve, form.chip, sustained=True)
 
     def heads(point: TimedPoint) -> tuple[int, ...]:
@@ -202,17 +273,25 @@ def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
         "forward": forward,
         "input_gradient": linear("input_gradient", forward),
         "weight_gradient": linear("weight_gradient", forward),
-        "batched_forward": _fitted(form.of("batched_forward"), assumed.batched_forward, _PRODUCT, batched, heads),
-        "batched_backward": _fitted(form.of("batched_backward"), assumed.batched_backward, _PRODUCT, batched, heads),
+        "batched_forward": _fitted(
+            form.of("batched_forward"), assumed.batched_forward, _PRODUCT, batched, heads
+        ),
+        "batched_backward": _fitted(
+            form.of("batched_backward"), assumed.batched_backward, _PRODUCT, batched, heads
+        ),
     }
 
 
 def _aligned(form: _Form, name: str) -> list[TimedPoint]:
-    """The points of a product; on an accelerator those of matrices whose rows are whole loads, if there are any."""
+    """The points of a product; on an accelerator those of matrices whose rows are whole loads, if
+    there are any.
+    """
     points = form.of(name)
     if form.chip.num_sms == 1:
         return points
-    whole = [point for point in points if _row_elements(point) * form.element_bytes % ALIGNED_BYTES == 0]
+    whole = [
+        point for point in points if _row_elements(point) * form.element_bytes % ALIGNED_BYTES == 0
+    ]
     return whole or points
 
 
@@ -232,17 +311,30 @@ def _flash(form: _Form, base: FlashCurve, name: str, work: float) -> FlashCurve:
     def price(point: TimedPoint, curve: FlashCurve) -> float:
         heads, seq, head_dim = point.sizes
         flops = work * 4.0 * heads * seq * seq / 2 * head_dim
-        return flash_attention_s(flops, heads=heads, seq=seq, keys=seq / 2, head_dim=head_dim, curve=curve, chip=form.chip)
+        return flash_attention_s(
+            flops,
+            heads=heads,
+            seq=seq,
+            keys=seq / 2,
+            head_dim=head_dim,
+            curve=curve,
+            chip=form.chip,
+        )
 
     return _fitted(form.of(name), base, _FLASH, price, lambda point: point.sizes[1:])
 
 
 def _dropped(form: _Form, compute: Compute) -> tuple[FlashCurve, FlashCurve] | None:
-    """Fused attention with dropout, drawn towards the same without; None where nothing measured it."""
+    """Fused attention with dropout, drawn towards the same without; None where nothing measured
+    it.
+    """
     if not form.of(*DROPPED_FLASH):
         return None
     forward, backward = DROPPED_FLASH
-    return (_flash(form, compute.flash_forward, forward, 1.0), _flash(form, compute.flash_backward, backward, FLASH_BACKWARD_FLOPS))
+    return (
+        _flash(form, compute.flash_forward, forward, 1.0),
+        _flash(form, compute.flash_backward, backward, FLASH_BACKWARD_FLOPS),
+    )
 
 
 def _memory(form: _Form, base: MemoryCurve, *names: str) -> MemoryCurve:
@@ -254,18 +346,37 @@ def _memory(form: _Form, base: MemoryCurve, *names: str) -> MemoryCurve:
 
 def _classes(form: _Form, assumed: Compute) -> dict[str, PassCurves]:
     """The classes of operations bound by memory, each over the points of all its members."""
-    return {name: PassCurves(**{
-        direction: _memory(
-            form, getattr(getattr(assumed, name), direction), *(f"{member}.{direction}" for member in (name, *MEMBERS.get(name, ()))))
-        for direction in DIRECTIONS}) for name in ASSUMED_SHARES}
+    return {
+        name: PassCurves(
+            **{
+                direction: _memory(
+                    form,
+                    getattr(getattr(assumed, name), direction),
+                    *(f"{member}.{direction}" for member in (name, *MEMBERS.get(name, ()))),
+                )
+                for direction in DIRECTIONS
+            }
+        )
+        for name in ASSUMED_SHARES
+    }
 
 
 def _named(form: _Form, classes: Mapping[str, PassCurves]) -> dict[str, PassCurves]:
-    """Single operations that have points, drawn towards their class, which also stands in for a pass without any."""
+    """Single operations that have points, drawn towards their class, which also stands in for a
+    pass without any.
+    """
     found = {curve.rpartition(".")[0] for curve in form.points}
     names = sorted(found - {"", *classes, *(name.rpartition(".")[0] for name in DROPPED_FLASH)})
     return {
-        name: PassCurves(**{
-            direction: _memory(form, getattr(classes[NAMED.get(name, OTHERS)], direction), f"{name}.{direction}")
-            for direction in DIRECTIONS})
-        for name in names}
+        name: PassCurves(
+            **{
+                direction: _memory(
+                    form,
+                    getattr(classes[NAMED.get(name, OTHERS)], direction),
+                    f"{name}.{direction}",
+                )
+                for direction in DIRECTIONS
+            }
+        )
+        for name in names
+    }

@@ -1,4 +1,6 @@
-"""Plans for a Hugging Face or a user's module: the file says which, the search keeps to what the executor can run on it."""
+"""Plans for a Hugging Face or a user's module: the file says which, the search keeps to what the
+executor can run on it.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,24 @@ from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.operator_graph import LayerKind
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_scaling": None}
-GPT2 = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_scaling": None,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+}
 WHERE = ("--gpu", "cpu", "--gpus", "4", "--gpus-per-node", "4", "--global-batch-size", "16")
 
 
@@ -52,13 +69,33 @@ def test_a_plan_holds_the_whole_configuration_and_does_not_pad_its_vocabulary(co
 def test_the_search_for_a_module_names_no_operators(config, tmp_path):
     """In so little memory that most blocks must run again."""
     path = config({**LLAMA, "num_hidden_layers": 8, "max_position_embeddings": 1024})
-    asked = ("--model", path, *WHERE, "--pp", "1", "--dp", "4", "--micro-batch-size", "4", "--memory-limit", "780MiB")
-    free, kept = run(*asked, "-o", "free.yaml"), run(*asked, "--module", "huggingface", "-o", "kept.yaml")
+    asked = (
+        "--model",
+        path,
+        *WHERE,
+        "--pp",
+        "1",
+        "--dp",
+        "4",
+        "--micro-batch-size",
+        "4",
+        "--memory-limit",
+        "780MiB",
+    )
+    free, kept = (
+        run(*asked, "-o", "free.yaml"),
+        run(*asked, "--module", "huggingface", "-o", "kept.yaml"),
+    )
 
     assert free.exit_code == kept.exit_code == 0, free.output + kept.output
     lengths = {
-        name: {len(plan.recompute) for plan in read_plan(tmp_path / name).layer_plans.values() if plan.layer is LayerKind.BLOCK}
-        for name in ("free.yaml", "kept.yaml")}
+        name: {
+            len(plan.recompute)
+            for plan in read_plan(tmp_path / name).layer_plans.values()
+            if plan.layer is LayerKind.BLOCK
+        }
+        for name in ("free.yaml", "kept.yaml")
+    }
     assert lengths["kept.yaml"] == {0, 11}
     assert lengths["free.yaml"] - {0, 11}  # without the module the search does choose operators
 
@@ -72,9 +109,16 @@ def test_a_family_without_a_tensor_parallel_plan_is_searched_without(config):
 
 
 def test_pins_stay_and_what_is_open_is_what_the_executor_runs():
-    found = narrowed(Constraints(recompute=(Recompute.FULL,), pp=(2,)), ModuleSource(factory="a.b:c"))
+    found = narrowed(
+        Constraints(recompute=(Recompute.FULL,), pp=(2,)), ModuleSource(factory="a.b:c")
+    )
 
-    assert (found.recompute, found.pp, found.tp, found.megatron_sharding) == ((Recompute.FULL,), (2,), (1,), True)
+    assert (found.recompute, found.pp, found.tp, found.megatron_sharding) == (
+        (Recompute.FULL,),
+        (2,),
+        (1,),
+        True,
+    )
     assert narrowed(Constraints(), None) == Constraints()
 
 
@@ -95,12 +139,27 @@ def test_a_plan_for_a_function_imports_nothing(tmp_path, monkeypatch):
     assert "broken_module" not in sys.modules
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--model", "gpt-tiny", "--module", "huggingface"), "--module huggingface needs a Hugging Face config.json, --model is gpt-tiny"),
-    (("--model", "gpt-tiny", "--module", "my_model"), "module is 'my_model', it must be huggingface or package.module:function"),
-    (("estimate", "--model", "gpt-tiny", "--module", "a:b", "--tp", "2"), "tp is 2, and nothing says how"),
-    (("estimate", "--model", "gpt-tiny", "--module", "a:b", "--recompute", "selective"), "or none"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--model", "gpt-tiny", "--module", "huggingface"),
+            "--module huggingface needs a Hugging Face config.json, --model is gpt-tiny",
+        ),
+        (
+            ("--model", "gpt-tiny", "--module", "my_model"),
+            "module is 'my_model', it must be huggingface or package.module:function",
+        ),
+        (
+            ("estimate", "--model", "gpt-tiny", "--module", "a:b", "--tp", "2"),
+            "tp is 2, and nothing says how",
+        ),
+        (
+            ("estimate", "--model", "gpt-tiny", "--module", "a:b", "--recompute", "selective"),
+            "or none",
+        ),
+    ],
+)
 def test_a_module_that_cannot_be_run_is_an_error(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

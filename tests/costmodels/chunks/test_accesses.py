@@ -21,22 +21,48 @@ def moments_of(strategy, rank=0):
 def group_of(blocks, elements, group_elements, ranks=1, home=HOST):
     """Blocks of three tensors of `elements` each, in communication groups of `group_elements`."""
     tensors = [SizedTensor(f"block{block}.{name}", elements) for block in blocks for name in "abc"]
-    return ChunkedBlocks(home=home, blocks=tuple(blocks), chunk_layout=pack(tensors, group_elements, ranks, len(blocks)))
+    return ChunkedBlocks(
+        home=home,
+        blocks=tuple(blocks),
+        chunk_layout=pack(tensors, group_elements, ranks, len(blocks)),
+    )
 
 
 def test_layers_pass_forward_in_the_order_of_the_model_and_backward_in_the_other():
     passes = tuple(layer_passes(chunked([HOST, DEV], m=1), 0))
 
     assert [(one.work, one.layer.kind.value, one.block) for one in passes] == [
-        (F, "embedding", None), (F, "block", 0), (F, "block", 1), (F, "head", None),
-        (B, "head", None), (B, "block", 1), (B, "block", 0), (B, "embedding", None)]
+        (F, "embedding", None),
+        (F, "block", 0),
+        (F, "block", 1),
+        (F, "head", None),
+        (B, "head", None),
+        (B, "block", 1),
+        (B, "block", 0),
+        (B, "embedding", None),
+    ]
 
 
-@pytest.mark.parametrize(("schedule", "v", "rank", "expected"), [
-    pytest.param(Schedule.GPIPE, 1, 0, "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0", id="gpipe"),
-    pytest.param(Schedule.ONE_F_ONE_B, 1, 1, "F0.2 F0.3 B0.3 B0.2 F1.2 F1.3 B1.3 B1.2", id="1f1b-last-rank"),
-    pytest.param(Schedule.INTERLEAVED, 2, 1, "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1", id="stages-of-a-rank-hold-blocks-apart"),
-])
+@pytest.mark.parametrize(
+    ("schedule", "v", "rank", "expected"),
+    [
+        pytest.param(Schedule.GPIPE, 1, 0, "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0", id="gpipe"),
+        pytest.param(
+            Schedule.ONE_F_ONE_B,
+            1,
+            1,
+            "F0.2 F0.3 B0.3 B0.2 F1.2 F1.3 B1.3 B1.2",
+            id="1f1b-last-rank",
+        ),
+        pytest.param(
+            Schedule.INTERLEAVED,
+            2,
+            1,
+            "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1",
+            id="stages-of-a-rank-hold-blocks-apart",
+        ),
+    ],
+)
 def test_moments_are_the_blocks_of_the_action_list(schedule, v, rank, expected):
     moments = moments_of(chunked([HOST] * 4, pp=2, m=2, schedule=schedule, v=v), rank)
 
@@ -49,7 +75,13 @@ def test_a_chunk_that_two_blocks_share_is_used_in_the_passes_of_both_and_its_gra
 
     found = uses([group], moments, in_parameters=False)
 
-    assert [one.touched[:4] for one in found] == [(0, 5, 6, 11), (0, 1, 4, 5), (1, 4, 7, 10), (2, 3, 8, 9), (2, 3, 8, 9)]
+    assert [one.touched[:4] for one in found] == [
+        (0, 5, 6, 11),
+        (0, 1, 4, 5),
+        (1, 4, 7, 10),
+        (2, 3, 8, 9),
+        (2, 3, 8, 9),
+    ]
     assert found[1].runs == (MomentSpan(4, 5), MomentSpan(10, 11))
     assert found[3].spans == (MomentSpan(2, 3), MomentSpan(8, 9))
     assert found[0].spans == (MomentSpan(0, 0), MomentSpan(5, 6), MomentSpan(11, 11))
@@ -62,7 +94,10 @@ def test_blocks_of_several_ranks_share_no_communication_group_even_where_both_wo
     found = uses([group], moments, in_parameters=True)
 
     assert [one.touched for one in found] == [(0, 3), (1, 2)]
-    assert [one.spans for one in found] == [(MomentSpan(0, 0), MomentSpan(3, 3)), (MomentSpan(1, 2),)]
+    assert [one.spans for one in found] == [
+        (MomentSpan(0, 0), MomentSpan(3, 3)),
+        (MomentSpan(1, 2),),
+    ]
     assert [one.runs for one in found] == [(MomentSpan(3, 3),), (MomentSpan(2, 2),)]
 
 

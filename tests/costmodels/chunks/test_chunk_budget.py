@@ -1,4 +1,6 @@
-"""What a device holds besides chunks, moment by moment: against the peak that is known without chunks, and by hand."""
+"""What a device holds besides chunks, moment by moment: against the peak that is known without
+chunks, and by hand.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.helpers.uniform_strategies import TINY, book_of
 
 @pytest.fixture
 def large_tensors_alone(monkeypatch):
-    """Without what a peak without chunks leaves out: ids, statistics of norms, what the loss keeps, messages that are received."""
+    """Without what a peak without chunks leaves out: ids, statistics of norms, what the loss keeps,
+    messages that are received.
+    """
     for name in ("IDS_BYTES", "NORM_BYTES", "LOSS_KEPT_BYTES", "LOSS_MADE_BYTES", "POSTED"):
         monkeypatch.setattr(room, name, 0)
     monkeypatch.setattr(room, "_logits_bytes", lambda *_: 0)
@@ -30,33 +34,58 @@ def large_tensors_alone(monkeypatch):
 
 def without_padding(found):
     """The bytes of chunks that no parameter fills, in mixed precision with fp32 gradients."""
-    return sum(18 * (group.chunk_layout.num_groups * group.chunk_layout.chunk_elements - group.chunk_layout.used_elements) for group in found.groups)
+    return sum(
+        18
+        * (
+            group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
+            - group.chunk_layout.used_elements
+        )
+        for group in found.groups
+    )
 
 
 @pytest.mark.usefixtures("large_tensors_alone")
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
-@pytest.mark.parametrize("layout", [
-    pytest.param({"m": 1}, id="one-micro-batch"), pytest.param({"m": 4, "b": 2}, id="accumulated"),
-    pytest.param({"pp": 4, "m": 8}, id="1f1b"), pytest.param({"pp": 4, "m": 8, "schedule": Schedule.GPIPE}, id="gpipe"),
-    pytest.param({"pp": 2, "m": 4, "v": 2, "schedule": Schedule.INTERLEAVED}, id="interleaved")])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"m": 1}, id="one-micro-batch"),
+        pytest.param({"m": 4, "b": 2}, id="accumulated"),
+        pytest.param({"pp": 4, "m": 8}, id="1f1b"),
+        pytest.param({"pp": 4, "m": 8, "schedule": Schedule.GPIPE}, id="gpipe"),
+        pytest.param({"pp": 2, "m": 4, "v": 2, "schedule": Schedule.INTERLEAVED}, id="interleaved"),
+    ],
+)
 def test_the_fullest_moment_of_chunks_on_the_device_is_the_peak_without_chunks(layout, recompute):
-    """Chunks hold whole gradients beside those that autograd makes of the block: up to its parameters more."""
+    """Chunks hold whole gradients beside those that autograd makes of the block: up to its
+    parameters more.
+    """
     prices, strategy = BOOKS["mixed"], chunked([DEV] * 8, recompute=recompute, **layout)
     block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding)
     for rank in range(strategy.layout.mesh.pp):
         found = schedule(strategy, rank, prices)
-        more = found.smallest_bytes - without_padding(found) - rank_memory(strategy, rank, prices).allocated
+        more = (
+            found.smallest_bytes
+            - without_padding(found)
+            - rank_memory(strategy, rank, prices).allocated
+        )
         assert 0 <= more <= block
 
 
 @pytest.mark.usefixtures("large_tensors_alone")
 def test_the_same_with_gradients_that_are_freed_and_messages_that_are_kept():
-    """parplan's own executor; with several micro-batches the first has no embedding's gradient yet, the others have."""
+    """parplan's own executor; with several micro-batches the first has no embedding's gradient yet,
+    the others have.
+    """
     prices = book_of(TINY, 8, replace(MIXED, stack=load_stack("parplan")))
     block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), chunked([DEV]).layout.sharding)
     for rank, strategy in enumerate([chunked([DEV] * 8, pp=2, m=8)] * 2):
         found = schedule(strategy, rank, prices)
-        more = found.smallest_bytes - without_padding(found) - rank_memory(strategy, rank, prices).allocated
+        more = (
+            found.smallest_bytes
+            - without_padding(found)
+            - rank_memory(strategy, rank, prices).allocated
+        )
         assert 0 <= more <= block
 
 
@@ -90,28 +119,44 @@ def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
     stack = load_stack("parplan")
     strategy = chunked([HOST] * 4, pp=2, m=4)
     kept, dropped = (
-        besides_chunks(strategy, 0, tuple(layer_passes(strategy, 0)), book_of(TINY, 8, replace(MIXED, stack=one)))
-        for one in (stack, replace(stack, keeps_sent=False)))
+        besides_chunks(
+            strategy,
+            0,
+            tuple(layer_passes(strategy, 0)),
+            book_of(TINY, 8, replace(MIXED, stack=one)),
+        )
+        for one in (stack, replace(stack, keeps_sent=False))
+    )
     message = TINY.hidden_size * MIXED.seq_length * 2
 
-    # F0 F1 B0 F2 B1 F3 B2 B3 of two blocks each: before each block of the n-th forward pass n messages are kept
-    # and two are received
+    # F0 F1 B0 F2 B1 F3 B2 B3 of two blocks each: before each block of the n-th forward pass n
+    # messages are kept and two are received
     assert [a - b for a, b in zip(kept.moments, dropped.moments, strict=True)] == [
-        message * (2 + n) for n in (0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4)]
+        message * (2 + n) for n in (0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4)
+    ]
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_what_fsdp2_gathers_of_embedding_and_head_is_there_in_their_passes_alone(pp):
-    """gpt-tiny shares its table: on one rank embedding and head are one unit, gathered throughout."""
+    """gpt-tiny shares its table: on one rank embedding and head are one unit, gathered
+    throughout.
+    """
     prices, sharding = BOOKS["mixed"], chunked([HOST]).layout.sharding
     one, two = (
         besides_chunks(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
-        for strategy in (chunked([HOST] * 4, pp=pp, m=2), chunked([HOST] * 4, pp=pp, dp=2, m=2)))
+        for strategy in (chunked([HOST] * 4, pp=pp, m=2), chunked([HOST] * 4, pp=pp, dp=2, m=2))
+    )
     outside = [LayerKind.EMBEDDING] + [LayerKind.HEAD] * (pp == 1)
-    parameters = sum(owned_parameters(prices.layer(kind, 1), sharding, with_tied=pp == 2) for kind in outside)
+    parameters = sum(
+        owned_parameters(prices.layer(kind, 1), sharding, with_tied=pp == 2) for kind in outside
+    )
     states = [
-        sum(prices.states(kind, Mesh(pp=pp, dp=dp, tp=1), sharding, zero).states.total for kind in outside)
-        for dp, zero in ((1, 0), (2, 3))]
+        sum(
+            prices.states(kind, Mesh(pp=pp, dp=dp, tp=1), sharding, zero).states.total
+            for kind in outside
+        )
+        for dp, zero in ((1, 0), (2, 3))
+    ]
     always = two.moments[0] - one.moments[0]
 
     assert always == states[1] - states[0] + 2 * parameters * (pp == 1)
@@ -131,6 +176,9 @@ def test_norms_keep_two_numbers_of_a_token_unless_they_are_recomputed_and_the_ba
             without = besides_chunks(strategy, 0, passes, prices)
 
         assert [a - b for a, b in zip(found.rests, without.rests, strict=True)][:2] == [
-            room.IDS_BYTES * 3 * tokens + kept * blocks for blocks in (1, 2)]
+            room.IDS_BYTES * 3 * tokens + kept * blocks for blocks in (1, 2)
+        ]
         assert found.made[:4] == (0, 0, found.made[2], found.made[2])
-        assert found.made[2] == 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding)
+        assert found.made[2] == 2 * owned_parameters(
+            prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding
+        )

@@ -1,4 +1,6 @@
-"""Chunks: where tensors lie, how many chunks runs of equal blocks take, and which size of chunk costs least."""
+"""Chunks: where tensors lie, how many chunks runs of equal blocks take, and which size of chunk
+costs least.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ RANKS = st.integers(1, 4)
 
 
 def sized(block: tuple[int, ...], num_blocks: int) -> list[SizedTensor]:
-    return [SizedTensor(f"block{number}.{index}", size) for number in range(num_blocks) for index, size in enumerate(block)]
+    return [
+        SizedTensor(f"block{number}.{index}", size)
+        for number in range(num_blocks)
+        for index, size in enumerate(block)
+    ]
 
 
 def gpt_block(hidden: int) -> tuple[int, ...]:
@@ -53,15 +59,25 @@ def whole(elements: int, ranks: int) -> int:
 @st.composite
 def chunk_layouts(draw: st.DrawFn) -> ChunkLayout:
     block, num_blocks, ranks = draw(BLOCKS), draw(st.integers(1, 4)), draw(RANKS)
-    return pack(sized(block, num_blocks), whole(draw(st.integers(max(block), 2 * sum(block) + 1)), ranks), ranks, num_blocks)
+    return pack(
+        sized(block, num_blocks),
+        whole(draw(st.integers(max(block), 2 * sum(block) + 1)), ranks),
+        ranks,
+        num_blocks,
+    )
 
 
 @settings(max_examples=50)
 @given(chunk_layouts())
 def test_tensors_lie_whole_in_one_group_in_order_and_do_not_overlap(chunk_layout):
     ends = (-1, 0)
-    for tensor, group, offset in zip(chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True):
-        assert (group, offset) == ends or (group, offset) == (ends[0] + 1, 0)  # at the next place, or at the next group's
+    for tensor, group, offset in zip(
+        chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True
+    ):
+        assert (group, offset) == ends or (group, offset) == (
+            ends[0] + 1,
+            0,
+        )  # at the next place, or at the next group's
         assert offset + tensor.elements <= chunk_layout.group_elements
         ends = (group, offset + tensor.elements)
     assert chunk_layout.group_of[0] == 0
@@ -70,11 +86,19 @@ def test_tensors_lie_whole_in_one_group_in_order_and_do_not_overlap(chunk_layout
 
 @settings(max_examples=50)
 @given(chunk_layouts())
-def test_a_group_is_begun_only_where_the_tensor_does_not_fit_what_is_left_and_of_several_ranks_by_every_block(chunk_layout):
+def test_a_group_is_begun_only_where_the_tensor_does_not_fit_what_is_left_and_of_several_ranks_by_every_block(
+    chunk_layout,
+):
     for index, tensor in enumerate(chunk_layout.tensors[1:], 1):
-        left = chunk_layout.group_elements - chunk_layout.offset_of[index - 1] - chunk_layout.tensors[index - 1].elements
+        left = (
+            chunk_layout.group_elements
+            - chunk_layout.offset_of[index - 1]
+            - chunk_layout.tensors[index - 1].elements
+        )
         begins = chunk_layout.ranks > 1 and tensor.name.endswith(".0")
-        assert (chunk_layout.group_of[index] == chunk_layout.group_of[index - 1]) == (tensor.elements <= left and not begins)
+        assert (chunk_layout.group_of[index] == chunk_layout.group_of[index - 1]) == (
+            tensor.elements <= left and not begins
+        )
 
 
 @settings(max_examples=50)
@@ -93,9 +117,17 @@ def test_a_group_that_ranks_cannot_share_equally_is_an_error():
 @given(chunk_layouts())
 def test_utilisation_is_the_share_of_places_that_a_tensor_is_at(chunk_layout):
     places = {
-        (group, offset + element) for tensor, group, offset in zip(chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True)
-        for element in range(tensor.elements)}
-    every = {(group, element) for group in range(chunk_layout.num_groups) for element in range(chunk_layout.group_elements)}
+        (group, offset + element)
+        for tensor, group, offset in zip(
+            chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True
+        )
+        for element in range(tensor.elements)
+    }
+    every = {
+        (group, element)
+        for group in range(chunk_layout.num_groups)
+        for element in range(chunk_layout.group_elements)
+    }
 
     assert places <= every
     assert chunk_layout.utilisation == pytest.approx(len(places) / len(every))
@@ -117,7 +149,10 @@ def test_nothing_cannot_be_packed():
 @given(BLOCKS, st.integers(1, 8), st.integers(0, 100), RANKS)
 def test_groups_after_x_blocks_are_those_of_x_blocks_packed(block, num_blocks, more, ranks):
     size = whole(max(block) + more, ranks)
-    packed = [pack(sized(block, count), size, ranks, count).num_groups for count in range(1, num_blocks + 1)]
+    packed = [
+        pack(sized(block, count), size, ranks, count).num_groups
+        for count in range(1, num_blocks + 1)
+    ]
 
     assert groups_after(block, num_blocks, size, ranks) == (0, *packed)
 
@@ -125,8 +160,13 @@ def test_groups_after_x_blocks_are_those_of_x_blocks_packed(block, num_blocks, m
 @settings(max_examples=50)
 @given(BLOCKS, st.integers(1, 6), st.integers(0, 100), RANKS)
 def test_the_widest_pass_needs_the_groups_that_its_tensors_are_in(block, num_blocks, more, ranks):
-    chunk_layout = pack(sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks)
-    needed = [len(set(chunk_layout.group_of[number * len(block):(number + 1) * len(block)])) for number in range(num_blocks)]
+    chunk_layout = pack(
+        sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks
+    )
+    needed = [
+        len(set(chunk_layout.group_of[number * len(block) : (number + 1) * len(block)]))
+        for number in range(num_blocks)
+    ]
 
     assert widest_groups(block, num_blocks, chunk_layout.group_elements, ranks) == max(needed)
 
@@ -150,17 +190,28 @@ def test_no_group_of_several_ranks_scores_less_than_a_block(block, num_blocks, r
     sizes = range(whole(max(block), unit), most + 1, whole(max(1, most // 50), unit))
 
     assert best == whole(sum(block), unit)
-    assert score_bytes(block, num_blocks, best, ranks) <= min(score_bytes(block, num_blocks, size, ranks) for size in sizes)
+    assert score_bytes(block, num_blocks, best, ranks) <= min(
+        score_bytes(block, num_blocks, size, ranks) for size in sizes
+    )
 
 
 @settings(max_examples=50)
 @given(BLOCKS, st.integers(1, 4), RANKS, st.integers(0, 60))
-def test_the_score_is_what_lies_empty_on_a_rank_and_what_a_pass_gathers(block, num_blocks, ranks, more):
-    chunk_layout = pack(sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks)
+def test_the_score_is_what_lies_empty_on_a_rank_and_what_a_pass_gathers(
+    block, num_blocks, ranks, more
+):
+    chunk_layout = pack(
+        sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks
+    )
     empty = chunk_layout.num_groups * chunk_layout.group_elements - sum(block) * num_blocks
-    gathered = widest_groups(block, num_blocks, chunk_layout.group_elements, ranks) * chunk_layout.group_elements
+    gathered = (
+        widest_groups(block, num_blocks, chunk_layout.group_elements, ranks)
+        * chunk_layout.group_elements
+    )
 
-    assert score_bytes(block, num_blocks, chunk_layout.group_elements, ranks) == pytest.approx(16 * empty / ranks + 4 * gathered)
+    assert score_bytes(block, num_blocks, chunk_layout.group_elements, ranks) == pytest.approx(
+        16 * empty / ranks + 4 * gathered
+    )
 
 
 def test_transfer_efficiency_is_half_where_the_bytes_are_what_moves_in_the_latency():
@@ -174,14 +225,25 @@ def test_a_chunk_of_one_rank_must_be_large_enough_for_pcie():
     assert least_bytes(load_cluster("v100-32gb")) == pytest.approx(9 * 1e-5 * 15.75e9)
 
 
-@pytest.mark.parametrize(("hidden", "num_layers", "ranks"), [(2048, 20, 1), (4096, 90, 8), (9216, 66, 8), (12288, 96, 32)])
+@pytest.mark.parametrize(
+    ("hidden", "num_layers", "ranks"),
+    [(2048, 20, 1), (4096, 90, 8), (9216, 66, 8), (12288, 96, 32)],
+)
 def test_published_models_use_more_than_95_percent_of_their_chunks(hidden, num_layers, ranks):
     block, cluster = gpt_block(hidden), with_gpus(load_cluster("v100-32gb"), max(8, ranks))
-    chunk_layout = pack(sized(block, num_layers), group_size_of(block, num_layers, ranks, cluster), ranks, num_layers)
+    chunk_layout = pack(
+        sized(block, num_layers),
+        group_size_of(block, num_layers, ranks, cluster),
+        ranks,
+        num_layers,
+    )
 
     assert chunk_layout.utilisation > 0.95
     assert chunk_layout.chunk_elements % ALIGNED_ELEMENTS == 0
-    assert transfer_efficiency(2 * chunk_layout.chunk_elements, 1e-5, cluster.pcie_bytes_per_s) >= MOVED_WELL
+    assert (
+        transfer_efficiency(2 * chunk_layout.chunk_elements, 1e-5, cluster.pcie_bytes_per_s)
+        >= MOVED_WELL
+    )
 
 
 @pytest.mark.parametrize("ranks", [8, 32])
@@ -209,6 +271,14 @@ def test_tensors_of_a_block_are_in_the_order_of_its_operators_with_local_shapes(
     graph = build_graph(model, TrainingSpec(global_batch_size=8, seq_length=1024, stack=NEUTRAL), 1)
     whole, divided = (block_tensors(graph.block, Sharding(tp)) for tp in (1, 2))
 
-    assert [tensor.name for tensor in whole[:4]] == ["norm1.weight", "norm1.bias", "qkv.weight", "qkv.bias"]
+    assert [tensor.name for tensor in whole[:4]] == [
+        "norm1.weight",
+        "norm1.bias",
+        "qkv.weight",
+        "qkv.bias",
+    ]
     assert sum(tensor.elements for tensor in whole) == sum(gpt_block(model.hidden_size))
-    assert [tensor.elements for tensor in divided[2:4]] == [whole[2].elements // 2, 3 * model.hidden_size // 2]
+    assert [tensor.elements for tensor in divided[2:4]] == [
+        whole[2].elements // 2,
+        3 * model.hidden_size // 2,
+    ]

@@ -1,4 +1,6 @@
-"""Chunk schedules: run op by op on a device made of sets, which must have what each pass needs, and counted against closed forms."""
+"""Chunk schedules: run op by op on a device made of sets, which must have what each pass needs, and
+counted against closed forms.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,30 @@ def cases(draw):
     kind = draw(st.sampled_from(kinds))
     v = 2 if kind is Schedule.INTERLEAVED else 1
     m = pp * draw(st.integers(1, 8 // pp)) if v == 2 else draw(st.integers(1, 8))
-    homes = draw(st.lists(st.sampled_from(StateLocation), min_size=8 if pp != 3 else 9, max_size=8 if pp != 3 else 9))
+    homes = draw(
+        st.lists(
+            st.sampled_from(StateLocation),
+            min_size=8 if pp != 3 else 9,
+            max_size=8 if pp != 3 else 9,
+        )
+    )
     strategy = chunked(
-        homes, pp=pp, dp=draw(st.sampled_from([1, 1, 2])), schedule=kind, v=v, m=m,
-        recompute=draw(st.sampled_from([Recompute.NONE, Recompute.FULL])))
+        homes,
+        pp=pp,
+        dp=draw(st.sampled_from([1, 1, 2])),
+        schedule=kind,
+        v=v,
+        m=m,
+        recompute=draw(st.sampled_from([Recompute.NONE, Recompute.FULL])),
+    )
     prices = BOOKS[draw(st.sampled_from(sorted(BOOKS)))]
-    return strategy, prices, draw(st.integers(0, pp - 1)), draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])), draw(
-        st.sampled_from([0.1, 0.7, 1.0, 1.6, 3.0]))
+    return (
+        strategy,
+        prices,
+        draw(st.integers(0, pp - 1)),
+        draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])),
+        draw(st.sampled_from([0.1, 0.7, 1.0, 1.6, 3.0])),
+    )
 
 
 class Device:
@@ -62,20 +81,30 @@ class Device:
         self.found, self.ranks = found, found.groups[0].chunk_layout.ranks
         self.own = {key for key in self.every() if self.home(key) is not HOST}
         self.whole = set()
-        self.fresh, self.reduced, self.sent = ({key: Counter() for key in self.every()} for _ in range(3))
+        self.fresh, self.reduced, self.sent = (
+            {key: Counter() for key in self.every()} for _ in range(3)
+        )
         self.void = set()
 
     def every(self):
-        return [(index, number) for index, group in enumerate(self.found.groups) for number in range(group.chunk_layout.num_groups)]
+        return [
+            (index, number)
+            for index, group in enumerate(self.found.groups)
+            for number in range(group.chunk_layout.num_groups)
+        ]
 
     def home(self, key):
         return self.found.groups[key[0]].home
 
     def of_block(self, block):
-        index = next(index for index, group in enumerate(self.found.groups) if block in group.blocks)
+        index = next(
+            index for index, group in enumerate(self.found.groups) if block in group.blocks
+        )
         chunk_layout = self.found.groups[index].chunk_layout
         named = zip(chunk_layout.tensors, chunk_layout.group_of, strict=True)
-        return {(index, number) for tensor, number in named if tensor.name.startswith(f"block{block}.")}
+        return {
+            (index, number) for tensor, number in named if tensor.name.startswith(f"block{block}.")
+        }
 
     def run(self, moment):
         used = self.whole if self.ranks > 1 else self.own
@@ -88,7 +117,11 @@ class Device:
     def do(self, op):
         key = op.group, op.number
         getattr(self, op.does.value)(key)
-        self.void |= {key} if self.found.in_parameters and op.does in (ChunkAction.REDUCE, ChunkAction.SEND) else set()
+        self.void |= (
+            {key}
+            if self.found.in_parameters and op.does in (ChunkAction.REDUCE, ChunkAction.SEND)
+            else set()
+        )
 
     def fetch(self, key):
         assert key not in self.own | self.void
@@ -147,21 +180,38 @@ def test_every_pass_has_its_parameters_and_every_gradient_gets_where_the_update_
     assert not device.whole
     assert device.own == {key for key in device.every() if device.home(key) is not HOST}
     for key, wanted in device.all_gradients(strategy).items():
-        at = device.sent if device.home(key) is not DEV else device.reduced if device.ranks > 1 else device.fresh
+        at = (
+            device.sent
+            if device.home(key) is not DEV
+            else device.reduced
+            if device.ranks > 1
+            else device.fresh
+        )
         assert at[key] == wanted
     returned = {(op.group, op.number) for op in found.closing if op.does is ChunkAction.RETURN}
     assert returned == {key for key in device.every() if device.home(key) is OPT}
 
 
 def held_bytes(found, prices):
-    """By moment the bytes of chunks, from ops alone: parameters from where a FETCH or GATHER may begin, what REDUCE and SEND read to where
-    they must be over."""
-    training, elements, ranks = prices.training, found.groups[0].chunk_layout.chunk_elements, found.groups[0].chunk_layout.ranks
+    """By moment the bytes of chunks, from ops alone: parameters from where a FETCH or GATHER may
+    begin, what REDUCE and SEND read to where they must be over.
+    """
+    training, elements, ranks = (
+        prices.training,
+        found.groups[0].chunk_layout.chunk_elements,
+        found.groups[0].chunk_layout.ranks,
+    )
     width = training.precision.num_bytes * elements
-    gradient = (training.precision if found.in_parameters else training.gradient_precision).num_bytes * elements
+    gradient = (
+        training.precision if found.in_parameters else training.gradient_precision
+    ).num_bytes * elements
     count = len(found.moments)
     always = sum(
-        state_widths(group.home, training, found.in_parameters)[0].total * elements * group.chunk_layout.num_groups for group in found.groups)
+        state_widths(group.home, training, found.in_parameters)[0].total
+        * elements
+        * group.chunk_layout.num_groups
+        for group in found.groups
+    )
     totals, since, begun, device = [always] * count, {}, {}, Device(found)
 
     def add(first, last, size):
@@ -175,7 +225,11 @@ def held_bytes(found, prices):
         if moment.work is ActionKind.BACKWARD:
             for key in device.of_block(moment.block):
                 begun.setdefault(key, index)
-        ended = {(op.group, op.number): op for op in moment.after if op.does in (ChunkAction.REDUCE, ChunkAction.SEND)}
+        ended = {
+            (op.group, op.number): op
+            for op in moment.after
+            if op.does in (ChunkAction.REDUCE, ChunkAction.SEND)
+        }
         for op in moment.after:
             if op.does in (ChunkAction.DROP, ChunkAction.RELEASE):
                 whole = op.does is ChunkAction.RELEASE
@@ -183,7 +237,12 @@ def held_bytes(found, prices):
         outputs = []
         for key in ended:
             first = begun.pop(key, None)
-            ops = [op for op in moment.after if (op.group, op.number) == key and op.does in (ChunkAction.REDUCE, ChunkAction.SEND)]
+            ops = [
+                op
+                for op in moment.after
+                if (op.group, op.number) == key
+                and op.does in (ChunkAction.REDUCE, ChunkAction.SEND)
+            ]
             if not found.in_parameters and (ranks > 1 or device.home(key) is HOST):
                 add(first, ops[0].issued, gradient * ranks)
             apart = ranks > 1 and (adds_up or device.home(key) is HOST)
@@ -207,7 +266,9 @@ def test_the_bytes_of_chunks_at_every_moment_are_those_of_its_ops(case, eviction
         found = schedule(strategy, rank, prices, more=more, eviction=eviction)
 
     assert [moment.chunk_bytes for moment in found.moments] == held_bytes(found, prices)
-    assert all(moment.chunk_bytes <= moment.device_bytes <= found.device_bytes for moment in found.moments)
+    assert all(
+        moment.chunk_bytes <= moment.device_bytes <= found.device_bytes for moment in found.moments
+    )
 
 
 @given(cases())
@@ -215,7 +276,10 @@ def test_the_bytes_of_chunks_at_every_moment_are_those_of_its_ops(case, eviction
 def test_opt_never_moves_more_than_lru_or_fifo(case):
     strategy, prices, rank, more, share = case
     with chunks_of_blocks(share):
-        found = {policy: schedule(strategy, rank, prices, more=more, eviction=policy) for policy in Eviction}
+        found = {
+            policy: schedule(strategy, rank, prices, more=more, eviction=policy)
+            for policy in Eviction
+        }
 
     assert found[Eviction.OPT].in_bytes <= min(one.in_bytes for one in found.values())
     assert len({one.out_bytes for one in found.values()}) == 1
@@ -224,26 +288,40 @@ def test_opt_never_moves_more_than_lru_or_fifo(case):
 
 def shares(found):
     """delta and gamma of the chunks of a rank, their padding counted as parameters."""
-    own = {group.home: group.chunk_layout.num_groups * group.chunk_layout.chunk_elements for group in found.groups}
+    own = {
+        group.home: group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
+        for group in found.groups
+    }
     whole = sum(own.values())
-    return OwnedShares(parameters=whole, delta=own.get(HOST, 0) / whole, gamma=(own.get(HOST, 0) + own.get(OPT, 0)) / whole)
+    return OwnedShares(
+        parameters=whole,
+        delta=own.get(HOST, 0) / whole,
+        gamma=(own.get(HOST, 0) + own.get(OPT, 0)) / whole,
+    )
 
 
-# the head's logits leave no room for a chunk between the two passes, so that nothing stays: O4's own assumption
+# the head's logits leave no room for a chunk between the two passes, so that nothing stays: O4's
+# own assumption
 @pytest.mark.parametrize(("host", "optimizer"), [(8, 0), (5, 3), (2, 4), (0, 8)])
 def test_patrickstars_own_way_moves_to_the_byte_what_its_closed_form_says(host, optimizer):
     homes = [DEV] * (8 - host - optimizer) + [OPT] * optimizer + [HOST] * host
     found = schedule(chunked(homes, m=1, b=8), more=0.0, clean_copies=False)
 
     assert found.in_parameters
-    assert found.in_bytes == pytest.approx(copied_in_bytes(shares(found), returned_width=4), rel=1e-12)
-    assert found.out_bytes == pytest.approx(copied_out_bytes(shares(found), clean_copies=False), rel=1e-12)
+    assert found.in_bytes == pytest.approx(
+        copied_in_bytes(shares(found), returned_width=4), rel=1e-12
+    )
+    assert found.out_bytes == pytest.approx(
+        copied_out_bytes(shares(found), clean_copies=False), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(("training", "gradient"), [("half", 2), ("mixed", 4)])
 @pytest.mark.parametrize("m", [1, 2, 5])
 @pytest.mark.parametrize("staying", [0, 1, 3])
-def test_clean_copies_move_gradients_alone_and_chunks_that_stay_are_fetched_once_a_turn(monkeypatch, training, gradient, m, staying):
+def test_clean_copies_move_gradients_alone_and_chunks_that_stay_are_fetched_once_a_turn(
+    monkeypatch, training, gradient, m, staying
+):
     def nothing_besides(strategy, rank, passes, price_cache):
         none = (0,) * 16 * m
         return NonChunkBytes(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
@@ -252,31 +330,52 @@ def test_clean_copies_move_gradients_alone_and_chunks_that_stay_are_fetched_once
     prices, strategy = BOOKS[training], chunked([HOST] * 8, m=m)
     found = schedule(strategy, prices=prices)
     chunk = 2 * found.groups[0].chunk_layout.chunk_elements
-    found = rank_chunks(strategy, 0, prices, eviction=Eviction.OPT, device_bytes=found.device_bytes + staying * chunk)
+    found = rank_chunks(
+        strategy,
+        0,
+        prices,
+        eviction=Eviction.OPT,
+        device_bytes=found.device_bytes + staying * chunk,
+    )
 
     # the pass itself keeps one block, and the next pass begins with it
     expected = copied_in_bytes(shares(found), num_micro_batches=m, staying=(1 + staying) / 8)
     assert found.in_bytes == pytest.approx(expected, rel=1e-12)
-    assert found.out_bytes == pytest.approx(copied_out_bytes(
-        shares(found), num_micro_batches=m, gradient=gradient, in_parameters=found.in_parameters), rel=1e-12)
+    assert found.out_bytes == pytest.approx(
+        copied_out_bytes(
+            shares(found), num_micro_batches=m, gradient=gradient, in_parameters=found.in_parameters
+        ),
+        rel=1e-12,
+    )
 
 
 def test_groups_of_chunks_are_gathered_twice_and_reduced_once_a_micro_batch():
     homes = [DEV, DEV, OPT, HOST, HOST, HOST]
     with chunks_of_blocks(0.5):
         found = schedule(chunked(homes, dp=2, m=3), prices=BOOKS["mixed"], more=0.5)
-    whole = sum(2 * group.chunk_layout.num_groups * group.chunk_layout.chunk_elements for group in found.groups)
+    whole = sum(
+        2 * group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
+        for group in found.groups
+    )
     used = [Device(found).of_block(moment.block) for moment in found.moments]
     new = sum(len(keys - before) for keys, before in zip(used, [set(), *used], strict=False))
 
     assert found.moved(ChunkAction.REDUCE) == 3 * 4 * whole
-    assert found.moved(ChunkAction.GATHER) == new * 2 * 2 * found.groups[0].chunk_layout.chunk_elements <= 3 * 2 * 2 * whole
-    assert (found.moved(ChunkAction.GATHER) + found.moved(ChunkAction.REDUCE)) / 2 <= collective_bytes(whole, 2, num_micro_batches=3, gradient=4)
+    assert (
+        found.moved(ChunkAction.GATHER)
+        == new * 2 * 2 * found.groups[0].chunk_layout.chunk_elements
+        <= 3 * 2 * 2 * whole
+    )
+    assert (
+        found.moved(ChunkAction.GATHER) + found.moved(ChunkAction.REDUCE)
+    ) / 2 <= collective_bytes(whole, 2, num_micro_batches=3, gradient=4)
 
 
 def test_a_group_that_the_next_pass_uses_too_is_not_gathered_again():
     found = schedule(chunked([DEV, DEV], dp=2, m=1, ends=False), more=1.0)
-    gathered = [sum(op.does is ChunkAction.GATHER for op in moment.before) for moment in found.moments]
+    gathered = [
+        sum(op.does is ChunkAction.GATHER for op in moment.before) for moment in found.moments
+    ]
 
     assert [moment.block for moment in found.moments] == [0, 1, 1, 0]
     assert gathered == [1, 1, 0, 1]
@@ -286,8 +385,14 @@ def test_a_budget_that_is_too_small_is_refused_with_the_smallest_which_suffices(
     strategy, prices = chunked([DEV, HOST, HOST, HOST], m=2, b=2), BOOKS["half"]
     least = smallest_bytes(strategy, 0, prices)
 
-    assert rank_chunks(strategy, 0, prices, eviction=Eviction.LRU, device_bytes=least).smallest_bytes == least
-    with pytest.raises(InfeasibleError, match=rf"^chunks of pipeline rank 0 need at least {least:,} bytes .* budget is {least - 1:,} "):
+    assert (
+        rank_chunks(strategy, 0, prices, eviction=Eviction.LRU, device_bytes=least).smallest_bytes
+        == least
+    )
+    with pytest.raises(
+        InfeasibleError,
+        match=rf"^chunks of pipeline rank 0 need at least {least:,} bytes .* budget is {least - 1:,} ",
+    ):
         rank_chunks(strategy, 0, prices, eviction=Eviction.OPT, device_bytes=least - 1)
 
 
@@ -312,15 +417,27 @@ def test_moving_ops_apart_changes_no_op_and_no_byte(monkeypatch, more):
 
     for one, other in zip(apart.moments, at_once.moments, strict=True):
         for moved, demanded in ((one.before, other.before), (one.after, other.after)):
-            assert [replace(op, issued=-1) for op in moved] == [replace(op, issued=-1) for op in demanded]
+            assert [replace(op, issued=-1) for op in moved] == [
+                replace(op, issued=-1) for op in demanded
+            ]
     assert apart.closing == at_once.closing
 
 
 def test_where_there_is_room_every_copy_gets_moments_to_hide_under():
     strategy = chunked([HOST] * 8, m=2, ends=False)
     roomy = schedule(strategy, prices=BOOKS["mixed"], more=3.0)
-    fetched = [(index, op) for index, moment in enumerate(roomy.moments) for op in moment.before if op.does is ChunkAction.FETCH]
-    sent = [(index, op) for index, moment in enumerate(roomy.moments) for op in moment.after if op.does is ChunkAction.SEND]
+    fetched = [
+        (index, op)
+        for index, moment in enumerate(roomy.moments)
+        for op in moment.before
+        if op.does is ChunkAction.FETCH
+    ]
+    sent = [
+        (index, op)
+        for index, moment in enumerate(roomy.moments)
+        for op in moment.after
+        if op.does is ChunkAction.SEND
+    ]
 
     assert [op.issued for index, op in fetched] == [max(0, index - COPIES) for index, _ in fetched]
     assert all(index < op.issued <= index + COPIES for index, op in sent)

@@ -25,14 +25,18 @@ def costs_of(found, *, chunk_s=1.0, forward_s=2.0, backward_s=3.0, **others):
     rate = 2 * found.groups[0].chunk_layout.chunk_elements / chunk_s
     blocks = [block for group in found.groups for block in group.blocks]
     given_ = {
-        "forward_s": dict.fromkeys(blocks, forward_s), "backward_s": dict.fromkeys(blocks, backward_s), "in_bytes_per_s": rate,
-        "out_bytes_per_s": rate}
+        "forward_s": dict.fromkeys(blocks, forward_s),
+        "backward_s": dict.fromkeys(blocks, backward_s),
+        "in_bytes_per_s": rate,
+        "out_bytes_per_s": rate,
+    }
     return StreamCosts(**(given_ | others))
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """Nothing but chunks is on the device."""
+
     def nothing(strategy, rank, passes, price_cache):
         none = (0,) * sum(one.block is not None for one in passes)
         return NonChunkBytes(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
@@ -46,12 +50,19 @@ def two_blocks(more, homes=(HOST, HOST), **layout):
 
 @pytest.mark.usefixtures("alone")
 def test_with_room_for_one_chunk_every_copy_is_waited_for():
-    """fetch 0-1, F0 -3, fetch -4, F1 -6, B1 -9, sent -10, fetch -11, B0 -14, and sent at once with the update behind the step."""
+    """fetch 0-1, F0 -3, fetch -4, F1 -6, B1 -9, sent -10, fetch -11, B0 -14, and sent at once with
+    the update behind the step.
+    """
     found = two_blocks(0.0)
     run = exposed(found, costs_of(found))
 
     assert [(one.op.does, one.start_s, one.end_s) for one in run.transfers] == [
-        (ChunkAction.FETCH, 0, 1), (ChunkAction.FETCH, 3, 4), (ChunkAction.SEND, 9, 10), (ChunkAction.FETCH, 10, 11), (ChunkAction.SEND, 14, 15)]
+        (ChunkAction.FETCH, 0, 1),
+        (ChunkAction.FETCH, 3, 4),
+        (ChunkAction.SEND, 9, 10),
+        (ChunkAction.FETCH, 10, 11),
+        (ChunkAction.SEND, 14, 15),
+    ]
     assert run.actions_s == {(F, 0, 0): 2, (B, 0, 0): 2}
     assert (run.compute_s, run.tail_s, run.step_s) == (10, 1, 15)
 
@@ -62,24 +73,36 @@ def test_with_room_for_two_only_the_first_copy_and_the_last_are_waited_for():
     run = exposed(found, costs_of(found, host_adam_s=4.0))
 
     assert [(one.op.does, one.start_s, one.end_s) for one in run.transfers] == [
-        (ChunkAction.FETCH, 0, 1), (ChunkAction.FETCH, 1, 2), (ChunkAction.SEND, 8, 9), (ChunkAction.SEND, 11, 12)]
+        (ChunkAction.FETCH, 0, 1),
+        (ChunkAction.FETCH, 1, 2),
+        (ChunkAction.SEND, 8, 9),
+        (ChunkAction.SEND, 11, 12),
+    ]
     assert run.actions_s == {(F, 0, 0): 1, (B, 0, 0): 0}
     assert (run.compute_s, run.tail_s, run.step_s) == (10, 1 + 2 * 4, 20)
 
 
 @pytest.mark.usefixtures("alone")
 def test_the_update_goes_chunk_by_chunk_and_chunks_return_while_the_next_is_updated():
-    """Gradients are there at 9 and at 12; an update of 4 seconds each; device updates run beside."""
+    """Gradients are there at 9 and at 12; an update of 4 seconds each; device updates run
+    beside.
+    """
     found = two_blocks(1.0, homes=(OPT, OPT))
 
     late = exposed(found, costs_of(found, host_adam_s=4.0))
     assert [(one.op.does, one.start_s, one.end_s) for one in late.transfers] == [
-        (ChunkAction.SEND, 7, 8), (ChunkAction.SEND, 10, 11), (ChunkAction.RETURN, 15, 16), (ChunkAction.RETURN, 19, 20)]
+        (ChunkAction.SEND, 7, 8),
+        (ChunkAction.SEND, 10, 11),
+        (ChunkAction.RETURN, 15, 16),
+        (ChunkAction.RETURN, 19, 20),
+    ]
     assert late.tail_s == 10
     soon = exposed(found, costs_of(found, host_adam_s=4.0, waits_for_all=False))
     assert [one.end_s for one in soon.transfers] == [8, 11, 15, 19]
     mixed = two_blocks(1.0, homes=(DEV, OPT))
-    assert exposed(mixed, costs_of(mixed, host_adam_s=4.0, device_adam_s=7.0)).tail_s == pytest.approx(7.0)
+    assert exposed(
+        mixed, costs_of(mixed, host_adam_s=4.0, device_adam_s=7.0)
+    ).tail_s == pytest.approx(7.0)
 
 
 @pytest.mark.usefixtures("alone")
@@ -101,24 +124,44 @@ def test_own_chunks_come_before_they_are_gathered_and_gradients_are_reduced_befo
     run = exposed(found, costs_of(found, gather_s=5.0, reduce_s=6.0))
     ends = {}
     for one in run.transfers:
-        before = {ChunkAction.GATHER: ChunkAction.FETCH, ChunkAction.SEND: ChunkAction.REDUCE}.get(one.op.does)
+        before = {ChunkAction.GATHER: ChunkAction.FETCH, ChunkAction.SEND: ChunkAction.REDUCE}.get(
+            one.op.does
+        )
         assert before is None or one.start_s >= ends.get((before, one.op.group, one.op.number), 0.0)
         ends[one.op.does, one.op.group, one.op.number] = one.end_s
 
-    assert {one.op.does for one in run.transfers} == {ChunkAction.FETCH, ChunkAction.GATHER, ChunkAction.REDUCE, ChunkAction.SEND}
+    assert {one.op.does for one in run.transfers} == {
+        ChunkAction.FETCH,
+        ChunkAction.GATHER,
+        ChunkAction.REDUCE,
+        ChunkAction.SEND,
+    }
 
 
 @st.composite
 def cases(draw):
     homes = draw(st.lists(st.sampled_from([DEV, OPT, HOST]), min_size=4, max_size=4))
     prices = BOOKS[draw(st.sampled_from(sorted(BOOKS)))]
-    strategy = chunked(homes, dp=draw(st.sampled_from([1, 2])), m=draw(st.integers(1, 4)), pp=draw(st.sampled_from([1, 2])))
+    strategy = chunked(
+        homes,
+        dp=draw(st.sampled_from([1, 2])),
+        m=draw(st.integers(1, 4)),
+        pp=draw(st.sampled_from([1, 2])),
+    )
     with chunks_of_blocks(draw(st.sampled_from([0.3, 1.0, 1.5]))):
         found = schedule(strategy, prices=prices, more=draw(st.sampled_from([0.0, 0.1, 0.5])))
     seconds = st.floats(0.0, 10.0)
     return found, costs_of(
-        found, chunk_s=draw(st.floats(0.01, 10.0)), forward_s=draw(seconds), backward_s=draw(seconds), gather_s=draw(seconds),
-        reduce_s=draw(seconds), host_adam_s=draw(seconds), device_adam_s=draw(seconds), waits_for_all=draw(st.booleans()))
+        found,
+        chunk_s=draw(st.floats(0.01, 10.0)),
+        forward_s=draw(seconds),
+        backward_s=draw(seconds),
+        gather_s=draw(seconds),
+        reduce_s=draw(seconds),
+        host_adam_s=draw(seconds),
+        device_adam_s=draw(seconds),
+        waits_for_all=draw(st.booleans()),
+    )
 
 
 @given(cases())
@@ -127,7 +170,9 @@ def test_a_step_is_never_shorter_than_any_stream_and_never_longer_than_all_in_a_
     found, costs = case
     run = exposed(found, costs)
     busy = [run.compute_s, *(run.busy_s(stream) for stream in Stream)]
-    updates = sum(group.chunk_layout.num_groups for group in found.groups) * (costs.host_adam_s + costs.device_adam_s)
+    updates = sum(group.chunk_layout.num_groups for group in found.groups) * (
+        costs.host_adam_s + costs.device_adam_s
+    )
 
     assert max(busy) - 1e-9 <= run.step_s <= sum(busy) + updates + 1e-9
     assert run.step_s == pytest.approx(run.compute_s + sum(run.actions_s.values()) + run.tail_s)
@@ -140,23 +185,40 @@ def test_a_step_is_never_shorter_than_any_stream_and_never_longer_than_all_in_a_
 @settings(max_examples=20, deadline=None)
 def test_faster_copies_never_make_a_step_longer(case, faster):
     found, costs = case
-    quick = replace(costs, in_bytes_per_s=costs.in_bytes_per_s * faster, gather_s=costs.gather_s / faster)
+    quick = replace(
+        costs, in_bytes_per_s=costs.in_bytes_per_s * faster, gather_s=costs.gather_s / faster
+    )
 
     assert exposed(found, quick).step_s <= exposed(found, costs).step_s + 1e-9
 
 
 @given(cases())
 @settings(max_examples=20, deadline=None)
-def test_without_copies_a_step_is_compute_and_the_update_and_without_compute_the_copies_in_their_order(case):
+def test_without_copies_a_step_is_compute_and_the_update_and_without_compute_the_copies_in_their_order(
+    case,
+):
     found, costs = case
     count = sum(group.chunk_layout.num_groups for group in found.groups if group.home is not DEV)
-    endless = replace(costs, in_bytes_per_s=1e30, out_bytes_per_s=1e30, gather_s=0.0, reduce_s=0.0, device_adam_s=0.0)
+    endless = replace(
+        costs,
+        in_bytes_per_s=1e30,
+        out_bytes_per_s=1e30,
+        gather_s=0.0,
+        reduce_s=0.0,
+        device_adam_s=0.0,
+    )
     run = exposed(found, endless)
     assert run.step_s == pytest.approx(run.compute_s + count * costs.host_adam_s)
 
     blocks = costs.forward_s
     none = dict.fromkeys(blocks, 0.0)
-    only_in = replace(endless, forward_s=none, backward_s=none, in_bytes_per_s=costs.in_bytes_per_s, host_adam_s=0.0)
+    only_in = replace(
+        endless,
+        forward_s=none,
+        backward_s=none,
+        in_bytes_per_s=costs.in_bytes_per_s,
+        host_adam_s=0.0,
+    )
     run = exposed(found, only_in)
     assert run.step_s == pytest.approx(run.busy_s(Stream.IN))
 
@@ -164,7 +226,9 @@ def test_without_copies_a_step_is_compute_and_the_update_and_without_compute_the
 def test_room_hides_copies_that_a_full_device_waits_for():
     strategy, prices = chunked([HOST] * 8, m=4), BOOKS["mixed"]
     tight = schedule(strategy, prices=prices)
-    roomy = rank_chunks(strategy, 0, prices, eviction=Eviction.OPT, device_bytes=int(1.3 * tight.device_bytes))
+    roomy = rank_chunks(
+        strategy, 0, prices, eviction=Eviction.OPT, device_bytes=int(1.3 * tight.device_bytes)
+    )
     waits = [exposed(found, costs_of(found, chunk_s=0.5)).step_s for found in (tight, roomy)]
 
     assert waits[1] < waits[0]

@@ -1,4 +1,6 @@
-"""Which chunks stay: against the fewest fetches of any choice, and the policies' own definitions run one slot at a time."""
+"""Which chunks stay: against the fewest fetches of any choice, and the policies' own definitions
+run one slot at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from parplan.costmodels.host.state_location import Eviction
 @st.composite
 def sequences(draw, chunks=5, slots=8):
     """By slot what is needed, perhaps nothing, and room for at least that."""
-    needs = draw(st.lists(st.lists(st.integers(0, chunks - 1), unique=True, max_size=3), min_size=1, max_size=slots))
+    needs = draw(
+        st.lists(
+            st.lists(st.integers(0, chunks - 1), unique=True, max_size=3),
+            min_size=1,
+            max_size=slots,
+        )
+    )
     room = [len(own) + draw(st.integers(0, 3)) for own in needs]
     return needs, room
 
@@ -37,11 +45,15 @@ def fewest(needs, room):
 
 
 def one_by_one(needs, room, policy, key):
-    """Slots of the first and the last use of every stay: of those that a slot does not need, the one with the least `key` goes."""
+    """Slots of the first and the last use of every stay: of those that a slot does not need, the
+    one with the least `key` goes.
+    """
     there, used, found = {}, {}, []
     for slot, (own, free) in enumerate(zip(needs, room, strict=True)):
         while len(set(there) | set(own)) > free:
-            victim = min((c for c in there if c not in own), key=lambda c: key(c, slot, there, used, needs))
+            victim = min(
+                (c for c in there if c not in own), key=lambda c: key(c, slot, there, used, needs)
+            )
             found.append((victim, there.pop(victim), used[victim][0]))
         for chunk in own:
             there.setdefault(chunk, slot)
@@ -72,10 +84,16 @@ def test_lru_gives_up_what_was_used_longest_ago_and_fifo_what_came_first(case):
     needs, room = case
     keys = {
         Eviction.LRU: lambda chunk, slot, there, used, needs: used[chunk],
-        Eviction.FIFO: lambda chunk, slot, there, used, needs: (there[chunk], needs[there[chunk]].index(chunk))}
+        Eviction.FIFO: lambda chunk, slot, there, used, needs: (
+            there[chunk],
+            needs[there[chunk]].index(chunk),
+        ),
+    }
 
     for policy, key in keys.items():
-        assert sorted((one.chunk, one.first, one.last) for one in stays(needs, room, policy)) == one_by_one(needs, room, policy, key)
+        assert sorted(
+            (one.chunk, one.first, one.last) for one in stays(needs, room, policy)
+        ) == one_by_one(needs, room, policy, key)
 
 
 @given(sequences(chunks=8, slots=20), st.sampled_from(Eviction), st.booleans())
@@ -87,20 +105,33 @@ def test_what_is_needed_is_there_once_and_never_more_than_there_is_room_for(case
         for slot in range(one.first, one.last + 1):
             there[slot][one.chunk] += 1
 
-    assert all(set(own) <= set(found) and max(found.values(), default=1) == 1 for own, found in zip(needs, there, strict=True))
+    assert all(
+        set(own) <= set(found) and max(found.values(), default=1) == 1
+        for own, found in zip(needs, there, strict=True)
+    )
     assert all(len(found) <= free for found, free in zip(there, room, strict=True))
 
 
 def test_room_that_shrinks_makes_the_farthest_use_go_first_and_the_others_stay():
     needs, room = [[0], [1], [2], [], [2], [1], [0]], [3, 3, 3, 2, 3, 3, 3]
 
-    assert stays(needs, room, Eviction.OPT) == (Residency(0, 0, 0), Residency(1, 1, 5), Residency(2, 2, 4), Residency(0, 6, 6))
+    assert stays(needs, room, Eviction.OPT) == (
+        Residency(0, 0, 0),
+        Residency(1, 1, 5),
+        Residency(2, 2, 4),
+        Residency(0, 6, 6),
+    )
     assert [one.chunk for one in stays(needs, room, Eviction.FIFO)] == [0, 1, 2, 0]
     assert [one.chunk for one in stays(needs, [3, 3, 3, 2, 2, 2, 3], Eviction.LRU)] == [0, 1, 2, 0]
 
 
 def test_a_chunk_is_given_up_behind_the_use_after_which_it_will_not_be_there():
-    assert stays([[0], [1], [2], [1], [0]], [2] * 5, Eviction.OPT) == (Residency(0, 0, 0), Residency(1, 1, 3), Residency(2, 2, 2), Residency(0, 4, 4))
+    assert stays([[0], [1], [2], [1], [0]], [2] * 5, Eviction.OPT) == (
+        Residency(0, 0, 0),
+        Residency(1, 1, 3),
+        Residency(2, 2, 2),
+        Residency(0, 4, 4),
+    )
 
 
 @pytest.mark.parametrize("policy", [Eviction.LRU, Eviction.FIFO])

@@ -34,20 +34,31 @@ NODE = Placement(nodes=1, ranks_per_node=8, groups_per_node=1)
 EVERY = pytest.mark.parametrize("collective", list(Collective))
 
 
-@pytest.mark.parametrize(("price", "p", "n_bytes", "expected_s"), [
-    pytest.param(ring_all_reduce_s, 1, 10**9, 0.0, id="all-reduce-of-one-rank-is-free"),
-    pytest.param(ring_all_reduce_s, 2, 10**8, 2e-6 + 1e-3, id="all-reduce-of-two"),  # 2 (2-1) (1us + 1e8 / (2 100e9))
-    pytest.param(ring_all_reduce_s, 4, 0, 6e-6, id="all-reduce-of-nothing-is-latency"),
-    pytest.param(ring_all_gather_s, 1, 10**9, 0.0, id="all-gather-of-one-rank-is-free"),
-    pytest.param(ring_all_gather_s, 4, 4 * 10**8, 3e-6 + 3e-3, id="all-gather-of-four"),  # 3 (1us + 4e8 / (4 100e9))
-    pytest.param(pairwise_all_to_all_s, 1, 10**9, 0.0, id="all-to-all-of-one-rank-is-free"),
-    pytest.param(pairwise_all_to_all_s, 2, 10**8, 1e-6 + 5e-4, id="all-to-all-of-two"),
-    pytest.param(tree_all_reduce_s, 1, 10**9, 0.0, id="tree-of-one-rank-is-free"),
-    pytest.param(tree_all_reduce_s, 8, 10**8, 6e-6 + 2e-3, id="tree-of-eight"),  # 2 log2(8) us + 2 1e8 / 100e9
-    pytest.param(tree_all_reduce_s, 9, 0, 8e-6, id="tree-of-nine-has-four-levels"),
-    pytest.param(all_reduce_s, 64, 0, 12e-6, id="small-messages-go-up-a-tree"),
-    pytest.param(all_reduce_s, 64, 64 * 10**9, 126 * (1e-6 + 1e-2), id="large-messages-go-round-a-ring"),
-])
+@pytest.mark.parametrize(
+    ("price", "p", "n_bytes", "expected_s"),
+    [
+        pytest.param(ring_all_reduce_s, 1, 10**9, 0.0, id="all-reduce-of-one-rank-is-free"),
+        pytest.param(
+            ring_all_reduce_s, 2, 10**8, 2e-6 + 1e-3, id="all-reduce-of-two"
+        ),  # 2 (2-1) (1us + 1e8 / (2 100e9))
+        pytest.param(ring_all_reduce_s, 4, 0, 6e-6, id="all-reduce-of-nothing-is-latency"),
+        pytest.param(ring_all_gather_s, 1, 10**9, 0.0, id="all-gather-of-one-rank-is-free"),
+        pytest.param(
+            ring_all_gather_s, 4, 4 * 10**8, 3e-6 + 3e-3, id="all-gather-of-four"
+        ),  # 3 (1us + 4e8 / (4 100e9))
+        pytest.param(pairwise_all_to_all_s, 1, 10**9, 0.0, id="all-to-all-of-one-rank-is-free"),
+        pytest.param(pairwise_all_to_all_s, 2, 10**8, 1e-6 + 5e-4, id="all-to-all-of-two"),
+        pytest.param(tree_all_reduce_s, 1, 10**9, 0.0, id="tree-of-one-rank-is-free"),
+        pytest.param(
+            tree_all_reduce_s, 8, 10**8, 6e-6 + 2e-3, id="tree-of-eight"
+        ),  # 2 log2(8) us + 2 1e8 / 100e9
+        pytest.param(tree_all_reduce_s, 9, 0, 8e-6, id="tree-of-nine-has-four-levels"),
+        pytest.param(all_reduce_s, 64, 0, 12e-6, id="small-messages-go-up-a-tree"),
+        pytest.param(
+            all_reduce_s, 64, 64 * 10**9, 126 * (1e-6 + 1e-2), id="large-messages-go-round-a-ring"
+        ),
+    ],
+)
 def test_textbook_form_by_hand(price, p, n_bytes, expected_s):
     assert price(n_bytes, p, LINK) == pytest.approx(expected_s, rel=1e-12)
 
@@ -59,14 +70,27 @@ def test_one_message_by_hand():
 @EVERY
 @pytest.mark.parametrize("machine", [pytest.param(A100, id="a100"), pytest.param(CPU, id="cpu")])
 def test_a_group_of_one_rank_costs_exactly_nothing(collective, machine):
-    assert collective_time(collective, 10**9, Placement(nodes=1, ranks_per_node=1, groups_per_node=1), machine) == ZERO
+    assert (
+        collective_time(
+            collective, 10**9, Placement(nodes=1, ranks_per_node=1, groups_per_node=1), machine
+        )
+        == ZERO
+    )
 
 
 @EVERY
-@given(n_bytes=st.integers(0, 2**34), nodes=st.sampled_from((1, 2, 4, 16)), ranks=st.sampled_from((1, 2, 3, 4, 8)))
+@given(
+    n_bytes=st.integers(0, 2**34),
+    nodes=st.sampled_from((1, 2, 4, 16)),
+    ranks=st.sampled_from((1, 2, 3, 4, 8)),
+)
 def test_more_bytes_never_take_less_time(collective, n_bytes, nodes, ranks):
-    placement = Placement(nodes=nodes, ranks_per_node=ranks, groups_per_node=8 // ranks if nodes > 1 else 1)
-    less, more = (collective_time(collective, n, placement, A100).value_s for n in (n_bytes, 2 * n_bytes + 1))
+    placement = Placement(
+        nodes=nodes, ranks_per_node=ranks, groups_per_node=8 // ranks if nodes > 1 else 1
+    )
+    less, more = (
+        collective_time(collective, n, placement, A100).value_s for n in (n_bytes, 2 * n_bytes + 1)
+    )
 
     assert 0 <= less <= more * (1 + 1e-12)
 
@@ -75,29 +99,52 @@ def test_more_bytes_never_take_less_time(collective, n_bytes, nodes, ranks):
 def test_a_measured_curve_interpolates_inside_its_range_only(collective):
     assert collective_time(collective, 2**24, NODE, A100).kind is Kind.INTERPOLATED
     assert collective_time(collective, 2**40, NODE, A100).kind is Kind.ANALYTIC
-    assert collective_time(collective, 2**24, Placement(nodes=2, ranks_per_node=8, groups_per_node=1), A100).kind is Kind.ANALYTIC
-    assert collective_time(collective, 2**24, Placement(nodes=1, ranks_per_node=2, groups_per_node=1), CPU).kind is Kind.ANALYTIC
+    assert (
+        collective_time(
+            collective, 2**24, Placement(nodes=2, ranks_per_node=8, groups_per_node=1), A100
+        ).kind
+        is Kind.ANALYTIC
+    )
+    assert (
+        collective_time(
+            collective, 2**24, Placement(nodes=1, ranks_per_node=2, groups_per_node=1), CPU
+        ).kind
+        is Kind.ANALYTIC
+    )
 
 
 def test_three_ranks_lie_between_two_and_four():
     two, three, four = (
-        collective_time(Collective.ALL_REDUCE, 2**26, Placement(nodes=1, ranks_per_node=r, groups_per_node=1), A100) for r in (2, 3, 4))
+        collective_time(
+            Collective.ALL_REDUCE,
+            2**26,
+            Placement(nodes=1, ranks_per_node=r, groups_per_node=1),
+            A100,
+        )
+        for r in (2, 3, 4)
+    )
 
     assert two.value_s < three.value_s < four.value_s
     assert three.kind is Kind.INTERPOLATED
 
 
-# Rows of collectives.csv of the measurements: ai-dynamo/aiconfigurator (Apache-2.0), nccl-tests, 8 GPUs of one node, us.
-@pytest.mark.parametrize(("device", "n_bytes", "time_us"), [
-    pytest.param("a100-80gb", 2**24, 216.5, id="a100-16-mib"),
-    pytest.param("a100-80gb", 2**28, 2182.5, id="a100-256-mib"),
-    pytest.param("h100-80gb", 2**24, 121.91, id="h100-16-mib"),
-    pytest.param("h100-80gb", 2**28, 1092.1, id="h100-256-mib"),
-])
+# Rows of collectives.csv of the measurements: ai-dynamo/aiconfigurator (Apache-2.0), nccl-tests, 8
+# GPUs of one node, us.
+@pytest.mark.parametrize(
+    ("device", "n_bytes", "time_us"),
+    [
+        pytest.param("a100-80gb", 2**24, 216.5, id="a100-16-mib"),
+        pytest.param("a100-80gb", 2**28, 2182.5, id="a100-256-mib"),
+        pytest.param("h100-80gb", 2**24, 121.91, id="h100-16-mib"),
+        pytest.param("h100-80gb", 2**28, 1092.1, id="h100-256-mib"),
+    ],
+)
 def test_all_reduce_in_a_node_is_within_a_tenth_of_published_times(device, n_bytes, time_us):
     machine = machine_for(load_cluster(device))
 
-    assert collective_time(Collective.ALL_REDUCE, n_bytes, NODE, machine).value_s * 1e6 == pytest.approx(time_us, rel=0.10)
+    assert collective_time(
+        Collective.ALL_REDUCE, n_bytes, NODE, machine
+    ).value_s * 1e6 == pytest.approx(time_us, rel=0.10)
 
 
 def test_eight_groups_that_cross_share_the_nics_of_a_node():
@@ -105,7 +152,9 @@ def test_eight_groups_that_cross_share_the_nics_of_a_node():
     alone = Placement(nodes=4, ranks_per_node=8, groups_per_node=1)
     together = Placement(nodes=4, ranks_per_node=1, groups_per_node=8)
 
-    assert group_nic_bytes_per_s(alone, A100) == pytest.approx(200e9 * share)  # all 8 NICs of 25 GB/s
+    assert group_nic_bytes_per_s(alone, A100) == pytest.approx(
+        200e9 * share
+    )  # all 8 NICs of 25 GB/s
     assert group_nic_bytes_per_s(together, A100) == pytest.approx(25e9 * share)  # one NIC each
 
 
@@ -120,9 +169,13 @@ def test_across_nodes_the_ring_is_as_slow_as_its_nics():
     wire_s = 2 * 10**10 * 3 / 4 / (25e9 * A100.profile.inter.nic_share)
 
     expected_s = wire_s + 6 * A100.cluster.nic.latency_s  # 2 (4 - 1) hops
-    assert collective_time(Collective.ALL_REDUCE, 10**10, placement, A100).value_s == pytest.approx(expected_s, rel=1e-12)
+    assert collective_time(Collective.ALL_REDUCE, 10**10, placement, A100).value_s == pytest.approx(
+        expected_s, rel=1e-12
+    )
     gathered_s = wire_s / 2 + 3 * A100.cluster.nic.latency_s
-    assert collective_time(Collective.ALL_GATHER, 10**10, placement, A100).value_s == pytest.approx(gathered_s, rel=1e-12)
+    assert collective_time(Collective.ALL_GATHER, 10**10, placement, A100).value_s == pytest.approx(
+        gathered_s, rel=1e-12
+    )
 
 
 def test_across_nodes_a_part_inside_the_node_that_is_slower_decides():
@@ -130,7 +183,10 @@ def test_across_nodes_a_part_inside_the_node_that_is_slower_decides():
     placement = Placement(nodes=2, ranks_per_node=8, groups_per_node=1)
     inside_s = collective_time(Collective.ALL_REDUCE, 2**28, NODE, A100).value_s
 
-    assert collective_time(Collective.ALL_REDUCE, 2**28, placement, machine_for(slow)).value_s >= inside_s
+    assert (
+        collective_time(Collective.ALL_REDUCE, 2**28, placement, machine_for(slow)).value_s
+        >= inside_s
+    )
 
 
 def test_all_to_all_sends_what_belongs_to_other_nodes_through_the_nics():
@@ -138,12 +194,17 @@ def test_all_to_all_sends_what_belongs_to_other_nodes_through_the_nics():
     wire_s = 8 * 10**9 * 3 / 4 / (200e9 * A100.profile.inter.nic_share)
 
     expected_s = wire_s + 3 * A100.cluster.nic.latency_s
-    assert collective_time(Collective.ALL_TO_ALL, 10**9, placement, A100).value_s == pytest.approx(expected_s, rel=1e-12)
+    assert collective_time(Collective.ALL_TO_ALL, 10**9, placement, A100).value_s == pytest.approx(
+        expected_s, rel=1e-12
+    )
 
 
 def test_messages_between_nodes_share_the_nics_only_when_there_are_more_than_nics():
     def wire_s(sharing):
-        return point_to_point_time(10**9, crosses_nodes=True, sharing=sharing, machine=A100).value_s - A100.cluster.nic.latency_s
+        return (
+            point_to_point_time(10**9, crosses_nodes=True, sharing=sharing, machine=A100).value_s
+            - A100.cluster.nic.latency_s
+        )
 
     assert wire_s(8) == pytest.approx(wire_s(1))
     assert wire_s(16) == pytest.approx(2 * wire_s(8))
@@ -159,24 +220,53 @@ def test_a_message_of_nothing_is_latency_only():
 
 
 def own(*curves):
-    """A100 nodes whose profile has these curves: (collective, nodes, ranks per node, groups at once, time factor)."""
+    """A100 nodes whose profile has these curves: (collective, nodes, ranks per node, groups at
+    once, time factor).
+    """
     made = [
         CollectiveCurve(
-            collective=name, nodes=nodes, ranks=ranks, groups=groups, bytes=(2**10, 2**20, 2**30), rows=3, median_error=0.01,
-            time_us=(20.0 * factor, 50.0 * factor, 9000.0 * factor))
-        for name, nodes, ranks, groups, factor in curves]
+            collective=name,
+            nodes=nodes,
+            ranks=ranks,
+            groups=groups,
+            bytes=(2**10, 2**20, 2**30),
+            rows=3,
+            median_error=0.01,
+            time_us=(20.0 * factor, 50.0 * factor, 9000.0 * factor),
+        )
+        for name, nodes, ranks, groups, factor in curves
+    ]
     profile = A100.profile
-    return Machine(A100.cluster, replace(
-        profile, intra=replace(profile.intra, kind=Kind.MEASURED, curves=tuple(curve for curve in made if curve.nodes == 1)),
-        inter=replace(
-            profile.inter, node_bytes_per_s=A100.cluster.node_bytes_per_s, crossing=tuple(curve for curve in made if curve.nodes > 1))))
+    return Machine(
+        A100.cluster,
+        replace(
+            profile,
+            intra=replace(
+                profile.intra,
+                kind=Kind.MEASURED,
+                curves=tuple(curve for curve in made if curve.nodes == 1),
+            ),
+            inter=replace(
+                profile.inter,
+                node_bytes_per_s=A100.cluster.node_bytes_per_s,
+                crossing=tuple(curve for curve in made if curve.nodes > 1),
+            ),
+        ),
+    )
 
 
 @EVERY
 @given(n_bytes=st.integers(1, 2**34))
-def test_a_measured_placement_costs_more_with_more_bytes_and_is_measured_at_its_knots_alone(collective, n_bytes):
-    machine, placement = own((collective, 4, 2, 4, 1.0)), Placement(nodes=4, ranks_per_node=2, groups_per_node=4)
-    less, more = (collective_time(collective, n, placement, machine) for n in (n_bytes, 2 * n_bytes))
+def test_a_measured_placement_costs_more_with_more_bytes_and_is_measured_at_its_knots_alone(
+    collective, n_bytes
+):
+    machine, placement = (
+        own((collective, 4, 2, 4, 1.0)),
+        Placement(nodes=4, ranks_per_node=2, groups_per_node=4),
+    )
+    less, more = (
+        collective_time(collective, n, placement, machine) for n in (n_bytes, 2 * n_bytes)
+    )
 
     assert 0 < less.value_s <= more.value_s * (1 + 1e-12)
     assert (less.kind is Kind.MEASURED) is (n_bytes in (2**10, 2**20, 2**30))
@@ -186,11 +276,15 @@ def test_a_measured_placement_costs_more_with_more_bytes_and_is_measured_at_its_
 def test_a_curve_prices_no_other_placement_across_nodes():
     machine = own((Collective.ALL_REDUCE, 4, 2, 4, 1000.0))
     others = (
-        Placement(nodes=2, ranks_per_node=2, groups_per_node=4), Placement(nodes=4, ranks_per_node=1, groups_per_node=8),
-        Placement(nodes=4, ranks_per_node=2, groups_per_node=1))
+        Placement(nodes=2, ranks_per_node=2, groups_per_node=4),
+        Placement(nodes=4, ranks_per_node=1, groups_per_node=8),
+        Placement(nodes=4, ranks_per_node=2, groups_per_node=1),
+    )
 
     for placement in others:
-        assert collective_time(Collective.ALL_REDUCE, 2**20, placement, machine).kind is Kind.ANALYTIC
+        assert (
+            collective_time(Collective.ALL_REDUCE, 2**20, placement, machine).kind is Kind.ANALYTIC
+        )
         assert collective_time(Collective.ALL_REDUCE, 2**20, placement, machine).value_s < 1e-2
 
 
@@ -202,7 +296,12 @@ def test_a_curve_prices_no_other_collective():
 
 def test_inside_a_node_a_group_is_priced_among_all_that_the_node_holds():
     machine = own((Collective.ALL_REDUCE, 1, 4, 1, 1.0), (Collective.ALL_REDUCE, 1, 4, 2, 3.0))
-    found = collective_time(Collective.ALL_REDUCE, 2**20, Placement(nodes=1, ranks_per_node=4, groups_per_node=1), machine)
+    found = collective_time(
+        Collective.ALL_REDUCE,
+        2**20,
+        Placement(nodes=1, ranks_per_node=4, groups_per_node=1),
+        machine,
+    )
 
     assert found.value_s == pytest.approx(150e-6)
 
@@ -210,9 +309,16 @@ def test_inside_a_node_a_group_is_priced_among_all_that_the_node_holds():
 def test_a_measured_message_is_priced_by_how_many_leave_the_node_at_once():
     machine = own(("point_to_point", 2, 1, 1, 1.0), ("point_to_point", 2, 1, 8, 2.0))
 
-    assert point_to_point_time(2**20, crosses_nodes=True, sharing=1, machine=machine).value_s == pytest.approx(50e-6)
-    assert point_to_point_time(2**20, crosses_nodes=True, sharing=8, machine=machine).value_s == pytest.approx(100e-6)
-    assert point_to_point_time(2**20, crosses_nodes=True, sharing=4, machine=machine).kind is Kind.ANALYTIC
+    assert point_to_point_time(
+        2**20, crosses_nodes=True, sharing=1, machine=machine
+    ).value_s == pytest.approx(50e-6)
+    assert point_to_point_time(
+        2**20, crosses_nodes=True, sharing=8, machine=machine
+    ).value_s == pytest.approx(100e-6)
+    assert (
+        point_to_point_time(2**20, crosses_nodes=True, sharing=4, machine=machine).kind
+        is Kind.ANALYTIC
+    )
 
 
 @pytest.mark.parametrize("machine", [pytest.param(A100, id="a100"), pytest.param(CPU, id="cpu")])

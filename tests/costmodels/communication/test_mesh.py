@@ -21,11 +21,14 @@ def groups(mesh: Mesh, axis: Axis) -> list[list[int]]:
     return list(found.values())
 
 
-@pytest.mark.parametrize(("axis", "degree", "stride"), [
-    pytest.param(Axis.PP, 2, 32, id="pp-is-outermost"),
-    pytest.param(Axis.DP, 4, 8, id="dp"),
-    pytest.param(Axis.TP, 8, 1, id="tp-ranks-adjacent"),
-])
+@pytest.mark.parametrize(
+    ("axis", "degree", "stride"),
+    [
+        pytest.param(Axis.PP, 2, 32, id="pp-is-outermost"),
+        pytest.param(Axis.DP, 4, 8, id="dp"),
+        pytest.param(Axis.TP, 8, 1, id="tp-ranks-adjacent"),
+    ],
+)
 def test_degrees_and_strides_follow_the_rank_order(axis, degree, stride):
     mesh = Mesh(pp=2, dp=4, tp=8)
 
@@ -41,14 +44,47 @@ def test_a_degree_below_one_is_refused(axis):
         Mesh(**degrees)
 
 
-@pytest.mark.parametrize(("mesh", "axis", "expected"), [
-    pytest.param(Mesh(pp=1, dp=8, tp=8), Axis.TP, Placement(nodes=1, ranks_per_node=8, groups_per_node=1), id="tp-fills-a-node"),
-    pytest.param(Mesh(pp=1, dp=8, tp=8), Axis.DP, Placement(nodes=8, ranks_per_node=1, groups_per_node=8), id="8-dp-groups-share-the-nics"),
-    pytest.param(Mesh(pp=1, dp=64, tp=1), Axis.DP, Placement(nodes=8, ranks_per_node=8, groups_per_node=1), id="one-dp-group-has-them-all"),
-    pytest.param(Mesh(pp=8, dp=1, tp=8), Axis.PP, Placement(nodes=8, ranks_per_node=1, groups_per_node=8), id="pp-across-nodes"),
-    pytest.param(Mesh(pp=1, dp=2, tp=2), Axis.DP, Placement(nodes=1, ranks_per_node=2, groups_per_node=1), id="half-a-node"),
-    pytest.param(Mesh(pp=1, dp=4, tp=16), Axis.TP, Placement(nodes=2, ranks_per_node=8, groups_per_node=1), id="tp-over-two-nodes"),
-])
+@pytest.mark.parametrize(
+    ("mesh", "axis", "expected"),
+    [
+        pytest.param(
+            Mesh(pp=1, dp=8, tp=8),
+            Axis.TP,
+            Placement(nodes=1, ranks_per_node=8, groups_per_node=1),
+            id="tp-fills-a-node",
+        ),
+        pytest.param(
+            Mesh(pp=1, dp=8, tp=8),
+            Axis.DP,
+            Placement(nodes=8, ranks_per_node=1, groups_per_node=8),
+            id="8-dp-groups-share-the-nics",
+        ),
+        pytest.param(
+            Mesh(pp=1, dp=64, tp=1),
+            Axis.DP,
+            Placement(nodes=8, ranks_per_node=8, groups_per_node=1),
+            id="one-dp-group-has-them-all",
+        ),
+        pytest.param(
+            Mesh(pp=8, dp=1, tp=8),
+            Axis.PP,
+            Placement(nodes=8, ranks_per_node=1, groups_per_node=8),
+            id="pp-across-nodes",
+        ),
+        pytest.param(
+            Mesh(pp=1, dp=2, tp=2),
+            Axis.DP,
+            Placement(nodes=1, ranks_per_node=2, groups_per_node=1),
+            id="half-a-node",
+        ),
+        pytest.param(
+            Mesh(pp=1, dp=4, tp=16),
+            Axis.TP,
+            Placement(nodes=2, ranks_per_node=8, groups_per_node=1),
+            id="tp-over-two-nodes",
+        ),
+    ],
+)
 def test_placements_by_hand_on_nodes_of_eight(mesh, axis, expected):
     assert place(mesh, axis, 8) == expected
 
@@ -71,13 +107,18 @@ def test_placements_equal_the_nodes_that_the_ranks_of_each_group_sit_on(axis, gp
         assert found.crosses_nodes == (found.nodes > 1)
 
 
-@pytest.mark.parametrize("gpus_per_node", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "gpus_per_node",
+    [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("axis", list(Axis))
 def test_the_groups_that_share_a_nodes_nics_are_the_groups_with_a_rank_on_it(axis, gpus_per_node):
     for pp, dp, tp in itertools.product(POWERS, repeat=3):
         mesh = Mesh(pp=pp, dp=dp, tp=tp)
         found = place(mesh, axis, gpus_per_node)
-        on_first_node = sum(any(rank < gpus_per_node for rank in group) for group in groups(mesh, axis))
+        on_first_node = sum(
+            any(rank < gpus_per_node for rank in group) for group in groups(mesh, axis)
+        )
 
         if found.crosses_nodes:
             assert found.groups_per_node == on_first_node, (mesh, axis)

@@ -1,4 +1,6 @@
-"""From placement to placement: the collectives leave every rank with what it wants, worked by hand and by moving real blocks."""
+"""From placement to placement: the collectives leave every rank with what it wants, worked by hand
+and by moving real blocks.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,62 @@ DIMS = ("batch", "sequence", "hidden")
 SOURCES = (None, PARTIAL, *DIMS)
 TARGETS = (None, *DIMS)
 GATHER, REDUCE, SCATTER, EXCHANGE = (
-    Collective.ALL_GATHER, Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+    Collective.ALL_GATHER,
+    Collective.ALL_REDUCE,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_TO_ALL,
+)
 
 
 def pairs(num_axes):
-    return itertools.product(itertools.product(SOURCES, repeat=num_axes), itertools.product(TARGETS, repeat=num_axes))
+    return itertools.product(
+        itertools.product(SOURCES, repeat=num_axes), itertools.product(TARGETS, repeat=num_axes)
+    )
 
 
-@pytest.mark.parametrize(("source", "target", "expected"), [
-    pytest.param((None,), (None,), [], id="nothing-to-do"),
-    pytest.param((None,), ("sequence",), [], id="a-slice-sends-nothing"),
-    pytest.param(("sequence",), (None,), [(GATHER, 0, 1024)], id="gather-to-the-whole"),
-    pytest.param(("sequence",), ("hidden",), [(EXCHANGE, 0, 512)], id="exchange-what-a-rank-has"),
-    pytest.param((PARTIAL,), (None,), [(REDUCE, 0, 1024)], id="all-reduce"),
-    pytest.param((PARTIAL,), ("batch",), [(SCATTER, 0, 1024)], id="reduce-scatter"),
-    pytest.param((PARTIAL, PARTIAL), ("batch", None), [(SCATTER, 0, 1024), (REDUCE, 1, 512)], id="outer-axis-first"),
-    pytest.param((PARTIAL, "batch"), (None, None), [(GATHER, 1, 1024), (REDUCE, 0, 1024)], id="a-divided-tensor-inner-axis-first"),
-    pytest.param(("batch", "batch"), (None, "batch"), [(GATHER, 1, 512), (GATHER, 0, 1024)], id="the-inner-cut-goes-first"),
-    pytest.param((None, "batch"), ("batch", "batch"), [(GATHER, 1, 1024)], id="and-is-made-again-inside-the-outer"),
-    pytest.param(("sequence", "hidden"), (None, None), [(GATHER, 1, 512), (GATHER, 0, 1024)], id="two-gathers"),
-])
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        pytest.param((None,), (None,), [], id="nothing-to-do"),
+        pytest.param((None,), ("sequence",), [], id="a-slice-sends-nothing"),
+        pytest.param(("sequence",), (None,), [(GATHER, 0, 1024)], id="gather-to-the-whole"),
+        pytest.param(
+            ("sequence",), ("hidden",), [(EXCHANGE, 0, 512)], id="exchange-what-a-rank-has"
+        ),
+        pytest.param((PARTIAL,), (None,), [(REDUCE, 0, 1024)], id="all-reduce"),
+        pytest.param((PARTIAL,), ("batch",), [(SCATTER, 0, 1024)], id="reduce-scatter"),
+        pytest.param(
+            (PARTIAL, PARTIAL),
+            ("batch", None),
+            [(SCATTER, 0, 1024), (REDUCE, 1, 512)],
+            id="outer-axis-first",
+        ),
+        pytest.param(
+            (PARTIAL, "batch"),
+            (None, None),
+            [(GATHER, 1, 1024), (REDUCE, 0, 1024)],
+            id="a-divided-tensor-inner-axis-first",
+        ),
+        pytest.param(
+            ("batch", "batch"),
+            (None, "batch"),
+            [(GATHER, 1, 512), (GATHER, 0, 1024)],
+            id="the-inner-cut-goes-first",
+        ),
+        pytest.param(
+            (None, "batch"),
+            ("batch", "batch"),
+            [(GATHER, 1, 1024)],
+            id="and-is-made-again-inside-the-outer",
+        ),
+        pytest.param(
+            ("sequence", "hidden"),
+            (None, None),
+            [(GATHER, 1, 512), (GATHER, 0, 1024)],
+            id="two-gathers",
+        ),
+    ],
+)
 def test_the_moves_by_hand_on_axes_of_two_ranks(source, target, expected):
     found = moves(1024, source, target, (2,) * len(source))
 
@@ -52,7 +90,12 @@ def test_nothing_is_sent_only_where_every_rank_holds_what_it_wants(degrees):
     for source, target in pairs(len(degrees)):
         sent = list(moves(2**20, source, target, degrees))
 
-        assert (not sent) == bool(all(block <= have for block, have in zip(held(target, degrees), held(source, degrees), strict=True)))
+        assert (not sent) == bool(
+            all(
+                block <= have
+                for block, have in zip(held(target, degrees), held(source, degrees), strict=True)
+            )
+        )
 
 
 def held(place, degrees):
@@ -64,7 +107,11 @@ def held(place, degrees):
             if dim == PARTIAL:
                 part = part[:0]
             elif dim is not None:
-                part = np.split(part, degrees[axis], axis=DIMS.index(dim))[index] if len(part) else part
+                part = (
+                    np.split(part, degrees[axis], axis=DIMS.index(dim))[index]
+                    if len(part)
+                    else part
+                )
         yield frozenset(part.ravel().tolist())
 
 
@@ -74,11 +121,19 @@ def test_no_axis_is_communicated_over_more_than_twice_and_what_is_left_is_the_ta
     for source, target in pairs(len(degrees)):
         found = list(moves(whole, source, target, degrees))
 
-        assert max((sum(move.axis == axis for move in found) for axis in range(len(degrees))), default=0) <= 2
+        assert (
+            max(
+                (sum(move.axis == axis for move in found) for axis in range(len(degrees))),
+                default=0,
+            )
+            <= 2
+        )
         if found and found[-1].collective is not GATHER:
             assert found[-1].left_bytes >= whole // placed_parts(target, degrees)
         assert all(move.left_bytes <= whole for move in found)
-        for axis, (start, goal) in enumerate(zip(source, target, strict=True)):  # partial sums are always added up
+        for axis, (start, goal) in enumerate(
+            zip(source, target, strict=True)
+        ):  # partial sums are always added up
             if start == PARTIAL:
                 wanted = {SCATTER, REDUCE} if goal else {REDUCE}
                 assert wanted & {move.collective for move in found if move.axis == axis}
@@ -98,7 +153,8 @@ def test_time_and_temporaries_are_those_of_the_moves():
     assert found.temporary_bytes == 2**20
     inner_s, outer_s = (
         collective_time(GATHER, n_bytes, place_axis(degree, stride, 8, 8), MACHINE).value_s
-        for n_bytes, degree, stride in ((2**19, 4, 1), (2**20, 2, 4)))
+        for n_bytes, degree, stride in ((2**19, 4, 1), (2**20, 2, 4))
+    )
     assert found.time.value_s == pytest.approx(inner_s + outer_s)
 
 
@@ -111,6 +167,8 @@ def test_an_axis_that_crosses_nodes_costs_more():
 
 def test_more_bytes_never_take_less_time():
     for source, target in pairs(2):
-        times = [redistribute(2**n, source, target, (2, 2), MACHINE).time.value_s for n in (16, 20, 24)]
+        times = [
+            redistribute(2**n, source, target, (2, 2), MACHINE).time.value_s for n in (16, 20, 24)
+        ]
         assert times == sorted(times)
         assert math.isfinite(times[-1])

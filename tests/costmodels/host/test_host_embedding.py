@@ -1,4 +1,6 @@
-"""The token table on the host: what is gone from the device, what crosses PCIe and the ranks instead, and what refuses it."""
+"""The token table on the host: what is gone from the device, what crosses PCIe and the ranks
+instead, and what refuses it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.uniform_strategies import frame_of, uniform
 
-TRAINING = TrainingSpec(global_batch_size=32, seq_length=128, overlap_grad_reduce=False, stack=NEUTRAL)
+TRAINING = TrainingSpec(
+    global_batch_size=32, seq_length=128, overlap_grad_reduce=False, stack=NEUTRAL
+)
 LLAMA = replace(load_model("llama2-7b").spec, num_layers=8)  # its tables are apart
 V, H = LLAMA.vocab_size, LLAMA.hidden_size
 CLUSTER = load_cluster("h100-80gb")
@@ -41,7 +45,10 @@ def book_of(offload=(), gpus=4):
 @pytest.mark.parametrize("dp", [1, 4])
 def test_the_device_holds_no_table_and_the_host_its_columns_with_their_states(dp):
     mesh = Mesh(pp=1, dp=dp, tp=1)
-    plain, kept = (book_of(offload).states(LayerKind.EMBEDDING, mesh, Sharding(), 0) for offload in ((), LOOKUP))
+    plain, kept = (
+        book_of(offload).states(LayerKind.EMBEDDING, mesh, Sharding(), 0)
+        for offload in ((), LOOKUP)
+    )
 
     assert plain.states.total == 18 * V * H
     assert (kept.states.total, kept.zero_buffer, kept.ideal) == (0, 0, plain.ideal)
@@ -51,12 +58,18 @@ def test_the_device_holds_no_table_and_the_host_its_columns_with_their_states(dp
 def test_nothing_else_changes():
     mesh = Mesh(pp=1, dp=4, tp=1)
     for kind in (LayerKind.BLOCK, LayerKind.HEAD):
-        assert book_of(LOOKUP).states(kind, mesh, Sharding(), 3) == book_of().states(kind, mesh, Sharding(), 3)
-        assert book_of(LOOKUP).data_parallel(kind, 1, mesh, Sharding(), 3) == book_of().data_parallel(kind, 1, mesh, Sharding(), 3)
+        assert book_of(LOOKUP).states(kind, mesh, Sharding(), 3) == book_of().states(
+            kind, mesh, Sharding(), 3
+        )
+        assert book_of(LOOKUP).data_parallel(
+            kind, 1, mesh, Sharding(), 3
+        ) == book_of().data_parallel(kind, 1, mesh, Sharding(), 3)
 
 
 def test_the_memory_of_a_step_loses_the_table_and_its_gradient():
-    plain, kept = (rank_memory(uniform(frame_of(m=4), 8), 0, book_of(offload)) for offload in ((), LOOKUP))
+    plain, kept = (
+        rank_memory(uniform(frame_of(m=4), 8), 0, book_of(offload)) for offload in ((), LOOKUP)
+    )
 
     assert plain.states.total - kept.states.total == 18 * V * H
     assert kept.temporaries <= plain.temporaries
@@ -64,31 +77,50 @@ def test_the_memory_of_a_step_loses_the_table_and_its_gradient():
 
 
 def test_a_micro_batch_on_one_gpu_by_hand():
-    """2 sequences of 128 tokens: rows of fp32 are read and cast, 2 bytes an element cross PCIe each way, gradients are added."""
+    """2 sequences of 128 tokens: rows of fp32 are read and cast, 2 bytes an element cross PCIe each
+    way, gradients are added.
+    """
     elements, rate = 2 * 128 * H, NUMA_SHARE * 614.4e9 / 2
-    found = book_of(LOOKUP, gpus=1).data_parallel(LayerKind.EMBEDDING, 2, Mesh(pp=1, dp=1, tp=1), Sharding(), 0)
+    found = book_of(LOOKUP, gpus=1).data_parallel(
+        LayerKind.EMBEDDING, 2, Mesh(pp=1, dp=1, tp=1), Sharding(), 0
+    )
 
-    assert found.forward.value_s == pytest.approx(6 * elements / rate + 2 * elements / 63e9, rel=1e-12)
-    assert found.backward.value_s == pytest.approx(2 * elements / 63e9 + 10 * elements / rate, rel=1e-12)
+    assert found.forward.value_s == pytest.approx(
+        6 * elements / rate + 2 * elements / 63e9, rel=1e-12
+    )
+    assert found.backward.value_s == pytest.approx(
+        2 * elements / 63e9 + 10 * elements / rate, rel=1e-12
+    )
     assert found.optimizer.value_s == pytest.approx(28 * V * H / rate, rel=1e-12)
-    assert found.host.value_s == pytest.approx(found.forward.value_s + found.backward.value_s, rel=1e-12)
+    assert found.host.value_s == pytest.approx(
+        found.forward.value_s + found.backward.value_s, rel=1e-12
+    )
 
 
 def test_several_ranks_exchange_what_they_look_up_and_that_is_all_they_send_for_it():
     m, tokens = 8, 128
     layout = frame_of(dp=4, m=m)
     plain, kept = (
-        {sent.kind: sent for sent in rank_traffic(uniform(layout, 8, zero=3), 0, book_of(offload))} for offload in ((), LOOKUP))
+        {sent.kind: sent for sent in rank_traffic(uniform(layout, 8, zero=3), 0, book_of(offload))}
+        for offload in ((), LOOKUP)
+    )
 
-    assert (kept["all_to_all"].calls, kept["all_to_all"].num_bytes) == (2 * m, 2 * m * 2 * tokens * H)
+    assert (kept["all_to_all"].calls, kept["all_to_all"].num_bytes) == (
+        2 * m,
+        2 * m * 2 * tokens * H,
+    )
     gathers = kept["all_gather"], plain["all_gather"]
-    assert gathers[0].calls - gathers[1].calls == m - 2 * m  # the tokens forward, instead of the table forward and backward
+    assert (
+        gathers[0].calls - gathers[1].calls == m - 2 * m
+    )  # the tokens forward, instead of the table forward and backward
     assert gathers[0].num_bytes - gathers[1].num_bytes == m * 8 * 4 * tokens - 2 * m * 2 * V * H
     assert plain["reduce_scatter"].num_bytes - kept["reduce_scatter"].num_bytes == m * 4 * V * H
 
 
 def test_its_seconds_are_the_hosts_and_of_data_parallelism():
-    plain, kept = (price_step(uniform(frame_of(dp=4), 8, zero=3), book_of(offload)) for offload in ((), LOOKUP))
+    plain, kept = (
+        price_step(uniform(frame_of(dp=4), 8, zero=3), book_of(offload)) for offload in ((), LOOKUP)
+    )
 
     assert plain.ranks[0].host_comm.value_s == 0.0 < kept.ranks[0].host_comm.value_s
     assert kept.ranks[0].dp_comm.value_s < plain.ranks[0].dp_comm.value_s
@@ -104,9 +136,15 @@ def test_what_is_left_of_the_embedding_has_its_output_and_no_kernel():
     assert left.num_parameters == 0
 
 
-@pytest.mark.parametrize(("mesh", "hidden", "tied", "reason"), [
-    (Mesh(pp=1, dp=1, tp=1), 64, True, "tied to the head"), (Mesh(pp=1, dp=1, tp=2), 64, False, "tp 2 divides the rows"),
-    (Mesh(pp=1, dp=3, tp=1), 64, False, "dp 3 does not divide the 64 columns"), (Mesh(pp=2, dp=4, tp=1), 64, False, None)])
+@pytest.mark.parametrize(
+    ("mesh", "hidden", "tied", "reason"),
+    [
+        (Mesh(pp=1, dp=1, tp=1), 64, True, "tied to the head"),
+        (Mesh(pp=1, dp=1, tp=2), 64, False, "tp 2 divides the rows"),
+        (Mesh(pp=1, dp=3, tp=1), 64, False, "dp 3 does not divide the 64 columns"),
+        (Mesh(pp=2, dp=4, tp=1), 64, False, None),
+    ],
+)
 def test_meshes_and_models_that_have_no_look_up_say_why(mesh, hidden, tied, reason):
     found = illegal_host_embedding(mesh, hidden, tied)
 
@@ -115,8 +153,14 @@ def test_meshes_and_models_that_have_no_look_up_say_why(mesh, hidden, tied, reas
 
 def test_an_estimate_of_it_is_priced_again_from_its_file(tmp_path):
     plan = estimate_plan(
-        LLAMA, with_gpus(CLUSTER, 4), TRAINING, frame_of(dp=4), offload=LOOKUP, recompute=Recompute.SELECTIVE,
-        chunks=ChunkRequest(host_blocks=2, optimizer_blocks=1))
+        LLAMA,
+        with_gpus(CLUSTER, 4),
+        TRAINING,
+        frame_of(dp=4),
+        offload=LOOKUP,
+        recompute=Recompute.SELECTIVE,
+        chunks=ChunkRequest(host_blocks=2, optimizer_blocks=1),
+    )
     write_plan(plan, tmp_path / "plan.yaml")
 
     assert plan.layer_plans["embedding"].offload == LOOKUP

@@ -1,4 +1,6 @@
-"""Rates between device and host: a lane or its part of the node's uplinks, stated memory, and what a profile of one's own measured."""
+"""Rates between device and host: a lane or its part of the node's uplinks, stated memory, and what
+a profile of one's own measured.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ BARE = replace(DGX1, pcie_node_bytes_per_s=None, host_bytes_per_s=None)
 
 
 def measured(cluster, **rates):
-    return replace(cluster, profile=replace(analytic_profile(cluster.device.name), host=HostSpeed(**rates)))
+    return replace(
+        cluster, profile=replace(analytic_profile(cluster.device.name), host=HostSpeed(**rates))
+    )
 
 
 def test_without_the_fields_every_gpu_has_its_lane_and_the_host_what_is_assumed():
@@ -40,7 +44,9 @@ def test_without_the_fields_every_gpu_has_its_lane_and_the_host_what_is_assumed(
     assert host_time(10**9, BARE).value_s == pytest.approx(8e9 / HOST_BYTES_PER_S)
 
 
-@pytest.mark.parametrize(("gpus", "rate"), [(8, 63e9 / 8), (4, 63e9 / 8), (2, 63e9 / 8), (1, 15.75e9)])
+@pytest.mark.parametrize(
+    ("gpus", "rate"), [(8, 63e9 / 8), (4, 63e9 / 8), (2, 63e9 / 8), (1, 15.75e9)]
+)
 def test_the_gpus_of_a_node_share_its_uplinks_and_none_gets_more_than_its_lane(gpus, rate):
     """GPUs 0 and 1 are behind one switch: two of them have one uplink, as eight have four."""
     assert copy_time(10**9, with_gpus(DGX1, gpus)).value_s == pytest.approx(1e9 / rate)
@@ -53,13 +59,19 @@ def test_stated_memory_is_reached_as_far_as_adam_was_seen_to():
 @pytest.mark.parametrize(("gpus", "rate"), [(1, 51.2e9), (2, 25.6e9), (4, 25.6e9), (8, 25.6e9)])
 def test_a_process_reaches_the_numa_domain_of_its_gpu_which_it_shares(gpus, rate):
     """A DGX A100 has 8 domains of 51.2 GB/s, of which 4 have two GPUs each."""
-    assert host_adam_time(10**9, with_gpus(DGX_A100, gpus)).value_s == pytest.approx(28e9 / (NUMA_SHARE * rate))
+    assert host_adam_time(10**9, with_gpus(DGX_A100, gpus)).value_s == pytest.approx(
+        28e9 / (NUMA_SHARE * rate)
+    )
     without = replace(with_gpus(DGX_A100, gpus), numa_domains=None, gpus_per_numa=None)
-    assert host_adam_time(10**9, without).value_s == pytest.approx(28e9 * gpus / (HOST_SHARE * 409.6e9))
+    assert host_adam_time(10**9, without).value_s == pytest.approx(
+        28e9 * gpus / (HOST_SHARE * 409.6e9)
+    )
 
 
 def test_domains_without_their_gpus_are_an_error():
-    with pytest.raises(ConfigError, match="numa_domains is 2 and gpus_per_numa None, they are stated together"):
+    with pytest.raises(
+        ConfigError, match="numa_domains is 2 and gpus_per_numa None, they are stated together"
+    ):
         replace(DGX1, gpus_per_numa=None)
 
 
@@ -91,14 +103,23 @@ def test_what_one_process_was_measured_to_reach_is_taken_as_it_is_where_there_is
 
 def test_the_rates_are_the_best_of_their_records():
     def record(work, outcome=CaseOutcome.MEASURED, **figures):
-        return Record(case=Case(work=work, sizes=(), precision="bf16", passes=()), outcome=outcome, measured=CaseFigures(figures=figures))
+        return Record(
+            case=Case(work=work, sizes=(), precision="bf16", passes=()),
+            outcome=outcome,
+            measured=CaseFigures(figures=figures),
+        )
 
     records = [
-        record("transfer", to_device_bytes_per_s=9.0, both_bytes_per_s=7.0), record("transfer", to_device_bytes_per_s=11.0),
-        record("device_copy", bytes_per_s=99.0), record("host_adam", CaseOutcome.UNSUPPORTED)]
+        record("transfer", to_device_bytes_per_s=9.0, both_bytes_per_s=7.0),
+        record("transfer", to_device_bytes_per_s=11.0),
+        record("device_copy", bytes_per_s=99.0),
+        record("host_adam", CaseOutcome.UNSUPPORTED),
+    ]
 
     assert host_speed(records) == HostSpeed(to_device_bytes_per_s=11.0)
-    assert host_speed([*records, record("host_adam", bytes_per_s=5.0)]) == HostSpeed(to_device_bytes_per_s=11.0, adam_bytes_per_s=5.0)
+    assert host_speed([*records, record("host_adam", bytes_per_s=5.0)]) == HostSpeed(
+        to_device_bytes_per_s=11.0, adam_bytes_per_s=5.0
+    )
     assert host_speed(records[2:]) is None
 
 

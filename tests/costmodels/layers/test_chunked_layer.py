@@ -1,4 +1,6 @@
-"""What a block in chunks costs by home: bytes against sums written out here, seconds against their rates."""
+"""What a block in chunks costs by home: bytes against sums written out here, seconds against their
+rates.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 
-HALF = TrainingSpec(global_batch_size=8, seq_length=1024, precision=Precision.FP16, gradient_precision=Precision.FP16, stack=NEUTRAL)
+HALF = TrainingSpec(
+    global_batch_size=8,
+    seq_length=1024,
+    precision=Precision.FP16,
+    gradient_precision=Precision.FP16,
+    stack=NEUTRAL,
+)
 MIXED = replace(HALF, gradient_precision=Precision.FP32)
 FULL = replace(MIXED, precision=Precision.FP32)
 
@@ -28,10 +36,17 @@ def price_cache(training: TrainingSpec = HALF, gpus: int = 4) -> PriceCache:
     return PriceCache(load_model("gpt-1.5b").spec, training, machine_for(cluster))
 
 
-# EQUATIONS O2: 14 bytes a parameter where gradients take the place of parameters, 16 with gradients of 16 bits, 18 of 32; fp32: 16
-@pytest.mark.parametrize(("training", "in_parameters", "expected"), [
-    pytest.param(HALF, True, 14, id="in-parameters"), pytest.param(HALF, False, 16, id="16-bit-gradients"),
-    pytest.param(MIXED, False, 18, id="fp32-gradients"), pytest.param(FULL, False, 16, id="fp32")])
+# EQUATIONS O2: 14 bytes a parameter where gradients take the place of parameters, 16 with gradients
+# of 16 bits, 18 of 32; fp32: 16
+@pytest.mark.parametrize(
+    ("training", "in_parameters", "expected"),
+    [
+        pytest.param(HALF, True, 14, id="in-parameters"),
+        pytest.param(HALF, False, 16, id="16-bit-gradients"),
+        pytest.param(MIXED, False, 18, id="fp32-gradients"),
+        pytest.param(FULL, False, 16, id="fp32"),
+    ],
+)
 def test_a_parameter_at_one_place_takes_14_16_or_18_bytes(training, in_parameters, expected):
     for home, place in ((StateLocation.DEVICE, 0), (StateLocation.HOST, 1)):
         widths = state_widths(home, training, in_parameters)
@@ -40,10 +55,18 @@ def test_a_parameter_at_one_place_takes_14_16_or_18_bytes(training, in_parameter
         assert widths[1 - place].total == 0
 
 
-@pytest.mark.parametrize(("training", "in_parameters", "device", "host"), [
-    pytest.param(HALF, True, 2, 14, id="in-parameters"), pytest.param(HALF, False, 4, 14, id="16-bit-gradients"),
-    pytest.param(MIXED, False, 6, 16, id="fp32-gradients"), pytest.param(FULL, False, 8, 16, id="fp32")])
-def test_an_optimizer_home_has_parameters_and_gradients_here_and_all_that_an_update_reads_there(training, in_parameters, device, host):
+@pytest.mark.parametrize(
+    ("training", "in_parameters", "device", "host"),
+    [
+        pytest.param(HALF, True, 2, 14, id="in-parameters"),
+        pytest.param(HALF, False, 4, 14, id="16-bit-gradients"),
+        pytest.param(MIXED, False, 6, 16, id="fp32-gradients"),
+        pytest.param(FULL, False, 8, 16, id="fp32"),
+    ],
+)
+def test_an_optimizer_home_has_parameters_and_gradients_here_and_all_that_an_update_reads_there(
+    training, in_parameters, device, host
+):
     here, there = state_widths(StateLocation.OPTIMIZER, training, in_parameters)
 
     assert (here.total, there.total) == (device, host)
@@ -51,7 +74,13 @@ def test_an_optimizer_home_has_parameters_and_gradients_here_and_all_that_an_upd
 
 def test_gradients_take_the_place_of_parameters_only_in_16_bits_with_one_micro_batch():
     assert writes_over_parameters(HALF, 1)
-    assert not any((writes_over_parameters(HALF, 2), writes_over_parameters(MIXED, 1), writes_over_parameters(FULL, 1)))
+    assert not any(
+        (
+            writes_over_parameters(HALF, 2),
+            writes_over_parameters(MIXED, 1),
+            writes_over_parameters(FULL, 1),
+        )
+    )
 
 
 def test_a_host_block_moves_its_share_of_parameters_in_and_of_gradients_out():
@@ -60,26 +89,57 @@ def test_a_host_block_moves_its_share_of_parameters_in_and_of_gradients_out():
     cost = prices.chunked(StateLocation.HOST, 1, mesh, Sharding(), in_parameters=False)
 
     own = -(-elements // 4)
-    assert (cost.fetched_bytes, cost.sent_bytes, cost.returned_bytes, cost.left_bytes) == (2 * own, 4 * own, 0, 0)
+    assert (cost.fetched_bytes, cost.sent_bytes, cost.returned_bytes, cost.left_bytes) == (
+        2 * own,
+        4 * own,
+        0,
+        0,
+    )
     assert cost.fetch_s == pytest.approx(2 * own / 7.875e9)
-    assert cost.send_s == pytest.approx(4 * own / 7.875e9)  # the first four of eight GPUs share two uplinks: half a lane each
-    assert (cost.gathered_bytes, cost.reduced_bytes, cost.used_bytes) == (2 * elements, 4 * elements, 2 * elements)
+    assert cost.send_s == pytest.approx(
+        4 * own / 7.875e9
+    )  # the first four of eight GPUs share two uplinks: half a lane each
+    assert (cost.gathered_bytes, cost.reduced_bytes, cost.used_bytes) == (
+        2 * elements,
+        4 * elements,
+        2 * elements,
+    )
 
 
 def test_an_optimizer_block_moves_once_a_step_and_a_device_block_never():
     prices, mesh = price_cache(HALF), Mesh(pp=1, dp=4, tp=1)
     own = -(-owned_parameters(prices.layer(LayerKind.BLOCK, 1), Sharding()) // 4)
-    once, never = (prices.chunked(home, 1, mesh, Sharding(), in_parameters=True) for home in (StateLocation.OPTIMIZER, StateLocation.DEVICE))
+    once, never = (
+        prices.chunked(home, 1, mesh, Sharding(), in_parameters=True)
+        for home in (StateLocation.OPTIMIZER, StateLocation.DEVICE)
+    )
 
-    assert (once.fetched_bytes, once.sent_bytes, once.returned_bytes, once.left_bytes) == (0, 0, 2 * own, 2 * own)
-    assert not any((never.fetched_bytes, never.sent_bytes, never.returned_bytes, never.left_bytes, never.host_adam_s))
+    assert (once.fetched_bytes, once.sent_bytes, once.returned_bytes, once.left_bytes) == (
+        0,
+        0,
+        2 * own,
+        2 * own,
+    )
+    assert not any(
+        (
+            never.fetched_bytes,
+            never.sent_bytes,
+            never.returned_bytes,
+            never.left_bytes,
+            never.host_adam_s,
+        )
+    )
     assert once.host_adam_s > never.device_adam_s > once.device_adam_s == 0
 
 
 def test_padding_is_moved_gathered_and_updated_like_everything_else():
     prices, mesh = price_cache(), Mesh(pp=1, dp=4, tp=1)
     tight, padded = (
-        prices.chunked(StateLocation.HOST, 1, mesh, Sharding(), in_parameters=False, elements=elements) for elements in (10**7, 2 * 10**7))
+        prices.chunked(
+            StateLocation.HOST, 1, mesh, Sharding(), in_parameters=False, elements=elements
+        )
+        for elements in (10**7, 2 * 10**7)
+    )
 
     assert padded.host.total == 2 * tight.host.total
     assert padded.gathered_bytes == 2 * tight.gathered_bytes
@@ -89,8 +149,13 @@ def test_padding_is_moved_gathered_and_updated_like_everything_else():
 
 def test_one_rank_gathers_nothing_and_uses_a_device_block_where_it_lies():
     prices, mesh = price_cache(gpus=1), Mesh(pp=1, dp=1, tp=1)
-    costs = {home: prices.chunked(home, 1, mesh, Sharding(), in_parameters=False) for home in StateLocation}
+    costs = {
+        home: prices.chunked(home, 1, mesh, Sharding(), in_parameters=False)
+        for home in StateLocation
+    }
 
-    assert all(cost.forward_s == cost.backward_s == cost.gathered_bytes == 0 for cost in costs.values())
+    assert all(
+        cost.forward_s == cost.backward_s == cost.gathered_bytes == 0 for cost in costs.values()
+    )
     assert costs[StateLocation.DEVICE].used_bytes == 0
     assert costs[StateLocation.HOST].used_bytes == costs[StateLocation.HOST].fetched_bytes

@@ -1,4 +1,6 @@
-"""What the memory model says a block keeps is the executor's rule, for random divisions and lists of recomputed operators."""
+"""What the memory model says a block keeps is the executor's rule, for random divisions and lists
+of recomputed operators.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from tests.helpers.divided_bytes import divided_saved_bytes
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 8))
 GPT = load_model("gpt-tiny").spec
 MODELS = {
-    "gpt": GPT, "gpt-no-dropout": replace(GPT, dropout=0.0), "neox": replace(GPT, parallel_residual=True, dropout=0.0),
-    "llama": load_model("llama3-8b").spec}
+    "gpt": GPT,
+    "gpt-no-dropout": replace(GPT, dropout=0.0),
+    "neox": replace(GPT, parallel_residual=True, dropout=0.0),
+    "llama": load_model("llama3-8b").spec,
+}
 
 
 @pytest.mark.parametrize("sharding", [Sharding(2), Sharding(4, True)], ids=["tp2", "tp4-sp"])
@@ -35,10 +40,23 @@ def test_a_random_layer_plan_keeps_what_the_executor_keeps(model, kernel, shardi
     incoming = ("Shard(1)@tp",) if sharding.sequence_parallel else ()
     for _ in range(100):
         options = [draw.choice(own) for own in problem.options]
-        own = replace(sharding, own=tuple((name, option.splits) for name, option in zip(problem.names, options, strict=True)))
-        again = tuple(name for name, option in zip(problem.names, options, strict=True) if option.again)
+        own = replace(
+            sharding,
+            own=tuple(
+                (name, option.splits) for name, option in zip(problem.names, options, strict=True)
+            ),
+        )
+        again = tuple(
+            name for name, option in zip(problem.names, options, strict=True) if option.again
+        )
         placed = {operator.name: placements(operator, own) for operator in layer.operators}
         in_plan = {
-            name: OperatorPlacement(parameters=found.parameters, input=found.input, output=found.output) for name, found in placed.items()}
+            name: OperatorPlacement(
+                parameters=found.parameters, input=found.input, output=found.output
+            )
+            for name, found in placed.items()
+        }
 
-        assert saved_bytes(layer, own, again) == divided_saved_bytes(layer, in_plan, sharding.tp, again, incoming)
+        assert saved_bytes(layer, own, again) == divided_saved_bytes(
+            layer, in_plan, sharding.tp, again, incoming
+        )

@@ -1,4 +1,6 @@
-"""The price of one layer: what tensor and data parallelism communicate, counted in bytes, and what overlap hides."""
+"""The price of one layer: what tensor and data parallelism communicate, counted in bytes, and what
+overlap hides.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from parplan.profiles.provenance import ZERO, Kind, Seconds
 from parplan.profiles.stack import Stack
 
 S, B, H, V = 128, 2, 64, 512
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=S, overlap_grad_reduce=False, stack=Stack(host_operator_s=0.0))
+TRAINING = TrainingSpec(
+    global_batch_size=8, seq_length=S, overlap_grad_reduce=False, stack=Stack(host_operator_s=0.0)
+)
 BF16_GRADIENTS = replace(TRAINING, gradient_precision=Precision.BF16)
 GPT = build_graph(load_model("gpt-tiny").spec, TRAINING, B)
 LLAMA = build_graph(load_model("llama3-8b").spec, TRAINING, 1)
@@ -44,7 +48,9 @@ BOUNDARY = 2 * S * B * H  # 2 S b h of EQUATIONS T2
 
 @pytest.fixture
 def volumes(monkeypatch):
-    """Collectives take one second a byte that a ring moves per rank; the list holds each priced one with its bytes."""
+    """Collectives take one second a byte that a ring moves per rank; the list holds each priced one
+    with its bytes.
+    """
     seen = []
 
     def one_second_a_byte(collective, n_bytes, placement, machine):
@@ -52,10 +58,14 @@ def volumes(monkeypatch):
         if p == 1:
             return ZERO
         seen.append((collective, n_bytes))
-        return Seconds((2 if collective is Collective.ALL_REDUCE else 1) * (p - 1) / p * n_bytes, Kind.ANALYTIC)
+        return Seconds(
+            (2 if collective is Collective.ALL_REDUCE else 1) * (p - 1) / p * n_bytes, Kind.ANALYTIC
+        )
 
     monkeypatch.setattr("parplan.costmodels.layers.layer_price.collective_time", one_second_a_byte)
-    monkeypatch.setattr("parplan.costmodels.communication.redistribution.collective_time", one_second_a_byte)
+    monkeypatch.setattr(
+        "parplan.costmodels.communication.redistribution.collective_time", one_second_a_byte
+    )
     return seen
 
 
@@ -71,31 +81,54 @@ def test_a_block_all_reduces_two_boundary_tensors_each_way(volumes, graph):
 
 
 @pytest.mark.parametrize("graph", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters_and_gathers_inputs_again(volumes, graph):
-    """The inputs of qkv and fc1 are kept as tokens of one rank; here nothing hides their second gather."""
+def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters_and_gathers_inputs_again(
+    volumes, graph
+):
+    """The inputs of qkv and fc1 are kept as tokens of one rank; here nothing hides their second
+    gather.
+    """
     plain = priced(graph.block, TP4)
     volumes.clear()
     sequence_parallel = priced(graph.block, TP4_SP)
 
     boundary = graph.block.input.num_bytes
-    # the gather of an input is priced once and counts twice: forward, and again for the weight gradient
-    assert sorted(volumes) == sorted([(Collective.ALL_GATHER, boundary)] * 4 + [(Collective.REDUCE_SCATTER, boundary)] * 4)
+    # the gather of an input is priced once and counts twice: forward, and again for the weight
+    # gradient
+    assert sorted(volumes) == sorted(
+        [(Collective.ALL_GATHER, boundary)] * 4 + [(Collective.REDUCE_SCATTER, boundary)] * 4
+    )
     moved = 2 * 2 * 3 / 4 * boundary
-    assert plain.tp_forward.value_s == plain.tp_backward.value_s == sequence_parallel.tp_forward.value_s == moved
+    assert (
+        plain.tp_forward.value_s
+        == plain.tp_backward.value_s
+        == sequence_parallel.tp_forward.value_s
+        == moved
+    )
     assert sequence_parallel.tp_backward.value_s == pytest.approx(moved + 2 * 3 / 4 * boundary)
 
 
 def test_full_recompute_makes_it_six_all_reduces(volumes):
     time = priced(GPT.block, TP4, recompute=recompute_operators(GPT.block, Recompute.FULL))
 
-    assert time.tp_recompute.value_s + time.tp_forward.value_s + time.tp_backward.value_s == 6 * 2 * 3 / 4 * BOUNDARY
+    assert (
+        time.tp_recompute.value_s + time.tp_forward.value_s + time.tp_backward.value_s
+        == 6 * 2 * 3 / 4 * BOUNDARY
+    )
 
 
-def test_the_embedding_reduces_its_output_and_the_head_its_input_gradient_and_three_numbers_a_token(volumes):
+def test_the_embedding_reduces_its_output_and_the_head_its_input_gradient_and_three_numbers_a_token(
+    volumes,
+):
     embedding, head = priced(GPT.embedding, TP4), priced(GPT.head, TP4)
 
-    assert (embedding.tp_forward.value_s, embedding.tp_backward.value_s) == (2 * 3 / 4 * BOUNDARY, 0.0)
-    assert (head.tp_forward.value_s, head.tp_backward.value_s) == (3 * 2 * 3 / 4 * 4 * S * B, 2 * 3 / 4 * BOUNDARY)
+    assert (embedding.tp_forward.value_s, embedding.tp_backward.value_s) == (
+        2 * 3 / 4 * BOUNDARY,
+        0.0,
+    )
+    assert (head.tp_forward.value_s, head.tp_backward.value_s) == (
+        3 * 2 * 3 / 4 * 4 * S * B,
+        2 * 3 / 4 * BOUNDARY,
+    )
 
 
 @pytest.mark.parametrize("kind", list(LayerKind))
@@ -106,7 +139,14 @@ def test_one_rank_communicates_exactly_nothing(kind):
     assert (time.tp_forward, time.tp_backward, time.tp_recompute) == (ZERO, ZERO, ZERO)
     for zero in range(4):
         data = data_parallel_time(
-            layer, time, mesh=Mesh(pp=2, dp=1, tp=1), sharding=Sharding(), zero=zero, machine=MACHINE, training=TRAINING)
+            layer,
+            time,
+            mesh=Mesh(pp=2, dp=1, tp=1),
+            sharding=Sharding(),
+            zero=zero,
+            machine=MACHINE,
+            training=TRAINING,
+        )
         assert (data.forward, data.backward, data.step) == (ZERO, ZERO, ZERO)
         assert data.optimizer.value_s > 0
 
@@ -117,7 +157,10 @@ def test_recompute_adds_exactly_the_forward_of_the_operators_it_names(again, sha
     plain, time = operators.time(), operators.time(again)
 
     assert (time.forward_s, time.backward_s) == (plain.forward_s, plain.backward_s)
-    compute_s = sum(operator_time(GPT.block.operator(name), sharding, MACHINE, TRAINING).forward.value_s for name in again)
+    compute_s = sum(
+        operator_time(GPT.block.operator(name), sharding, MACHINE, TRAINING).forward.value_s
+        for name in again
+    )
     reduces = sum(operators.tensor_parallel[name].forward.value_s for name in again)
     assert time.recompute_s == pytest.approx(compute_s + reduces, rel=1e-12)
     assert time.total_s - plain.total_s == pytest.approx(time.recompute_s, rel=1e-9, abs=1e-15)
@@ -126,24 +169,37 @@ def test_recompute_adds_exactly_the_forward_of_the_operators_it_names(again, sha
 def data_parallel(zero, *, dp=4, tp=1, training=TRAINING, layer=GPT.block, machine=MACHINE):
     sharding = Sharding(tp)
     return data_parallel_time(
-        layer, priced(layer, sharding, training), mesh=Mesh(pp=1, dp=dp, tp=tp), sharding=sharding, zero=zero, machine=machine,
-        training=training)
+        layer,
+        priced(layer, sharding, training),
+        mesh=Mesh(pp=1, dp=dp, tp=tp),
+        sharding=sharding,
+        zero=zero,
+        machine=machine,
+        training=training,
+    )
 
 
-@pytest.mark.parametrize(("zero", "forward", "backward", "step"), [
-    # EQUATIONS T1 in units of (D - 1)/D x 2w, w local parameters, with 16-bit gradients
-    pytest.param(0, 0, 0, 2, id="dp-all-reduces"),
-    pytest.param(1, 0, 0, 1 + 1, id="zero-1-scatters-and-gathers-once-a-step"),
-    pytest.param(2, 0, 1, 1, id="zero-2-scatters-every-micro-batch"),
-    pytest.param(3, 1, 1 + 1, 0, id="zero-3-gathers-twice-and-scatters-every-micro-batch"),
-])
+@pytest.mark.parametrize(
+    ("zero", "forward", "backward", "step"),
+    [
+        # EQUATIONS T1 in units of (D - 1)/D x 2w, w local parameters, with 16-bit gradients
+        pytest.param(0, 0, 0, 2, id="dp-all-reduces"),
+        pytest.param(1, 0, 0, 1 + 1, id="zero-1-scatters-and-gathers-once-a-step"),
+        pytest.param(2, 0, 1, 1, id="zero-2-scatters-every-micro-batch"),
+        pytest.param(3, 1, 1 + 1, 0, id="zero-3-gathers-twice-and-scatters-every-micro-batch"),
+    ],
+)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_zero_stages_move_the_bytes_of_the_schemes_table(volumes, zero, forward, backward, step, tp):
+def test_zero_stages_move_the_bytes_of_the_schemes_table(
+    volumes, zero, forward, backward, step, tp
+):
     unit = 3 / 4 * 2 * owned_parameters(GPT.block, Sharding(tp))
 
     time = data_parallel(zero, tp=tp, training=BF16_GRADIENTS)
 
-    assert (time.forward.value_s, time.backward.value_s, time.step.value_s) == pytest.approx((forward * unit, backward * unit, step * unit))
+    assert (time.forward.value_s, time.backward.value_s, time.step.value_s) == pytest.approx(
+        (forward * unit, backward * unit, step * unit)
+    )
 
 
 def test_fp32_gradients_double_the_reduction_but_not_the_gather(volumes):
@@ -154,17 +210,26 @@ def test_fp32_gradients_double_the_reduction_but_not_the_gather(volumes):
     assert data_parallel(3).backward.value_s == pytest.approx((1 + 2) * unit)
 
 
-def test_overlap_hides_a_reduction_under_its_own_layers_backward_and_a_gather_under_its_forward(volumes):
+def test_overlap_hides_a_reduction_under_its_own_layers_backward_and_a_gather_under_its_forward(
+    volumes,
+):
     overlapped = replace(TRAINING, overlap_grad_reduce=True)
     time = priced(GPT.block)  # far below one second: what is hidden is the layer's own time
     plain, hidden = data_parallel(3), data_parallel(3, training=overlapped)
 
-    assert plain.forward.value_s - hidden.forward.value_s == pytest.approx((1 - CONTENTION) * time.forward_s)
-    assert plain.backward.value_s - hidden.backward.value_s == pytest.approx((1 - CONTENTION) * time.backward_s)
+    assert plain.forward.value_s - hidden.forward.value_s == pytest.approx(
+        (1 - CONTENTION) * time.forward_s
+    )
+    assert plain.backward.value_s - hidden.backward.value_s == pytest.approx(
+        (1 - CONTENTION) * time.backward_s
+    )
 
 
 def test_communication_that_is_hidden_whole_still_costs_its_share_of_the_compute_units(monkeypatch):
-    monkeypatch.setattr("parplan.costmodels.layers.layer_price.collective_time", lambda *_: Seconds(1e-9, Kind.ANALYTIC))
+    monkeypatch.setattr(
+        "parplan.costmodels.layers.layer_price.collective_time",
+        lambda *_: Seconds(1e-9, Kind.ANALYTIC),
+    )
     overlapped = replace(TRAINING, overlap_grad_reduce=True)
 
     assert data_parallel(3, training=overlapped).forward.value_s == pytest.approx(CONTENTION * 1e-9)
@@ -172,14 +237,28 @@ def test_communication_that_is_hidden_whole_still_costs_its_share_of_the_compute
 
 
 def test_what_hidden_communication_costs_is_the_machines_own_where_it_was_measured(monkeypatch):
-    monkeypatch.setattr("parplan.costmodels.layers.layer_price.collective_time", lambda *_: Seconds(1e-9, Kind.ANALYTIC))
+    monkeypatch.setattr(
+        "parplan.costmodels.layers.layer_price.collective_time",
+        lambda *_: Seconds(1e-9, Kind.ANALYTIC),
+    )
     machine = replace(MACHINE, profile=replace(MACHINE.profile, contention=0.55))
     overlapped = replace(TRAINING, overlap_grad_reduce=True)
 
     assert (contention(MACHINE), contention(machine)) == (CONTENTION, 0.55)
-    assert data_parallel(3, training=overlapped, machine=machine).forward.value_s == pytest.approx(0.55e-9)
-    assert under(Seconds(3.0, Kind.ANALYTIC), 2.0, machine).value_s == pytest.approx(1.0 + 0.55 * 2.0)
-    assert under(Seconds(3.0, Kind.ANALYTIC), 2.0, replace(machine, profile=replace(machine.profile, contention=0.0))).value_s == 1.0
+    assert data_parallel(3, training=overlapped, machine=machine).forward.value_s == pytest.approx(
+        0.55e-9
+    )
+    assert under(Seconds(3.0, Kind.ANALYTIC), 2.0, machine).value_s == pytest.approx(
+        1.0 + 0.55 * 2.0
+    )
+    assert (
+        under(
+            Seconds(3.0, Kind.ANALYTIC),
+            2.0,
+            replace(machine, profile=replace(machine.profile, contention=0.0)),
+        ).value_s
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -188,14 +267,19 @@ def test_what_hidden_communication_costs_is_the_machines_own_where_it_was_measur
 def test_overlap_makes_nothing_slower_and_nothing_negative(zero, dp, graph):
     for layer in graph:
         plain = data_parallel(zero, dp=dp, layer=layer)
-        hidden = data_parallel(zero, dp=dp, layer=layer, training=replace(TRAINING, overlap_grad_reduce=True))
+        hidden = data_parallel(
+            zero, dp=dp, layer=layer, training=replace(TRAINING, overlap_grad_reduce=True)
+        )
 
         for part in ("forward", "backward", "step", "optimizer"):
             assert 0 <= getattr(hidden, part).value_s <= getattr(plain, part).value_s
 
 
 def test_the_optimizer_updates_only_the_shard_it_owns():
-    whole, shard = data_parallel(0, dp=16, layer=LLAMA.block), data_parallel(1, dp=16, layer=LLAMA.block)
+    whole, shard = (
+        data_parallel(0, dp=16, layer=LLAMA.block),
+        data_parallel(1, dp=16, layer=LLAMA.block),
+    )
 
     assert shard.optimizer.value_s < whole.optimizer.value_s / 8
 
@@ -205,15 +289,30 @@ def test_a_tied_matrix_adds_to_the_reduction_only_where_it_is_a_copy(volumes):
     time = priced(head)
     both = [
         data_parallel_time(
-            head, time, mesh=Mesh(pp=2, dp=4, tp=1), sharding=Sharding(), zero=0, machine=MACHINE, training=TRAINING, with_tied=tied)
-        for tied in (True, False)]
+            head,
+            time,
+            mesh=Mesh(pp=2, dp=4, tp=1),
+            sharding=Sharding(),
+            zero=0,
+            machine=MACHINE,
+            training=TRAINING,
+            with_tied=tied,
+        )
+        for tied in (True, False)
+    ]
 
     assert has_tied_head(head)
     assert both[0].step.value_s - both[1].step.value_s == pytest.approx(2 * 3 / 4 * 4 * V * H)
 
 
 def test_the_two_gradients_of_a_tied_embedding_are_reduced_between_two_ranks(volumes):
-    reduction = tied_reduction(GPT.embedding, mesh=Mesh(pp=4, dp=1, tp=2), sharding=Sharding(2), machine=MACHINE, training=TRAINING)
+    reduction = tied_reduction(
+        GPT.embedding,
+        mesh=Mesh(pp=4, dp=1, tp=2),
+        sharding=Sharding(2),
+        machine=MACHINE,
+        training=TRAINING,
+    )
 
     assert volumes == [(Collective.ALL_REDUCE, 4 * V * H // 2)]
     assert reduction.value_s == 2 * 1 / 2 * 4 * V * H / 2

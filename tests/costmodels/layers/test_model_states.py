@@ -1,4 +1,6 @@
-"""Bytes of model states: the table of the module by hand, torch.chunk itself, and shards that add up to the whole."""
+"""Bytes of model states: the table of the module by hand, torch.chunk itself, and shards that add
+up to the whole.
+"""
 
 from __future__ import annotations
 
@@ -30,40 +32,53 @@ from parplan.profiles.stack import NEUTRAL
 BF16 = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
 BF16_GRADIENTS = replace(BF16, gradient_precision=Precision.BF16)
 FP32 = replace(BF16, precision=Precision.FP32)
-ODD = replace(load_model("gpt-tiny").spec, hidden_size=60, ffn_hidden_size=252, head_dim=15)  # nothing divides by 7 or 8
+ODD = replace(
+    load_model("gpt-tiny").spec, hidden_size=60, ffn_hidden_size=252, head_dim=15
+)  # nothing divides by 7 or 8
 GRAPH = build_graph(ODD, BF16, 1)
 
 
-@pytest.mark.parametrize(("training", "zero", "parameters", "gradients", "optimizer"), [
-    # 1000 elements, of which this rank owns 250
-    pytest.param(BF16, 0, 2000, 4000, 12000, id="bf16-zero-0"),
-    pytest.param(BF16, 1, 2000, 4000, 3000, id="bf16-zero-1"),
-    pytest.param(BF16, 2, 2000, 1000, 3000, id="bf16-zero-2"),
-    pytest.param(BF16, 3, 0, 1000, 3000, id="bf16-zero-3"),
-    pytest.param(BF16_GRADIENTS, 0, 2000, 2000, 12000, id="bf16-gradients-zero-0"),
-    pytest.param(BF16_GRADIENTS, 2, 2000, 500, 3000, id="bf16-gradients-zero-2"),
-    pytest.param(FP32, 0, 4000, 4000, 8000, id="fp32-zero-0"),
-    pytest.param(FP32, 1, 5000, 4000, 2000, id="fp32-zero-1"),
-    pytest.param(FP32, 2, 5000, 1000, 2000, id="fp32-zero-2"),
-    pytest.param(FP32, 3, 1000, 1000, 2000, id="fp32-zero-3"),
-])
+@pytest.mark.parametrize(
+    ("training", "zero", "parameters", "gradients", "optimizer"),
+    [
+        # 1000 elements, of which this rank owns 250
+        pytest.param(BF16, 0, 2000, 4000, 12000, id="bf16-zero-0"),
+        pytest.param(BF16, 1, 2000, 4000, 3000, id="bf16-zero-1"),
+        pytest.param(BF16, 2, 2000, 1000, 3000, id="bf16-zero-2"),
+        pytest.param(BF16, 3, 0, 1000, 3000, id="bf16-zero-3"),
+        pytest.param(BF16_GRADIENTS, 0, 2000, 2000, 12000, id="bf16-gradients-zero-0"),
+        pytest.param(BF16_GRADIENTS, 2, 2000, 500, 3000, id="bf16-gradients-zero-2"),
+        pytest.param(FP32, 0, 4000, 4000, 8000, id="fp32-zero-0"),
+        pytest.param(FP32, 1, 5000, 4000, 2000, id="fp32-zero-1"),
+        pytest.param(FP32, 2, 5000, 1000, 2000, id="fp32-zero-2"),
+        pytest.param(FP32, 3, 1000, 1000, 2000, id="fp32-zero-3"),
+    ],
+)
 def test_states_are_those_of_the_table(training, zero, parameters, gradients, optimizer):
     assert states_of(1000, 250, zero, training) == StateBytes(parameters, gradients, optimizer)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 8, 64])
 def test_bytes_per_parameter_are_megatrons(dp):
-    """Megatron-LM, docs of the distributed optimizer, bf16 with fp32 gradients: 18 without it, 6 + 12/D with it."""
+    """Megatron-LM, docs of the distributed optimizer, bf16 with fp32 gradients: 18 without it, 6 +
+    12/D with it.
+    """
     elements = 64 * 1000
 
     assert states_of(elements, elements // dp, 0, BF16).total == 18 * elements
-    assert states_of(elements, elements // dp, 1, BF16).total == pytest.approx((6 + 12 / dp) * elements)
+    assert states_of(elements, elements // dp, 1, BF16).total == pytest.approx(
+        (6 + 12 / dp) * elements
+    )
 
 
-@given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), parts=st.integers(1, 50))
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), parts=st.integers(1, 50)
+)
 def test_shards_have_the_sizes_of_torch_chunk(shape, parts):
     chunks = torch.empty(shape, device="meta").chunk(parts)
-    sizes = [chunk.numel() for chunk in chunks] + [0] * (parts - len(chunks))  # torch gives fewer parts than asked for
+    sizes = [chunk.numel() for chunk in chunks] + [0] * (
+        parts - len(chunks)
+    )  # torch gives fewer parts than asked for
 
     assert [chunk_elements(shape, parts, index) for index in range(parts)] == sizes
     assert sizes[0] == max(sizes)
@@ -80,12 +95,18 @@ def test_sharded_states_add_up_to_one_whole_copy_over_the_data_parallel_ranks(ki
 
     assert sum(rank.optimizer for rank in ranks) == 12 * local
     assert sum(rank.gradients for rank in ranks) == 4 * local
-    assert max(rank.total for rank in ranks) == ranks[0].total == 16 * owned_parameters(layer, sharding, dp)
+    assert (
+        max(rank.total for rank in ranks)
+        == ranks[0].total
+        == 16 * owned_parameters(layer, sharding, dp)
+    )
     fp32 = [layer_states(layer, sharding, 3, dp, FP32, dp_rank=rank) for rank in range(dp)]
     assert sum(rank.total for rank in fp32) == (4 + 4 + 8) * local
 
 
-@pytest.mark.parametrize("training", [BF16, BF16_GRADIENTS, FP32], ids=["bf16", "bf16-gradients", "fp32"])
+@pytest.mark.parametrize(
+    "training", [BF16, BF16_GRADIENTS, FP32], ids=["bf16", "bf16-gradients", "fp32"]
+)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 4), (7, 1), (8, 4), (64, 2)])
 def test_no_class_of_states_is_below_its_share_of_one_copy(training, zero, dp, tp):
@@ -94,7 +115,12 @@ def test_no_class_of_states_is_below_its_share_of_one_copy(training, zero, dp, t
         whole = owned_parameters(layer, Sharding())
         ideal = ideal_states(whole, dp * tp, training)
 
-        assert all(part <= actual for part, actual in zip(ideal, (held.parameters, held.gradients, held.optimizer), strict=True))
+        assert all(
+            part <= actual
+            for part, actual in zip(
+                ideal, (held.parameters, held.gradients, held.optimizer), strict=True
+            )
+        )
 
 
 def test_one_copy_of_everything_is_master_moments_and_gradient():
@@ -106,7 +132,9 @@ def test_one_copy_of_everything_is_master_moments_and_gradient():
 def test_without_data_parallelism_every_zero_stage_is_zero_0():
     plain = layer_states(GRAPH.block, Sharding(), 0, 1, FP32)
 
-    assert [layer_states(GRAPH.block, Sharding(), zero, 1, FP32) for zero in (1, 2, 3)] == [plain] * 3
+    assert [layer_states(GRAPH.block, Sharding(), zero, 1, FP32) for zero in (1, 2, 3)] == [
+        plain
+    ] * 3
 
 
 def test_states_shrink_with_every_zero_stage_and_more_ranks():
@@ -128,13 +156,22 @@ def test_a_tied_head_holds_its_matrix_only_where_it_is_a_copy_of_its_own():
     assert without.total == 18 * 2 * 60  # the norm
 
 
-@pytest.mark.parametrize(("zero", "dp", "bf16", "fp32"), [
-    pytest.param(0, 8, 0, 0, id="zero-0"),
-    pytest.param(3, 1, 0, 0, id="one-rank-has-no-buffers"),
-    pytest.param(1, 8, 4000, 4000, id="zero-1-reduces-in-fp32"),
-    pytest.param(2, 8, 4000 + 2000, 4000 + 4000, id="zero-2-and-the-unreduced-gradient"),
-    pytest.param(3, 8, 4000 + 2000 + 2 * 2000, 4000 + 4000 + 2 * 4000, id="zero-3-and-two-gathered-layers"),
-])
+@pytest.mark.parametrize(
+    ("zero", "dp", "bf16", "fp32"),
+    [
+        pytest.param(0, 8, 0, 0, id="zero-0"),
+        pytest.param(3, 1, 0, 0, id="one-rank-has-no-buffers"),
+        pytest.param(1, 8, 4000, 4000, id="zero-1-reduces-in-fp32"),
+        pytest.param(2, 8, 4000 + 2000, 4000 + 4000, id="zero-2-and-the-unreduced-gradient"),
+        pytest.param(
+            3,
+            8,
+            4000 + 2000 + 2 * 2000,
+            4000 + 4000 + 2 * 4000,
+            id="zero-3-and-two-gathered-layers",
+        ),
+    ],
+)
 def test_zero_buffers_by_hand(zero, dp, bf16, fp32):
     assert zero_buffer_bytes(1000, zero, dp, BF16) == bf16
     assert zero_buffer_bytes(1000, zero, dp, FP32) == fp32
@@ -147,17 +184,27 @@ def stack_of(training, **facts):
 FP16 = replace(BF16, precision=Precision.FP16, gradient_precision=Precision.FP16)
 
 
-@pytest.mark.parametrize(("training", "dp", "copies"), [
-    pytest.param(BF16, 8, 0, id="neutral"),
-    pytest.param(stack_of(BF16, keeps_low_precision_gradients=True), 1, 2, id="16-bit-beside-fp32"),
-    pytest.param(stack_of(FP16, keeps_low_precision_gradients=True), 1, 0, id="16-bit-alone"),
-    pytest.param(stack_of(FP32, keeps_low_precision_gradients=True), 1, 0, id="fp32-alone"),
-    pytest.param(stack_of(BF16, ddp_buckets=True), 8, 2, id="buckets"),
-    pytest.param(stack_of(BF16, ddp_buckets=True), 1, 0, id="no-data-parallelism-no-buckets"),
-    pytest.param(stack_of(BF16, ddp_buckets=True, keeps_low_precision_gradients=True), 2, 4, id="both"),
-])
+@pytest.mark.parametrize(
+    ("training", "dp", "copies"),
+    [
+        pytest.param(BF16, 8, 0, id="neutral"),
+        pytest.param(
+            stack_of(BF16, keeps_low_precision_gradients=True), 1, 2, id="16-bit-beside-fp32"
+        ),
+        pytest.param(stack_of(FP16, keeps_low_precision_gradients=True), 1, 0, id="16-bit-alone"),
+        pytest.param(stack_of(FP32, keeps_low_precision_gradients=True), 1, 0, id="fp32-alone"),
+        pytest.param(stack_of(BF16, ddp_buckets=True), 8, 2, id="buckets"),
+        pytest.param(stack_of(BF16, ddp_buckets=True), 1, 0, id="no-data-parallelism-no-buckets"),
+        pytest.param(
+            stack_of(BF16, ddp_buckets=True, keeps_low_precision_gradients=True), 2, 4, id="both"
+        ),
+    ],
+)
 def test_a_stack_holds_whole_copies_of_the_gradients(training, dp, copies):
-    held, plain = (layer_states(GRAPH.block, Sharding(), 1, dp, of) for of in (training, replace(training, stack=NEUTRAL)))
+    held, plain = (
+        layer_states(GRAPH.block, Sharding(), 1, dp, of)
+        for of in (training, replace(training, stack=NEUTRAL))
+    )
 
     assert gradient_copy_bytes(dp, training) == copies
     assert held.gradients - plain.gradients == copies * owned_parameters(GRAPH.block, Sharding())
@@ -165,19 +212,32 @@ def test_a_stack_holds_whole_copies_of_the_gradients(training, dp, copies):
 
 
 def test_the_step_copies_the_16_bit_gradients_that_the_rank_updates():
-    training, local = stack_of(FP16, step_copy_bytes=6), owned_parameters(GRAPH.block, Sharding(tp=2))
+    training, local = (
+        stack_of(FP16, step_copy_bytes=6),
+        owned_parameters(GRAPH.block, Sharding(tp=2)),
+    )
 
     assert step_copy_bytes(GRAPH.block, Sharding(tp=2), 0, 4, training) == 6 * local
-    assert step_copy_bytes(GRAPH.block, Sharding(tp=2), 1, 4, training) == 6 * owned_parameters(GRAPH.block, Sharding(tp=2), 4)
-    assert step_copy_bytes(GRAPH.block, Sharding(tp=2), 0, 4, stack_of(BF16, step_copy_bytes=6)) == 0
+    assert step_copy_bytes(GRAPH.block, Sharding(tp=2), 1, 4, training) == 6 * owned_parameters(
+        GRAPH.block, Sharding(tp=2), 4
+    )
+    assert (
+        step_copy_bytes(GRAPH.block, Sharding(tp=2), 0, 4, stack_of(BF16, step_copy_bytes=6)) == 0
+    )
     assert step_copy_bytes(GRAPH.block, Sharding(), 0, 4, FP16) == 0
 
 
-@pytest.mark.parametrize(("zero", "dp", "expected"), [(0, 8, 0), (1, 8, 0), (2, 8, 0), (3, 8, 4000 + 2000 + 2 * 2000), (1, 1, 0)])
+@pytest.mark.parametrize(
+    ("zero", "dp", "expected"),
+    [(0, 8, 0), (1, 8, 0), (2, 8, 0), (3, 8, 4000 + 2000 + 2 * 2000), (1, 1, 0)],
+)
 def test_contiguous_gradients_are_reduced_in_place_up_to_zero_2(zero, dp, expected):
     assert zero_buffer_bytes(1000, zero, dp, stack_of(BF16, zero_buffers=False)) == expected
 
 
 @pytest.mark.parametrize(("zero", "dp", "expected"), [(0, 8, 4 * 500), (1, 8, 4 * 500), (0, 1, 0)])
 def test_a_bucket_is_there_whenever_gradients_are_reduced(zero, dp, expected):
-    assert zero_buffer_bytes(1000, zero, dp, stack_of(BF16, zero_buffers=False, bucket_elements=500)) == expected
+    assert (
+        zero_buffer_bytes(1000, zero, dp, stack_of(BF16, zero_buffers=False, bucket_elements=500))
+        == expected
+    )

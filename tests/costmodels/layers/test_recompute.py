@@ -1,4 +1,6 @@
-"""Recompute: which operators run again, what the layer keeps because of it, and that the backward pass can always be done."""
+"""Recompute: which operators run again, what the layer keeps because of it, and that the backward
+pass can always be done.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,24 @@ LLAMA = load_model("llama3-8b").spec
 GPT_UNFUSED = build_graph(GPT, UNFUSED, B).block
 GPT_FLASH = build_graph(replace(GPT, dropout=0.0), FLASH, B).block
 LLAMA_FLASH = build_graph(LLAMA, FLASH, 1).block
-BLOCKS = [build_graph(model, training, B).block for model in (GPT, NEOX, LLAMA) for training in (FLASH, UNFUSED)]
+BLOCKS = [
+    build_graph(model, training, B).block
+    for model in (GPT, NEOX, LLAMA)
+    for training in (FLASH, UNFUSED)
+]
 SCORES = {"attention_softmax", "attention_mask", "attention_dropped"}
 GPT_KEPT = {
-    "block_input", "norm1", "qkv", "context", "residual1_mask", "residual1", "norm2", "fc1", "activation", "residual2_mask"} | SCORES
+    "block_input",
+    "norm1",
+    "qkv",
+    "context",
+    "residual1_mask",
+    "residual1",
+    "norm2",
+    "fc1",
+    "activation",
+    "residual2_mask",
+} | SCORES
 
 
 def names(layer: LayerClass, level: Recompute) -> set[str]:
@@ -45,19 +61,67 @@ def names(layer: LayerClass, level: Recompute) -> set[str]:
     return set(kept)
 
 
-@pytest.mark.parametrize(("layer", "level", "again", "kept"), [
-    pytest.param(GPT_UNFUSED, Recompute.NONE, set(), GPT_KEPT, id="gpt-unfused-none"),
-    pytest.param(GPT_UNFUSED, Recompute.SELECTIVE, {"attention"}, GPT_KEPT - SCORES, id="gpt-unfused-selective-drops-the-scores"),
-    pytest.param(GPT_FLASH, Recompute.NONE, set(), {
-        "block_input", "norm1", "qkv", "attention_logsumexp", "context", "residual1", "norm2", "fc1", "activation"}, id="gpt-flash-none"),
-    pytest.param(GPT_FLASH, Recompute.SELECTIVE, {"norm1", "norm2", "activation"}, {
-        "block_input", "qkv", "attention_logsumexp", "context", "residual1", "fc1"}, id="gpt-flash-selective-drops-what-is-cheap"),
-    pytest.param(LLAMA_FLASH, Recompute.NONE, set(), {
-        "block_input", "norm1", "qkv_rotated", "attention_logsumexp", "context", "residual1", "norm2", "fc1", "activation"},
-        id="llama-none"),
-    pytest.param(LLAMA_FLASH, Recompute.SELECTIVE, {"norm1", "norm2", "activation"}, {
-        "block_input", "qkv_rotated", "attention_logsumexp", "context", "residual1", "fc1"}, id="llama-selective"),
-])
+@pytest.mark.parametrize(
+    ("layer", "level", "again", "kept"),
+    [
+        pytest.param(GPT_UNFUSED, Recompute.NONE, set(), GPT_KEPT, id="gpt-unfused-none"),
+        pytest.param(
+            GPT_UNFUSED,
+            Recompute.SELECTIVE,
+            {"attention"},
+            GPT_KEPT - SCORES,
+            id="gpt-unfused-selective-drops-the-scores",
+        ),
+        pytest.param(
+            GPT_FLASH,
+            Recompute.NONE,
+            set(),
+            {
+                "block_input",
+                "norm1",
+                "qkv",
+                "attention_logsumexp",
+                "context",
+                "residual1",
+                "norm2",
+                "fc1",
+                "activation",
+            },
+            id="gpt-flash-none",
+        ),
+        pytest.param(
+            GPT_FLASH,
+            Recompute.SELECTIVE,
+            {"norm1", "norm2", "activation"},
+            {"block_input", "qkv", "attention_logsumexp", "context", "residual1", "fc1"},
+            id="gpt-flash-selective-drops-what-is-cheap",
+        ),
+        pytest.param(
+            LLAMA_FLASH,
+            Recompute.NONE,
+            set(),
+            {
+                "block_input",
+                "norm1",
+                "qkv_rotated",
+                "attention_logsumexp",
+                "context",
+                "residual1",
+                "norm2",
+                "fc1",
+                "activation",
+            },
+            id="llama-none",
+        ),
+        pytest.param(
+            LLAMA_FLASH,
+            Recompute.SELECTIVE,
+            {"norm1", "norm2", "activation"},
+            {"block_input", "qkv_rotated", "attention_logsumexp", "context", "residual1", "fc1"},
+            id="llama-selective",
+        ),
+    ],
+)
 def test_a_level_recomputes_and_keeps_what_a_hand_count_says(layer, level, again, kept):
     assert set(recompute_operators(layer, level)) == again
     assert names(layer, level) == kept
@@ -69,33 +133,44 @@ def test_full_recompute_keeps_only_the_input_of_the_block(layer):
     assert names(layer, Recompute.FULL) == {"block_input"}
 
 
-@pytest.mark.parametrize(("level", "sharding", "per_sbh", "per_scores"), [
-    # Korthikanti et al. 2022, table 2, bytes as multiples of s b h and of a s^2 b: the whole line for each level
-    pytest.param(Recompute.NONE, Sharding(), 34, 5, id="none"),
-    pytest.param(Recompute.NONE, Sharding(4), 10 + 24 / 4, 5 / 4, id="none-tp"),
-    pytest.param(Recompute.NONE, Sharding(4, True), 34 / 4, 5 / 4, id="none-tp-sp"),
-    pytest.param(Recompute.SELECTIVE, Sharding(), 34, 0, id="selective"),
-    pytest.param(Recompute.SELECTIVE, Sharding(4), 10 + 24 / 4, 0, id="selective-tp"),
-    pytest.param(Recompute.SELECTIVE, Sharding(4, True), 34 / 4, 0, id="selective-tp-sp"),
-    pytest.param(Recompute.FULL, Sharding(4), 2, 0, id="full-tp-stores-the-whole-input"),
-    pytest.param(Recompute.FULL, Sharding(4, True), 2 / 4, 0, id="full-tp-sp"),
-])
+@pytest.mark.parametrize(
+    ("level", "sharding", "per_sbh", "per_scores"),
+    [
+        # Korthikanti et al. 2022, table 2, bytes as multiples of s b h and of a s^2 b: the whole
+        # line for each level
+        pytest.param(Recompute.NONE, Sharding(), 34, 5, id="none"),
+        pytest.param(Recompute.NONE, Sharding(4), 10 + 24 / 4, 5 / 4, id="none-tp"),
+        pytest.param(Recompute.NONE, Sharding(4, True), 34 / 4, 5 / 4, id="none-tp-sp"),
+        pytest.param(Recompute.SELECTIVE, Sharding(), 34, 0, id="selective"),
+        pytest.param(Recompute.SELECTIVE, Sharding(4), 10 + 24 / 4, 0, id="selective-tp"),
+        pytest.param(Recompute.SELECTIVE, Sharding(4, True), 34 / 4, 0, id="selective-tp-sp"),
+        pytest.param(Recompute.FULL, Sharding(4), 2, 0, id="full-tp-stores-the-whole-input"),
+        pytest.param(Recompute.FULL, Sharding(4, True), 2 / 4, 0, id="full-tp-sp"),
+    ],
+)
 def test_saved_bytes_are_korthikantis_table(level, sharding, per_sbh, per_scores):
     again = recompute_operators(GPT_UNFUSED, level)
 
-    assert saved_bytes(GPT_UNFUSED, sharding, again) == per_sbh * S * B * H + per_scores * A * S * S * B
+    assert (
+        saved_bytes(GPT_UNFUSED, sharding, again)
+        == per_sbh * S * B * H + per_scores * A * S * S * B
+    )
 
 
 @given(data=st.data())
 def test_the_backward_pass_can_be_done_whatever_is_recomputed(data):
-    """Every tensor a backward needs is kept, or remade from what is kept by recomputed operators alone."""
+    """Every tensor a backward needs is kept, or remade from what is kept by recomputed operators
+    alone.
+    """
     layer = data.draw(st.sampled_from(BLOCKS))
     again = data.draw(st.sets(st.sampled_from([operator.name for operator in layer.operators])))
 
     there = {tensor.name for tensor in kept_tensors(layer, again)}
     for operator in layer.operators:  # the forward's order
         if operator.name in again:
-            assert {tensor.name for tensor in operator.inputs} <= there, f"{operator.name} cannot run again"
+            assert {tensor.name for tensor in operator.inputs} <= there, (
+                f"{operator.name} cannot run again"
+            )
             there |= {tensor.name for tensor in (*operator.outputs, *operator.saved)}
 
     assert {tensor.name for operator in layer.operators for tensor in operator.saved} <= there
@@ -106,19 +181,31 @@ def test_no_tensor_is_kept_that_recomputation_makes(data):
     layer = data.draw(st.sampled_from(BLOCKS))
     again = data.draw(st.sets(st.sampled_from([operator.name for operator in layer.operators])))
 
-    made = {tensor.name for operator in layer.operators if operator.name in again for tensor in operator.outputs}
+    made = {
+        tensor.name
+        for operator in layer.operators
+        if operator.name in again
+        for tensor in operator.outputs
+    }
     if "attention_out" not in again:
-        made.discard("context")  # Korthikanti's selective recompute keeps the attention's output for the projection
+        made.discard(
+            "context"
+        )  # Korthikanti's selective recompute keeps the attention's output for the projection
 
     assert not made & {tensor.name for tensor in kept_tensors(layer, again)}
 
 
 @given(data=st.data(), tp=st.sampled_from((1, 2, 4)), sequence_parallel=st.booleans())
-def test_a_rank_keeps_at_least_its_share_and_tensor_with_sequence_parallelism_no_more(data, tp, sequence_parallel):
+def test_a_rank_keeps_at_least_its_share_and_tensor_with_sequence_parallelism_no_more(
+    data, tp, sequence_parallel
+):
     layer = data.draw(st.sampled_from(BLOCKS))
     again = data.draw(st.sets(st.sampled_from([operator.name for operator in layer.operators])))
 
-    ideal, saved = ideal_saved_bytes(layer, tp, again), saved_bytes(layer, Sharding(tp, sequence_parallel), again)
+    ideal, saved = (
+        ideal_saved_bytes(layer, tp, again),
+        saved_bytes(layer, Sharding(tp, sequence_parallel), again),
+    )
 
     assert ideal <= saved
     if sequence_parallel or tp == 1:
@@ -130,7 +217,9 @@ FC2_WEIGHTS = 2 * (4 * H * H + H)
 
 
 def test_workspace_is_what_is_recomputed_and_the_widest_backward_of_an_operator():
-    """fc2 first: nothing is freed yet. Its input is four times as wide; fc1's gradients come when the activation's are gone."""
+    """fc2 first: nothing is freed yet. Its input is four times as wide; fc1's gradients come when
+    the activation's are gone.
+    """
     widest = 4 * SBH + SBH + FC2_WEIGHTS
     saved = saved_bytes(GPT_FLASH, Sharding())
 
@@ -140,7 +229,9 @@ def test_workspace_is_what_is_recomputed_and_the_widest_backward_of_an_operator(
 
 
 def test_a_row_parallel_operator_holds_the_whole_gradient_of_its_output():
-    assert workspace_bytes(GPT_FLASH, Sharding(4, True)) == 4 * SBH // 4 + SBH + 2 * (4 * H * H // 4 + H)
+    assert workspace_bytes(GPT_FLASH, Sharding(4, True)) == 4 * SBH // 4 + SBH + 2 * (
+        4 * H * H // 4 + H
+    )
 
 
 def test_a_column_parallel_operator_holds_its_whole_gathered_input():
@@ -149,25 +240,66 @@ def test_a_column_parallel_operator_holds_its_whole_gathered_input():
     probabilities = 2 * logits
 
     assert workspace_bytes(head, Sharding(tp, True)) == max(
-        SBH + logits + 2 * 128 * H // tp - probabilities,  # the product's gradients: the loss has freed its probabilities
-        logits + 4 * B * S)
+        SBH
+        + logits
+        + 2 * 128 * H // tp
+        - probabilities,  # the product's gradients: the loss has freed its probabilities
+        logits + 4 * B * S,
+    )
 
 
 def test_stored_scores_need_two_gradients_of_their_size():
     scores = 2 * B * A * S * S
-    later = saved_bytes(GPT_UNFUSED, Sharding()) - (2 * SBH + 3 * SBH) - (5 * scores) // 2  # all but what norm1, qkv and attention keep
+    later = (
+        saved_bytes(GPT_UNFUSED, Sharding()) - (2 * SBH + 3 * SBH) - (5 * scores) // 2
+    )  # all but what norm1, qkv and attention keep
 
-    assert workspace_bytes(GPT_UNFUSED, Sharding()) == max(2 * scores + 3 * SBH + SBH - later, 4 * SBH + SBH + FC2_WEIGHTS)
+    assert workspace_bytes(GPT_UNFUSED, Sharding()) == max(
+        2 * scores + 3 * SBH + SBH - later, 4 * SBH + SBH + FC2_WEIGHTS
+    )
 
 
-@pytest.mark.parametrize(("stack", "model", "sharding", "more"), [
-    pytest.param(replace(NEUTRAL, keeps_gathered_inputs=True), GPT, Sharding(4, True), 2 * (SBH - SBH // 4), id="gathered-inputs"),
-    pytest.param(replace(NEUTRAL, keeps_gathered_inputs=True), GPT, Sharding(4), 0, id="nothing-is-gathered-without-sequence-parallelism"),
-    pytest.param(replace(NEUTRAL, keeps_activated_gate=True), replace(GPT, gated_ffn=True), Sharding(4), 4 * SBH // 4, id="activated-gate"),
-    pytest.param(replace(NEUTRAL, keeps_activated_gate=True), GPT, Sharding(), 0, id="no-gate"),
-    pytest.param(replace(NEUTRAL, attention_kv_copies=1), GPT, Sharding(2), 2 * SBH // 2, id="keys-and-values"),
-    pytest.param(replace(NEUTRAL, attention_output_copies=1), GPT, Sharding(2), SBH // 2, id="attention-output"),
-])
+@pytest.mark.parametrize(
+    ("stack", "model", "sharding", "more"),
+    [
+        pytest.param(
+            replace(NEUTRAL, keeps_gathered_inputs=True),
+            GPT,
+            Sharding(4, True),
+            2 * (SBH - SBH // 4),
+            id="gathered-inputs",
+        ),
+        pytest.param(
+            replace(NEUTRAL, keeps_gathered_inputs=True),
+            GPT,
+            Sharding(4),
+            0,
+            id="nothing-is-gathered-without-sequence-parallelism",
+        ),
+        pytest.param(
+            replace(NEUTRAL, keeps_activated_gate=True),
+            replace(GPT, gated_ffn=True),
+            Sharding(4),
+            4 * SBH // 4,
+            id="activated-gate",
+        ),
+        pytest.param(replace(NEUTRAL, keeps_activated_gate=True), GPT, Sharding(), 0, id="no-gate"),
+        pytest.param(
+            replace(NEUTRAL, attention_kv_copies=1),
+            GPT,
+            Sharding(2),
+            2 * SBH // 2,
+            id="keys-and-values",
+        ),
+        pytest.param(
+            replace(NEUTRAL, attention_output_copies=1),
+            GPT,
+            Sharding(2),
+            SBH // 2,
+            id="attention-output",
+        ),
+    ],
+)
 def test_a_stack_keeps_more(stack, model, sharding, more):
     layers = [build_graph(model, replace(FLASH, stack=of), B).block for of in (NEUTRAL, stack)]
 
@@ -177,14 +309,18 @@ def test_a_stack_keeps_more(stack, model, sharding, more):
 def test_one_sequence_changes_places_without_a_copy():
     training = replace(FLASH, stack=replace(NEUTRAL, attention_output_copies=1))
 
-    assert saved_bytes(build_graph(GPT, training, 1).block, Sharding()) == saved_bytes(build_graph(GPT, FLASH, 1).block, Sharding())
+    assert saved_bytes(build_graph(GPT, training, 1).block, Sharding()) == saved_bytes(
+        build_graph(GPT, FLASH, 1).block, Sharding()
+    )
 
 
 @pytest.mark.parametrize(("logit_bytes", "beyond"), [(6, 0), (4, 0), (10, 4)])
 def test_the_loss_holds_what_the_stack_says_for_each_logit(logit_bytes, beyond):
     head, logits = build_graph(GPT, FLASH, B).head, B * S * GPT.padded_vocab_size
 
-    more = workspace_bytes(head, Sharding(), stack=replace(NEUTRAL, logit_bytes=logit_bytes)) - workspace_bytes(head, Sharding())
+    more = workspace_bytes(
+        head, Sharding(), stack=replace(NEUTRAL, logit_bytes=logit_bytes)
+    ) - workspace_bytes(head, Sharding())
 
     assert more == beyond * logits
 
@@ -192,4 +328,7 @@ def test_the_loss_holds_what_the_stack_says_for_each_logit(logit_bytes, beyond):
 def test_the_libraries_workspaces_are_there_all_the_time():
     stack = replace(NEUTRAL, workspace_bytes=1000)
 
-    assert workspace_bytes(GPT_FLASH, Sharding(), stack=stack) == workspace_bytes(GPT_FLASH, Sharding()) + 1000
+    assert (
+        workspace_bytes(GPT_FLASH, Sharding(), stack=stack)
+        == workspace_bytes(GPT_FLASH, Sharding()) + 1000
+    )

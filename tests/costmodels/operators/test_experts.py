@@ -1,4 +1,6 @@
-"""Models of experts: parameters and FLOPs, expert parallel meshes and their ranks, states, exchanges, and the search over them."""
+"""Models of experts: parameters and FLOPs, expert parallel meshes and their ranks, states,
+exchanges, and the search over them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes, time_bound
 from parplan.planner.forbid import Ban
-from parplan.planner.plan.plan import read_plan, plan_to_yaml
+from parplan.planner.plan.plan import plan_to_yaml, read_plan
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
@@ -37,9 +39,24 @@ from tests.helpers.instances import PINS, Instance, every_price, peak_bytes, red
 
 MIXTRAL = load_model("mixtral-8x7b").spec
 TINY = ModelSpec(
-    name="tiny-experts", num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=1024, max_seq_length=512,
-    norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, linear_bias=False, qkv_bias=False, tied_embeddings=False,
-    num_experts=4, experts_per_token=2, expert_ffn_hidden_size=256)
+    name="tiny-experts",
+    num_layers=3,
+    hidden_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=1024,
+    max_seq_length=512,
+    norm=Norm.RMS_NORM,
+    positions=Positions.ROTARY,
+    gated_ffn=True,
+    linear_bias=False,
+    qkv_bias=False,
+    tied_embeddings=False,
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_hidden_size=256,
+)
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=512, stack=NEUTRAL)
 A100 = load_cluster("a100-80gb")
 BLOCK = LayerKind.BLOCK
@@ -55,8 +72,13 @@ def book_of(model=TINY, num_gpus=8, per_node=8, training=TRAINING):
 
 def layout(*, pp=1, dp=1, tp=1, ep=1, b=1, sequence_parallel=False):
     return ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=b,
-        num_micro_batches=TRAINING.global_batch_size // dp // b, sequence_parallel=sequence_parallel)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=b,
+        num_micro_batches=TRAINING.global_batch_size // dp // b,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 # The graph
@@ -77,17 +99,40 @@ def test_the_flops_are_those_of_the_experts_that_a_token_chooses():
     router = 2 * b * s * h * 4
 
     assert graph.block.flops_forward == attention + experts + router
-    assert graph.model_flops == 3 * (TINY.num_layers * graph.block.flops_forward + 2 * b * s * h * 1024)
+    assert graph.model_flops == 3 * (
+        TINY.num_layers * graph.block.flops_forward + 2 * b * s * h * 1024
+    )
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    pytest.param({"experts_per_token": 5}, "experts_per_token 5 is more than num_experts 4", id="more-than-there-are"),
-    pytest.param({"experts_per_token": 0}, "experts_per_token is 0, it must be at least 1", id="none"),
-    pytest.param({"ffn_hidden_size": 64}, "ffn_hidden_size is 64, but every block is a mixture of experts", id="dense-width"),
-    pytest.param({"linear_bias": True}, "linear_bias is true, experts have no bias", id="bias"),
-    pytest.param({"num_experts": 0, "ffn_hidden_size": 64}, "experts_per_token is 2 without num_experts", id="no-experts"),
-    pytest.param({"num_experts": 0, "experts_per_token": 0, "expert_ffn_hidden_size": 0}, "ffn_hidden_size is 0", id="no-width-at-all"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            {"experts_per_token": 5},
+            "experts_per_token 5 is more than num_experts 4",
+            id="more-than-there-are",
+        ),
+        pytest.param(
+            {"experts_per_token": 0}, "experts_per_token is 0, it must be at least 1", id="none"
+        ),
+        pytest.param(
+            {"ffn_hidden_size": 64},
+            "ffn_hidden_size is 64, but every block is a mixture of experts",
+            id="dense-width",
+        ),
+        pytest.param({"linear_bias": True}, "linear_bias is true, experts have no bias", id="bias"),
+        pytest.param(
+            {"num_experts": 0, "ffn_hidden_size": 64},
+            "experts_per_token is 2 without num_experts",
+            id="no-experts",
+        ),
+        pytest.param(
+            {"num_experts": 0, "experts_per_token": 0, "expert_ffn_hidden_size": 0},
+            "ffn_hidden_size is 0",
+            id="no-width-at-all",
+        ),
+    ],
+)
 def test_a_shape_that_cannot_be_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         replace(TINY, **change)
@@ -96,11 +141,18 @@ def test_a_shape_that_cannot_be_is_refused(change, message):
 # Meshes
 
 
-@pytest.mark.parametrize(("pp", "dp", "tp", "ep"), [(1, 8, 1, 4), (2, 8, 2, 2), (1, 8, 2, 8), (2, 4, 4, 1), (1, 16, 1, 2)])
+@pytest.mark.parametrize(
+    ("pp", "dp", "tp", "ep"),
+    [(1, 8, 1, 4), (2, 8, 2, 2), (1, 8, 2, 8), (2, 4, 4, 1), (1, 16, 1, 2)],
+)
 @pytest.mark.parametrize("per_node", [8, 4])
 def test_the_copies_of_an_expert_sit_where_their_ranks_are(pp, dp, tp, ep, per_node):
-    """By listing the ranks: ep neighbours along dp divide the experts, so every ep-th of them has the same."""
-    ranks = [dp_rank * tp for dp_rank in range(0, dp, ep)]  # those with the first experts, of the first pp and tp rank
+    """By listing the ranks: ep neighbours along dp divide the experts, so every ep-th of them has
+    the same.
+    """
+    ranks = [
+        dp_rank * tp for dp_rank in range(0, dp, ep)
+    ]  # those with the first experts, of the first pp and tp rank
     nodes = [rank // per_node for rank in ranks]
 
     found = place_expert_copies(Mesh(pp=pp, dp=dp, tp=tp, ep=ep), per_node)
@@ -121,13 +173,24 @@ def test_ep_must_divide_dp(ep):
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize(("dp", "ep"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2)])
 def test_states_are_those_of_a_rank_with_its_part_of_the_experts(zero, dp, ep):
-    """bf16 with fp32 gradients and masters: 2, 4 and 12 bytes, by hand for experts over dp / ep and the rest over dp ranks."""
+    """bf16 with fp32 gradients and masters: 2, 4 and 12 bytes, by hand for experts over dp / ep and
+    the rest over dp ranks.
+    """
     block = build_graph(TINY, TRAINING, 1).block
     experts = 4 * 3 * 128 * 256
-    rest = [(2 * 64 + 128, 128), (128, 128), (4, 128), (128,), (128,)]  # qkv, attention out, router, norms
+    rest = [
+        (2 * 64 + 128, 128),
+        (128, 128),
+        (4, 128),
+        (128,),
+        (128,),
+    ]  # qkv, attention out, router, norms
     own = 0
     for rows, shards in [(experts // ep // 128, dp // ep)]:
-        elements, shard = experts // ep, -(-(rows // 3 * 2) // shards) * 128 + -(-(rows // 6) // shards) * 256
+        elements, shard = (
+            experts // ep,
+            -(-(rows // 3 * 2) // shards) * 128 + -(-(rows // 6) // shards) * 256,
+        )
         own += hand_states(elements, shard if shards > 1 else elements, zero if shards > 1 else 0)
     for rows, *columns in rest:
         width = columns[0] if columns else 1
@@ -141,11 +204,24 @@ def hand_states(elements, shard, zero):
     return 2 * (held[0] if zero < 3 else 0) + 4 * held[1] + 12 * held[2]
 
 
-@pytest.mark.parametrize(("ep", "tp", "per_node", "where"), [
-    pytest.param(4, 1, 8, Placement(nodes=1, ranks_per_node=4, groups_per_node=1), id="in-a-node"),
-    pytest.param(4, 1, 2, Placement(nodes=2, ranks_per_node=2, groups_per_node=1), id="over-two-nodes"),
-    pytest.param(4, 2, 4, Placement(nodes=2, ranks_per_node=2, groups_per_node=2), id="tensor-parallel-neighbours-share-the-nics"),
-])
+@pytest.mark.parametrize(
+    ("ep", "tp", "per_node", "where"),
+    [
+        pytest.param(
+            4, 1, 8, Placement(nodes=1, ranks_per_node=4, groups_per_node=1), id="in-a-node"
+        ),
+        pytest.param(
+            4, 1, 2, Placement(nodes=2, ranks_per_node=2, groups_per_node=1), id="over-two-nodes"
+        ),
+        pytest.param(
+            4,
+            2,
+            4,
+            Placement(nodes=2, ranks_per_node=2, groups_per_node=2),
+            id="tensor-parallel-neighbours-share-the-nics",
+        ),
+    ],
+)
 def test_a_block_exchanges_its_copies_four_times(ep, tp, per_node, where):
     price_cache = book_of(num_gpus=8, per_node=per_node)
     alone, divided = (price_cache.layer_time(BLOCK, 1, Sharding(tp, tp > 1, ep=e)) for e in (1, ep))
@@ -180,24 +256,38 @@ def test_more_expert_parallelism_never_costs_states_and_never_makes_the_experts_
 def test_gradients_of_experts_are_reduced_among_their_copies_only():
     price_cache = book_of(MIXTRAL, 8)
     step_s = [
-        price_cache.data_parallel(BLOCK, 1, Mesh(pp=1, dp=8, tp=1, ep=ep), Sharding(ep=ep), 1).step.value_s for ep in (1, 2, 4, 8)]
+        price_cache.data_parallel(
+            BLOCK, 1, Mesh(pp=1, dp=8, tp=1, ep=ep), Sharding(ep=ep), 1
+        ).step.value_s
+        for ep in (1, 2, 4, 8)
+    ]
 
     assert step_s == sorted(step_s, reverse=True)
     assert step_s[3] < step_s[0] / 4
 
 
 def test_whole_experts_on_tensor_parallel_ranks_sum_their_gradients_over_them():
-    """The tokens are divided and the weights are not, so the weights' gradients are summands, reduced in fp32."""
+    """The tokens are divided and the weights are not, so the weights' gradients are summands,
+    reduced in fp32.
+    """
     price_cache = book_of(MIXTRAL, 8)
     mesh, sharding = Mesh(pp=1, dp=4, tp=2, ep=4), Sharding(2, True, ep=4)
     expert_bytes = 4 * 2 * 3 * 4096 * 14336  # two experts of three matrices
     where = Placement(nodes=1, ranks_per_node=2, groups_per_node=1)
-    reduced = collective_time(Collective.ALL_REDUCE, expert_bytes, where, price_cache.machine).value_s
+    reduced = collective_time(
+        Collective.ALL_REDUCE, expert_bytes, where, price_cache.machine
+    ).value_s
 
     found = price_cache.data_parallel(BLOCK, 1, mesh, sharding, 0).step.value_s
 
-    assert found == pytest.approx(reduced, rel=0.1)  # and the small ones: router, and the dense part over dp
-    assert not {op.name for op in price_cache.graph(1).block.operators if op.kind is OperatorKind.EXPERTS and op.parallel_dim}
+    assert found == pytest.approx(
+        reduced, rel=0.1
+    )  # and the small ones: router, and the dense part over dp
+    assert not {
+        op.name
+        for op in price_cache.graph(1).block.operators
+        if op.kind is OperatorKind.EXPERTS and op.parallel_dim
+    }
 
 
 # The search
@@ -228,20 +318,38 @@ def test_pins_and_bans_choose_the_expert_parallel_degree():
     assert "excluded by --ep" in {pruned.reason for pruned in space(ep=(2,)).pruned}
 
 
-@pytest.mark.parametrize(("model", "mesh", "reason"), [
-    pytest.param(TINY, {"dp": 8, "ep": 8}, "ep 8 does not divide the 4 experts", id="experts"),
-    pytest.param(load_model("gpt-tiny").spec, {"dp": 8, "ep": 2}, "ep 2 divides experts, gpt-tiny has none", id="dense"),
-])
+@pytest.mark.parametrize(
+    ("model", "mesh", "reason"),
+    [
+        pytest.param(TINY, {"dp": 8, "ep": 8}, "ep 8 does not divide the 4 experts", id="experts"),
+        pytest.param(
+            load_model("gpt-tiny").spec,
+            {"dp": 8, "ep": 2},
+            "ep 2 divides experts, gpt-tiny has none",
+            id="dense",
+        ),
+    ],
+)
 def test_an_estimate_refuses_experts_that_cannot_be_divided(model, mesh, reason):
     with pytest.raises(ConfigError, match=reason):
         estimate_plan(model, cluster_of(8), replace(TRAINING, seq_length=128), layout(**mesh))
 
 
-@pytest.mark.parametrize("nic_share", [pytest.param(1.0, id="fast-network"), pytest.param(0.02, id="slow-network", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "nic_share",
+    [
+        pytest.param(1.0, id="fast-network"),
+        pytest.param(0.02, id="slow-network", marks=pytest.mark.slow),
+    ],
+)
 def test_the_search_equals_brute_force_with_memory_binding(nic_share):
     cluster = cluster_of(4, 2)
-    cluster = replace(cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * nic_share))
-    instance = Instance(replace(TINY, num_layers=2), cluster, replace(TRAINING, global_batch_size=4))
+    cluster = replace(
+        cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * nic_share)
+    )
+    instance = Instance(
+        replace(TINY, num_layers=2), cluster, replace(TRAINING, global_batch_size=4)
+    )
     everything = every_price(instance)
     peaks = sorted(peak_bytes(price) for _, price in everything)
     limit = int(peaks[len(peaks) // 5])
@@ -251,8 +359,11 @@ def test_the_search_equals_brute_force_with_memory_binding(nic_share):
     options = SearchOptions(memory_limit_bytes=limit, max_slowdown=0.2)
 
     fast, lean = (
-        find_plan(instance.model, cluster, instance.training, objective, constraints=PINS, options=options)
-        for objective in (Objective.THROUGHPUT, Objective.MEMORY))
+        find_plan(
+            instance.model, cluster, instance.training, objective, constraints=PINS, options=options
+        )
+        for objective in (Objective.THROUGHPUT, Objective.MEMORY)
+    )
 
     assert len({s.layout.mesh.ep for s, _ in everything}) > 1
     assert fast.search.bound == pytest.approx(fastest_s, rel=1e-5, abs=2e-6)
@@ -260,7 +371,10 @@ def test_the_search_equals_brute_force_with_memory_binding(nic_share):
     table = MixTable(instance.price_cache(), PINS)
     for strategy, price in everything:
         assert time_bound(strategy.layout, table).step_s <= price.closed_form_s * (1 + 1e-9)
-        assert redundancy_bound_bytes(strategy.layout, table) <= redundant_bytes(strategy, price) * (1 + 1e-9) + 1
+        assert (
+            redundancy_bound_bytes(strategy.layout, table)
+            <= redundant_bytes(strategy, price) * (1 + 1e-9) + 1
+        )
 
 
 def test_with_the_experts_divided_over_all_ranks_and_zero_3_only_gathered_copies_are_redundant():
@@ -268,7 +382,9 @@ def test_with_the_experts_divided_over_all_ranks_and_zero_3_only_gathered_copies
 
     assert plan.predicted.redundancy_gib.optimizer == pytest.approx(0.0, abs=1e-3)
     assert plan.predicted.redundancy_gib.gradients == pytest.approx(0.0, abs=1e-3)
-    experts_gib = 32 * 3 * 4096 * 14336 * 2 / GIB * 8  # one expert a layer and rank, held in bf16 without a second rank to shard over
+    experts_gib = (
+        32 * 3 * 4096 * 14336 * 2 / GIB * 8
+    )  # one expert a layer and rank, held in bf16 without a second rank to shard over
     assert plan.predicted.redundancy_gib.parameters == pytest.approx(experts_gib, rel=0.01)
 
 
@@ -287,22 +403,43 @@ def test_a_plan_with_experts_reads_back_and_prices_the_same(tmp_path):
 def test_blocks_of_experts_have_megatrons_division_and_the_three_levels_of_recompute():
     table = MixTable(book_of(), Constraints())
     shardings = itertools.product((1, 2), (False, True))
-    options = [option for tp, sp in shardings if tp > 1 or not sp for option in table.catalogue.options(1, Sharding(tp, sp))]
+    options = [
+        option
+        for tp, sp in shardings
+        if tp > 1 or not sp
+        for option in table.catalogue.options(1, Sharding(tp, sp))
+    ]
 
     assert all(not option.sharding.own for option in options)
-    assert {len(option.recompute) for option in options} <= {0, 3, len(book_of().graph(1).block.operators)}
+    assert {len(option.recompute) for option in options} <= {
+        0,
+        3,
+        len(book_of().graph(1).block.operators),
+    }
 
 
 H100 = with_gpus(load_cluster("h100-80gb"), 64)
 STEPS = TrainingSpec(
-    global_batch_size=256, seq_length=4096, stack=load_stack("megatron-core"), attention=AttentionKernel.FLASH, overlap_grad_reduce=True)
+    global_batch_size=256,
+    seq_length=4096,
+    stack=load_stack("megatron-core"),
+    attention=AttentionKernel.FLASH,
+    overlap_grad_reduce=True,
+)
 
 
 def mixtral_tflops(tp, ep):
-    """Of one GPU, for the reference mapping of Megatron-Core's README (megatron/core/transformer/moe, v0.8): pp 4, 8 virtual stages."""
+    """Of one GPU, for the reference mapping of Megatron-Core's README
+    (megatron/core/transformer/moe, v0.8): pp 4, 8 virtual stages.
+    """
     mapping = ParallelLayout(
-        mesh=Mesh(pp=4, dp=16 // tp, tp=tp, ep=ep), schedule=Schedule.INTERLEAVED, virtual_stages=8, micro_batch_size=1,
-        num_micro_batches=16 * tp, sequence_parallel=tp > 1)
+        mesh=Mesh(pp=4, dp=16 // tp, tp=tp, ep=ep),
+        schedule=Schedule.INTERLEAVED,
+        virtual_stages=8,
+        micro_batch_size=1,
+        num_micro_batches=16 * tp,
+        sequence_parallel=tp > 1,
+    )
     plan = estimate_plan(MIXTRAL, H100, STEPS, mapping, zero=1)
     assert plan.predicted.memory_gib[0].total < 80
     return plan.predicted.mfu.value * H100.device.peak(STEPS.precision) / TERA
@@ -319,8 +456,11 @@ def test_expert_parallelism_beats_tensor_parallelism_as_megatron_cores_guide_say
 
 def test_no_error_band_is_given_for_what_was_never_measured():
     found, dense = (
-        estimate_plan(model, cluster_of(8), replace(TRAINING, attention=AttentionKernel.FLASH), layout(dp=8)).predicted.error_band
-        for model in (MIXTRAL, load_model("llama3-8b").spec))
+        estimate_plan(
+            model, cluster_of(8), replace(TRAINING, attention=AttentionKernel.FLASH), layout(dp=8)
+        ).predicted.error_band
+        for model in (MIXTRAL, load_model("llama3-8b").spec)
+    )
 
     assert found is None
     assert dense is not None

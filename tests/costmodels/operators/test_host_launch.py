@@ -1,4 +1,6 @@
-"""Whose figures of a step hold: those that a machine has of its own for this stack, else the stack's."""
+"""Whose figures of a step hold: those that a machine has of its own for this stack, else the
+stack's.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import pytest
 
 from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.operators.compute import operator_time
-from parplan.costmodels.operators.host_launch import LaunchCost, launch_s, launch_cost_of
+from parplan.costmodels.operators.host_launch import LaunchCost, launch_cost_of, launch_s
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_problem import layer_problem
 from parplan.profiles.catalog import load_cluster, load_model
@@ -23,7 +25,14 @@ from parplan.profiles.stack import Stack
 
 STACK = Stack(name="mine", kernel_slowdown=1.25, host_operator_s=3e-3)
 BARE = Stack(name="bare", host_operator_s=0.0)
-BOUND = InStep(stack="mine", kernel_slowdown=0.9, forward_s=1e-3, backward_s=2e-3, host_adds=False, source="made up")
+BOUND = InStep(
+    stack="mine",
+    kernel_slowdown=0.9,
+    forward_s=1e-3,
+    backward_s=2e-3,
+    host_adds=False,
+    source="made up",
+)
 ADDS = replace(BOUND, host_adds=True)
 A100 = machine_for(load_cluster("a100-80gb"))
 MODELS = {"gpt": load_model("gpt-tiny").spec, "experts": load_model("mixtral-tiny").spec}
@@ -60,7 +69,9 @@ def test_kernels_take_the_machines_factor_which_may_be_below_one(in_step):
         found = operator_time(operator, Sharding(), with_step(in_step), training())
         added_s = in_step.forward_s if in_step.host_adds else 0.0
 
-        assert found.forward.value_s == pytest.approx(0.9 * alone.forward.value_s + added_s, rel=1e-12)
+        assert found.forward.value_s == pytest.approx(
+            0.9 * alone.forward.value_s + added_s, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -71,8 +82,12 @@ def test_a_host_that_adds_adds_to_every_operator_and_twice_to_the_gradients_of_a
         gradients = 2 if operator.kind in PRODUCTS else 1
 
         assert found.forward.value_s - alone.forward.value_s == pytest.approx(1e-3, rel=1e-9)
-        assert found.backward.value_s - alone.backward.value_s == pytest.approx(gradients * 2e-3, rel=1e-9)
-        assert found.weight.value_s - alone.weight.value_s == pytest.approx(2e-3 if alone.weight.value_s else 0.0, rel=1e-9)
+        assert found.backward.value_s - alone.backward.value_s == pytest.approx(
+            gradients * 2e-3, rel=1e-9
+        )
+        assert found.weight.value_s - alone.weight.value_s == pytest.approx(
+            2e-3 if alone.weight.value_s else 0.0, rel=1e-9
+        )
         assert found.forward.kind is Kind.INTERPOLATED
 
 
@@ -89,7 +104,9 @@ def test_a_host_that_adds_is_no_bound_of_the_layer():
     assert adds.forward_s > bound.forward_s
 
 
-@pytest.mark.parametrize(("in_step", "expected"), [(None, (3e-3, 3e-3)), (BOUND, (1e-3, 2e-3)), (ADDS, (0.0, 0.0))])
+@pytest.mark.parametrize(
+    ("in_step", "expected"), [(None, (3e-3, 3e-3)), (BOUND, (1e-3, 2e-3)), (ADDS, (0.0, 0.0))]
+)
 def test_the_program_of_a_layer_has_the_same_bounds_as_its_price(in_step, expected):
     machine = with_step(in_step)
     problem = layer_problem(block(), Sharding(), machine, training())
@@ -100,11 +117,15 @@ def test_the_program_of_a_layer_has_the_same_bounds_as_its_price(in_step, expect
 
 
 def test_a_calibration_corrects_what_the_host_adds_and_what_it_bounds():
-    calibration = Calibration(stack="mine", precision="bf16", forward=Factor(value=2.0, measured=True))
+    calibration = Calibration(
+        stack="mine", precision="bf16", forward=Factor(value=2.0, measured=True)
+    )
     cluster = replace(A100.cluster, calibration=calibration)
     machine = replace(with_step(ADDS), cluster=cluster)
     operator = block().operators[0]
 
     plain = operator_time(operator, Sharding(), with_step(ADDS), training())
-    assert operator_time(operator, Sharding(), machine, training()).forward.value_s == pytest.approx(2 * plain.forward.value_s)
+    assert operator_time(
+        operator, Sharding(), machine, training()
+    ).forward.value_s == pytest.approx(2 * plain.forward.value_s)
     assert launch_s(with_step(BOUND, machine), STACK) == (2e-3, 2e-3)

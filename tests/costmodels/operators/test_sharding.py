@@ -1,4 +1,6 @@
-"""Megatron's tensor and sequence parallelism: what is split, what is communicated, and the DTensor placements."""
+"""Megatron's tensor and sequence parallelism: what is split, what is communicated, and the DTensor
+placements.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,17 @@ def operator(name, graph=GPT, kind=LayerKind.BLOCK):
     return graph.layer_class(kind).operator(name)
 
 
-@pytest.mark.parametrize(("sharding", "tensor_degree", "token_degree"), [
-    pytest.param(Sharding(), 1, 1, id="none"),
-    pytest.param(TP4, 4, 1, id="tp"),
-    pytest.param(TP4_SP, 4, 4, id="tp-and-sequence-parallel"),
-])
-def test_features_split_over_tp_and_tokens_only_under_sequence_parallelism(sharding, tensor_degree, token_degree):
+@pytest.mark.parametrize(
+    ("sharding", "tensor_degree", "token_degree"),
+    [
+        pytest.param(Sharding(), 1, 1, id="none"),
+        pytest.param(TP4, 4, 1, id="tp"),
+        pytest.param(TP4_SP, 4, 4, id="tp-and-sequence-parallel"),
+    ],
+)
+def test_features_split_over_tp_and_tokens_only_under_sequence_parallelism(
+    sharding, tensor_degree, token_degree
+):
     qkv, norm = operator("qkv"), operator("norm1")
 
     assert sharding.tensor_bytes(qkv, qkv.outputs[0]) == qkv.outputs[0].num_bytes // tensor_degree
@@ -54,14 +61,25 @@ def test_features_split_over_tp_and_tokens_only_under_sequence_parallelism(shard
 def test_a_tensor_that_does_not_divide_is_rounded_up():
     norm = operator("norm1")
 
-    assert Sharding(tp=3, sequence_parallel=True).tensor_bytes(norm, norm.inputs[0]) == -(-norm.inputs[0].num_bytes // 3)
+    assert Sharding(tp=3, sequence_parallel=True).tensor_bytes(norm, norm.inputs[0]) == -(
+        -norm.inputs[0].num_bytes // 3
+    )
 
 
 def test_a_matmul_sees_every_token_and_its_share_of_the_split_dim():
     qkv, fc2 = operator("qkv"), operator("fc2")
 
-    assert [TP4_SP.dim_size(qkv, dim) for dim in ("batch", "sequence", "heads", "hidden")] == [2, 128, 3 * 64 // 4, 64]
-    assert [TP4_SP.dim_size(fc2, dim) for dim in ("sequence", "ffn", "hidden")] == [128, 256 // 4, 64]
+    assert [TP4_SP.dim_size(qkv, dim) for dim in ("batch", "sequence", "heads", "hidden")] == [
+        2,
+        128,
+        3 * 64 // 4,
+        64,
+    ]
+    assert [TP4_SP.dim_size(fc2, dim) for dim in ("sequence", "ffn", "hidden")] == [
+        128,
+        256 // 4,
+        64,
+    ]
 
 
 def test_a_norm_sees_its_share_of_the_tokens_under_sequence_parallelism_only():
@@ -69,11 +87,14 @@ def test_a_norm_sees_its_share_of_the_tokens_under_sequence_parallelism_only():
     assert TP4_SP.dim_size(operator("norm1"), "sequence") == 32
 
 
-@pytest.mark.parametrize(("name", "shapes"), [
-    pytest.param("qkv", [(48, 64), (48,)], id="column-parallel"),
-    pytest.param("attention_out", [(64, 16), (64,)], id="row-parallel-keeps-its-bias-whole"),
-    pytest.param("norm1", [(64,), (64,)], id="norm-is-replicated"),
-])
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        pytest.param("qkv", [(48, 64), (48,)], id="column-parallel"),
+        pytest.param("attention_out", [(64, 16), (64,)], id="row-parallel-keeps-its-bias-whole"),
+        pytest.param("norm1", [(64,), (64,)], id="norm-is-replicated"),
+    ],
+)
 def test_parameters_split_along_the_operators_own_dim(name, shapes):
     found = operator(name)
 
@@ -103,7 +124,12 @@ def test_four_of_the_blocks_operators_communicate_two_before_and_two_after():
 def test_nothing_communicates_without_tensor_parallelism():
     layers = [tensor_flows_of(layer, Sharding()) for layer in GPT]
 
-    assert not any(list(moves(1024, *way, (1,))) for flow in layers for edge in flow.values() for way in ways(edge))
+    assert not any(
+        list(moves(1024, *way, (1,)))
+        for flow in layers
+        for edge in flow.values()
+        for way in ways(edge)
+    )
 
 
 def test_the_embedding_sums_over_its_vocabulary_and_the_head_gathers_its_input():
@@ -112,27 +138,82 @@ def test_the_embedding_sums_over_its_vocabulary_and_the_head_gathers_its_input()
     assert input_gradients_are_sums(operator("lm_head", kind=LayerKind.HEAD))
 
 
-@pytest.mark.parametrize(("name", "kind", "sharding", "expected"), [
-    pytest.param("qkv", LayerKind.BLOCK, TP4,
-                 {"parameters": {"weight": ("Shard(0)@tp",), "bias": ("Shard(0)@tp",)}, "input": (), "output": ("Shard(2)@tp",)},
-                 id="column-parallel"),
-    pytest.param("fc2", LayerKind.BLOCK, TP4,
-                 {"parameters": {"weight": ("Shard(1)@tp",), "bias": ()}, "input": ("Shard(2)@tp",), "output": ()}, id="row-parallel"),
-    pytest.param("fc2", LayerKind.BLOCK, TP4_SP,
-                 {"parameters": {"weight": ("Shard(1)@tp",), "bias": ()}, "input": ("Shard(2)@tp",), "output": ("Shard(1)@tp",)},
-                 id="row-parallel-scatters-tokens"),
-    pytest.param("norm1", LayerKind.BLOCK, TP4_SP,
-                 {"parameters": {"weight": (), "bias": ()}, "input": ("Shard(1)@tp",), "output": ("Shard(1)@tp",)}, id="norm-by-token"),
-    pytest.param("norm1", LayerKind.BLOCK, TP4, {"parameters": {"weight": (), "bias": ()}, "input": (), "output": ()},
-                 id="norm-replicated"),
-    pytest.param("activation", LayerKind.BLOCK, TP4_SP, {"parameters": {}, "input": ("Shard(2)@tp",), "output": ("Shard(2)@tp",)},
-                 id="elementwise-follows"),
-    pytest.param("tokens", LayerKind.EMBEDDING, TP4_SP,
-                 {"parameters": {"weight": ("Shard(0)@tp",)}, "input": (), "output": ("Shard(1)@tp",)},
-                 id="vocabulary-parallel-embedding"),
-    pytest.param("lm_head", LayerKind.HEAD, TP4_SP,
-                 {"parameters": {"weight": ("Shard(0)@tp",)}, "input": (), "output": ("Shard(2)@tp",)},
-                 id="vocabulary-parallel-head"),
-])
+@pytest.mark.parametrize(
+    ("name", "kind", "sharding", "expected"),
+    [
+        pytest.param(
+            "qkv",
+            LayerKind.BLOCK,
+            TP4,
+            {
+                "parameters": {"weight": ("Shard(0)@tp",), "bias": ("Shard(0)@tp",)},
+                "input": (),
+                "output": ("Shard(2)@tp",),
+            },
+            id="column-parallel",
+        ),
+        pytest.param(
+            "fc2",
+            LayerKind.BLOCK,
+            TP4,
+            {
+                "parameters": {"weight": ("Shard(1)@tp",), "bias": ()},
+                "input": ("Shard(2)@tp",),
+                "output": (),
+            },
+            id="row-parallel",
+        ),
+        pytest.param(
+            "fc2",
+            LayerKind.BLOCK,
+            TP4_SP,
+            {
+                "parameters": {"weight": ("Shard(1)@tp",), "bias": ()},
+                "input": ("Shard(2)@tp",),
+                "output": ("Shard(1)@tp",),
+            },
+            id="row-parallel-scatters-tokens",
+        ),
+        pytest.param(
+            "norm1",
+            LayerKind.BLOCK,
+            TP4_SP,
+            {
+                "parameters": {"weight": (), "bias": ()},
+                "input": ("Shard(1)@tp",),
+                "output": ("Shard(1)@tp",),
+            },
+            id="norm-by-token",
+        ),
+        pytest.param(
+            "norm1",
+            LayerKind.BLOCK,
+            TP4,
+            {"parameters": {"weight": (), "bias": ()}, "input": (), "output": ()},
+            id="norm-replicated",
+        ),
+        pytest.param(
+            "activation",
+            LayerKind.BLOCK,
+            TP4_SP,
+            {"parameters": {}, "input": ("Shard(2)@tp",), "output": ("Shard(2)@tp",)},
+            id="elementwise-follows",
+        ),
+        pytest.param(
+            "tokens",
+            LayerKind.EMBEDDING,
+            TP4_SP,
+            {"parameters": {"weight": ("Shard(0)@tp",)}, "input": (), "output": ("Shard(1)@tp",)},
+            id="vocabulary-parallel-embedding",
+        ),
+        pytest.param(
+            "lm_head",
+            LayerKind.HEAD,
+            TP4_SP,
+            {"parameters": {"weight": ("Shard(0)@tp",)}, "input": (), "output": ("Shard(2)@tp",)},
+            id="vocabulary-parallel-head",
+        ),
+    ],
+)
 def test_placements_are_megatrons(name, kind, sharding, expected):
     assert asdict(placements(operator(name, kind=kind), sharding)) == expected

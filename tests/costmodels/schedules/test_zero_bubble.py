@@ -1,4 +1,6 @@
-"""ZBV against the properties of the papers, and against torch's own list replayed in the same simulator."""
+"""ZBV against the properties of the papers, and against torch's own list replayed in the same
+simulator.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,34 @@ from parplan.costmodels.schedules.schedule import (
 from parplan.costmodels.schedules.simulator import StageCost, replay, simulate
 from parplan.costmodels.schedules.zero_bubble import zbv_lists
 
-COUNTS = [(2, 1), (2, 2), (2, 3), (2, 8), (3, 4), (3, 5), (4, 2), (4, 6), (4, 7), (4, 16), (5, 3), (7, 20)]
+COUNTS = [
+    (2, 1),
+    (2, 2),
+    (2, 3),
+    (2, 8),
+    (3, 4),
+    (3, 5),
+    (4, 2),
+    (4, 6),
+    (4, 7),
+    (4, 16),
+    (5, 3),
+    (7, 20),
+]
 STEP = {ActionKind.FORWARD: 1, ActionKind.INPUT_GRADIENT: 0, ActionKind.WEIGHT_GRADIENT: -1}
 WAITS = {ActionKind.FORWARD: 0, ActionKind.INPUT_GRADIENT: 1, ActionKind.WEIGHT_GRADIENT: -1}
 
 
 def stage(forward_s: float = 1.0, input_s: float = 1.0, weight_s: float = 1.0) -> StageCost:
     return StageCost(
-        forward_s=forward_s, backward_s=input_s + weight_s, recompute_s=0.0, receive_forward_s=0.0, receive_backward_s=0.0,
-        stash_bytes=1.0, weight_s=weight_s)
+        forward_s=forward_s,
+        backward_s=input_s + weight_s,
+        recompute_s=0.0,
+        receive_forward_s=0.0,
+        receive_backward_s=0.0,
+        stash_bytes=1.0,
+        weight_s=weight_s,
+    )
 
 
 def step_s(p: int, m: int, cost: StageCost) -> float:
@@ -41,7 +62,8 @@ def test_the_stages_fold_into_a_v():
 
 
 def test_a_small_list_worked_by_hand():
-    # one micro-batch goes down and up; with two stashes and a weight gradient that waits rank 1 has no room for another to wait
+    # one micro-batch goes down and up; with two stashes and a weight gradient that waits rank 1 has
+    # no room for another to wait
     assert csv_rows(Schedule.ZBV, 2, 1, 2) == ("0F0,3F0,3I0,3W0,0I0,0W0", "1F0,2F0,2I0,2W0,1I0,1W0")
 
 
@@ -49,7 +71,9 @@ def test_a_small_list_worked_by_hand():
 def test_each_micro_batch_has_three_passes_through_each_chunk(p, m):
     for order in zbv_lists(p, m):
         works = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-        assert Counter(order) == Counter(Action(work, c, i) for work in works for c in range(2) for i in range(m))
+        assert Counter(order) == Counter(
+            Action(work, c, i) for work in works for c in range(2) for i in range(m)
+        )
     check(csv_rows(Schedule.ZBV, p, m, 2), p, 2, m)
 
 
@@ -81,9 +105,15 @@ def test_the_stage_with_the_head_holds_one_stash(p, m):
     assert max(held) == 1
 
 
-@pytest.mark.parametrize(("p", "m", "v", "reason"), [
-    (1, 4, 2, "zbv needs at least 2 pipeline ranks, found 1"), (4, 4, 1, "zbv has 2 virtual stages per rank, found 1"),
-    (4, 4, 3, "zbv has 2 virtual stages per rank, found 3"), (4, 1, 2, None)])
+@pytest.mark.parametrize(
+    ("p", "m", "v", "reason"),
+    [
+        (1, 4, 2, "zbv needs at least 2 pipeline ranks, found 1"),
+        (4, 4, 1, "zbv has 2 virtual stages per rank, found 1"),
+        (4, 4, 3, "zbv has 2 virtual stages per rank, found 3"),
+        (4, 1, 2, None),
+    ],
+)
 def test_zbv_is_legal_with_two_chunks_on_two_ranks_or_more(p, m, v, reason):
     assert legal(Schedule.ZBV, p, m, v) == reason
 
@@ -92,8 +122,13 @@ def torch_rows(p: int, m: int) -> tuple[str, ...]:
     """torch's own list; where a rank waits it has an empty entry."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     own = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
-    lists = [schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(own, rank) for rank in range(p)]
-    return tuple(",".join(str(action) for action in actions if action is not None) for actions in lists)
+    lists = [
+        schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(own, rank)
+        for rank in range(p)
+    ]
+    return tuple(
+        ",".join(str(action) for action in actions if action is not None) for actions in lists
+    )
 
 
 @pytest.mark.parametrize(("p", "m"), COUNTS)
@@ -106,14 +141,19 @@ def test_the_step_is_no_longer_than_that_of_torchs_list(p, m):
 
     assert step_s(p, m, stage()) <= theirs.step_s
     if m >= 2 * p - 1:
-        assert [rank.in_flight for rank in theirs.ranks] == [in_flight(Schedule.ZBV, rank, p, m, 2) for rank in range(p)]
+        assert [rank.in_flight for rank in theirs.ranks] == [
+            in_flight(Schedule.ZBV, rank, p, m, 2) for rank in range(p)
+        ]
 
 
 @pytest.mark.parametrize(("p", "m"), COUNTS)
 def test_torchs_own_validation_accepts_the_list(p, m):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     rows = csv_rows(Schedule.ZBV, p, m, 2)
-    lists = {rank: [schedules._Action.from_str(text) for text in row.split(",")] for rank, row in enumerate(rows)}
+    lists = {
+        rank: [schedules._Action.from_str(text) for text in row.split(",")]
+        for rank, row in enumerate(rows)
+    }
 
     homes = schedules._validate_schedule(lists, p, 2 * p, m)
     completed = schedules._add_send_recv(lists, lambda k: homes[k], 2 * p)

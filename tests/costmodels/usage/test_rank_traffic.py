@@ -1,4 +1,6 @@
-"""The collectives that a prediction counts are those that the price adds up, and those of the textbooks."""
+"""The collectives that a prediction counts are those that the price adds up, and those of the
+textbooks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from parplan.costmodels.communication.mesh import Mesh, place_axis
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.costmodels.usage.rank_traffic import (
     MESSAGE,
     SentBytes,
@@ -35,11 +37,21 @@ def price_cache(model=LLAMA, training=TRAINING) -> PriceCache:
     return PriceCache(model, training, MACHINE)
 
 
-def strategy(model, *, pp=1, dp=1, tp=1, zero=0, virtual_stages=1, schedule=Schedule.ONE_F_ONE_B) -> Strategy:
+def strategy(
+    model, *, pp=1, dp=1, tp=1, zero=0, virtual_stages=1, schedule=Schedule.ONE_F_ONE_B
+) -> Strategy:
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=2,
-        num_micro_batches=4, sequence_parallel=False)
-    layers = [LayerChoice(kind, (), zero) for kind in (LayerKind.EMBEDDING, *[LayerKind.BLOCK] * model.num_layers, LayerKind.HEAD)]
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        micro_batch_size=2,
+        num_micro_batches=4,
+        sequence_parallel=False,
+    )
+    layers = [
+        LayerChoice(kind, (), zero)
+        for kind in (LayerKind.EMBEDDING, *[LayerKind.BLOCK] * model.num_layers, LayerKind.HEAD)
+    ]
     size = len(layers) // layout.num_virtual_stages
     cuts = [layers[k * size : (k + 1) * size] for k in range(layout.num_virtual_stages - 1)]
     return Strategy(layout=layout, stages=(*map(tuple, cuts), tuple(layers[len(cuts) * size :])))
@@ -49,29 +61,51 @@ def counts(sent: tuple[SentBytes, ...]) -> dict[tuple[str, str], int]:
     return {(one.axis, one.kind): one.calls for one in sent}
 
 
-@pytest.mark.parametrize("sharding", [Sharding(2), Sharding(2, sequence_parallel=True)], ids=["megatron", "sequence-parallel"])
+@pytest.mark.parametrize(
+    "sharding",
+    [Sharding(2), Sharding(2, sequence_parallel=True)],
+    ids=["megatron", "sequence-parallel"],
+)
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_the_forward_collectives_take_as_long_as_the_price_of_the_layer_says(model, sharding):
     priced = price_cache(model)
     for layer in priced.graph(2):
-        found = [move for operator in layer.operators for move in forward_moves(layer, operator, sharding)]
+        found = [
+            move
+            for operator in layer.operators
+            for move in forward_moves(layer, operator, sharding)
+        ]
         where = place_axis(2, 1, 2, CLUSTER.gpus_per_node)
-        seconds = math.fsum(collective_time(move.collective, move.num_bytes, where, MACHINE).value_s for move in found)
+        seconds = math.fsum(
+            collective_time(move.collective, move.num_bytes, where, MACHINE).value_s
+            for move in found
+        )
 
         assert found
-        assert seconds == pytest.approx(priced.layer_time(layer.kind, 2, sharding).tp_forward.value_s, rel=1e-12)
+        assert seconds == pytest.approx(
+            priced.layer_time(layer.kind, 2, sharding).tp_forward.value_s, rel=1e-12
+        )
 
 
-@pytest.mark.parametrize(("sp", "expected"), [
-    pytest.param(False, {Collective.ALL_REDUCE: 4}, id="megatron-all-reduces-twice-each-way"),
-    # twice each way the layer's input is gathered and its output scattered; inputs are gathered again for their weight gradients
-    pytest.param(True, {Collective.ALL_GATHER: 6, Collective.REDUCE_SCATTER: 4}, id="sequence-parallel"),
-])
+@pytest.mark.parametrize(
+    ("sp", "expected"),
+    [
+        pytest.param(False, {Collective.ALL_REDUCE: 4}, id="megatron-all-reduces-twice-each-way"),
+        # twice each way the layer's input is gathered and its output scattered; inputs are gathered
+        # again for their weight gradients
+        pytest.param(
+            True, {Collective.ALL_GATHER: 6, Collective.REDUCE_SCATTER: 4}, id="sequence-parallel"
+        ),
+    ],
+)
 def test_a_megatron_block_sends_what_korthikanti_says(sp, expected):
     block = price_cache().graph(2).block
     found = list(layer_moves(block, Sharding(2, sequence_parallel=sp), ()))
 
-    assert {kind: sum(move.collective is kind for move in found) for kind in {move.collective for move in found}} == expected
+    assert {
+        kind: sum(move.collective is kind for move in found)
+        for kind in {move.collective for move in found}
+    } == expected
     assert {move.num_bytes for move in found} == {2 * 16 * LLAMA.hidden_size * 2}
 
 
@@ -81,16 +115,31 @@ def test_recomputed_operators_send_their_forward_collectives_again():
 
     once, again = (len(list(layer_moves(block, sharding, names))) for names in ((), everything))
 
-    assert again - once == sum(len(list(forward_moves(block, operator, sharding))) for operator in block.operators) == 2
+    assert (
+        again - once
+        == sum(len(list(forward_moves(block, operator, sharding))) for operator in block.operators)
+        == 2
+    )
 
 
-@pytest.mark.parametrize(("zero", "gathers", "scatters", "reduces"), [(0, 0, 0, 1), (1, 1, 1, 0), (2, 1, 4, 0), (3, 8, 4, 0)])
-def test_a_step_of_four_micro_batches_sends_what_its_zero_stage_says(zero, gathers, scatters, reduces):
+@pytest.mark.parametrize(
+    ("zero", "gathers", "scatters", "reduces"),
+    [(0, 0, 0, 1), (1, 1, 1, 0), (2, 1, 4, 0), (3, 8, 4, 0)],
+)
+def test_a_step_of_four_micro_batches_sends_what_its_zero_stage_says(
+    zero, gathers, scatters, reduces
+):
     layers = LLAMA.num_layers + 2
     sent = rank_traffic(strategy(LLAMA, dp=2, zero=zero), 0, price_cache())
-    expected = {Collective.ALL_GATHER: gathers, Collective.REDUCE_SCATTER: scatters, Collective.ALL_REDUCE: reduces}
+    expected = {
+        Collective.ALL_GATHER: gathers,
+        Collective.REDUCE_SCATTER: scatters,
+        Collective.ALL_REDUCE: reduces,
+    }
 
-    assert counts(sent) == {("dp", kind): count * layers for kind, count in expected.items() if count}
+    assert counts(sent) == {
+        ("dp", kind): count * layers for kind, count in expected.items() if count
+    }
     num_parameters = price_cache().graph(1).num_parameters
     for one in sent:
         width = 2 if one.kind == Collective.ALL_GATHER else 4  # bf16 parameters, fp32 gradients
@@ -100,15 +149,22 @@ def test_a_step_of_four_micro_batches_sends_what_its_zero_stage_says(zero, gathe
 def test_every_stage_receives_an_activation_and_a_gradient_but_for_the_ends():
     plan = strategy(LLAMA, pp=2, virtual_stages=3, schedule=Schedule.INTERLEAVED)
 
-    first, last = (counts(rank_traffic(plan, rank, price_cache()))["pp", MESSAGE] for rank in (0, 1))
+    first, last = (
+        counts(rank_traffic(plan, rank, price_cache()))["pp", MESSAGE] for rank in (0, 1)
+    )
 
-    assert first == last == 4 * (3 + 2)  # chunk 0 of rank 0 receives no activation, the last chunk no gradient
+    assert (
+        first == last == 4 * (3 + 2)
+    )  # chunk 0 of rank 0 receives no activation, the last chunk no gradient
 
 
 def test_a_tied_embedding_is_reduced_once_between_the_ends():
     sent = rank_traffic(strategy(GPT, pp=2), 0, price_cache(GPT))
 
-    assert SentBytes("pp", Collective.ALL_REDUCE, 1, 4 * GPT.padded_vocab_size * GPT.hidden_size) in sent
+    assert (
+        SentBytes("pp", Collective.ALL_REDUCE, 1, 4 * GPT.padded_vocab_size * GPT.hidden_size)
+        in sent
+    )
 
 
 def test_one_rank_sends_nothing():
@@ -119,10 +175,16 @@ def test_partitioned_transfers_send_a_part_and_gather_it():
     training = replace(TRAINING, stack=replace(TRAINING.stack, partitioned_transfers=True))
     plan = strategy(LLAMA, pp=2, tp=2)
 
-    whole, parted = ({(s.axis, s.kind): s.num_bytes for s in rank_traffic(plan, 0, price_cache(training=t))} for t in (TRAINING, training))
+    whole, parted = (
+        {(s.axis, s.kind): s.num_bytes for s in rank_traffic(plan, 0, price_cache(training=t))}
+        for t in (TRAINING, training)
+    )
 
     assert parted["pp", MESSAGE] * 2 == whole["pp", MESSAGE]
-    assert parted["tp", Collective.ALL_GATHER] == whole.get(("tp", Collective.ALL_GATHER), 0) + whole["pp", MESSAGE]
+    assert (
+        parted["tp", Collective.ALL_GATHER]
+        == whole.get(("tp", Collective.ALL_GATHER), 0) + whole["pp", MESSAGE]
+    )
 
 
 def test_a_tally_adds_calls_and_bytes_by_axis_and_kind():
@@ -132,4 +194,7 @@ def test_a_tally_adds_calls_and_bytes_by_axis_and_kind():
     tally.add("dp", "all_gather", 2)
     tally.add("dp", "all_to_all", 2, 0)
 
-    assert tally.total() == (SentBytes("dp", "all_gather", 1, 2), SentBytes("tp", "all_reduce", 4, 28))
+    assert tally.total() == (
+        SentBytes("dp", "all_gather", 1, 2),
+        SentBytes("tp", "all_reduce", 4, 28),
+    )

@@ -1,4 +1,6 @@
-"""A dry run of one rank holds and sends what the same rank does in a real world of gloo ranks, at any size."""
+"""A dry run of one rank holds and sends what the same rank does in a real world of gloo ranks, at
+any size.
+"""
 
 from __future__ import annotations
 
@@ -47,20 +49,31 @@ INTERLEAVED = {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2}
 def on_cpus(plan: Plan) -> Plan:
     """The plan for what gloo runs on: the dry run then takes no GPU's operators."""
     return dataclasses.replace(
-        plan, cluster=dataclasses.replace(plan.cluster, device=dataclasses.replace(plan.cluster.device, name=CPU)))
+        plan,
+        cluster=dataclasses.replace(
+            plan.cluster, device=dataclasses.replace(plan.cluster.device, name=CPU)
+        ),
+    )
 
 
-PLANS = {name: on_cpus(plan) for name, plan in {
-    **{f"zero{zero}": make_plan(SHORT, dp=2, zero=(zero,)) for zero in range(4)},
-    "zero-mixed-bf16": make_plan(SHORT, dp=2, zero=(1, 3), precision=Precision.BF16, recompute="full"),
-    "tp2-sequence-parallel": make_plan(SHORT, tp=2, sp=True, recompute=("norm2", "activation")),
-    "pp2-tied": make_plan(SHORT, pp=2, num_micro_batches=4),
-    "pp2-interleaved": make_plan(LLAMA, pp=2, num_micro_batches=4, **INTERLEAVED),
-}.items()}
+PLANS = {
+    name: on_cpus(plan)
+    for name, plan in {
+        **{f"zero{zero}": make_plan(SHORT, dp=2, zero=(zero,)) for zero in range(4)},
+        "zero-mixed-bf16": make_plan(
+            SHORT, dp=2, zero=(1, 3), precision=Precision.BF16, recompute="full"
+        ),
+        "tp2-sequence-parallel": make_plan(SHORT, tp=2, sp=True, recompute=("norm2", "activation")),
+        "pp2-tied": make_plan(SHORT, pp=2, num_micro_batches=4),
+        "pp2-interleaved": make_plan(LLAMA, pp=2, num_micro_batches=4, **INTERLEAVED),
+    }.items()
+}
 
 
 def dry_run(plan: Plan, rank: int) -> DryRun:
-    """In a process of its own: torch remembers by mesh what belongs to the rank that a process was."""
+    """In a process of its own: torch remembers by mesh what belongs to the rank that a process
+    was.
+    """
     return dry_runs(plan, (rank,))[0]
 
 
@@ -77,7 +90,8 @@ def test_the_states_are_those_of_the_same_ranks_on_gloo(name):
     states = WORLDS.outcome(name).states
 
     assert {run.pipeline_rank: run.use.states for run in dry(name)} == {
-        pp: measured for (pp, dp, tp), (_, measured) in states.items() if dp == tp == 0}
+        pp: measured for (pp, dp, tp), (_, measured) in states.items() if dp == tp == 0
+    }
     assert StateBytes() not in [run.use.states for run in dry(name)]
 
 
@@ -100,19 +114,46 @@ def test_the_collectives_are_those_of_the_same_rank_on_gloo(name):
     assert {sent.axis for sent in dry(name)[0].use.sent} == axes
 
 
-@pytest.mark.parametrize("plan", [
-    pytest.param(make_plan(SHORT, dp=2, zero=(2,), num_micro_batches=8, global_batch_size=16), id="one-stage", marks=pytest.mark.slow),
-    pytest.param(
-        make_plan(LLAMA, pp=2, num_micro_batches=12, global_batch_size=12, **INTERLEAVED), id="interleaved",
-        marks=pytest.mark.slow),
-    pytest.param(make_plan(SHORT, pp=2, num_micro_batches=12, global_batch_size=12, schedule=Schedule.GPIPE), id="gpipe"),
-    pytest.param(make_plan(
-        GPT, pp=2, dp=2, zero=(3,), recompute="full", schedule=Schedule.SCP, num_micro_batches=16, global_batch_size=32), id="scp",
-        marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(
+            make_plan(SHORT, dp=2, zero=(2,), num_micro_batches=8, global_batch_size=16),
+            id="one-stage",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            make_plan(LLAMA, pp=2, num_micro_batches=12, global_batch_size=12, **INTERLEAVED),
+            id="interleaved",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            make_plan(
+                SHORT, pp=2, num_micro_batches=12, global_batch_size=12, schedule=Schedule.GPIPE
+            ),
+            id="gpipe",
+        ),
+        pytest.param(
+            make_plan(
+                GPT,
+                pp=2,
+                dp=2,
+                zero=(3,),
+                recompute="full",
+                schedule=Schedule.SCP,
+                num_micro_batches=16,
+                global_batch_size=32,
+            ),
+            id="scp",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_two_short_steps_say_what_the_whole_step_holds_and_sends(plan, monkeypatch):
     short = dry_run(plan, 0)
-    monkeypatch.setattr(dryrun, "counted_micro_batches", lambda plan, _: (plan.pipeline.num_micro_batches,))
+    monkeypatch.setattr(
+        dryrun, "counted_micro_batches", lambda plan, _: (plan.pipeline.num_micro_batches,)
+    )
     whole = dry_run(plan, 0)
 
     assert sum(short.micro_batches) < whole.micro_batches[0]
@@ -125,10 +166,26 @@ def test_two_short_steps_say_what_the_whole_step_holds_and_sends(plan, monkeypat
 def test_what_is_never_there_together_is_no_temporary_below_nothing():
     """Before the only backward pass there are no gradients, after it no activations."""
     layout = ParallelLayout(
-        mesh=Mesh(pp=1, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=1,
-        sequence_parallel=False)
-    training = TrainingSpec(global_batch_size=2, seq_length=128, precision=Precision.FP32, gradient_precision=Precision.FP32, stack=NEUTRAL)
-    use = dry_run(estimate_plan(load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 2), training, layout), 0).use
+        mesh=Mesh(pp=1, dp=2, tp=1),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=1,
+        sequence_parallel=False,
+    )
+    training = TrainingSpec(
+        global_batch_size=2,
+        seq_length=128,
+        precision=Precision.FP32,
+        gradient_precision=Precision.FP32,
+        stack=NEUTRAL,
+    )
+    use = dry_run(
+        estimate_plan(
+            load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 2), training, layout
+        ),
+        0,
+    ).use
 
     assert use.temporaries == 0
     assert use.apart > 0
@@ -136,13 +193,23 @@ def test_what_is_never_there_together_is_no_temporary_below_nothing():
     assert use.held == use.states.total + use.activations - use.apart
 
 
-@pytest.mark.parametrize(("model", "zero", "tp"), [pytest.param("gpt-20b", 3, 1, marks=pytest.mark.slow), ("llama3-8b", 1, 2)])
+@pytest.mark.parametrize(
+    ("model", "zero", "tp"),
+    [pytest.param("gpt-20b", 3, 1, marks=pytest.mark.slow), ("llama3-8b", 1, 2)],
+)
 def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
     entry = load_model(model)
-    spec = dataclasses.replace(entry.spec, num_layers=2)  # gpt-20b drops out: its masks and its attention as on a GPU
+    spec = dataclasses.replace(
+        entry.spec, num_layers=2
+    )  # gpt-20b drops out: its masks and its attention as on a GPU
     layout = ParallelLayout(
-        mesh=Mesh(pp=1, dp=8 // tp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=2,
-        sequence_parallel=tp > 1)
+        mesh=Mesh(pp=1, dp=8 // tp, tp=tp),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=2,
+        num_micro_batches=2,
+        sequence_parallel=tp > 1,
+    )
     training = TrainingSpec(global_batch_size=32 // tp, seq_length=entry.seq_length, stack=NEUTRAL)
     plan = estimate_plan(spec, with_gpus(load_cluster("a100-80gb"), 8), training, layout, zero=zero)
 
@@ -157,16 +224,33 @@ def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
 
 def test_a_stage_that_recomputes_ahead_holds_from_then_on_what_the_memory_model_says():
     # in the stack whose gradients come and go
-    wide = dataclasses.replace(GPT, num_layers=9, hidden_size=128, head_dim=32, ffn_hidden_size=512, vocab_size=64)
-    plan = make_plan(wide, pp=3, schedule=Schedule.SCP, recompute="full", num_micro_batches=4, global_batch_size=16)
-    plan = nearest_legal(dataclasses.replace(plan, training=dataclasses.replace(plan.training, stack=load_stack("parplan"))))
+    wide = dataclasses.replace(
+        GPT, num_layers=9, hidden_size=128, head_dim=32, ffn_hidden_size=512, vocab_size=64
+    )
+    plan = make_plan(
+        wide,
+        pp=3,
+        schedule=Schedule.SCP,
+        recompute="full",
+        num_micro_batches=4,
+        global_batch_size=16,
+    )
+    plan = nearest_legal(
+        dataclasses.replace(
+            plan, training=dataclasses.replace(plan.training, stack=load_stack("parplan"))
+        )
+    )
 
     runs = dry_runs(plan, (0, 1, 2))
-    first, middle, last = check_ranks(priced(plan), {run.pipeline_rank: (run.use, run.micro_batches) for run in runs})
+    first, middle, last = check_ranks(
+        priced(plan), {run.pipeline_rank: (run.use, run.micro_batches) for run in runs}
+    )
 
     assert all(abs(check.share("held")) < 0.02 for check in (first, middle, last))
     # three checkpoints and a stage that keeps all, as the last one does beside the head
-    assert middle.found.activations - 3 * middle.found.saved == pytest.approx(last.found.saved, rel=0.05)
+    assert middle.found.activations - 3 * middle.found.saved == pytest.approx(
+        last.found.saved, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(8, 4), (7, 3), (5, 4), (2, 4), (1, 1)])
@@ -201,7 +285,9 @@ def test_an_error_of_a_child_is_the_error_of_the_command(monkeypatch):
 def test_a_child_that_is_killed_is_one_error(monkeypatch):
     monkeypatch.setattr(crew, "dry_run", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
-    with pytest.raises(RunError, match="the dry run of pipeline rank 0 was ended by signal 9, without a result") as caught:
+    with pytest.raises(
+        RunError, match="the dry run of pipeline rank 0 was ended by signal 9, without a result"
+    ) as caught:
         dry_runs(PLANS["zero0"], (0,))
 
     assert caught.value.hint

@@ -1,4 +1,6 @@
-"""Every way to divide the model gives the losses and gradients of one process, and holds exactly the predicted bytes."""
+"""Every way to divide the model gives the losses and gradients of one process, and holds exactly
+the predicted bytes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ pytestmark = [
 ]
 
 NEOX = dataclasses.replace(
-    GPT, name="tiny-neox", positions=Positions.ROTARY, rotary_fraction=0.25, parallel_residual=True, tied_embeddings=False)
+    GPT,
+    name="tiny-neox",
+    positions=Positions.ROTARY,
+    rotary_fraction=0.25,
+    parallel_residual=True,
+    tied_embeddings=False,
+)
 CHEAP = ("norm1", "activation", "norm2")  # the operators that a selective plan runs again
 BF16 = Precision.BF16
 INTERLEAVED = {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2, "num_micro_batches": 4}
@@ -37,11 +45,20 @@ ZBV = {"schedule": Schedule.ZBV, "virtual_stages": 2, "num_micro_batches": 4}
 
 
 def half_sequence_parallel() -> Plan:
-    """Sequence parallelism on the first stage alone: the activation changes its placement at the border."""
+    """Sequence parallelism on the first stage alone: the activation changes its placement at the
+    border.
+    """
     first, second = (make_plan(LLAMA, pp=2, tp=2, sp=sp) for sp in (True, False))
-    later = dataclasses.replace(second.stages[1], layers=tuple(
-        dataclasses.replace(run, plan=f"later-{run.plan}") for run in second.stages[1].layers))
-    plans = {**first.layer_plans, **{f"later-{name}": plan for name, plan in second.layer_plans.items()}}
+    later = dataclasses.replace(
+        second.stages[1],
+        layers=tuple(
+            dataclasses.replace(run, plan=f"later-{run.plan}") for run in second.stages[1].layers
+        ),
+    )
+    plans = {
+        **first.layer_plans,
+        **{f"later-{name}": plan for name, plan in second.layer_plans.items()},
+    }
     return dataclasses.replace(first, stages=(first.stages[0], later), layer_plans=plans)
 
 
@@ -50,26 +67,40 @@ PLANS: dict[str, Plan] = {
     "pp2-llama-uneven-gpipe": make_plan(LLAMA, pp=2, blocks=(1, 3), schedule=Schedule.GPIPE),
     "pp2-llama-interleaved": make_plan(LLAMA, pp=2, **INTERLEAVED),
     "pp2-gpt-tied-zbv": make_plan(GPT, pp=2, **ZBV),
-    "pp2-llama-zbv-few-micro-batches-recompute": make_plan(LLAMA, pp=2, recompute=CHEAP, **(ZBV | {"num_micro_batches": 2})),
-    "pp2-llama-own-lists": make_plan(LLAMA, pp=2, schedule=Schedule.CUSTOM, actions=("0F0,0F1,0B0,0B1", "1F0,1I0,1F1,1W0,1B1")),
+    "pp2-llama-zbv-few-micro-batches-recompute": make_plan(
+        LLAMA, pp=2, recompute=CHEAP, **(ZBV | {"num_micro_batches": 2})
+    ),
+    "pp2-llama-own-lists": make_plan(
+        LLAMA, pp=2, schedule=Schedule.CUSTOM, actions=("0F0,0F1,0B0,0B1", "1F0,1I0,1F1,1W0,1B1")
+    ),
     "dp2-zero0": make_plan(GPT, dp=2, zero=(0,)),
     "dp2-zero1": make_plan(GPT, dp=2, zero=(1,)),
     "dp2-zero1-one-micro-batch": make_plan(GPT, dp=2, zero=(1,), num_micro_batches=1),
     "dp2-zero2": make_plan(GPT, dp=2, zero=(2,)),
     "dp2-zero3": make_plan(GPT, dp=2, zero=(3,)),
     "dp2-llama-a-zero-stage-per-block": make_plan(LLAMA, dp=2, zero=(0, 1, 2, 3)),
-    **{f"llama-dp2-zero{zero}": make_plan(LLAMA, dp=2, zero=(zero,), num_micro_batches=4) for zero in range(4)},
-    "dp2-zero3-full-recompute": make_plan(GPT, dp=2, zero=(3,), recompute="full", recompute_ends=True),
-    "dp2-llama-zero3-selective-recompute": make_plan(LLAMA, dp=2, zero=(3,), recompute=(*CHEAP, "rotary")),
+    **{
+        f"llama-dp2-zero{zero}": make_plan(LLAMA, dp=2, zero=(zero,), num_micro_batches=4)
+        for zero in range(4)
+    },
+    "dp2-zero3-full-recompute": make_plan(
+        GPT, dp=2, zero=(3,), recompute="full", recompute_ends=True
+    ),
+    "dp2-llama-zero3-selective-recompute": make_plan(
+        LLAMA, dp=2, zero=(3,), recompute=(*CHEAP, "rotary")
+    ),
     "tp2-gpt": make_plan(GPT, tp=2),
     "tp2-llama": make_plan(LLAMA, tp=2),
     "tp2-sp-gpt": make_plan(GPT, tp=2, sp=True),
     "tp2-sp-llama-selective-recompute": make_plan(LLAMA, tp=2, sp=True, recompute=CHEAP),
     "tp2-sp-gpt-unfused-attention-recompute": make_plan(
-        GPT, tp=2, sp=True, recompute=("attention",), attention=AttentionKernel.UNFUSED),
+        GPT, tp=2, sp=True, recompute=("attention",), attention=AttentionKernel.UNFUSED
+    ),
     "tp2-sp-neox-parallel-residual": make_plan(NEOX, tp=2, sp=True),
     "dp3-uneven-shards": make_plan(LLAMA, dp=3, zero=(1, 2, 3, 0), global_batch_size=6),
-    "pp4-more-micro-batches-than-stages": make_plan(GPT, pp=4, num_micro_batches=8, blocks=(0, 1, 2, 1)),
+    "pp4-more-micro-batches-than-stages": make_plan(
+        GPT, pp=4, num_micro_batches=8, blocks=(0, 1, 2, 1)
+    ),
     "pp2-dp2-zero2": make_plan(GPT, pp=2, dp=2, zero=(2,), num_micro_batches=4),
     "pp2-dp2-llama-zero3-interleaved": make_plan(LLAMA, pp=2, dp=2, zero=(3,), **INTERLEAVED),
     "pp2-dp2-gpt-tied-zbv-zero1": make_plan(GPT, pp=2, dp=2, zero=(1,), **ZBV),
@@ -78,23 +109,53 @@ PLANS: dict[str, Plan] = {
     "bf16-pp2-dp2-zbv-zero1": make_plan(GPT, pp=2, dp=2, zero=(1,), precision=BF16, **ZBV),
     "pp2-tp2-sp-on-the-first-stage": half_sequence_parallel(),
     "dp2-tp2-sp-zero-mixed": make_plan(LLAMA, dp=2, tp=2, sp=True, zero=(3, 1, 0, 2)),
-    "pp2-dp2-tp2-sp-gpt-tied-zero1": make_plan(GPT, pp=2, dp=2, tp=2, sp=True, zero=(1,), blocks=(1, 3)),
-    "pp2-dp2-tp2-sp-llama-zero3-interleaved": make_plan(LLAMA, pp=2, dp=2, tp=2, sp=True, zero=(3,), recompute="full", **INTERLEAVED),
+    "pp2-dp2-tp2-sp-gpt-tied-zero1": make_plan(
+        GPT, pp=2, dp=2, tp=2, sp=True, zero=(1,), blocks=(1, 3)
+    ),
+    "pp2-dp2-tp2-sp-llama-zero3-interleaved": make_plan(
+        LLAMA, pp=2, dp=2, tp=2, sp=True, zero=(3,), recompute="full", **INTERLEAVED
+    ),
     "bf16-one-rank": make_plan(GPT, precision=BF16),
     "bf16-dp2-zero0": make_plan(GPT, dp=2, zero=(0,), precision=BF16),
     "bf16-dp2-zero1": make_plan(GPT, dp=2, zero=(1,), precision=BF16),
     "bf16-dp2-zero2": make_plan(GPT, dp=2, zero=(2,), precision=BF16),
     "bf16-dp2-zero3": make_plan(GPT, dp=2, zero=(3,), precision=BF16),
     "bf16-pp2-dp2-tp2-sp-tied-zero-mixed": make_plan(
-        GPT, pp=2, dp=2, tp=2, sp=True, zero=(1, 3, 2, 0), recompute="full", precision=BF16, num_micro_batches=4),
+        GPT,
+        pp=2,
+        dp=2,
+        tp=2,
+        sp=True,
+        zero=(1, 3, 2, 0),
+        recompute="full",
+        precision=BF16,
+        num_micro_batches=4,
+    ),
 }
 
 
 SLOW = {  # what differs in them from the others is in one of those alone
-    "pp2-llama-zbv-few-micro-batches-recompute", "dp2-zero1-one-micro-batch", "dp2-zero3-full-recompute",
-    "dp2-llama-a-zero-stage-per-block", "tp2-sp-gpt-unfused-attention-recompute",
-    "dp2-zero0", "dp2-zero1", "dp2-zero2", "dp2-zero3", "tp2-gpt", "bf16-dp2-zero0", "bf16-dp2-zero1", "bf16-dp2-zero2", "tp2-llama",
-    "tp2-sp-gpt", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks > 2 and name != "pp2-tp2-sp-on-the-first-stage")}
+    "pp2-llama-zbv-few-micro-batches-recompute",
+    "dp2-zero1-one-micro-batch",
+    "dp2-zero3-full-recompute",
+    "dp2-llama-a-zero-stage-per-block",
+    "tp2-sp-gpt-unfused-attention-recompute",
+    "dp2-zero0",
+    "dp2-zero1",
+    "dp2-zero2",
+    "dp2-zero3",
+    "tp2-gpt",
+    "bf16-dp2-zero0",
+    "bf16-dp2-zero1",
+    "bf16-dp2-zero2",
+    "tp2-llama",
+    "tp2-sp-gpt",
+    *(
+        name
+        for name, plan in PLANS.items()
+        if plan.mesh.num_ranks > 2 and name != "pp2-tp2-sp-on-the-first-stage"
+    ),
+}
 WORLDS = Worlds(PLANS, SLOW)
 
 
@@ -110,7 +171,9 @@ def test_a_plan_trains_like_one_process(name):
 
     require_parity(plan, found, expected)
     exact = plan.training.precision is Precision.FP32
-    assert found.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE if exact else BF16_NORM_TOLERANCE)
+    assert found.norms == pytest.approx(
+        expected.norms, rel=NORM_TOLERANCE if exact else BF16_NORM_TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", WORLDS.params())
@@ -120,19 +183,32 @@ def test_every_rank_holds_exactly_the_predicted_bytes(name):
     states = WORLDS.outcome(name).states
 
     assert len(states) == plan.mesh.num_ranks
-    assert {rank: measured for rank, (_, measured) in states.items()} == {rank: predicted for rank, (predicted, _) in states.items()}
+    assert {rank: measured for rank, (_, measured) in states.items()} == {
+        rank: predicted for rank, (predicted, _) in states.items()
+    }
 
 
 LAYERS = LLAMA.num_layers + 2
 
 
-@pytest.mark.parametrize(("name", "gathers", "reduce_scatters", "all_reduces"), [
-    pytest.param("llama-dp2-zero0", 0, 0, 1, id="zero0-reduces-once-a-step"),
-    pytest.param("llama-dp2-zero1", LAYERS, LAYERS, 0, id="zero1-gathers-and-reduces-once-a-step"),
-    pytest.param("llama-dp2-zero2", LAYERS, 4 * LAYERS, 0, id="zero2-reduces-every-micro-batch"),
-    pytest.param("llama-dp2-zero3", 8 * LAYERS, 4 * LAYERS, 0, id="zero3-gathers-twice-every-micro-batch"),
-])
-def test_a_step_of_four_micro_batches_communicates_as_its_zero_stage_says(name, gathers, reduce_scatters, all_reduces):
+@pytest.mark.parametrize(
+    ("name", "gathers", "reduce_scatters", "all_reduces"),
+    [
+        pytest.param("llama-dp2-zero0", 0, 0, 1, id="zero0-reduces-once-a-step"),
+        pytest.param(
+            "llama-dp2-zero1", LAYERS, LAYERS, 0, id="zero1-gathers-and-reduces-once-a-step"
+        ),
+        pytest.param(
+            "llama-dp2-zero2", LAYERS, 4 * LAYERS, 0, id="zero2-reduces-every-micro-batch"
+        ),
+        pytest.param(
+            "llama-dp2-zero3", 8 * LAYERS, 4 * LAYERS, 0, id="zero3-gathers-twice-every-micro-batch"
+        ),
+    ],
+)
+def test_a_step_of_four_micro_batches_communicates_as_its_zero_stage_says(
+    name, gathers, reduce_scatters, all_reduces
+):
     found = WORLDS.outcome(name).collectives
 
     assert found["_allgather_base_"] == gathers

@@ -1,4 +1,6 @@
-"""A shrunk plan has the structure of the large one, is small, and is one that the executor takes."""
+"""A shrunk plan has the structure of the large one, is small, and is one that the executor
+takes.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +34,49 @@ from tests.helpers.executor_plans import (
     with_divisions,
 )
 
-DIVISIONS = (BATCH_FEED_FORWARD, HIDDEN_STREAM, MEGATRON, MEGATRON_SEQUENCE, PATCHWORK, SEQUENCE, TOKEN_FEED_FORWARD)
+DIVISIONS = (
+    BATCH_FEED_FORWARD,
+    HIDDEN_STREAM,
+    MEGATRON,
+    MEGATRON_SEQUENCE,
+    PATCHWORK,
+    SEQUENCE,
+    TOKEN_FEED_FORWARD,
+)
 RECOMPUTE = ((), "full", ("norm2", "fc1", "activation"), ("attention",))
 
 
 def random_plan(seed: int) -> Plan:
-    """A legal plan of many blocks: any mesh, schedule, mixture of ZeRO stages, divisions and recompute lists."""
+    """A legal plan of many blocks: any mesh, schedule, mixture of ZeRO stages, divisions and
+    recompute lists.
+    """
     draw = random.Random(seed)
     pp, dp, tp = (draw.choice(degrees) for degrees in ((1, 2, 4), (1, 2, 4, 8), (1, 2, 4)))
     schedule = draw.choice(list(Schedule)[:3]) if pp > 1 else Schedule.ONE_F_ONE_B
     chunks = draw.choice((2, 6)) if schedule is Schedule.INTERLEAVED else 1
     count, size = pp * draw.choice((1, 2, 8)), tp * draw.choice((1, 2))
     model = dataclasses.replace(
-        draw.choice((GPT, LLAMA)), num_layers=pp * chunks * draw.choice((1, 3)), num_heads=16, num_kv_heads=8, hidden_size=128)
+        draw.choice((GPT, LLAMA)),
+        num_layers=pp * chunks * draw.choice((1, 3)),
+        num_heads=16,
+        num_kv_heads=8,
+        hidden_size=128,
+    )
     zero = (draw.randrange(4),) if draw.random() < 0.5 else (2, 1, 3)
     plan = make_plan(
-        model, pp=pp, dp=dp, tp=tp, sp=tp > 1 and draw.random() < 0.5, zero=zero, recompute=draw.choice(RECOMPUTE), schedule=schedule,
-        virtual_stages=chunks, num_micro_batches=count, global_batch_size=dp * size * count,
-        precision=draw.choice((Precision.FP32, Precision.BF16)))
+        model,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        sp=tp > 1 and draw.random() < 0.5,
+        zero=zero,
+        recompute=draw.choice(RECOMPUTE),
+        schedule=schedule,
+        virtual_stages=chunks,
+        num_micro_batches=count,
+        global_batch_size=dp * size * count,
+        precision=draw.choice((Precision.FP32, Precision.BF16)),
+    )
     return with_divisions(plan, *draw.sample(DIVISIONS, 2)) if tp > 1 else plan
 
 
@@ -74,19 +101,36 @@ def test_a_shrunk_plan_keeps_the_structure_and_is_legal(seed):
     assert small.layer_plans == plan.layer_plans
     assert small.model.num_layers <= plan.model.num_layers
     assert small.training.precision is Precision.FP32
-    for field in ("norm", "positions", "gated_ffn", "tied_embeddings", "parallel_residual", "linear_bias", "qkv_bias"):
+    for field in (
+        "norm",
+        "positions",
+        "gated_ffn",
+        "tied_embeddings",
+        "parallel_residual",
+        "linear_bias",
+        "qkv_bias",
+    ):
         assert getattr(small.model, field) == getattr(plan.model, field)
-    assert (small.model.num_kv_heads < small.model.num_heads) == (plan.model.num_kv_heads < plan.model.num_heads)
+    assert (small.model.num_kv_heads < small.model.num_heads) == (
+        plan.model.num_kv_heads < plan.model.num_heads
+    )
     order = [run.plan for stage in plan.stages for run in stage.layers]
-    assert list(dict.fromkeys(run.plan for stage in small.stages for run in stage.layers)) == list(dict.fromkeys(order))
+    assert list(dict.fromkeys(run.plan for stage in small.stages for run in stage.layers)) == list(
+        dict.fromkeys(order)
+    )
 
 
 @pytest.mark.parametrize("model", ["gpt-20b", "llama3-70b", "gpt-175b"])
 def test_a_model_of_billions_becomes_one_of_thousands(model):
     entry, cluster = load_model(model), with_gpus(load_cluster("h100-80gb"), 64)
     layout = ParallelLayout(
-        mesh=Mesh(pp=4, dp=2, tp=8), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=64,
-        sequence_parallel=True)
+        mesh=Mesh(pp=4, dp=2, tp=8),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=64,
+        sequence_parallel=True,
+    )
     training = TrainingSpec(global_batch_size=128, seq_length=entry.seq_length, stack=NEUTRAL)
 
     small = shrunk(estimate_plan(entry.spec, cluster, training, layout, zero=1))

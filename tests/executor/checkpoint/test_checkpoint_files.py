@@ -1,4 +1,6 @@
-"""Only whole checkpoints of one step are gone on from: each file is what the manifest says, and none can run code."""
+"""Only whole checkpoints of one step are gone on from: each file is what the manifest says, and
+none can run code.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from parplan.executor.checkpoint.index import INDEX, metadata_of
 from parplan.profiles.errors import ConfigError
 from tests.executor.checkpoint.test_checkpoints import TIMEOUT, make_plan, run_world, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"
+)
 
 PLAN = make_plan()
 OWN, OTHER = "__0_0.distcp", "__1_0.distcp"
@@ -69,13 +73,18 @@ def put_checksum(path: Path, name: str) -> None:
 
 def test_the_manifest_has_the_step_and_the_size_and_checksum_of_every_file(written):
     path = written[0] / "step-000003"
-    files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != folder.DOCUMENT}
+    files = {
+        file.name: file.read_bytes() for file in path.iterdir() if file.name != folder.DOCUMENT
+    }
 
     document = document_of(path)
 
     assert document["step"] == 3
     assert set(files) == {OWN, INDEX, ".metadata"}
-    assert document["files"] == {name: {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"} for name, data in files.items()}
+    assert document["files"] == {
+        name: {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+        for name, data in files.items()
+    }
 
 
 def _from_the_step_before(name: str) -> Callable[[Path], object]:
@@ -87,6 +96,7 @@ def _flip(name: str, where: int) -> Callable[[Path], object]:
         data = bytearray((path / name).read_bytes())
         data[where] ^= 1
         (path / name).write_bytes(data)
+
     return change
 
 
@@ -95,26 +105,54 @@ def _rewrite(**changes: object) -> Callable[[Path], object]:
 
 
 CHANGES = {
-    "an-earlier-step": (_from_the_step_before(OWN), rf"{OWN} has the checksum \w{{8}}, \w{{8}} was written"),
-    "an-earlier-index": (_flip(INDEX, 40), rf"{INDEX} has the checksum \w{{8}}, \w{{8}} was written"),
+    "an-earlier-step": (
+        _from_the_step_before(OWN),
+        rf"{OWN} has the checksum \w{{8}}, \w{{8}} was written",
+    ),
+    "an-earlier-index": (
+        _flip(INDEX, 40),
+        rf"{INDEX} has the checksum \w{{8}}, \w{{8}} was written",
+    ),
     "one-bit": (_flip(OWN, -1), rf"{OWN} has the checksum"),
-    "truncated": (lambda path: os.truncate(path / OWN, 100), rf"{OWN} has 100 bytes, \d+ were written"),
+    "truncated": (
+        lambda path: os.truncate(path / OWN, 100),
+        rf"{OWN} has 100 bytes, \d+ were written",
+    ),
     "missing": (lambda path: (path / OWN).unlink(), rf"{OWN}: No such file"),
-    "a-folder": (lambda path: ((path / INDEX).unlink(), (path / INDEX).mkdir()), rf"{INDEX} has \d+ bytes"),
-    "no-manifest": (lambda path: (path / folder.DOCUMENT).unlink(), r"checkpoint\.json: No such file"),
-    "an-earlier-manifest": (_from_the_step_before(folder.DOCUMENT), r"checkpoint\.json is of step 2, the folder's name says 3"),
-    "without-checksums": (_rewrite(format=1), "its format is 1, this parplan reads 2, which has checksums"),
-    "outside": (_rewrite(files={"../file": {"bytes": 1, "crc32": "0"}}), r"checkpoint\.json is not that of a checkpoint"),
+    "a-folder": (
+        lambda path: ((path / INDEX).unlink(), (path / INDEX).mkdir()),
+        rf"{INDEX} has \d+ bytes",
+    ),
+    "no-manifest": (
+        lambda path: (path / folder.DOCUMENT).unlink(),
+        r"checkpoint\.json: No such file",
+    ),
+    "an-earlier-manifest": (
+        _from_the_step_before(folder.DOCUMENT),
+        r"checkpoint\.json is of step 2, the folder's name says 3",
+    ),
+    "without-checksums": (
+        _rewrite(format=1),
+        "its format is 1, this parplan reads 2, which has checksums",
+    ),
+    "outside": (
+        _rewrite(files={"../file": {"bytes": 1, "crc32": "0"}}),
+        r"checkpoint\.json is not that of a checkpoint",
+    ),
     "no-model": (_rewrite(model=None), r"checkpoint\.json is not that of a checkpoint"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_named_checkpoint_that_is_not_as_it_was_written_is_one_error_that_names_the_one_before(name, saved, alone):
+def test_a_named_checkpoint_that_is_not_as_it_was_written_is_one_error_that_names_the_one_before(
+    name, saved, alone
+):
     change, said = CHANGES[name]
     change(saved / "step-000003")
 
-    with pytest.raises(ConfigError, match=rf"--resume .*step-000003: it is not whole: {said}") as error:
+    with pytest.raises(
+        ConfigError, match=rf"--resume .*step-000003: it is not whole: {said}"
+    ) as error:
         train(PLAN, 4, resume=str(saved / "step-000003"))
 
     assert error.value.hint == f"go on from the one before: --resume {saved / 'step-000002'}"
@@ -167,7 +205,11 @@ def test_every_file_is_read_by_one_rank(saved):
 def _read_by(path: Path, files: dict, share: int) -> list[str]:
     """The files of a share: those by whose damage alone it is told."""
     good = {name: {"bytes": 3, "crc32": f"{zlib.crc32(b'abc'):08x}"} for name in files}
-    return [name for name in files if folder.damage(path, {"files": good | {name: files[name]}}, share, 3, lambda: None)]
+    return [
+        name
+        for name in files
+        if folder.damage(path, {"files": good | {name: files[name]}}, share, 3, lambda: None)
+    ]
 
 
 class Touching:
@@ -200,7 +242,11 @@ def test_a_pickle_in_the_place_of_a_tensor_runs_nothing(name, saved, alone, tmp_
     torch.save(Touching(touched), path / "__9_0.distcp")
     index = json.loads((path / INDEX).read_text())
     name = name if name in index else next(key for key in index if key.startswith("model."))
-    index[name] = {"file": "__9_0.distcp", "start": 0, "bytes": (path / "__9_0.distcp").stat().st_size}
+    index[name] = {
+        "file": "__9_0.distcp",
+        "start": 0,
+        "bytes": (path / "__9_0.distcp").stat().st_size,
+    }
     (path / INDEX).write_text(json.dumps(index))
     for file in (INDEX, "__9_0.distcp"):
         put_checksum(path, file)
@@ -227,11 +273,17 @@ class Counter:
 def test_plain_values_of_objects_are_read_back(tmp_path, alone):
     final = tmp_path / "step-000001"
     parts = {part: {} for part in folder.PARTS}
-    dcp.save({"sampler": Counter(7)}, storage_writer=folder.AtomicWriter(final, {"step": 1, **parts}, keep=1))
+    dcp.save(
+        {"sampler": Counter(7)},
+        storage_writer=folder.AtomicWriter(final, {"step": 1, **parts}, keep=1),
+    )
     loaded = Counter(0)
 
     dcp.load(
-        {"sampler": loaded}, storage_reader=folder.CheckedReader(final, folder.read_document(final)), planner=folder.SafeLoadPlanner())
+        {"sampler": loaded},
+        storage_reader=folder.CheckedReader(final, folder.read_document(final)),
+        planner=folder.SafeLoadPlanner(),
+    )
 
     assert loaded.values == {"count": 7, "names": ["a", "b"], "position": torch.tensor([7])}
 
@@ -241,11 +293,18 @@ def test_torchs_own_tools_read_the_tensors_too(written):
     index = json.loads((path / INDEX).read_text())
 
     theirs = FileSystemReader(path).read_metadata()
-    ours = metadata_of(index, {name: file["bytes"] for name, file in document_of(path)["files"].items()})
+    ours = metadata_of(
+        index, {name: file["bytes"] for name, file in document_of(path)["files"].items()}
+    )
 
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
-    assert {key: (found.size, found.chunks, found.properties.dtype) for key, found in ours.state_dict_metadata.items()} == {
-        key: (found.size, found.chunks, found.properties.dtype) for key, found in theirs.state_dict_metadata.items()}
+    assert {
+        key: (found.size, found.chunks, found.properties.dtype)
+        for key, found in ours.state_dict_metadata.items()
+    } == {
+        key: (found.size, found.chunks, found.properties.dtype)
+        for key, found in theirs.state_dict_metadata.items()
+    }
     assert ours.storage_data == theirs.storage_data
 
 
@@ -253,11 +312,22 @@ PART = {"offset": [0], "shape": [2], "file": "a", "start": 0, "bytes": 8}
 TENSOR = {"dtype": "float32", "shape": [2], "parts": [PART]}
 
 
-@pytest.mark.parametrize("document", [
-    [], {"x": 1}, {"x": {}}, {"x": {**TENSOR, "dtype": "Tensor"}}, {"x": {**TENSOR, "shape": [-1]}}, {"x": {**TENSOR, "shape": [True]}},
-    {"x": {**TENSOR, "shape": [2**63]}}, {"x": {**TENSOR, "parts": [{**PART, "file": "../a"}]}},
-    {"x": {**TENSOR, "parts": [{**PART, "start": 1}]}}, {"x": {**TENSOR, "parts": [{**PART, "offset": [0, 0]}]}},
-    {"x": {**TENSOR, "parts": [{**PART, "shape": [3]}]}}])
+@pytest.mark.parametrize(
+    "document",
+    [
+        [],
+        {"x": 1},
+        {"x": {}},
+        {"x": {**TENSOR, "dtype": "Tensor"}},
+        {"x": {**TENSOR, "shape": [-1]}},
+        {"x": {**TENSOR, "shape": [True]}},
+        {"x": {**TENSOR, "shape": [2**63]}},
+        {"x": {**TENSOR, "parts": [{**PART, "file": "../a"}]}},
+        {"x": {**TENSOR, "parts": [{**PART, "start": 1}]}},
+        {"x": {**TENSOR, "parts": [{**PART, "offset": [0, 0]}]}},
+        {"x": {**TENSOR, "parts": [{**PART, "shape": [3]}]}},
+    ],
+)
 def test_an_index_that_no_save_wrote_is_refused(document):
     with pytest.raises(ValueError, match=r"index\.json is not that of a checkpoint"):
         metadata_of(document, {"a": 8})

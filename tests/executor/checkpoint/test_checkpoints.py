@@ -1,4 +1,6 @@
-"""A run goes on from a checkpoint as if it had never stopped: on other meshes and plans, and whatever happened to a save."""
+"""A run goes on from a checkpoint as if it had never stopped: on other meshes and plans, and
+whatever happened to a save.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,13 @@ from tests.helpers.executor_world import (
     reference_optimizer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"
+)
 
-GPT, LLAMA = (dataclasses.replace(model, num_layers=2) for model in (executor_plans.GPT, executor_plans.LLAMA))
+GPT, LLAMA = (
+    dataclasses.replace(model, num_layers=2) for model in (executor_plans.GPT, executor_plans.LLAMA)
+)
 OPTIONS = Options(seed=7, learning_rate=1e-2)
 TIMEOUT = timedelta(seconds=60)
 BF16 = Precision.BF16
@@ -51,10 +57,14 @@ DROPPING = dataclasses.replace(GPT, dropout=0.1)
 
 
 def train(plan: Plan, steps: int, **checkpoints: object) -> tuple[list[float], list[str]]:
-    """This rank's part of a run to `steps` steps in all: the losses of the steps it made, and what it noted."""
+    """This rank's part of a run to `steps` steps in all: the losses of the steps it made, and what
+    it noted.
+    """
     notes: list[str] = []
     trainer = build_trainer(plan, dataclasses.replace(OPTIONS, steps=steps), torch.device("cpu"))
-    saves = Checkpoints(trainer, CheckpointOptions(**checkpoints), timeout=TIMEOUT, note=notes.append)
+    saves = Checkpoints(
+        trainer, CheckpointOptions(**checkpoints), timeout=TIMEOUT, note=notes.append
+    )
     losses = []
     for result in trainer.run(saves.resume()):
         losses.append(result.loss)
@@ -74,7 +84,9 @@ def run_world(runs: Sequence[Run]) -> list[list[float]]:
     """The losses of rank 0 in each of the runs, one after the other in one world."""
     world = runs[0][0].mesh.num_ranks
     with tempfile.TemporaryDirectory() as place:
-        mp.start_processes(_rank, args=(world, list(runs), place), nprocs=world, start_method="fork")
+        mp.start_processes(
+            _rank, args=(world, list(runs), place), nprocs=world, start_method="fork"
+        )
         return json.loads((Path(place) / "losses").read_text())
 
 
@@ -82,7 +94,13 @@ def _rank(rank: int, world: int, runs: list[Run], place: str) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    dist.init_process_group("gloo", store=dist.FileStore(f"{place}/store", world), rank=rank, world_size=world, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{place}/store", world),
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
+    )
     losses = [train(plan, steps, **options)[0] for plan, steps, options in runs]
     if rank == 0:
         (Path(place) / "losses").write_text(json.dumps(losses))
@@ -105,7 +123,9 @@ def undisturbed(plan: Plan, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
         ids, targets = batches(step)
-        loss = torch.nn.functional.cross_entropy(forward(layers, ids).flatten(0, 1), targets.flatten())
+        loss = torch.nn.functional.cross_entropy(
+            forward(layers, ids).flatten(0, 1), targets.flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(layers.parameters(), OPTIONS.clip_gradients)
@@ -116,10 +136,17 @@ def undisturbed(plan: Plan, steps: int) -> list[float]:
 
 # each plan makes two steps from the checkpoint that the one before left, the last on one rank
 CHAINS = {
-    "gpt-tied": [make_plan(GPT, dp=2, zero=(3,)), make_plan(GPT, tp=2, sp=True), make_plan(GPT, pp=2)],
+    "gpt-tied": [
+        make_plan(GPT, dp=2, zero=(3,)),
+        make_plan(GPT, tp=2, sp=True),
+        make_plan(GPT, pp=2),
+    ],
     "llama": [
-        make_plan(LLAMA, pp=2, blocks=(0, 2)), make_plan(LLAMA, dp=2, zero=(0, 2)), make_plan(LLAMA, tp=2, recompute="full"),
-        make_plan(LLAMA, dp=2)],
+        make_plan(LLAMA, pp=2, blocks=(0, 2)),
+        make_plan(LLAMA, dp=2, zero=(0, 2)),
+        make_plan(LLAMA, tp=2, recompute="full"),
+        make_plan(LLAMA, dp=2),
+    ],
 }
 
 
@@ -134,18 +161,25 @@ def test_a_run_goes_on_with_the_same_losses_on_other_meshes_and_plans(name, tmp_
     parts += run_world([(make_plan(chain[0].model), steps + 2, options)])
 
     assert [len(part) for part in parts] == [2] * (len(chain) + 1)
-    assert [loss for part in parts for loss in part] == pytest.approx(undisturbed(chain[0], steps + 2), rel=2 * LOSS_TOLERANCE)
+    assert [loss for part in parts for loss in part] == pytest.approx(
+        undisturbed(chain[0], steps + 2), rel=2 * LOSS_TOLERANCE
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_strided_shards_of_data_and_tensor_parallelism_are_read_back_by_another_mesh(tmp_path):
     options = {"directory": tmp_path}
-    both, pipelined = make_plan(LLAMA, dp=2, tp=2, sp=True, zero=(3, 1)), make_plan(LLAMA, pp=2, dp=2, zero=(2, 0))
+    both, pipelined = (
+        make_plan(LLAMA, dp=2, tp=2, sp=True, zero=(3, 1)),
+        make_plan(LLAMA, pp=2, dp=2, zero=(2, 0)),
+    )
 
     parts = run_world([(both, 1, options), (pipelined, 2, options), (both, 4, options)])
 
-    assert [loss for part in parts for loss in part] == pytest.approx(undisturbed(both, 4), rel=2 * LOSS_TOLERANCE)
+    assert [loss for part in parts for loss in part] == pytest.approx(
+        undisturbed(both, 4), rel=2 * LOSS_TOLERANCE
+    )
 
 
 @pytest.mark.slow
@@ -153,11 +187,18 @@ def test_strided_shards_of_data_and_tensor_parallelism_are_read_back_by_another_
 def test_bf16_runs_keep_their_fp32_masters_and_may_change_their_zero_stage(tmp_path):
     plans = [make_plan(GPT, dp=2, zero=(zero,), precision=BF16) for zero in (0, 3)]
 
-    *parts, whole = run_world([
-        (plans[0], 2, {"directory": tmp_path}), (plans[1], 4, {"directory": tmp_path}), (plans[0], 6, {"directory": tmp_path}),
-        (plans[0], 6, {})])
+    *parts, whole = run_world(
+        [
+            (plans[0], 2, {"directory": tmp_path}),
+            (plans[1], 4, {"directory": tmp_path}),
+            (plans[0], 6, {"directory": tmp_path}),
+            (plans[0], 6, {}),
+        ]
+    )
 
-    assert [loss for part in parts for loss in part] == pytest.approx(whole, rel=BF16_LOSS_TOLERANCE)
+    assert [loss for part in parts for loss in part] == pytest.approx(
+        whole, rel=BF16_LOSS_TOLERANCE
+    )
     assert whole[5] != pytest.approx(whole[0], rel=BF16_LOSS_TOLERANCE)
 
 
@@ -165,9 +206,14 @@ def test_bf16_runs_keep_their_fp32_masters_and_may_change_their_zero_stage(tmp_p
 def test_dropout_goes_on_with_the_same_masks_on_the_same_mesh(tmp_path):
     plan = make_plan(DROPPING, dp=2, zero=(2,))
 
-    first, second, whole, again = run_world([
-        (plan, 2, {"directory": tmp_path}), (plan, 4, {"directory": tmp_path}), (plan, 4, {}),
-        (plan, 4, {"resume": str(tmp_path / "step-000002")})])
+    first, second, whole, again = run_world(
+        [
+            (plan, 2, {"directory": tmp_path}),
+            (plan, 4, {"directory": tmp_path}),
+            (plan, 4, {}),
+            (plan, 4, {"resume": str(tmp_path / "step-000002")}),
+        ]
+    )
 
     assert first + second == whole
     assert again == second
@@ -190,9 +236,13 @@ def test_dropout_on_another_mesh_or_device_says_so_and_draws_other_masks(tmp_pat
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, monkeypatch):
     go_on = threading.Event()
     write = folder.AtomicWriter.write_data
-    monkeypatch.setattr(folder.AtomicWriter, "write_data", lambda *args: (go_on.wait(60), write(*args))[1])
+    monkeypatch.setattr(
+        folder.AtomicWriter, "write_data", lambda *args: (go_on.wait(60), write(*args))[1]
+    )
     trainer = build_trainer(make_plan(), dataclasses.replace(OPTIONS, steps=3), torch.device("cpu"))
-    saves = Checkpoints(trainer, CheckpointOptions(directory=tmp_path, every=1), timeout=TIMEOUT, note=print)
+    saves = Checkpoints(
+        trainer, CheckpointOptions(directory=tmp_path, every=1), timeout=TIMEOUT, note=print
+    )
     steps = trainer.run(saves.resume())
     next(steps)
     saves.after_step(1)
@@ -216,7 +266,9 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path, alone):
 def test_a_kill_during_a_save_loses_nothing(tmp_path, alone, monkeypatch, moment):
     whole, _ = train(make_plan(), 2, directory=tmp_path, every=1)
     dist.destroy_process_group()
-    child = multiprocessing.get_context("fork").Process(target=_killed_in_a_save, args=(tmp_path, moment))
+    child = multiprocessing.get_context("fork").Process(
+        target=_killed_in_a_save, args=(tmp_path, moment)
+    )
     child.start()
     child.join(60)
     left = sorted(path.name for path in tmp_path.iterdir())
@@ -251,7 +303,10 @@ def test_a_truncated_checkpoint_is_skipped_with_a_note_and_written_again(tmp_pat
 
     losses, notes = train(make_plan(), 4, directory=tmp_path, every=1)
 
-    assert notes[0] == f"step-000003 is skipped, it is not whole: __0_0.distcp has {size // 2} bytes, {size} were written"
+    assert (
+        notes[0]
+        == f"step-000003 is skipped, it is not whole: __0_0.distcp has {size // 2} bytes, {size} were written"
+    )
     assert losses == train(make_plan(), 4)[0][2:]
     assert train(make_plan(), 5, resume=str(tmp_path / "step-000003"))[0][0] == losses[1]
 
@@ -295,17 +350,25 @@ def test_what_changes_is_noted(tmp_path, alone):
 
     _, notes = train(make_plan(global_batch_size=4), 2, directory=tmp_path)
 
-    assert notes[:2] == ["global_batch_size is 4, until the checkpoint it was 8", "learning_rate is 0.01, until the checkpoint it was 0.5"]
+    assert notes[:2] == [
+        "global_batch_size is 4, until the checkpoint it was 8",
+        "learning_rate is 0.01, until the checkpoint it was 0.5",
+    ]
 
 
-def test_never_starts_anew_in_an_empty_folder_only_and_after_a_restart_goes_on(tmp_path, alone, monkeypatch):
+def test_never_starts_anew_in_an_empty_folder_only_and_after_a_restart_goes_on(
+    tmp_path, alone, monkeypatch
+):
     losses, _ = train(make_plan(), 2, directory=tmp_path, resume="never")
     with pytest.raises(ConfigError, match=r"--resume never: .* holds step-000002 of another run"):
         train(make_plan(), 3, directory=tmp_path, resume="never")
 
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
 
-    assert losses + train(make_plan(), 3, directory=tmp_path, resume="never")[0] == train(make_plan(), 3)[0]
+    assert (
+        losses + train(make_plan(), 3, directory=tmp_path, resume="never")[0]
+        == train(make_plan(), 3)[0]
+    )
 
 
 def test_an_older_checkpoint_of_the_same_folder_is_refused(tmp_path, alone):
@@ -324,17 +387,32 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path, alon
         train(make_plan(), 1, directory=tmp_path / "file" / "checkpoints")
 
 
-def test_a_save_that_finds_no_room_costs_that_checkpoint_and_the_last_one_the_exit_code(tmp_path, alone):
+def test_a_save_that_finds_no_room_costs_that_checkpoint_and_the_last_one_the_exit_code(
+    tmp_path, alone
+):
     train(make_plan(), 1, directory=tmp_path)
-    limits, action = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits, action = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         notes: list[str] = []
-        trainer = build_trainer(make_plan(), dataclasses.replace(OPTIONS, steps=3), torch.device("cpu"))
-        saves = Checkpoints(trainer, CheckpointOptions(directory=tmp_path, every=1), timeout=TIMEOUT, note=notes.append)
+        trainer = build_trainer(
+            make_plan(), dataclasses.replace(OPTIONS, steps=3), torch.device("cpu")
+        )
+        saves = Checkpoints(
+            trainer,
+            CheckpointOptions(directory=tmp_path, every=1),
+            timeout=TIMEOUT,
+            note=notes.append,
+        )
         for result in trainer.run(saves.resume()):
             saves.after_step(result.step + 1)
-        with pytest.raises(PlannerError, match=r"the checkpoint of step 3 was not written: File too large \(rank 0\)$"):
+        with pytest.raises(
+            PlannerError,
+            match=r"the checkpoint of step 3 was not written: File too large \(rank 0\)$",
+        ):
             saves.finish(3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

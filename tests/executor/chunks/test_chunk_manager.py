@@ -1,4 +1,6 @@
-"""The chunk manager by itself, on one rank: blocks in chunks against the same blocks as plain modules, and schedules that are wrong."""
+"""The chunk manager by itself, on one rank: blocks in chunks against the same blocks as plain
+modules, and schedules that are wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from parplan.costmodels.chunks.chunk_layout import SizedTensor, block_tensors, pack
-from parplan.costmodels.chunks.chunk_operations import ChunkAction, ChunkedBlocks, BlockPass, ChunkOp, RankChunks
+from parplan.costmodels.chunks.chunk_operations import (
+    BlockPass,
+    ChunkAction,
+    ChunkedBlocks,
+    ChunkOp,
+    RankChunks,
+)
 from parplan.costmodels.chunks.chunk_states import TransitionError
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.operators.sharding import Sharding
@@ -32,10 +40,16 @@ CHUNK = 4000
 AMPLE = 10**8
 
 
-def group(home: StateLocation, blocks: tuple[int, ...], chunk_elements: int = CHUNK, model=MODEL) -> ChunkedBlocks:
+def group(
+    home: StateLocation, blocks: tuple[int, ...], chunk_elements: int = CHUNK, model=MODEL
+) -> ChunkedBlocks:
     """`blocks` of `model` packed into chunks that end anywhere in a block."""
     own = block_tensors(build_graph(model, TRAINING, 1).block, Sharding())
-    tensors = tuple(SizedTensor(f"block{block}.{tensor.name}", tensor.elements) for block in blocks for tensor in own)
+    tensors = tuple(
+        SizedTensor(f"block{block}.{tensor.name}", tensor.elements)
+        for block in blocks
+        for tensor in own
+    )
     return ChunkedBlocks(home=home, blocks=blocks, chunk_layout=pack(tensors, chunk_elements))
 
 
@@ -43,36 +57,76 @@ def users(groups: tuple[ChunkedBlocks, ...]) -> dict[tuple[int, int], set[int]]:
     """By (group, chunk) the blocks that have a tensor in it."""
     found: dict[tuple[int, int], set[int]] = {}
     for index, each in enumerate(groups):
-        for tensor, chunk in zip(each.chunk_layout.tensors, each.chunk_layout.group_of, strict=True):
-            found.setdefault((index, chunk), set()).add(int(tensor.name.removeprefix("block").split(".")[0]))
+        for tensor, chunk in zip(
+            each.chunk_layout.tensors, each.chunk_layout.group_of, strict=True
+        ):
+            found.setdefault((index, chunk), set()).add(
+                int(tensor.name.removeprefix("block").split(".")[0])
+            )
     return found
 
 
-def nothing_stays(groups: tuple[ChunkedBlocks, ...], micro_batches: int, device_bytes: int = AMPLE) -> RankChunks:
-    """All forward passes before the backward pass of each micro-batch; HOST chunks are fetched for a block and dropped behind it."""
+def nothing_stays(
+    groups: tuple[ChunkedBlocks, ...], micro_batches: int, device_bytes: int = AMPLE
+) -> RankChunks:
+    """All forward passes before the backward pass of each micro-batch; HOST chunks are fetched for
+    a block and dropped behind it.
+    """
     blocks, of = range(MODEL.num_layers), users(groups)
     moments = []
     for index in range(micro_batches):
         for work, order in ((ActionKind.FORWARD, blocks), (ActionKind.BACKWARD, reversed(blocks))):
             for block in order:
-                host = [key for key, own in of.items() if block in own and groups[key[0]].home is StateLocation.HOST]
-                sent = [key for key in host if work is ActionKind.BACKWARD and block == min(of[key])]
-                moments.append(BlockPass(
-                    work=work, stage=0, micro_batch=index, block=block, device_bytes=device_bytes, chunk_bytes=device_bytes,
-                    before=tuple(ChunkOp(ChunkAction.FETCH, *key, 4 * CHUNK) for key in host),
-                    after=(*(ChunkOp(ChunkAction.SEND, *key, 4 * CHUNK) for key in sent), *(ChunkOp(ChunkAction.DROP, *key, 0) for key in host))))
+                host = [
+                    key
+                    for key, own in of.items()
+                    if block in own and groups[key[0]].home is StateLocation.HOST
+                ]
+                sent = [
+                    key for key in host if work is ActionKind.BACKWARD and block == min(of[key])
+                ]
+                moments.append(
+                    BlockPass(
+                        work=work,
+                        stage=0,
+                        micro_batch=index,
+                        block=block,
+                        device_bytes=device_bytes,
+                        chunk_bytes=device_bytes,
+                        before=tuple(ChunkOp(ChunkAction.FETCH, *key, 4 * CHUNK) for key in host),
+                        after=(
+                            *(ChunkOp(ChunkAction.SEND, *key, 4 * CHUNK) for key in sent),
+                            *(ChunkOp(ChunkAction.DROP, *key, 0) for key in host),
+                        ),
+                    )
+                )
     apart = [key for key in of if groups[key[0]].home is StateLocation.OPTIMIZER]
-    closing = (*(ChunkOp(ChunkAction.SEND, *key, 4 * CHUNK) for key in apart), *(ChunkOp(ChunkAction.RETURN, *key, 4 * CHUNK) for key in apart))
+    closing = (
+        *(ChunkOp(ChunkAction.SEND, *key, 4 * CHUNK) for key in apart),
+        *(ChunkOp(ChunkAction.RETURN, *key, 4 * CHUNK) for key in apart),
+    )
     return RankChunks(
-        groups=groups, moments=tuple(moments), closing=closing, in_parameters=False, device_bytes=device_bytes, smallest_bytes=0)
+        groups=groups,
+        moments=tuple(moments),
+        closing=closing,
+        in_parameters=False,
+        device_bytes=device_bytes,
+        smallest_bytes=0,
+    )
 
 
 def plain_blocks(model=MODEL, recompute: tuple[str, ...] = ()) -> list[nn.Module]:
     return [
-        recomputed(build_layer(model, TRAINING, LayerKind.BLOCK, 1 + i, 7, CPU), recompute, f"block{i}") for i in range(model.num_layers)]
+        recomputed(
+            build_layer(model, TRAINING, LayerKind.BLOCK, 1 + i, 7, CPU), recompute, f"block{i}"
+        )
+        for i in range(model.num_layers)
+    ]
 
 
-def managed_blocks(schedule: RankChunks, model=MODEL, recompute: tuple[str, ...] = ()) -> tuple[list[nn.Module], ChunkManager]:
+def managed_blocks(
+    schedule: RankChunks, model=MODEL, recompute: tuple[str, ...] = ()
+) -> tuple[list[nn.Module], ChunkManager]:
     manager, found = ChunkManager(schedule, TRAINING, CPU), []
     for i in range(model.num_layers):
         block = build_layer(model, TRAINING, LayerKind.BLOCK, 1 + i, 7, CPU)
@@ -89,7 +143,9 @@ def inputs(micro_batches: int) -> Iterator[Tensor]:
         yield torch.randn(2, 16, MODEL.hidden_size, generator=generator, requires_grad=True)
 
 
-def step(blocks: list[nn.Module], micro_batches: int, manager: ChunkManager | None = None) -> list[Tensor]:
+def step(
+    blocks: list[nn.Module], micro_batches: int, manager: ChunkManager | None = None
+) -> list[Tensor]:
     """Forward and backward of every micro-batch; outputs and input gradients."""
     found = []
     if manager is not None:
@@ -117,7 +173,11 @@ HOMES = {
     "all-host": (group(StateLocation.HOST, (0, 1, 2, 3)),),
     "all-device": (group(StateLocation.DEVICE, (0, 1, 2, 3)),),
     "all-optimizer": (group(StateLocation.OPTIMIZER, (0, 1, 2, 3)),),
-    "mixed": (group(StateLocation.DEVICE, (0,)), group(StateLocation.OPTIMIZER, (1,)), group(StateLocation.HOST, (2, 3))),
+    "mixed": (
+        group(StateLocation.DEVICE, (0,)),
+        group(StateLocation.OPTIMIZER, (1,)),
+        group(StateLocation.HOST, (2, 3)),
+    ),
 }
 
 
@@ -141,8 +201,10 @@ def test_gradients_are_those_of_plain_blocks_to_the_bit(homes, micro_batches):
 
 
 RECOMPUTED = {
-    "attention": ("attention",), "operators": ("norm1", "qkv", "fc1", "activation"),
-    "whole": tuple(operator.name for operator in build_graph(MODEL, TRAINING, 1).block.operators)}
+    "attention": ("attention",),
+    "operators": ("norm1", "qkv", "fc1", "activation"),
+    "whole": tuple(operator.name for operator in build_graph(MODEL, TRAINING, 1).block.operators),
+}
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTED)
@@ -159,7 +221,10 @@ def test_what_is_recomputed_reads_the_parameters_that_came_back(recompute, dropo
     gradients = manager.gradients()
     for i, block in enumerate(plain):
         for name, parameter in block.named_parameters():
-            assert torch.equal(gradients[f"block{i}.{name.replace('_checkpoint_wrapped_module.', '')}"], parameter.grad), name
+            assert torch.equal(
+                gradients[f"block{i}.{name.replace('_checkpoint_wrapped_module.', '')}"],
+                parameter.grad,
+            ), name
 
 
 def test_the_bytes_that_moved_are_those_of_the_schedule():
@@ -169,7 +234,10 @@ def test_the_bytes_that_moved_are_those_of_the_schedule():
     step(blocks, 2, manager)
     manager.end_update()
 
-    assert (manager.counts.in_bytes, manager.counts.out_bytes) == (schedule.in_bytes, schedule.out_bytes)
+    assert (manager.counts.in_bytes, manager.counts.out_bytes) == (
+        schedule.in_bytes,
+        schedule.out_bytes,
+    )
     assert manager.counts.in_bytes == 4 * CHUNK * manager.counts.in_calls
     assert manager.counts.gathers == manager.counts.reduces == 0
 
@@ -195,7 +263,9 @@ def test_a_schedule_that_drops_too_early_gives_an_error_and_not_numbers():
     first = replace(schedule.moments[0], before=())
     blocks, manager = managed_blocks(replace(schedule, moments=(first, *schedule.moments[1:])))
 
-    with pytest.raises(TransitionError, match="parameters of block 0: they are free and cannot become compute"):
+    with pytest.raises(
+        TransitionError, match="parameters of block 0: they are free and cannot become compute"
+    ):
         step(blocks, 1, manager)
 
 
@@ -203,7 +273,12 @@ def test_passes_in_another_order_than_the_schedules_are_refused():
     blocks, manager = managed_blocks(nothing_stays(HOMES["mixed"], 1))
     manager.begin_step()
 
-    with manager.action("F", 0, 0), pytest.raises(OrderError, match=r"pass 0 of the step is 0F0 of block 1, .* has 0F0 of block 0"):
+    with (
+        manager.action("F", 0, 0),
+        pytest.raises(
+            OrderError, match=r"pass 0 of the step is 0F0 of block 1, .* has 0F0 of block 0"
+        ),
+    ):
         blocks[1](next(inputs(1)))
 
 
@@ -229,14 +304,21 @@ def test_a_budget_below_what_really_happens_is_an_error_with_the_numbers():
 
 
 def test_chunks_that_stay_on_the_device_do_not_even_fit_at_the_build():
-    with pytest.raises(BudgetError, match=r"beside \d+ bytes \(.*chunks.*\), the budget is 63999 bytes"):
+    with pytest.raises(
+        BudgetError, match=r"beside \d+ bytes \(.*chunks.*\), the budget is 63999 bytes"
+    ):
         managed_blocks(nothing_stays(HOMES["all-device"], 1, 63_999))
 
 
 def test_rotary_gated_blocks_without_biases_are_laid_out_too():
     blocks = tuple(range(LLAMA.num_layers))
-    _, manager = managed_blocks(nothing_stays((group(StateLocation.HOST, blocks, model=LLAMA),), 1), LLAMA)
+    _, manager = managed_blocks(
+        nothing_stays((group(StateLocation.HOST, blocks, model=LLAMA),), 1), LLAMA
+    )
 
     whole = build_layer(LLAMA, TRAINING, LayerKind.BLOCK, 1, 7, CPU)
     values = manager.values()
-    assert all(torch.equal(values[f"block0.{name}"], parameter) for name, parameter in whole.named_parameters())
+    assert all(
+        torch.equal(values[f"block0.{name}"], parameter)
+        for name, parameter in whole.named_parameters()
+    )

@@ -1,4 +1,6 @@
-"""Whole plans in chunks against the same plans without: losses, gradients, bytes that moved, and the most that the device held."""
+"""Whole plans in chunks against the same plans without: losses, gradients, bytes that moved, and
+the most that the device held.
+"""
 
 from __future__ import annotations
 
@@ -76,17 +78,25 @@ def require_close(ranks: list[Found], plain: list[Found]) -> None:
     assert loss == pytest.approx(expected_loss, rel=RELATIVE)
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (gradients[name] - gradient).abs().max() <= RELATIVE * max(float(gradient.abs().max()), LEAST), name
+        assert (gradients[name] - gradient).abs().max() <= RELATIVE * max(
+            float(gradient.abs().max()), LEAST
+        ), name
 
 
 def require_equal(found: Found, plain: Found) -> None:
     assert found.loss == plain.loss
     assert found.gradients.keys() == plain.gradients.keys()
-    assert all(torch.equal(found.gradients[name], gradient) for name, gradient in plain.gradients.items())
+    assert all(
+        torch.equal(found.gradients[name], gradient) for name, gradient in plain.gradients.items()
+    )
 
 
-def require_like_plain_on_one_rank(step: Step, num_micro_batches: int, shares: tuple[float, ...]) -> dict[tuple[float, Eviction], int]:
-    """At every budget, in shares of the smallest, with every policy; the bytes that came to the device."""
+def require_like_plain_on_one_rank(
+    step: Step, num_micro_batches: int, shares: tuple[float, ...]
+) -> dict[tuple[float, Eviction], int]:
+    """At every budget, in shares of the smallest, with every policy; the bytes that came to the
+    device.
+    """
     choices = {"model": DEEP, "num_micro_batches": num_micro_batches}
     plain, least = step(chunked_plan(None, **choices)), smallest(HOST, **choices)
     moved = {}
@@ -108,18 +118,28 @@ def test_one_rank_moves_what_is_predicted_and_gets_the_gradients_of_the_plain_pl
 @pytest.mark.slow
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 def test_one_rank_at_every_budget(step, num_micro_batches):
-    moved = require_like_plain_on_one_rank(step, num_micro_batches, (1.0, 1.04, 1.08, 1.15, 1.3, 3.0))
+    moved = require_like_plain_on_one_rank(
+        step, num_micro_batches, (1.0, 1.04, 1.08, 1.15, 1.3, 3.0)
+    )
 
     assert all(moved[3.0, eviction] < moved[1.0, eviction] for eviction in Eviction)
 
 
-@pytest.mark.parametrize("choices", [
-    pytest.param({"model": replace(LLAMA, dropout=0.1), "recompute": Recompute.FULL}, id="recomputed-blocks-that-drop-out"),
-    pytest.param({"recompute": Recompute.SELECTIVE}, id="recomputed-attention"),
-    pytest.param({"model": MIXTRAL}, id="a-mixture-of-experts"),
-    pytest.param({"offload": (Offload.ACTIVATIONS,)}, id="activations-on-the-host"),
-    pytest.param({"model": LLAMA, "offload": (Offload.LOOKUP,)}, id="the-token-table-on-the-host"),
-])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param(
+            {"model": replace(LLAMA, dropout=0.1), "recompute": Recompute.FULL},
+            id="recomputed-blocks-that-drop-out",
+        ),
+        pytest.param({"recompute": Recompute.SELECTIVE}, id="recomputed-attention"),
+        pytest.param({"model": MIXTRAL}, id="a-mixture-of-experts"),
+        pytest.param({"offload": (Offload.ACTIVATIONS,)}, id="activations-on-the-host"),
+        pytest.param(
+            {"model": LLAMA, "offload": (Offload.LOOKUP,)}, id="the-token-table-on-the-host"
+        ),
+    ],
+)
 def test_what_is_recomputed_drops_out_is_routed_or_leaves_the_device_is_the_same(step, choices):
     choices = {"num_micro_batches": 2, **choices}
 
@@ -130,7 +150,9 @@ def test_what_is_recomputed_drops_out_is_routed_or_leaves_the_device_is_the_same
 
 
 @pytest.mark.parametrize("gradients", [Precision.BF16, Precision.FP32])
-def test_in_16_bits_gradients_are_those_of_the_plain_plan_also_in_the_place_of_parameters(step, gradients):
+def test_in_16_bits_gradients_are_those_of_the_plain_plan_also_in_the_place_of_parameters(
+    step, gradients
+):
     choices = {"precision": Precision.BF16, "gradients": gradients}
     plan = at(smallest(MIXED, **choices), **choices)
 
@@ -142,7 +164,9 @@ def test_in_16_bits_gradients_are_those_of_the_plain_plan_also_in_the_place_of_p
 
 
 class SlowStream:
-    """Copies in one direction, in order, none made before somebody waits for it or for a later one."""
+    """Copies in one direction, in order, none made before somebody waits for it or for a later
+    one.
+    """
 
     def __init__(self) -> None:
         self.begun: list[tuple[Tensor, Tensor]] = []
@@ -180,7 +204,9 @@ class SlowCopies(Copies):
         self.inwards, self.outwards = self.streams = SlowStream(), SlowStream()
         self.made.append(self)
 
-    def _copy(self, to: Tensor, source: Tensor, buffer: Buffer, stream: None, *, dropped: bool = False) -> SlowCopy:
+    def _copy(
+        self, to: Tensor, source: Tensor, buffer: Buffer, stream: None, *, dropped: bool = False
+    ) -> SlowCopy:
         buffer.wait()
         inwards = to is buffer.flat
         copy = self.streams[not inwards].begin(to, source.clone() if dropped else source)
@@ -193,11 +219,19 @@ class SlowCopies(Copies):
         super().settle()
 
 
-@pytest.mark.parametrize("choices", [
-    pytest.param({"num_micro_batches": 4}, id="fp32"),
-    pytest.param({"precision": Precision.BF16, "gradients": Precision.BF16}, id="gradients-in-the-place-of-parameters"),
-])
-def test_copies_that_come_as_late_as_they_are_waited_for_give_the_same_gradients(step, choices, monkeypatch):
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param({"num_micro_batches": 4}, id="fp32"),
+        pytest.param(
+            {"precision": Precision.BF16, "gradients": Precision.BF16},
+            id="gradients-in-the-place-of-parameters",
+        ),
+    ],
+)
+def test_copies_that_come_as_late_as_they_are_waited_for_give_the_same_gradients(
+    step, choices, monkeypatch
+):
     monkeypatch.setattr(manager, "Copies", SlowCopies)
 
     found = step(at(smallest(MIXED, **choices) + 100_000, **choices))
@@ -216,7 +250,11 @@ def test_below_the_smallest_budget_there_is_no_plan_and_the_error_says_the_numbe
 def test_a_schedule_for_a_larger_device_meets_the_budget_and_stops_there(step, monkeypatch):
     ample = at(10**9)
     held = step(ample).chunk_bytes
-    monkeypatch.setattr(pipeline, "rank_chunks_of", lambda plan, rank: replace(rank_chunks_of(plan, rank), device_bytes=held - 1))
+    monkeypatch.setattr(
+        pipeline,
+        "rank_chunks_of",
+        lambda plan, rank: replace(rank_chunks_of(plan, rank), device_bytes=held - 1),
+    )
 
     with pytest.raises(BudgetError, match=f"the budget is {held - 1} bytes"):
         step(ample)
@@ -224,7 +262,9 @@ def test_a_schedule_for_a_larger_device_meets_the_budget_and_stops_there(step, m
 
 def test_during_every_pass_chunks_hold_the_bytes_that_the_schedule_counts(step, monkeypatch):
     plan = at(smallest(MIXED, num_micro_batches=2) + 40_000, num_micro_batches=2)
-    built = pipeline.build_pipeline(plan, ranks_of(plan, torch.device("cpu")), seed=7, after_backward=lambda: None)
+    built = pipeline.build_pipeline(
+        plan, ranks_of(plan, torch.device("cpu")), seed=7, after_backward=lambda: None
+    )
     held = list[int]()
     begin, end = ChunkStates.begin, ChunkStates.end
 
@@ -250,10 +290,17 @@ def test_to_build_a_rank_takes_one_block_more_of_the_device_than_its_states(step
     before, peak = allocated_bytes(gc.get_objects()), PeakBytes()
 
     with peak.counted():
-        built = pipeline.build_pipeline(plan, ranks_of(plan, torch.device("cpu")), seed=7, after_backward=lambda: None)
+        built = pipeline.build_pipeline(
+            plan, ranks_of(plan, torch.device("cpu")), seed=7, after_backward=lambda: None
+        )
 
     chunks, outside = built.chunks, sum(parameter.nbytes for parameter in built.parameters)
-    block = sum(place.shape.numel() * 4 for chunk in chunks.chunks for place in chunk.places if place.block == 0)
+    block = sum(
+        place.shape.numel() * 4
+        for chunk in chunks.chunks
+        for place in chunk.places
+        if place.block == 0
+    )
     largest = max(place.shape.numel() * 4 for chunk in chunks.chunks for place in chunk.places)
     chunk = 4 * chunks.chunks[0].elements
     assert peak.num_bytes - before - chunks.host_bytes - outside <= block + largest + chunk
@@ -267,7 +314,12 @@ TWO_RANKS = {
 }
 SLOW_RANKS = {
     "gpipe": {"pp": 2, "num_micro_batches": 4, "schedule": Schedule.GPIPE},
-    "interleaved": {"pp": 2, "num_micro_batches": 4, "schedule": Schedule.INTERLEAVED, "virtual_stages": 2},
+    "interleaved": {
+        "pp": 2,
+        "num_micro_batches": 4,
+        "schedule": Schedule.INTERLEAVED,
+        "virtual_stages": 2,
+    },
     "data-parallel-bf16": {"dp": 2, "num_micro_batches": 2, "recompute": Recompute.FULL},
     "tensor-parallel-whole": {"tp": 2, "num_micro_batches": 4},
     "llama": {"dp": 2, "num_micro_batches": 4, "model": LLAMA},
@@ -279,13 +331,18 @@ FOUR_RANKS = {
 }
 
 
-def require_like_plain(cases: dict[str, dict], budgets: tuple[float, ...], evictions: tuple[Eviction, ...]) -> None:
+def require_like_plain(
+    cases: dict[str, dict], budgets: tuple[float, ...], evictions: tuple[Eviction, ...]
+) -> None:
     """Every case in one world, with every budget, in shares of the smallest, and policy."""
     plans, names = [], []
     for name, choices in cases.items():
         least = smallest(MIXED, **choices)
         chunked = [
-            at(int(share * least), replace(MIXED, eviction=eviction), **choices) for share in budgets for eviction in evictions]
+            at(int(share * least), replace(MIXED, eviction=eviction), **choices)
+            for share in budgets
+            for eviction in evictions
+        ]
         plans += [chunked_plan(None, **choices), *chunked]
         names += [f"{name} plain", *[name] * len(chunked)]
     for name, plan, ranks in zip(names, plans, run(plans), strict=True):
@@ -300,7 +357,11 @@ def _copied_by_gloo(plan: Plan) -> int:
     """gloo sums a copy of the whole group, which NCCL does not."""
     assert plan.chunks is not None
     widths = plan.training.gradient_precision.num_bytes * plan.mesh.dp
-    return max(group.chunk_elements for group in plan.chunks.groups) * widths if plan.mesh.dp > 1 else 0
+    return (
+        max(group.chunk_elements for group in plan.chunks.groups) * widths
+        if plan.mesh.dp > 1
+        else 0
+    )
 
 
 @pytest.mark.multiproc

@@ -26,7 +26,10 @@ def tokens(tmp_path):
 
 
 def test_the_ranks_of_the_data_axis_share_out_the_batch_of_one_rank(tokens):
-    for make in (lambda plan, rank: synthetic(plan, rank, 5), lambda plan, rank: from_file(plan, rank, tokens, "uint16")):
+    for make in (
+        lambda plan, rank: synthetic(plan, rank, 5),
+        lambda plan, rank: from_file(plan, rank, tokens, "uint16"),
+    ):
         whole, _ = make(ONE, 0)(3)
         parts = [make(TWO, rank)(3)[0] for rank in range(2)]
 
@@ -44,7 +47,9 @@ def test_targets_are_the_ids_one_token_later(tokens):
 def test_the_file_starts_again_at_its_end(tokens):
     batches = from_file(ONE, 0, tokens, "uint16")
 
-    assert torch.equal(batches(0)[0][:4], batches(2)[0][4:])  # 20 sequences: number 20 is number 0 again
+    assert torch.equal(
+        batches(0)[0][:4], batches(2)[0][4:]
+    )  # 20 sequences: number 20 is number 0 again
 
 
 def test_steps_and_seeds_give_different_tokens():
@@ -82,7 +87,9 @@ def test_an_unknown_token_type_is_an_error_with_a_suggestion(tokens):
 
 
 def in_order(batches, steps: int) -> list[int]:
-    """Which sequence of the file each row is: they start at multiples of the length, whose remainders are known."""
+    """Which sequence of the file each row is: they start at multiples of the length, whose
+    remainders are known.
+    """
     return [int(row[0]) for step in range(steps) for row in batches(step)[0]]
 
 
@@ -108,13 +115,18 @@ def test_shuffled_batches_are_the_same_on_every_mesh_and_from_any_step(numbered)
     whole = from_file(ONE, 0, numbered, seed=5)
     parts = [from_file(TWO, rank, numbered, seed=5) for rank in range(2)]
 
-    for step in (4, 1):  # no state: a run that goes on at step 4 meets what one from the start meets there
+    for step in (
+        4,
+        1,
+    ):  # no state: a run that goes on at step 4 meets what one from the start meets there
         assert torch.equal(torch.cat([part(step)[0] for part in parts]), whole(step)[0])
 
 
 def test_the_options_choose_the_tokens(numbered):
-    orders = [in_order(build_batches(ONE, 0, Options(data=numbered, **options)), 3) for options in (
-        {"seed": 5}, {"seed": 6}, {"shuffle": False})]
+    orders = [
+        in_order(build_batches(ONE, 0, Options(data=numbered, **options)), 3)
+        for options in ({"seed": 5}, {"seed": 6}, {"shuffle": False})
+    ]
 
     assert orders[0] == in_order(from_file(ONE, 0, numbered, seed=5), 3)
     assert orders[1] not in (orders[0], orders[2])
@@ -139,9 +151,13 @@ def test_a_file_of_the_converter_says_its_own_type(tmp_path):
     assert open_tokens(path, None, 257).tolist() == [*range(100)] * 4 + [256]
     with pytest.raises(ConfigError, match="holds uint32, --data-dtype says uint16"):
         open_tokens(path, "uint16", 257)
-    with pytest.raises(ConfigError, match="token id 256, the vocabulary has 100"):  # at once: the largest id is beside it
+    with pytest.raises(
+        ConfigError, match="token id 256, the vocabulary has 100"
+    ):  # at once: the largest id is beside it
         from_file(ONE, 0, path)
-    assert np.fromfile(path, dtype=np.uint16).tolist() != [*range(100)] * 4 + [256]  # what uint16 would have read
+    assert np.fromfile(path, dtype=np.uint16).tolist() != [*range(100)] * 4 + [
+        256
+    ]  # what uint16 would have read
 
 
 def test_a_file_that_was_cut_short_is_an_error(tmp_path):
@@ -154,10 +170,13 @@ def test_a_file_that_was_cut_short_is_an_error(tmp_path):
         open_tokens(path, None, 257)
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    pytest.param(b"", "is empty", id="empty"),
-    pytest.param(b"abc", "3 bytes are not a whole number of uint16 ids", id="odd"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(b"", "is empty", id="empty"),
+        pytest.param(b"abc", "3 bytes are not a whole number of uint16 ids", id="odd"),
+    ],
+)
 def test_a_file_of_no_ids_is_an_error(tmp_path, content, message):
     path = tmp_path / "tokens.bin"
     path.write_bytes(content)
@@ -166,10 +185,17 @@ def test_a_file_of_no_ids_is_an_error(tmp_path, content, message):
         open_tokens(path, None, 100)
 
 
-@pytest.mark.parametrize(("array", "message"), [
-    pytest.param(np.zeros((3, 4), dtype=np.uint16), "2 dimensions of uint16, it must be one row", id="two-dimensions"),
-    pytest.param(np.zeros(9), "1 dimensions of float64", id="no-integers"),
-])
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        pytest.param(
+            np.zeros((3, 4), dtype=np.uint16),
+            "2 dimensions of uint16, it must be one row",
+            id="two-dimensions",
+        ),
+        pytest.param(np.zeros(9), "1 dimensions of float64", id="no-integers"),
+    ],
+)
 def test_an_array_that_is_not_one_row_of_ids_is_an_error(tmp_path, array, message):
     path = tmp_path / "tokens.npy"
     np.save(path, array)
@@ -188,21 +214,28 @@ WHOLE = saved(np.arange(100, dtype=np.uint16))
 SHAPE = b"'shape': (100,), }" + b" " * 20
 
 
-@pytest.mark.parametrize("content", [
-    pytest.param(b"no array", id="text"),
-    pytest.param(b"", id="empty"),
-    pytest.param(WHOLE[:7], id="half-a-magic"),
-    pytest.param(WHOLE[:40], id="half-a-header"),
-    pytest.param(WHOLE[:150], id="half-the-ids"),
-    pytest.param(WHOLE.replace(b"{'descr'", b"(('descr'"), id="header-that-does-not-end"),
-    pytest.param(WHOLE.replace(b"'<u2'", b"'zz2'"), id="no-such-type"),
-    pytest.param(WHOLE.replace(b"(100,)", b"(-10,)"), id="negative"),
-    pytest.param(WHOLE.replace(SHAPE, b"'shape': (1" + 21 * b"0" + b",), }   "), id="more-than-64-bits"),
-    pytest.param(WHOLE.replace(SHAPE, b"'shape': (9223372036854775807,), }    "), id="more-than-memory"),
-    pytest.param(saved(np.arange(9), np.savez), id="archive"),
-    pytest.param(saved(np.array([1, "a", None], dtype=object)), id="pickled-objects"),
-    pytest.param(pickle.dumps(np.arange(9)), id="pickle"),
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"no array", id="text"),
+        pytest.param(b"", id="empty"),
+        pytest.param(WHOLE[:7], id="half-a-magic"),
+        pytest.param(WHOLE[:40], id="half-a-header"),
+        pytest.param(WHOLE[:150], id="half-the-ids"),
+        pytest.param(WHOLE.replace(b"{'descr'", b"(('descr'"), id="header-that-does-not-end"),
+        pytest.param(WHOLE.replace(b"'<u2'", b"'zz2'"), id="no-such-type"),
+        pytest.param(WHOLE.replace(b"(100,)", b"(-10,)"), id="negative"),
+        pytest.param(
+            WHOLE.replace(SHAPE, b"'shape': (1" + 21 * b"0" + b",), }   "), id="more-than-64-bits"
+        ),
+        pytest.param(
+            WHOLE.replace(SHAPE, b"'shape': (9223372036854775807,), }    "), id="more-than-memory"
+        ),
+        pytest.param(saved(np.arange(9), np.savez), id="archive"),
+        pytest.param(saved(np.array([1, "a", None], dtype=object)), id="pickled-objects"),
+        pytest.param(pickle.dumps(np.arange(9)), id="pickle"),
+    ],
+)
 def test_an_array_file_that_is_none_is_an_error(tmp_path, content):
     path = tmp_path / "tokens.npy"
     path.write_bytes(content)
@@ -211,14 +244,17 @@ def test_an_array_file_that_is_none_is_an_error(tmp_path, content):
         open_tokens(path, None, 100)
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    pytest.param("tokens.npz", "an archive of arrays", id="archive"),
-    pytest.param("pipe.bin", "not a regular file", id="pipe"),
-    pytest.param("pipe.npy", "not a regular file", id="array-pipe"),
-    pytest.param("folder", "a folder", id="folder"),
-    pytest.param("x" * 300, "File name too long", id="too-long"),
-    pytest.param("none.npy", "No such file or directory", id="none"),
-])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        pytest.param("tokens.npz", "an archive of arrays", id="archive"),
+        pytest.param("pipe.bin", "not a regular file", id="pipe"),
+        pytest.param("pipe.npy", "not a regular file", id="array-pipe"),
+        pytest.param("folder", "a folder", id="folder"),
+        pytest.param("x" * 300, "File name too long", id="too-long"),
+        pytest.param("none.npy", "No such file or directory", id="none"),
+    ],
+)
 def test_what_is_no_file_of_ids_is_an_error(tmp_path, name, message):
     (tmp_path / "tokens.npz").write_bytes(saved(np.arange(9), np.savez))
     (tmp_path / "folder").mkdir()
@@ -247,11 +283,14 @@ def test_a_negative_id_is_an_error(tmp_path):
         from_file(ONE, 0, path)(0)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    pytest.param({"version": 9}, "version 9, this reads version 1", id="version"),
-    pytest.param({"dtype": "uint8"}, "unknown dtype 'uint8'", id="type"),
-    pytest.param({"extra": 1}, "unknown key extra", id="an-unknown-key"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"version": 9}, "version 9, this reads version 1", id="version"),
+        pytest.param({"dtype": "uint8"}, "unknown dtype 'uint8'", id="type"),
+        pytest.param({"extra": 1}, "unknown key extra", id="an-unknown-key"),
+    ],
+)
 def test_what_lies_beside_a_file_is_checked(tmp_path, change, message):
     text, path = tmp_path / "text.txt", tmp_path / "tokens.bin"
     text.write_bytes(b"a" * 400)

@@ -10,11 +10,17 @@ from parplan.executor.data.shuffle import shuffled
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 16, 17, 64, 65, 1000])
 def test_every_thing_comes_once(num):
     for epoch in range(2):
-        assert sorted(shuffled(place, num, seed=3, epoch=epoch) for place in range(num)) == list(range(num))
+        assert sorted(shuffled(place, num, seed=3, epoch=epoch) for place in range(num)) == list(
+            range(num)
+        )
 
 
 def test_seeds_and_epochs_have_orders_of_their_own():
-    orders = {tuple(shuffled(place, 100, seed=seed, epoch=epoch) for place in range(100)) for seed in range(3) for epoch in range(3)}
+    orders = {
+        tuple(shuffled(place, 100, seed=seed, epoch=epoch) for place in range(100))
+        for seed in range(3)
+        for epoch in range(3)
+    }
 
     assert len(orders) == 9
 
@@ -23,7 +29,8 @@ def test_an_order_looks_random():
     num = 4096
     order = [shuffled(place, num, seed=0, epoch=0) for place in range(num)]
     mean = (num - 1) / 2
-    # for a random order the correlation of place and thing, and of neighbours, is 0 with a deviation of 1 / sqrt(num) = 0.016
+    # for a random order the correlation of place and thing, and of neighbours, is 0 with a
+    # deviation of 1 / sqrt(num) = 0.016
     spread = sum((place - mean) ** 2 for place in range(num))
     by_place = sum((place - mean) * (thing - mean) for place, thing in enumerate(order)) / spread
     by_neighbour = sum((a - mean) * (b - mean) for a, b in pairwise(order)) / spread

@@ -51,10 +51,16 @@ def gpt2_like(tmp_path_factory):
     found.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = lib.decoders.ByteLevel()
     trainer = lib.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     found.train_from_iterator(["the quick brown fox jumps over the lazy dog\n\n"] * 20, trainer)
     where = tmp_path_factory.mktemp("tokenizer")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=found, eos_token="<|end|>").save_pretrained(where)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=found, eos_token="<|end|>"
+    ).save_pretrained(where)
     return where
 
 
@@ -71,18 +77,33 @@ def test_bytes_are_their_own_ids_and_256_ends_a_document(tmp_path):
     found = write_tokens([data], output, bytes_tokenizer())
 
     assert np.fromfile(output, dtype="<u2").tolist() == list(range(257))
-    assert (found.count, found.documents, found.vocab_size, found.largest_id, found.dtype) == (257, 1, 257, 256, "uint16")
+    assert (found.count, found.documents, found.vocab_size, found.largest_id, found.dtype) == (
+        257,
+        1,
+        257,
+        256,
+        "uint16",
+    )
     assert read_sidecar(output) == found
 
 
 def test_a_folder_gives_the_files_of_its_pattern_in_order(folder):
-    names = [[path.name for path in documents([folder], pattern)] for pattern in ("*.txt", "**/*.txt", "*.py")]
+    names = [
+        [path.name for path in documents([folder], pattern)]
+        for pattern in ("*.txt", "**/*.txt", "*.py")
+    ]
 
-    assert names == [["a.txt", "b.txt", "empty.txt"], ["a.txt", "b.txt", "c.txt", "empty.txt"], ["code.py"]]
+    assert names == [
+        ["a.txt", "b.txt", "empty.txt"],
+        ["a.txt", "b.txt", "c.txt", "empty.txt"],
+        ["code.py"],
+    ]
     assert documents([folder / "code.py", folder], "a*") == (folder / "code.py", folder / "a.txt")
 
 
-def test_the_command_writes_documents_one_after_the_other_and_leaves_empty_ones_out(folder, tmp_path):
+def test_the_command_writes_documents_one_after_the_other_and_leaves_empty_ones_out(
+    folder, tmp_path
+):
     output = tmp_path / "out.bin"
 
     code, out, err = run(folder, "-o", output)
@@ -126,7 +147,9 @@ def test_a_long_document_in_pieces_gives_the_ids_of_the_whole(tmp_path, gpt2_lik
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(gpt2_like)
-    text = "".join(f"the quick {i}\n{' ' * (i % 3)}\n{'  ' * (i % 2)}brown fox\u00e9\n" for i in range(60))
+    text = "".join(
+        f"the quick {i}\n{' ' * (i % 3)}\n{'  ' * (i % 2)}brown fox\u00e9\n" for i in range(60)
+    )
     document, output = tmp_path / "long.txt", tmp_path / "out.bin"
     document.write_text(text, encoding="utf-8")
     monkeypatch.setattr(text_pieces, "__defaults__", (100,))
@@ -144,7 +167,9 @@ def test_pieces_are_the_text_and_cut_only_before_a_word_of_a_new_line():
 
     assert "".join(pieces) == text
     assert len(pieces) > 5
-    assert all(before.endswith("\n") and not after[0].isspace() for before, after in pairwise(pieces))
+    assert all(
+        before.endswith("\n") and not after[0].isspace() for before, after in pairwise(pieces)
+    )
     assert list(text_pieces(io.BytesIO(b"a\nb"), size=40)) == ["a\nb"]
     assert list(text_pieces(io.BytesIO(b"x" * 100), size=40)) == ["x" * 100]
 
@@ -154,9 +179,17 @@ def test_the_smallest_type_that_holds_the_vocabulary_is_chosen(tmp_path):
     document.write_bytes(b"x")
 
     def wide(vocab_size: int) -> Tokenizer:
-        return Tokenizer(name="wide", vocab_size=vocab_size, end_of_document=vocab_size - 1, encode=lambda _: iter([[vocab_size - 2]]))
+        return Tokenizer(
+            name="wide",
+            vocab_size=vocab_size,
+            end_of_document=vocab_size - 1,
+            encode=lambda _: iter([[vocab_size - 2]]),
+        )
 
-    assert [write_tokens([document], output, wide(size)).dtype for size in (65536, 65537)] == ["uint16", "uint32"]
+    assert [write_tokens([document], output, wide(size)).dtype for size in (65536, 65537)] == [
+        "uint16",
+        "uint32",
+    ]
     assert np.fromfile(output, dtype=np.uint32).tolist() == [65535, 65536]
     with pytest.raises(ConfigError, match="--dtype uint16: the tokenizer has 65537 ids"):
         write_tokens([document], output, wide(65537), "uint16")
@@ -175,25 +208,57 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, gpt2_like):
     assert code == 2
     assert f"error: {bad}: not UTF-8" in err
     assert (output.read_bytes(), sidecar_path(output).read_bytes()) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "good.txt", "out.bin", "out.bin.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "bad.txt",
+        "good.txt",
+        "out.bin",
+        "out.bin.json",
+    ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    pytest.param(["none.txt"], "none.txt: no such file or folder", id="no-input"),
-    pytest.param([".", "--glob", "*.none"], ".: no file matches --glob '*.none'", id="no-match"),
-    pytest.param([".", "--glob", "*.txt", "--glob", "*.py"], "--glob is given 2 times", id="two-patterns"),
-    pytest.param([".", "--glob", "/*"], "--glob '/*' is no pattern of names below .", id="absolute-pattern"),
-    pytest.param([".", "--glob", ""], "--glob '' is no pattern of names below .", id="empty-pattern"),
-    pytest.param(["a.txt", "--tokenizer", "gpt2"], "--tokenizer gpt2: no such folder\nhint: give 'bytes' or the folder", id="hub-name"),
-    pytest.param(["a.txt", "--tokenizer", "below"], "--tokenizer below: ", id="folder-without-tokenizer"),
-    pytest.param(["a.txt", "-o", f"{'x' * 248}.bin"], "File name too long", id="name-beside-too-long"),
-    pytest.param(["empty.txt"], "all 1 documents are empty", id="empty"),
-    pytest.param(["a.txt", "-o", "a.npy"], "--output a.npy: token files are named .bin", id="name"),
-    pytest.param(["a.txt", "-o", "no/folder.bin"], "cannot write no/folder.bin: No such file or directory", id="no-folder"),
-    pytest.param(["a.txt", "--tokenizer", "./none"], "--tokenizer ./none: ", id="no-tokenizer"),
-    pytest.param(["a.txt", "--dtype", "uint8"], "invalid value for '--dtype'", id="type"),
-    pytest.param([], "missing argument 'INPUT...'", id="nothing"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["none.txt"], "none.txt: no such file or folder", id="no-input"),
+        pytest.param(
+            [".", "--glob", "*.none"], ".: no file matches --glob '*.none'", id="no-match"
+        ),
+        pytest.param(
+            [".", "--glob", "*.txt", "--glob", "*.py"], "--glob is given 2 times", id="two-patterns"
+        ),
+        pytest.param(
+            [".", "--glob", "/*"],
+            "--glob '/*' is no pattern of names below .",
+            id="absolute-pattern",
+        ),
+        pytest.param(
+            [".", "--glob", ""], "--glob '' is no pattern of names below .", id="empty-pattern"
+        ),
+        pytest.param(
+            ["a.txt", "--tokenizer", "gpt2"],
+            "--tokenizer gpt2: no such folder\nhint: give 'bytes' or the folder",
+            id="hub-name",
+        ),
+        pytest.param(
+            ["a.txt", "--tokenizer", "below"], "--tokenizer below: ", id="folder-without-tokenizer"
+        ),
+        pytest.param(
+            ["a.txt", "-o", f"{'x' * 248}.bin"], "File name too long", id="name-beside-too-long"
+        ),
+        pytest.param(["empty.txt"], "all 1 documents are empty", id="empty"),
+        pytest.param(
+            ["a.txt", "-o", "a.npy"], "--output a.npy: token files are named .bin", id="name"
+        ),
+        pytest.param(
+            ["a.txt", "-o", "no/folder.bin"],
+            "cannot write no/folder.bin: No such file or directory",
+            id="no-folder",
+        ),
+        pytest.param(["a.txt", "--tokenizer", "./none"], "--tokenizer ./none: ", id="no-tokenizer"),
+        pytest.param(["a.txt", "--dtype", "uint8"], "invalid value for '--dtype'", id="type"),
+        pytest.param([], "missing argument 'INPUT...'", id="nothing"),
+    ],
+)
 def test_a_wrong_request_is_an_error_with_a_hint(folder, monkeypatch, arguments, message):
     monkeypatch.chdir(folder)
     code, out, err = run(*arguments)
@@ -204,7 +269,9 @@ def test_a_wrong_request_is_an_error_with_a_hint(folder, monkeypatch, arguments,
     assert not (folder / "tokens.bin").exists()
 
 
-def test_only_a_download_that_is_asked_for_may_use_the_network(folder, tmp_path, gpt2_like, monkeypatch):
+def test_only_a_download_that_is_asked_for_may_use_the_network(
+    folder, tmp_path, gpt2_like, monkeypatch
+):
     from transformers import AutoTokenizer
 
     load, asked = AutoTokenizer.from_pretrained, []
@@ -255,8 +322,14 @@ def test_bytes_need_neither_torch_nor_transformers(folder, tmp_path):
     code = "import sys; sys.modules.update(torch=None, transformers=None); from parplan.cli import main; main(sys.argv[1:])"
 
     done = subprocess.run(
-        [sys.executable, "-c", code, "tokenize", str(folder), "-o", str(tmp_path / "out.bin")], cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False)
+        [sys.executable, "-c", code, "tokenize", str(folder), "-o", str(tmp_path / "out.bin")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
     assert done.returncode == 0, done.stderr
     assert read_sidecar(tmp_path / "out.bin").count == 15

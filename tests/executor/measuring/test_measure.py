@@ -1,4 +1,6 @@
-"""The program that measures one case: its passes, its bytes, and what it says of a case that cannot be measured."""
+"""The program that measures one case: its passes, its bytes, and what it says of a case that cannot
+be measured.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,28 @@ from tests.helpers.cases import mostly_slow
 
 CPU = torch.device("cpu")
 TINY = {
-    "m": 24, "n": 16, "k": 8, "bias": 1, "batch": 2, "heads": 4, "kv_heads": 2, "seq": 8, "head_dim": 4, "dropout": 1, "elements": 100,
-    "tokens": 16, "hidden": 16, "width": 32, "vocab": 50, "parameters": 3000, "ffn": 32, "gated": 0, "rms": 0, "rotary": 0, "bytes": 4096}
+    "m": 24,
+    "n": 16,
+    "k": 8,
+    "bias": 1,
+    "batch": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "seq": 8,
+    "head_dim": 4,
+    "dropout": 1,
+    "elements": 100,
+    "tokens": 16,
+    "hidden": 16,
+    "width": 32,
+    "vocab": 50,
+    "parameters": 3000,
+    "ffn": 32,
+    "gated": 0,
+    "rms": 0,
+    "rotary": 0,
+    "bytes": 4096,
+}
 TIMED = [name for name, work in WORKS.items() if work.parts is not None]
 
 
@@ -52,11 +74,16 @@ def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     updates._swept.cache_clear()
 
 
-def _case(work: str, precision: str = "fp32", passes: tuple[str, ...] | None = None, **sizes: int) -> Case:
+def _case(
+    work: str, precision: str = "fp32", passes: tuple[str, ...] | None = None, **sizes: int
+) -> Case:
     found = WORKS[work]
     return Case(
-        work=work, sizes=tuple((name, {**TINY, **sizes}[name]) for name in found.sizes), precision=precision,
-        passes=tuple(CasePass(name=name) for name in (found.passes if passes is None else passes)))
+        work=work,
+        sizes=tuple((name, {**TINY, **sizes}[name]) for name in found.sizes),
+        precision=precision,
+        passes=tuple(CasePass(name=name) for name in (found.passes if passes is None else passes)),
+    )
 
 
 @pytest.mark.parametrize("precision", mostly_slow(["fp32", "bf16"], {"bf16"}))
@@ -65,20 +92,27 @@ def test_every_operator_has_a_time_for_each_of_its_passes(work: str, precision: 
     measured = measure(_case(work, precision), "cpu")
 
     assert tuple(measured.times) == WORKS[work].passes
-    assert all(0 < found.median_us < math.inf and found.spread >= 0 and found.repeats >= 4 for found in measured.times.values())
+    assert all(
+        0 < found.median_us < math.inf and found.spread >= 0 and found.repeats >= 4
+        for found in measured.times.values()
+    )
     assert measured.saved_bytes is not None
     assert measured.saved_bytes >= 0
     assert measured.workspace_bytes is not None
     assert measured.workspace_bytes >= 0
 
 
-@pytest.mark.parametrize("flags", [{"gated": 1, "rms": 1, "rotary": 1}, {"dropout": 0}, {"kv_heads": 4}])
+@pytest.mark.parametrize(
+    "flags", [{"gated": 1, "rms": 1, "rotary": 1}, {"dropout": 0}, {"kv_heads": 4}]
+)
 def test_blocks_of_every_kind_are_measured(flags: dict[str, int]) -> None:
     assert set(measure(_case("block", **flags), "cpu").times) == {"forward", "backward"}
 
 
 def test_passes_that_a_case_does_not_ask_for_are_not_measured() -> None:
-    assert set(measure(_case("linear", passes=("input_gradient",)), "cpu").times) == {"input_gradient"}
+    assert set(measure(_case("linear", passes=("input_gradient",)), "cpu").times) == {
+        "input_gradient"
+    }
     assert set(measure(_case("gelu", passes=("forward",)), "cpu").times) == {"forward"}
 
 
@@ -86,36 +120,80 @@ def test_figures_of_the_machine_are_rates_of_what_was_timed() -> None:
     copied = measure(_case("device_copy", passes=()), "cpu")
     adam = measure(_case("host_adam", passes=()), "cpu")
 
-    assert copied.figures["copied_bytes_per_s"] == pytest.approx(2 * 4096 / (copied.times["time"].median_us * 1e-6))
-    assert adam.figures["bytes_per_s"] == pytest.approx(28 * 3000 / (adam.times["time"].median_us * 1e-6))
+    assert copied.figures["copied_bytes_per_s"] == pytest.approx(
+        2 * 4096 / (copied.times["time"].median_us * 1e-6)
+    )
+    assert adam.figures["bytes_per_s"] == pytest.approx(
+        28 * 3000 / (adam.times["time"].median_us * 1e-6)
+    )
     assert measure(_case("launch"), "cpu").figures["host_launch_s"] > 0
 
 
 def _graph_bytes(operator: str, precision: str) -> int:
-    """What the planner says that an operator of a small model keeps, at one sequence of 16 tokens."""
+    """What the planner says that an operator of a small model keeps, at one sequence of 16
+    tokens.
+    """
     model = ModelSpec(
-        name="small", num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=4, head_dim=4, ffn_hidden_size=32, vocab_size=50,
-        max_seq_length=16, norm=Norm.LAYER_NORM)
-    graph = build_graph(model, TrainingSpec(global_batch_size=1, seq_length=16, precision=precision, stack=NEUTRAL), 1)
+        name="small",
+        num_layers=1,
+        hidden_size=16,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=4,
+        ffn_hidden_size=32,
+        vocab_size=50,
+        max_seq_length=16,
+        norm=Norm.LAYER_NORM,
+    )
+    graph = build_graph(
+        model,
+        TrainingSpec(global_batch_size=1, seq_length=16, precision=precision, stack=NEUTRAL),
+        1,
+    )
     (found,) = (candidate for candidate in graph.block.operators if candidate.name == operator)
     return sum(tensor.num_bytes for tensor in found.saved)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("operator", "case", "statistics"), [
-    pytest.param("qkv", ("linear", {"m": 16, "n": 48, "k": 16}), 0, id="a linear layer keeps its input"),
-    pytest.param("norm1", ("layer_norm", {"tokens": 16, "hidden": 16}), 2 * 16, id="a norm keeps its input and two figures a token"),
-    pytest.param("activation", ("gelu", {"tokens": 16, "width": 32}), 0, id="gelu keeps its input"),
-    pytest.param("attention", ("attention", {"batch": 1, "heads": 4, "kv_heads": 4, "seq": 16, "head_dim": 4, "dropout": 0}), 0,
-                 id="attention keeps queries, keys, values and the sums of its softmax"),
-])
+@pytest.mark.parametrize(
+    ("operator", "case", "statistics"),
+    [
+        pytest.param(
+            "qkv", ("linear", {"m": 16, "n": 48, "k": 16}), 0, id="a linear layer keeps its input"
+        ),
+        pytest.param(
+            "norm1",
+            ("layer_norm", {"tokens": 16, "hidden": 16}),
+            2 * 16,
+            id="a norm keeps its input and two figures a token",
+        ),
+        pytest.param(
+            "activation", ("gelu", {"tokens": 16, "width": 32}), 0, id="gelu keeps its input"
+        ),
+        pytest.param(
+            "attention",
+            (
+                "attention",
+                {"batch": 1, "heads": 4, "kv_heads": 4, "seq": 16, "head_dim": 4, "dropout": 0},
+            ),
+            0,
+            id="attention keeps queries, keys, values and the sums of its softmax",
+        ),
+    ],
+)
 def test_saved_bytes_are_those_of_the_operator_graph(
-    operator: str, case: tuple[str, dict[str, int]], statistics: int, precision: str,
+    operator: str,
+    case: tuple[str, dict[str, int]],
+    statistics: int,
+    precision: str,
 ) -> None:
     work, sizes = case
     element_bytes = 4 if precision == "fp32" else 2
 
-    assert measure(_case(work, precision, **sizes), "cpu").saved_bytes == _graph_bytes(operator, precision) + statistics * element_bytes
+    assert (
+        measure(_case(work, precision, **sizes), "cpu").saved_bytes
+        == _graph_bytes(operator, precision) + statistics * element_bytes
+    )
 
 
 def test_workspace_is_what_is_held_beside_inputs_and_results() -> None:
@@ -142,7 +220,9 @@ def test_each_gradient_of_a_linear_layer_is_one_product() -> None:
         for step in trial.steps:
             with FlopCounterMode(display=False) as counter:
                 trial.run(step)
-            assert counter.get_total_flops() == 2 * 24 * 16 * 8 * (step in part.passes or step == "forward")
+            assert counter.get_total_flops() == 2 * 24 * 16 * 8 * (
+                step in part.passes or step == "forward"
+            )
             if "forward" in part.passes:
                 break
 
@@ -193,14 +273,20 @@ def test_the_median_and_half_of_the_interquartile_range_are_of_the_repeats() -> 
     assert found.spread == pytest.approx((4 - 2) / 2 / 3)
 
 
-@pytest.mark.parametrize(("copy_bytes", "slowest_s", "copies"), [
-    pytest.param(10 * 2**20, 1e-3, 2, id="as many as four caches hold, rounded up"),
-    pytest.param(100, 1e-6, 4, id="no more than there are repeats"),
-    pytest.param(10 * 2**30, 1e-3, 1, id="one, however large"),
-    pytest.param(10 * 2**20, 1.0, 1, id="one where a repeat takes long"),
-])
+@pytest.mark.parametrize(
+    ("copy_bytes", "slowest_s", "copies"),
+    [
+        pytest.param(10 * 2**20, 1e-3, 2, id="as many as four caches hold, rounded up"),
+        pytest.param(100, 1e-6, 4, id="no more than there are repeats"),
+        pytest.param(10 * 2**30, 1e-3, 1, id="one, however large"),
+        pytest.param(10 * 2**20, 1.0, 1, id="one where a repeat takes long"),
+    ],
+)
 def test_copies_of_operands_are_some_times_the_cache(
-    copy_bytes: int, slowest_s: float, copies: int, monkeypatch: pytest.MonkeyPatch,
+    copy_bytes: int,
+    slowest_s: float,
+    copies: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(program, "cache_bytes", lambda _: 4 * 2**20)
 
@@ -217,14 +303,20 @@ def test_operands_that_the_host_has_no_room_for_are_a_memory_error() -> None:
         measure(_case("gelu", tokens=2**24, width=2**24), "cpu")
 
 
-@pytest.mark.parametrize(("case", "message"), [
-    (_case("gelu", width=0), "width is 0, it must be at least 1"),
-    (_case("linear", bias=2), "bias is 2, it must be 0 or 1"),
-    (Case(work="gelu", sizes=(("tokens", 4),), precision="fp32", passes=()), r"needed \['tokens', 'width'\]"),
-    (_case("gelu", passes=("sideways",)), r"needed \['forward', 'backward'\]"),
-    (_case("gelu", precision="fp7"), "unknown precision 'fp7'"),
-    (Case(work="geluu", sizes=(), precision="fp32", passes=()), "unknown work 'geluu'"),
-])
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (_case("gelu", width=0), "width is 0, it must be at least 1"),
+        (_case("linear", bias=2), "bias is 2, it must be 0 or 1"),
+        (
+            Case(work="gelu", sizes=(("tokens", 4),), precision="fp32", passes=()),
+            r"needed \['tokens', 'width'\]",
+        ),
+        (_case("gelu", passes=("sideways",)), r"needed \['forward', 'backward'\]"),
+        (_case("gelu", precision="fp7"), "unknown precision 'fp7'"),
+        (Case(work="geluu", sizes=(), precision="fp32", passes=()), "unknown work 'geluu'"),
+    ],
+)
 def test_a_case_that_makes_no_sense_says_what_was_needed(case: Case, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         measure(case, "cpu")
@@ -242,10 +334,30 @@ def test_an_update_is_timed_over_several_layers_and_given_for_one() -> None:
 
 
 def test_layouts_give_what_each_adds_to_a_layer() -> None:
-    names = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "gated", "rms", "rotary", "dropout", "batch", "seq")
+    names = (
+        "hidden",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "ffn",
+        "gated",
+        "rms",
+        "rotary",
+        "dropout",
+        "batch",
+        "seq",
+    )
     sizes = tuple(zip(names, (16, 2, 2, 8, 32, 0, 0, 0, 0, 1, 8), strict=True))
 
-    figures = program.measure(Case(work="layouts", sizes=sizes, precision="fp32", passes=()), "cpu").figures
+    figures = program.measure(
+        Case(work="layouts", sizes=sizes, precision="fp32", passes=()), "cpu"
+    ).figures
 
-    assert {"sharded_forward_s", "sharded_reduce_s", "split_backward_s", "divided_forward_s", "divided_backward_s"} <= set(figures)
+    assert {
+        "sharded_forward_s",
+        "sharded_reduce_s",
+        "split_backward_s",
+        "divided_forward_s",
+        "divided_backward_s",
+    } <= set(figures)
     assert all(0.0 <= seconds < 10.0 for seconds in figures.values())

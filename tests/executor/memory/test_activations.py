@@ -1,4 +1,6 @@
-"""What a block keeps on the ranks of a real world of dp 2, tp 2 and pp 2; `benchmarks/prices/activations.py` has more plans and sizes."""
+"""What a block keeps on the ranks of a real world of dp 2, tp 2 and pp 2;
+`benchmarks/prices/activations.py` has more plans and sizes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def _measured():
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     try:
         found = plans(gpt_tiny(), 64)
-        return {(row.plan, row.recompute): row for row in rows({name: found[name] for name in NAMES})}
+        return {
+            (row.plan, row.recompute): row for row in rows({name: found[name] for name in NAMES})
+        }
     finally:
         torch.set_num_threads(before)
 

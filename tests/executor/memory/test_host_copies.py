@@ -1,4 +1,6 @@
-"""Activations on the host: the copies that run are those that are priced, and nothing that is computed changes."""
+"""Activations on the host: the copies that run are those that are priced, and nothing that is
+computed changes.
+"""
 
 from __future__ import annotations
 
@@ -50,29 +52,58 @@ DROPOUT = dataclasses.replace(GPT, dropout=0.2)
 TP = 4
 
 
-def _graph(model: ModelSpec, attention: AttentionKernel = AttentionKernel.FLASH) -> tuple[TrainingSpec, LayerClass]:
-    training = TrainingSpec(global_batch_size=2, seq_length=16, precision="fp32", attention=attention, stack=NEUTRAL)
+def _graph(
+    model: ModelSpec, attention: AttentionKernel = AttentionKernel.FLASH
+) -> tuple[TrainingSpec, LayerClass]:
+    training = TrainingSpec(
+        global_batch_size=2, seq_length=16, precision="fp32", attention=attention, stack=NEUTRAL
+    )
     return training, build_graph(model, training, 2, plain_dropout=model.dropout > 0).block
 
 
-def _passed(model: ModelSpec, training: TrainingSpec, graph: LayerClass, again: tuple[str, ...], names: tuple[str, ...] | None):
+def _passed(
+    model: ModelSpec,
+    training: TrainingSpec,
+    graph: LayerClass,
+    again: tuple[str, ...],
+    names: tuple[str, ...] | None,
+):
     """The copies of two blocks' passes, and all gradients."""
     copies, blocks = HostCopies(CPU), []
     for index in (1, 2):
         recipes = None if names is None else Recipes(on_host=OnHost(names, graph, again, copies))
-        blocks.append(recomputed(build_layer(model, training, LayerKind.BLOCK, index, 0, CPU), again, f"block{index}", recipes))
-    x = torch.randn(2, 16, model.hidden_size, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        blocks.append(
+            recomputed(
+                build_layer(model, training, LayerKind.BLOCK, index, 0, CPU),
+                again,
+                f"block{index}",
+                recipes,
+            )
+        )
+    x = torch.randn(
+        2, 16, model.hidden_size, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     torch.manual_seed(2)
     copies.begin_pass()
     out = x
     for block in blocks:
         out = block(out)
     out.square().sum().backward()
-    return copies, [x.grad, *(parameter.grad for block in blocks for parameter in block.parameters())]
+    return copies, [
+        x.grad,
+        *(parameter.grad for block in blocks for parameter in block.parameters()),
+    ]
 
 
-def _agrees(model: ModelSpec, again: tuple[str, ...], names: tuple[str, ...], attention: AttentionKernel = AttentionKernel.FLASH) -> None:
-    """The bytes of both ways are the priced ones, the gradients bit by bit those of a run that keeps all on the device."""
+def _agrees(
+    model: ModelSpec,
+    again: tuple[str, ...],
+    names: tuple[str, ...],
+    attention: AttentionKernel = AttentionKernel.FLASH,
+) -> None:
+    """The bytes of both ways are the priced ones, the gradients bit by bit those of a run that
+    keeps all on the device.
+    """
     training, graph = _graph(model, attention)
     priced = host_bytes_by_operator(graph, Sharding(), again)
 
@@ -86,9 +117,17 @@ def _agrees(model: ModelSpec, again: tuple[str, ...], names: tuple[str, ...], at
 OF_GPT = tuple(operator.name for operator in _graph(GPT)[1].operators)
 
 
-@pytest.mark.parametrize("again", [(), ("norm1", "activation", "norm2"), ("attention", "residual1"), "full"], ids=str)
-@pytest.mark.parametrize("names", [("norm1",), ("attention", "fc2"), ("attention_out", "fc1"), "all"], ids=str)
-@pytest.mark.parametrize("model", [GPT, LLAMA, PARALLEL], ids=lambda model: model.name + "-parallel" * model.parallel_residual)
+@pytest.mark.parametrize(
+    "again", [(), ("norm1", "activation", "norm2"), ("attention", "residual1"), "full"], ids=str
+)
+@pytest.mark.parametrize(
+    "names", [("norm1",), ("attention", "fc2"), ("attention_out", "fc1"), "all"], ids=str
+)
+@pytest.mark.parametrize(
+    "model",
+    [GPT, LLAMA, PARALLEL],
+    ids=lambda model: model.name + "-parallel" * model.parallel_residual,
+)
 def test_the_host_gets_what_is_priced_and_no_gradient_changes(model, names, again):
     every = tuple(operator.name for operator in _graph(model)[1].operators)
     again = every if again == "full" else tuple(name for name in again if name in every)
@@ -103,9 +142,13 @@ def test_masks_and_scores_go_with_the_operators_that_make_them(names):
 
 
 def _lists(model: ModelSpec):
-    """Any list of operators that can run again in part, in the order of the layer, but the last, whose output nobody keeps."""
+    """Any list of operators that can run again in part, in the order of the layer, but the last,
+    whose output nobody keeps.
+    """
     names = tuple(operator.name for operator in _graph(model)[1].operators)[:-1]
-    return st.sets(st.sampled_from(names)).map(lambda chosen: tuple(name for name in names if name in chosen))
+    return st.sets(st.sampled_from(names)).map(
+        lambda chosen: tuple(name for name in names if name in chosen)
+    )
 
 
 @settings(max_examples=12, deadline=None)
@@ -131,20 +174,47 @@ def mesh():
 
 
 DIVISIONS = ("WHOLE", "SEQUENCE", "MEGATRON_SEQUENCE", "BATCH_ATTENTION", "PATCHWORK")
-LISTS = ((), ("norm2", "fc1", "activation"), ("attention", "residual1"), ("qkv", "attention_out", "residual1", "norm2", "fc2"), OF_GPT)
+LISTS = (
+    (),
+    ("norm2", "fc1", "activation"),
+    ("attention", "residual1"),
+    ("qkv", "attention_out", "residual1", "norm2", "fc2"),
+    OF_GPT,
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*alltoall.*")
-@pytest.mark.parametrize("division_name", [
-    pytest.param(name, marks=pytest.mark.slow) if name not in ("MEGATRON_SEQUENCE", "PATCHWORK") else name for name in DIVISIONS])
-@pytest.mark.parametrize("again", LISTS, ids=lambda again: "-".join(again) if len(again) < len(OF_GPT) else "full")
+@pytest.mark.parametrize(
+    "division_name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name not in ("MEGATRON_SEQUENCE", "PATCHWORK")
+        else name
+        for name in DIVISIONS
+    ],
+)
+@pytest.mark.parametrize(
+    "again", LISTS, ids=lambda again: "-".join(again) if len(again) < len(OF_GPT) else "full"
+)
 def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, again):
     training, _ = _graph(GPT)
     graph = build_graph(GPT, training, TP).block  # batches divide too
-    operators = {op.name: division(op, getattr(executor_plans, division_name)[op.name]) for op in graph.operators}
-    splits = {op.name: placed_splits(op, TP, Placements(
-        parameters=dict(operators[op.name].parameters), input=operators[op.name].input, output=operators[op.name].output))
-        for op in graph.operators}
+    operators = {
+        op.name: division(op, getattr(executor_plans, division_name)[op.name])
+        for op in graph.operators
+    }
+    splits = {
+        op.name: placed_splits(
+            op,
+            TP,
+            Placements(
+                parameters=dict(operators[op.name].parameters),
+                input=operators[op.name].input,
+                output=operators[op.name].output,
+            ),
+        )
+        for op in graph.operators
+    }
     priced = host_bytes_by_operator(graph, Sharding(TP, True, own=tuple(splits.items())), again)
     for names in (OF_GPT, ("attention", "fc2"), ("norm1", "attention_out", "fc1")):
         copies = HostCopies(CPU)
@@ -153,20 +223,34 @@ def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, again):
         place_layer(layer, operators, mesh, "block0", recipes)
         layer = recomputed(layer, again, "block0", recipes)
 
-        out = layer(DTensor.from_local(torch.randn(TP, 16 // TP, 32, requires_grad=True), mesh, (Shard(1),), run_check=False))
+        out = layer(
+            DTensor.from_local(
+                torch.randn(TP, 16 // TP, 32, requires_grad=True),
+                mesh,
+                (Shard(1),),
+                run_check=False,
+            )
+        )
         out.to_local().sum().backward()
 
         assert copies.out_bytes == copies.back_bytes == sum(priced[name] for name in names), names
 
 
 def test_the_device_holds_what_two_blocks_sent_at_most():
-    """Forward until the next block is through; backward the block's own and that of the block before it, which comes ahead."""
+    """Forward until the next block is through; backward the block's own and that of the block
+    before it, which comes ahead.
+    """
     training, graph = _graph(GPT)
     copies, seen = HostCopies(CPU), []
     blocks = [
         recomputed(
-            build_layer(GPT, training, LayerKind.BLOCK, i, 0, CPU), (), f"block{i}", Recipes(on_host=OnHost(OF_GPT, graph, (), copies)))
-        for i in range(4)]
+            build_layer(GPT, training, LayerKind.BLOCK, i, 0, CPU),
+            (),
+            f"block{i}",
+            Recipes(on_host=OnHost(OF_GPT, graph, (), copies)),
+        )
+        for i in range(4)
+    ]
     one = sum(host_bytes_by_operator(graph, Sharding()).values())
     x = torch.randn(2, 16, 32, requires_grad=True)
     for block in blocks:
@@ -186,7 +270,9 @@ def test_what_was_kept_leaves_the_device_with_its_last_reader():
     copies, held = HostCopies(CPU), []
     recipes = Recipes(on_host=OnHost(("fc2",), graph, (), copies))
     block = recomputed(build_layer(GPT, training, LayerKind.BLOCK, 1, 0, CPU), (), "block", recipes)
-    block.activation.register_forward_hook(lambda _, args, out: held.append(StorageWeakRef(out.untyped_storage())))
+    block.activation.register_forward_hook(
+        lambda _, args, out: held.append(StorageWeakRef(out.untyped_storage()))
+    )
 
     out = block(torch.randn(2, 16, 32, requires_grad=True))
     before = held[0].expired()
@@ -198,19 +284,42 @@ def test_what_was_kept_leaves_the_device_with_its_last_reader():
 
 KEEP = ("norm1", "attention", "residual1", "fc2")
 CASES = {
-    1: [(model, m, recompute) for model in ("gpt-tiny", "llama") for m in (1, 4) for recompute in ("none", "selective")],
-    2: [("gpt-tiny", 4, "selective"), ("gpt-tiny", 1, "none"), ("llama", 4, "none"), ("llama", 1, "selective")]}
+    1: [
+        (model, m, recompute)
+        for model in ("gpt-tiny", "llama")
+        for m in (1, 4)
+        for recompute in ("none", "selective")
+    ],
+    2: [
+        ("gpt-tiny", 4, "selective"),
+        ("gpt-tiny", 1, "none"),
+        ("llama", 4, "none"),
+        ("llama", 1, "selective"),
+    ],
+}
 
 
 def _estimated(model: str, num_micro_batches: int, recompute: str, *, tp: int) -> Plan:
     """A plan for CPUs; gpt-tiny has dropout."""
-    training = TrainingSpec(global_batch_size=4, seq_length=16, precision="fp32", stack=load_stack("parplan"))
+    training = TrainingSpec(
+        global_batch_size=4, seq_length=16, precision="fp32", stack=load_stack("parplan")
+    )
     layout = ParallelLayout(
-        mesh=Mesh(pp=1, dp=1, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=4 // num_micro_batches,
-        num_micro_batches=num_micro_batches, sequence_parallel=tp > 1)
+        mesh=Mesh(pp=1, dp=1, tp=tp),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=4 // num_micro_batches,
+        num_micro_batches=num_micro_batches,
+        sequence_parallel=tp > 1,
+    )
     return estimate_plan(
-        load_model(model).spec if model == "gpt-tiny" else LLAMA, with_gpus(load_cluster("cpu"), tp), training, layout,
-        recompute=Recompute(recompute), keep_on_host=KEEP)
+        load_model(model).spec if model == "gpt-tiny" else LLAMA,
+        with_gpus(load_cluster("cpu"), tp),
+        training,
+        layout,
+        recompute=Recompute(recompute),
+        keep_on_host=KEEP,
+    )
 
 
 def _copied(plans: list[Plan], world: int) -> list[list[tuple[int, int]]]:
@@ -227,7 +336,9 @@ def _counted(tp: int) -> list[list[tuple[int, int]]]:
 
 def _rank(rank: int, world: int, folder: str, plans: list[Plan]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world
+    )
     torch.save([_of_a_step(plan) for plan in plans], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -240,19 +351,33 @@ def _of_a_step(plan: Plan) -> tuple[int, int]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("tp", "case"), [
-    pytest.param(tp, case, id=f"tp{tp}-{'-'.join(map(str, case))}") for tp, cases in CASES.items() for case in cases])
+@pytest.mark.parametrize(
+    ("tp", "case"),
+    [
+        pytest.param(tp, case, id=f"tp{tp}-{'-'.join(map(str, case))}")
+        for tp, cases in CASES.items()
+        for case in cases
+    ],
+)
 def test_a_step_copies_the_predicted_bytes(case, tp):
     today = reprice(_estimated(*case, tp=tp))
     predicted = copied_bytes(today.strategy, 0, today.price_cache)
 
     assert predicted > 0
     assert [found[CASES[tp].index(case)] for found in _counted(tp)] == [(predicted, predicted)] * tp
-    assert today.plan.predicted.memory_gib[0].host == pytest.approx(predicted / case[1] / GIB, abs=1e-4)
+    assert today.plan.predicted.memory_gib[0].host == pytest.approx(
+        predicted / case[1] / GIB, abs=1e-4
+    )
 
 
 SCHEDULES = {
-    Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.INTERLEAVED: 2, Schedule.ZBV: 2, Schedule.EARLY_RECOMPUTE: 1, Schedule.SCP: 1}
+    Schedule.GPIPE: 1,
+    Schedule.ONE_F_ONE_B: 1,
+    Schedule.INTERLEAVED: 2,
+    Schedule.ZBV: 2,
+    Schedule.EARLY_RECOMPUTE: 1,
+    Schedule.SCP: 1,
+}
 
 
 @pytest.mark.slow
@@ -262,20 +387,36 @@ def test_a_step_of_any_schedule_copies_the_predicted_bytes_on_every_rank():
     for schedule, chunks in SCHEDULES.items():
         for model, again in ((GPT, ()), (LLAMA, ("norm1", "activation")), (GPT, "full")):
             if not again or schedule is not Schedule.ZBV:
-                plan = make_plan(model, pp=2, num_micro_batches=4, schedule=schedule, virtual_stages=chunks, recompute=again)
+                plan = make_plan(
+                    model,
+                    pp=2,
+                    num_micro_batches=4,
+                    schedule=schedule,
+                    virtual_stages=chunks,
+                    recompute=again,
+                )
                 plans.append(nearest_legal(_keeping(plan, KEEP)) or _keeping(plan, KEEP))
 
     found, today = _copied(plans, 2), [reprice(plan) for plan in plans]
 
-    expected = [[(copied_bytes(one.strategy, rank, one.price_cache),) * 2 for one in today] for rank in range(2)]
+    expected = [
+        [(copied_bytes(one.strategy, rank, one.price_cache),) * 2 for one in today]
+        for rank in range(2)
+    ]
     assert found == expected
     assert min(min(row) for row in expected) > (0, 0)
 
 
 def _keeping(plan: Plan, names: tuple[str, ...]) -> Plan:
-    return dataclasses.replace(plan, layer_plans={
-        name: dataclasses.replace(found, keep_on_host=names if found.layer is LayerKind.BLOCK else ())
-        for name, found in plan.layer_plans.items()})
+    return dataclasses.replace(
+        plan,
+        layer_plans={
+            name: dataclasses.replace(
+                found, keep_on_host=names if found.layer is LayerKind.BLOCK else ()
+            )
+            for name, found in plan.layer_plans.items()
+        },
+    )
 
 
 @pytest.fixture
@@ -286,11 +427,18 @@ def alone():
 
 
 def test_blocks_in_chunks_send_activations_beside_their_states(alone):
-    """One block with all its states at home on the host, one with the optimizer's: the same loss after an update."""
+    """One block with all its states at home on the host, one with the optimizer's: the same loss
+    after an update.
+    """
     plan = _estimated("gpt-tiny", 4, "none", tp=1)
     chunked = estimate_plan(
-        plan.model, plan.cluster, plan.training, layout_of(plan), keep_on_host=KEEP,
-        chunks=ChunkRequest(host_blocks=1, optimizer_blocks=1, device_bytes=8 * 2**20))
+        plan.model,
+        plan.cluster,
+        plan.training,
+        layout_of(plan),
+        keep_on_host=KEEP,
+        chunks=ChunkRequest(host_blocks=1, optimizer_blocks=1, device_bytes=8 * 2**20),
+    )
     validate(chunked)
     today = reprice(chunked)
 
@@ -305,9 +453,17 @@ def test_blocks_in_chunks_send_activations_beside_their_states(alone):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize(("plan", "message"), [
-    pytest.param(make_plan(MIXTRAL), "keep_on_host names fc1 and not router", id="half-of-a-mixture"),
-    pytest.param(make_plan(GPT), "keep_on_host: it names fc3, the layer has norm1", id="not-there")])
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        pytest.param(
+            make_plan(MIXTRAL), "keep_on_host names fc1 and not router", id="half-of-a-mixture"
+        ),
+        pytest.param(
+            make_plan(GPT), "keep_on_host: it names fc3, the layer has norm1", id="not-there"
+        ),
+    ],
+)
 def test_lists_that_mean_nothing_are_refused(plan, message):
     names = ("norm1", "fc1") if plan.model is MIXTRAL else ("fc1", "fc3")
     changed = dataclasses.replace(plan.layer_plans["block-0"], keep_on_host=names)

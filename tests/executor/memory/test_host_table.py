@@ -1,4 +1,6 @@
-"""The token table on the host: the losses and gradients of one process, the bytes that a plan says, and what crosses between the sides."""
+"""The token table on the host: the losses and gradients of one process, the bytes that a plan says,
+and what crosses between the sides.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,11 @@ UNTIED = dataclasses.replace(GPT, name="tiny-untied", tied_embeddings=False)
 def looked_up(plan: Plan) -> Plan:
     """With the token table on the host."""
     plans = {
-        name: dataclasses.replace(found, offload=(Offload.LOOKUP,)) if name.startswith("embedding") else found
-        for name, found in plan.layer_plans.items()}
+        name: dataclasses.replace(found, offload=(Offload.LOOKUP,))
+        if name.startswith("embedding")
+        else found
+        for name, found in plan.layer_plans.items()
+    }
     return dataclasses.replace(plan, layer_plans=plans)
 
 
@@ -49,14 +54,25 @@ PLANS = {
     "dp2-zero0": looked_up(make_plan(UNTIED, dp=2)),
     "dp2-zero3-llama": looked_up(make_plan(LLAMA, dp=2, zero=(3,), num_micro_batches=4)),
     "pp2": looked_up(make_plan(UNTIED, pp=2)),
-    "pp2-interleaved": looked_up(make_plan(LLAMA, pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2)),
-    "pp2-zbv": looked_up(make_plan(LLAMA, pp=2, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=4)),
-    "pp2-early-recompute": looked_up(make_plan(LLAMA, pp=2, schedule=Schedule.EARLY_RECOMPUTE, recompute="full")),
+    "pp2-interleaved": looked_up(
+        make_plan(LLAMA, pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2)
+    ),
+    "pp2-zbv": looked_up(
+        make_plan(LLAMA, pp=2, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=4)
+    ),
+    "pp2-early-recompute": looked_up(
+        make_plan(LLAMA, pp=2, schedule=Schedule.EARLY_RECOMPUTE, recompute="full")
+    ),
     "bf16-dp2-zero3-recomputed": looked_up(
-        make_plan(UNTIED, dp=2, zero=(3,), recompute="full", recompute_ends=True, precision=Precision.BF16)),
+        make_plan(
+            UNTIED, dp=2, zero=(3,), recompute="full", recompute_ends=True, precision=Precision.BF16
+        )
+    ),
 }
 PLAIN = {
-    "dp2-zero0": make_plan(UNTIED, dp=2), "dp2-zero3-llama": make_plan(LLAMA, dp=2, zero=(3,), num_micro_batches=4)}
+    "dp2-zero0": make_plan(UNTIED, dp=2),
+    "dp2-zero3-llama": make_plan(LLAMA, dp=2, zero=(3,), num_micro_batches=4),
+}
 
 
 @cache
@@ -68,7 +84,9 @@ def outcomes(world: int) -> dict[str, Outcome]:
 @cache
 def with_and_without() -> dict[str, tuple[Outcome, Outcome]]:
     """Each plan with its table on the host, and without."""
-    found = iter(run_plans([plan for name, plain in PLAIN.items() for plan in (PLANS[name], plain)]))
+    found = iter(
+        run_plans([plan for name, plain in PLAIN.items() for plan in (PLANS[name], plain)])
+    )
     return {name: (next(found), next(found)) for name in PLAIN}
 
 
@@ -76,13 +94,18 @@ def with_and_without() -> dict[str, tuple[Outcome, Outcome]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_it_trains_like_one_process(name):
     plan = PLANS[name]
-    found, expected = outcomes(plan.mesh.num_ranks)[name], run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
+    found, expected = (
+        outcomes(plan.mesh.num_ranks)[name],
+        run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))),
+    )
     exact = plan.training.precision is Precision.FP32
 
     error, parameter = worst_gradient(found, expected)
 
     assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), parameter
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+    assert found.losses == pytest.approx(
+        expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE
+    )
 
 
 @pytest.mark.slow
@@ -99,12 +122,17 @@ def test_rows_and_their_gradients_are_exchanged_and_no_gradient_of_the_table_is_
     found, plain = (outcome.collectives for outcome in with_and_without()[name])
 
     assert found["alltoall_base_"] == 2 * PLANS[name].pipeline.num_micro_batches
-    assert found["_reduce_scatter_base_"] + found["allreduce_"] <= plain["_reduce_scatter_base_"] + plain["allreduce_"]
+    assert (
+        found["_reduce_scatter_base_"] + found["allreduce_"]
+        <= plain["_reduce_scatter_base_"] + plain["allreduce_"]
+    )
 
 
 def test_what_crosses_are_rows_of_the_micro_batches_and_the_table_is_updated_where_it_is(tmp_path):
     plan = PLANS["one-rank"]
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     try:
         trainer = build_trainer(plan, Options(steps=1), torch.device("cpu"))
         table = trainer.pipeline.stages[0].body.embedding.tokens

@@ -1,4 +1,6 @@
-"""What a tensor-parallel block keeps, against the memory model; shapes only, with a process group that moves no data."""
+"""What a tensor-parallel block keeps, against the memory model; shapes only, with a process group
+that moves no data.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,16 @@ from tests.helpers.executor_plans import division
 
 TP = 4
 MODEL = ModelSpec(
-    name="small", num_layers=2, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_hidden_size=1024, vocab_size=1024,
-    max_seq_length=128)
+    name="small",
+    num_layers=2,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn_hidden_size=1024,
+    vocab_size=1024,
+    max_seq_length=128,
+)
 TRAINING = TrainingSpec(global_batch_size=2, seq_length=128, precision="fp32", stack=NEUTRAL)
 BLOCK = build_graph(MODEL, TRAINING, 2).block
 
@@ -46,7 +56,10 @@ def _held_bytes(mesh, sharding: Sharding, level: Recompute) -> int:
     recipes = Recipes() if sharding.sequence_parallel else None
     layer = build_layer(MODEL, TRAINING, LayerKind.BLOCK, 1, 0, torch.device("cpu"))
     derived = {operator.name: placements(operator, sharding) for operator in BLOCK.operators}
-    operators = {name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in derived.items()}
+    operators = {
+        name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output)
+        for name, p in derived.items()
+    }
     place_layer(layer, operators, mesh, "block0", recipes)
     layer = recomputed(layer, recompute_operators(BLOCK, level), "block0", recipes)
     tokens = 128 // TP if sharding.sequence_parallel else 128
@@ -54,7 +67,11 @@ def _held_bytes(mesh, sharding: Sharding, level: Recompute) -> int:
     tracker = MemTracker()
     tracker.track_external(layer, x)
     with tracker:
-        out = layer(DTensor.from_local(x, mesh, (Shard(1) if sharding.sequence_parallel else Replicate(),), run_check=False))
+        out = layer(
+            DTensor.from_local(
+                x, mesh, (Shard(1) if sharding.sequence_parallel else Replicate(),), run_check=False
+            )
+        )
         held = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
     assert out.to_local().shape == x.shape
     return sum(n_bytes for kind, n_bytes in held.items() if str(kind).endswith("ACT"))
@@ -62,37 +79,69 @@ def _held_bytes(mesh, sharding: Sharding, level: Recompute) -> int:
 
 @pytest.mark.parametrize("level", list(Recompute))
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_tensor_parallel_block_keeps_the_bytes_that_the_memory_model_says(mesh, sequence_parallel, level):
-    """Under sequence parallelism everything is divided by tp, gathered inputs included (EQUATIONS M3)."""
+def test_a_tensor_parallel_block_keeps_the_bytes_that_the_memory_model_says(
+    mesh, sequence_parallel, level
+):
+    """Under sequence parallelism everything is divided by tp, gathered inputs included (EQUATIONS
+    M3).
+    """
     sharding = Sharding(TP, sequence_parallel)
 
     held = _held_bytes(mesh, sharding, level)
 
-    # the tracker counts the block's input apart and its output as an activation, and the two have one size
-    assert held == pytest.approx(saved_bytes(BLOCK, sharding, recompute_operators(BLOCK, level)), rel=0.01)
+    # the tracker counts the block's input apart and its output as an activation, and the two have
+    # one size
+    assert held == pytest.approx(
+        saved_bytes(BLOCK, sharding, recompute_operators(BLOCK, level)), rel=0.01
+    )
 
 
 DIVISIONS = (
-    "WHOLE", "BATCH", "SEQUENCE", "MEGATRON", "MEGATRON_SEQUENCE", "TOKEN_FEED_FORWARD", "BATCH_FEED_FORWARD", "BATCH_ATTENTION",
-    "HIDDEN_STREAM", "PATCHWORK")
+    "WHOLE",
+    "BATCH",
+    "SEQUENCE",
+    "MEGATRON",
+    "MEGATRON_SEQUENCE",
+    "TOKEN_FEED_FORWARD",
+    "BATCH_FEED_FORWARD",
+    "BATCH_ATTENTION",
+    "HIDDEN_STREAM",
+    "PATCHWORK",
+)
 LISTS = (
-    (), ("norm2", "fc1", "activation"), ("attention", "residual1"), ("norm1", "qkv", "attention", "attention_out", "fc1"),
-    ("qkv", "attention_out", "residual1", "norm2", "fc2"))
-LLAMA = dataclasses.replace(MODEL, name="llama", positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False)
-# left out of every count: 8 bytes a token of each norm, the causal mask, the cosines and sines of 128 positions
+    (),
+    ("norm2", "fc1", "activation"),
+    ("attention", "residual1"),
+    ("norm1", "qkv", "attention", "attention_out", "fc1"),
+    ("qkv", "attention_out", "residual1", "norm2", "fc2"),
+)
+LLAMA = dataclasses.replace(
+    MODEL, name="llama", positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False
+)
+# left out of every count: 8 bytes a token of each norm, the causal mask, the cosines and sines of
+# 128 positions
 LEFT_OUT_BYTES = 2 * 8 * 4 * 128 + 128 * 128 + 2 * 128 * 64 * 4
 
 
 @pytest.mark.filterwarnings("ignore:.*alltoall.*")
 @pytest.mark.parametrize("name", DIVISIONS)
-@pytest.mark.parametrize(("model", "attention"), [
-    pytest.param(MODEL, AttentionKernel.FLASH, id="gpt-flash", marks=pytest.mark.slow),
-    pytest.param(MODEL, AttentionKernel.UNFUSED, id="gpt-unfused"),
-    pytest.param(LLAMA, AttentionKernel.FLASH, id="llama-flash")])
-def test_a_block_keeps_of_every_tensor_the_part_that_its_placements_say(mesh, model, attention, name):
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [
+        pytest.param(MODEL, AttentionKernel.FLASH, id="gpt-flash", marks=pytest.mark.slow),
+        pytest.param(MODEL, AttentionKernel.UNFUSED, id="gpt-unfused"),
+        pytest.param(LLAMA, AttentionKernel.FLASH, id="llama-flash"),
+    ],
+)
+def test_a_block_keeps_of_every_tensor_the_part_that_its_placements_say(
+    mesh, model, attention, name
+):
     training = dataclasses.replace(TRAINING, attention=attention)
     graph = build_graph(model, training, 4).block
-    operators = {operator.name: division(operator, getattr(executor_plans, name)[operator.name]) for operator in graph.operators}
+    operators = {
+        operator.name: division(operator, getattr(executor_plans, name)[operator.name])
+        for operator in graph.operators
+    }
 
     for recompute in LISTS:
         held = _divided_held_bytes(mesh, model, training, operators, recompute)
@@ -101,8 +150,12 @@ def test_a_block_keeps_of_every_tensor_the_part_that_its_placements_say(mesh, mo
         assert 0 <= held - expected <= LEFT_OUT_BYTES, recompute
 
 
-def _divided_held_bytes(mesh, model, training, operators: dict[str, OperatorPlacement], recompute: tuple[str, ...]) -> int:
-    """MemTracker's activations of a block that reads tokens divided over tp, and its input where norm1 keeps that."""
+def _divided_held_bytes(
+    mesh, model, training, operators: dict[str, OperatorPlacement], recompute: tuple[str, ...]
+) -> int:
+    """MemTracker's activations of a block that reads tokens divided over tp, and its input where
+    norm1 keeps that.
+    """
     recipes = Recipes()
     layer = build_layer(model, training, LayerKind.BLOCK, 1, 0, torch.device("cpu"))
     place_layer(layer, operators, mesh, "block0", recipes)

@@ -10,7 +10,9 @@ from parplan.executor.models.loss import Loss
 B, S, V = 2, 8, 512
 
 
-def _loss_and_gradient(function, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss_and_gradient(
+    function, logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     leaf = logits.clone().requires_grad_()
     loss = function(leaf, targets)
     (3.0 * loss).backward()
@@ -18,7 +20,9 @@ def _loss_and_gradient(function, logits: torch.Tensor, targets: torch.Tensor) ->
 
 
 def _torchs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
@@ -37,14 +41,21 @@ def test_the_loss_and_its_gradient_are_those_of_torchs_cross_entropy(dtype, tole
 
 
 def test_forward_and_backward_hold_the_probabilities_and_one_gradient():
-    """4 + 2 bytes a logit beside the bf16 logits themselves (EQUATIONS M5); torch's cross entropy holds 12."""
-    logits, targets = torch.randn(B, S, 64 * V, dtype=torch.bfloat16, requires_grad=True), torch.randint(V, (B, S))
+    """4 + 2 bytes a logit beside the bf16 logits themselves (EQUATIONS M5); torch's cross entropy
+    holds 12.
+    """
+    logits, targets = (
+        torch.randn(B, S, 64 * V, dtype=torch.bfloat16, requires_grad=True),
+        torch.randint(V, (B, S)),
+    )
     tracker = MemTracker()
     tracker.track_external(logits, targets)
     module = Loss()
     with tracker:
         module(logits, targets).backward()
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    beside = sum(n_bytes for kind, n_bytes in peak.items() if str(kind).endswith(("ACT", "TEMP", "GRAD")))
+    beside = sum(
+        n_bytes for kind, n_bytes in peak.items() if str(kind).endswith(("ACT", "TEMP", "GRAD"))
+    )
 
     assert beside == pytest.approx((4 + 2) * logits.numel(), rel=0.02)

@@ -1,4 +1,6 @@
-"""Mixtures of experts: every mesh trains like one process, the block is that of transformers, and what cannot run is refused."""
+"""Mixtures of experts: every mesh trains like one process, the block is that of transformers, and
+what cannot run is refused.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +35,37 @@ PLANS: dict[str, Plan] = {
     "ep2-zero0": make_plan(MIXTRAL, dp=2, ep=2),
     "ep2-zero1": make_plan(MIXTRAL, dp=2, ep=2, zero=(1,)),
     "ep2-zero3-full-recompute": make_plan(MIXTRAL, dp=2, ep=2, zero=(3, 2), recompute=ALL),
-    "ep2-selective-recompute": make_plan(MIXTRAL, dp=2, ep=2, zero=(2,), recompute=("norm1", "norm2", "activation")),
+    "ep2-selective-recompute": make_plan(
+        MIXTRAL, dp=2, ep=2, zero=(2,), recompute=("norm1", "norm2", "activation")
+    ),
     "tp2": make_plan(MIXTRAL, tp=2),
     "tp2-sp": make_plan(MIXTRAL, tp=2, sp=True),
     "bf16-ep2-zero0": make_plan(MIXTRAL, dp=2, ep=2, precision=Precision.BF16),
-    "bf16-ep2-zero-mixed": make_plan(MIXTRAL, dp=2, ep=2, zero=(1, 3), recompute=ALL, precision=Precision.BF16),
+    "bf16-ep2-zero-mixed": make_plan(
+        MIXTRAL, dp=2, ep=2, zero=(1, 3), recompute=ALL, precision=Precision.BF16
+    ),
     "dp4-ep2-zero-mixed": make_plan(MIXTRAL, dp=4, ep=2, zero=(0, 1)),
     "dp4-ep2-zero3": make_plan(MIXTRAL, dp=4, ep=2, zero=(3, 2)),
     "bf16-dp4-ep2-zero2": make_plan(MIXTRAL, dp=4, ep=2, zero=(2,), precision=Precision.BF16),
     "dp2-tp2-sp-ep2-zero1": make_plan(MIXTRAL, dp=2, tp=2, ep=2, sp=True, zero=(1,)),
     "dp2-tp2-sp-zero3": make_plan(MIXTRAL, dp=2, tp=2, sp=True, zero=(3, 0), recompute=ALL),
     "pp2-dp2-ep2": make_plan(MIXTRAL, pp=2, dp=2, ep=2, zero=(1,)),
-    "pp2-dp2-tp2-sp-ep2-zero3": make_plan(MIXTRAL, pp=2, dp=2, tp=2, ep=2, sp=True, zero=(3,), recompute=ALL),
+    "pp2-dp2-tp2-sp-ep2-zero3": make_plan(
+        MIXTRAL, pp=2, dp=2, tp=2, ep=2, sp=True, zero=(3,), recompute=ALL
+    ),
 }
 
 
-WORLDS = Worlds(PLANS, slow=[
-    "ep2-zero1", "ep2-selective-recompute", "bf16-ep2-zero0", "tp2", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4)])
+WORLDS = Worlds(
+    PLANS,
+    slow=[
+        "ep2-zero1",
+        "ep2-selective-recompute",
+        "bf16-ep2-zero0",
+        "tp2",
+        *(name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4),
+    ],
+)
 
 
 @cache
@@ -74,7 +90,9 @@ def test_every_rank_holds_exactly_the_predicted_bytes(name):
     states = WORLDS.outcome(name).states
 
     assert len(states) == plan.mesh.num_ranks
-    assert {rank: measured for rank, (_, measured) in states.items()} == {rank: predicted for rank, (predicted, _) in states.items()}
+    assert {rank: measured for rank, (_, measured) in states.items()} == {
+        rank: predicted for rank, (predicted, _) in states.items()
+    }
 
 
 @pytest.mark.multiproc
@@ -85,10 +103,15 @@ def test_the_experts_of_a_rank_are_its_part_of_all():
     assert divided.parameters < alone.parameters - 4 * experts // 2
 
 
-@pytest.mark.parametrize(("name", "exchanges"), [
-    pytest.param("dp2", 0, id="alone"), pytest.param("ep2-zero0", 4, id="there-and-back-in-both-passes"),
-    pytest.param("ep2-zero3-full-recompute", 6, id="and-twice-again"), pytest.param("ep2-selective-recompute", 4, id="not-again"),
-])
+@pytest.mark.parametrize(
+    ("name", "exchanges"),
+    [
+        pytest.param("dp2", 0, id="alone"),
+        pytest.param("ep2-zero0", 4, id="there-and-back-in-both-passes"),
+        pytest.param("ep2-zero3-full-recompute", 6, id="and-twice-again"),
+        pytest.param("ep2-selective-recompute", 4, id="not-again"),
+    ],
+)
 @pytest.mark.multiproc
 def test_a_block_exchanges_tokens_as_often_as_is_priced(name, exchanges):
     found = WORLDS.outcome(name).collectives
@@ -110,11 +133,18 @@ def test_every_parameter_of_the_graph_is_in_the_block():
     graph = build_graph(MIXTRAL, TRAINING, 1).block
 
     assert sum(p.numel() for p in block().parameters()) == graph.num_parameters
-    assert [operator.name for operator in graph.operators if operator.name in MixtureOfExperts.operators] == list(MIXTURE)
+    assert [
+        operator.name for operator in graph.operators if operator.name in MixtureOfExperts.operators
+    ] == list(MIXTURE)
 
 
 def test_each_expert_starts_from_its_own_values_wherever_it_is():
-    first, second = (held_experts(MIXTRAL, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)) for rank in (0, 1))
+    first, second = (
+        held_experts(
+            MIXTRAL, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)
+        )
+        for rank in (0, 1)
+    )
     weight = block().mixture.experts.fc1.weight.unflatten(0, (4, -1))
 
     assert (first, second) == (range(2), range(2, 4))
@@ -130,8 +160,12 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts():
         scores = (mixture.router.weight @ token).softmax(0)
         best = scores.argsort(descending=True)[:2]
         for expert in best:
-            gate, up = (mixture.experts.fc1.weight.unflatten(0, (4, -1, 2))[expert] @ token).unbind(-1)
-            out = mixture.experts.fc2.weight.unflatten(0, (4, -1))[expert] @ (torch.nn.functional.silu(gate) * up)
+            gate, up = (mixture.experts.fc1.weight.unflatten(0, (4, -1, 2))[expert] @ token).unbind(
+                -1
+            )
+            out = mixture.experts.fc2.weight.unflatten(0, (4, -1))[expert] @ (
+                torch.nn.functional.silu(gate) * up
+            )
             expected[0, i] += scores[expert] / scores[best].sum() * out
 
     torch.testing.assert_close(mixture(x), expected)
@@ -168,10 +202,14 @@ def kept_bytes(model) -> int:
 def test_experts_keep_what_the_graph_says_and_the_order_of_the_copies():
     training = dataclasses.replace(TRAINING, precision=Precision.FP32)
     more = kept_bytes(MIXTRAL) - kept_bytes(LLAMA)
-    predicted = [saved_bytes(build_graph(model, training, 2).block, Sharding()) for model in (MIXTRAL, LLAMA)]
+    predicted = [
+        saved_bytes(build_graph(model, training, 2).block, Sharding()) for model in (MIXTRAL, LLAMA)
+    ]
 
     copies = 2 * SEQ_LENGTH * 2
-    assert 0 <= more - (predicted[0] - predicted[1]) <= 24 * copies  # of a copy three numbers of 8 bytes at most
+    assert (
+        0 <= more - (predicted[0] - predicted[1]) <= 24 * copies
+    )  # of a copy three numbers of 8 bytes at most
 
 
 # What is refused, and what it would do
@@ -184,21 +222,41 @@ def with_block(plan, **changes):
 
 def moved(plan, operator, **changes):
     operators = plan.layer_plans["block-0"].operators
-    return with_block(plan, operators={**operators, operator: dataclasses.replace(operators[operator], **changes)})
+    return with_block(
+        plan, operators={**operators, operator: dataclasses.replace(operators[operator], **changes)}
+    )
 
 
 THREE = dataclasses.replace(MIXTRAL, num_experts=3)
 TP2 = PLANS["tp2-sp"]
 
 
-@pytest.mark.parametrize(("plan", "message"), [
-    pytest.param(make_plan(THREE, dp=2, ep=2), "ep 2 does not divide the 3 experts", id="experts"),
-    pytest.param(make_plan(LLAMA, dp=2, ep=2), "ep 2 divides experts, tiny-llama has none", id="dense"),
-    pytest.param(with_block(PLANS["one-rank"], recompute=("dispatch",)), "of the experts only activation can run again", id="recompute"),
-    pytest.param(moved(TP2, "combine", input=("Shard(0)@tp",), output=("Shard(0)@tp",)), "combine is placed otherwise than router",
-                 id="placed-apart"),
-    pytest.param(moved(TP2, "fc1", parameters={"weight": ("Shard(1)@tp",)}), "its parameters must be whole", id="divided-over-tp"),
-])
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        pytest.param(
+            make_plan(THREE, dp=2, ep=2), "ep 2 does not divide the 3 experts", id="experts"
+        ),
+        pytest.param(
+            make_plan(LLAMA, dp=2, ep=2), "ep 2 divides experts, tiny-llama has none", id="dense"
+        ),
+        pytest.param(
+            with_block(PLANS["one-rank"], recompute=("dispatch",)),
+            "of the experts only activation can run again",
+            id="recompute",
+        ),
+        pytest.param(
+            moved(TP2, "combine", input=("Shard(0)@tp",), output=("Shard(0)@tp",)),
+            "combine is placed otherwise than router",
+            id="placed-apart",
+        ),
+        pytest.param(
+            moved(TP2, "fc1", parameters={"weight": ("Shard(1)@tp",)}),
+            "its parameters must be whole",
+            id="divided-over-tp",
+        ),
+    ],
+)
 def test_what_experts_cannot_run_is_refused_and_the_nearest_plan_is_not(plan, message):
     with pytest.raises(ConfigError, match=message):
         validate(plan)
@@ -206,7 +264,10 @@ def test_what_experts_cannot_run_is_refused_and_the_nearest_plan_is_not(plan, me
 
 
 def test_experts_that_do_not_divide_would_leave_one_with_nobody():
-    held = [held_experts(THREE, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)) for rank in (0, 1)]
+    held = [
+        held_experts(THREE, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank))
+        for rank in (0, 1)
+    ]
 
     assert set().union(*held) == {0, 1}
 

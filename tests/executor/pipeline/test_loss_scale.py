@@ -1,4 +1,6 @@
-"""fp16 trains like fp32 to its rounding; a gradient that overflows anywhere costs every rank that step, and nothing else."""
+"""fp16 trains like fp32 to its rounding; a gradient that overflows anywhere costs every rank that
+step, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def test_a_scale_that_would_go_below_one_ends_the_run(alone):
 
 
 def _overflows(plan: Plan) -> list[object]:
-    """Three steps: one with far too high a scale, one of which rank 1 alone meets an infinite gradient, one that is good."""
+    """Three steps: one with far too high a scale, one of which rank 1 alone meets an infinite
+    gradient, one that is good.
+    """
     trained, before, found = trainer(plan), [], []
     trained.scale.states["value"].fill_(HIGH)
     for step in range(3):
@@ -128,13 +132,18 @@ def _overflows(plan: Plan) -> list[object]:
             local(trained.pipeline.parameters[0].grad).view(-1)[0] = torch.inf
         norm = trained.update(step).item()
         trained.scale.states["value"].fill_(INITIAL)
-        same = all(torch.equal(old, new) for old, new in zip(before[-1], values(trained), strict=True))
+        same = all(
+            torch.equal(old, new) for old, new in zip(before[-1], values(trained), strict=True)
+        )
         found.append((norm < torch.inf, same))
     return found
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_left_out_by_all():
-    plans = [make_plan(SHORT, dp=2, zero=(0, 3), precision=FP16), make_plan(SHORT, pp=2, precision=FP16)]
+    plans = [
+        make_plan(SHORT, dp=2, zero=(0, 3), precision=FP16),
+        make_plan(SHORT, pp=2, precision=FP16),
+    ]
     for ranks in parity.run_ranks(plans, _overflows):
         assert ranks == [[(False, True), (False, True), (True, False)]] * 2
 
@@ -152,14 +161,18 @@ def test_a_step_that_was_left_out_halves_the_scale_and_training_goes_on(alone):
     assert trained.recorder.skipped == [0]
     # nothing was updated: step 1 has the loss that the first values give, and Adam begins there
     assert rest[0].loss == plain.gradients(1).item()
-    assert [state["step"].item() for state in trained.optimizer.state.values()] == [3.0] * len(trained.optimizer.state)
+    assert [state["step"].item() for state in trained.optimizer.state.values()] == [3.0] * len(
+        trained.optimizer.state
+    )
 
 
 def _train(steps: int, plan: Plan = SMALL, **options: object) -> tuple[list[object], LossScale]:
     trained = trainer(plan, steps=steps)
     if trained.scale:
         trained.scale.grows_after = 2
-    saves = Checkpoints(trained, CheckpointOptions(**options), timeout=timedelta(seconds=60), note=lambda _: None)
+    saves = Checkpoints(
+        trained, CheckpointOptions(**options), timeout=timedelta(seconds=60), note=lambda _: None
+    )
     found = [(result.loss, result.loss_scale) for result in trained.run(saves.resume())]
     saves.finish(steps)
     return found, trained.scale

@@ -1,5 +1,6 @@
-"""Early recompute, last-no-recompute and the shifted critical path train like 1F1B, hold as many micro-batches as their lists say,
-and recompute while the gradient is still being made."""
+"""Early recompute, last-no-recompute and the shifted critical path train like 1F1B, hold as many
+micro-batches as their lists say, and recompute while the gradient is still being made.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +51,23 @@ LIST = ("norm1", "qkv", "attention", "norm2", "fc1", "activation")
 EARLY, LAST, SCP = Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP
 
 
-def plan_of(model=GPT, *, schedule: Schedule, pp: int, micro_batches: int = 4, on_host: tuple[str, ...] = (), **settings) -> Plan:
+def plan_of(
+    model=GPT,
+    *,
+    schedule: Schedule,
+    pp: int,
+    micro_batches: int = 4,
+    on_host: tuple[str, ...] = (),
+    **settings,
+) -> Plan:
     """A plan whose last stage recomputes nothing where the schedule says so."""
     plan = make_plan(model, schedule=schedule, pp=pp, num_micro_batches=micro_batches, **settings)
     plans = {
-        name: dataclasses.replace(found, keep_on_host=on_host if found.layer is LayerKind.BLOCK else ())
-        for name, found in plan.layer_plans.items()}
+        name: dataclasses.replace(
+            found, keep_on_host=on_host if found.layer is LayerKind.BLOCK else ()
+        )
+        for name, found in plan.layer_plans.items()
+    }
     found = nearest_legal(dataclasses.replace(plan, layer_plans=plans))
     assert found is not None
     assert found.pipeline == plan.pipeline
@@ -65,16 +77,36 @@ def plan_of(model=GPT, *, schedule: Schedule, pp: int, micro_batches: int = 4, o
 
 WORLD_4 = {
     "early-zero2-a-list": plan_of(GPT, schedule=EARLY, pp=2, dp=2, zero=(2,), recompute=LIST),
-    "last-tp-sp-full": plan_of(LLAMA, schedule=LAST, pp=2, tp=2, sp=True, recompute="full", micro_batches=2),
+    "last-tp-sp-full": plan_of(
+        LLAMA, schedule=LAST, pp=2, tp=2, sp=True, recompute="full", micro_batches=2
+    ),
     "scp-zero3-full": plan_of(LLAMA, schedule=SCP, pp=2, dp=2, zero=(3,), recompute="full"),
-    "scp-pp4-dropout-offload": plan_of(DROPOUT, schedule=SCP, pp=4, recompute="full", on_host=("norm1", "qkv")),
+    "scp-pp4-dropout-offload": plan_of(
+        DROPOUT, schedule=SCP, pp=4, recompute="full", on_host=("norm1", "qkv")
+    ),
 }
 WORLD_8 = {
-    f"{schedule}-pp{pp}-{way}": plan_of(model, schedule=schedule, pp=pp, micro_batches=micro_batches, recompute=again, **settings)
+    f"{schedule}-pp{pp}-{way}": plan_of(
+        model, schedule=schedule, pp=pp, micro_batches=micro_batches, recompute=again, **settings
+    )
     for schedule in (EARLY, LAST, SCP)
     for pp, micro_batches, way, model, again, settings in [
-        (2, 4, "dp2-tp2-sp-zero3", LLAMA, "full", {"dp": 2, "tp": 2, "sp": True, "zero": (3,), "recompute_ends": True}),
-        (2, 4, "dp4-zero-mixed", GPT, ("attention", *LIST[3:]), {"dp": 4, "zero": (0, 3, 1, 2), "global_batch_size": 16}),
+        (
+            2,
+            4,
+            "dp2-tp2-sp-zero3",
+            LLAMA,
+            "full",
+            {"dp": 2, "tp": 2, "sp": True, "zero": (3,), "recompute_ends": True},
+        ),
+        (
+            2,
+            4,
+            "dp4-zero-mixed",
+            GPT,
+            ("attention", *LIST[3:]),
+            {"dp": 4, "zero": (0, 3, 1, 2), "global_batch_size": 16},
+        ),
         (4, 8, "tp2-dropout", DROPOUT, "full", {"tp": 2}),
         (4, 4, "dp2-zero3-list", GPT, LIST, {"dp": 2, "zero": (3,)}),
         (4, 4, "dp2-zero1-full", LLAMA, "full", {"dp": 2, "zero": (1,)}),
@@ -84,7 +116,9 @@ WORLD_8 = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Of one rank and step: its gradients, what it held, its spans in order, and in which of them products of blocks ran forward."""
+    """Of one rank and step: its gradients, what it held, its spans in order, and in which of them
+    products of blocks ran forward.
+    """
 
     gradients: dict[str, torch.Tensor]
     in_flight: dict[int, int]
@@ -95,8 +129,13 @@ class Seen:
 def _world(rank: int, world: int, plans: list[Plan], folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    torch.save([_seen(plan, dist.PrefixStore(f"plan{index}", store)) for index, plan in enumerate(plans)], f"{folder}/rank{rank}.pt")
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    torch.save(
+        [_seen(plan, dist.PrefixStore(f"plan{index}", store)) for index, plan in enumerate(plans)],
+        f"{folder}/rank{rank}.pt",
+    )
     dist.destroy_process_group()
 
 
@@ -104,16 +143,33 @@ def _seen(plan: Plan, store: dist.Store) -> Seen:
     trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
     spans: list[str] = []
     products: Counter[str] = Counter()
-    for module in (module for stage in trainer.pipeline.stages for module in stage.body.modules() if isinstance(module, Linear)):
+    for module in (
+        module
+        for stage in trainer.pipeline.stages
+        for module in stage.body.modules()
+        if isinstance(module, Linear)
+    ):
         module.register_forward_pre_hook(lambda *_: products.update(spans[-1:]))
     _watch(trainer, store, spans)
     trainer.gradients(0)
-    return Seen(gradients=whole_gradients(trainer), in_flight=trainer.pipeline.in_flight, spans=spans, products=products)
+    return Seen(
+        gradients=whole_gradients(trainer),
+        in_flight=trainer.pipeline.in_flight,
+        spans=spans,
+        products=products,
+    )
 
 
 def _watch(trainer: Trainer, store: dist.Store, spans: list[str]) -> None:
-    """Write down every span; a backward pass begins when the stage before, which needs its gradient, has recomputed."""
-    ahead = {entry for rank, row in enumerate(action_rows(trainer.plan)) for entry in parse_row(row, rank) if entry[1] is ActionKind.RECOMPUTE}
+    """Write down every span; a backward pass begins when the stage before, which needs its
+    gradient, has recomputed.
+    """
+    ahead = {
+        entry
+        for rank, row in enumerate(action_rows(trainer.plan))
+        for entry in parse_row(row, rank)
+        if entry[1] is ActionKind.RECOMPUTE
+    }
     replica = [trainer.ranks.coordinate(axis) for axis in ("dp", "tp")]
 
     @contextmanager
@@ -130,7 +186,9 @@ def _watch(trainer: Trainer, store: dist.Store, spans: list[str]) -> None:
 
 
 def _as_1f1b(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, schedule=Schedule.ONE_F_ONE_B))
+    return dataclasses.replace(
+        plan, pipeline=dataclasses.replace(plan.pipeline, schedule=Schedule.ONE_F_ONE_B)
+    )
 
 
 @cache
@@ -140,12 +198,19 @@ def seen(world: int) -> dict[str, tuple[list[Seen], list[Seen]]]:
     both = [other for plan in plans.values() for other in (plan, _as_1f1b(plan))]
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_world, args=(world, both, folder), nprocs=world, start_method="fork")
-        ranks = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
-    return {name: ([rank[2 * i] for rank in ranks], [rank[2 * i + 1] for rank in ranks]) for i, name in enumerate(plans)}
+        ranks = [
+            torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False) for rank in range(world)
+        ]
+    return {
+        name: ([rank[2 * i] for rank in ranks], [rank[2 * i + 1] for rank in ranks])
+        for i, name in enumerate(plans)
+    }
 
 
 EVERY = [
-    *(pytest.param(4, name, id=name) for name in WORLD_4), *(pytest.param(8, name, id=name, marks=pytest.mark.slow) for name in WORLD_8)]
+    *(pytest.param(4, name, id=name) for name in WORLD_4),
+    *(pytest.param(8, name, id=name, marks=pytest.mark.slow) for name in WORLD_8),
+]
 
 
 def _worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -159,7 +224,10 @@ def test_the_gradients_are_those_of_1f1b_and_of_one_process(world, name):
     plan = (WORLD_4 | WORLD_8)[name]
     found, expected = seen(world)[name]
 
-    assert max(_worst(a.gradients, b.gradients) for a, b in zip(found, expected, strict=True)) <= GRADIENT_TOLERANCE
+    assert (
+        max(_worst(a.gradients, b.gradients) for a, b in zip(found, expected, strict=True))
+        <= GRADIENT_TOLERANCE
+    )
     if not plan.model.dropout:  # whose masks differ by rank
         whole = run_reference(plan).gradients
         assert max(_worst(rank.gradients, whole) for rank in found) <= GRADIENT_TOLERANCE
@@ -178,8 +246,12 @@ def test_every_stage_runs_its_list_and_holds_as_many_micro_batches_as_that_says(
 
 
 @pytest.mark.parametrize(("world", "name"), EVERY)
-def test_a_recompute_is_over_before_the_gradient_is_made_and_nothing_runs_again_after_it(world, name):
-    """The next stage does not begin its backward pass before (`_watch`), so a recompute that waited for it would wait for ever."""
+def test_a_recompute_is_over_before_the_gradient_is_made_and_nothing_runs_again_after_it(
+    world, name
+):
+    """The next stage does not begin its backward pass before (`_watch`), so a recompute that waited
+    for it would wait for ever.
+    """
     recomputes = 0
     for rank, plain in zip(*seen(world)[name], strict=True):
         for early in (span for span in rank.spans if "R" in span):
@@ -191,18 +263,44 @@ def test_a_recompute_is_over_before_the_gradient_is_made_and_nothing_runs_again_
     assert recomputes > 0
 
 
-@pytest.mark.parametrize(("plan", "message", "hint"), [
-    pytest.param(make_plan(GPT, pp=2, schedule=SCP, num_micro_batches=4, recompute="full"),
-                 "under scp the last stage has layers of block-0, which are recomputed", r"plans with recompute \[\]", id="last-stage"),
-    pytest.param(make_plan(GPT, pp=2, schedule=LAST, recompute=LIST), "the last stage has layers of block-0", r"recompute \[\]", id="kept"),
-    pytest.param(make_plan(GPT, pp=2, schedule=SCP, num_micro_batches=2), "needs at least 4 micro-batches, found 2",
-                 "set micro_batch_size to 2 and num_micro_batches to 4", id="few-micro-batches"),
-    pytest.param(make_plan(GPT, pp=2, schedule=SCP, num_micro_batches=1, global_batch_size=1), "needs at least 4 micro-batches, found 1",
-                 "set num_micro_batches to 4 and global_batch_size to 4", id="few-sequences"),
-    pytest.param(make_plan(GPT, pp=2, schedule=EARLY, virtual_stages=2), "early-recompute with virtual_stages 2", "to interleaved",
-                 id="virtual-stages"),
-])
-def test_what_the_schedule_cannot_be_is_refused_with_the_nearest_plan_that_runs(plan, message, hint):
+@pytest.mark.parametrize(
+    ("plan", "message", "hint"),
+    [
+        pytest.param(
+            make_plan(GPT, pp=2, schedule=SCP, num_micro_batches=4, recompute="full"),
+            "under scp the last stage has layers of block-0, which are recomputed",
+            r"plans with recompute \[\]",
+            id="last-stage",
+        ),
+        pytest.param(
+            make_plan(GPT, pp=2, schedule=LAST, recompute=LIST),
+            "the last stage has layers of block-0",
+            r"recompute \[\]",
+            id="kept",
+        ),
+        pytest.param(
+            make_plan(GPT, pp=2, schedule=SCP, num_micro_batches=2),
+            "needs at least 4 micro-batches, found 2",
+            "set micro_batch_size to 2 and num_micro_batches to 4",
+            id="few-micro-batches",
+        ),
+        pytest.param(
+            make_plan(GPT, pp=2, schedule=SCP, num_micro_batches=1, global_batch_size=1),
+            "needs at least 4 micro-batches, found 1",
+            "set num_micro_batches to 4 and global_batch_size to 4",
+            id="few-sequences",
+        ),
+        pytest.param(
+            make_plan(GPT, pp=2, schedule=EARLY, virtual_stages=2),
+            "early-recompute with virtual_stages 2",
+            "to interleaved",
+            id="virtual-stages",
+        ),
+    ],
+)
+def test_what_the_schedule_cannot_be_is_refused_with_the_nearest_plan_that_runs(
+    plan, message, hint
+):
     with pytest.raises(ConfigError, match=message) as refused:
         validate(plan)
 
@@ -217,7 +315,10 @@ def test_the_nearest_plan_recomputes_on_all_stages_but_the_last():
 
     nearest: Any = nearest_legal(plan)
 
-    again = [[bool(nearest.layer_plans[run.plan].recompute) for run in stage.layers if run.blocks] for stage in nearest.stages]
+    again = [
+        [bool(nearest.layer_plans[run.plan].recompute) for run in stage.layers if run.blocks]
+        for stage in nearest.stages
+    ]
     assert again == [[True], [True], [True], [False]]
 
 

@@ -23,20 +23,36 @@ from tests.helpers.executor_world import (
 
 pytestmark = pytest.mark.multiproc
 
-_OVERRIDDEN = ("_setup_forward_recv_info", "_setup_backward_recv_info", "_get_recv_ops", "backward_one_chunk")
+_OVERRIDDEN = (
+    "_setup_forward_recv_info",
+    "_setup_backward_recv_info",
+    "_get_recv_ops",
+    "backward_one_chunk",
+)
 BORDER_BYTES = SEQ_LENGTH * LLAMA.hidden_size * 4  # of a micro-batch of one sequence in fp32
 
 
 def interleaved(num_micro_batches: int) -> Plan:
     return make_plan(
-        LLAMA, pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2, num_micro_batches=num_micro_batches,
-        global_batch_size=num_micro_batches)
+        LLAMA,
+        pp=2,
+        schedule=Schedule.INTERLEAVED,
+        virtual_stages=2,
+        num_micro_batches=num_micro_batches,
+        global_batch_size=num_micro_batches,
+    )
 
 
 def growth(monkeypatch) -> int:
     """Bytes that eight more micro-batches add to what rank 0 holds."""
-    monkeypatch.setattr("parplan.executor.checking.dry_run.counted_micro_batches", lambda plan, _: (plan.pipeline.num_micro_batches,))
-    return dry_runs(interleaved(14), (0,))[0].use.activations - dry_runs(interleaved(6), (0,))[0].use.activations
+    monkeypatch.setattr(
+        "parplan.executor.checking.dry_run.counted_micro_batches",
+        lambda plan, _: (plan.pipeline.num_micro_batches,),
+    )
+    return (
+        dry_runs(interleaved(14), (0,))[0].use.activations
+        - dry_runs(interleaved(6), (0,))[0].use.activations
+    )
 
 
 @pytest.mark.slow
@@ -57,7 +73,10 @@ def test_torchs_own_stage_holds_a_buffer_for_every_message_of_the_step(monkeypat
 
 
 def test_stages_that_make_their_buffers_late_train_like_one_process():
-    plans = [make_plan(dataclasses.replace(GPT, num_layers=2), pp=2, num_micro_batches=4), interleaved(4)]
+    plans = [
+        make_plan(dataclasses.replace(GPT, num_layers=2), pp=2, num_micro_batches=4),
+        interleaved(4),
+    ]
 
     for plan, found in zip(plans, run_plans(plans), strict=True):
         expected = run_reference(plan)

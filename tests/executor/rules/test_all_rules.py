@@ -1,4 +1,6 @@
-"""Every rule of the executor refuses a plan that, run all the same, fails, trains something else, or holds other bytes."""
+"""Every rule of the executor refuses a plan that, run all the same, fails, trains something else,
+or holds other bytes.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def with_stages(plan: Plan, *stages: StagePlan) -> Plan:
 
 def starved(plan: Plan) -> Plan:
     """One byte less than it needs on every rank."""
-    ranks = tuple(dataclasses.replace(rank, device_bytes=rank.smallest_bytes - 1) for rank in plan.chunks.ranks)
+    ranks = tuple(
+        dataclasses.replace(rank, device_bytes=rank.smallest_bytes - 1)
+        for rank in plan.chunks.ranks
+    )
     return dataclasses.replace(plan, chunks=dataclasses.replace(plan.chunks, ranks=ranks))
 
 
@@ -71,7 +76,9 @@ Effect = Literal["fails", "other gradients", "other bytes", "no effect"]
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A plan that `rule` refuses with `message`, the change that the hint asks for, and what running it gives."""
+    """A plan that `rule` refuses with `message`, the change that the hint asks for, and what
+    running it gives.
+    """
 
     rule: str
     plan: Plan
@@ -90,129 +97,332 @@ ZERO_APART = with_layer_plan(make_plan(GPT, pp=2, dp=2, zero=(0, 1)), "head-0", 
 
 BROKEN = {
     "layers-missing": Broken(
-        "layers", with_stages(PP2, FIRST), "they hold layers 0-2, the model has 6", r"give the stages \[3, 3\] layers", "fails"),
+        "layers",
+        with_stages(PP2, FIRST),
+        "they hold layers 0-2, the model has 6",
+        r"give the stages \[3, 3\] layers",
+        "fails",
+    ),
     "wrong-order": Broken(
-        "layers", with_stages(PP2, dataclasses.replace(LAST, rank=0), dataclasses.replace(FIRST, rank=1)), "they hold layers 3-5, 0-2",
-        r"give the stages \[3, 3\]", "fails"),
+        "layers",
+        with_stages(PP2, dataclasses.replace(LAST, rank=0), dataclasses.replace(FIRST, rank=1)),
+        "they hold layers 3-5, 0-2",
+        r"give the stages \[3, 3\]",
+        "fails",
+    ),
     "empty-stage": Broken(
-        "layers", with_stages(PP2, StagePlan(rank=0, layers=FIRST.layers + LAST.layers), StagePlan(rank=1, layers=())),
-        "stage 1 of 2 holds no layer", r"give the stages \[3, 3\]", "fails"),
+        "layers",
+        with_stages(
+            PP2, StagePlan(rank=0, layers=FIRST.layers + LAST.layers), StagePlan(rank=1, layers=())
+        ),
+        "stage 1 of 2 holds no layer",
+        r"give the stages \[3, 3\]",
+        "fails",
+    ),
     "wrong-rank": Broken(
-        "stage ranks", with_stages(PP2, FIRST, dataclasses.replace(LAST, rank=0)), r"their ranks are \[0, 0\]", r"to \[0, 1\]", "fails"),
+        "stage ranks",
+        with_stages(PP2, FIRST, dataclasses.replace(LAST, rank=0)),
+        r"their ranks are \[0, 0\]",
+        r"to \[0, 1\]",
+        "fails",
+    ),
     "one-stage-too-few": Broken(
-        "stage ranks", with_pipeline(PP2, schedule=INTERLEAVED, virtual_stages=2), "there are 2, pp 2 with 2 virtual stages has 4",
-        "into 4 stages", "fails"),
+        "stage ranks",
+        with_pipeline(PP2, schedule=INTERLEAVED, virtual_stages=2),
+        "there are 2, pp 2 with 2 virtual stages has 4",
+        "into 4 stages",
+        "fails",
+    ),
     "virtual-stages-of-gpipe": Broken(
-        "virtual stages", make_plan(LLAMA, pp=2, virtual_stages=2, schedule=GPIPE), "gpipe with virtual_stages 2", "to interleaved",
-        "fails"),
+        "virtual stages",
+        make_plan(LLAMA, pp=2, virtual_stages=2, schedule=GPIPE),
+        "gpipe with virtual_stages 2",
+        "to interleaved",
+        "fails",
+    ),
     "half-a-micro-batch": Broken(
-        "batch", with_training(PP2, global_batch_size=9), "are 8 sequences", "set micro_batch_size to 3 and num_micro_batches to 3",
-        "fails"),
+        "batch",
+        with_training(PP2, global_batch_size=9),
+        "are 8 sequences",
+        "set micro_batch_size to 3 and num_micro_batches to 3",
+        "fails",
+    ),
     "no-share-for-every-rank": Broken(
-        "batch", with_training(GPT2, global_batch_size=9), "on 2 data-parallel ranks are 8 sequences", "global_batch_size to 8",
-        "other gradients"),
+        "batch",
+        with_training(GPT2, global_batch_size=9),
+        "on 2 data-parallel ranks are 8 sequences",
+        "global_batch_size to 8",
+        "other gradients",
+    ),
     "uneven-rounds": Broken(
-        "micro batches", make_plan(LLAMA, pp=2, schedule=INTERLEAVED, virtual_stages=2, num_micro_batches=5, global_batch_size=5),
+        "micro batches",
+        make_plan(
+            LLAMA,
+            pp=2,
+            schedule=INTERLEAVED,
+            virtual_stages=2,
+            num_micro_batches=5,
+            global_batch_size=5,
+        ),
         "interleaved needs micro-batches in multiples of the 2 pipeline ranks, found 5",
-        "set num_micro_batches to 6 and global_batch_size to 6", "fails"),
+        "set num_micro_batches to 6 and global_batch_size to 6",
+        "fails",
+    ),
     "one-virtual-stage-of-zbv": Broken(
-        "virtual stages", make_plan(LLAMA, pp=2, schedule=Schedule.ZBV), "zbv with virtual_stages 1", "to 1f1b", "fails"),
+        "virtual stages",
+        make_plan(LLAMA, pp=2, schedule=Schedule.ZBV),
+        "zbv with virtual_stages 1",
+        "to 1f1b",
+        "fails",
+    ),
     "one-virtual-stage-of-interleaved": Broken(
-        "virtual stages", make_plan(LLAMA, pp=2, schedule=INTERLEAVED), "interleaved with virtual_stages 1", "to 1f1b", "fails"),
+        "virtual stages",
+        make_plan(LLAMA, pp=2, schedule=INTERLEAVED),
+        "interleaved with virtual_stages 1",
+        "to 1f1b",
+        "fails",
+    ),
     "lists-that-wait-for-each-other": Broken(
-        "action lists", make_plan(LLAMA, pp=2, schedule=Schedule.CUSTOM, actions=("0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1")),
-        "wait for each other for ever: rank 0 at 0B0", "change the order there", "fails"),
+        "action lists",
+        make_plan(
+            LLAMA, pp=2, schedule=Schedule.CUSTOM, actions=("0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1")
+        ),
+        "wait for each other for ever: rank 0 at 0B0",
+        "change the order there",
+        "fails",
+    ),
     "a-list-without-a-pipeline": Broken(
-        "action lists", make_plan(LLAMA, schedule=Schedule.CUSTOM, actions=("0F0,0B0,0F1,0B1",)), "a custom schedule on 1 pipeline rank",
-        "set schedule to 1f1b", "no effect"),
+        "action lists",
+        make_plan(LLAMA, schedule=Schedule.CUSTOM, actions=("0F0,0B0,0F1,0B1",)),
+        "a custom schedule on 1 pipeline rank",
+        "set schedule to 1f1b",
+        "no effect",
+    ),
     "zero-3-split": Broken(
-        "split zero", make_plan(LLAMA, pp=2, dp=2, zero=(3,), **ZBV), "splits the backward pass of a layer of zero 3",
-        "set zero to 2 on layer plan embedding-3", "fails"),
-    "full-recompute-split": Broken(  # what it costs is counted in tests/executor/pipeline/test_schedule_runs.py
-        "split recompute", make_plan(LLAMA, pp=2, recompute="full", **ZBV), "of a layer that is recomputed in full",
-        r"set recompute to \[\] on layer plan block-0", "no effect"),
+        "split zero",
+        make_plan(LLAMA, pp=2, dp=2, zero=(3,), **ZBV),
+        "splits the backward pass of a layer of zero 3",
+        "set zero to 2 on layer plan embedding-3",
+        "fails",
+    ),
+    # what it costs is counted in tests/executor/pipeline/test_schedule_runs.py
+    "full-recompute-split": Broken(
+        "split recompute",
+        make_plan(LLAMA, pp=2, recompute="full", **ZBV),
+        "of a layer that is recomputed in full",
+        r"set recompute to \[\] on layer plan block-0",
+        "no effect",
+    ),
     "a-last-stage-that-recomputes": Broken(  # in time that the schedule has not
-        "last stage", make_plan(LLAMA, pp=2, recompute="full", schedule=Schedule.SCP, num_micro_batches=4),
-        "under scp the last stage has layers of block-0, which are recomputed", r"plans with recompute \[\]", "no effect"),
+        "last stage",
+        make_plan(LLAMA, pp=2, recompute="full", schedule=Schedule.SCP, num_micro_batches=4),
+        "under scp the last stage has layers of block-0, which are recomputed",
+        r"plans with recompute \[\]",
+        "no effect",
+    ),
     "three-experts-on-two-ranks": Broken(
-        "expert parallel", make_plan(dataclasses.replace(MIXTRAL, num_experts=3), dp=2, ep=2), "ep 2 does not divide the 3 experts",
-        "set ep to 1", "fails"),
+        "expert parallel",
+        make_plan(dataclasses.replace(MIXTRAL, num_experts=3), dp=2, ep=2),
+        "ep 2 does not divide the 3 experts",
+        "set ep to 1",
+        "fails",
+    ),
     "a-dispatch-that-runs-again": Broken(
-        "mixture", make_plan(MIXTRAL, recompute=("dispatch",)), "of the experts only activation can run again",
-        r"set recompute to \[\] on layer plan block-0", "fails"),
+        "mixture",
+        make_plan(MIXTRAL, recompute=("dispatch",)),
+        "of the experts only activation can run again",
+        r"set recompute to \[\] on layer plan block-0",
+        "fails",
+    ),
     "operators-on-the-host-that-are-not-there": Broken(
-        "kept on host", with_layer_plan(GPT1, "block-0", keep_on_host=("fc1", "fc3")), "keep_on_host: it names fc3, the layer has norm1,",
-        r"set keep_on_host to \['fc1'\]", "no effect"),
+        "kept on host",
+        with_layer_plan(GPT1, "block-0", keep_on_host=("fc1", "fc3")),
+        "keep_on_host: it names fc3, the layer has norm1,",
+        r"set keep_on_host to \['fc1'\]",
+        "no effect",
+    ),
     "a-tied-table-on-the-host": Broken(
-        "lookup", with_layer_plan(GPT1, "embedding-0", offload=(Offload.LOOKUP,)), "offload has lookup: the token table is tied to",
-        r"set offload to \[\]", "other gradients"),
+        "lookup",
+        with_layer_plan(GPT1, "embedding-0", offload=(Offload.LOOKUP,)),
+        "offload has lookup: the token table is tied to",
+        r"set offload to \[\]",
+        "other gradients",
+    ),
     "half-of-a-foreign-block-again": Broken(
-        "modules", family_plan("llama", recompute=("norm1",)), "recompute names norm1, it is all operators of a block or none",
-        r"set recompute to \[\] on layer plan block-0", "no effect"),
-    "fp8": Broken("fp8", with_training(make_plan(GPT, precision=BF16), fp8_matmuls=True), "fp8_matmuls is set", "false", "no effect"),
+        "modules",
+        family_plan("llama", recompute=("norm1",)),
+        "recompute names norm1, it is all operators of a block or none",
+        r"set recompute to \[\] on layer plan block-0",
+        "no effect",
+    ),
+    "fp8": Broken(
+        "fp8",
+        with_training(make_plan(GPT, precision=BF16), fp8_matmuls=True),
+        "fp8_matmuls is set",
+        "false",
+        "no effect",
+    ),
     "bf16-gradients": Broken(
-        "gradient precision", with_training(make_plan(GPT, precision=BF16), gradient_precision=BF16), "gradient_precision is bf16",
-        "to fp32", "other bytes"),
+        "gradient precision",
+        with_training(make_plan(GPT, precision=BF16), gradient_precision=BF16),
+        "gradient_precision is bf16",
+        "to fp32",
+        "other bytes",
+    ),
     "long-sequences": Broken(
-        "positions", with_training(GPT1, seq_length=17), "seq_length is 17, the model's max_seq_length 16", "seq_length to 16", "fails"),
+        "positions",
+        with_training(GPT1, seq_length=17),
+        "seq_length is 17, the model's max_seq_length 16",
+        "seq_length to 16",
+        "fails",
+    ),
     "odd-rotary": Broken(
-        "rotary pairs", make_plan(dataclasses.replace(LLAMA, rotary_fraction=0.4)), "0.4 of head_dim 8 is 3 features", "to 0.5", "fails"),
+        "rotary pairs",
+        make_plan(dataclasses.replace(LLAMA, rotary_fraction=0.4)),
+        "0.4 of head_dim 8 is 3 features",
+        "to 0.5",
+        "fails",
+    ),
     "no-placement": Broken(
-        "placements", with_layer_plan(TP2, "block-0", operators={
-            name: found for name, found in TP2.layer_plans["block-0"].operators.items() if name != "norm1"}),
-        "operator norm1: it has no placement", r"set input to \[\], output to \[\]", "fails"),
+        "placements",
+        with_layer_plan(
+            TP2,
+            "block-0",
+            operators={
+                name: found
+                for name, found in TP2.layer_plans["block-0"].operators.items()
+                if name != "norm1"
+            },
+        ),
+        "operator norm1: it has no placement",
+        r"set input to \[\], output to \[\]",
+        "fails",
+    ),
     "partial-sums-called-whole": Broken(
-        "placements", with_operator(TP2, "block-0", "fc2", parameters={"weight": ("Shard(1)@tp",), "bias": ("Shard(0)@tp",)}),
-        r"operator fc2: bias Shard\(0\) with weight Shard\(1\)", r"bias to \[\]", "fails"),
+        "placements",
+        with_operator(
+            TP2, "block-0", "fc2", parameters={"weight": ("Shard(1)@tp",), "bias": ("Shard(0)@tp",)}
+        ),
+        r"operator fc2: bias Shard\(0\) with weight Shard\(1\)",
+        r"bias to \[\]",
+        "fails",
+    ),
     "attention-over-half-a-sequence": Broken(
-        "placements", with_layer_plan(TP2, "block-0", operators={
-            **TP2.layer_plans["block-0"].operators,
-            "attention": OperatorPlacement(input=("Shard(1)@tp",), output=("Shard(1)@tp",))}),
-        "attention: it cannot be divided by sequence: queries need every key", r"set input to \[.*, output to \[", "other gradients"),
+        "placements",
+        with_layer_plan(
+            TP2,
+            "block-0",
+            operators={
+                **TP2.layer_plans["block-0"].operators,
+                "attention": OperatorPlacement(input=("Shard(1)@tp",), output=("Shard(1)@tp",)),
+            },
+        ),
+        "attention: it cannot be divided by sequence: queries need every key",
+        r"set input to \[.*, output to \[",
+        "other gradients",
+    ),
     "kv-heads": Broken(
-        "divisible", make_plan(dataclasses.replace(LLAMA, num_kv_heads=1), tp=2), "tp 2 does not divide num_kv_heads 1", "tp 1, dp 2",
-        "fails"),
+        "divisible",
+        make_plan(dataclasses.replace(LLAMA, num_kv_heads=1), tp=2),
+        "tp 2 does not divide num_kv_heads 1",
+        "tp 1, dp 2",
+        "fails",
+    ),
     "ffn": Broken(
-        "divisible", make_plan(dataclasses.replace(GPT, ffn_hidden_size=61), tp=2),
-        r"tp 2 does not divide fc1.weight of shape \(61, 32\)", "tp 1, dp 2", "other bytes"),
+        "divisible",
+        make_plan(dataclasses.replace(GPT, ffn_hidden_size=61), tp=2),
+        r"tp 2 does not divide fc1.weight of shape \(61, 32\)",
+        "tp 1, dp 2",
+        "other bytes",
+    ),
     "odd-sequence": Broken(
-        "divisible", with_training(make_plan(GPT, tp=2, sp=True), seq_length=15), "does not divide seq_length 15", "tp 1, dp 2", "fails"),
+        "divisible",
+        with_training(make_plan(GPT, tp=2, sp=True), seq_length=15),
+        "does not divide seq_length 15",
+        "tp 1, dp 2",
+        "fails",
+    ),
     "tied-on-one-stage": Broken(
-        "tied", with_layer_plan(make_plan(GPT, dp=2, zero=(1,)), "head-1", zero=2), "embedding has zero 1 over 2 ranks and the head zero 2",
-        r"set zero to 2, zero_ranks to 2 and offload to \[\] on layer plan embedding-1", "other bytes"),
+        "tied",
+        with_layer_plan(make_plan(GPT, dp=2, zero=(1,)), "head-1", zero=2),
+        "embedding has zero 1 over 2 ranks and the head zero 2",
+        r"set zero to 2, zero_ranks to 2 and offload to \[\] on layer plan embedding-1",
+        "other bytes",
+    ),
     "tied-half-on-the-host": Broken(
-        "tied", with_layer_plan(GPT1, "embedding-0", offload=(Offload.STATES,)), "embedding has zero 0 on the host and the head zero 0:",
-        r"offload to \['states'\] on layer plan head-0", "other bytes"),
+        "tied",
+        with_layer_plan(GPT1, "embedding-0", offload=(Offload.STATES,)),
+        "embedding has zero 0 on the host and the head zero 0:",
+        r"offload to \['states'\] on layer plan head-0",
+        "other bytes",
+    ),
     "zero-ranks": Broken(
-        "zero ranks", with_layer_plan(make_plan(LLAMA, dp=2, zero=(3,)), "block-3", zero_ranks=3), "zero_ranks 3 does not divide dp 2",
-        "set zero_ranks to 2 on layer plan block-3", "fails"),
+        "zero ranks",
+        with_layer_plan(make_plan(LLAMA, dp=2, zero=(3,)), "block-3", zero_ranks=3),
+        "zero_ranks 3 does not divide dp 2",
+        "set zero_ranks to 2 on layer plan block-3",
+        "fails",
+    ),
     "tied-on-two-stages": Broken(
-        "tied", ZERO_APART, "tied embedding has zero 0 and the head zero 1 over 2",
-        r"set zero to 1, zero_ranks to 2 and offload to \[\] on layer plan embedding-0", "fails"),
+        "tied",
+        ZERO_APART,
+        "tied embedding has zero 0 and the head zero 1 over 2",
+        r"set zero to 1, zero_ranks to 2 and offload to \[\] on layer plan embedding-0",
+        "fails",
+    ),
     "recompute-what-is-not-there": Broken(
-        "recompute names", make_plan(GPT, recompute=("rotary", "norm1")), "it names rotary, the layer has norm1, qkv",
-        r"set recompute to \['norm1'\]", "fails"),
+        "recompute names",
+        make_plan(GPT, recompute=("rotary", "norm1")),
+        "it names rotary, the layer has norm1, qkv",
+        r"set recompute to \['norm1'\]",
+        "fails",
+    ),
     "recompute-a-dropout": Broken(
-        "recomputed dropout", make_plan(DROPOUT, recompute=("residual1", "norm2")), "residual1 draws a dropout mask",
-        r"set recompute to \['norm2'\]", "fails"),
+        "recomputed dropout",
+        make_plan(DROPOUT, recompute=("residual1", "norm2")),
+        "residual1 draws a dropout mask",
+        r"set recompute to \['norm2'\]",
+        "fails",
+    ),
     "a-budget-that-is-too-small": Broken(
-        "chunks", starved(CHUNKED), r"has device_bytes \d+, it needs", r"set device_bytes to \d+", "fails"),
+        "chunks",
+        starved(CHUNKED),
+        r"has device_bytes \d+, it needs",
+        r"set device_bytes to \d+",
+        "fails",
+    ),
     "blocks-in-chunks-as-halves": Broken(
-        "chunks", with_pipeline(chunked_plan(AMPLE, tp=2), tp_overlap=3), "tp_overlap 3 with chunks", "set tp_overlap to 0", "fails"),
+        "chunks",
+        with_pipeline(chunked_plan(AMPLE, tp=2), tp_overlap=3),
+        "tp_overlap 3 with chunks",
+        "set tp_overlap to 0",
+        "fails",
+    ),
     "an-optimizer-on-the-host-without-chunks": Broken(
-        "homes", with_layer_plan(GPT1, "block-0", offload=(Offload.OPTIMIZER,)), "offload has optimizer, of no block in chunks",
-        r"set offload to \[\] on layer plan block-0", "no effect"),
+        "homes",
+        with_layer_plan(GPT1, "block-0", offload=(Offload.OPTIMIZER,)),
+        "offload has optimizer, of no block in chunks",
+        r"set offload to \[\] on layer plan block-0",
+        "no effect",
+    ),
     "half-a-sequence": Broken(
-        "halves", with_pipeline(make_plan(GPT, tp=2, num_micro_batches=8), tp_overlap=2), "micro-batches of 1, which have no two equal",
-        "set tp_overlap to 0", "fails"),
+        "halves",
+        with_pipeline(make_plan(GPT, tp=2, num_micro_batches=8), tp_overlap=2),
+        "micro-batches of 1, which have no two equal",
+        "set tp_overlap to 0",
+        "fails",
+    ),
 }
 
 
-@pytest.mark.parametrize("plan", [
-    pytest.param(make_plan(), id="one-rank"),
-    pytest.param(make_plan(pp=2, dp=2, tp=2, sp=True, zero=(1,)), id="all-axes"),
-    pytest.param(make_plan(pp=4, num_micro_batches=4), id="pp4"),
-])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(make_plan(), id="one-rank"),
+        pytest.param(make_plan(pp=2, dp=2, tp=2, sp=True, zero=(1,)), id="all-axes"),
+        pytest.param(make_plan(pp=4, num_micro_batches=4), id="pp4"),
+    ],
+)
 def test_a_good_plan_is_accepted(plan):
     validate(plan)
 
@@ -237,7 +447,9 @@ def test_a_plan_that_cannot_run_is_refused_with_what_is_wrong_and_the_nearest_on
 def test_all_rules_are_asked_where_no_number_of_micro_batches_is_legal():
     plan = with_pipeline(PP2, schedule=Schedule.ZBV, virtual_stages=3)
 
-    assert [refusal.nearest for rule, refusal in refusals(plan) if rule.name == "micro batches"] == [None]
+    assert [
+        refusal.nearest for rule, refusal in refusals(plan) if rule.name == "micro batches"
+    ] == [None]
 
 
 @pytest.mark.slow
@@ -252,7 +464,9 @@ def test_a_refused_plan_does_not_train_what_it_says(name):
         return
     assert not isinstance(found, str), found
     if broken.effect == "other gradients":
-        assert worst_gradient(found, run_reference(_alone(broken.plan)))[0] > 1000 * GRADIENT_TOLERANCE
+        assert (
+            worst_gradient(found, run_reference(_alone(broken.plan)))[0] > 1000 * GRADIENT_TOLERANCE
+        )
     elif broken.effect == "other bytes":
         assert any(predicted != measured for predicted, measured in found.states.values())
     else:
@@ -280,21 +494,31 @@ def test_the_documentation_lists_the_rules_as_they_are():
     assert table == "".join(f"| {rule.name} | {rule.why} | {rule.action} |\n" for rule in RULES)
 
 
-@pytest.mark.parametrize("stages", [
-    pytest.param((StagePlan(rank=0, layers=(LayerRun(plan="nope"),)),), id="no-layer-plan"),
-    pytest.param((StagePlan(rank=0, layers=(LayerRun(plan="block-0"),)),), id="wrong-kind"),
-])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param((StagePlan(rank=0, layers=(LayerRun(plan="nope"),)),), id="no-layer-plan"),
+        pytest.param((StagePlan(rank=0, layers=(LayerRun(plan="block-0"),)),), id="wrong-kind"),
+    ],
+)
 def test_stages_of_unknown_or_wrong_layer_plans_are_refused(stages):
     with pytest.raises(ConfigError, match=r"'nope' is not among|is for block"):
         validate(with_stages(PP2, *stages))
 
 
-@pytest.mark.parametrize("plan", [
-    pytest.param(make_plan(GPT, pp=2, num_micro_batches=1, schedule=GPIPE), id="gpipe"),
-    pytest.param(make_plan(LLAMA, pp=2, num_micro_batches=1), id="1f1b"),
-    pytest.param(
-        with_layer_plan(make_plan(MIXTRAL, dp=2, ep=2, zero=(1,)), "block-1", offload=(Offload.STATES,)), id="experts-on-the-host"),
-])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(make_plan(GPT, pp=2, num_micro_batches=1, schedule=GPIPE), id="gpipe"),
+        pytest.param(make_plan(LLAMA, pp=2, num_micro_batches=1), id="1f1b"),
+        pytest.param(
+            with_layer_plan(
+                make_plan(MIXTRAL, dp=2, ep=2, zero=(1,)), "block-1", offload=(Offload.STATES,)
+            ),
+            id="experts-on-the-host",
+        ),
+    ],
+)
 def test_what_looks_wrong_and_is_not_refused_trains_right(plan):
     validate(plan)
 

@@ -1,4 +1,6 @@
-"""Two halves of a micro-batch train like one, and what is computed under each all-reduce is what the price of the level counts on."""
+"""Two halves of a micro-batch train like one, and what is computed under each all-reduce is what
+the price of the level counts on.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,22 @@ pytestmark = [
 
 SHORT, SHORT_LLAMA = (dataclasses.replace(model, num_layers=2) for model in (GPT, LLAMA))
 NEOX = dataclasses.replace(
-    SHORT, name="tiny-neox", positions=Positions.ROTARY, rotary_fraction=0.25, parallel_residual=True, tied_embeddings=False)
+    SHORT,
+    name="tiny-neox",
+    positions=Positions.ROTARY,
+    rotary_fraction=0.25,
+    parallel_residual=True,
+    tied_embeddings=False,
+)
 DROPOUT = dataclasses.replace(SHORT, dropout=0.25)
 LIST = ("norm1", "attention", "attention_out", "residual1", "norm2", "fc1", "activation")
 FOUR: dict[str, Any] = {"tp": 2, "num_micro_batches": 4, "global_batch_size": 16}
 SCHEDULES = {
-    "interleaved": {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2}, "zbv": {"schedule": Schedule.ZBV, "virtual_stages": 2},
-    "gpipe": {"schedule": Schedule.GPIPE}, "early": {"schedule": Schedule.EARLY_RECOMPUTE, "recompute": "full"}}
+    "interleaved": {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2},
+    "zbv": {"schedule": Schedule.ZBV, "virtual_stages": 2},
+    "gpipe": {"schedule": Schedule.GPIPE},
+    "early": {"schedule": Schedule.EARLY_RECOMPUTE, "recompute": "full"},
+}
 
 
 def overlapped(plan: Plan, level: int) -> Plan:
@@ -59,7 +70,10 @@ def levels(name: str, plan: Plan) -> dict[str, Plan]:
     return {f"{name}-level-{level}": overlapped(plan, level) for level in (1, 2, 3)}
 
 
-GPT_LEVELS, LLAMA_LEVELS = levels("gpt", make_plan(SHORT, tp=2)), levels("llama", make_plan(SHORT_LLAMA, tp=2))
+GPT_LEVELS, LLAMA_LEVELS = (
+    levels("gpt", make_plan(SHORT, tp=2)),
+    levels("llama", make_plan(SHORT_LLAMA, tp=2)),
+)
 PLANS = {
     **{name: GPT_LEVELS[name] for name in ("gpt-level-1", "gpt-level-3")},
     "llama-level-2": LLAMA_LEVELS["llama-level-2"],
@@ -70,10 +84,16 @@ PLANS = {
 SLOW = {
     **{name: plan for name, plan in (GPT_LEVELS | LLAMA_LEVELS).items() if name not in PLANS},
     **levels("dp2-gpt-zero-mixed", make_plan(GPT, dp=2, zero=(0, 1, 2, 3), **FOUR)),
-    **levels("dp2-llama-zero3-full-recompute", make_plan(LLAMA, dp=2, zero=(3,), recompute="full", **FOUR)),
+    **levels(
+        "dp2-llama-zero3-full-recompute",
+        make_plan(LLAMA, dp=2, zero=(3,), recompute="full", **FOUR),
+    ),
     **levels("dp2-bf16-zero2", make_plan(SHORT, dp=2, zero=(2,), precision=Precision.BF16, **FOUR)),
     **levels("pp2-gpt-tied", make_plan(GPT, pp=2, **FOUR)),
-    **{f"pp2-llama-{name}": overlapped(make_plan(LLAMA, pp=2, **FOUR, **how), 3) for name, how in SCHEDULES.items()},
+    **{
+        f"pp2-llama-{name}": overlapped(make_plan(LLAMA, pp=2, **FOUR, **how), 3)
+        for name, how in SCHEDULES.items()
+    },
 }
 
 
@@ -96,7 +116,9 @@ def test_halves_train_like_one_process(name):
 
 
 class Order(TorchDispatchMode):
-    """Of the all-reduces of halves of `elements`, by pass, how many products and attentions are issued from begin to wait."""
+    """Of the all-reduces of halves of `elements`, by pass, how many products and attentions are
+    issued from begin to wait.
+    """
 
     def __init__(self, elements: int) -> None:
         super().__init__()
@@ -125,12 +147,19 @@ def _ordered(rank: int, plans: list[Plan], folder: str) -> None:
     begin_fork()
     torch.set_num_threads(1)
     world = plans[0].mesh.num_ranks
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world
+    )
     found = []
     for plan in plans:
         trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
         half = 1 if plan.pipeline.tp_overlap == 0 else 2
-        order = Order(plan.pipeline.micro_batch_size * plan.training.seq_length * plan.model.hidden_size // half)
+        order = Order(
+            plan.pipeline.micro_batch_size
+            * plan.training.seq_length
+            * plan.model.hidden_size
+            // half
+        )
         with order:
             trainer.gradients(0)
         found.append((order.found, torch._C._distributed_c10d._get_work_registry_size()))
@@ -144,14 +173,17 @@ Found = tuple[dict[str, list[int]], int]
 def ordered(plans: list[Plan]) -> list[Found]:
     """What rank 0 of every plan issued, and how many transfers nobody has waited for."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_ordered, args=(plans, folder), nprocs=plans[0].mesh.num_ranks, start_method="fork")
+        mp.start_processes(
+            _ordered, args=(plans, folder), nprocs=plans[0].mesh.num_ranks, start_method="fork"
+        )
         return torch.load(Path(folder) / "rank0.pt")
 
 
 BLOCKS = 2
 ONE_BATCH = make_plan(SHORT, tp=2, num_micro_batches=1)
-# products and attentions under the all-reduces of two blocks, in the order of their begin: attention has 3 forward and 5 backward,
-# of which the projections have 1 and 2 each, the feed-forward network 2 and 4
+# products and attentions under the all-reduces of two blocks, in the order of their begin:
+# attention has 3 forward and 5 backward, of which the projections have 1 and 2 each, the
+# feed-forward network 2 and 4
 UNDER = {
     1: {"forward": [1, 0, 1, 0] * 2, "backward": [2, 0, 2, 0] * 2},
     2: {"forward": [3, 2, 2, 0] * 2, "backward": [4, 5, 5, 0] * 2},
@@ -174,7 +206,9 @@ def test_each_all_reduce_is_waited_for_when_what_hides_it_has_been_issued(level)
 def test_without_halves_every_all_reduce_is_waited_for_at_once():
     found = orders()["level-0"][0]
 
-    assert found == {which: [0] * (2 * BLOCKS + 1) for which in ("forward", "backward")}  # one of the embedding, or the head
+    assert found == {
+        which: [0] * (2 * BLOCKS + 1) for which in ("forward", "backward")
+    }  # one of the embedding, or the head
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
@@ -184,7 +218,8 @@ def test_as_many_all_reduces_are_exposed_as_the_price_says(level):
     priced_s = {
         1: 2 * BLOCKS * (linear_s(compute_s, sent_s) - 2 * compute_s),
         2: BLOCKS * (block_s(parts) - 4 * compute_s),
-        3: row_s(parts, BLOCKS) - BLOCKS * 4 * compute_s}
+        3: row_s(parts, BLOCKS) - BLOCKS * 4 * compute_s,
+    }
 
     for under in orders()[f"level-{level}"][0].values():
         assert under.count(0) * sent_s == priced_s[level]
@@ -219,18 +254,47 @@ def test_ranks_that_drop_out_draw_one_mask_and_draw_it_again():
 
 TP2 = make_plan(SHORT, tp=2)
 HOST = make_plan(SHORT, tp=2, recompute="full")
-HOST = dataclasses.replace(HOST, layer_plans={
-    name: dataclasses.replace(found, keep_on_host=found.recompute) for name, found in HOST.layer_plans.items()})
+HOST = dataclasses.replace(
+    HOST,
+    layer_plans={
+        name: dataclasses.replace(found, keep_on_host=found.recompute)
+        for name, found in HOST.layer_plans.items()
+    },
+)
 
 
-@pytest.mark.parametrize(("plan", "message", "lower"), [
-    pytest.param(overlapped(make_plan(SHORT, dp=2), 1), "tp_overlap 1 with tp 1", 0, id="one-rank"),
-    pytest.param(overlapped(make_plan(MIXTRAL, tp=2), 2), "a mixture of experts", 0, id="experts"),
-    pytest.param(overlapped(make_plan(SHORT, tp=2, global_batch_size=6), 2), "micro-batches of 3", 0, id="odd"),
-    pytest.param(overlapped(make_plan(SHORT, tp=2, sp=True), 3), "divided otherwise, by sequence", 0, id="sequence-parallel"),
-    pytest.param(overlapped(make_plan(DROPOUT, tp=2, recompute="full"), 3), "which would draw no mask", 2, id="dropout-again"),
-    pytest.param(overlapped(HOST, 3), "half of whose input would stay", 2, id="recomputed-on-the-host"),
-])
+@pytest.mark.parametrize(
+    ("plan", "message", "lower"),
+    [
+        pytest.param(
+            overlapped(make_plan(SHORT, dp=2), 1), "tp_overlap 1 with tp 1", 0, id="one-rank"
+        ),
+        pytest.param(
+            overlapped(make_plan(MIXTRAL, tp=2), 2), "a mixture of experts", 0, id="experts"
+        ),
+        pytest.param(
+            overlapped(make_plan(SHORT, tp=2, global_batch_size=6), 2),
+            "micro-batches of 3",
+            0,
+            id="odd",
+        ),
+        pytest.param(
+            overlapped(make_plan(SHORT, tp=2, sp=True), 3),
+            "divided otherwise, by sequence",
+            0,
+            id="sequence-parallel",
+        ),
+        pytest.param(
+            overlapped(make_plan(DROPOUT, tp=2, recompute="full"), 3),
+            "which would draw no mask",
+            2,
+            id="dropout-again",
+        ),
+        pytest.param(
+            overlapped(HOST, 3), "half of whose input would stay", 2, id="recomputed-on-the-host"
+        ),
+    ],
+)
 def test_plans_without_two_halves_are_refused(plan, message, lower):
     with pytest.raises(ConfigError, match=message) as refused:
         validate(plan)

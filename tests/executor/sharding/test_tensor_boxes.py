@@ -1,4 +1,6 @@
-"""Parts of tensors as checkpoints have them: boxes that together are a run of elements, read from and copied as any tensor."""
+"""Parts of tensors as checkpoints have them: boxes that together are a run of elements, read from
+and copied as any tensor.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,20 @@ from parplan.executor.sharding.tensor_boxes import Box, Boxes, boxes_of
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
-@pytest.mark.parametrize(("first", "last", "expected"), [
-    pytest.param(0, 20, [Box((0, 0), (4, 5))], id="all"),
-    pytest.param(3, 14, [Box((0, 3), (1, 2)), Box((1, 0), (1, 5)), Box((2, 0), (1, 4))], id="from-a-row-to-a-row"),
-    pytest.param(6, 9, [Box((1, 1), (1, 3))], id="inside-a-row"),
-    pytest.param(5, 15, [Box((1, 0), (2, 5))], id="whole-rows"),
-])
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        pytest.param(0, 20, [Box((0, 0), (4, 5))], id="all"),
+        pytest.param(
+            3,
+            14,
+            [Box((0, 3), (1, 2)), Box((1, 0), (1, 5)), Box((2, 0), (1, 4))],
+            id="from-a-row-to-a-row",
+        ),
+        pytest.param(6, 9, [Box((1, 1), (1, 3))], id="inside-a-row"),
+        pytest.param(5, 15, [Box((1, 0), (2, 5))], id="whole-rows"),
+    ],
+)
 def test_a_run_of_a_matrix_is_at_most_three_boxes(first, last, expected):
     assert list(boxes_of((4, 5), first, last)) == expected
 
@@ -38,7 +48,11 @@ def test_boxes_have_the_elements_of_the_run_in_order(shape, data):
 
     found = []
     for box in boxes_of(shape, first, last):
-        found.append(whole[tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))])
+        found.append(
+            whole[
+                tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
+            ]
+        )
 
     assert torch.cat([part.flatten() for part in found]).tolist() == list(range(first, last))
 
@@ -49,13 +63,20 @@ def test_the_ranks_parts_of_a_parameter_are_all_of_it(offset, elements, chunk_el
     ranks = -(-(offset + elements) // chunk_elements)
     parts = [own_part(offset, elements, chunk_elements, rank) for rank in range(ranks)]
 
-    owned = [(rank * chunk_elements + part.at + i, part.first + i) for rank, part in enumerate(parts) for i in range(part.count)]
+    owned = [
+        (rank * chunk_elements + part.at + i, part.first + i)
+        for rank, part in enumerate(parts)
+        for i in range(part.count)
+    ]
     assert owned == [(offset + element, element) for element in range(elements)]
     assert own_part(0, 4, 4, 1) == OwnedPart(0, 0, 0)
 
 
 def parts_of(shape: tuple[int, ...], *borders: int) -> list[Boxes]:
-    return [Boxes(torch.zeros(last - first), shape, tuple(boxes_of(shape, first, last))) for first, last in pairwise(borders)]
+    return [
+        Boxes(torch.zeros(last - first), shape, tuple(boxes_of(shape, first, last)))
+        for first, last in pairwise(borders)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -72,8 +93,14 @@ def test_parts_are_read_from_a_checkpoint_that_has_the_whole(tmp_path):
 
 def test_a_part_is_staged_with_memory_of_its_own():
     (part,) = parts_of((4, 5), 3, 14)
-    stager = DefaultStager(StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False))
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
 
     staged = stager.stage({"weight": part})["weight"]
     part.flat.fill_(7)

@@ -1,4 +1,6 @@
-"""Traced modules run by their plan: the user's code, cut into stages, trains as the module does in one process."""
+"""Traced modules run by their plan: the user's code, cut into stages, trains as the module does in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from parplan.executor.traced.stage_values import open_values
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.executor.traced.traced_trainer import opened_of
 from parplan.planner.plan.plan import plan_to_document
-from parplan.planner.plan.traced_plan import TracedPlan, ShardStage, traced_plan_from_document
+from parplan.planner.plan.traced_plan import ShardStage, TracedPlan, traced_plan_from_document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.tracing.program import PARAMETER
@@ -44,7 +46,11 @@ def check(plan: TracedPlan) -> None:
 
 @pytest.mark.multiproc
 def test_skip_connections_go_through_virtual_stages_and_come_back():
-    check(hand_plan(f"{MODULES}:unet", pp=2, virtual_stages=2, schedule=Schedule.INTERLEAVED, recompute=True))
+    check(
+        hand_plan(
+            f"{MODULES}:unet", pp=2, virtual_stages=2, schedule=Schedule.INTERLEAVED, recompute=True
+        )
+    )
 
 
 @pytest.mark.multiproc
@@ -54,16 +60,29 @@ def test_a_table_that_three_shards_read_has_one_gradient_on_two_stages():
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("module", "options"), [
-    pytest.param(HUGGING_FACE["t5"], {"pp": 2, "dp": 2, "zero": 3, "recompute": True}, id="t5"),
-    pytest.param(HUGGING_FACE["bert"], {"pp": 4}, id="bert"),
-    pytest.param(HUGGING_FACE["albert"], {"pp": 2, "dp": 2, "zero": 1}, id="albert"),
-    pytest.param(HUGGING_FACE["vit"], {"pp": 4, "recompute": True, "schedule": Schedule.EARLY_RECOMPUTE}, id="vit"),
-    pytest.param(f"{MODULES}:unet", {"pp": 2, "dp": 2, "zero": 3}, id="unet"),
-    pytest.param(f"{MODULES}:resnet", {"pp": 2, "dp": 2, "micro_batch_size": 2}, id="resnet"),
-    pytest.param(f"{MODULES}:shares", {"pp": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED, "dp": 2, "zero": 2}, id="shares"),
-    pytest.param(f"{MODULES}:in_place", {"pp": 2, "dp": 2, "zero": 1, "shards_a_stage": 1}, id="in-place"),
-])
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        pytest.param(HUGGING_FACE["t5"], {"pp": 2, "dp": 2, "zero": 3, "recompute": True}, id="t5"),
+        pytest.param(HUGGING_FACE["bert"], {"pp": 4}, id="bert"),
+        pytest.param(HUGGING_FACE["albert"], {"pp": 2, "dp": 2, "zero": 1}, id="albert"),
+        pytest.param(
+            HUGGING_FACE["vit"],
+            {"pp": 4, "recompute": True, "schedule": Schedule.EARLY_RECOMPUTE},
+            id="vit",
+        ),
+        pytest.param(f"{MODULES}:unet", {"pp": 2, "dp": 2, "zero": 3}, id="unet"),
+        pytest.param(f"{MODULES}:resnet", {"pp": 2, "dp": 2, "micro_batch_size": 2}, id="resnet"),
+        pytest.param(
+            f"{MODULES}:shares",
+            {"pp": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED, "dp": 2, "zero": 2},
+            id="shares",
+        ),
+        pytest.param(
+            f"{MODULES}:in_place", {"pp": 2, "dp": 2, "zero": 1, "shards_a_stage": 1}, id="in-place"
+        ),
+    ],
+)
 def test_modules_train_as_in_one_process(module, options):
     check(hand_plan(module, **options))
 
@@ -82,13 +101,18 @@ def test_stages_hand_on_values_with_gradients_and_hold_what_they_read(plan):
     assert first.sends == last.receives
     assert all(node.meta["val"].requires_grad for node in first.sends)
     assert {*first.parameters, *last.parameters} == {
-        node.target for node in program.graph.nodes if node.op == "get_attr" and node.meta["origin"] == PARAMETER}
+        node.target
+        for node in program.graph.nodes
+        if node.op == "get_attr" and node.meta["origin"] == PARAMETER
+    }
     assert "table.weight" in {*first.parameters} & {*last.parameters}
 
 
 def test_a_plan_of_another_trace_is_refused(plan):
     program = record(opened_of(plan, 0).workload, 1)
-    other = replace(plan, shards=(replace(plan.shards[0], starts="something else"), *plan.shards[1:]))
+    other = replace(
+        plan, shards=(replace(plan.shards[0], starts="something else"), *plan.shards[1:])
+    )
 
     with pytest.raises(ConfigError, match="in this trace, the plan has something else"):
         cut(other, program)
@@ -98,18 +122,30 @@ def test_a_shard_that_writes_into_its_input_is_not_run_again():
     plan = hand_plan(f"{MODULES}:in_place", pp=1, shards_a_stage=2)
     program = record(opened_of(plan, 0).workload, 1)
     target = next(i for i, call in enumerate(program.calls) if call.meta["written"] and i)
-    shards = (replace(plan.shards[0], end=target), replace(plan.shards[1], first=target, starts=program.calls[target].meta["name"]))
+    shards = (
+        replace(plan.shards[0], end=target),
+        replace(plan.shards[1], first=target, starts=program.calls[target].meta["name"]),
+    )
     (stage,) = cut(replace(plan, shards=shards), program)
 
     with pytest.raises(ConfigError, match="writes into its input"):
         check_recompute(stage.shards[1], shards[1])
 
 
-@pytest.mark.parametrize(("change", "found"), [
-    pytest.param({"mesh": {"tp": 2}}, "how the operators of a traced module are divided", id="tp"),
-    pytest.param({"training": {"global_batch_size": 5}}, "global_batch_size is 5", id="batch"),
-    pytest.param({"pipeline": {"schedule": "interleaved", "virtual_stages": 2}}, "there are 2, pp 2 x virtual_stages 2 are 4", id="ranks"),
-])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        pytest.param(
+            {"mesh": {"tp": 2}}, "how the operators of a traced module are divided", id="tp"
+        ),
+        pytest.param({"training": {"global_batch_size": 5}}, "global_batch_size is 5", id="batch"),
+        pytest.param(
+            {"pipeline": {"schedule": "interleaved", "virtual_stages": 2}},
+            "there are 2, pp 2 x virtual_stages 2 are 4",
+            id="ranks",
+        ),
+    ],
+)
 def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, found):
     body = plan_to_document(plan)
     changed = {key: {**body[key], **values} for key, values in change.items()}
@@ -118,16 +154,41 @@ def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, fou
         traced_plan_from_document({**body, **changed}, "plan")
 
 
-@pytest.mark.parametrize(("schedule", "actions", "ranks", "found"), [
-    pytest.param(Schedule.ZBV, (), (0, 1, 1, 0), "splits backward passes", id="zbv"),
-    pytest.param(Schedule.CUSTOM, ("0F0,0I0,0W0", "1F0,1I0,1W0"), (0, 1), "splits backward passes", id="split"),
-    pytest.param(Schedule.CUSTOM, ("1F0,1B0", "0F0,0B0"), (1, 0), "2 on ranks 1, 0; .* virtual stages has them on 0, 1", id="ranks"),
-])
+@pytest.mark.parametrize(
+    ("schedule", "actions", "ranks", "found"),
+    [
+        pytest.param(Schedule.ZBV, (), (0, 1, 1, 0), "splits backward passes", id="zbv"),
+        pytest.param(
+            Schedule.CUSTOM,
+            ("0F0,0I0,0W0", "1F0,1I0,1W0"),
+            (0, 1),
+            "splits backward passes",
+            id="split",
+        ),
+        pytest.param(
+            Schedule.CUSTOM,
+            ("1F0,1B0", "0F0,0B0"),
+            (1, 0),
+            "2 on ranks 1, 0; .* virtual stages has them on 0, 1",
+            id="ranks",
+        ),
+    ],
+)
 def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, found):
     size = len(plan.shards) // len(ranks)
-    stages = tuple(ShardStage(rank=rank, first=k * size, end=(k + 1) * size, zero=0) for k, rank in enumerate(ranks))
-    pipeline = replace(plan.pipeline, schedule=schedule, virtual_stages=len(ranks) // 2, actions=tuple(map(_of_all_micro_batches, actions)))
-    whole = traced_plan_from_document(plan_to_document(replace(plan, pipeline=pipeline, stages=stages)), "plan")
+    stages = tuple(
+        ShardStage(rank=rank, first=k * size, end=(k + 1) * size, zero=0)
+        for k, rank in enumerate(ranks)
+    )
+    pipeline = replace(
+        plan.pipeline,
+        schedule=schedule,
+        virtual_stages=len(ranks) // 2,
+        actions=tuple(map(_of_all_micro_batches, actions)),
+    )
+    whole = traced_plan_from_document(
+        plan_to_document(replace(plan, pipeline=pipeline, stages=stages)), "plan"
+    )
 
     with pytest.raises(ConfigError, match=found):
         validate_traced_plan(whole)
@@ -144,7 +205,12 @@ def test_data_of_a_file_is_refused(plan, tmp_path):
 
 
 def test_a_parameter_has_one_value_in_every_process_and_none_of_the_others_memory():
-    opened = [open_values(ModuleSource(factory=f"{MODULES}:shares"), seq_length=8, seed=3, at_least_bytes=0) for _ in range(2)]
+    opened = [
+        open_values(
+            ModuleSource(factory=f"{MODULES}:shares"), seq_length=8, seed=3, at_least_bytes=0
+        )
+        for _ in range(2)
+    ]
 
     assert all(parameter.is_meta for parameter in opened[0].workload.module.parameters())
     assert torch.equal(*(each.value("head.weight") for each in opened))

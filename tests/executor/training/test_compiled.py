@@ -1,5 +1,7 @@
-"""--compile. Blocks are traced as for inductor, by the backend that runs what was traced: to make machine code takes half
-a minute. With inductor itself: `pytest -m slow tests/executor/training/test_compiled.py`."""
+"""--compile. Blocks are traced as for inductor, by the backend that runs what was traced: to make
+machine code takes half a minute. With inductor itself: `pytest -m slow
+tests/executor/training/test_compiled.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.helpers.executor_plans import GPT, LLAMA, make_plan
 from tests.helpers.executor_world import LOSS_TOLERANCE, OPTIONS, run_reference
 
 pytestmark = [  # torch's tracer and compiler warn about what they do themselves
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
@@ -46,10 +50,13 @@ def train(plan: Plan) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [
-    pytest.param(make_plan(GPT), id="gpt"),
-    pytest.param(make_plan(LLAMA, recompute="full"), id="llama-full-recompute"),
-])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(make_plan(GPT), id="gpt"),
+        pytest.param(make_plan(LLAMA, recompute="full"), id="llama-full-recompute"),
+    ],
+)
 def test_compiled_blocks_train_alike_and_are_one_graph(traced, plan):
     torch._dynamo.utils.counters.clear()
 
@@ -70,7 +77,9 @@ def test_blocks_of_machine_code_train_alike():
 def test_a_block_with_a_list_of_recomputed_operators_is_refused_and_does_not_trace(traced):
     plan = make_plan(GPT, recompute=("norm1", "attention"))
 
-    with pytest.raises(ConfigError, match=r"layer_plans\.block-0 recomputes norm1, attention by recipes"):
+    with pytest.raises(
+        ConfigError, match=r"layer_plans\.block-0 recomputes norm1, attention by recipes"
+    ):
         validate_compiled(plan, CPU)
     with pytest.raises(Unsupported, match="saved_tensors_hooks"):
         train(plan)
@@ -92,4 +101,6 @@ def test_a_machine_without_a_compiler_is_an_error(monkeypatch):
 
 def test_plans_without_recompute_or_with_all_of_it_are_compiled():
     for recompute in ((), "full"):
-        validate_compiled(make_plan(GPT, dp=2, zero=(3,), recompute=recompute), torch.device("cuda"))
+        validate_compiled(
+            make_plan(GPT, dp=2, zero=(3,), recompute=recompute), torch.device("cuda")
+        )

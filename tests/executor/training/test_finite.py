@@ -1,4 +1,6 @@
-"""A loss or gradient that is not finite on any rank ends the run on all of them, whatever the mesh and the model."""
+"""A loss or gradient that is not finite on any rank ends the run on all of them, whatever the mesh
+and the model.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.helpers.executor_plans import GPT, LLAMA, make_plan
 from tests.helpers.external_modules import factory_plan
 from tests.helpers.traced_plans import hand_plan
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"
+)
 
 SHORT = dataclasses.replace(GPT, num_layers=2)
 STRICT = dataclasses.replace(OPTIONS, allow_non_finite=False)
@@ -62,7 +66,8 @@ def _spoilt_on_rank_1(plan: Plan | TracedPlan) -> tuple[int, str]:
     return done, "went on"
 
 
-# the first parameter of rank 1; a shard is gathered by both ranks, and the loss of a pipeline is its last stage's
+# the first parameter of rank 1; a shard is gathered by both ranks, and the loss of a pipeline is
+# its last stage's
 PLANS = {
     "pp2": (make_plan(SHORT, pp=2), "rank 1"),
     "dp2": (make_plan(SHORT, dp=2), "rank 1"),
@@ -81,14 +86,18 @@ def test_all_ranks_end_with_the_same_error_on_every_mesh_and_kind_of_model():
         assert first == second, name
         done, message = first
         assert done == 1, name
-        assert message.startswith(f"step 2: the loss is nan, from {ranks}; the gradient norm is nan, from rank"), (name, message)
+        assert message.startswith(
+            f"step 2: the loss is nan, from {ranks}; the gradient norm is nan, from rank"
+        ), (name, message)
 
 
 def test_a_gradient_alone_ends_the_run_too(alone):
     trained = trainer(make_plan(SHORT))
     trained.pipeline.parameters[0].register_hook(lambda gradient: gradient * math.inf)
 
-    with pytest.raises(RunError, match=r"^step 1: the gradient norm is (nan|inf), from rank 0; it must be finite") as error:
+    with pytest.raises(
+        RunError, match=r"^step 1: the gradient norm is (nan|inf), from rank 0; it must be finite"
+    ) as error:
         next(trained.run())
 
     assert "--allow-non-finite" in error.value.hint
@@ -114,17 +123,28 @@ def test_a_scaled_gradient_costs_its_step_and_a_loss_the_run(alone):
         next(steps)
 
 
-@pytest.mark.parametrize(("flags", "text"), [
-    ((0, 0), "the sum over all ranks"), ((0, 1), "rank 1"), ((1, 1, 0, 1), "ranks 0-1, 3"), ((1, 0, 1, 1, 1), "ranks 0, 2-4")])
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ((0, 0), "the sum over all ranks"),
+        ((0, 1), "rank 1"),
+        ((1, 1, 0, 1), "ranks 0-1, 3"),
+        ((1, 0, 1, 1, 1), "ranks 0, 2-4"),
+    ],
+)
 def test_ranks_are_named_in_runs(flags, text):
     assert _ranks(flags) == text
 
 
-def test_the_command_ends_with_its_own_exit_code_and_keeps_the_checkpoint_before(tmp_path, monkeypatch, capsys):
+def test_the_command_ends_with_its_own_exit_code_and_keeps_the_checkpoint_before(
+    tmp_path, monkeypatch, capsys
+):
     path, saves = tmp_path / "plan.yaml", tmp_path / "saves"
     write_plan(make_plan(SHORT), path)
     arguments = ["executor", str(path), "--steps", "4", "--learning-rate", "1e38", "--no-record"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--checkpoint-dir", str(saves), "--checkpoint-every", "1"])
+    monkeypatch.setattr(
+        sys, "argv", [*arguments, "--checkpoint-dir", str(saves), "--checkpoint-every", "1"]
+    )
 
     code = run_executor()
     out, err = capsys.readouterr()

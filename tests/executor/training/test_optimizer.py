@@ -1,5 +1,7 @@
-"""How an optimizer step is made. That the norm of the gradients is right on every mesh, and clipping with it, is shown
-by tests/executor/checking/test_parity.py, which compares the norms of all its plans with those of one process."""
+"""How an optimizer step is made. That the norm of the gradients is right on every mesh, and
+clipping with it, is shown by tests/executor/checking/test_parity.py, which compares the norms of
+all its plans with those of one process.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,21 @@ def trainer(**options: object) -> Trainer:
     return build_trainer(PLAN, dataclasses.replace(OPTIONS, **options), torch.device("cpu"))
 
 
-def torch_rates(schedule: str, *, steps: int, warmup: int, full: float, least: float) -> list[float]:
+def torch_rates(
+    schedule: str, *, steps: int, warmup: int, full: float, least: float
+) -> list[float]:
     """The same schedule from torch's schedulers, step by step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=full)
     rise = LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup - 1)
     if schedule == "cosine":
         after = CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=least)
     else:
-        after = LinearLR(optimizer, start_factor=1.0, end_factor=least / full if schedule == "linear" else 1.0, total_iters=steps - warmup)
+        after = LinearLR(
+            optimizer,
+            start_factor=1.0,
+            end_factor=least / full if schedule == "linear" else 1.0,
+            total_iters=steps - warmup,
+        )
     scheduler = SequentialLR(optimizer, [rise, after], milestones=[warmup])
     rates = []
     for _ in range(steps):
@@ -55,11 +64,15 @@ def torch_rates(schedule: str, *, steps: int, warmup: int, full: float, least: f
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
 def test_the_learning_rate_of_a_step_is_what_torchs_schedulers_come_to(schedule):
     least = 0.0 if schedule == "constant" else 1e-4
-    options = Options(steps=40, warmup_steps=8, learning_rate=1e-3, lr_schedule=schedule, min_learning_rate=least)
+    options = Options(
+        steps=40, warmup_steps=8, learning_rate=1e-3, lr_schedule=schedule, min_learning_rate=least
+    )
 
     rates = [learning_rate(options, step) for step in range(40)]
 
-    assert rates == pytest.approx(torch_rates(schedule, steps=40, warmup=8, full=1e-3, least=least), rel=1e-9)
+    assert rates == pytest.approx(
+        torch_rates(schedule, steps=40, warmup=8, full=1e-3, least=least), rel=1e-9
+    )
     assert rates[0] == pytest.approx(1e-3 / 8)
     assert max(rates) == rates[8] == 1e-3
 
@@ -73,7 +86,9 @@ def test_past_the_last_step_the_rate_stays_at_its_least():
 def test_a_warm_up_longer_than_the_run_only_rises():
     options = Options(steps=5, warmup_steps=10, learning_rate=1.0, lr_schedule="cosine")
 
-    assert [learning_rate(options, step) for step in range(5)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert [learning_rate(options, step) for step in range(5)] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4, 0.5]
+    )
 
 
 def test_every_step_trains_at_its_rate(world):
@@ -99,7 +114,9 @@ def test_the_state_is_kept_by_parameter(world):
     list(built.run())
 
     assert set(built.optimizer.state) == set(built.pipeline.parameters)
-    assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in built.optimizer.state.values())
+    assert all(
+        set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in built.optimizer.state.values()
+    )
 
 
 def test_betas_and_rates_reach_the_optimizer(world):
@@ -119,14 +136,19 @@ def test_gradients_above_the_limit_are_scaled_to_it(largest, expected):
 
     clip_gradients(optimizer, largest, torch.tensor(5.0))
 
-    norm = torch.linalg.vector_norm(torch.cat([parameter.grad.flatten() for parameter in parameters]))
+    norm = torch.linalg.vector_norm(
+        torch.cat([parameter.grad.flatten() for parameter in parameters])
+    )
     assert norm.item() == pytest.approx(expected, rel=1e-6)
     assert parameters[0].grad[1] / parameters[1].grad[0, 0] == pytest.approx(0.75)
 
 
 def test_a_limit_changes_how_the_model_trains(world):
     """The parity tests would see a limit that is left out: their first step is above it."""
-    limited, free = ([step.loss for step in trainer(clip_gradients=largest).run()] for largest in (OPTIONS.clip_gradients, 0.0))
+    limited, free = (
+        [step.loss for step in trainer(clip_gradients=largest).run()]
+        for largest in (OPTIONS.clip_gradients, 0.0)
+    )
     expected = run_reference(PLAN)
 
     assert expected.norms[0] > OPTIONS.clip_gradients > 0

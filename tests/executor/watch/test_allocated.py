@@ -1,4 +1,6 @@
-"""The peak of a CPU run: what torch's profiler counts, what torch's MemTracker counts, and what the prices say."""
+"""The peak of a CPU run: what torch's profiler counts, what torch's MemTracker counts, and what the
+prices say.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ CPU = torch.device("cpu")
 
 
 def measured(plan: Plan) -> tuple[float, float, float]:
-    """Bytes at the peak of a step of the first rank: predicted, measured by the run, counted by MemTracker."""
+    """Bytes at the peak of a step of the first rank: predicted, measured by the run, counted by
+    MemTracker.
+    """
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plan, folder), nprocs=1, start_method="fork")
         predicted, own, counted = json.loads((Path(folder) / "peaks").read_text())
@@ -35,7 +39,9 @@ def measured(plan: Plan) -> tuple[float, float, float]:
 
 def _rank(rank: int, plan: Plan, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=rank, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 1), rank=rank, world_size=1
+    )
     trainer = build_trainer(plan, Options(steps=3), CPU)
     for _ in trainer.run():
         pass
@@ -73,7 +79,9 @@ def test_what_was_there_before_and_the_most_of_a_step_count_together():
         third = second[:10].clone()
         del second, third
 
-    assert peak.num_bytes == pytest.approx(other + 2 * 4 * 5000, abs=64)  # numbers that are added are tensors for a moment
+    assert peak.num_bytes == pytest.approx(
+        other + 2 * 4 * 5000, abs=64
+    )  # numbers that are added are tensors for a moment
     assert before.sum() == 1000
 
 

@@ -1,4 +1,6 @@
-"""What a run notes of itself: every action once and in the schedule's order, on clocks that agree."""
+"""What a run notes of itself: every action once and in the schedule's order, on clocks that
+agree.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,25 @@ STEPS = 6
 
 
 def recorded(plan: Plan) -> tuple[RunFile, set[str]]:
-    """The run of `plan` in a new world, and the names of the ranges that torch's profiler saw on rank 0 in the last steps."""
+    """The run of `plan` in a new world, and the names of the ranges that torch's profiler saw on
+    rank 0 in the last steps.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, args=(plan, folder), nprocs=plan.mesh.num_ranks, start_method="fork")
-        return read_run(Path(folder) / "run.json"), set((Path(folder) / "ranges").read_text().split())
+        mp.start_processes(
+            _rank, args=(plan, folder), nprocs=plan.mesh.num_ranks, start_method="fork"
+        )
+        return read_run(Path(folder) / "run.json"), set(
+            (Path(folder) / "ranges").read_text().split()
+        )
 
 
 def _rank(rank: int, plan: Plan, folder: str) -> None:
     torch.set_num_threads(1)
     world = plan.mesh.num_ranks
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
     trainer = build_trainer(plan, Options(steps=STEPS), CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in trainer.run():
@@ -43,18 +53,25 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
     assert (run is not None) == (rank == 0)
     if run is not None:
         write_run(run, Path(folder) / "run.json")
-        Path(folder, "ranges").write_text(" ".join({event.name for event in profile.events() if " " not in event.name}))
+        Path(folder, "ranges").write_text(
+            " ".join({event.name for event in profile.events() if " " not in event.name})
+        )
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize("layout", [
-    pytest.param({}, id="loop"),
-    pytest.param({"pp": 2}, id="1f1b"),
-    pytest.param({"pp": 2, "schedule": Schedule.INTERLEAVED, "virtual_stages": 2}, id="interleaved"),
-    pytest.param({"pp": 2, "schedule": Schedule.SCP}, id="scp"),
-])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="loop"),
+        pytest.param({"pp": 2}, id="1f1b"),
+        pytest.param(
+            {"pp": 2, "schedule": Schedule.INTERLEAVED, "virtual_stages": 2}, id="interleaved"
+        ),
+        pytest.param({"pp": 2, "schedule": Schedule.SCP}, id="scp"),
+    ],
+)
 def test_every_action_is_a_span_in_the_order_of_the_schedule(layout):
     plan = make_plan(num_micro_batches=4, **layout)
 
@@ -62,10 +79,14 @@ def test_every_action_is_a_span_in_the_order_of_the_schedule(layout):
 
     pipeline, pp = plan.pipeline, plan.mesh.pp
     for rank in run.ranks:
-        expected = actions(pipeline.schedule, rank.pp, pp, pipeline.num_micro_batches, pipeline.virtual_stages)
+        expected = actions(
+            pipeline.schedule, rank.pp, pp, pipeline.num_micro_batches, pipeline.virtual_stages
+        )
         spans = sorted(rank.spans, key=lambda span: span.start_s)
         assert [name for name, _ in groupby(span.name for span in spans if span.work in "FRB")] == [
-            f"{action.work}{action.chunk * pp + rank.pp}.{action.micro_batch}" for action in expected]
+            f"{action.work}{action.chunk * pp + rank.pp}.{action.micro_batch}"
+            for action in expected
+        ]
         assert spans[0].work == "data"
         assert spans[-1].work == "optimizer"
         assert all(first.end_s <= then.start_s for first, then in pairwise(spans))
@@ -80,14 +101,21 @@ def _whole(run: RunFile, plan: Plan) -> None:
     assert (run.recorded_steps, len(run.steps.seconds), run.steps.warm_up) == (STEPS - 2, STEPS, 2)
     assert run.steps.loss[-1] < run.steps.loss[0] + 0.5
     assert [rank.rank for rank in run.ranks] == list(range(plan.mesh.num_ranks))
-    assert all(rank.gradients_bytes.predicted == rank.gradients_bytes.measured > 0 for rank in run.ranks)
-    assert all(rank.host_rss_bytes > 10**7 and rank.peak_allocated_bytes.measured is None for rank in run.ranks)
+    assert all(
+        rank.gradients_bytes.predicted == rank.gradients_bytes.measured > 0 for rank in run.ranks
+    )
+    assert all(
+        rank.host_rss_bytes > 10**7 and rank.peak_allocated_bytes.measured is None
+        for rank in run.ranks
+    )
     measured = {(part.work, part.stage) for part in run.parts if part.measured_s is not None}
     assert {(work, stage) for work in "FB" for stage in range(len(plan.stages))} <= measured
     if plan.mesh.pp > 1:
         assert {("receive_F", 1), ("receive_B", 0), ("tied", 0)} <= measured
     assert run.clock_error_s == 0.0  # one machine, one clock
-    assert run.figures.tokens_per_s.measured == pytest.approx(plan.training.tokens_per_step / run.steps.median_s)
+    assert run.figures.tokens_per_s.measured == pytest.approx(
+        plan.training.tokens_per_step / run.steps.median_s
+    )
 
 
 def test_only_the_last_steps_are_recorded():
@@ -117,7 +145,9 @@ def test_the_first_steps_are_recorded_only_where_there_are_no_others(num_steps, 
 def test_clocks_of_other_machines_are_set_by_the_barriers_that_all_left():
     here = Clock("a", (1.0, 2.0, 3.0))
 
-    offsets, error_s = clock_offsets([here, Clock("a", (1.5, 2.5, 3.5)), Clock("b", (101.0, 102.002, 103.004))])
+    offsets, error_s = clock_offsets(
+        [here, Clock("a", (1.5, 2.5, 3.5)), Clock("b", (101.0, 102.002, 103.004))]
+    )
 
     assert offsets == [0.0, 0.0, pytest.approx(100.002)]
     assert error_s == pytest.approx(0.002)

@@ -17,7 +17,10 @@ def test_zero3_holds_sixteen_bytes_of_every_parameter_once_over_the_ranks(dp, pr
     plan = make_plan(LLAMA, pp=2, dp=dp, zero=(3,), global_batch_size=12, precision=precision)
     num_parameters = build_graph(plan.model, plan.training, 1).num_parameters
 
-    held = sum(predicted_state_bytes(plan, pp, rank).total for pp, rank in itertools.product(range(2), range(dp)))
+    held = sum(
+        predicted_state_bytes(plan, pp, rank).total
+        for pp, rank in itertools.product(range(2), range(dp))
+    )
 
     assert held == 16 * num_parameters  # fp32: 4 + 4 + 8; bf16: gradient 4, master 4, moments 8
 

@@ -1,4 +1,6 @@
-"""A run that hangs, or loses a rank, ends with one error that names the rank; torchrun then goes on from a checkpoint."""
+"""A run that hangs, or loses a rank, ends with one error that names the rank; torchrun then goes on
+from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,18 @@ def _fail() -> None:
 
 
 def _end(
-    plan: Plan, path: Path, store: dist.TCPStore, action, *options: str, ranks=(1,), restart: int = 0, timeout_s: float = 60.0,
+    plan: Plan,
+    path: Path,
+    store: dist.TCPStore,
+    action,
+    *options: str,
+    ranks=(1,),
+    restart: int = 0,
+    timeout_s: float = 60.0,
     other_s: float = 5.0,
 ) -> list[int | None]:
-    """Run `python -m parplan.executor` on two ranks, of which some act so when they read the batch of the fourth step; the exit codes.
+    """Run `python -m parplan.executor` on two ranks, of which some act so when they read the batch
+    of the fourth step; the exit codes.
 
     A rank that has not ended `other_s` after the first has None, and is ended.
     """
@@ -58,7 +68,12 @@ def _end(
     torch.set_num_threads(1)
     arguments = [str(path / "plan.yaml"), "--steps", "5", "--timeout", str(timeout_s), *options]
     processes = [
-        FORK.Process(target=_rank, args=(rank, restart, store.port, arguments, action if rank in ranks else None)) for rank in range(2)]
+        FORK.Process(
+            target=_rank,
+            args=(rank, restart, store.port, arguments, action if rank in ranks else None),
+        )
+        for rank in range(2)
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + 2 * SLACK_S + timeout_s
@@ -73,8 +88,14 @@ def _end(
 
 def _rank(rank: int, restart: int, port: int, arguments: list[str], action) -> None:
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+    }
     make = train.build_batches
 
     def build_batches(*arguments) -> Batches:
@@ -107,7 +128,9 @@ def test_a_rank_that_does_not_come_along_is_named_with_its_place(tmp_path, store
     error, hint = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"error: rank 1 \(pp 0, dp 1, tp 0\) has not moved since step 4, micro-batch 1, for 4 s: it reads its batch "
-        r"\(test_executor_watch\.py:\d+, _sleep\); the others wait for it", error)
+        r"\(test_executor_watch\.py:\d+, _sleep\); the others wait for it",
+        error,
+    )
     assert hint.startswith("hint: ")
 
 
@@ -119,13 +142,18 @@ def test_a_rank_that_is_stopped_is_named(tmp_path, store, capfd):
     assert codes == [5, None]
     assert capfd.readouterr().err.splitlines()[0] == (
         "error: rank 1 (pp 1, dp 0, tp 0) has not moved since step 4, micro-batch 1, for 4 s: it does not answer, so it is stopped, dead "
-        "or stuck outside Python; the others wait for it")
+        "or stuck outside Python; the others wait for it"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_a_rank_that_dies_is_named_and_the_next_try_goes_on_with_the_losses_of_an_undisturbed_run(tmp_path, store, capfd):
-    """As torchrun restarts: new ranks, the same store. benchmarks/executor/recovery.py does it with torchrun itself."""
+def test_a_rank_that_dies_is_named_and_the_next_try_goes_on_with_the_losses_of_an_undisturbed_run(
+    tmp_path, store, capfd
+):
+    """As torchrun restarts: new ranks, the same store. benchmarks/executor/recovery.py does it with
+    torchrun itself.
+    """
     plan = make_plan(dataclasses.replace(GPT, dropout=0.1), dp=2, zero=(3,))
     saved = ("--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2")
 
@@ -137,7 +165,9 @@ def test_a_rank_that_dies_is_named_and_the_next_try_goes_on_with_the_losses_of_a
 
     error, _ = killed.err.splitlines()
     assert error == "error: rank 1 (pp 0, dp 1, tp 0) died in step 4, micro-batch 1"
-    assert restarted.err == f"note: goes on from {tmp_path / 'saved' / 'step-000002'}, after step 2\n"
+    assert (
+        restarted.err == f"note: goes on from {tmp_path / 'saved' / 'step-000002'}, after step 2\n"
+    )
     losses = _losses(capfd.readouterr().out)
     assert len(losses) == 5
     assert _losses(killed.out) == losses[:3]
@@ -160,7 +190,9 @@ def test_a_bug_on_every_rank_is_shown_with_its_traceback(tmp_path, store, capfd)
 
 def _state(**changes: object) -> RankState:
     return dataclasses.replace(
-        RankState(beat=9, step=4, micro_batch=3, doing="runs", idle_s=5.0, waits=True, place=""), **changes)
+        RankState(beat=9, step=4, micro_batch=3, doing="runs", idle_s=5.0, waits=True, place=""),
+        **changes,
+    )
 
 
 def _watch(mesh: Mesh, timeout_s: float = 60.0) -> Watch:
@@ -168,29 +200,44 @@ def _watch(mesh: Mesh, timeout_s: float = 60.0) -> Watch:
 
 
 def test_a_rank_that_waits_for_nobody_is_behind_before_one_that_came_less_far():
-    states = {0: _state(), 1: _state(waits=False, micro_batch=4), 2: _state(micro_batch=1), 3: _state()}
+    states = {
+        0: _state(),
+        1: _state(waits=False, micro_batch=4),
+        2: _state(micro_batch=1),
+        3: _state(),
+    }
 
     text = _watch(Mesh(pp=2, dp=1, tp=2))._verdict(states, [])
 
     assert text == (
-        "rank 1 (pp 0, dp 0, tp 1) has not moved since step 5, after micro-batch 4, for 60 s: it runs; the others wait for it")
+        "rank 1 (pp 0, dp 0, tp 1) has not moved since step 5, after micro-batch 4, for 60 s: it runs; the others wait for it"
+    )
 
 
 def test_where_all_wait_the_one_that_came_least_far_is_named():
     states = {0: _state(), 1: _state(step=3, micro_batch=8), 2: _state(), 3: _state()}
 
-    assert "rank 1 (pp 0, dp 1, tp 0)" in (text := _watch(Mesh(pp=2, dp=2, tp=1))._verdict(states, []))
+    assert "rank 1 (pp 0, dp 1, tp 0)" in (
+        text := _watch(Mesh(pp=2, dp=2, tp=1))._verdict(states, [])
+    )
     assert text.endswith("all wait for one another")
 
 
 def test_silent_ranks_are_counted_and_those_that_ended_are_not():
     states = {0: _state(waits=False), 1: _state(ended=True), 2: _state(), 3: _state()}
 
-    assert _watch(Mesh(pp=2, dp=2, tp=1))._verdict(states, [1, 2, 3]).startswith("rank 2 (pp 1, dp 0, tp 0) and 1 more has not moved")
+    assert (
+        _watch(Mesh(pp=2, dp=2, tp=1))
+        ._verdict(states, [1, 2, 3])
+        .startswith("rank 2 (pp 1, dp 0, tp 0) and 1 more has not moved")
+    )
 
 
 def test_a_rank_that_never_started_is_named():
-    assert _watch(Mesh(pp=1, dp=3, tp=1))._verdict({0: _state()}, []) == "rank 1 (pp 0, dp 1, tp 0) and 1 more has not started within 60 s"
+    assert (
+        _watch(Mesh(pp=1, dp=3, tp=1))._verdict({0: _state()}, [])
+        == "rank 1 (pp 0, dp 1, tp 0) and 1 more has not started within 60 s"
+    )
 
 
 def test_more_ranks_beat_less_often():
@@ -200,7 +247,9 @@ def test_more_ranks_beat_less_often():
 
 
 def test_the_run_does_not_end_while_another_rank_moves(monkeypatch):
-    """Two ranks in one process: rank 0 has not moved for the timeout, rank 1 has just moved, then has not either."""
+    """Two ranks in one process: rank 0 has not moved for the timeout, rank 1 has just moved, then
+    has not either.
+    """
     store, ends = dist.HashStore(), []
     progress = RankProgress()
     first, second = (Watch(store, rank, Mesh(pp=1, dp=2, tp=1), progress, 1.0) for rank in range(2))

@@ -34,12 +34,19 @@ def test_no_partition_has_a_smaller_largest_stage_nor_as_small_a_one_and_is_more
     assert value(balanced(weights, parts)) == min(map(value, every))
 
 
-@pytest.mark.parametrize(("method", "stages", "blocks"), [
-    (Partition.UNIFORM, 4, (11, 12, 11, 10)),  # 46 layers: 12, 12, 11, 11; the first is the embedding, the last the head
-    (Partition.UNIFORM, 2, (22, 22)),
-    (Partition.TYPE, 4, (11, 11, 11, 11)),
-    (Partition.TYPE, 1, (44,)),
-])
+@pytest.mark.parametrize(
+    ("method", "stages", "blocks"),
+    [
+        (
+            Partition.UNIFORM,
+            4,
+            (11, 12, 11, 10),
+        ),  # 46 layers: 12, 12, 11, 11; the first is the embedding, the last the head
+        (Partition.UNIFORM, 2, (22, 22)),
+        (Partition.TYPE, 4, (11, 11, 11, 11)),
+        (Partition.TYPE, 1, (44,)),
+    ],
+)
 def test_the_stages_of_gpt_20b_by_hand(method, stages, blocks):
     assert blocks_of_stages(method, stages, book_of("gpt-20b")) == blocks
 

@@ -1,4 +1,6 @@
-"""Merak's rule by hand, its best knob against all of them, and our own choice of recompute, which is never slower."""
+"""Merak's rule by hand, its best knob against all of them, and our own choice of recompute, which
+is never slower.
+"""
 
 from __future__ import annotations
 
@@ -37,29 +39,43 @@ from parplan.profiles.units import GIB
 
 TRAINING = TrainingSpec(global_batch_size=32, seq_length=1024, stack=NEUTRAL)
 FRAME = ParallelLayout(
-    mesh=Mesh(pp=4, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=8,
-    sequence_parallel=False)
-SHIFTED, EARLY = (replace(FRAME, schedule=schedule) for schedule in (Schedule.SCP, Schedule.EARLY_RECOMPUTE))
+    mesh=Mesh(pp=4, dp=2, tp=1),
+    schedule=Schedule.ONE_F_ONE_B,
+    virtual_stages=1,
+    micro_batch_size=2,
+    num_micro_batches=8,
+    sequence_parallel=False,
+)
+SHIFTED, EARLY = (
+    replace(FRAME, schedule=schedule) for schedule in (Schedule.SCP, Schedule.EARLY_RECOMPUTE)
+)
 BLOCKS = (12, 12, 12, 12)
 
 
 def book_of(model="gpt-1.5b", gpu="a10g-24gb", gpus=8):
-    return PriceCache(load_model(model).spec, TRAINING, machine_for(with_gpus(load_cluster(gpu), gpus)))
+    return PriceCache(
+        load_model(model).spec, TRAINING, machine_for(with_gpus(load_cluster(gpu), gpus))
+    )
 
 
-@pytest.mark.parametrize(("layout", "r0", "shares"), [
-    (FRAME, "1/2", ("1/2", "1/4", 0, 0)),  # 1 - 3/2 * 1/2, and 1 - 3 * 1/2 below 0
-    (SHIFTED, "1/2", ("1/2", "1/4", "1/4", 0)),
-    (FRAME, "9/10", ("9/10", "17/20", "7/10", 0)),
-    (FRAME, 1, (1, 1, 1, 0)),
-    (FRAME, 0, (0, 0, 0, 0)),
-])
+@pytest.mark.parametrize(
+    ("layout", "r0", "shares"),
+    [
+        (FRAME, "1/2", ("1/2", "1/4", 0, 0)),  # 1 - 3/2 * 1/2, and 1 - 3 * 1/2 below 0
+        (SHIFTED, "1/2", ("1/2", "1/4", "1/4", 0)),
+        (FRAME, "9/10", ("9/10", "17/20", "7/10", 0)),
+        (FRAME, 1, (1, 1, 1, 0)),
+        (FRAME, 0, (0, 0, 0, 0)),
+    ],
+)
 def test_one_knob_by_hand(layout, r0, shares):
     assert one_knob(Fraction(r0), layout) == tuple(map(Fraction, shares))
 
 
 def test_a_short_list_goes_on_with_its_last_share_and_layers_are_rounded_down():
-    assert listed((Fraction(1, 2), Fraction(1, 4)), FRAME) == tuple(map(Fraction, ("1/2", "1/4", "1/4", "1/4")))
+    assert listed((Fraction(1, 2), Fraction(1, 4)), FRAME) == tuple(
+        map(Fraction, ("1/2", "1/4", "1/4", "1/4"))
+    )
     assert recomputed((5, 7, 8, 3), listed((Fraction(1, 2), Fraction(1, 4)), FRAME)) == (2, 1, 2, 0)
 
 
@@ -72,19 +88,30 @@ def test_every_knob_is_all_that_any_share_of_the_first_stage_asks_for(layout):
     assert list(every_knob(blocks, layout)) == sorted(fine)
 
 
-@pytest.mark.parametrize(("layout", "most"), [(FRAME, (4, 3, 2, 1)), (SHIFTED, (4, 3, 3, 1)), (EARLY, (4, 3, 2, 1))])
+@pytest.mark.parametrize(
+    ("layout", "most"), [(FRAME, (4, 3, 2, 1)), (SHIFTED, (4, 3, 3, 1)), (EARLY, (4, 3, 2, 1))]
+)
 def test_micro_batches_in_flight_are_counted_in_the_action_lists(layout, most):
     assert most_in_flight(layout) == most
 
 
-@pytest.mark.parametrize("layout", [FRAME, SHIFTED, EARLY], ids=lambda layout: layout.schedule.value)
+@pytest.mark.parametrize(
+    "layout", [FRAME, SHIFTED, EARLY], ids=lambda layout: layout.schedule.value
+)
 @pytest.mark.parametrize("limit_gib", [7.5, 9.0, 11.0])
 def test_the_least_knob_is_the_first_that_fits_and_the_fastest(layout, limit_gib):
     price_cache = book_of()
     room = StageAwareRoom(layout, BLOCKS, 1, price_cache, limit_gib * GIB)
 
-    prices = {counts: price_step(stage_aware(layout, BLOCKS, counts, 1), price_cache) for counts in every_knob(BLOCKS, layout)}
-    fitting = {counts: price for counts, price in prices.items() if max(memory.total for memory in price.memory) <= limit_gib * GIB}
+    prices = {
+        counts: price_step(stage_aware(layout, BLOCKS, counts, 1), price_cache)
+        for counts in every_knob(BLOCKS, layout)
+    }
+    fitting = {
+        counts: price
+        for counts, price in prices.items()
+        if max(memory.total for memory in price.memory) <= limit_gib * GIB
+    }
 
     assert {counts for counts in prices if room.holds(counts)} == set(fitting)
     assert room.least_knob() == min(fitting, default=None)
@@ -97,15 +124,31 @@ def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
     price_cache, zero = book_of(), 1
     room = StageAwareRoom(FRAME, BLOCKS, zero, price_cache, limit_gib * GIB)
     counts, again = room.least_list(), []
-    whole, checkpoint = (price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, level) for level in (Recompute.NONE, Recompute.FULL))
+    whole, checkpoint = (
+        price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, level)
+        for level in (Recompute.NONE, Recompute.FULL)
+    )
     for stage, count in enumerate(BLOCKS[:-1]):
         all_again = rank_memory(stage_aware(FRAME, BLOCKS, BLOCKS, zero), stage, price_cache)
         in_flight = most_in_flight(FRAME)[stage]
-        static = all_again.states.total + all_again.activations + all_again.temporaries - in_flight * count * checkpoint.saved
-        reserved = all_again.allocator_reserve - price_cache.training.stack.allocator_share * all_again.allocated
+        static = (
+            all_again.states.total
+            + all_again.activations
+            + all_again.temporaries
+            - in_flight * count * checkpoint.saved
+        )
+        reserved = (
+            all_again.allocator_reserve
+            - price_cache.training.stack.allocator_share * all_again.allocated
+        )
         left = usable_bytes(limit_gib * GIB - reserved, FRAME.mesh, price_cache) - static
         share = kept_share(
-            left, in_flight=in_flight, num_layers=count, kept_bytes=whole.saved, checkpoint_bytes=checkpoint.saved)
+            left,
+            in_flight=in_flight,
+            num_layers=count,
+            kept_bytes=whole.saved,
+            checkpoint_bytes=checkpoint.saved,
+        )
         again.append(count - int(share * count))
 
     assert counts[:-1] == tuple(again)
@@ -117,28 +160,81 @@ def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
 FEW, ALL = (Schedule.ONE_F_ONE_B, Schedule.SCP), (Schedule.ONE_F_ONE_B, *sorted(AHEAD))
 
 
-@pytest.mark.parametrize(("model", "gpu", "gpus", "pp", "tp", "b", "schedules", "limits_gib"), [
-    pytest.param("gpt-1.5b", "a10g-24gb", 8, 4, 1, 2, FEW, (9.5, 11), id="gpt-1.5b"),
-    pytest.param("gpt-2.5b", "rtx3090", 8, 2, 2, 2, FEW, (12.5, 16), id="gpt-2.5b-tensor-parallel", marks=pytest.mark.slow),
-    *(pytest.param(*case, ALL, (7, 8, 9, 11, 13, 16, 22), marks=pytest.mark.slow, id="-".join(map(str, case))) for case in (
-        ("gpt-1.5b", "a10g-24gb", 8, 4, 1, 2), ("gpt-1.5b", "a10g-24gb", 8, 2, 1, 1), ("gpt-2.5b", "rtx3090", 8, 4, 1, 1),
-        ("gpt-2.5b", "rtx3090", 8, 2, 2, 2), ("gpt-2.5b", "rtx3090", 16, 8, 1, 1), ("gpt-2.5b", "rtx3090", 16, 4, 2, 2),
-        ("llama2-7b", "a100-40gb", 16, 8, 1, 2), ("llama2-7b", "a100-40gb", 16, 4, 2, 2)))])
-def test_our_own_choice_is_never_slower_than_the_rule(model, gpu, gpus, pp, tp, b, schedules, limits_gib):
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "pp", "tp", "b", "schedules", "limits_gib"),
+    [
+        pytest.param("gpt-1.5b", "a10g-24gb", 8, 4, 1, 2, FEW, (9.5, 11), id="gpt-1.5b"),
+        pytest.param(
+            "gpt-2.5b",
+            "rtx3090",
+            8,
+            2,
+            2,
+            2,
+            FEW,
+            (12.5, 16),
+            id="gpt-2.5b-tensor-parallel",
+            marks=pytest.mark.slow,
+        ),
+        *(
+            pytest.param(
+                *case,
+                ALL,
+                (7, 8, 9, 11, 13, 16, 22),
+                marks=pytest.mark.slow,
+                id="-".join(map(str, case)),
+            )
+            for case in (
+                ("gpt-1.5b", "a10g-24gb", 8, 4, 1, 2),
+                ("gpt-1.5b", "a10g-24gb", 8, 2, 1, 1),
+                ("gpt-2.5b", "rtx3090", 8, 4, 1, 1),
+                ("gpt-2.5b", "rtx3090", 8, 2, 2, 2),
+                ("gpt-2.5b", "rtx3090", 16, 8, 1, 1),
+                ("gpt-2.5b", "rtx3090", 16, 4, 2, 2),
+                ("llama2-7b", "a100-40gb", 16, 8, 1, 2),
+                ("llama2-7b", "a100-40gb", 16, 4, 2, 2),
+            )
+        ),
+    ],
+)
+def test_our_own_choice_is_never_slower_than_the_rule(
+    model, gpu, gpus, pp, tp, b, schedules, limits_gib
+):
     price_cache, seen = book_of(model, gpu, gpus), 0
     for schedule, limit_gib in product(schedules, limits_gib):
         dp = gpus // pp // tp
         layout = replace(
-            FRAME, mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, micro_batch_size=b, num_micro_batches=32 // dp // b)
-        blocks = equal_blocks(layout, price_cache.model.num_layers, counted_ends(price_cache.model.num_layers, pp)[0])
+            FRAME,
+            mesh=Mesh(pp=pp, dp=dp, tp=tp),
+            schedule=schedule,
+            micro_batch_size=b,
+            num_micro_batches=32 // dp // b,
+        )
+        blocks = equal_blocks(
+            layout, price_cache.model.num_layers, counted_ends(price_cache.model.num_layers, pp)[0]
+        )
         counts = StageAwareRoom(layout, blocks, 1, price_cache, limit_gib * GIB).least_knob()
         if counts is None:
             continue
         rule = price_step(stage_aware(layout, blocks, counts, 1), price_cache)
         pins = Constraints(
-            pp=(pp,), dp=(dp,), tp=(tp,), micro_batch_size=(b,), schedule=(schedule,), sequence_parallel=(False,), zero=(1,))
+            pp=(pp,),
+            dp=(dp,),
+            tp=(tp,),
+            micro_batch_size=(b,),
+            schedule=(schedule,),
+            sequence_parallel=(False,),
+            zero=(1,),
+        )
         ours = find_plan(
-            price_cache.model, price_cache.machine.cluster, TRAINING, constraints=pins, options=SearchOptions(memory_limit_bytes=round(limit_gib * GIB)))
-        assert ours.predicted.step_time_s.value <= rule.step_s * (1 + 1e-5)  # six digits in the plan
+            price_cache.model,
+            price_cache.machine.cluster,
+            TRAINING,
+            constraints=pins,
+            options=SearchOptions(memory_limit_bytes=round(limit_gib * GIB)),
+        )
+        assert ours.predicted.step_time_s.value <= rule.step_s * (
+            1 + 1e-5
+        )  # six digits in the plan
         seen += 1
     assert seen >= min(3, len(limits_gib) * len(schedules))

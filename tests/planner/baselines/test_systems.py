@@ -1,4 +1,6 @@
-"""The baselines: Megatron's optimum equals an enumeration that shares no code with it, and every system is what it says."""
+"""The baselines: Megatron's optimum equals an enumeration that shares no code with it, and every
+system is what it says.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,14 @@ class Request:
     def parts(self) -> tuple[ModelSpec, Cluster, TrainingSpec]:
         entry = load_model(self.model)
         cluster = with_gpus(load_cluster(self.gpu), self.gpus)
-        cluster = replace(cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * self.slow_nic))
-        return entry.spec, cluster, TrainingSpec(global_batch_size=self.batch, seq_length=entry.seq_length, stack=NEUTRAL)
+        cluster = replace(
+            cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * self.slow_nic)
+        )
+        return (
+            entry.spec,
+            cluster,
+            TrainingSpec(global_batch_size=self.batch, seq_length=entry.seq_length, stack=NEUTRAL),
+        )
 
     def price_cache(self) -> PriceCache:
         model, cluster, training = self.parts()
@@ -65,18 +73,29 @@ BINDING = Request("llama2-7b", 16, 8, limit_gib=24.0, slow_nic=0.1)
 
 
 def every_megatron_price(
-    request: Request, keep: Callable[[ParallelLayout, int, Recompute], bool] = lambda *_: True,
+    request: Request,
+    keep: Callable[[ParallelLayout, int, Recompute], bool] = lambda *_: True,
 ) -> Iterator[tuple[ParallelLayout, int, Recompute, StepPrice]]:
-    """Megatron-LM's space, by its own rules written out here: each strategy that is kept with its whole price."""
+    """Megatron-LM's space, by its own rules written out here: each strategy that is kept with its
+    whole price.
+    """
     model, cluster, _ = request.parts()
     price_cache, gpus, layers = request.price_cache(), request.gpus, model.num_layers
     for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, layers + 3)):
-        splits = (cluster.gpus_per_node, model.num_heads, model.num_kv_heads, model.ffn_hidden_size, model.padded_vocab_size)
+        splits = (
+            cluster.gpus_per_node,
+            model.num_heads,
+            model.num_kv_heads,
+            model.ffn_hidden_size,
+            model.padded_vocab_size,
+        )
         if gpus % (tp * pp) or any(size % tp for size in splits):
             continue
         dp = gpus // tp // pp
         ends = ((0, 0), (0, 1), (1, 0), (1, 1)) if pp > 1 else ((0, 0),)
-        for b, v, (embedding, loss) in itertools.product(range(1, request.batch + 1), range(1, layers + 3), ends):
+        for b, v, (embedding, loss) in itertools.product(
+            range(1, request.batch + 1), range(1, layers + 3), ends
+        ):
             counted = layers + embedding + loss
             if request.batch % (dp * b) or counted % (pp * v):
                 continue
@@ -88,11 +107,18 @@ def every_megatron_price(
             blocks[-1] -= loss
             for sequence_parallel in {False, tp > 1}:
                 layout = ParallelLayout(
-                    mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
-                    micro_batch_size=b, num_micro_batches=m, sequence_parallel=sequence_parallel)
+                    mesh=Mesh(pp=pp, dp=dp, tp=tp),
+                    schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B,
+                    virtual_stages=v,
+                    micro_batch_size=b,
+                    num_micro_batches=m,
+                    sequence_parallel=sequence_parallel,
+                )
                 for zero, level in itertools.product((0, 1), Recompute):
                     if keep(layout, zero, level):
-                        strategy = uniform_strategy(layout, blocks, zero=zero, recompute=level, price_cache=price_cache)
+                        strategy = uniform_strategy(
+                            layout, blocks, zero=zero, recompute=level, price_cache=price_cache
+                        )
                         yield layout, zero, level, price_step(strategy, price_cache)
 
 
@@ -100,14 +126,25 @@ def peak_bytes(price: StepPrice) -> float:
     return max(memory.total for memory in price.memory)
 
 
-@pytest.mark.parametrize("request_", [
-    pytest.param(SMALL, id="gpt-1.5b-on-one-node"),
-    pytest.param(
-        Request("gpt-2.5b", 8, 8, gpu="a10g-24gb", limit_gib=14.0), id="gpt-2.5b-on-small-devices", marks=pytest.mark.slow),
-    pytest.param(
-        Request("gpt-1.5b", 16, 16, slow_nic=0.01), id="gpt-1.5b-on-two-nodes-with-a-slow-network", marks=pytest.mark.slow),
-    pytest.param(BINDING, id="llama2-7b-on-two-nodes-where-memory-binds", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param(SMALL, id="gpt-1.5b-on-one-node"),
+        pytest.param(
+            Request("gpt-2.5b", 8, 8, gpu="a10g-24gb", limit_gib=14.0),
+            id="gpt-2.5b-on-small-devices",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Request("gpt-1.5b", 16, 16, slow_nic=0.01),
+            id="gpt-1.5b-on-two-nodes-with-a-slow-network",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            BINDING, id="llama2-7b-on-two-nodes-where-memory-binds", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_the_megatron_optimum_equals_an_independent_enumeration(request_):
     everything = list(every_megatron_price(request_))
     limit = request_.limit_bytes()
@@ -118,7 +155,11 @@ def test_the_megatron_optimum_equals_an_independent_enumeration(request_):
     assert found is not None
     assert found.price.step_s == pytest.approx(fitting_s, rel=1e-12)
     assert peak_bytes(found.price) <= limit
-    assert found.fitted == sum(peak_bytes(price) <= limit for layout, zero, _, price in everything if zero == 0 or layout.mesh.dp > 1)
+    assert found.fitted == sum(
+        peak_bytes(price) <= limit
+        for layout, zero, _, price in everything
+        if zero == 0 or layout.mesh.dp > 1
+    )
 
 
 @pytest.mark.slow
@@ -139,7 +180,9 @@ def test_the_leanest_of_what_does_not_fit_is_the_least_peak_of_the_enumeration()
 
     assert found.optimum is None
     assert found.leanest is not None
-    assert found.leanest.peak_bytes == pytest.approx(min(peak_bytes(price) for *_, price in every_megatron_price(tight)), rel=1e-12)
+    assert found.leanest.peak_bytes == pytest.approx(
+        min(peak_bytes(price) for *_, price in every_megatron_price(tight)), rel=1e-12
+    )
 
 
 def test_the_defaults_have_none_of_the_flags_and_as_little_model_parallelism_as_fits():
@@ -149,24 +192,41 @@ def test_the_defaults_have_none_of_the_flags_and_as_little_model_parallelism_as_
     layout = found.strategy.layout
 
     def is_plain(f: ParallelLayout, zero: int, level: Recompute) -> bool:
-        return (zero, level, f.sequence_parallel, f.virtual_stages, f.micro_batch_size) == (0, Recompute.NONE, False, 1, 1)
+        return (zero, level, f.sequence_parallel, f.virtual_stages, f.micro_batch_size) == (
+            0,
+            Recompute.NONE,
+            False,
+            1,
+            1,
+        )
 
     layers = request.parts()[0].num_layers
-    whole = ((f, price) for f, _, _, price in every_megatron_price(request, is_plain) if layers % f.mesh.pp == 0)
+    whole = (
+        (f, price)
+        for f, _, _, price in every_megatron_price(request, is_plain)
+        if layers % f.mesh.pp == 0
+    )
     plain = {(f.mesh.tp, f.mesh.pp): peak_bytes(price) for f, price in whole}
     fitting = [degrees for degrees, peak in plain.items() if peak <= request.limit_bytes()]
 
     assert {choice.zero for stage in found.strategy.stages for choice in stage} == {0}
     assert math.prod((layout.mesh.tp, layout.mesh.pp)) == min(map(math.prod, fitting))
     assert (layout.mesh.tp, layout.mesh.pp) in fitting
-    assert (layout.micro_batch_size, layout.virtual_stages, layout.sequence_parallel) == (1, 1, False)
+    assert (layout.micro_batch_size, layout.virtual_stages, layout.sequence_parallel) == (
+        1,
+        1,
+        False,
+    )
 
 
-@pytest.mark.parametrize(("model", "limit_gib", "degrees"), [
-    pytest.param("gpt-2.5b", None, (1, 1), id="data-parallelism-where-it-fits"),
-    pytest.param("llama2-7b", None, (2, 1), id="then-tensor-parallelism"),
-    pytest.param("llama2-7b", 12.0, (8, 2), id="then-pipeline-parallelism-at-the-whole-node"),
-])
+@pytest.mark.parametrize(
+    ("model", "limit_gib", "degrees"),
+    [
+        pytest.param("gpt-2.5b", None, (1, 1), id="data-parallelism-where-it-fits"),
+        pytest.param("llama2-7b", None, (2, 1), id="then-tensor-parallelism"),
+        pytest.param("llama2-7b", 12.0, (8, 2), id="then-pipeline-parallelism-at-the-whole-node"),
+    ],
+)
 def test_the_guide_goes_from_data_to_tensor_to_pipeline_parallelism(model, limit_gib, degrees):
     found = Request(model, 16, 32, limit_gib=limit_gib).baseline("megatron-guide").optimum
 
@@ -176,7 +236,9 @@ def test_the_guide_goes_from_data_to_tensor_to_pipeline_parallelism(model, limit
     assert found.strategy.layout.sequence_parallel == (mesh.tp > 1)
 
 
-@pytest.mark.parametrize(("name", "zero"), [("zero-1", 1), ("zero-2", 2), ("zero-3", 3), ("fsdp", 3)])
+@pytest.mark.parametrize(
+    ("name", "zero"), [("zero-1", 1), ("zero-2", 2), ("zero-3", 3), ("fsdp", 3)]
+)
 def test_the_zero_baselines_are_data_parallel_at_their_stage(name, zero):
     found = SMALL.baseline(name).optimum
 
@@ -194,8 +256,16 @@ def test_no_baseline_of_the_megatron_family_beats_its_optimum():
         assert best.price.step_s <= other.price.step_s * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("request_", named({
-    "free": Request("gpt-1.5b", 4, 8), "memory-binds": Request("gpt-1.5b", 4, 8, limit_gib=14.0)}, {"memory-binds"}))
+@pytest.mark.parametrize(
+    "request_",
+    named(
+        {
+            "free": Request("gpt-1.5b", 4, 8),
+            "memory-binds": Request("gpt-1.5b", 4, 8, limit_gib=14.0),
+        },
+        {"memory-binds"},
+    ),
+)
 def test_megatron_is_the_faster_of_itself_with_and_without_interleaving(request_):
     parts = [request_.baseline(name) for name in ("megatron-1f1b", "megatron-interleaved")]
     whole, fitting = request_.baseline("megatron"), [part.optimum for part in parts if part.optimum]
@@ -209,29 +279,64 @@ def test_megatron_is_the_faster_of_itself_with_and_without_interleaving(request_
 
 
 def every_deepspeed_price(request: Request) -> Iterator[tuple[ParallelLayout, StepPrice]]:
-    """DeepSpeed's space with stages of as many blocks as can be (`type:transformer`), written out here."""
+    """DeepSpeed's space with stages of as many blocks as can be (`type:transformer`), written out
+    here.
+    """
     model, cluster, _ = request.parts()
     price_cache = request.price_cache()
-    for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, request.gpus + 1)):
-        if request.gpus % (tp * pp) or any(size % tp for size in (cluster.gpus_per_node, model.num_heads, model.padded_vocab_size)):
+    for tp, pp in itertools.product(
+        range(1, cluster.gpus_per_node + 1), range(1, request.gpus + 1)
+    ):
+        if request.gpus % (tp * pp) or any(
+            size % tp for size in (cluster.gpus_per_node, model.num_heads, model.padded_vocab_size)
+        ):
             continue
         dp = request.gpus // tp // pp
         for b in (size for size in range(1, request.batch + 1) if request.batch % (dp * size) == 0):
             layout = ParallelLayout(
-                mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=b,
-                num_micro_batches=request.batch // dp // b, sequence_parallel=False)
+                mesh=Mesh(pp=pp, dp=dp, tp=tp),
+                schedule=Schedule.ONE_F_ONE_B,
+                virtual_stages=1,
+                micro_batch_size=b,
+                num_micro_batches=request.batch // dp // b,
+                sequence_parallel=False,
+            )
             blocks = [model.num_layers // pp + (rank < model.num_layers % pp) for rank in range(pp)]
             zeros = (0, 1) if pp > 1 else (0, 1, 2, 3)
-            for zero, level in itertools.product(zeros if dp > 1 else (0,), (Recompute.NONE, Recompute.FULL)):
-                yield layout, price_step(uniform_strategy(layout, blocks, zero=zero, recompute=level, price_cache=price_cache), price_cache)
+            for zero, level in itertools.product(
+                zeros if dp > 1 else (0,), (Recompute.NONE, Recompute.FULL)
+            ):
+                yield (
+                    layout,
+                    price_step(
+                        uniform_strategy(
+                            layout, blocks, zero=zero, recompute=level, price_cache=price_cache
+                        ),
+                        price_cache,
+                    ),
+                )
 
 
-@pytest.mark.parametrize("request_", [
-    pytest.param(Request("gpt-1.5b", 4, 8), id="free"),
-    pytest.param(Request("gpt-2.5b", 8, 8, gpu="a10g-24gb", limit_gib=14.0), id="memory-binds", marks=pytest.mark.slow)])
-def test_deepspeed_is_no_slower_than_its_stages_of_equal_blocks_and_has_no_sequence_parallelism(request_):
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param(Request("gpt-1.5b", 4, 8), id="free"),
+        pytest.param(
+            Request("gpt-2.5b", 8, 8, gpu="a10g-24gb", limit_gib=14.0),
+            id="memory-binds",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_deepspeed_is_no_slower_than_its_stages_of_equal_blocks_and_has_no_sequence_parallelism(
+    request_,
+):
     found = request_.baseline("deepspeed-3d").optimum
-    equal = [price for _, price in every_deepspeed_price(request_) if peak_bytes(price) <= request_.limit_bytes()]
+    equal = [
+        price
+        for _, price in every_deepspeed_price(request_)
+        if peak_bytes(price) <= request_.limit_bytes()
+    ]
 
     assert found is not None
     assert found.price.step_s <= min(price.step_s for price in equal) * (1 + 1e-12)
@@ -239,20 +344,26 @@ def test_deepspeed_is_no_slower_than_its_stages_of_equal_blocks_and_has_no_seque
     assert not found.strategy.layout.sequence_parallel
     zeros = {choice.zero for stage in found.strategy.stages for choice in stage}
     assert found.strategy.layout.mesh.pp == 1 or zeros <= {0, 1}
-    if [len(stage) for stage in found.strategy.stages] == [len(stage) for stage in uniform_blocks(request_, found.strategy.layout)]:
+    if [len(stage) for stage in found.strategy.stages] == [
+        len(stage) for stage in uniform_blocks(request_, found.strategy.layout)
+    ]:
         assert found.price.step_s == pytest.approx(min(price.step_s for price in equal), rel=1e-12)
 
 
 def uniform_blocks(request: Request, layout: ParallelLayout):
     layers, pp = request.parts()[0].num_layers, layout.mesh.pp
     blocks = [layers // pp + (rank < layers % pp) for rank in range(pp)]
-    return uniform_strategy(layout, blocks, zero=0, recompute=Recompute.NONE, price_cache=request.price_cache()).stages
+    return uniform_strategy(
+        layout, blocks, zero=0, recompute=Recompute.NONE, price_cache=request.price_cache()
+    ).stages
 
 
 def test_merak_is_no_slower_than_1f1b_of_whole_layers_and_within_memory():
     tight = Request("gpt-1.5b", 4, 8, gpu="a10g-24gb", limit_gib=12.0)
     found = tight.baseline("merak").optimum
-    plain = every_megatron_price(tight, lambda f, _, level: f.virtual_stages == 1 and level is Recompute.NONE)
+    plain = every_megatron_price(
+        tight, lambda f, _, level: f.virtual_stages == 1 and level is Recompute.NONE
+    )
     fitting = [price.step_s for *_, price in plain if peak_bytes(price) <= tight.limit_bytes()]
 
     assert found is not None
@@ -261,13 +372,17 @@ def test_merak_is_no_slower_than_1f1b_of_whole_layers_and_within_memory():
 
 
 def test_the_embedding_and_the_loss_may_count_as_layers_where_the_layers_alone_do_not_divide():
-    uneven = Request("llama3-405b", 512, 256, gpu="h100-80gb")  # 126 layers: of powers of two only 2 divides them
+    uneven = Request(
+        "llama3-405b", 512, 256, gpu="h100-80gb"
+    )  # 126 layers: of powers of two only 2 divides them
 
     found = uneven.baseline("megatron").optimum
 
     assert found is not None
     assert found.strategy.layout.mesh.pp > 2
-    lengths = [sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in found.strategy.stages]
+    lengths = [
+        sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in found.strategy.stages
+    ]
     assert sum(lengths) == 126
     assert lengths[0] == lengths[-1] == lengths[1] - 1
     assert uneven.baseline("megatron-defaults").optimum is None
@@ -284,8 +399,21 @@ def test_megatron_brings_its_companions_and_all_is_all_each_once():
 
     assert baseline_names(["megatron"]) == family
     assert baseline_names(["zero-3", "megatron", "megatron-guide"]) == ("zero-3", *family)
-    assert set(baseline_names([ALL])) == {*family, "deepspeed-3d", "merak", "zero-1", "zero-2", "zero-3", "fsdp"}
-    assert baseline_names(["3d"]) == ("megatron-1f1b", "megatron-interleaved", "deepspeed-3d", "merak")
+    assert set(baseline_names([ALL])) == {
+        *family,
+        "deepspeed-3d",
+        "merak",
+        "zero-1",
+        "zero-2",
+        "zero-3",
+        "fsdp",
+    }
+    assert baseline_names(["3d"]) == (
+        "megatron-1f1b",
+        "megatron-interleaved",
+        "deepspeed-3d",
+        "merak",
+    )
 
 
 def test_an_unknown_baseline_is_refused_with_the_nearest_name():

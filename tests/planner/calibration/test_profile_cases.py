@@ -1,4 +1,6 @@
-"""What a profile measures: exactly the kernels and the sizes that prices look up, each once, the informative ones first."""
+"""What a profile measures: exactly the kernels and the sizes that prices look up, each once, the
+informative ones first.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,12 @@ def workload(name: str, precision: str = "bf16", **model) -> ProfiledWorkload:
     entry = load_model(name)
     attention = AttentionKernel(model.pop("attention", "flash"))
     training = TrainingSpec(
-        global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, precision=Precision(precision), attention=attention,
-        stack=load_stack("torchtitan"))
+        global_batch_size=entry.global_batch_size,
+        seq_length=entry.seq_length,
+        precision=Precision(precision),
+        attention=attention,
+        stack=load_stack("torchtitan"),
+    )
     return ProfiledWorkload(model=replace(entry.spec, **model), training=training)
 
 
@@ -56,94 +62,154 @@ def priced_points(one: ProfiledWorkload, size: int, sharding: Sharding):
         for operator in layer.operators:
             kernels = operator_kernels(operator, sharding, one.training)
             for kernel in (*kernels.forward, *kernels.backward):
-                if operator.kind is OperatorKind.EXPERTS or (isinstance(kernel, StreamKernel) and kernel.name in WITHOUT_A_CASE):
+                if operator.kind is OperatorKind.EXPERTS or (
+                    isinstance(kernel, StreamKernel) and kernel.name in WITHOUT_A_CASE
+                ):
                     continue
                 yield kernel.curve, kernel.sizes
 
 
-@pytest.mark.parametrize(("one", "cluster"), [
-    pytest.param(TINY, CPU, id="gpt-tiny"),
-    pytest.param(workload("gpt-tiny", "fp32", attention="unfused"), CPU, id="unfused"),
-    pytest.param(workload("gpt-tiny", "fp32", dropout=0.0), CPU, id="without-dropout"),
-    pytest.param(workload("gpt-2.5b"), GPU, id="gpt-2.5b"),
-    pytest.param(workload("llama3-8b"), GPU, id="llama3-8b"),
-    pytest.param(workload("mixtral-8x7b"), GPU, id="mixtral"),
-])
+@pytest.mark.parametrize(
+    ("one", "cluster"),
+    [
+        pytest.param(TINY, CPU, id="gpt-tiny"),
+        pytest.param(workload("gpt-tiny", "fp32", attention="unfused"), CPU, id="unfused"),
+        pytest.param(workload("gpt-tiny", "fp32", dropout=0.0), CPU, id="without-dropout"),
+        pytest.param(workload("gpt-2.5b"), GPU, id="gpt-2.5b"),
+        pytest.param(workload("llama3-8b"), GPU, id="llama3-8b"),
+        pytest.param(workload("mixtral-8x7b"), GPU, id="mixtral"),
+    ],
+)
 def test_every_kernel_of_every_layout_is_a_point_of_a_case(one, cluster):
-    points = {(found.curve, found.sizes) for case in cases_of([one], cluster) for found in case.passes}
+    points = {
+        (found.curve, found.sizes) for case in cases_of([one], cluster) for found in case.passes
+    }
 
     for size, sharding in layouts_of(one, cluster):
         assert set(priced_points(one, size, sharding)) <= points, (size, sharding)
 
 
 def made_up_us(point) -> float:
-    """The time of a pass, or of a kernel: a microsecond for every 1,000 of the product of its sizes, and for each letter of its curve."""
+    """The time of a pass, or of a kernel: a microsecond for every 1,000 of the product of its
+    sizes, and for each letter of its curve.
+    """
     return len(point.curve) + math.prod(point.sizes) / 1000
 
 
 def recorded(cases):
     for case in cases:
-        times = {one.name: Timing(median_us=made_up_us(one), spread=0.0, repeats=5) for one in case.passes if one.curve}
+        times = {
+            one.name: Timing(median_us=made_up_us(one), spread=0.0, repeats=5)
+            for one in case.passes
+            if one.curve
+        }
         yield Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
 
-@pytest.mark.parametrize(("one", "cluster"), [
-    pytest.param(TINY, CPU, id="gpt-tiny"),
-    pytest.param(workload("gpt-tiny", "fp32", attention="unfused"), CPU, id="unfused"),
-    pytest.param(workload("llama3-8b"), replace(GPU, gpus_per_node=2), id="llama3-8b"),
-])
+@pytest.mark.parametrize(
+    ("one", "cluster"),
+    [
+        pytest.param(TINY, CPU, id="gpt-tiny"),
+        pytest.param(workload("gpt-tiny", "fp32", attention="unfused"), CPU, id="unfused"),
+        pytest.param(workload("llama3-8b"), replace(GPU, gpus_per_node=2), id="llama3-8b"),
+    ],
+)
 def test_a_profile_of_exactly_these_cases_prices_every_kernel_as_it_was_measured(one, cluster):
     compute = fit_compute(list(recorded(cases_of([one], cluster))), cluster, one.training.precision)
-    machine = machine_for(replace(cluster, profile=replace(analytic_profile(cluster.device.name), compute=compute)))
+    machine = machine_for(
+        replace(cluster, profile=replace(analytic_profile(cluster.device.name), compute=compute))
+    )
 
     for size, sharding in layouts_of(one, cluster):
-        for operator in (op for layer in build_graph(one.model, one.training, size) for op in layer.operators):
+        for operator in (
+            op for layer in build_graph(one.model, one.training, size) for op in layer.operators
+        ):
             kernels = operator_kernels(operator, sharding, one.training)
             for kernel in (*kernels.forward, *kernels.backward):
                 price = kernel_time(kernel, machine, one.training)
                 assert price.kind is Kind.MEASURED, (kernel, size, sharding)
-                assert price.value_s == pytest.approx(getattr(kernel, "times", 1) * made_up_us(kernel) / 1e6, rel=1e-9)
+                assert price.value_s == pytest.approx(
+                    getattr(kernel, "times", 1) * made_up_us(kernel) / 1e6, rel=1e-9
+                )
 
 
 def test_the_cases_of_a_block_by_hand():
-    """gpt-tiny: hidden 64, 4 heads of 16, ffn 256, sequence 64, micro-batch 2, on one of two tensor parallel ranks, fp32."""
+    """gpt-tiny: hidden 64, 4 heads of 16, ffn 256, sequence 64, micro-batch 2, on one of two tensor
+    parallel ranks, fp32.
+    """
     block = build_graph(TINY.model, TINY.training, 2).block
 
-    found = [case for operator in block.operators for case in operator_cases(operator, Sharding(2, True), TINY.model, TINY.training)]
+    found = [
+        case
+        for operator in block.operators
+        for case in operator_cases(operator, Sharding(2, True), TINY.model, TINY.training)
+    ]
 
     keys = [case.key for case in found]
     assert keys == [
-        "layer_norm tokens=64 hidden=64 fp32", "linear m=128 n=96 k=64 bias=1 fp32", "bias_gradient tokens=128 width=96 fp32",
-        "attention batch=2 heads=2 kv_heads=2 seq=64 head_dim=16 dropout=1 fp32", "linear m=128 n=64 k=32 bias=1 fp32",
-        "bias_gradient tokens=128 width=64 fp32", "dropped_residual tokens=64 hidden=64 fp32", "layer_norm tokens=64 hidden=64 fp32",
-        "linear m=128 n=128 k=64 bias=1 fp32", "bias_gradient tokens=128 width=128 fp32", "gelu tokens=128 width=128 fp32",
-        "linear m=128 n=64 k=128 bias=1 fp32", "bias_gradient tokens=128 width=64 fp32", "dropped_residual tokens=64 hidden=64 fp32"]
+        "layer_norm tokens=64 hidden=64 fp32",
+        "linear m=128 n=96 k=64 bias=1 fp32",
+        "bias_gradient tokens=128 width=96 fp32",
+        "attention batch=2 heads=2 kv_heads=2 seq=64 head_dim=16 dropout=1 fp32",
+        "linear m=128 n=64 k=32 bias=1 fp32",
+        "bias_gradient tokens=128 width=64 fp32",
+        "dropped_residual tokens=64 hidden=64 fp32",
+        "layer_norm tokens=64 hidden=64 fp32",
+        "linear m=128 n=128 k=64 bias=1 fp32",
+        "bias_gradient tokens=128 width=128 fp32",
+        "gelu tokens=128 width=128 fp32",
+        "linear m=128 n=64 k=128 bias=1 fp32",
+        "bias_gradient tokens=128 width=64 fp32",
+        "dropped_residual tokens=64 hidden=64 fp32",
+    ]
     qkv, norm = found[1], found[0]
     assert [(one.name, one.curve, one.sizes) for one in qkv.passes] == [
-        ("forward", "forward", (128, 96, 64)), ("input_gradient", "input_gradient", (128, 64, 96)),
-        ("weight_gradient", "weight_gradient", (64, 96, 128))]
-    assert [(one.name, one.curve, one.sizes) for one in norm.passes] == [  # read, written; then a gradient and the input read, one written
-        ("forward", "layer_norm.forward", (2 * 64 * 64 * 4,)), ("backward", "layer_norm.backward", (3 * 64 * 64 * 4,))]
+        ("forward", "forward", (128, 96, 64)),
+        ("input_gradient", "input_gradient", (128, 64, 96)),
+        ("weight_gradient", "weight_gradient", (64, 96, 128)),
+    ]
+    assert [
+        (one.name, one.curve, one.sizes) for one in norm.passes
+    ] == [  # read, written; then a gradient and the input read, one written
+        ("forward", "layer_norm.forward", (2 * 64 * 64 * 4,)),
+        ("backward", "layer_norm.backward", (3 * 64 * 64 * 4,)),
+    ]
 
 
 def test_key_value_heads_are_divided_with_their_groups():
     llama = workload("llama3-8b")
     operators = build_graph(llama.model, llama.training, 1).block.operators
 
-    found = {case.work: case for op in operators for case in operator_cases(op, Sharding(4), llama.model, llama.training)}
+    found = {
+        case.work: case
+        for op in operators
+        for case in operator_cases(op, Sharding(4), llama.model, llama.training)
+    }
 
-    assert found["attention"].key == "attention batch=1 heads=8 kv_heads=2 seq=8192 head_dim=128 dropout=0 bf16"
+    assert (
+        found["attention"].key
+        == "attention batch=1 heads=8 kv_heads=2 seq=8192 head_dim=128 dropout=0 bf16"
+    )
     assert found["rotary"].key == "rotary batch=1 seq=8192 heads=8 kv_heads=2 head_dim=128 bf16"
     assert found["swiglu"].key == "swiglu tokens=8192 width=3584 bf16"
 
 
 def test_un_fused_attention_is_its_products_its_softmax_and_its_dropout():
     one = workload("gpt-tiny", "fp32", attention="unfused")
-    attention = next(op for op in build_graph(one.model, one.training, 2).block.operators if op.name == "attention")
+    attention = next(
+        op
+        for op in build_graph(one.model, one.training, 2).block.operators
+        if op.name == "attention"
+    )
 
-    assert [case.key for case in operator_cases(attention, Sharding(), one.model, one.training)] == [
-        "batched batch=8 m=64 n=64 k=16 fp32", "batched batch=8 m=64 n=16 k=64 fp32", "softmax batch=2 heads=4 seq=64 fp32",
-        "dropout elements=32768 fp32"]
+    assert [
+        case.key for case in operator_cases(attention, Sharding(), one.model, one.training)
+    ] == [
+        "batched batch=8 m=64 n=64 k=16 fp32",
+        "batched batch=8 m=64 n=16 k=64 fp32",
+        "softmax batch=2 heads=4 seq=64 fp32",
+        "dropout elements=32768 fp32",
+    ]
 
 
 def test_products_in_fp8_make_no_case():
@@ -151,23 +217,37 @@ def test_products_in_fp8_make_no_case():
     training = replace(one.training, fp8_matmuls=True)
     block = build_graph(one.model, training, 1).block
 
-    found = {case.work for op in block.operators for case in operator_cases(op, Sharding(), one.model, training)}
+    found = {
+        case.work
+        for op in block.operators
+        for case in operator_cases(op, Sharding(), one.model, training)
+    }
 
     assert "linear" not in found
     assert "rms_norm" in found
 
 
-@pytest.mark.parametrize(("names", "cluster", "precision", "least", "most"), [
-    pytest.param(("gpt-tiny",), CPU, "fp32", 60, 95, id="tiny"),
-    pytest.param(("gpt-2.5b",), GPU, "bf16", 100, 200, id="2.5B"),
-    pytest.param(("gpt-1.5b", "llama3-8b"), GPU, "bf16", 120, 200, id="two"),
-])
-def test_there_are_as_many_cases_as_ten_minutes_have_room_for_and_none_twice(names, cluster, precision, least, most):
+@pytest.mark.parametrize(
+    ("names", "cluster", "precision", "least", "most"),
+    [
+        pytest.param(("gpt-tiny",), CPU, "fp32", 60, 95, id="tiny"),
+        pytest.param(("gpt-2.5b",), GPU, "bf16", 100, 200, id="2.5B"),
+        pytest.param(("gpt-1.5b", "llama3-8b"), GPU, "bf16", 120, 200, id="two"),
+    ],
+)
+def test_there_are_as_many_cases_as_ten_minutes_have_room_for_and_none_twice(
+    names, cluster, precision, least, most
+):
     found = cases_of([workload(name, precision) for name in names], cluster)
 
     assert least <= len(found) <= most
     assert max(Counter(case.key for case in found).values()) == 1
-    assert max(Counter(case.passes for case in found if any(one.curve for one in case.passes)).values()) == 1
+    assert (
+        max(
+            Counter(case.passes for case in found if any(one.curve for one in case.passes)).values()
+        )
+        == 1
+    )
     assert found == cases_of([workload(name, precision) for name in names], cluster)
 
 
@@ -177,7 +257,9 @@ def test_the_figures_of_the_machine_come_first_and_then_the_ends_of_what_takes_m
     figures = machine_cases(CPU, "fp32")
     assert found[: len(figures)] == figures
     assert max(shares, key=lambda key: shares[key]) == ("attention", "attention")
-    ends = {case.size("batch") * case.size("heads") for case in found[len(figures) : len(figures) + 2]}
+    ends = {
+        case.size("batch") * case.size("heads") for case in found[len(figures) : len(figures) + 2]
+    }
     assert {case.work for case in found[len(figures) : len(figures) + 2]} == {"attention"}
     assert ends == {2, 64}  # micro-batch 1 on a rank of two, 16 on one rank
 
@@ -187,7 +269,9 @@ def test_two_thirds_of_the_list_have_the_ends_of_what_the_whole_has(work):
     found = cases_of([TINY], CPU)
 
     def ends(cases):
-        bytes_or_flops = [one.sizes for case in cases if case.work == work for one in case.passes[:1]]
+        bytes_or_flops = [
+            one.sizes for case in cases if case.work == work for one in case.passes[:1]
+        ]
         return [(min(sizes), max(sizes)) for sizes in zip(*bytes_or_flops, strict=True)]
 
     assert ends(found[: 2 * len(found) // 3]) == ends(found)
@@ -216,8 +300,18 @@ def test_tensor_parallel_degrees_are_the_legal_ones_of_a_node():
 
 
 def test_a_cpu_has_nothing_to_move_over_a_bus():
-    assert {case.work for case in machine_cases(CPU, "fp32")} == {"launch", "allocator", "device_copy"}
-    assert {case.work for case in machine_cases(GPU, "bf16")} == {"launch", "allocator", "device_copy", "transfer", "host_adam"}
+    assert {case.work for case in machine_cases(CPU, "fp32")} == {
+        "launch",
+        "allocator",
+        "device_copy",
+    }
+    assert {case.work for case in machine_cases(GPU, "bf16")} == {
+        "launch",
+        "allocator",
+        "device_copy",
+        "transfer",
+        "host_adam",
+    }
 
 
 def test_two_blocks_are_measured_a_tiny_one_and_the_models_own():
@@ -225,7 +319,8 @@ def test_two_blocks_are_measured_a_tiny_one_and_the_models_own():
 
     assert blocks == [
         "block hidden=256 heads=2 kv_heads=1 head_dim=128 ffn=896 gated=1 rms=1 rotary=1 dropout=0 batch=1 seq=128 bf16",
-        "block hidden=4096 heads=32 kv_heads=8 head_dim=128 ffn=14336 gated=1 rms=1 rotary=1 dropout=0 batch=2 seq=8192 bf16"]
+        "block hidden=4096 heads=32 kv_heads=8 head_dim=128 ffn=14336 gated=1 rms=1 rotary=1 dropout=0 batch=2 seq=8192 bf16",
+    ]
     assert not [case for case in cases_of([workload("mixtral-8x7b")], GPU) if case.work == "block"]
 
 
@@ -237,7 +332,11 @@ def test_the_operators_of_a_tiny_block_are_measured_beside_it():
 
     kernels = [operator_kernels(operator, Sharding(), training) for operator in layer.operators]
 
-    assert {(kernel.curve, kernel.sizes) for found in kernels for kernel in (*found.forward, *found.backward)} <= points
+    assert {
+        (kernel.curve, kernel.sizes)
+        for found in kernels
+        for kernel in (*found.forward, *found.backward)
+    } <= points
 
 
 @pytest.mark.parametrize("name", ["gpt-2.5b", "llama3-8b", "llama3-70b", "gpt-tiny"])
@@ -248,13 +347,20 @@ def test_a_tiny_model_is_legal_and_of_the_same_kind(name):
 
     assert tiny.hidden_size <= 256
     assert tiny.ffn_hidden_size > tiny.hidden_size
-    assert (tiny.norm, tiny.gated_ffn, tiny.head_dim) == (model.norm, model.gated_ffn, model.head_dim)
+    assert (tiny.norm, tiny.gated_ffn, tiny.head_dim) == (
+        model.norm,
+        model.gated_ffn,
+        model.head_dim,
+    )
 
 
 def test_without_a_model_a_few_are_measured():
     assert [one.model.name for one in default_workloads(CPU, TINY.training)] == ["gpt-tiny"]
     found = default_workloads(GPU, TINY.training)
-    assert [(one.model.name, one.training.seq_length) for one in found] == [("gpt-1.5b", 1024), ("llama3-8b", 8192)]
+    assert [(one.model.name, one.training.seq_length) for one in found] == [
+        ("gpt-1.5b", 1024),
+        ("llama3-8b", 8192),
+    ]
 
 
 def test_a_precision_that_the_device_lacks_is_refused():

@@ -1,4 +1,6 @@
-"""What a machine's own profile has of a plan: what was measured counts as such, what is missing is what measures the rest."""
+"""What a machine's own profile has of a plan: what was measured counts as such, what is missing is
+what measures the rest.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +32,58 @@ from parplan.report.plans.summary import SummaryContext, print_summary
 CPU = load_cluster("cpu")
 TINY = load_model("gpt-tiny")
 TRAINING = TrainingSpec(
-    global_batch_size=16, seq_length=64, precision=Precision.FP32, stack=replace(load_stack("parplan"), fused_accumulation=True))
+    global_batch_size=16,
+    seq_length=64,
+    precision=Precision.FP32,
+    stack=replace(load_stack("parplan"), fused_accumulation=True),
+)
 
 
 def profile_of(cases) -> Profile:
     """A profile that measured these cases, at made-up times."""
-    records = [Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={
-        one.name: Timing(median_us=5 + math.prod(one.sizes) / 1000, spread=0.0, repeats=5) for one in case.passes if one.curve}))
-        for case in cases if case.work not in TIMED]
+    records = [
+        Record(
+            case=case,
+            outcome=CaseOutcome.MEASURED,
+            measured=CaseFigures(
+                times={
+                    one.name: Timing(
+                        median_us=5 + math.prod(one.sizes) / 1000, spread=0.0, repeats=5
+                    )
+                    for one in case.passes
+                    if one.curve
+                }
+            ),
+        )
+        for case in cases
+        if case.work not in TIMED
+    ]
     return replace(analytic_profile("cpu"), compute=fit_compute(records, CPU, Precision.FP32))
 
 
 def plan_of(
-    profile: Profile | None, *, pp: int = 1, dp: int = 1, tp: int = 1, micro_batch_size: int = 16, training=TRAINING, model=TINY.spec,
+    profile: Profile | None,
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    micro_batch_size: int = 16,
+    training=TRAINING,
+    model=TINY.spec,
 ) -> Plan:
     mesh = Mesh(pp=pp, dp=dp, tp=tp)
     layout = ParallelLayout(
-        mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=micro_batch_size,
-        num_micro_batches=16 // (dp * micro_batch_size), sequence_parallel=False)
+        mesh=mesh,
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=16 // (dp * micro_batch_size),
+        sequence_parallel=False,
+    )
     cluster = replace(with_gpus(CPU, mesh.num_ranks), profile=profile)
-    return estimate_plan(model, cluster, training, layout, zero=1 if dp > 1 else 0, recompute=Recompute.NONE)
+    return estimate_plan(
+        model, cluster, training, layout, zero=1 if dp > 1 else 0, recompute=Recompute.NONE
+    )
 
 
 def works(cases) -> set[str]:
@@ -63,10 +97,18 @@ ALL = cases_of([ProfiledWorkload(model=TINY.spec, training=TRAINING)], CPU)
 def test_every_operator_of_a_plan_at_measured_sizes_is_measured(mesh):
     found = coverage(plan_of(profile_of(ALL), **mesh))
 
-    kinds = {case: kind for case, kind in found.cases if case.work not in (*TIMED, "adamw", "gradient_norm")}
+    kinds = {
+        case: kind
+        for case, kind in found.cases
+        if case.work not in (*TIMED, "adamw", "gradient_norm")
+    }
     assert set(kinds.values()) == {Kind.MEASURED}
-    assert set(kinds) <= set(ALL) | {case for case in kinds if {one.sizes for one in case.passes} <= {
-        one.sizes for other in ALL for one in other.passes}}
+    assert set(kinds) <= set(ALL) | {
+        case
+        for case in kinds
+        if {one.sizes for one in case.passes}
+        <= {one.sizes for other in ALL for one in other.passes}
+    }
     assert found.beyond == ()
 
 
@@ -86,8 +128,12 @@ def test_what_is_missing_is_what_was_left_out_and_measuring_it_leaves_nothing():
 
     assert works(missing) == {"linear", "adamw", "gelu"}
     assert {case.key for case in missing if case.work == "linear"} == {
-        "linear m=1024 n=192 k=64 bias=1 fp32", "linear m=1024 n=64 k=64 bias=1 fp32", "linear m=1024 n=256 k=64 bias=1 fp32",
-        "linear m=1024 n=64 k=256 bias=1 fp32", "linear m=1024 n=512 k=64 bias=0 fp32"}
+        "linear m=1024 n=192 k=64 bias=1 fp32",
+        "linear m=1024 n=64 k=64 bias=1 fp32",
+        "linear m=1024 n=256 k=64 bias=1 fp32",
+        "linear m=1024 n=64 k=256 bias=1 fp32",
+        "linear m=1024 n=512 k=64 bias=0 fp32",
+    }
     assert missing_cases(plan, profile_of([*left_out, *missing])) == ()
 
 
@@ -97,18 +143,37 @@ def test_without_a_measured_norm_of_the_gradients_nothing_is_missed_for_it_costs
     assert "gradient_norm" not in {case.work for case, _ in coverage(plan).cases}
 
 
-@pytest.mark.parametrize(("mesh", "expected"), [
-    # gradients in fp32 of a block (49,984 parameters) and of the embedding (512 + 128 rows of 64), and the same gathered; too little to
-    # matter: those of the head's norm (128)
-    pytest.param({"dp": 2, "micro_batch_size": 8}, {
-        f"{work} bytes={4 * count} nodes=1 ranks_per_node=2 groups=1 fp32"
-        for work in ("all_gather", "reduce_scatter") for count in (49984, 40960)}, id="dp2"),
-    # what ends the products of 16 sequences of 64 tokens, 64 wide, and per token the loss's sums
-    pytest.param({"tp": 2}, {
-        f"all_reduce bytes={4 * count} nodes=1 ranks_per_node=2 groups=1 fp32" for count in (16 * 64 * 64, 16 * 64)}, id="tp2"),
-    pytest.param({"pp": 2, "micro_batch_size": 1}, {
-        f"point_to_point bytes={4 * 64 * 64} nodes=1 ranks_per_node=2 groups=1 fp32"}, id="pp2"),
-])
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        # gradients in fp32 of a block (49,984 parameters) and of the embedding (512 + 128 rows of
+        # 64), and the same gathered; too little to matter: those of the head's norm (128)
+        pytest.param(
+            {"dp": 2, "micro_batch_size": 8},
+            {
+                f"{work} bytes={4 * count} nodes=1 ranks_per_node=2 groups=1 fp32"
+                for work in ("all_gather", "reduce_scatter")
+                for count in (49984, 40960)
+            },
+            id="dp2",
+        ),
+        # what ends the products of 16 sequences of 64 tokens, 64 wide, and per token the loss's
+        # sums
+        pytest.param(
+            {"tp": 2},
+            {
+                f"all_reduce bytes={4 * count} nodes=1 ranks_per_node=2 groups=1 fp32"
+                for count in (16 * 64 * 64, 16 * 64)
+            },
+            id="tp2",
+        ),
+        pytest.param(
+            {"pp": 2, "micro_batch_size": 1},
+            {f"point_to_point bytes={4 * 64 * 64} nodes=1 ranks_per_node=2 groups=1 fp32"},
+            id="pp2",
+        ),
+    ],
+)
 def test_messages_are_missing_by_the_shape_of_their_group(mesh, expected):
     missing = missing_cases(plan_of(profile_of(ALL), **mesh))
 
@@ -119,12 +184,21 @@ def test_messages_are_missing_by_the_shape_of_their_group(mesh, expected):
 def test_a_group_across_nodes_is_missing_as_it_shares_the_nics():
     whole = replace(CPU, gpus_per_node=2, nodes=2, profile=profile_of(ALL))
     layout = ParallelLayout(
-        mesh=Mesh(pp=1, dp=2, tp=2), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=8, num_micro_batches=1,
-        sequence_parallel=False)
+        mesh=Mesh(pp=1, dp=2, tp=2),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=8,
+        num_micro_batches=1,
+        sequence_parallel=False,
+    )
 
     missing = missing_cases(estimate_plan(TINY.spec, whole, TRAINING, layout, zero=0))
 
-    shapes = {(case.work, *(case.size(name) for name in ("nodes", "ranks_per_node", "groups"))) for case in missing if case.work in TIMED}
+    shapes = {
+        (case.work, *(case.size(name) for name in ("nodes", "ranks_per_node", "groups")))
+        for case in missing
+        if case.work in TIMED
+    }
     assert shapes == {("all_reduce", 1, 2, 1), ("all_reduce", 2, 1, 2)}
 
 
@@ -159,34 +233,59 @@ def test_the_summary_says_how_much_was_measured_and_how_to_measure_the_rest(tmp_
 
 
 def test_messages_that_were_not_measured_have_a_command_of_their_own():
-    inside = printed(plan_of(profile_of(ALL), dp=2, micro_batch_size=8), profile="mine.yaml", plan_file="plan.yaml")
+    inside = printed(
+        plan_of(profile_of(ALL), dp=2, micro_batch_size=8),
+        profile="mine.yaml",
+        plan_file="plan.yaml",
+    )
     across = plan_of(profile_of(ALL), dp=2, micro_batch_size=8)
     across = replace(across, cluster=replace(across.cluster, nodes=2, gpus_per_node=1))
 
     assert "; 4 sizes of messages analytic" in inside
     assert "measure what is analytic: plan profile -o mine.yaml --comm" in inside
     assert "--missing" not in inside
-    assert "-o mine.yaml --add COMM, of torchrun --nnodes 2 ... -m parplan.profiles.profile_comm -o COMM" in printed(across, profile="mine.yaml")
+    assert (
+        "-o mine.yaml --add COMM, of torchrun --nnodes 2 ... -m parplan.profiles.profile_comm -o COMM"
+        in printed(across, profile="mine.yaml")
+    )
 
 
 def test_the_summary_says_nothing_of_it_without_a_profile():
     plan = plan_of(None)
 
     assert coverage(plan) is None
-    assert works(missing_cases(plan)) == works(ALL) - {"launch", "allocator", "device_copy", "block", "layouts", "gradient_norm"}
+    assert works(missing_cases(plan)) == works(ALL) - {
+        "launch",
+        "allocator",
+        "device_copy",
+        "block",
+        "layouts",
+        "gradient_norm",
+    }
     assert missing_cases(plan, profile_of(ALL)) == ()
     assert "profile" not in printed(plan, profile="", plan_file="plan.yaml")
 
 
 def test_a_step_of_measured_kernels_is_no_measured_step():
-    profile = replace(profile_of(ALL), in_step=InStep(
-        stack="nemo", kernel_slowdown=1.1, forward_s=0.0, backward_s=0.0, host_adds=False, source="made up"))
+    profile = replace(
+        profile_of(ALL),
+        in_step=InStep(
+            stack="nemo",
+            kernel_slowdown=1.1,
+            forward_s=0.0,
+            backward_s=0.0,
+            host_adds=False,
+            source="made up",
+        ),
+    )
     training = replace(TRAINING, stack=replace(TRAINING.stack, host_operator_s=0.0))
     plan = plan_of(profile, training=training)
 
     assert plan.predicted.breakdown.compute_s.kind is Kind.MEASURED
     assert plan.predicted.step_time_s.kind is Kind.INTERPOLATED
-    assert "whole blocks were measured as nemo runs them, what a step adds is parplan's" in printed(plan)
+    assert "whole blocks were measured as nemo runs them, what a step adds is parplan's" in printed(
+        plan
+    )
 
 
 def test_cases_that_are_missing_are_cases_that_a_profiler_takes():

@@ -19,7 +19,14 @@ from parplan.profiles.catalog import load_model, load_stack
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
-from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, CasePass, Record, Timing
+from parplan.profiles.machines.measurements import (
+    Case,
+    CaseFigures,
+    CaseOutcome,
+    CasePass,
+    Record,
+    Timing,
+)
 from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.profiler.environment import environment
@@ -34,7 +41,14 @@ MODEL = load_model("gpt-tiny")
 def measured(tmp_path_factory):
     """What a session leaves on a machine on which one operator does not fit and another hangs."""
     output = tmp_path_factory.mktemp("profile") / "mine.yaml"
-    wanted = ProfileRequest(output=output, device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,), hang_limit_s=2.0)
+    wanted = ProfileRequest(
+        output=output,
+        device="cpu",
+        precision=Precision.FP32,
+        program=PROGRAM,
+        models=(MODEL,),
+        hang_limit_s=2.0,
+    )
     cases = cases_wanted(wanted, environment("cpu"))
     hanging = [case for case in cases if case.work == "attention"]
     wanted = replace(wanted, cases=tuple(case for case in cases if case not in hanging[1:]))
@@ -51,9 +65,13 @@ def test_what_fails_is_recorded_and_all_else_measured(measured):
 
     assert {record.outcome for record in records(found, "gelu")} == {CaseOutcome.OUT_OF_MEMORY}
     assert {record.outcome for record in records(found, "attention")} == {CaseOutcome.HUNG}
-    others = [record for record in found.profile.records if record.case.work not in ("gelu", "attention")]
+    others = [
+        record for record in found.profile.records if record.case.work not in ("gelu", "attention")
+    ]
     assert {record.outcome for record in others} == {CaseOutcome.MEASURED}
-    assert {"linear", "layer_norm", "block", "adamw", "device_copy"} <= {record.case.work for record in others}
+    assert {"linear", "layer_norm", "block", "adamw", "device_copy"} <= {
+        record.case.work for record in others
+    }
     assert not found.missed
 
 
@@ -66,7 +84,9 @@ def test_the_file_has_it_all_and_the_journal_is_gone(measured):
 
 def test_the_same_command_measures_nothing_again(measured):
     wanted, found = measured
-    again = measure_operators(replace(wanted, program="tests.helpers.programs:no_such_function", minutes=0.01), None)
+    again = measure_operators(
+        replace(wanted, program="tests.helpers.programs:no_such_function", minutes=0.01), None
+    )
 
     assert again.profile.records == found.profile.records
 
@@ -84,7 +104,9 @@ def test_curves_are_those_of_the_machine(measured):
 
 def test_a_plan_with_it_takes_the_times_that_were_measured(measured):
     _, found = measured
-    training = TrainingSpec(global_batch_size=16, seq_length=64, precision="fp32", stack=load_stack("parplan"))
+    training = TrainingSpec(
+        global_batch_size=16, seq_length=64, precision="fp32", stack=load_stack("parplan")
+    )
     cluster, training = applied(found.profile, None, training, "mine.yaml", force=False)
     assert cluster.device.peak("fp32") == pytest.approx(0.1e12, rel=0.5)
     assert cluster.profile is not None
@@ -92,7 +114,13 @@ def test_a_plan_with_it_takes_the_times_that_were_measured(measured):
 
 def test_a_budget_that_is_over_leaves_what_was_not_reached(tmp_path):
     wanted = ProfileRequest(
-        output=tmp_path / "mine.yaml", device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,), minutes=1e-6)
+        output=tmp_path / "mine.yaml",
+        device="cpu",
+        precision=Precision.FP32,
+        program=PROGRAM,
+        models=(MODEL,),
+        minutes=1e-6,
+    )
 
     with pytest.raises(ConfigError, match="nothing was measured"):
         measure_operators(wanted, None)
@@ -108,8 +136,11 @@ def test_a_profile_at_another_precision_is_not_added_to(measured):
 def collective(n_bytes: int, ranks: int) -> Record:
     sizes = (("bytes", n_bytes), ("nodes", 1), ("ranks_per_node", ranks), ("groups", 1))
     case = Case(
-        work="all_reduce", sizes=sizes, precision="fp32",
-        passes=(CasePass(name="time", curve="all_reduce", sizes=tuple(size for _, size in sizes)),))
+        work="all_reduce",
+        sizes=sizes,
+        precision="fp32",
+        passes=(CasePass(name="time", curve="all_reduce", sizes=tuple(size for _, size in sizes)),),
+    )
     times = {"time": Timing(median_us=50 + n_bytes / 1e3, spread=0.0, repeats=5)}
     return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
@@ -120,7 +151,9 @@ def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
     output.write_text(wanted.output.read_text())
     assert not has_links(output, 2)
 
-    joined = add_records(output, [collective(2**i, 2) for i in range(10, 27, 2)], "cpu", "comm.yaml").profile
+    joined = add_records(
+        output, [collective(2**i, 2) for i in range(10, 27, 2)], "cpu", "comm.yaml"
+    ).profile
 
     assert has_links(output, 2)
     assert not has_links(output, 4)
@@ -129,8 +162,13 @@ def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
     assert document(read_profile(output)) == document(joined)
 
 
-@pytest.mark.parametrize(("device", "message"), [("NVIDIA H200", "measured on NVIDIA H200, .* on cpu"), (None, "no such profile")])
-def test_collectives_of_another_device_or_for_no_profile_are_refused(measured, tmp_path, device, message):
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("NVIDIA H200", "measured on NVIDIA H200, .* on cpu"), (None, "no such profile")],
+)
+def test_collectives_of_another_device_or_for_no_profile_are_refused(
+    measured, tmp_path, device, message
+):
     wanted, _ = measured
     output = wanted.output if device else tmp_path / "none.yaml"
 
@@ -141,21 +179,40 @@ def test_collectives_of_another_device_or_for_no_profile_are_refused(measured, t
 def test_of_two_looks_the_faster_timing_of_every_pass_counts():
     def linear(forward_us: float, backward_us: float) -> Record:
         taken = {"forward": forward_us, "backward": backward_us}
-        case = Case(work="gelu", sizes=(("tokens", 8), ("width", 8)), precision="fp32", passes=tuple(CasePass(name=name) for name in taken))
-        times = {name: Timing(median_us=taken_us, spread=0.0, repeats=5) for name, taken_us in taken.items()}
+        case = Case(
+            work="gelu",
+            sizes=(("tokens", 8), ("width", 8)),
+            precision="fp32",
+            passes=tuple(CasePass(name=name) for name in taken),
+        )
+        times = {
+            name: Timing(median_us=taken_us, spread=0.0, repeats=5)
+            for name, taken_us in taken.items()
+        }
         return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
     (found,) = faster([linear(10, 30)], [linear(20, 25)])
 
-    assert {name: timing.median_us for name, timing in found.measured.times.items()} == {"forward": 10, "backward": 25}
+    assert {name: timing.median_us for name, timing in found.measured.times.items()} == {
+        "forward": 10,
+        "backward": 25,
+    }
     assert faster([linear(10, 30)], []) == (linear(10, 30),)
 
 
 def test_ctrl_c_before_anything_says_how_fast_the_machine_is_is_one_and_keeps_the_journal(tmp_path):
-    wanted = ProfileRequest(output=tmp_path / "mine.yaml", device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,))
+    wanted = ProfileRequest(
+        output=tmp_path / "mine.yaml",
+        device="cpu",
+        precision=Precision.FP32,
+        program=PROGRAM,
+        models=(MODEL,),
+    )
     cases = cases_wanted(wanted, environment("cpu"))
     norms = [case for case in cases if case.work == "layer_norm"]
-    wanted = replace(wanted, cases=(norms[0], *[case for case in cases if case.work == "linear"][:1]))
+    wanted = replace(
+        wanted, cases=(norms[0], *[case for case in cases if case.work == "linear"][:1])
+    )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(progress: object) -> None:

@@ -1,4 +1,6 @@
-"""Calibration: known factors come back from runs that were made with them, and what a run cannot say is not said."""
+"""Calibration: known factors come back from runs that were made with them, and what a run cannot
+say is not said.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,38 @@ def profile_of(*pairs):
     return calibrate(runs, [f"run{i}.json" for i in range(len(runs))])
 
 
-@pytest.mark.parametrize(("mesh", "truth"), [
-    pytest.param({}, {"forward": 1.3, "backward": 0.8, "optimizer": 2.5}, id="one-rank"),
-    pytest.param({"pp": 2}, {"forward": 0.7, "backward": 1.4, "pipeline": 6.0, "optimizer": 3.0, "data": 2.0}, id="pipeline"),
-    pytest.param({"dp": 4}, {"forward": 1.2, "backward": 1.1, "data": 3.0, "optimizer": 1.5}, id="data-parallel"),
-    pytest.param({"dp": 2, "zero": 1}, {"forward": 1.2, "backward": 0.9, "data": 30.0, "optimizer": 0.5}, id="reduction-half-hidden"),
-    pytest.param(
-        {"pp": 2, "virtual_stages": 3, "dp": 2}, {"forward": 1.5, "backward": 1.6, "data": 0.5, "pipeline": 9.0, "optimizer": 1.2},
-        id="interleaved"),
-])
+@pytest.mark.parametrize(
+    ("mesh", "truth"),
+    [
+        pytest.param({}, {"forward": 1.3, "backward": 0.8, "optimizer": 2.5}, id="one-rank"),
+        pytest.param(
+            {"pp": 2},
+            {"forward": 0.7, "backward": 1.4, "pipeline": 6.0, "optimizer": 3.0, "data": 2.0},
+            id="pipeline",
+        ),
+        pytest.param(
+            {"dp": 4},
+            {"forward": 1.2, "backward": 1.1, "data": 3.0, "optimizer": 1.5},
+            id="data-parallel",
+        ),
+        pytest.param(
+            {"dp": 2, "zero": 1},
+            {"forward": 1.2, "backward": 0.9, "data": 30.0, "optimizer": 0.5},
+            id="reduction-half-hidden",
+        ),
+        pytest.param(
+            {"pp": 2, "virtual_stages": 3, "dp": 2},
+            {"forward": 1.5, "backward": 1.6, "data": 0.5, "pipeline": 9.0, "optimizer": 1.2},
+            id="interleaved",
+        ),
+    ],
+)
 def test_known_factors_come_back(mesh, truth):
     found = calibrated((estimated(**mesh), truth))
 
-    assert {cause: found.factor(cause).value for cause in truth} == {cause: pytest.approx(x, rel=1e-4) for cause, x in truth.items()}
+    assert {cause: found.factor(cause).value for cause in truth} == {
+        cause: pytest.approx(x, rel=1e-4) for cause, x in truth.items()
+    }
     assert all(found.factor(cause).measured for cause in truth)
     assert set(unexercised(found)) == set(CAUSES) - set(truth)
 
@@ -61,7 +82,9 @@ def test_one_run_does_not_and_says_so_yet_its_own_step_is_met():
 
     found = profile.calibration
     assert found.tensor.source.endswith("together with compute, not told apart")
-    assert found.tensor.value == pytest.approx((found.forward.value * found.backward.value) ** 0.5, rel=1e-4)
+    assert found.tensor.value == pytest.approx(
+        (found.forward.value * found.backward.value) ** 0.5, rel=1e-4
+    )
     assert profile.runs[0].calibrated_s == pytest.approx(profile.runs[0].measured_s, rel=1e-4)
 
 
@@ -71,18 +94,29 @@ def test_the_profile_predicts_the_step_of_its_run(mesh):
     profile = profile_of((plan, {"forward": 1.7, "backward": 1.2, "data": 2.0, "optimizer": 4.0}))
     there = replace(plan.cluster, calibration=profile.calibration)
 
-    again = estimate_plan(plan.model, there, plan.training, layout_of(plan), zero=mesh.get("zero", 0))
+    again = estimate_plan(
+        plan.model, there, plan.training, layout_of(plan), zero=mesh.get("zero", 0)
+    )
 
     measured_s = profile.runs[0].measured_s
     assert again.predicted.step_time_s.value == pytest.approx(measured_s, rel=1e-3)
-    assert abs(plan.predicted.step_time_s.value / measured_s - 1) > 0.1  # without the profile it was off
+    assert (
+        abs(plan.predicted.step_time_s.value / measured_s - 1) > 0.1
+    )  # without the profile it was off
     assert again.predicted.step_time_s.kind is Kind.INTERPOLATED
 
 
 def test_noise_of_a_few_percent_stays_a_few_percent():
-    plan, truth = estimated(pp=2, dp=2), {"forward": 1.3, "backward": 1.2, "data": 2.0, "pipeline": 4.0, "optimizer": 1.5}
+    plan, truth = (
+        estimated(pp=2, dp=2),
+        {"forward": 1.3, "backward": 1.2, "data": 2.0, "pipeline": 4.0, "optimizer": 1.5},
+    )
     run = run_of(plan, factors(plan, **truth))
-    off = [replace(part, measured_s=part.measured_s * (1.03 if i % 2 else 0.97)) for i, part in enumerate(run.parts) if part.measured_s]
+    off = [
+        replace(part, measured_s=part.measured_s * (1.03 if i % 2 else 0.97))
+        for i, part in enumerate(run.parts)
+        if part.measured_s
+    ]
 
     found = calibrate([replace(run, parts=tuple(off))], ["run.json"]).calibration
 
@@ -97,22 +131,34 @@ def test_a_run_of_a_calibrated_plan_gives_the_same_profile():
 
     again = calibrate([run_of(with_it, factors(plan, **truth))], ["run.json"]).calibration
 
-    assert {c: again.factor(c).value for c in CAUSES} == {c: pytest.approx(first.factor(c).value, rel=1e-4) for c in CAUSES}
+    assert {c: again.factor(c).value for c in CAUSES} == {
+        c: pytest.approx(first.factor(c).value, rel=1e-4) for c in CAUSES
+    }
 
 
 def test_runs_of_plans_with_measured_curves_keep_these_beside_the_factors():
     base, truth = estimated(), {"forward": 1.3, "backward": 0.8, "optimizer": 2.0}
     shipped = shipped_profile("a100-80gb")
-    own = replace(shipped, compute=replace(shipped.compute, optimizer=replace(shipped.compute.optimizer, bandwidth_share=0.1)))
+    own = replace(
+        shipped,
+        compute=replace(
+            shipped.compute, optimizer=replace(shipped.compute.optimizer, bandwidth_share=0.1)
+        ),
+    )
     plan = replace(base, cluster=replace(base.cluster, profile=own))
 
     found = profile_of((plan, truth))
 
     assert document(found.profile) == document(own)
-    assert (found.precision, found.device, found.cluster["device"]["name"]) == ("bf16", "a100-80gb", "a100-80gb")
+    assert (found.precision, found.device, found.cluster["device"]["name"]) == (
+        "bf16",
+        "a100-80gb",
+        "a100-80gb",
+    )
     assert not {"calibration", "profile"} & set(found.cluster)
     assert {cause: found.calibration.factor(cause).value for cause in truth} == {
-        cause: pytest.approx(x, rel=1e-4) for cause, x in truth.items()}
+        cause: pytest.approx(x, rel=1e-4) for cause, x in truth.items()
+    }
     cluster, _ = applied(found, None, plan.training, "mine.yaml", force=False)
     assert cluster == replace(plan.cluster, profile=found.profile, calibration=found.calibration)
 
@@ -121,7 +167,10 @@ def test_runs_with_unlike_curves_make_no_profile():
     base, shipped = estimated(), shipped_profile("a100-80gb")
     plans = (base, replace(base, cluster=replace(base.cluster, profile=shipped)))
 
-    with pytest.raises(ConfigError, match=r"run1\.json: its plan was made with other measured curves than that of run0\.json"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run1\.json: its plan was made with other measured curves than that of run0\.json",
+    ):
         profile_of(*((plan, {"forward": 1.3}) for plan in plans))
     assert document(profile_of(*[(plans[1], {"forward": 1.3})] * 2).profile) == document(shipped)
 
@@ -129,7 +178,9 @@ def test_runs_with_unlike_curves_make_no_profile():
 def test_the_allocator_share_is_the_largest_that_a_rank_had():
     plan = estimated()
 
-    assert calibrate([run_of(plan, allocated=100, reserved=107)], ["run.json"]).allocator_share == pytest.approx(0.07)
+    assert calibrate(
+        [run_of(plan, allocated=100, reserved=107)], ["run.json"]
+    ).allocator_share == pytest.approx(0.07)
     assert calibrate([run_of(plan)], ["run.json"]).allocator_share is None
 
 
@@ -140,19 +191,35 @@ def test_a_factor_prices_only_its_own_cause():
     def ratios(**truth: float) -> dict[str, float]:
         there = replace(plan, cluster=replace(plan.cluster, calibration=factors(plan, **truth)))
         found = predict(there).timeline.parts_s
-        return {work: found[work, stage] / seconds for (work, stage), seconds in base.items() if seconds}
+        return {
+            work: found[work, stage] / seconds for (work, stage), seconds in base.items() if seconds
+        }
 
-    assert ratios(optimizer=2.0) == {**dict.fromkeys(ratios(), pytest.approx(1.0)), "optimizer": pytest.approx(2.0)}
+    assert ratios(optimizer=2.0) == {
+        **dict.fromkeys(ratios(), pytest.approx(1.0)),
+        "optimizer": pytest.approx(2.0),
+    }
     assert ratios(pipeline=2.0)["receive_F"] == pytest.approx(2.0)
     assert ratios(forward=2.0)["F"] > 1.5
     assert ratios(forward=2.0)["receive_B"] == pytest.approx(1.0)
     assert 1.0 < ratios(tensor=2.0)["F"] < 2.0
 
 
-@pytest.mark.parametrize(("other", "message"), [
-    pytest.param({"gpu": "h100-80gb"}, r"b\.json: its device is h100-80gb, that of a\.json is a100-80gb", id="device"),
-    pytest.param({"stack": "nemo"}, r"b\.json: its software stack is nemo, that of a\.json is torchtitan", id="stack"),
-])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        pytest.param(
+            {"gpu": "h100-80gb"},
+            r"b\.json: its device is h100-80gb, that of a\.json is a100-80gb",
+            id="device",
+        ),
+        pytest.param(
+            {"stack": "nemo"},
+            r"b\.json: its software stack is nemo, that of a\.json is torchtitan",
+            id="stack",
+        ),
+    ],
+)
 def test_runs_of_unlike_machines_make_no_profile(other, message):
     with pytest.raises(ConfigError, match=message):
         calibrate([run_of(estimated()), run_of(estimated(**other))], ["a.json", "b.json"])
@@ -163,7 +230,9 @@ def test_a_run_on_another_device_than_the_plans_is_refused(device):
     run = run_of(estimated())
     elsewhere = replace(run, environment=replace(run.environment, device=device))
 
-    with pytest.raises(ConfigError, match=rf"run\.json: the plan is for a100-80gb, the run was on {device}"):
+    with pytest.raises(
+        ConfigError, match=rf"run\.json: the plan is for a100-80gb, the run was on {device}"
+    ):
         calibrate([elsewhere], ["run.json"])
 
 

@@ -1,4 +1,6 @@
-"""Lower bounds of a layout before it is solved: never above what any strategy costs, pinned or not, and tight where they can be."""
+"""Lower bounds of a layout before it is solved: never above what any strategy costs, pinned or not,
+and tight where they can be.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import in_reach, redundancy_bound_bytes, time_bound
 from parplan.planner.request import Constraints
@@ -28,7 +30,9 @@ SEEDS = mostly_slow(range(10), {5, 9})
 PINNED = [
     pytest.param(Constraints(), id="free"),
     pytest.param(Constraints(recompute=(Recompute.FULL,)), id="full-recompute"),
-    pytest.param(Constraints(recompute=(Recompute.SELECTIVE, Recompute.NONE), zero=(2, 3)), id="zero-2-or-3"),
+    pytest.param(
+        Constraints(recompute=(Recompute.SELECTIVE, Recompute.NONE), zero=(2, 3)), id="zero-2-or-3"
+    ),
 ]
 
 
@@ -41,7 +45,9 @@ def allowed(strategy, pins):
     choices = [choice for stage in strategy.stages for choice in stage]
     levels = {choice.recompute for choice in choices if choice.kind is LayerKind.BLOCK}
     zeros = {choice.zero for choice in choices}
-    return levels <= set(pins.recompute or Recompute) and (strategy.layout.mesh.dp == 1 or zeros <= set(pins.zero or range(4)))
+    return levels <= set(pins.recompute or Recompute) and (
+        strategy.layout.mesh.dp == 1 or zeros <= set(pins.zero or range(4))
+    )
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(4), {1}))
@@ -50,8 +56,12 @@ def test_no_strategy_with_virtual_stages_is_below_the_bounds_of_its_frame(seed):
     instance = replace(instance, model=replace(instance.model, num_layers=4))
     price_cache, table = instance.price_cache(), MixTable(instance.price_cache(), Constraints())
     layouts = [
-        layout for layout in enumerate_candidates(instance.model, instance.cluster, instance.training, Constraints()).layouts
-        if layout.virtual_stages > 1]
+        layout
+        for layout in enumerate_candidates(
+            instance.model, instance.cluster, instance.training, Constraints()
+        ).layouts
+        if layout.virtual_stages > 1
+    ]
     assert layouts
     for layout in layouts[:3]:
         step_s, redundant = time_bound(layout, table).step_s, redundancy_bound_bytes(layout, table)
@@ -62,20 +72,36 @@ def test_no_strategy_with_virtual_stages_is_below_the_bounds_of_its_frame(seed):
 
 
 def test_the_tail_of_the_bound_is_that_of_one_rank():
-    """One micro-batch and a network so slow that the step is little but the reductions of the fuller rank."""
+    """One micro-batch and a network so slow that the step is little but the reductions of the
+    fuller rank.
+    """
     instance = random_instance(1)
     cluster = with_gpus(load_cluster("a100-80gb"), 4, 2)
     instance = replace(
-        instance, model=replace(instance.model, num_layers=4, vocab_size=128, tied_embeddings=False),
-        cluster=replace(cluster, intra_node=replace(cluster.intra_node, bytes_per_s=1e6), nic=replace(cluster.nic, bytes_per_s=1e6)))
+        instance,
+        model=replace(instance.model, num_layers=4, vocab_size=128, tied_embeddings=False),
+        cluster=replace(
+            cluster,
+            intra_node=replace(cluster.intra_node, bytes_per_s=1e6),
+            nic=replace(cluster.nic, bytes_per_s=1e6),
+        ),
+    )
     layout = ParallelLayout(
-        mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.GPIPE, virtual_stages=1, micro_batch_size=2, num_micro_batches=1,
-        sequence_parallel=False)
+        mesh=Mesh(pp=2, dp=2, tp=1),
+        schedule=Schedule.GPIPE,
+        virtual_stages=1,
+        micro_batch_size=2,
+        num_micro_batches=1,
+        sequence_parallel=False,
+    )
     price_cache = instance.price_cache()
 
     bound_s = time_bound(layout, MixTable(price_cache, Constraints(zero=(0,)))).step_s
-    best_s = min(price_step(strategy, price_cache).closed_form_s for strategy in itertools.islice(every_strategy(layout, 4), 3000)
-                 if {choice.zero for stage in strategy.stages for choice in stage} == {0})
+    best_s = min(
+        price_step(strategy, price_cache).closed_form_s
+        for strategy in itertools.islice(every_strategy(layout, 4), 3000)
+        if {choice.zero for stage in strategy.stages for choice in stage} == {0}
+    )
 
     assert 0.8 * best_s < bound_s <= best_s
 
@@ -89,7 +115,10 @@ def test_no_strategy_is_below_the_bounds_of_its_frame(seed, pins):
         if allowed(strategy, pins):
             seen += 1
             assert time_bound(strategy.layout, table).step_s <= price.closed_form_s * (1 + 1e-12)
-            assert redundancy_bound_bytes(strategy.layout, table) <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
+            assert (
+                redundancy_bound_bytes(strategy.layout, table)
+                <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
+            )
     assert seen > 3
 
 
@@ -97,7 +126,9 @@ def test_no_strategy_is_below_the_bounds_of_its_frame(seed, pins):
 def test_what_some_strategy_fits_in_is_in_reach(seed):
     table = MixTable(random_instance(seed).price_cache(), Constraints())
     least = min(max(memory.total for memory in price.memory) for _, price in prices(seed))
-    states = sum(ideal_states(table.price_cache.graph(1).num_parameters, 1, table.price_cache.training))
+    states = sum(
+        ideal_states(table.price_cache.graph(1).num_parameters, 1, table.price_cache.training)
+    )
 
     assert in_reach(table, least)
     assert not in_reach(table, 0.5 * states / table.price_cache.machine.cluster.num_gpus)
@@ -105,26 +136,40 @@ def test_what_some_strategy_fits_in_is_in_reach(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_longest_rank_leaves_no_faster_strategy_out(seed):
-    """For a cut at each strategy's own time, no strategy below the cut has a rank with more blocks."""
+    """For a cut at each strategy's own time, no strategy below the cut has a rank with more
+    blocks.
+    """
     table = MixTable(random_instance(seed).price_cache(), Constraints())
     by_frame = {}
     for strategy, price in prices(seed):
         fullest = max(
-            sum(choice.kind is LayerKind.BLOCK for chunk in strategy.chunks(rank) for choice in chunk)
-            for rank in range(strategy.layout.mesh.pp))
+            sum(
+                choice.kind is LayerKind.BLOCK
+                for chunk in strategy.chunks(rank)
+                for choice in chunk
+            )
+            for rank in range(strategy.layout.mesh.pp)
+        )
         by_frame.setdefault(strategy.layout, []).append((price.closed_form_s, fullest))
     for layout, found in by_frame.items():
         if layout.virtual_stages == 1 and layout.mesh.pp > 1:
             bound = time_bound(layout, table)
             for cut_s in {step_s for step_s, _ in found}:
                 longest = bound.longest_rank(layout, cut_s * (1 + 1e-9))
-                assert longest is None or all(fullest <= longest for step_s, fullest in found if step_s <= cut_s)
+                assert longest is None or all(
+                    fullest <= longest for step_s, fullest in found if step_s <= cut_s
+                )
 
 
 def one_device(m):
     return ParallelLayout(
-        mesh=Mesh(pp=1, dp=1, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=m,
-        sequence_parallel=False)
+        mesh=Mesh(pp=1, dp=1, tp=1),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=m,
+        sequence_parallel=False,
+    )
 
 
 def test_on_one_device_only_the_optimizer_of_the_ends_is_missing_from_the_bound():
@@ -135,8 +180,13 @@ def test_on_one_device_only_the_optimizer_of_the_ends_is_missing_from_the_bound(
     blocks = [LayerChoice(LayerKind.BLOCK, Recompute.FULL, 0)] * instance.model.num_layers
     price = price_step(Strategy(layout=layout, stages=((ends[0], *blocks, ends[1]),)), price_cache)
 
-    missing_s = sum(price_cache.data_parallel(end.kind, 1, layout.mesh, layout.sharding, 0).optimizer.value_s for end in ends)
-    assert time_bound(layout, table).step_s == pytest.approx(price.closed_form_s - missing_s, rel=1e-12)
+    missing_s = sum(
+        price_cache.data_parallel(end.kind, 1, layout.mesh, layout.sharding, 0).optimizer.value_s
+        for end in ends
+    )
+    assert time_bound(layout, table).step_s == pytest.approx(
+        price.closed_form_s - missing_s, rel=1e-12
+    )
     assert missing_s > 0
 
 
@@ -150,7 +200,9 @@ def test_no_cut_or_one_micro_batch_leaves_the_longest_rank_open():
 
 def test_more_freedom_never_raises_a_bound():
     instance = random_instance(3)
-    layout = next(strategy.layout for strategy, _ in every_price(instance) if strategy.layout.mesh.dp > 1)
+    layout = next(
+        strategy.layout for strategy, _ in every_price(instance) if strategy.layout.mesh.dp > 1
+    )
     pinned = MixTable(instance.price_cache(), Constraints(recompute=(Recompute.FULL,), zero=(3,)))
     free = MixTable(instance.price_cache(), Constraints())
 

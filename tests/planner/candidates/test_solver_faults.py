@@ -1,4 +1,6 @@
-"""A CBC that crashes, hangs, lies or is missing: the best plan so far with its gap, or an error with its last words."""
+"""A CBC that crashes, hangs, lies or is missing: the best plan so far with its gap, or an error
+with its last words.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 
 from parplan.cli import main
 from parplan.planner.candidates.solver_faults import MOST_FAILURES, can_place
-from parplan.planner.plan.plan import read_plan, plan_to_yaml
+from parplan.planner.plan.plan import plan_to_yaml, read_plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SearchOptions, SolverName
 from parplan.planner.search.find_plan import find_plan
@@ -33,26 +35,54 @@ from tests.helpers.cases import named
 from tests.planner.test_solver import hard_problem, knapsack
 
 REAL = pulp.PULP_CBC_CMD.pulp_cbc_path
-LAST = 'for last; do :; done; '  # the solution file is the last argument
+LAST = "for last; do :; done; "  # the solution file is the last argument
 SOLVE = f'{LAST}{shlex.quote(REAL)} "$@" >/dev/null; '
 FAULTS = {
     "an-exit-code": ("exit 3", r"cbc failed: exit code 3; its log ends: Segmentation near row 7$"),
-    "a-signal": ("kill -9 $$", r"cbc failed: it was ended by signal 9; its log ends: Segmentation near row 7$"),
-    "no-file": ("exit 0", r"cbc failed: wrote no solution \(No such file or directory\); its log ends: Segmentation near row 7$"),
-    "an-empty-file": (f'{LAST}: > "$last"', "cbc failed: its solution is empty; its log ends: Segmentation near row 7$"),
-    "garbage": (f'{LAST}head -c 4000 /dev/urandom > "$last"', r"cbc (failed|ended without an answer)"),
-    "a-garbled-number": (f"""{SOLVE}sed -i 's/X0000000 .*/X0000000 one 0/' "$last" """, "cbc failed: "),
-    "half-a-file": (f'{SOLVE}head -n 2 "$last" > "$last.half"; mv "$last.half" "$last"', r"failed: its solution has \d of \d+ variables"),
-    "half-a-line": (f'{SOLVE}head -c 60 "$last" > "$last.half"; mv "$last.half" "$last"', "failed: its solution breaks off in a line"),
+    "a-signal": (
+        "kill -9 $$",
+        r"cbc failed: it was ended by signal 9; its log ends: Segmentation near row 7$",
+    ),
+    "no-file": (
+        "exit 0",
+        r"cbc failed: wrote no solution \(No such file or directory\); its log ends: Segmentation near row 7$",
+    ),
+    "an-empty-file": (
+        f'{LAST}: > "$last"',
+        "cbc failed: its solution is empty; its log ends: Segmentation near row 7$",
+    ),
+    "garbage": (
+        f'{LAST}head -c 4000 /dev/urandom > "$last"',
+        r"cbc (failed|ended without an answer)",
+    ),
+    "a-garbled-number": (
+        f"""{SOLVE}sed -i 's/X0000000 .*/X0000000 one 0/' "$last" """,
+        "cbc failed: ",
+    ),
+    "half-a-file": (
+        f'{SOLVE}head -n 2 "$last" > "$last.half"; mv "$last.half" "$last"',
+        r"failed: its solution has \d of \d+ variables",
+    ),
+    "half-a-line": (
+        f'{SOLVE}head -c 60 "$last" > "$last.half"; mv "$last.half" "$last"',
+        "failed: its solution breaks off in a line",
+    ),
     "a-point-that-breaks-rows": (
-        f"""{SOLVE}awk 'NR > 1 {{ $3 = 3 }} 1' "$last" > "$last.new"; mv "$last.new" "$last" """, r"gave an answer that breaks \d+ rows"),
-    "unbounded": (f'{LAST}echo "Unbounded - objective value 0" > "$last"', r"cbc ended without an answer \(unbounded\); its log ends: Seg"),
+        f"""{SOLVE}awk 'NR > 1 {{ $3 = 3 }} 1' "$last" > "$last.new"; mv "$last.new" "$last" """,
+        r"gave an answer that breaks \d+ rows",
+    ),
+    "unbounded": (
+        f'{LAST}echo "Unbounded - objective value 0" > "$last"',
+        r"cbc ended without an answer \(unbounded\); its log ends: Seg",
+    ),
 }
 
 
 def gpt_1_5b_on_8():
     entry = load_model("gpt-1.5b")
-    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
+    training = TrainingSpec(
+        global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL
+    )
     return entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training
 
 
@@ -66,15 +96,18 @@ each_fault = pytest.mark.parametrize(("fault", "message"), list(FAULTS.values())
 
 @pytest.fixture
 def fake_cbc(tmp_path, monkeypatch):
-    """Make a CBC that works `after` times, then has a fault, for `times` calls; returns the file that counts its calls."""
+    """Make a CBC that works `after` times, then has a fault, for `times` calls; returns the file
+    that counts its calls.
+    """
 
     def make(fault: str, after: int = 0, times: int = 1000):
         calls, script = tmp_path / "calls", tmp_path / "cbc"
         calls.touch()
         script.write_text(
-            f'#!/bin/sh\necho >> {calls}\nn=$(wc -l < {calls})\n'
+            f"#!/bin/sh\necho >> {calls}\nn=$(wc -l < {calls})\n"
             f'if [ $n -le {after} ] || [ $n -gt {after + times} ]; then exec {shlex.quote(REAL)} "$@"; fi\n'
-            f'echo "Welcome to the CBC"; echo "Segmentation near row 7" >&2; echo; {fault}\n')
+            f'echo "Welcome to the CBC"; echo "Segmentation near row 7" >&2; echo; {fault}\n'
+        )
         script.chmod(0o755)
         monkeypatch.setattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", str(script))
         return calls
@@ -103,14 +136,24 @@ def test_a_solver_that_does_not_stop_at_its_limit_is_ended(fake_cbc, monkeypatch
     monkeypatch.setattr("parplan.planner.solver.GRACE_S", 0.2)
     fake_cbc("exec sleep 600")
 
-    with pytest.raises(SolverError, match=r"did not stop at its limit of 0.1 s; its log ends: Segmentation"):
+    with pytest.raises(
+        SolverError, match=r"did not stop at its limit of 0.1 s; its log ends: Segmentation"
+    ):
         knapsack()[0].solve(SolverName.CBC, time_limit_s=0.1)
 
 
-@pytest.mark.parametrize(("mode", "content", "message"), [
-    pytest.param(0o644, "#!/bin/sh\n", "cbc is not installed", id="not-executable"),
-    pytest.param(0o755, "\x7fnot a program", r"cbc failed: .*cannot be run \(Exec format error\)", id="no-program"),
-])
+@pytest.mark.parametrize(
+    ("mode", "content", "message"),
+    [
+        pytest.param(0o644, "#!/bin/sh\n", "cbc is not installed", id="not-executable"),
+        pytest.param(
+            0o755,
+            "\x7fnot a program",
+            r"cbc failed: .*cannot be run \(Exec format error\)",
+            id="no-program",
+        ),
+    ],
+)
 def test_a_file_that_cannot_be_run_is_an_error(mode, content, message, tmp_path, monkeypatch):
     path = tmp_path / "cbc"
     path.write_text(content)
@@ -169,7 +212,9 @@ def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc, whole):
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.candidates.left == 1
     assert plan.search.candidates.solved >= whole.search.candidates.solved - 1
-    assert plan.search.solver_failure.endswith("cbc failed: exit code 3; its log ends: Segmentation near row 7")
+    assert plan.search.solver_failure.endswith(
+        "cbc failed: exit code 3; its log ends: Segmentation near row 7"
+    )
 
 
 def test_a_fault_on_the_first_candidate_does_not_end_the_search(fake_cbc):
@@ -249,7 +294,9 @@ def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_pat
     done = CliRunner().invoke(main, SMALL)
 
     assert done.exit_code == 0
-    assert done.stderr.startswith(f"warning: the solver failed on {MOST_FAILURES} candidates, which nothing is proven about: cbc failed")
+    assert done.stderr.startswith(
+        f"warning: the solver failed on {MOST_FAILURES} candidates, which nothing is proven about: cbc failed"
+    )
     assert "stopped early; " in done.stdout
     assert "note      the solver failed on" in done.stdout
     assert read_plan(tmp_path / "plan.yaml").search.solver_failure in done.stderr
@@ -259,12 +306,24 @@ def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
     fake_cbc("exit 3")
 
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, pulp; pulp.PULP_CBC_CMD.pulp_cbc_path = sys.argv.pop(1); from parplan import cli; cli.main()",
-         pulp.PULP_CBC_CMD.pulp_cbc_path, *SMALL, "--output", str(tmp_path / "plan.yaml")],
-        capture_output=True, text=True, check=False)
+        [
+            sys.executable,
+            "-c",
+            "import sys, pulp; pulp.PULP_CBC_CMD.pulp_cbc_path = sys.argv.pop(1); from parplan import cli; cli.main()",
+            pulp.PULP_CBC_CMD.pulp_cbc_path,
+            *SMALL,
+            "--output",
+            str(tmp_path / "plan.yaml"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
     assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr.startswith("error: cbc failed: exit code 3; its log ends: Segmentation near row 7\nhint: ")
+    assert done.stderr.startswith(
+        "error: cbc failed: exit code 3; its log ends: Segmentation near row 7\nhint: "
+    )
 
 
 def column(num_blocks, zero):
@@ -272,13 +331,21 @@ def column(num_blocks, zero):
 
 
 @given(
-    ranks=st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3), min_size=1, max_size=4),
-    num_layers=st.integers(1, 12), tied=st.booleans())
+    ranks=st.lists(
+        st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    num_layers=st.integers(1, 12),
+    tied=st.booleans(),
+)
 def test_what_can_be_placed_is_what_some_combination_of_columns_holds(ranks, num_layers, tied):
     options = [[column(*pair) for pair in rank] for rank in ranks]
     expected = any(
-        sum(c.num_blocks for c in picked) == num_layers and (not tied or (picked[0].zero > 0) == (picked[-1].zero > 0))
-        for picked in product(*options))
+        sum(c.num_blocks for c in picked) == num_layers
+        and (not tied or (picked[0].zero > 0) == (picked[-1].zero > 0))
+        for picked in product(*options)
+    )
 
     assert can_place(options, num_layers, tied=tied) is expected
 

@@ -1,4 +1,6 @@
-"""What a stack runs of schedules and recompute: the search keeps to it, a pin that it lacks names the stacks that have it."""
+"""What a stack runs of schedules and recompute: the search keeps to it, a pin that it lacks names
+the stacks that have it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def of(name, **changes):
 
 
 def searched(name, **pins):
-    return {layout.schedule for layout in enumerate_candidates(MODEL, CLUSTER, of(name), replace(PINS, **pins)).layouts}
+    return {
+        layout.schedule
+        for layout in enumerate_candidates(MODEL, CLUSTER, of(name), replace(PINS, **pins)).layouts
+    }
 
 
 def test_the_names_that_a_stack_may_use_are_those_of_the_planner():
@@ -50,12 +55,20 @@ def test_a_search_has_the_schedules_of_the_stack_alone():
     assert searched("megatron-core") == {Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}
     assert searched("torchtitan") == {Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.ZBV}
     assert searched("parplan") == {
-        Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.ZBV, Schedule.EARLY_RECOMPUTE, Schedule.SCP}
+        Schedule.ONE_F_ONE_B,
+        Schedule.INTERLEAVED,
+        Schedule.ZBV,
+        Schedule.EARLY_RECOMPUTE,
+        Schedule.SCP,
+    }
     assert searched("fsdp1", pp=None) == {Schedule.ONE_F_ONE_B}  # without a pipeline
 
 
 def test_what_a_stack_does_not_run_is_pruned_with_that_reason():
-    reasons = {pruned.reason for pruned in enumerate_candidates(MODEL, CLUSTER, of("megatron-core"), PINS).pruned}
+    reasons = {
+        pruned.reason
+        for pruned in enumerate_candidates(MODEL, CLUSTER, of("megatron-core"), PINS).pruned
+    }
 
     assert {"megatron-core does not run zbv", "megatron-core does not run scp"} <= reasons
 
@@ -64,25 +77,49 @@ def test_a_stack_with_1f1b_alone_runs_a_pipeline_that_does_not_fill_as_gpipe_ord
     few = replace(TRAINING, global_batch_size=2)
 
     def found(stack):
-        return {layout.schedule for layout in enumerate_candidates(MODEL, CLUSTER, replace(few, stack=stack), PINS).layouts}
+        return {
+            layout.schedule
+            for layout in enumerate_candidates(
+                MODEL, CLUSTER, replace(few, stack=stack), PINS
+            ).layouts
+        }
 
     assert Schedule.GPIPE in found(load_stack("megatron-core"))
     assert not found(load_stack("fsdp1"))  # it has no pipeline at all
 
 
 def test_gpipe_of_enough_micro_batches_is_not_1f1b():
-    layouts = enumerate_candidates(MODEL, CLUSTER, of("nanotron"), replace(PINS, schedule=(Schedule.GPIPE,))).layouts
+    layouts = enumerate_candidates(
+        MODEL, CLUSTER, of("nanotron"), replace(PINS, schedule=(Schedule.GPIPE,))
+    ).layouts
 
     assert {layout.schedule for layout in layouts} == {Schedule.GPIPE}
-    with pytest.raises(ConfigError, match="--schedule gpipe: the stack megatron-core does not run it"):
-        enumerate_candidates(MODEL, CLUSTER, of("megatron-core"), replace(PINS, schedule=(Schedule.GPIPE,)))
+    with pytest.raises(
+        ConfigError, match="--schedule gpipe: the stack megatron-core does not run it"
+    ):
+        enumerate_candidates(
+            MODEL, CLUSTER, of("megatron-core"), replace(PINS, schedule=(Schedule.GPIPE,))
+        )
 
 
-@pytest.mark.parametrize(("pins", "message", "stacks"), [
-    ({"schedule": (Schedule.ONE_F_ONE_B, Schedule.ZBV)}, "--schedule zbv: the stack megatron-core does", ("parplan", "torchtitan")),
-    ({"schedule": (Schedule.SCP,)}, "--schedule scp: the stack megatron-core does", ("parplan",)),
-])
-def test_a_pinned_schedule_that_the_stack_lacks_is_an_error_that_names_the_stacks_that_have_it(pins, message, stacks):
+@pytest.mark.parametrize(
+    ("pins", "message", "stacks"),
+    [
+        (
+            {"schedule": (Schedule.ONE_F_ONE_B, Schedule.ZBV)},
+            "--schedule zbv: the stack megatron-core does",
+            ("parplan", "torchtitan"),
+        ),
+        (
+            {"schedule": (Schedule.SCP,)},
+            "--schedule scp: the stack megatron-core does",
+            ("parplan",),
+        ),
+    ],
+)
+def test_a_pinned_schedule_that_the_stack_lacks_is_an_error_that_names_the_stacks_that_have_it(
+    pins, message, stacks
+):
     with pytest.raises(ConfigError, match=message) as error:
         find_plan(MODEL, CLUSTER, of("megatron-core"), constraints=replace(PINS, **pins))
 
@@ -91,14 +128,30 @@ def test_a_pinned_schedule_that_the_stack_lacks_is_an_error_that_names_the_stack
 
 def test_an_estimate_keeps_to_the_stack_too():
     layout = ParallelLayout(
-        mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ZBV, virtual_stages=2, micro_batch_size=1, num_micro_batches=8,
-        sequence_parallel=False)
+        mesh=Mesh(pp=2, dp=2, tp=1),
+        schedule=Schedule.ZBV,
+        virtual_stages=2,
+        micro_batch_size=1,
+        num_micro_batches=8,
+        sequence_parallel=False,
+    )
 
-    with pytest.raises(ConfigError, match="--schedule zbv: the stack nemo does not run it, it runs 1f1b, interleaved"):
+    with pytest.raises(
+        ConfigError,
+        match="--schedule zbv: the stack nemo does not run it, it runs 1f1b, interleaved",
+    ):
         estimate_plan(MODEL, CLUSTER, of("nemo"), layout)
-    with pytest.raises(ConfigError, match="--recompute selective: the stack nanotron does not run it, it runs none, full"):
-        estimate_plan(MODEL, CLUSTER, of("nanotron"), replace(layout, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1),
-                      recompute=Recompute.SELECTIVE)
+    with pytest.raises(
+        ConfigError,
+        match="--recompute selective: the stack nanotron does not run it, it runs none, full",
+    ):
+        estimate_plan(
+            MODEL,
+            CLUSTER,
+            of("nanotron"),
+            replace(layout, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1),
+            recompute=Recompute.SELECTIVE,
+        )
     assert estimate_plan(MODEL, CLUSTER, of("torchtitan"), layout).pipeline.schedule is Schedule.ZBV
 
 
@@ -115,7 +168,9 @@ def test_prices_of_layers_have_the_recompute_of_the_stack_alone():
 
 def test_a_pinned_recompute_that_the_stack_lacks_is_an_error():
     with pytest.raises(ConfigError, match="--recompute selective: the stack nanotron"):
-        enumerate_candidates(MODEL, CLUSTER, of("nanotron"), replace(PINS, recompute=(Recompute.SELECTIVE,)))
+        enumerate_candidates(
+            MODEL, CLUSTER, of("nanotron"), replace(PINS, recompute=(Recompute.SELECTIVE,))
+        )
 
 
 def test_bans_that_leave_nothing_of_the_recompute_of_a_stack_are_an_error():
@@ -126,7 +181,10 @@ def test_bans_that_leave_nothing_of_the_recompute_of_a_stack_are_an_error():
 
 
 def test_what_is_not_searched_says_that_a_stack_has_no_lists_of_operators():
-    assert any(each.reason == "megatron-core runs none, selective, full" for each in left_out(PINS, load_stack("megatron-core")))
+    assert any(
+        each.reason == "megatron-core runs none, selective, full"
+        for each in left_out(PINS, load_stack("megatron-core"))
+    )
     assert not any("operators" in each.what for each in left_out(PINS))
 
 

@@ -1,4 +1,6 @@
-"""Activations on the host among what a search chooses from: with fast copies, and not with slow ones."""
+"""Activations on the host among what a search chooses from: with fast copies, and not with slow
+ones.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from parplan.costmodels.layers.recompute import Recompute, saved_bytes
 from parplan.costmodels.memory.rank_memory import stashes
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.host_options.activation_options import host_options
 from parplan.planner.host_options.host_variants import with_host
@@ -40,7 +42,9 @@ LITTLE = 100 * MIB  # of which the states of six blocks leave little
 
 
 def small(memory_bytes: int = LITTLE, rate: float = 1e12, **changes: object) -> Instance:
-    return instance(1, memory_bytes, batch=16, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None, **changes)
+    return instance(
+        1, memory_bytes, batch=16, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None, **changes
+    )
 
 
 def found(one: Instance, pins: Constraints = PINS) -> Plan:
@@ -49,8 +53,12 @@ def found(one: Instance, pins: Constraints = PINS) -> Plan:
 
 def blocks(plan: Plan) -> list[LayerPlan]:
     return [
-        plan.layer_plans[run.plan] for stage in plan.stages for run in stage.layers if run.blocks
-        for _ in range(run.blocks[0], run.blocks[1] + 1)]
+        plan.layer_plans[run.plan]
+        for stage in plan.stages
+        for run in stage.layers
+        if run.blocks
+        for _ in range(run.blocks[0], run.blocks[1] + 1)
+    ]
 
 
 def test_fast_copies_take_activations_to_the_host_and_slow_ones_leave_them_to_recompute() -> None:
@@ -76,7 +84,10 @@ def test_a_small_host_keeps_what_it_holds_and_none_gets_a_plan_without() -> None
     asked, one = replace(PINS, micro_batch_size=(8, 16)), small()
     much = found(one, asked).predicted.memory_gib[0].host * GIB
     shares = [share * much for share in (0.3, 0.6, 0.95)]
-    hosts = [found(replace(one, cluster=replace(one.cluster, host_memory_bytes=int(share))), asked) for share in shares]
+    hosts = [
+        found(replace(one, cluster=replace(one.cluster, host_memory_bytes=int(share))), asked)
+        for share in shares
+    ]
     held = [plan.predicted.memory_gib[0].host * GIB for plan in hosts]
     assert all(host <= share + 1e-3 * GIB for host, share in zip(held, shares, strict=True))
     assert any(held)
@@ -92,11 +103,16 @@ def test_the_variants_are_behind_the_options_and_are_lists_of_the_blocks_operato
     assert more[: len(options)] == options
     assert not any(option.on_host for option in options)
     assert len(more) > len(options)
-    for option in more[len(options):]:
-        of_alike = host_options(layout.micro_batch_size, option.sharding, option.recompute, one.price_cache())
+    for option in more[len(options) :]:
+        of_alike = host_options(
+            layout.micro_batch_size, option.sharding, option.recompute, one.price_cache()
+        )
         (same,) = (priced for priced in of_alike if priced.on_host == option.on_host)
         assert (option.saved_bytes, option.host_bytes) == (same.saved_bytes, same.host_bytes)
-        block, own = one.price_cache().kept_layer(LayerKind.BLOCK, layout.micro_batch_size), (option.sharding, option.recompute, one.training.stack)
+        block, own = (
+            one.price_cache().kept_layer(LayerKind.BLOCK, layout.micro_batch_size),
+            (option.sharding, option.recompute, one.training.stack),
+        )
         assert same.saved_bytes == saved_bytes(block, *own, option.on_host)
         assert same.host_bytes == saved_bytes(block, *own) - same.saved_bytes
     split = replace(layout, schedule=Schedule.ZBV, virtual_stages=2)
@@ -107,26 +123,44 @@ def test_the_variants_are_behind_the_options_and_are_lists_of_the_blocks_operato
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("rate", [1e9, 2e10, 1e13])
 def test_columns_wait_for_copies_as_stages_do_and_never_hold_less(gpus: int, rate: float) -> None:
-    """Of a stage where one block alone sends, the window beside it is nothing: the column has it all the same."""
+    """Of a stage where one block alone sends, the window beside it is nothing: the column has it
+    all the same.
+    """
     one = instance(gpus, LITTLE * 10, batch=16, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None)
     pins = replace(PINS, pp=(gpus,), micro_batch_size=(1, 4), schedule=(Schedule.ONE_F_ONE_B,))
     table, seen = MixTable(one.price_cache(), pins), 0
     for layout in enumerate_candidates(one.model, one.cluster, one.training, pins).layouts:
         ranks = [RankColumns(rank, layout, table) for rank in range(gpus)]
-        largest = max(option.host_bytes for option in table.options(layout)) * (1 + one.training.stack.allocator_share)
-        for limit in (2 ** 40, *(share * max(rank.smallest(6 // gpus).memory_bytes for rank in ranks) for share in (1.01, 1.05, 1.1))):
+        largest = max(option.host_bytes for option in table.options(layout)) * (
+            1 + one.training.stack.allocator_share
+        )
+        for limit in (
+            2**40,
+            *(
+                share * max(rank.smallest(6 // gpus).memory_bytes for rank in ranks)
+                for share in (1.01, 1.05, 1.1)
+            ),
+        ):
             columns = tuple(rank.fastest(6 // gpus, limit)[0] for rank in ranks)
             price = price_step(to_strategy(layout, columns), one.price_cache())
-            for number, (rank, column, memory) in enumerate(zip(ranks, columns, price.memory, strict=True)):
+            for number, (rank, column, memory) in enumerate(
+                zip(ranks, columns, price.memory, strict=True)
+            ):
                 whole_s = column.time_s + column.tail_s / layout.num_micro_batches
-                assert any(bound.time_s <= whole_s * (1 + 1e-9) for bound in rank.relaxed(6 // gpus, limit))
+                assert any(
+                    bound.time_s <= whole_s * (1 + 1e-9) for bound in rank.relaxed(6 // gpus, limit)
+                )
                 assert memory.total <= column.memory_bytes * (1 + 1e-12) <= limit * (1 + 1e-12)
-                sent = stashes(LayerKind.BLOCK, number, layout) * sum(n * option.host_bytes for option, n in column.mix)
+                sent = stashes(LayerKind.BLOCK, number, layout) * sum(
+                    n * option.host_bytes for option, n in column.mix
+                )
                 assert memory.host == pytest.approx(sent)
                 apart = memory.apart * (1 + one.training.stack.allocator_share)
                 assert column.memory_bytes <= (memory.total + apart + largest) * (1 + 1e-12)
                 line = price.simulated.ranks[number]
-                assert column.time_s * layout.num_micro_batches == pytest.approx(price.ranks[number].total.value_s - line.tail_s, rel=1e-9)
+                assert column.time_s * layout.num_micro_batches == pytest.approx(
+                    price.ranks[number].total.value_s - line.tail_s, rel=1e-9
+                )
                 seen += sent > 0
     assert seen or rate == 1e9
 
@@ -138,26 +172,41 @@ def test_that_activations_went_to_the_host_unasked_is_said() -> None:
 
 
 def every_strategy(layout: ParallelLayout, one: Instance) -> list[Strategy]:
-    """Every two of recompute levels with every list that an option has, in every number of blocks."""
+    """Every two of recompute levels with every list that an option has, in every number of
+    blocks.
+    """
     price_cache = one.price_cache()
     kinds = [
         LayerChoice(LayerKind.BLOCK, level, 0, on_host=option.on_host)
-        for level in Recompute for option in host_options(layout.micro_batch_size, layout.sharding, level, price_cache)]
-    ends = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 0), LayerChoice(LayerKind.HEAD, Recompute.NONE, 0)
+        for level in Recompute
+        for option in host_options(layout.micro_batch_size, layout.sharding, level, price_cache)
+    ]
+    ends = (
+        LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 0),
+        LayerChoice(LayerKind.HEAD, Recompute.NONE, 0),
+    )
     return [
-        Strategy(layout=layout, stages=((ends[0], *(first,) * count, *(second,) * (6 - count), ends[1]),))
-        for first, second in itertools.product(kinds, repeat=2) for count in range(6)]
+        Strategy(
+            layout=layout, stages=((ends[0], *(first,) * count, *(second,) * (6 - count), ends[1]),)
+        )
+        for first, second in itertools.product(kinds, repeat=2)
+        for count in range(6)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e9, 3e10, 1e12])
 def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit(rate: float) -> None:
-    """Blocks that send less than the most that hides have a smaller window: of six blocks that may be a few percent."""
+    """Blocks that send less than the most that hides have a smaller window: of six blocks that may
+    be a few percent.
+    """
     one, pins = small(rate=rate), replace(PINS, recompute=tuple(Recompute))
     plan = found(one, pins)
     (layout,) = enumerate_candidates(one.model, one.cluster, one.training, pins).layouts
     priced = (price_step(strategy, one.price_cache()) for strategy in every_strategy(layout, one))
-    best_s = min(price.step_s for price in priced if price.memory[0].total <= one.cluster.device.memory_bytes)
+    best_s = min(
+        price.step_s for price in priced if price.memory[0].total <= one.cluster.device.memory_bytes
+    )
     assert plan.predicted.step_time_s.value <= best_s * 1.05
 
 
@@ -165,11 +214,24 @@ def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit(rate: float
 @pytest.mark.multiproc
 def test_a_plan_found_so_runs_as_it_was_predicted(tmp_path: Path) -> None:
     entry, cpu = load_model("gpt-tiny"), with_gpus(load_cluster("cpu"), 2)
-    training = TrainingSpec(global_batch_size=8, seq_length=entry.seq_length, precision=Precision.FP32, stack=load_stack("parplan"))
+    training = TrainingSpec(
+        global_batch_size=8,
+        seq_length=entry.seq_length,
+        precision=Precision.FP32,
+        stack=load_stack("parplan"),
+    )
     pins = Constraints(
-        pp=(1,), dp=(2,), micro_batch_size=(4,), recompute=(Recompute.NONE,), zero=(1,), offload=(Offload.ACTIVATIONS,))
+        pp=(1,),
+        dp=(2,),
+        micro_batch_size=(4,),
+        recompute=(Recompute.NONE,),
+        zero=(1,),
+        offload=(Offload.ACTIVATIONS,),
+    )
     least, without = (
-        least_peak_bytes(entry.spec, cpu, training, replace(pins, offload=offload)) for offload in (pins.offload, ()))
+        least_peak_bytes(entry.spec, cpu, training, replace(pins, offload=offload))
+        for offload in (pins.offload, ())
+    )
     assert least is not None
     assert without is not None
     assert without - least > MIB

@@ -1,4 +1,6 @@
-"""The homes of blocks: their counts, their order, and which candidates may hold states in chunks."""
+"""The homes of blocks: their counts, their order, and which candidates may hold states in
+chunks.
+"""
 
 import itertools
 from dataclasses import replace
@@ -11,41 +13,79 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import Pruned, layout_text, enumerate_candidates
+from parplan.planner.candidates.enumeration import Pruned, enumerate_candidates, layout_text
 from parplan.planner.host_options.state_locations import (
     BlockLocations,
     counts_of_locations,
     has_chunks,
-    locations_allowed,
     illegal_chunks,
+    locations_allowed,
 )
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints
 from parplan.profiles.errors import ConfigError
 
 FRAME = ParallelLayout(
-    mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=4,
-    sequence_parallel=False, chunked=True)
+    mesh=Mesh(pp=2, dp=2, tp=1),
+    schedule=Schedule.ONE_F_ONE_B,
+    virtual_stages=1,
+    micro_batch_size=1,
+    num_micro_batches=4,
+    sequence_parallel=False,
+    chunked=True,
+)
 
 
-def test_the_last_blocks_are_at_the_host_and_those_before_them_have_their_optimizer_states_there() -> None:
-    assert BlockLocations(2, 1).of(5) == (StateLocation.DEVICE, StateLocation.DEVICE, StateLocation.OPTIMIZER, StateLocation.HOST, StateLocation.HOST)
+def test_the_last_blocks_are_at_the_host_and_those_before_them_have_their_optimizer_states_there() -> (
+    None
+):
+    assert BlockLocations(2, 1).of(5) == (
+        StateLocation.DEVICE,
+        StateLocation.DEVICE,
+        StateLocation.OPTIMIZER,
+        StateLocation.HOST,
+        StateLocation.HOST,
+    )
 
 
-@pytest.mark.parametrize(("offload", "homes"), [
-    ((Offload.OPTIMIZER, Offload.PARAMETERS), set(StateLocation)), ((Offload.OPTIMIZER,), {StateLocation.DEVICE, StateLocation.OPTIMIZER}),
-    ((Offload.PARAMETERS,), {StateLocation.DEVICE, StateLocation.HOST}), ((Offload.ACTIVATIONS,), {StateLocation.DEVICE}), ((), {StateLocation.DEVICE})])
-def test_the_homes_of_a_rank_are_all_that_what_may_be_offloaded_allows(offload: tuple[Offload, ...], homes: set[StateLocation]) -> None:
-    found = list(itertools.starmap(BlockLocations, zip(*counts_of_locations(3, locations_allowed(offload)), strict=True)))
-    runs = {tuple(sorted(given, key=list(StateLocation).index)) for given in itertools.product(homes, repeat=3)}
+@pytest.mark.parametrize(
+    ("offload", "homes"),
+    [
+        ((Offload.OPTIMIZER, Offload.PARAMETERS), set(StateLocation)),
+        ((Offload.OPTIMIZER,), {StateLocation.DEVICE, StateLocation.OPTIMIZER}),
+        ((Offload.PARAMETERS,), {StateLocation.DEVICE, StateLocation.HOST}),
+        ((Offload.ACTIVATIONS,), {StateLocation.DEVICE}),
+        ((), {StateLocation.DEVICE}),
+    ],
+)
+def test_the_homes_of_a_rank_are_all_that_what_may_be_offloaded_allows(
+    offload: tuple[Offload, ...], homes: set[StateLocation]
+) -> None:
+    found = list(
+        itertools.starmap(
+            BlockLocations, zip(*counts_of_locations(3, locations_allowed(offload)), strict=True)
+        )
+    )
+    runs = {
+        tuple(sorted(given, key=list(StateLocation).index))
+        for given in itertools.product(homes, repeat=3)
+    }
     assert len(found) == len(set(found))
     assert {one.of(3) for one in found} == runs
     assert has_chunks(offload) == (homes != {StateLocation.DEVICE})
 
 
-@pytest.mark.parametrize(("changes", "why"), [
-    ({"schedule": Schedule.ZBV, "virtual_stages": 2}, "splits"), ({"schedule": Schedule.SCP}, "recomputes ahead"),
-    ({"tp_overlap": 1}, "two halves"), ({"mesh": Mesh(pp=2, dp=2, tp=1, ep=2)}, "experts")])
-def test_what_has_no_whole_passes_of_one_block_after_the_other_is_refused(changes: dict[str, object], why: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"schedule": Schedule.ZBV, "virtual_stages": 2}, "splits"),
+        ({"schedule": Schedule.SCP}, "recomputes ahead"),
+        ({"tp_overlap": 1}, "two halves"),
+        ({"mesh": Mesh(pp=2, dp=2, tp=1, ep=2)}, "experts"),
+    ],
+)
+def test_what_has_no_whole_passes_of_one_block_after_the_other_is_refused(
+    changes: dict[str, object], why: str
+) -> None:
     assert why in (illegal_chunks(replace(FRAME, **changes)) or "")  # type: ignore[arg-type]
 
 
@@ -62,19 +102,31 @@ def test_chunks_of_several_replicas_are_sharded_as_zero_3_over_all_of_them() -> 
 
 
 def test_every_plain_candidate_is_also_one_in_chunks_or_says_why_not() -> None:
-    asked = question(Asked(model="gpt-1.5b", gpus=8, gpu="v100", precision="fp16", global_batch_size=16))
+    asked = question(
+        Asked(model="gpt-1.5b", gpus=8, gpu="v100", precision="fp16", global_batch_size=16)
+    )
     plain = enumerate_candidates(asked.model, asked.cluster, asked.training, Constraints())
-    both = enumerate_candidates(asked.model, asked.cluster, asked.training, Constraints(offload=SEARCHED_OFFLOAD))
+    both = enumerate_candidates(
+        asked.model, asked.cluster, asked.training, Constraints(offload=SEARCHED_OFFLOAD)
+    )
     chunked = [replace(layout, chunked=True) for layout in plain.layouts]
     assert [layout for layout in both.layouts if not layout.chunked] == list(plain.layouts)
-    assert {layout for layout in both.layouts if layout.chunked} == {layout for layout in chunked if not illegal_chunks(layout)}
-    assert {*both.pruned} - {*plain.pruned} == {Pruned(layout_text(layout), why) for layout in chunked if (why := illegal_chunks(layout))}
+    assert {layout for layout in both.layouts if layout.chunked} == {
+        layout for layout in chunked if not illegal_chunks(layout)
+    }
+    assert {*both.pruned} - {*plain.pruned} == {
+        Pruned(layout_text(layout), why) for layout in chunked if (why := illegal_chunks(layout))
+    }
 
 
 def test_nothing_is_held_in_chunks_unless_the_host_may_keep_states() -> None:
-    asked = question(Asked(model="gpt-1.5b", gpus=2, gpu="v100", precision="fp16", global_batch_size=4))
+    asked = question(
+        Asked(model="gpt-1.5b", gpus=2, gpu="v100", precision="fp16", global_batch_size=4)
+    )
     for offload in ((), None, (Offload.ACTIVATIONS,)):
-        space = enumerate_candidates(asked.model, asked.cluster, asked.training, Constraints(offload=offload))
+        space = enumerate_candidates(
+            asked.model, asked.cluster, asked.training, Constraints(offload=offload)
+        )
         assert not any(layout.chunked for layout in space.layouts)
 
 

@@ -1,4 +1,6 @@
-"""When nothing fits: the leanest plan is really the leanest, and the smallest cluster that is named really is enough."""
+"""When nothing fits: the leanest plan is really the leanest, and the smallest cluster that is named
+really is enough.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,23 @@ SEEDS = mostly_slow(range(12), {0, 3})
 
 
 def question(name, num_gpus, batch, seq_length=2048):
-    return load_model(name).spec, with_gpus(A100, num_gpus), TrainingSpec(global_batch_size=batch, seq_length=seq_length, stack=NEUTRAL)
+    return (
+        load_model(name).spec,
+        with_gpus(A100, num_gpus),
+        TrainingSpec(global_batch_size=batch, seq_length=seq_length, stack=NEUTRAL),
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "batch", "limit_gib", "pins"), [
-    pytest.param("llama3-8b", 32, 10, Constraints(), id="the-next-node"),
-    pytest.param("llama3-8b", 32, 6, Constraints(), id="free"),
-    pytest.param("gpt-20b", 64, 20, Constraints(), id="larger"),
-    pytest.param("llama2-13b", 64, 12, Constraints(tp=(1,), zero=(0,)), id="pipeline-only"),
-])
+@pytest.mark.parametrize(
+    ("name", "batch", "limit_gib", "pins"),
+    [
+        pytest.param("llama3-8b", 32, 10, Constraints(), id="the-next-node"),
+        pytest.param("llama3-8b", 32, 6, Constraints(), id="free"),
+        pytest.param("gpt-20b", 64, 20, Constraints(), id="larger"),
+        pytest.param("llama2-13b", 64, 12, Constraints(tp=(1,), zero=(0,)), id="pipeline-only"),
+    ],
+)
 def test_the_smallest_cluster_fits_and_one_node_fewer_does_not(name, batch, limit_gib, pins):
     model, cluster, training = question(name, 8, batch)
     options = SearchOptions(memory_limit_bytes=limit_gib * GIB)
@@ -62,11 +71,16 @@ def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
     least = least_peak(instance)
     asked = (instance.model, instance.cluster, instance.training)
 
-    with pytest.raises(InfeasibleError, match=rf"needs {least / GIB:.1f} GiB on stage \d+, 1.0 usable: {least / GIB - 1:.1f} GiB short"):
+    with pytest.raises(
+        InfeasibleError,
+        match=rf"needs {least / GIB:.1f} GiB on stage \d+, 1.0 usable: {least / GIB - 1:.1f} GiB short",
+    ):
         raise infeasible_error(*asked, PINS, SearchOptions(memory_limit_bytes=GIB))
     find_plan(*asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) + 1))
     with pytest.raises(InfeasibleError):
-        find_plan(*asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) - 1))
+        find_plan(
+            *asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) - 1)
+        )
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(6), {0, 5}))
@@ -86,7 +100,11 @@ def largest_part(price):
     """What most of the memory of the fullest rank is, as the error says it."""
     memory = max(price.memory, key=lambda rank: rank.total)
     parts = {
-        "states": memory.states.total, "activations": memory.activations, "temporaries": memory.temporaries, "reserve": memory.reserve}
+        "states": memory.states.total,
+        "activations": memory.activations,
+        "temporaries": memory.temporaries,
+        "reserve": memory.reserve,
+    }
     name = max(parts, key=lambda part: parts[part])
     return f"{name} {parts[name] / GIB:.1f}"
 
@@ -97,67 +115,124 @@ def test_the_largest_part_that_is_named_is_that_of_a_leanest_strategy(seed):
     prices = [price for _, price in every_price(instance)]
     least = min(map(peak_bytes, prices))
 
-    text = shortfall(instance.model, instance.cluster, instance.training, PINS, SearchOptions(memory_limit_bytes=GIB)).text
+    text = shortfall(
+        instance.model,
+        instance.cluster,
+        instance.training,
+        PINS,
+        SearchOptions(memory_limit_bytes=GIB),
+    ).text
 
     named = re.search(r"the largest part is (\w+).*, ([\d.]+) GiB$", text)
-    assert " ".join(named.groups()) in {largest_part(price) for price in prices if peak_bytes(price) <= least + MIB}
+    assert " ".join(named.groups()) in {
+        largest_part(price) for price in prices if peak_bytes(price) <= least + MIB
+    }
 
 
 def test_states_or_activations_fill_what_they_fill():
     """A model of many parameters on few GPUs, and long sequences without recompute."""
     states = shortfall(*question("gpt-175b", 8, 8), Constraints(), SearchOptions()).text
-    long = shortfall(*question("gpt-2.5b", 8, 64, 65536), Constraints(recompute=(Recompute.NONE,), tp=(1,)), SearchOptions()).text
+    long = shortfall(
+        *question("gpt-2.5b", 8, 64, 65536),
+        Constraints(recompute=(Recompute.NONE,), tp=(1,)),
+        SearchOptions(),
+    ).text
 
     assert "the largest part is states (parameters, gradients, optimizer), " in states
     assert "the largest part is activations, " in long
 
 
 def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages():
-    """The first stage stashes eight micro-batches, the last one: without recompute an even split is far from the leanest."""
+    """The first stage stashes eight micro-batches, the last one: without recompute an even split is
+    far from the leanest.
+    """
     model, cluster, training = question("gpt-2.5b", 8, 64, seq_length=16384)
     pins = Constraints(tp=(1,), pp=(8,), recompute=(Recompute.NONE,))
 
     with pytest.raises(InfeasibleError) as error:
-        raise infeasible_error(model, cluster, training, pins, SearchOptions(memory_limit_bytes=20 * GIB))
+        raise infeasible_error(
+            model, cluster, training, pins, SearchOptions(memory_limit_bytes=20 * GIB)
+        )
     needed_gib = float(error.value.message.split("needs ")[1].split()[0])
 
     with pytest.raises(InfeasibleError):
-        find_plan(model, cluster, training, constraints=pins, options=SearchOptions(memory_limit_bytes=int(0.96 * needed_gib * GIB)))
+        find_plan(
+            model,
+            cluster,
+            training,
+            constraints=pins,
+            options=SearchOptions(memory_limit_bytes=int(0.96 * needed_gib * GIB)),
+        )
 
 
 def test_no_cluster_in_reach_says_so():
     """A limit below the context and the buffers of communication: no number of GPUs helps."""
     model, cluster, training = question("llama3-8b", 8, 32)
 
-    error = infeasible_error(model, replace(cluster, nodes=1), training, Constraints(pp=(8,)), SearchOptions(memory_limit_bytes=GIB // 2))
+    error = infeasible_error(
+        model,
+        replace(cluster, nodes=1),
+        training,
+        Constraints(pp=(8,)),
+        SearchOptions(memory_limit_bytes=GIB // 2),
+    )
 
     assert error.hint == "no cluster up to 512 GPUs fits; use a larger device"
     assert error.exit_code == 3
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    pytest.param(
-        SearchOptions(), (1 - shipped_terms().residuals_of("neutral").memory_margin) * A100.device.memory_bytes,
-        id="the-margin-of-measured-runs"),
-    pytest.param(SearchOptions(memory_margin=0.0), A100.device.memory_bytes, id="no-margin"),
-    pytest.param(SearchOptions(memory_margin=0.5), 0.5 * A100.device.memory_bytes, id="a-margin"),
-    pytest.param(SearchOptions(memory_limit_bytes=70 * GIB), 70 * GIB, id="a-limit-replaces-the-margin"),
-    pytest.param(SearchOptions(memory_limit_bytes=700 * GIB), A100.device.memory_bytes, id="never-more-than-there-is"),
-])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param(
+            SearchOptions(),
+            (1 - shipped_terms().residuals_of("neutral").memory_margin) * A100.device.memory_bytes,
+            id="the-margin-of-measured-runs",
+        ),
+        pytest.param(SearchOptions(memory_margin=0.0), A100.device.memory_bytes, id="no-margin"),
+        pytest.param(
+            SearchOptions(memory_margin=0.5), 0.5 * A100.device.memory_bytes, id="a-margin"
+        ),
+        pytest.param(
+            SearchOptions(memory_limit_bytes=70 * GIB), 70 * GIB, id="a-limit-replaces-the-margin"
+        ),
+        pytest.param(
+            SearchOptions(memory_limit_bytes=700 * GIB),
+            A100.device.memory_bytes,
+            id="never-more-than-there-is",
+        ),
+    ],
+)
 def test_what_a_plan_may_fill(options, expected):
     assert limit_bytes(A100, NEUTRAL, options) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("options", "usable"), [
-    pytest.param(SearchOptions(), "71.2 usable with --memory-margin 0.1: ", id="the-stacks-margin"),
-    pytest.param(SearchOptions(memory_margin=0.5), "39.6 usable with --memory-margin 0.5: ", id="a-margin"),
-    pytest.param(SearchOptions(memory_margin=0.0), "79.2 usable with --memory-margin 0: ", id="no-margin"),
-    pytest.param(SearchOptions(memory_limit_bytes=10 * GIB), "10.0 usable: ", id="a-limit"),
-])
+@pytest.mark.parametrize(
+    ("options", "usable"),
+    [
+        pytest.param(
+            SearchOptions(), "71.2 usable with --memory-margin 0.1: ", id="the-stacks-margin"
+        ),
+        pytest.param(
+            SearchOptions(memory_margin=0.5),
+            "39.6 usable with --memory-margin 0.5: ",
+            id="a-margin",
+        ),
+        pytest.param(
+            SearchOptions(memory_margin=0.0), "79.2 usable with --memory-margin 0: ", id="no-margin"
+        ),
+        pytest.param(SearchOptions(memory_limit_bytes=10 * GIB), "10.0 usable: ", id="a-limit"),
+    ],
+)
 def test_the_error_says_what_the_usable_memory_was_limited_by(options, usable, monkeypatch):
-    residuals = Residuals(time_rows=0, time_band=0.0, memory_rows=50, memory_band=0.05, memory_margin=0.1)
+    residuals = Residuals(
+        time_rows=0, time_band=0.0, memory_rows=50, memory_band=0.05, memory_margin=0.1
+    )
     every = replace(residuals, memory_margin=0.9)
-    monkeypatch.setattr("parplan.planner.plan.error_band.shipped_terms", lambda: Terms(residuals={"all": every, "neutral": residuals}))
+    monkeypatch.setattr(
+        "parplan.planner.plan.error_band.shipped_terms",
+        lambda: Terms(residuals={"all": every, "neutral": residuals}),
+    )
 
     error = infeasible_error(*question("gpt-175b", 8, 8), Constraints(tp=(8,)), options)
 

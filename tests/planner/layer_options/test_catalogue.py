@@ -1,4 +1,6 @@
-"""The catalogue: exact prices, the front of each layout of the weights, and only what the pins allow."""
+"""The catalogue: exact prices, the front of each layout of the weights, and only what the pins
+allow.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,19 @@ SHARDINGS = [Sharding(), Sharding(2), Sharding(4, True)]
 
 
 def book_of(name, **training):
-    spec = TrainingSpec(global_batch_size=8, seq_length=2048, stack=load_stack("megatron-core"), **training)
-    return PriceCache(load_model(name).spec, spec, machine_for(with_gpus(load_cluster("a100-80gb"), 8)))
+    spec = TrainingSpec(
+        global_batch_size=8, seq_length=2048, stack=load_stack("megatron-core"), **training
+    )
+    return PriceCache(
+        load_model(name).spec, spec, machine_for(with_gpus(load_cluster("a100-80gb"), 8))
+    )
 
 
-BOOKS = {"gpt-8.3b": book_of("gpt-8.3b"), "llama3-8b": book_of("llama3-8b"), "unfused": book_of("gpt-8.3b", attention="unfused")}
+BOOKS = {
+    "gpt-8.3b": book_of("gpt-8.3b"),
+    "llama3-8b": book_of("llama3-8b"),
+    "unfused": book_of("gpt-8.3b", attention="unfused"),
+}
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
@@ -36,7 +46,10 @@ def test_every_option_has_the_price_of_the_book(price_cache, sharding):
     for option in Catalogue(price_cache).options(2, sharding):
         size = price_cache.activations(LayerKind.BLOCK, 2, option.sharding, option.recompute)
 
-        assert option.time_s == pytest.approx(price_cache.layer_time(LayerKind.BLOCK, 2, option.sharding, option.recompute).total_s, rel=1e-12)
+        assert option.time_s == pytest.approx(
+            price_cache.layer_time(LayerKind.BLOCK, 2, option.sharding, option.recompute).total_s,
+            rel=1e-12,
+        )
         assert (option.saved_bytes, option.ideal_saved_bytes) == (size.saved, size.ideal_saved)
         assert option.workspace_bytes == pytest.approx(size.workspace, abs=1)
 
@@ -48,7 +61,10 @@ def test_the_levels_of_recompute_are_no_better_than_the_catalogue(price_cache, s
     for level in Recompute:
         time_s = price_cache.layer_time(LayerKind.BLOCK, 2, sharding, level).total_s
         size = price_cache.activations(LayerKind.BLOCK, 2, sharding, level)
-        assert any(option.time_s <= time_s and option.saved_bytes <= size.saved for option in catalogue.options(2, sharding))
+        assert any(
+            option.time_s <= time_s and option.saved_bytes <= size.saved
+            for option in catalogue.options(2, sharding)
+        )
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
@@ -57,7 +73,12 @@ def test_no_option_is_faster_than_the_bound_of_its_layout(sharding):
     least_s = catalogue.fastest_s(2, sharding)
     for option in catalogue.options(2, sharding):
         assert option.time_s >= least_s[option.weight_layout] * (1 - 1e-12)
-    fastest = {weight_layout: min(o.time_s for o in catalogue.options(2, sharding) if o.weight_layout == weight_layout) for weight_layout in least_s}
+    fastest = {
+        weight_layout: min(
+            o.time_s for o in catalogue.options(2, sharding) if o.weight_layout == weight_layout
+        )
+        for weight_layout in least_s
+    }
     assert fastest == pytest.approx(least_s)
 
 
@@ -72,7 +93,9 @@ def test_lists_of_operators_lie_between_the_levels():
 
 def test_pins_leave_only_their_levels_and_megatrons_division():
     price_cache = BOOKS["llama3-8b"]
-    pinned = Catalogue(price_cache, (Recompute.FULL,), megatron_sharding=True).options(2, Sharding(4, True))
+    pinned = Catalogue(price_cache, (Recompute.FULL,), megatron_sharding=True).options(
+        2, Sharding(4, True)
+    )
     full = Catalogue(price_cache, (Recompute.FULL,)).options(2, Sharding(4, True))
 
     assert [option.sharding for option in pinned] == [Sharding(4, True)]
@@ -88,23 +111,36 @@ def test_weights_of_at_least_one_part_are_divided_and_what_they_are_is_said():
         assert option.weight_layout
         for operator in price_cache.graph(1).block.operators:
             if operator.parameters and operator.parallel_dim:
-                assert weight_divided(operator, option.sharding.splits(operator), (2,)) == (operator.parallel_dim in option.weight_layout)
+                assert weight_divided(operator, option.sharding.splits(operator), (2,)) == (
+                    operator.parallel_dim in option.weight_layout
+                )
 
 
 def test_requests_that_differ_in_nodes_and_memory_share_a_catalogue():
     price_cache, pins = BOOKS["llama3-8b"], Constraints(recompute=(Recompute.NONE,))
-    larger = PriceCache(price_cache.model, price_cache.training, machine_for(with_gpus(load_cluster("a100-80gb"), 64)))
+    larger = PriceCache(
+        price_cache.model,
+        price_cache.training,
+        machine_for(with_gpus(load_cluster("a100-80gb"), 64)),
+    )
 
     assert catalogue_of(price_cache, pins) is catalogue_of(larger, pins)
     assert catalogue_of(price_cache, pins) is not catalogue_of(price_cache, Constraints())
-    shared, own = (found.options(2, Sharding(2)) for found in (catalogue_of(larger, pins), Catalogue(larger, pins.recompute)))
+    shared, own = (
+        found.options(2, Sharding(2))
+        for found in (catalogue_of(larger, pins), Catalogue(larger, pins.recompute))
+    )
     assert [option.values for option in shared] == [option.values for option in own]
 
 
 def test_ways_to_divide_that_are_not_megatrons_are_found():
-    """Under sequence parallelism an MLP can keep its tokens where they are: no gather, a whole weight on every rank."""
+    """Under sequence parallelism an MLP can keep its tokens where they are: no gather, a whole
+    weight on every rank.
+    """
     options = Catalogue(BOOKS["llama3-8b"]).options(2, Sharding(2, True))
 
     heads_only = [option for option in options if option.weight_layout == {"heads"}]
     assert any(("fc1", (Split("sequence"),)) in option.sharding.own for option in heads_only)
-    assert min(o.time_s for o in heads_only) < min(o.time_s for o in options if o.weight_layout == {"heads", "ffn"})
+    assert min(o.time_s for o in heads_only) < min(
+        o.time_s for o in options if o.weight_layout == {"heads", "ffn"}
+    )

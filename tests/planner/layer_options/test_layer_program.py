@@ -1,4 +1,6 @@
-"""The program of one layer: what its options cost is the price of the layer, and its optimum is that of brute force."""
+"""The program of one layer: what its options cost is the price of the layer, and its optimum is
+that of brute force.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,20 @@ from parplan.profiles.stack import AttentionKernel, Stack
 from tests.helpers.cases import mostly_slow, named
 
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))
-NO_HOST = Stack(host_operator_s=0.0)  # what the host needs to launch a layer is a bound of the whole layer
+NO_HOST = Stack(
+    host_operator_s=0.0
+)  # what the host needs to launch a layer is a bound of the whole layer
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=256, stack=NO_HOST)
 GPT, LLAMA = load_model("gpt-tiny").spec, load_model("llama3-8b").spec
 NEOX = replace(GPT, parallel_residual=True, dropout=0.0)
 MODELS = {"gpt": GPT, "gpt-no-dropout": replace(GPT, dropout=0.0), "neox": NEOX, "llama": LLAMA}
 SHARDINGS = {
-    "one": Sharding(), "tp2": Sharding(2), "tp2-sp": Sharding(2, True), "tp4-sp": Sharding(4, True),
-    "2x2": Sharding(4, False, (), (2, 2)), "2x2-sp": Sharding(4, True, (), (2, 2)),
+    "one": Sharding(),
+    "tp2": Sharding(2),
+    "tp2-sp": Sharding(2, True),
+    "tp4-sp": Sharding(4, True),
+    "2x2": Sharding(4, False, (), (2, 2)),
+    "2x2-sp": Sharding(4, True, (), (2, 2)),
 }
 SEEDS = mostly_slow(range(50), {1, 3, 4, 5, 6, 7})
 HOST_S = 20e-6  # as long as some of these operators
@@ -45,19 +53,29 @@ def drawn(problem, draw):
 
 
 def sharding_of(problem, options, sharding):
-    return replace(sharding, own=tuple((name, option.splits) for name, option in zip(problem.names, options, strict=True)))
+    return replace(
+        sharding,
+        own=tuple(
+            (name, option.splits) for name, option in zip(problem.names, options, strict=True)
+        ),
+    )
 
 
 @pytest.mark.parametrize("kernel", list(AttentionKernel))
 @pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp"}))
 @pytest.mark.parametrize("model", named(MODELS, {"gpt", "llama"}))
 def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
-    training = replace(TRAINING, attention=kernel, stack=replace(load_stack("megatron-core"), host_operator_s=0.0))
+    training = replace(
+        TRAINING, attention=kernel, stack=replace(load_stack("megatron-core"), host_operator_s=0.0)
+    )
     layer = build_graph(model, training, 4).block
     problem, draw = layer_problem(layer, sharding, MACHINE, training), random.Random(0)
     for _ in range(12):
         options = drawn(problem, draw)
-        own, again = sharding_of(problem, options, sharding), tuple(n for n, o in zip(problem.names, options, strict=True) if o.again)
+        own, again = (
+            sharding_of(problem, options, sharding),
+            tuple(n for n, o in zip(problem.names, options, strict=True) if o.again),
+        )
 
         found = evaluate(problem, options)
 
@@ -71,7 +89,9 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
         assert found.cost.saved_bytes <= exact
         if not shared_beside_a_copy(layer, own):
             assert found.cost.saved_bytes == exact
-            assert found.workspace_bytes == pytest.approx(workspace_bytes(layer, own, again, training.stack), abs=1)
+            assert found.workspace_bytes == pytest.approx(
+                workspace_bytes(layer, own, again, training.stack), abs=1
+            )
 
 
 @cache
@@ -79,15 +99,27 @@ def instance(seed):
     """2 to 5 operators of a random block on a 1x2 or 2x2 mesh, a few random strategies for each."""
     draw = random.Random(seed)
     model = draw.choice(list(MODELS.values()))
-    training = replace(TRAINING, seq_length=draw.choice((128, 1024)), attention=draw.choice(list(AttentionKernel)))
+    training = replace(
+        TRAINING, seq_length=draw.choice((128, 1024)), attention=draw.choice(list(AttentionKernel))
+    )
     degrees = draw.choice(((2,), (2, 2)))
-    sharding = Sharding(2 ** len(degrees), draw.random() < 0.5, (), degrees if len(degrees) > 1 else ())
+    sharding = Sharding(
+        2 ** len(degrees), draw.random() < 0.5, (), degrees if len(degrees) > 1 else ()
+    )
     operators = build_graph(model, training, draw.choice((2, 4))).block.operators
     count = draw.randint(2, 5)
     first = draw.randint(0, len(operators) - count)
-    problem = layer_problem(layer_class(LayerKind.BLOCK, 1, operators[first : first + count]), sharding, MACHINE, training)
+    problem = layer_problem(
+        layer_class(LayerKind.BLOCK, 1, operators[first : first + count]),
+        sharding,
+        MACHINE,
+        training,
+    )
     few = {2: 12, 3: 8, 4: 5, 5: 4}[count]
-    kept = {name: draw.sample(options, min(few, len(options))) for name, options in zip(problem.names, problem.options, strict=True)}
+    kept = {
+        name: draw.sample(options, min(few, len(options)))
+        for name, options in zip(problem.names, problem.options, strict=True)
+    }
     return problem.only(lambda name, option: option in kept[name])
 
 
@@ -103,7 +135,9 @@ def test_the_fastest_layer_within_a_budget_is_that_of_brute_force(seed):
     sizes = sorted(found.memory_bytes(stashes) for found in everything(seed))
     for budget in (sizes[0], sizes[len(sizes) // 4], sizes[-1]):
         budget *= 1 + 1e-6
-        best_s = min(found.cost.time_s for found in everything(seed) if found.memory_bytes(stashes) <= budget)
+        best_s = min(
+            found.cost.time_s for found in everything(seed) if found.memory_bytes(stashes) <= budget
+        )
 
         by_placement = LayerProgram(instance(seed), stashes).fastest(budget, SolverName.CBC)
         by_strategy = StrategyPairs(instance(seed), stashes).fastest(budget, SolverName.CBC)
@@ -119,7 +153,9 @@ def test_the_leanest_layer_within_a_time_is_that_of_brute_force(seed):
     times = sorted(found.cost.time_s for found in everything(seed))
     for slowest_s in (times[0], times[len(times) // 4], times[-1]):
         slowest_s *= 1 + 1e-6
-        least = min(found.memory_bytes(2.0) for found in everything(seed) if found.cost.time_s <= slowest_s)
+        least = min(
+            found.memory_bytes(2.0) for found in everything(seed) if found.cost.time_s <= slowest_s
+        )
 
         by_placement = LayerProgram(instance(seed), 2.0).leanest(slowest_s, SolverName.HIGHS)
         by_strategy = StrategyPairs(instance(seed), 2.0).leanest(slowest_s, SolverName.HIGHS)
@@ -137,23 +173,47 @@ def test_the_front_is_that_of_brute_force(seed):
     front = [evaluate(problem, options).cost for options in layer_front(problem)]
 
     for time_s, saved in points:
-        assert any(cost.time_s <= time_s * (1 + 1e-12) and cost.saved_bytes <= saved for cost in front)
+        assert any(
+            cost.time_s <= time_s * (1 + 1e-12) and cost.saved_bytes <= saved for cost in front
+        )
     for before, after in itertools.pairwise(front):
         assert before.time_s <= after.time_s
         assert before.saved_bytes > after.saved_bytes
     assert least_time_s(problem) == pytest.approx(front[0].time_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("sharding", named({"one": Sharding(), "tp4": Sharding(4), "tp4-sp": Sharding(4, True)}, {"tp4-sp"}))
+@pytest.mark.parametrize(
+    "sharding",
+    named({"one": Sharding(), "tp4": Sharding(4), "tp4-sp": Sharding(4, True)}, {"tp4-sp"}),
+)
 @pytest.mark.parametrize("solver", list(SolverName))
 def test_the_front_of_a_whole_block_is_that_of_the_integer_program(solver, sharding):
-    """At each kept size of the front, of which every third: nothing is faster that keeps no more."""
+    """At each kept size of the front, of which every third: nothing is faster that keeps no
+    more.
+    """
     training = replace(TRAINING, seq_length=2048)
-    problem = layer_problem(build_graph(load_model("gpt-20b").spec, training, 4).block, sharding, MACHINE, training)
-    kept_only = replace(problem, options=tuple(
-        tuple(replace(o, gradient_bytes=0.0, cost=replace(o.cost, state_bytes=0.0, whole_bytes=0.0)) for o in options)
-        for options in problem.options), links=tuple(
-            replace(link, cells={pair: replace(cost, whole_bytes=0.0) for pair, cost in link.cells.items()}) for link in problem.links))
+    problem = layer_problem(
+        build_graph(load_model("gpt-20b").spec, training, 4).block, sharding, MACHINE, training
+    )
+    kept_only = replace(
+        problem,
+        options=tuple(
+            tuple(
+                replace(
+                    o, gradient_bytes=0.0, cost=replace(o.cost, state_bytes=0.0, whole_bytes=0.0)
+                )
+                for o in options
+            )
+            for options in problem.options
+        ),
+        links=tuple(
+            replace(
+                link,
+                cells={pair: replace(cost, whole_bytes=0.0) for pair, cost in link.cells.items()},
+            )
+            for link in problem.links
+        ),
+    )
     for options in layer_front(problem)[::3]:
         point = evaluate(problem, options).cost
 

@@ -1,4 +1,6 @@
-"""Mixes of the catalogue's options: no tuple of counts is better, and no mix of real numbers of blocks is worse than the bound."""
+"""Mixes of the catalogue's options: no tuple of counts is better, and no mix of real numbers of
+blocks is worse than the bound.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,20 @@ SEEDS = mostly_slow(range(10), {4})
 
 def option(time_s, saved, weight_layout=ALL, workspace=0.0):
     return LayerOption(
-        recompute=(), sharding=Sharding(), weight_layout=weight_layout, time_s=time_s, saved_bytes=saved, ideal_saved_bytes=saved,
-        workspace_bytes=workspace)
+        recompute=(),
+        sharding=Sharding(),
+        weight_layout=weight_layout,
+        time_s=time_s,
+        saved_bytes=saved,
+        ideal_saved_bytes=saved,
+        workspace_bytes=workspace,
+    )
 
 
 def catalogue(seed, count):
-    """Options on a falling curve with noise: more time, less kept; what is recomputed is workspace."""
+    """Options on a falling curve with noise: more time, less kept; what is recomputed is
+    workspace.
+    """
     draw = random.Random(seed)
     saved = sorted((draw.uniform(1, 100) for _ in range(count)), reverse=True)
     times = sorted(draw.uniform(1, 2) for _ in range(count))
@@ -54,11 +64,23 @@ def test_few_options_give_every_tuple_that_is_worth_having(seed):
 
     mixes = make_mixes(options, 5, 1)
 
-    rows = list(zip(
-        mixes.counts @ np.array([o.time_s for o in options]), mixes.saved_bytes, mixes.workspace_bytes, strict=True))
+    rows = list(
+        zip(
+            mixes.counts @ np.array([o.time_s for o in options]),
+            mixes.saved_bytes,
+            mixes.workspace_bytes,
+            strict=True,
+        )
+    )
     for chosen in tuples(options, 5):
-        time_s, saved, workspace = sum(o.time_s for o in chosen), sum(o.saved_bytes for o in chosen), max(o.workspace_bytes for o in chosen)
-        assert any(t <= time_s + 1e-9 and s <= saved + 1e-9 and w <= workspace + 1e-9 for t, s, w in rows)
+        time_s, saved, workspace = (
+            sum(o.time_s for o in chosen),
+            sum(o.saved_bytes for o in chosen),
+            max(o.workspace_bytes for o in chosen),
+        )
+        assert any(
+            t <= time_s + 1e-9 and s <= saved + 1e-9 and w <= workspace + 1e-9 for t, s, w in rows
+        )
     assert (mixes.counts.sum(axis=1) == 5).all()
 
 
@@ -71,7 +93,13 @@ def test_pairs_of_many_options_lose_less_than_one_block_of_the_best_tuple(seed):
 
     times = mixes.counts @ np.array([o.time_s for o in options])
     longest = max(o.time_s for o in options) - min(o.time_s for o in options)
-    every = [(sum(o.time_s for o in c), sum(o.saved_bytes for o in c) + max(o.workspace_bytes for o in c)) for c in tuples(options, 6)]
+    every = [
+        (
+            sum(o.time_s for o in c),
+            sum(o.saved_bytes for o in c) + max(o.workspace_bytes for o in c),
+        )
+        for c in tuples(options, 6)
+    ]
     for limit in np.quantile([held for _, held in every], (0.02, 0.2, 0.5, 0.9)):
         best_s = min(time_s for time_s, held in every if held <= limit)
         found_s = times[mixes.saved_bytes + mixes.workspace_bytes <= limit].min()
@@ -87,7 +115,13 @@ def test_every_chunk_has_the_same_mix_and_the_shorter_one_lacks_a_block():
 
 
 def test_the_hull_is_of_each_layout_by_itself():
-    options = (option(1.0, 10.0), option(1.5, 8.0), option(2.0, 2.0), option(1.0, 12.0, HEADS), option(3.0, 1.0, HEADS))
+    options = (
+        option(1.0, 10.0),
+        option(1.5, 8.0),
+        option(2.0, 2.0),
+        option(1.0, 12.0, HEADS),
+        option(3.0, 1.0, HEADS),
+    )
 
     assert hull(options) == [0, 2, 3, 4]  # 1 is above the line from 0 to 2
 
@@ -112,7 +146,9 @@ def test_no_column_is_below_the_relaxed_bound_of_its_count(seed):
     price_cache, pins = instance.price_cache(), Constraints()
     table = MixTable(price_cache, pins)
     checked = 0
-    for layout in enumerate_candidates(instance.model, instance.cluster, instance.training, pins).layouts:
+    for layout in enumerate_candidates(
+        instance.model, instance.cluster, instance.training, pins
+    ).layouts:
         for rank in range(layout.mesh.pp):
             columns = RankColumns(rank, layout, table)
             count = max(1, instance.model.num_layers // layout.mesh.pp)
@@ -120,8 +156,14 @@ def test_no_column_is_below_the_relaxed_bound_of_its_count(seed):
             for limit in (smallest * 1.001, smallest * 1.2, 1e15):
                 fast, bound = columns.fastest(count, limit), columns.relaxed(count, limit)
                 assert bound
-                weights = (0.0, 0.1, 0.3, 1.0, 1e3) if layout.mesh.pp > 1 else (1 / layout.num_micro_batches,)
+                weights = (
+                    (0.0, 0.1, 0.3, 1.0, 1e3)
+                    if layout.mesh.pp > 1
+                    else (1 / layout.num_micro_batches,)
+                )
                 for column, weight in itertools.product(fast, weights):
-                    assert min(b.time_s + weight * b.tail_s for b in bound) <= (column.time_s + weight * column.tail_s) * (1 + 1e-9)
+                    assert min(b.time_s + weight * b.tail_s for b in bound) <= (
+                        column.time_s + weight * column.tail_s
+                    ) * (1 + 1e-9)
                 checked += len(fast)
     assert checked

@@ -13,7 +13,7 @@ from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import RankTime, price_step
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.assemble import _stage_memory, assemble, runner_up
 from parplan.planner.plan.plan import LayerRun, StagePlan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
@@ -29,20 +29,35 @@ from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import every_price, peak_bytes, random_instance, redundant_bytes
 
 RECORD = SearchRecord(
-    objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=1.0, bound=0.0, gap=1.0, fastest_step_time_s=1.0,
-    candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
+    objective=Objective.THROUGHPUT,
+    status=Status.ESTIMATE,
+    value=1.0,
+    bound=0.0,
+    gap=1.0,
+    fastest_step_time_s=1.0,
+    candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
+)
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
-EMBEDDING, HEAD = (LayerChoice(kind, Recompute.NONE, 1) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD))
+EMBEDDING, HEAD = (
+    LayerChoice(kind, Recompute.NONE, 1) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
+)
 NONE, SELECTIVE, FULL = (LayerChoice(LayerKind.BLOCK, level, 1) for level in Recompute)
 
 
 def assembled(stages, *, pp=2, dp=2, tp=1, v=1, sequence_parallel=False):
     num_layers = sum(choice.kind is LayerKind.BLOCK for stage in stages for choice in stage)
     model = replace(load_model("gpt-tiny").spec, num_layers=num_layers)
-    price_cache = PriceCache(model, TRAINING, machine_for(with_gpus(load_cluster("a100-80gb"), pp * dp * tp)))
+    price_cache = PriceCache(
+        model, TRAINING, machine_for(with_gpus(load_cluster("a100-80gb"), pp * dp * tp))
+    )
     layout = ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
-        micro_batch_size=1, num_micro_batches=8 // dp, sequence_parallel=sequence_parallel)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B,
+        virtual_stages=v,
+        micro_batch_size=1,
+        num_micro_batches=8 // dp,
+        sequence_parallel=sequence_parallel,
+    )
     strategy = Strategy(layout=layout, stages=stages)
     price = price_step(strategy, price_cache)
     return assemble(strategy, price, RECORD, price_cache), price
@@ -53,10 +68,24 @@ def test_layer_plans_are_named_in_order_of_use_and_runs_are_merged():
 
     assert list(plan.layer_plans) == ["embedding", "A", "B", "C", "head"]
     assert plan.stages == (
-        StagePlan(rank=0, layers=(LayerRun(plan="embedding"), LayerRun(plan="A", blocks=(0, 1)), LayerRun(plan="B", blocks=(2, 2)))),
-        StagePlan(rank=1, layers=(
-            LayerRun(plan="B", blocks=(3, 3)), LayerRun(plan="C", blocks=(4, 4)), LayerRun(plan="A", blocks=(5, 5)),
-            LayerRun(plan="head"))))
+        StagePlan(
+            rank=0,
+            layers=(
+                LayerRun(plan="embedding"),
+                LayerRun(plan="A", blocks=(0, 1)),
+                LayerRun(plan="B", blocks=(2, 2)),
+            ),
+        ),
+        StagePlan(
+            rank=1,
+            layers=(
+                LayerRun(plan="B", blocks=(3, 3)),
+                LayerRun(plan="C", blocks=(4, 4)),
+                LayerRun(plan="A", blocks=(5, 5)),
+                LayerRun(plan="head"),
+            ),
+        ),
+    )
     assert plan.layer_plans["A"].recompute == ()
     assert plan.layer_plans["C"].recompute == ("norm1", "norm2", "activation")
     assert len(plan.layer_plans["B"].recompute) == 10
@@ -77,12 +106,17 @@ def test_zero_is_written_only_where_there_is_data_parallelism():
     assert {layer.zero for layer in without.layer_plans.values()} == {0}
 
 
-@pytest.mark.parametrize(("sequence_parallel", "norm_output", "projection_output"), [
-    pytest.param(False, (), (), id="replicated-between"),
-    pytest.param(True, ("Shard(1)@tp",), ("Shard(1)@tp",), id="split-by-token-between"),
-])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "norm_output", "projection_output"),
+    [
+        pytest.param(False, (), (), id="replicated-between"),
+        pytest.param(True, ("Shard(1)@tp",), ("Shard(1)@tp",), id="split-by-token-between"),
+    ],
+)
 def test_operators_carry_megatrons_placements(sequence_parallel, norm_output, projection_output):
-    plan, _ = assembled(((EMBEDDING, NONE), (NONE, HEAD)), tp=2, sequence_parallel=sequence_parallel)
+    plan, _ = assembled(
+        ((EMBEDDING, NONE), (NONE, HEAD)), tp=2, sequence_parallel=sequence_parallel
+    )
     operators = plan.layer_plans["A"].operators
 
     assert operators["qkv"].parameters == {"weight": ("Shard(0)@tp",), "bias": ("Shard(0)@tp",)}
@@ -107,21 +141,44 @@ def test_the_parts_add_up_and_the_units_are_seconds_and_gib(seed):
 
         step_s, parts = predicted.step_time_s.value, predicted.breakdown
         assert step_s == pytest.approx(price.step_s, rel=1e-5)
-        assert sum(getattr(parts, field.name).value for field in fields(parts)) == pytest.approx(step_s, rel=1e-4)
+        assert sum(getattr(parts, field.name).value for field in fields(parts)) == pytest.approx(
+            step_s, rel=1e-4
+        )
         assert predicted.tokens_per_s_per_gpu.value == pytest.approx(
-            training.global_batch_size * training.seq_length / price.step_s / cluster.num_gpus, rel=1e-5)
+            training.global_batch_size * training.seq_length / price.step_s / cluster.num_gpus,
+            rel=1e-5,
+        )
         for memory in predicted.memory_gib:
-            classes = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
-            assert memory.total == pytest.approx(sum(getattr(memory, name) for name in classes), abs=1e-3)
+            classes = (
+                "parameters",
+                "gradients",
+                "optimizer",
+                "activations",
+                "temporaries",
+                "reserve",
+            )
+            assert memory.total == pytest.approx(
+                sum(getattr(memory, name) for name in classes), abs=1e-3
+            )
             assert memory.capacity == pytest.approx(cluster.device.memory_bytes / GIB, abs=1e-3)
-        assert max(memory.total for memory in predicted.memory_gib) == pytest.approx(peak_bytes(price) / GIB, abs=1e-4)
-        assert predicted.redundancy_gib.total == pytest.approx(redundant_bytes(strategy, price) / GIB, abs=1e-3)
+        assert max(memory.total for memory in predicted.memory_gib) == pytest.approx(
+            peak_bytes(price) / GIB, abs=1e-4
+        )
+        assert predicted.redundancy_gib.total == pytest.approx(
+            redundant_bytes(strategy, price) / GIB, abs=1e-3
+        )
 
 
 def test_a_runner_up_has_the_figures_of_its_whole_plan():
     plan, price = assembled(((EMBEDDING, NONE), (NONE, FULL, HEAD)))
     layout = ParallelLayout(
-        mesh=plan.mesh, schedule=plan.pipeline.schedule, virtual_stages=1, micro_batch_size=1, num_micro_batches=4, sequence_parallel=False)
+        mesh=plan.mesh,
+        schedule=plan.pipeline.schedule,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=4,
+        sequence_parallel=False,
+    )
     line = runner_up(Strategy(layout=layout, stages=((EMBEDDING, NONE), (NONE, FULL, HEAD))), price)
 
     assert (line.mesh, line.pipeline) == (plan.mesh, plan.pipeline)
@@ -130,25 +187,43 @@ def test_a_runner_up_has_the_figures_of_its_whole_plan():
     assert line.redundancy_gib == plan.predicted.redundancy_gib.total
 
 
-@pytest.mark.parametrize(("gpu", "factor", "inside"), [
-    pytest.param("a100-80gb", 1.0, True, id="as-fast"),
-    pytest.param("a100-80gb", 1.099, True, id="inside"),
-    pytest.param("a100-80gb", 1.101, False, id="outside"),
-    pytest.param("a100-80gb", 0.95, True, id="faster-under-the-memory-objective"),
-    pytest.param("cpu", 1.0, False, id="no-band"),
-])
-def test_a_runner_up_is_marked_when_its_step_is_inside_the_error_band(gpu, factor, inside, monkeypatch):
-    every = Residuals(time_rows=50, time_band=0.1, memory_rows=50, memory_band=0.05, memory_margin=0.08)
-    monkeypatch.setattr("parplan.planner.plan.error_band.shipped_terms", lambda: Terms(residuals={"all": every}))
+@pytest.mark.parametrize(
+    ("gpu", "factor", "inside"),
+    [
+        pytest.param("a100-80gb", 1.0, True, id="as-fast"),
+        pytest.param("a100-80gb", 1.099, True, id="inside"),
+        pytest.param("a100-80gb", 1.101, False, id="outside"),
+        pytest.param("a100-80gb", 0.95, True, id="faster-under-the-memory-objective"),
+        pytest.param("cpu", 1.0, False, id="no-band"),
+    ],
+)
+def test_a_runner_up_is_marked_when_its_step_is_inside_the_error_band(
+    gpu, factor, inside, monkeypatch
+):
+    every = Residuals(
+        time_rows=50, time_band=0.1, memory_rows=50, memory_band=0.05, memory_margin=0.08
+    )
+    monkeypatch.setattr(
+        "parplan.planner.plan.error_band.shipped_terms", lambda: Terms(residuals={"all": every})
+    )
     stages = ((EMBEDDING, NONE, NONE, NONE, NONE, HEAD),)
-    price_cache = PriceCache(load_model("gpt-tiny").spec, TRAINING, machine_for(with_gpus(load_cluster(gpu), 2)))
+    price_cache = PriceCache(
+        load_model("gpt-tiny").spec, TRAINING, machine_for(with_gpus(load_cluster(gpu), 2))
+    )
     layout = ParallelLayout(
-        mesh=Mesh(pp=1, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=4,
-        sequence_parallel=False)
+        mesh=Mesh(pp=1, dp=2, tp=1),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=4,
+        sequence_parallel=False,
+    )
     strategy = Strategy(layout=layout, stages=stages)
     price = price_step(strategy, price_cache)
     other = runner_up(strategy, price)
-    other = replace(other, step_time_s=replace(other.step_time_s, value=factor * other.step_time_s.value))
+    other = replace(
+        other, step_time_s=replace(other.step_time_s, value=factor * other.step_time_s.value)
+    )
 
     plan = assemble(strategy, price, replace(RECORD, runners_up=(other,)), price_cache)
 
@@ -161,13 +236,28 @@ def test_a_step_is_only_as_certain_as_its_least_certain_rank():
     stages = ((EMBEDDING, NONE, NONE, NONE), (NONE, HEAD))
     plan, price = assembled(stages)
     slowest = max(price.ranks, key=lambda rank: rank.total.value_s)
-    measured = RankTime(**{field.name: Seconds(getattr(slowest, field.name).value_s, Kind.MEASURED) for field in fields(RankTime)})
-    mixed = replace(price, ranks=tuple(measured if rank is slowest else rank for rank in price.ranks))
+    measured = RankTime(
+        **{
+            field.name: Seconds(getattr(slowest, field.name).value_s, Kind.MEASURED)
+            for field in fields(RankTime)
+        }
+    )
+    mixed = replace(
+        price, ranks=tuple(measured if rank is slowest else rank for rank in price.ranks)
+    )
     layout = ParallelLayout(
-        mesh=plan.mesh, schedule=plan.pipeline.schedule, virtual_stages=1, micro_batch_size=1, num_micro_batches=4, sequence_parallel=False)
+        mesh=plan.mesh,
+        schedule=plan.pipeline.schedule,
+        virtual_stages=1,
+        micro_batch_size=1,
+        num_micro_batches=4,
+        sequence_parallel=False,
+    )
     price_cache = PriceCache(plan.model, TRAINING, machine_for(plan.cluster))
 
-    predicted = assemble(Strategy(layout=layout, stages=stages), mixed, RECORD, price_cache).predicted
+    predicted = assemble(
+        Strategy(layout=layout, stages=stages), mixed, RECORD, price_cache
+    ).predicted
 
     assert predicted.breakdown.compute_s.kind is Kind.MEASURED
     assert predicted.step_time_s.kind is predicted.breakdown.pp_bubble_s.kind is Kind.ANALYTIC
@@ -176,10 +266,23 @@ def test_a_step_is_only_as_certain_as_its_least_certain_rank():
 @pytest.mark.parametrize("apart", [0.0, 3.0, 8.0, 12.0])
 def test_no_class_of_memory_is_below_zero_whatever_is_apart(apart):
     memory = RankMemory(
-        states=StateBytes(parameters=1 * GIB, gradients=5 * GIB, optimizer=2 * GIB), activations=1.0 * GIB, temporaries=10.0 * GIB,
-        allocator_reserve=0.0, communicators=0.0, context=0.0, apart=apart * GIB)
+        states=StateBytes(parameters=1 * GIB, gradients=5 * GIB, optimizer=2 * GIB),
+        activations=1.0 * GIB,
+        temporaries=10.0 * GIB,
+        allocator_reserve=0.0,
+        communicators=0.0,
+        context=0.0,
+        apart=apart * GIB,
+    )
     stage = _stage_memory(0, memory, 80 * GIB)
-    classes = stage.parameters, stage.gradients, stage.optimizer, stage.activations, stage.temporaries, stage.reserve
+    classes = (
+        stage.parameters,
+        stage.gradients,
+        stage.optimizer,
+        stage.activations,
+        stage.temporaries,
+        stage.reserve,
+    )
 
     assert min(classes) >= 0
     assert sum(classes) == pytest.approx(stage.total) == pytest.approx(19.0 - apart)

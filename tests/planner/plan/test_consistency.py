@@ -8,9 +8,9 @@ import pytest
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.plan import PLAN_VERSION, plan_to_document
 from parplan.planner.plan.traced_plan import (
-    TracedPlan,
     ShardPlan,
     ShardStage,
+    TracedPlan,
     TracedSummary,
     any_plan_from_document,
 )
@@ -19,33 +19,83 @@ from parplan.profiles.models.module_source import ModuleSource
 from tests.helpers.executor_plans import make_plan
 from tests.helpers.synthetic_runs import estimated
 
-# a choice or a description by itself: with another value it is the plan of another request, which fits together as well
+# a choice or a description by itself: with another value it is the plan of another request, which
+# fits together as well
 FREE = {
-    "model": {"hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "max_seq_length", "vocab_multiple"},
-    "training": {"seq_length"}, "layer_plans": {"zero"}, "pipeline": {"tp_overlap"}, "stages": {"zero"},
+    "model": {
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "ffn_hidden_size",
+        "vocab_size",
+        "max_seq_length",
+        "vocab_multiple",
+    },
+    "training": {"seq_length"},
+    "layer_plans": {"zero"},
+    "pipeline": {"tp_overlap"},
+    "stages": {"zero"},
     "traced": {"num_parameters", "flops_per_sequence"},
-    "shards": {"parameters"}}
-DESCRIPTIONS = {"device", "link", "nic", "nics", "host_memory_gib", "pcie_gb_per_s", "pcie_node_gb_per_s", "host_gb_per_s", "stack",
-                "numa_domains", "gpus_per_numa"}
-OTHERS = (lambda value: value + 1, lambda value: 0, lambda value: -1, lambda value: 7, lambda value: 10**12, lambda value: 2**62)
+    "shards": {"parameters"},
+}
+DESCRIPTIONS = {
+    "device",
+    "link",
+    "nic",
+    "nics",
+    "host_memory_gib",
+    "pcie_gb_per_s",
+    "pcie_node_gb_per_s",
+    "host_gb_per_s",
+    "stack",
+    "numa_domains",
+    "gpus_per_numa",
+}
+OTHERS = (
+    lambda value: value + 1,
+    lambda value: 0,
+    lambda value: -1,
+    lambda value: 7,
+    lambda value: 10**12,
+    lambda value: 2**62,
+)
 
 
 def module_plan(pp: int = 2) -> TracedPlan:
     """Two shards of three operators a stage, of a module that nobody traces."""
     like = make_plan(pp=pp, dp=2, global_batch_size=8)
     return TracedPlan(
-        plan_version=PLAN_VERSION, module=ModuleSource(factory="a.b:c"),
-        traced=TracedSummary(name="m", num_parameters=5, num_operators=6 * pp, flops_per_sequence=7, unit="tokens"), cluster=like.cluster,
-        training=like.training, mesh=like.mesh, pipeline=like.pipeline,
-        shards=tuple(ShardPlan(name=f"s{i}", layer="A", first=3 * i, end=3 * i + 3, starts="x", parameters=1) for i in range(2 * pp)),
-        stages=tuple(ShardStage(rank=i, first=2 * i, end=2 * i + 2, zero=1, recompute=(2 * i,)) for i in range(pp)),
-        predicted=like.predicted, search=like.search)
+        plan_version=PLAN_VERSION,
+        module=ModuleSource(factory="a.b:c"),
+        traced=TracedSummary(
+            name="m", num_parameters=5, num_operators=6 * pp, flops_per_sequence=7, unit="tokens"
+        ),
+        cluster=like.cluster,
+        training=like.training,
+        mesh=like.mesh,
+        pipeline=like.pipeline,
+        shards=tuple(
+            ShardPlan(name=f"s{i}", layer="A", first=3 * i, end=3 * i + 3, starts="x", parameters=1)
+            for i in range(2 * pp)
+        ),
+        stages=tuple(
+            ShardStage(rank=i, first=2 * i, end=2 * i + 2, zero=1, recompute=(2 * i,))
+            for i in range(pp)
+        ),
+        predicted=like.predicted,
+        search=like.search,
+    )
 
 
 PLANS = {
-    "one-device": lambda: estimated(), "pipeline": lambda: estimated(pp=2, dp=2, zero=1), "tensor": lambda: estimated(tp=2),
-    "interleaved": lambda: estimated(pp=2, virtual_stages=3), "zbv": lambda: make_plan(pp=2, virtual_stages=2, schedule=Schedule.ZBV),
-    "module": module_plan}
+    "one-device": lambda: estimated(),
+    "pipeline": lambda: estimated(pp=2, dp=2, zero=1),
+    "tensor": lambda: estimated(tp=2),
+    "interleaved": lambda: estimated(pp=2, virtual_stages=3),
+    "zbv": lambda: make_plan(pp=2, virtual_stages=2, schedule=Schedule.ZBV),
+    "module": module_plan,
+}
 
 
 def integers(value, path=()):
@@ -67,9 +117,13 @@ def changed(body, path, value):
 
 
 def is_free(path) -> bool:
-    if path[0] in ("predicted", "search") or (path[0] in ("cluster", "training") and set(path) & DESCRIPTIONS):
+    if path[0] in ("predicted", "search") or (
+        path[0] in ("cluster", "training") and set(path) & DESCRIPTIONS
+    ):
         return True
-    return path[-1] in FREE.get(path[0], ()) or "recompute" in path  # of the shards of a stage any may run again
+    return (
+        path[-1] in FREE.get(path[0], ()) or "recompute" in path
+    )  # of the shards of a stage any may run again
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -98,32 +152,130 @@ def _at(body, path):
     return body
 
 
-@pytest.mark.parametrize(("name", "path", "value", "message"), [
-    ("one-device", ("cluster", "nodes"), 7, "mesh: pp 1 x dp 1 x tp 1 has 1 ranks, the cluster has 7 devices, nodes 7 x 1"),
-    ("tensor", ("mesh", "tp"), 1, "the cluster has 2 devices"),
-    ("one-device", ("pipeline", "virtual_stages"), 0, r"pipeline.virtual_stages is 0, it must be from 1 to 4,096"),
-    ("one-device", ("layer_plans", "A", "offload"), ["optimizer"], "layer_plans.A: offload is optimizer, and the plan has no chunks"),
-    ("interleaved", ("stages", 1, "layers"), [], "stages.1: it has no layers"),
-    ("one-device", ("pipeline", "num_micro_batches"), 3, "3 micro-batches of 2 on dp 1 are 6 sequences, global_batch_size is 8"),
-    ("interleaved", ("pipeline", "num_micro_batches"), 3, "interleaved needs micro-batches in multiples of the 2 pipeline ranks"),
-    ("interleaved", ("stages", 0, "rank"), 1, "stages.0: rank is 1, schedule interleaved runs it on 0"),
-    ("zbv", ("stages", 2, "rank"), 0, "stages.2: rank is 0, schedule zbv runs it on 1"),
-    ("pipeline", ("mesh", "ep"), 2, "mesh: ep 2 divides experts, gpt-2.5b has none"),
-    ("one-device", ("stages", 0, "layers", 1, "blocks"), [0, 10**12], "they have 1000000000001 blocks, the model has 54"),
-    ("one-device", ("stages", 0, "layers", 1, "blocks"), [1, 53], "blocks are 1 to 53, they must begin with 0"),
-    ("one-device", ("stages", 0, "layers", 0, "plan"), "head", "the first layer must be the embedding"),
-    ("one-device", ("stages", 0, "layers", 2, "blocks"), [0, 0], "embedding and head have no blocks"),
-    ("pipeline", ("layer_plans", "A", "zero_ranks"), 3, "layer_plans.A: zero_ranks 3 does not divide dp 2"),
-    ("one-device", ("layer_plans", "A", "recompute"), ["fc9"], "layer_plans.A: recompute: it names fc9, the layer has norm1, qkv"),
-    ("one-device", ("layer_plans", "embedding", "keep_on_host"), ["fc1"], "keep_on_host: it names fc1, the layer has tokens"),
-    ("one-device", ("training", "seq_length"), 10**6, "training: seq_length is 1000000, the model learns 1024 positions"),
-    ("one-device", ("predicted", "step_time_s", "value"), "1e999", "finite|predicted.step_time_s.value is inf"),
-    ("one-device", ("predicted", "step_time_s", "value"), 1e200, r"predicted.step_time_s.value is 1e\+200, it must be from"),
-    ("one-device", ("training", "global_batch_size"), 2**62, "global_batch_size is 4611686018427387904, it must be from 1 to 1,000,"),
-    ("module", ("shards", 1, "first"), 4, "shards.1: it is operators 4 to 6, it must begin with 3"),
-    ("module", ("mesh", "dp"), 1, "the cluster has 4 devices"),
-    ("module", ("mesh", "tp"), 2, "nothing says how the operators of a traced module are divided"),
-])
+@pytest.mark.parametrize(
+    ("name", "path", "value", "message"),
+    [
+        (
+            "one-device",
+            ("cluster", "nodes"),
+            7,
+            "mesh: pp 1 x dp 1 x tp 1 has 1 ranks, the cluster has 7 devices, nodes 7 x 1",
+        ),
+        ("tensor", ("mesh", "tp"), 1, "the cluster has 2 devices"),
+        (
+            "one-device",
+            ("pipeline", "virtual_stages"),
+            0,
+            r"pipeline.virtual_stages is 0, it must be from 1 to 4,096",
+        ),
+        (
+            "one-device",
+            ("layer_plans", "A", "offload"),
+            ["optimizer"],
+            "layer_plans.A: offload is optimizer, and the plan has no chunks",
+        ),
+        ("interleaved", ("stages", 1, "layers"), [], "stages.1: it has no layers"),
+        (
+            "one-device",
+            ("pipeline", "num_micro_batches"),
+            3,
+            "3 micro-batches of 2 on dp 1 are 6 sequences, global_batch_size is 8",
+        ),
+        (
+            "interleaved",
+            ("pipeline", "num_micro_batches"),
+            3,
+            "interleaved needs micro-batches in multiples of the 2 pipeline ranks",
+        ),
+        (
+            "interleaved",
+            ("stages", 0, "rank"),
+            1,
+            "stages.0: rank is 1, schedule interleaved runs it on 0",
+        ),
+        ("zbv", ("stages", 2, "rank"), 0, "stages.2: rank is 0, schedule zbv runs it on 1"),
+        ("pipeline", ("mesh", "ep"), 2, "mesh: ep 2 divides experts, gpt-2.5b has none"),
+        (
+            "one-device",
+            ("stages", 0, "layers", 1, "blocks"),
+            [0, 10**12],
+            "they have 1000000000001 blocks, the model has 54",
+        ),
+        (
+            "one-device",
+            ("stages", 0, "layers", 1, "blocks"),
+            [1, 53],
+            "blocks are 1 to 53, they must begin with 0",
+        ),
+        (
+            "one-device",
+            ("stages", 0, "layers", 0, "plan"),
+            "head",
+            "the first layer must be the embedding",
+        ),
+        (
+            "one-device",
+            ("stages", 0, "layers", 2, "blocks"),
+            [0, 0],
+            "embedding and head have no blocks",
+        ),
+        (
+            "pipeline",
+            ("layer_plans", "A", "zero_ranks"),
+            3,
+            "layer_plans.A: zero_ranks 3 does not divide dp 2",
+        ),
+        (
+            "one-device",
+            ("layer_plans", "A", "recompute"),
+            ["fc9"],
+            "layer_plans.A: recompute: it names fc9, the layer has norm1, qkv",
+        ),
+        (
+            "one-device",
+            ("layer_plans", "embedding", "keep_on_host"),
+            ["fc1"],
+            "keep_on_host: it names fc1, the layer has tokens",
+        ),
+        (
+            "one-device",
+            ("training", "seq_length"),
+            10**6,
+            "training: seq_length is 1000000, the model learns 1024 positions",
+        ),
+        (
+            "one-device",
+            ("predicted", "step_time_s", "value"),
+            "1e999",
+            "finite|predicted.step_time_s.value is inf",
+        ),
+        (
+            "one-device",
+            ("predicted", "step_time_s", "value"),
+            1e200,
+            r"predicted.step_time_s.value is 1e\+200, it must be from",
+        ),
+        (
+            "one-device",
+            ("training", "global_batch_size"),
+            2**62,
+            "global_batch_size is 4611686018427387904, it must be from 1 to 1,000,",
+        ),
+        (
+            "module",
+            ("shards", 1, "first"),
+            4,
+            "shards.1: it is operators 4 to 6, it must begin with 3",
+        ),
+        ("module", ("mesh", "dp"), 1, "the cluster has 4 devices"),
+        (
+            "module",
+            ("mesh", "tp"),
+            2,
+            "nothing says how the operators of a traced module are divided",
+        ),
+    ],
+)
 def test_the_error_names_the_parts_that_differ(name, path, value, message):
     body = plan_to_document(PLANS[name]())
 
@@ -135,5 +287,7 @@ def test_a_step_of_more_passes_than_can_be_simulated_is_refused():
     body = plan_to_document(estimated(pp=2))
     body["pipeline"]["num_micro_batches"], body["training"]["global_batch_size"] = 10**8, 2 * 10**8
 
-    with pytest.raises(ConfigError, match="400,000,000 forward and backward passes, at most 2,000,000 are planned"):
+    with pytest.raises(
+        ConfigError, match="400,000,000 forward and backward passes, at most 2,000,000 are planned"
+    ):
         any_plan_from_document(body, "f")

@@ -1,4 +1,6 @@
-"""The error band and the memory margin: whose residuals they are, and when there is no band to show."""
+"""The error band and the memory margin: whose residuals they are, and when there is no band to
+show.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,20 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.stack_terms import FEWEST_ROWS, Residuals, Terms
 from parplan.profiles.stack import Stack
 
-EVERY = Residuals(time_rows=1000, time_band=0.1, memory_rows=300, memory_band=0.08, memory_margin=0.09)
-OWN = Residuals(time_rows=700, time_band=0.04, memory_rows=FEWEST_ROWS - 1, memory_band=0.01, memory_margin=0.01)
-LEAN = Residuals(time_rows=FEWEST_ROWS - 1, time_band=0.5, memory_rows=FEWEST_ROWS, memory_band=0.02, memory_margin=0.03)
-TERMS = Terms(
-    residuals={"all": EVERY, "mine": OWN, "lean": LEAN})
+EVERY = Residuals(
+    time_rows=1000, time_band=0.1, memory_rows=300, memory_band=0.08, memory_margin=0.09
+)
+OWN = Residuals(
+    time_rows=700, time_band=0.04, memory_rows=FEWEST_ROWS - 1, memory_band=0.01, memory_margin=0.01
+)
+LEAN = Residuals(
+    time_rows=FEWEST_ROWS - 1,
+    time_band=0.5,
+    memory_rows=FEWEST_ROWS,
+    memory_band=0.02,
+    memory_margin=0.03,
+)
+TERMS = Terms(residuals={"all": EVERY, "mine": OWN, "lean": LEAN})
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +35,35 @@ def _terms(monkeypatch):
     monkeypatch.setattr("parplan.planner.plan.error_band.shipped_terms", lambda: TERMS)
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    pytest.param("mine", ErrorBand(time=Band(share=0.04, rows=700, stack="mine"), memory=Band(share=0.08, rows=300, stack="all")),
-                 id="too-few-memory-rows-of-its-own"),
-    pytest.param("lean", ErrorBand(time=Band(share=0.1, rows=1000, stack="all"), memory=Band(share=0.02, rows=10, stack="lean")),
-                 id="too-few-time-rows-of-its-own"),
-    pytest.param("other", ErrorBand(time=Band(share=0.1, rows=1000, stack="all"), memory=Band(share=0.08, rows=300, stack="all")),
-                 id="no-rows-of-its-own"),
-])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        pytest.param(
+            "mine",
+            ErrorBand(
+                time=Band(share=0.04, rows=700, stack="mine"),
+                memory=Band(share=0.08, rows=300, stack="all"),
+            ),
+            id="too-few-memory-rows-of-its-own",
+        ),
+        pytest.param(
+            "lean",
+            ErrorBand(
+                time=Band(share=0.1, rows=1000, stack="all"),
+                memory=Band(share=0.02, rows=10, stack="lean"),
+            ),
+            id="too-few-time-rows-of-its-own",
+        ),
+        pytest.param(
+            "other",
+            ErrorBand(
+                time=Band(share=0.1, rows=1000, stack="all"),
+                memory=Band(share=0.08, rows=300, stack="all"),
+            ),
+            id="no-rows-of-its-own",
+        ),
+    ],
+)
 def test_the_band_of_a_stack_says_whose_rows_it_rests_on(name, expected):
     assert stack_band(name, TERMS) == stack_band(name) == expected
 
@@ -43,25 +75,35 @@ def test_a_device_that_nobody_measured_has_no_band():
     assert error_band(machine_for(load_cluster("a100-80gb")), stack) == stack_band("megatron-core")
 
 
-@pytest.mark.parametrize(("device", "known"), [("a100-40gb", True), ("h100-96gb-hbm2e", True), ("l4-24gb", False), ("rtx3090-24gb", False)])
+@pytest.mark.parametrize(
+    ("device", "known"),
+    [("a100-40gb", True), ("h100-96gb-hbm2e", True), ("l4-24gb", False), ("rtx3090-24gb", False)],
+)
 def test_a_device_with_the_chip_of_a_measured_one_has_a_band(device, known):
     assert (error_band(machine_for(load_cluster(device)), Stack(name="mine")) is not None) is known
 
 
-@pytest.mark.parametrize(("asked", "name", "expected"), [
-    pytest.param(None, "other", 0.09, id="of-every-stack"),
-    pytest.param(None, "mine", 0.09, id="not-of-too-few-rows"),
-    pytest.param(None, "lean", 0.03, id="of-the-stack"),
-    pytest.param(0.0, "lean", 0.0, id="none-at-all"),
-    pytest.param(0.5, "lean", 0.5, id="as-asked"),
-])
+@pytest.mark.parametrize(
+    ("asked", "name", "expected"),
+    [
+        pytest.param(None, "other", 0.09, id="of-every-stack"),
+        pytest.param(None, "mine", 0.09, id="not-of-too-few-rows"),
+        pytest.param(None, "lean", 0.03, id="of-the-stack"),
+        pytest.param(0.0, "lean", 0.0, id="none-at-all"),
+        pytest.param(0.5, "lean", 0.5, id="as-asked"),
+    ],
+)
 def test_the_margin_is_that_of_the_measured_runs_unless_asked(asked, name, expected):
     assert memory_margin(Stack(name=name), SearchOptions(memory_margin=asked)) == expected
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("other", "from 300 measured runs of other stacks"), ("mine", "from 300 measured runs of other stacks"),
-    ("lean", "the least; 10 measured runs ask for no more"),
-])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("other", "from 300 measured runs of other stacks"),
+        ("mine", "from 300 measured runs of other stacks"),
+        ("lean", "the least; 10 measured runs ask for no more"),
+    ],
+)
 def test_the_margin_says_where_it_comes_from(name, text):
     assert margin_text(Stack(name=name)) == text

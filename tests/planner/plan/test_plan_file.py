@@ -1,4 +1,6 @@
-"""The plan file: what is written is read back equal, the same bytes for the same plan, and broken files say where and why."""
+"""The plan file: what is written is read back equal, the same bytes for the same plan, and broken
+files say where and why.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parplan.planner.plan.plan import Plan, read_plan, plan_to_yaml, write_plan
+from parplan.planner.plan.plan import Plan, plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.prediction import Band, ErrorBand, Objective
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import ConfigError
@@ -24,13 +26,17 @@ SEEDS = mostly_slow((0, 1, 5, 8), {5})
 
 def plan_of(seed: int, objective: Objective = Objective.THROUGHPUT) -> Plan:
     instance = random_instance(seed)
-    return find_plan(instance.model, instance.cluster, instance.training, objective, constraints=PINS)
+    return find_plan(
+        instance.model, instance.cluster, instance.training, objective, constraints=PINS
+    )
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     plans = map(plan_of, range(20))
-    return next(plan for plan in plans if plan.mesh.tp > 1 and len(plan.stages[0].layers) > 1)  # placements, and blocks in stage 0
+    return next(
+        plan for plan in plans if plan.mesh.tp > 1 and len(plan.stages[0].layers) > 1
+    )  # placements, and blocks in stage 0
 
 
 @pytest.mark.parametrize("objective", list(Objective))
@@ -41,7 +47,9 @@ def test_a_plan_is_read_back_equal_and_written_with_the_same_bytes(seed, objecti
     write_plan(plan, path)
 
     assert read_plan(path) == plan
-    assert plan_to_yaml(read_plan(path)) == path.read_text() == plan_to_yaml(plan_of(seed, objective))
+    assert (
+        plan_to_yaml(read_plan(path)) == path.read_text() == plan_to_yaml(plan_of(seed, objective))
+    )
     assert path.read_text().isascii()
 
 
@@ -70,29 +78,88 @@ def put(*keys_and_value):
     return change
 
 
-@pytest.mark.parametrize(("change", "message", "hint"), [
-    pytest.param(put("meshh", {}), "unknown key meshh", "did you mean 'mesh'?", id="top-level"),
-    pytest.param(
-        put("pipeline", "micro_batchsize", 1), "unknown key pipeline.micro_batchsize", "did you mean 'micro_batch_size'?", id="nested"),
-    pytest.param(put("layer_plans", "A", "zeroo", 1), "unknown key layer_plans.A.zeroo", "did you mean 'zero'?", id="in-a-mapping"),
-    pytest.param(put("stages", 0, "layers", 1, "bloks", 1), "unknown key stages.0.layers.1.bloks", "did you mean 'blocks'?", id="in-lists"),
-    pytest.param(
-        put("cluster", "device", "memory_gb", 1), "cluster: unknown key device.memory_gb", "did you mean 'memory_gib'?", id="cluster"),
-    pytest.param(put("mesh", None), "mesh is missing", "add mesh", id="missing"),
-    pytest.param(put("cluster", None), "cluster is missing", "add cluster", id="missing-cluster"),
-    pytest.param(put("mesh", "pp", "two"), "mesh.pp: .*valid integer.*'two'", "correct that value", id="type"),
-    pytest.param(
-        put("predicted", "mfu", 0.5), "predicted.mfu must be a mapping, found float", "correct that value", id="number-without-kind"),
-    pytest.param(
-        put("pipeline", "schedule", "1f1bb"), "pipeline.schedule: .*'gpipe', '1f1b', 'interleaved', .*'scp', 'zbv' or 'custom'",
-        "correct that value", id="choice"),
-    pytest.param(put("layer_plans", "A", "zero", 7), "zero is 7, it must be 0, 1, 2 or 3", None, id="range"),
-    pytest.param(put("plan_version", 2), "plan_version is 2, this parplan reads 1", "make the plan again with this version", id="version"),
-    pytest.param(
-        put("plan_version", None), "plan_version is missing, this parplan reads 1", "make the plan again", id="no-version"),
-    pytest.param(put("stages", 0, "layers", 1, "plan", "Q"), "unknown layer plan 'Q' in .*stages.0", "known: A, ", id="unknown-layer-plan"),
-    pytest.param(put("predicted", "memory_gib", []), "predicted.memory_gib has 0 stages", "make the plan again", id="memory-of-no-stage"),
-])
+@pytest.mark.parametrize(
+    ("change", "message", "hint"),
+    [
+        pytest.param(put("meshh", {}), "unknown key meshh", "did you mean 'mesh'?", id="top-level"),
+        pytest.param(
+            put("pipeline", "micro_batchsize", 1),
+            "unknown key pipeline.micro_batchsize",
+            "did you mean 'micro_batch_size'?",
+            id="nested",
+        ),
+        pytest.param(
+            put("layer_plans", "A", "zeroo", 1),
+            "unknown key layer_plans.A.zeroo",
+            "did you mean 'zero'?",
+            id="in-a-mapping",
+        ),
+        pytest.param(
+            put("stages", 0, "layers", 1, "bloks", 1),
+            "unknown key stages.0.layers.1.bloks",
+            "did you mean 'blocks'?",
+            id="in-lists",
+        ),
+        pytest.param(
+            put("cluster", "device", "memory_gb", 1),
+            "cluster: unknown key device.memory_gb",
+            "did you mean 'memory_gib'?",
+            id="cluster",
+        ),
+        pytest.param(put("mesh", None), "mesh is missing", "add mesh", id="missing"),
+        pytest.param(
+            put("cluster", None), "cluster is missing", "add cluster", id="missing-cluster"
+        ),
+        pytest.param(
+            put("mesh", "pp", "two"),
+            "mesh.pp: .*valid integer.*'two'",
+            "correct that value",
+            id="type",
+        ),
+        pytest.param(
+            put("predicted", "mfu", 0.5),
+            "predicted.mfu must be a mapping, found float",
+            "correct that value",
+            id="number-without-kind",
+        ),
+        pytest.param(
+            put("pipeline", "schedule", "1f1bb"),
+            "pipeline.schedule: .*'gpipe', '1f1b', 'interleaved', .*'scp', 'zbv' or 'custom'",
+            "correct that value",
+            id="choice",
+        ),
+        pytest.param(
+            put("layer_plans", "A", "zero", 7),
+            "zero is 7, it must be 0, 1, 2 or 3",
+            None,
+            id="range",
+        ),
+        pytest.param(
+            put("plan_version", 2),
+            "plan_version is 2, this parplan reads 1",
+            "make the plan again with this version",
+            id="version",
+        ),
+        pytest.param(
+            put("plan_version", None),
+            "plan_version is missing, this parplan reads 1",
+            "make the plan again",
+            id="no-version",
+        ),
+        pytest.param(
+            put("stages", 0, "layers", 1, "plan", "Q"),
+            "unknown layer plan 'Q' in .*stages.0",
+            "known: A, ",
+            id="unknown-layer-plan",
+        ),
+        pytest.param(
+            put("predicted", "memory_gib", []),
+            "predicted.memory_gib has 0 stages",
+            "make the plan again",
+            id="memory-of-no-stage",
+        ),
+    ],
+)
 def test_a_broken_file_names_itself_the_place_and_a_way_out(plan, tmp_path, change, message, hint):
     path = broken(plan, tmp_path / "plan.yaml", change)
 
@@ -114,31 +181,52 @@ def test_a_file_from_before_there_were_stacks_and_bands_reads_as_neutral(plan, t
     assert found.training.stack == NEUTRAL
     assert found.predicted.error_band is None
     assert not any(other.inside_error_band for other in found.search.runners_up)
-    assert replace(found, training=plan.training, predicted=plan.predicted, search=plan.search) == plan
+    assert (
+        replace(found, training=plan.training, predicted=plan.predicted, search=plan.search) == plan
+    )
 
 
 def test_the_stack_and_the_band_travel_in_the_file(plan, tmp_path):
     path = tmp_path / "plan.yaml"
-    band = ErrorBand(time=Band(share=0.04, rows=700, stack="mine"), memory=Band(share=0.1, rows=9, stack="all"))
+    band = ErrorBand(
+        time=Band(share=0.04, rows=700, stack="mine"), memory=Band(share=0.1, rows=9, stack="all")
+    )
     stack = Stack(
-        name="mine", attention="unfused", flash_kernels=(AvailableKernel(kernel="flash3"),), kernel_slowdown=1.25, host_operator_s=1e-5)
-    plan = replace(plan, training=replace(plan.training, stack=stack), predicted=replace(plan.predicted, error_band=band))
+        name="mine",
+        attention="unfused",
+        flash_kernels=(AvailableKernel(kernel="flash3"),),
+        kernel_slowdown=1.25,
+        host_operator_s=1e-5,
+    )
+    plan = replace(
+        plan,
+        training=replace(plan.training, stack=stack),
+        predicted=replace(plan.predicted, error_band=band),
+    )
 
     write_plan(plan, path)
 
     assert read_plan(path) == plan
     assert yaml.safe_load(path.read_text())["predicted"]["error_band"] == {
-        "time": {"share": 0.04, "rows": 700, "stack": "mine"}, "memory": {"share": 0.1, "rows": 9, "stack": "all"}}
+        "time": {"share": 0.04, "rows": 700, "stack": "mine"},
+        "memory": {"share": 0.1, "rows": 9, "stack": "all"},
+    }
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    pytest.param("mesh: {pp: 1\nother: [\n", r"plan.yaml:2: not YAML: ", id="with-the-line"),
-    pytest.param(
-        "plan_version: 1\nmesh: !!python/object:os.system {}\n", r"yaml:2: the tag tag:yaml.org,2002:python/object", id="no-code"),
-    pytest.param("- 1\n", "a plan is a mapping, found list", id="a-list"),
-    pytest.param("", "a plan is a mapping, found NoneType", id="empty"),
-    pytest.param(b"\xff\x00", "plan.yaml:1: a NUL byte", id="not-text"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("mesh: {pp: 1\nother: [\n", r"plan.yaml:2: not YAML: ", id="with-the-line"),
+        pytest.param(
+            "plan_version: 1\nmesh: !!python/object:os.system {}\n",
+            r"yaml:2: the tag tag:yaml.org,2002:python/object",
+            id="no-code",
+        ),
+        pytest.param("- 1\n", "a plan is a mapping, found list", id="a-list"),
+        pytest.param("", "a plan is a mapping, found NoneType", id="empty"),
+        pytest.param(b"\xff\x00", "plan.yaml:1: a NUL byte", id="not-text"),
+    ],
+)
 def test_what_is_no_plan_is_refused(text, message, tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -179,7 +267,9 @@ def test_a_folder_that_does_not_exist_is_an_error_of_the_request(plan, tmp_path)
 
 
 def conforms(value, schema, definitions, where="plan"):
-    """What a JSON Schema validator checks of the keywords that our schema uses; fails with the place."""
+    """What a JSON Schema validator checks of the keywords that our schema uses; fails with the
+    place.
+    """
     if "$ref" in schema:
         schema = definitions[schema["$ref"].removeprefix("#/$defs/")]
     if "anyOf" in schema:
@@ -189,9 +279,21 @@ def conforms(value, schema, definitions, where="plan"):
             except AssertionError:
                 continue
         raise AssertionError(f"{where}: none of {schema['anyOf']}")
-    types = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
-    assert "type" not in schema or isinstance(value, types[schema["type"]]), f"{where}: {value!r} is no {schema.get('type')}"
-    assert value in schema.get("enum", [value]), f"{where}: {value!r} is none of {schema.get('enum')}"
+    types = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "null": type(None),
+    }
+    assert "type" not in schema or isinstance(value, types[schema["type"]]), (
+        f"{where}: {value!r} is no {schema.get('type')}"
+    )
+    assert value in schema.get("enum", [value]), (
+        f"{where}: {value!r} is none of {schema.get('enum')}"
+    )
     assert value == schema.get("const", value), f"{where}: {value!r} is not {schema.get('const')}"
     if isinstance(value, dict):
         assert set(schema.get("required", ())) <= set(value), where
@@ -205,7 +307,12 @@ def conforms(value, schema, definitions, where="plan"):
         assert schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)), where
         for index, inner in enumerate(value):
             prefix = schema.get("prefixItems", ())
-            conforms(inner, prefix[index] if index < len(prefix) else schema.get("items", {}), definitions, f"{where}.{index}")
+            conforms(
+                inner,
+                prefix[index] if index < len(prefix) else schema.get("items", {}),
+                definitions,
+                f"{where}.{index}",
+            )
     return None
 
 
@@ -220,10 +327,17 @@ def test_the_published_schema_takes_real_plans_with_and_without_the_time_of_thei
 def test_the_published_schema_refuses_what_the_reader_refuses(plan):
     schema = plan_schema()
     for change in (
-        put("mesh", "cp", 1), put("mesh", None), put("mesh", "pp", "two"), put("plan_version", 2), put("layer_plans", "A", "zeroo", 1),
+        put("mesh", "cp", 1),
+        put("mesh", None),
+        put("mesh", "pp", "two"),
+        put("plan_version", 2),
+        put("layer_plans", "A", "zeroo", 1),
     ):
         body = plan_document(plan)
-        body["mesh"], body["layer_plans"] = dict(body["mesh"]), {name: dict(layer) for name, layer in body["layer_plans"].items()}
+        body["mesh"], body["layer_plans"] = (
+            dict(body["mesh"]),
+            {name: dict(layer) for name, layer in body["layer_plans"].items()},
+        )
         change(body)
         with pytest.raises(AssertionError):
             conforms(body, schema, schema["$defs"])

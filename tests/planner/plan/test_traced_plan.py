@@ -10,7 +10,7 @@ import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.plan import plan_to_document, plan_to_yaml, write_plan
-from parplan.planner.plan.traced_plan import TracedPlan, traced_plan_from_document, read_any_plan
+from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan, traced_plan_from_document
 from parplan.planner.request import Constraints
 from parplan.planner.traced.plan_traced import find_traced_plan
 from parplan.profiles.catalog import load_cluster
@@ -25,8 +25,16 @@ from tests.helpers.traced_models import model_of, traced_spec
 from tests.planner.plan.test_plan_file import conforms
 
 GPT = ModelSpec(
-    name="gpt", num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_hidden_size=1024, vocab_size=4096,
-    max_seq_length=128)
+    name="gpt",
+    num_layers=4,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn_hidden_size=1024,
+    vocab_size=4096,
+    max_seq_length=128,
+)
 TRAINING = TrainingSpec(global_batch_size=16, seq_length=128, stack=NEUTRAL)
 CLUSTER = replace(load_cluster("a100-80gb"), nodes=1)
 
@@ -55,18 +63,21 @@ def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
     assert plan.shards[1].starts == "h.0.norm1"
 
 
-@pytest.mark.parametrize(("change", "match"), [
-    (lambda body: body["shards"][1].update(kind="x"), r"unknown key shards\.1\.kind"),
-    (lambda body: body["stages"][0].pop("zero"), r"stages\.0\.zero is missing"),
-    (lambda body: body["stages"][2].update(rank=7), r"stages\.2: rank is 7, the mesh has pp 4"),
-    (lambda body: body["stages"][1].update(first=5), r"stages\.1: it is shards 5 to"),
-    (lambda body: body["stages"][0].update(recompute=[9]), r"stages\.0: it recomputes shard 9"),
-    (lambda body: body["stages"][3].update(zero=4), r"stages\.3: zero is 4"),
-    (lambda body: body["shards"].pop(), "shards end with operators"),
-    (lambda body: body["predicted"]["memory_gib"].pop(), "memory_gib has 3 stages"),
-    (lambda body: body.update(plan_version=2), "plan_version is 2"),
-    (lambda body: body["traced"].update(flops="many"), r"unknown key traced\.flops"),
-])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda body: body["shards"][1].update(kind="x"), r"unknown key shards\.1\.kind"),
+        (lambda body: body["stages"][0].pop("zero"), r"stages\.0\.zero is missing"),
+        (lambda body: body["stages"][2].update(rank=7), r"stages\.2: rank is 7, the mesh has pp 4"),
+        (lambda body: body["stages"][1].update(first=5), r"stages\.1: it is shards 5 to"),
+        (lambda body: body["stages"][0].update(recompute=[9]), r"stages\.0: it recomputes shard 9"),
+        (lambda body: body["stages"][3].update(zero=4), r"stages\.3: zero is 4"),
+        (lambda body: body["shards"].pop(), "shards end with operators"),
+        (lambda body: body["predicted"]["memory_gib"].pop(), "memory_gib has 3 stages"),
+        (lambda body: body.update(plan_version=2), "plan_version is 2"),
+        (lambda body: body["traced"].update(flops="many"), r"unknown key traced\.flops"),
+    ],
+)
 def test_a_file_that_is_wrong_is_an_error_with_its_place(plan, change, match):
     body = yaml.safe_load(plan_to_yaml(plan))
     change(body)
@@ -89,9 +100,16 @@ def test_the_document_has_the_time_that_the_search_took(plan):
 
 
 def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
-    fast = replace(plan.predicted, tokens_per_s_per_gpu=replace(plan.predicted.tokens_per_s_per_gpu, value=16412.3))
+    fast = replace(
+        plan.predicted,
+        tokens_per_s_per_gpu=replace(plan.predicted.tokens_per_s_per_gpu, value=16412.3),
+    )
     first, *others = plan.stages
-    mixed = replace(plan, predicted=fast, stages=(replace(first, zero=1), *(replace(stage, zero=0) for stage in others)))
+    mixed = replace(
+        plan,
+        predicted=fast,
+        stages=(replace(first, zero=1), *(replace(stage, zero=0) for stage in others)),
+    )
     out = io.StringIO()
 
     print_traced_summary(mixed, console(out), SummaryContext())
@@ -103,7 +121,9 @@ def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
 def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):
     out = io.StringIO()
 
-    print_traced_summary(plan, console(out), SummaryContext(elapsed_s=1.0, assumed=("--gpus-per-node 8",)))
+    print_traced_summary(
+        plan, console(out), SummaryContext(elapsed_s=1.0, assumed=("--gpus-per-node 8",))
+    )
 
     text = out.getvalue()
     assert text.startswith("gpt, 4.24 M parameters, 45 operators in 10 shards")

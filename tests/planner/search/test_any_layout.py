@@ -1,4 +1,6 @@
-"""Layouts by hand that nobody chose: whatever options are put together, there is a plan with numbers or one error with a hint."""
+"""Layouts by hand that nobody chose: whatever options are put together, there is a plan with
+numbers or one error with a hint.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +33,54 @@ def layout(chance: random.Random) -> list[str]:
             return []
         return [name, str(chance.choice(values))] if values else [name]
 
-    model, gpus = chance.choice(("gpt-tiny", "gpt-tiny", "mixtral-tiny")), chance.choice((1, 2, 4, 8, 8, 16))
+    model, gpus = (
+        chance.choice(("gpt-tiny", "gpt-tiny", "mixtral-tiny")),
+        chance.choice((1, 2, 4, 8, 8, 16)),
+    )
     pp = chance.choice([degree for degree in (1, 2, 4) if gpus % degree == 0])
     tp = chance.choice([degree for degree in (1, 1, 2, 4) if gpus // pp % degree == 0])
-    chosen = chance.sample(("states", "activations", "lookup") if chance.random() < 0.5 else ("optimizer", "parameters"), 1)
+    chosen = chance.sample(
+        ("states", "activations", "lookup")
+        if chance.random() < 0.5
+        else ("optimizer", "parameters"),
+        1,
+    )
     chunks = chosen[0] in ("optimizer", "parameters")
     offload = maybe(0.4, "--offload", (",".join(chosen),))
     return [
-        "--model", model, "--gpus", str(gpus), "--pp", str(pp), "--tp", str(tp), *offload,
-        *(maybe(0.8, "--schedule", SCHEDULES) if pp > 1 else []), *maybe(0.25 * (pp > 1), "--virtual-stages", (2, 3, 4)),
-        *maybe(0.7, "--zero", (0, 1, 2, 3)), *maybe(0.1, "--zero-ranks", (2, 4)), *maybe(0.6, "--recompute", ("none", "selective", "full")),
-        *(maybe(0.3, "--memory-limit", ("1MiB", "2GiB", "3GiB", "80GiB")) if chunks and offload else []),
+        "--model",
+        model,
+        "--gpus",
+        str(gpus),
+        "--pp",
+        str(pp),
+        "--tp",
+        str(tp),
+        *offload,
+        *(maybe(0.8, "--schedule", SCHEDULES) if pp > 1 else []),
+        *maybe(0.25 * (pp > 1), "--virtual-stages", (2, 3, 4)),
+        *maybe(0.7, "--zero", (0, 1, 2, 3)),
+        *maybe(0.1, "--zero-ranks", (2, 4)),
+        *maybe(0.6, "--recompute", ("none", "selective", "full")),
+        *(
+            maybe(0.3, "--memory-limit", ("1MiB", "2GiB", "3GiB", "80GiB"))
+            if chunks and offload
+            else []
+        ),
         *(maybe(0.3, "--eviction", ("opt", "lru", "fifo")) if chunks and offload else []),
-        *maybe(0.15, "--keep-on-host", ("all", "fc1", "fc1,fc2", "nonsense")), *maybe(0.7, "--micro-batch-size", (1, 2, 4)),
-        *maybe(0.3 * (tp > 1), "--sequence-parallel"), *maybe(0.3 * (tp > 1), "--tp-overlap", (0, 1, 2, 3)),
-        *maybe(0.3 * (model != "gpt-tiny"), "--ep", (1, 2, 4)), *maybe(0.5, "--global-batch-size", (16, 32, 48, 64)),
-        *maybe(0.2, "--seq-length", (1, 2, 64, 127, 128)), *maybe(0.2, "--gpu", ("v100-32gb", "cpu", "h100-80gb")),
-        *maybe(0.1, "--stack", ("parplan", "torchtitan", "nanotron")), *maybe(0.1, "--host-memory", ("1GiB", "100MiB")),
-        *maybe(0.1, "--gpus-per-node", (1, 2, 4)), *maybe(0.1, "--attention", ("flash", "unfused"))]
+        *maybe(0.15, "--keep-on-host", ("all", "fc1", "fc1,fc2", "nonsense")),
+        *maybe(0.7, "--micro-batch-size", (1, 2, 4)),
+        *maybe(0.3 * (tp > 1), "--sequence-parallel"),
+        *maybe(0.3 * (tp > 1), "--tp-overlap", (0, 1, 2, 3)),
+        *maybe(0.3 * (model != "gpt-tiny"), "--ep", (1, 2, 4)),
+        *maybe(0.5, "--global-batch-size", (16, 32, 48, 64)),
+        *maybe(0.2, "--seq-length", (1, 2, 64, 127, 128)),
+        *maybe(0.2, "--gpu", ("v100-32gb", "cpu", "h100-80gb")),
+        *maybe(0.1, "--stack", ("parplan", "torchtitan", "nanotron")),
+        *maybe(0.1, "--host-memory", ("1GiB", "100MiB")),
+        *maybe(0.1, "--gpus-per-node", (1, 2, 4)),
+        *maybe(0.1, "--attention", ("flash", "unfused")),
+    ]
 
 
 def numbers(value: object) -> Iterator[float]:
@@ -91,6 +123,11 @@ def test_a_schedule_without_a_price_for_zero_3_is_refused_as_the_search_refuses_
 def test_one_level_of_recompute_is_searched_where_activations_may_go_to_the_host(level):
     pins = Constraints(recompute=(level,), offload=SEARCHED_OFFLOAD, tp=(1,), micro_batch_size=(1,))
 
-    plan = find_plan(load_model("gpt-tiny").spec, with_gpus(load_cluster("a100-80gb"), 2), TRAINING, constraints=pins)
+    plan = find_plan(
+        load_model("gpt-tiny").spec,
+        with_gpus(load_cluster("a100-80gb"), 2),
+        TRAINING,
+        constraints=pins,
+    )
 
     assert plan.predicted.step_time_s.value > 0

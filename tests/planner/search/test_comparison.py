@@ -1,4 +1,6 @@
-"""`plan compare`: both sides under the same prices, parts that add up, and losses said as plainly as gains."""
+"""`plan compare`: both sides under the same prices, parts that add up, and losses said as plainly
+as gains.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,20 @@ def printed(*arguments: str) -> str:
 def small_plan(pins: Constraints | None = None):
     entry = load_model("gpt-2.5b")
     training = TrainingSpec(global_batch_size=16, seq_length=entry.seq_length, stack=NEUTRAL)
-    return find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training, constraints=pins)
+    return find_plan(
+        entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training, constraints=pins
+    )
 
 
 def compared(*names: str, pins: Constraints | None = None, **options) -> Comparison:
     return compare(small_plan(pins), names, SearchOptions(**options))
 
 
-def part_table(output: str, title: str, names: tuple[str, ...]) -> tuple[dict[str, list[float]], list[float]]:
+def part_table(
+    output: str, title: str, names: tuple[str, ...]
+) -> tuple[dict[str, list[float]], list[float]]:
     """The printed numbers of the parts and of their last line, one a side."""
-    lines = output[output.index(title):].split("\n\n")[0].splitlines()[2:]
+    lines = output[output.index(title) :].split("\n\n")[0].splitlines()[2:]
     rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in lines}
     last = "step" if "compute" in names else "total"
     return {name: values for name, values in rows.items() if name in names}, rows[last]
@@ -64,10 +70,20 @@ def test_the_differences_of_the_parts_add_up_to_the_difference_of_the_step_and_o
 
     for row in found.rows:
         assert row.side is not None
-        parts_s = [theirs - ours for theirs, ours in zip(row.side.parts.values, found.ours.parts.values, strict=True)]
-        memory = [theirs - ours for theirs, ours in zip(row.side.memory_bytes, found.ours.memory_bytes, strict=True)]
-        assert sum(parts_s) == pytest.approx(row.side.step_s - found.ours.step_s, rel=1e-9, abs=1e-9)
-        assert sum(memory) == pytest.approx(row.side.fullest.total - found.ours.fullest.total, rel=1e-9, abs=1.0)
+        parts_s = [
+            theirs - ours
+            for theirs, ours in zip(row.side.parts.values, found.ours.parts.values, strict=True)
+        ]
+        memory = [
+            theirs - ours
+            for theirs, ours in zip(row.side.memory_bytes, found.ours.memory_bytes, strict=True)
+        ]
+        assert sum(parts_s) == pytest.approx(
+            row.side.step_s - found.ours.step_s, rel=1e-9, abs=1e-9
+        )
+        assert sum(memory) == pytest.approx(
+            row.side.fullest.total - found.ours.fullest.total, rel=1e-9, abs=1.0
+        )
 
 
 def test_a_tie_is_a_step_inside_the_band_of_ours():
@@ -77,7 +93,9 @@ def test_a_tie_is_a_step_inside_the_band_of_ours():
     side = found.ours
 
     for share, tie in ((0.99, True), (1.01, False), (-0.99, True), (-1.01, False)):
-        assert found.is_tie(replace(side, step_s=side.step_s * (1 + share * band.time.share))) is tie
+        assert (
+            found.is_tie(replace(side, step_s=side.step_s * (1 + share * band.time.share))) is tie
+        )
 
 
 @pytest.mark.slow
@@ -91,7 +109,12 @@ def test_ours_free_of_pins_is_never_behind_megatron_in_the_price_that_the_search
 
 def test_a_plan_file_of_other_prices_is_priced_again():
     plan = small_plan()
-    old = replace(plan, predicted=replace(plan.predicted, step_time_s=Quantity(value=1.0, kind=plan.predicted.step_time_s.kind)))
+    old = replace(
+        plan,
+        predicted=replace(
+            plan.predicted, step_time_s=Quantity(value=1.0, kind=plan.predicted.step_time_s.kind)
+        ),
+    )
 
     assert compare(plan, [], SearchOptions()).filed_step_s is None
     stale = compare(old, [], SearchOptions())
@@ -109,7 +132,9 @@ def test_the_printed_parts_add_up_and_leave_out_what_is_nothing():
     for title, names in (("of the mean GPU", NAMES), ("GiB of the fullest GPU", MEMORY_NAMES)):
         rows, last = part_table(output, title, names)
         assert rows
-        assert [sum(column) for column in zip(*rows.values(), strict=True)] == pytest.approx(last, abs=0.005 * len(names))
+        assert [sum(column) for column in zip(*rows.values(), strict=True)] == pytest.approx(
+            last, abs=0.005 * len(names)
+        )
     assert "tensor" not in part_table(output, "of the mean GPU", NAMES)[0]
     assert re.search(r"^  ours +\d+ ms +[\d,]+ +[\d.]+ % ", output, re.MULTILINE)
     assert "the pins hold for ours" in output
@@ -119,22 +144,49 @@ def test_the_printed_parts_add_up_and_leave_out_what_is_nothing():
 def test_it_says_in_what_ours_loses():
     slow = printed(*SMALL, "--tp", "4", "--pp", "1", "--zero", "0", "--baseline", "zero-1,fsdp")
 
-    assert re.search(r"zero-1 takes [\d.]+ % less time; .* Ours loses in step time", " ".join(slow.split()))
-    assert re.search(r"fsdp takes .* GiB less redundant over all GPUs\. Ours loses in .*redundant memory", " ".join(slow.split()))
+    assert re.search(
+        r"zero-1 takes [\d.]+ % less time; .* Ours loses in step time", " ".join(slow.split())
+    )
+    assert re.search(
+        r"fsdp takes .* GiB less redundant over all GPUs\. Ours loses in .*redundant memory",
+        " ".join(slow.split()),
+    )
 
 
 def test_the_same_plan_on_both_sides_takes_as_long_and_loses_nothing():
-    output = " ".join(printed(*SMALL, "--zero", "1", "--pp", "1", "--tp", "1", "--recompute", "none", "--baseline", "zero-1").split())
+    output = " ".join(
+        printed(
+            *SMALL,
+            "--zero",
+            "1",
+            "--pp",
+            "1",
+            "--tp",
+            "1",
+            "--recompute",
+            "none",
+            "--baseline",
+            "zero-1",
+        ).split()
+    )
 
-    assert "zero-1 takes as long; as much at the peak, as much redundant over all GPUs the pins hold" in output
+    assert (
+        "zero-1 takes as long; as much at the peak, as much redundant over all GPUs the pins hold"
+        in output
+    )
 
 
 @pytest.mark.slow
 def test_a_baseline_that_does_not_fit_says_by_how_much_and_the_others_stay():
-    output = " ".join(printed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1,zero-3").split())
+    output = " ".join(
+        printed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1,zero-3").split()
+    )
 
-    found = re.search(r"zero-1 does not fit: its leanest \(pp 1 x dp 16 x tp 1, micro-batch 1 x 64\) needs ([\d.]+) GiB on stage 0, "
-                      r"([\d.]+) GiB more than the ([\d.]+) usable", output)
+    found = re.search(
+        r"zero-1 does not fit: its leanest \(pp 1 x dp 16 x tp 1, micro-batch 1 x 64\) needs ([\d.]+) GiB on stage 0, "
+        r"([\d.]+) GiB more than the ([\d.]+) usable",
+        output,
+    )
     assert found
     need, short, usable = map(float, found.groups())
     assert short == pytest.approx(need - usable, abs=0.11)
@@ -143,21 +195,53 @@ def test_a_baseline_that_does_not_fit_says_by_how_much_and_the_others_stay():
 
 
 def test_a_baseline_without_a_legal_layout_says_so():
-    asked = ("--model", "gpt-1.5b", "--gpus", "8", "--global-batch-size", "4", "--recompute", "full")
+    asked = (
+        "--model",
+        "gpt-1.5b",
+        "--gpus",
+        "8",
+        "--global-batch-size",
+        "4",
+        "--recompute",
+        "full",
+    )
     output = " ".join(printed(*asked, "--baseline", "zero-1").split())
 
     assert "zero-1 has no legal layout on 8 GPUs with a global batch of 4" in output
 
 
 def test_the_json_has_every_number_and_nothing_else_is_printed():
-    document = json.loads(printed("--model", "gpt-1.5b", "--gpus", "4", "--global-batch-size", "8", "--baseline", "all", "--json"))
+    document = json.loads(
+        printed(
+            "--model",
+            "gpt-1.5b",
+            "--gpus",
+            "4",
+            "--global-batch-size",
+            "8",
+            "--baseline",
+            "all",
+            "--json",
+        )
+    )
 
     assert [row["name"] for row in document["baselines"]] == [
-        "megatron", "megatron-defaults", "megatron-guide", "deepspeed-3d", "merak", "zero-1", "zero-2", "zero-3", "fsdp"]
+        "megatron",
+        "megatron-defaults",
+        "megatron-guide",
+        "deepspeed-3d",
+        "merak",
+        "zero-1",
+        "zero-2",
+        "zero-3",
+        "fsdp",
+    ]
     ours = document["ours"]
     for row in document["baselines"]:
         assert row["fits"]
-        assert sum(row["difference"]["parts_s"].values()) == pytest.approx(row["step_time_s"] - ours["step_time_s"], abs=1e-9)
+        assert sum(row["difference"]["parts_s"].values()) == pytest.approx(
+            row["step_time_s"] - ours["step_time_s"], abs=1e-9
+        )
         assert row["slower"] == pytest.approx(row["step_time_s"] / ours["step_time_s"] - 1)
         assert row["peak_memory_gib"] == pytest.approx(sum(row["memory_gib"].values()))
         assert row["peak_memory_gib"] <= document["memory_limit_gib"]
@@ -165,8 +249,21 @@ def test_the_json_has_every_number_and_nothing_else_is_printed():
 
 @pytest.mark.slow
 def test_the_json_of_a_baseline_that_does_not_fit_has_its_shortfall():
-    (row,) = json.loads(printed(*SMALL, "--memory-limit", "40GiB", "--baseline", "zero-1", "--recompute", "none", "--json"))["baselines"]
-    (none,) = json.loads(printed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1", "--json"))["baselines"]
+    (row,) = json.loads(
+        printed(
+            *SMALL,
+            "--memory-limit",
+            "40GiB",
+            "--baseline",
+            "zero-1",
+            "--recompute",
+            "none",
+            "--json",
+        )
+    )["baselines"]
+    (none,) = json.loads(
+        printed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1", "--json")
+    )["baselines"]
 
     assert row["fits"]
     assert not none["fits"]
@@ -175,7 +272,10 @@ def test_the_json_of_a_baseline_that_does_not_fit_has_its_shortfall():
 
 @pytest.mark.slow
 def test_the_memory_limit_holds_for_the_baselines_too():
-    free, tight = (json.loads(printed(*SMALL, *more, "--baseline", "zero-3", "--json")) for more in ((), ("--memory-limit", "10GiB")))
+    free, tight = (
+        json.loads(printed(*SMALL, *more, "--baseline", "zero-3", "--json"))
+        for more in ((), ("--memory-limit", "10GiB"))
+    )
 
     assert free["baselines"][0]["peak_memory_gib"] > 10
     assert tight["baselines"][0]["peak_memory_gib"] <= 10
@@ -189,16 +289,24 @@ def test_a_plan_file_is_compared_as_it_is():
     document = json.loads(printed("plan.yaml", "--baseline", "fsdp", "--json"))
 
     assert document["ours"]["mesh"] == {"pp": plan.mesh.pp, "dp": plan.mesh.dp, "tp": 2, "ep": 1}
-    assert document["ours"]["step_time_s"] == pytest.approx(plan.predicted.step_time_s.value, rel=1e-5)
+    assert document["ours"]["step_time_s"] == pytest.approx(
+        plan.predicted.step_time_s.value, rel=1e-5
+    )
     assert document["filed_step_time_s"] is None
     assert read_plan(Path("plan.yaml")) == plan
 
 
 def test_a_plan_file_that_needs_more_than_the_limit_is_said_to():
     write_plan(small_plan(), Path("plan.yaml"))
-    limit_gib = max(memory.total for memory in read_plan(Path("plan.yaml")).predicted.memory_gib) - 1
+    limit_gib = (
+        max(memory.total for memory in read_plan(Path("plan.yaml")).predicted.memory_gib) - 1
+    )
 
-    output = " ".join(printed("plan.yaml", "--memory-limit", f"{limit_gib:.2f}GiB", "--baseline", "zero-3").split())
+    output = " ".join(
+        printed(
+            "plan.yaml", "--memory-limit", f"{limit_gib:.2f}GiB", "--baseline", "zero-3"
+        ).split()
+    )
 
     assert "GiB, more than the" in output
 
@@ -213,7 +321,9 @@ def test_an_unknown_baseline_is_refused_with_the_nearest_name():
     assert "did you mean 'zero-3'?" in message
 
 
-@pytest.mark.parametrize("more", [("--gpus", "8"), ("--model", "gpt-1.5b"), ("--objective", "memory"), ("--tp", "2")])
+@pytest.mark.parametrize(
+    "more", [("--gpus", "8"), ("--model", "gpt-1.5b"), ("--objective", "memory"), ("--tp", "2")]
+)
 def test_a_plan_file_and_a_request_exclude_each_other(more):
     write_plan(small_plan(), Path("plan.yaml"))
 
@@ -226,7 +336,9 @@ def test_neither_a_plan_nor_a_model_is_refused():
 
 @pytest.mark.slow
 def test_a_request_that_nothing_fits_ends_as_the_search_ends():
-    assert "does not fit" in fail(3, "compare", "--model", "gpt-175b", "--gpus", "8", "--offload", "none")
+    assert "does not fit" in fail(
+        3, "compare", "--model", "gpt-175b", "--gpus", "8", "--offload", "none"
+    )
 
 
 def test_sizes_are_in_bytes_inside_and_in_gib_outside():
@@ -234,4 +346,5 @@ def test_sizes_are_in_bytes_inside_and_in_gib_outside():
 
     assert found.rows[0].side is not None
     assert found.rows[0].side.fullest.total / GIB == pytest.approx(
-        max(memory.total for memory in found.rows[0].side.plan.predicted.memory_gib), abs=1e-3)
+        max(memory.total for memory in found.rows[0].side.plan.predicted.memory_gib), abs=1e-3
+    )

@@ -1,4 +1,6 @@
-"""One configuration priced by hand: what cannot run is refused, what does not fit is priced, and the search says the same."""
+"""One configuration priced by hand: what cannot run is refused, what does not fit is priced, and
+the search says the same.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +26,48 @@ TINY = replace(load_model("gpt-tiny").spec, num_layers=8)
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
 
 
-def frame_of(pp=2, dp=2, tp=2, schedule=Schedule.ONE_F_ONE_B, v=1, b=1, m=4, sequence_parallel=False):
+def frame_of(
+    pp=2, dp=2, tp=2, schedule=Schedule.ONE_F_ONE_B, v=1, b=1, m=4, sequence_parallel=False
+):
     return ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=v, micro_batch_size=b, num_micro_batches=m,
-        sequence_parallel=sequence_parallel)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=schedule,
+        virtual_stages=v,
+        micro_batch_size=b,
+        num_micro_batches=m,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def estimate(layout=None, num_gpus=8, model=TINY, **choices):
-    return estimate_plan(model, with_gpus(A100, num_gpus), TRAINING, layout or frame_of(), **choices)
+    return estimate_plan(
+        model, with_gpus(A100, num_gpus), TRAINING, layout or frame_of(), **choices
+    )
 
 
 def blocks_of(plan):
     return [[run.blocks for run in stage.layers if run.blocks] for stage in plan.stages]
 
 
-@pytest.mark.parametrize(("num_layers", "pp", "expected"), [
-    pytest.param(8, 2, (4, 4), id="even"),
-    pytest.param(8, 3, (3, 3, 2), id="the-first-take-what-is-left"),
-    pytest.param(5, 5, (1,) * 5, id="one-each"),
-])
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "expected"),
+    [
+        pytest.param(8, 2, (4, 4), id="even"),
+        pytest.param(8, 3, (3, 3, 2), id="the-first-take-what-is-left"),
+        pytest.param(5, 5, (1,) * 5, id="one-each"),
+    ],
+)
 def test_an_even_split_by_hand(num_layers, pp, expected):
     assert even_split(num_layers, pp) == expected
 
 
-@pytest.mark.parametrize(("blocks", "expected"), [
-    pytest.param(None, [[(0, 3)], [(4, 7)]], id="even"), pytest.param((3, 5), [[(0, 2)], [(3, 7)]], id="uneven"),
-])
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        pytest.param(None, [[(0, 3)], [(4, 7)]], id="even"),
+        pytest.param((3, 5), [[(0, 2)], [(3, 7)]], id="uneven"),
+    ],
+)
 def test_the_stages_hold_the_blocks_that_were_asked_for(blocks, expected):
     assert blocks_of(estimate(blocks=blocks)) == expected
 
@@ -61,18 +79,41 @@ def test_virtual_stages_take_turns():
     assert [stage.rank for stage in plan.stages] == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(("layout", "choices", "message"), [
-    pytest.param(frame_of(dp=1), {}, "pp 2 x dp 1 x tp 2 is 4 GPUs, the cluster has 8", id="mesh-is-not-the-cluster"),
-    pytest.param(frame_of(pp=1, dp=1, tp=8, m=8), {}, "tp 8 does not divide the 4 attention heads", id="tensor-parallel"),
-    pytest.param(frame_of(m=3), {}, "the global batch of 8 is not micro-batch 1 x dp 2 x a whole number", id="batch"),
-    pytest.param(None, {"blocks": (4, 3)}, "the stages hold 4, 3 blocks", id="blocks-do-not-add-up"),
-    pytest.param(None, {"blocks": (8,)}, "the stages hold 8 blocks", id="too-few-stages"),
-    pytest.param(None, {"blocks": (8, 0)}, "the stages hold 8, 0 blocks", id="an-empty-stage"),
-    pytest.param(
-        frame_of(schedule=Schedule.INTERLEAVED, v=2), {"blocks": (5, 3)},
-        "the ranks hold 5, 3 blocks, not multiples of the 2 virtual stages", id="chunks-are-equal"),
-    pytest.param(None, {"zero": 4}, "--zero is 4", id="zero-stage"),
-])
+@pytest.mark.parametrize(
+    ("layout", "choices", "message"),
+    [
+        pytest.param(
+            frame_of(dp=1),
+            {},
+            "pp 2 x dp 1 x tp 2 is 4 GPUs, the cluster has 8",
+            id="mesh-is-not-the-cluster",
+        ),
+        pytest.param(
+            frame_of(pp=1, dp=1, tp=8, m=8),
+            {},
+            "tp 8 does not divide the 4 attention heads",
+            id="tensor-parallel",
+        ),
+        pytest.param(
+            frame_of(m=3),
+            {},
+            "the global batch of 8 is not micro-batch 1 x dp 2 x a whole number",
+            id="batch",
+        ),
+        pytest.param(
+            None, {"blocks": (4, 3)}, "the stages hold 4, 3 blocks", id="blocks-do-not-add-up"
+        ),
+        pytest.param(None, {"blocks": (8,)}, "the stages hold 8 blocks", id="too-few-stages"),
+        pytest.param(None, {"blocks": (8, 0)}, "the stages hold 8, 0 blocks", id="an-empty-stage"),
+        pytest.param(
+            frame_of(schedule=Schedule.INTERLEAVED, v=2),
+            {"blocks": (5, 3)},
+            "the ranks hold 5, 3 blocks, not multiples of the 2 virtual stages",
+            id="chunks-are-equal",
+        ),
+        pytest.param(None, {"zero": 4}, "--zero is 4", id="zero-stage"),
+    ],
+)
 def test_what_cannot_run_is_refused_with_its_reason(layout, choices, message):
     with pytest.raises(ConfigError, match=message):
         estimate(layout, **choices)
@@ -90,23 +131,44 @@ def test_a_plan_that_does_not_fit_is_priced_all_the_same():
     assert plan.search.status is Status.ESTIMATE
 
 
-@pytest.mark.parametrize(("recompute", "zero", "layout", "num_gpus"), [
-    pytest.param(Recompute.NONE, 1, frame_of(), 8, id="zero-1"),
-    pytest.param(Recompute.FULL, 3, frame_of(pp=1, dp=4, m=2), 8, id="zero-3-full-recompute"),
-    pytest.param(Recompute.SELECTIVE, 0, frame_of(dp=1, m=8, schedule=Schedule.INTERLEAVED, v=4), 4, id="interleaved"),
-])
+@pytest.mark.parametrize(
+    ("recompute", "zero", "layout", "num_gpus"),
+    [
+        pytest.param(Recompute.NONE, 1, frame_of(), 8, id="zero-1"),
+        pytest.param(Recompute.FULL, 3, frame_of(pp=1, dp=4, m=2), 8, id="zero-3-full-recompute"),
+        pytest.param(
+            Recompute.SELECTIVE,
+            0,
+            frame_of(dp=1, m=8, schedule=Schedule.INTERLEAVED, v=4),
+            4,
+            id="interleaved",
+        ),
+    ],
+)
 def test_the_search_pinned_to_one_configuration_says_the_same(recompute, zero, layout, num_gpus):
-    """Everything but the split of the blocks is pinned; the estimate is given the split that the search found."""
+    """Everything but the split of the blocks is pinned; the estimate is given the split that the
+    search found.
+    """
     cluster, mesh = with_gpus(A100, num_gpus), layout.mesh
     pins = Constraints(
-        pp=(mesh.pp,), dp=(mesh.dp,), tp=(mesh.tp,), micro_batch_size=(layout.micro_batch_size,), virtual_stages=(layout.virtual_stages,),
-        schedule=(layout.schedule,), sequence_parallel=(layout.sequence_parallel,), recompute=(recompute,), zero=(zero,),
-        megatron_sharding=True)
+        pp=(mesh.pp,),
+        dp=(mesh.dp,),
+        tp=(mesh.tp,),
+        micro_batch_size=(layout.micro_batch_size,),
+        virtual_stages=(layout.virtual_stages,),
+        schedule=(layout.schedule,),
+        sequence_parallel=(layout.sequence_parallel,),
+        recompute=(recompute,),
+        zero=(zero,),
+        megatron_sharding=True,
+    )
 
     found = find_plan(TINY, cluster, TRAINING, constraints=pins)
     counts = [sum(last - first + 1 for first, last in chunks) for chunks in blocks_of(found)]
     per_rank = tuple(sum(counts[rank :: mesh.pp]) for rank in range(mesh.pp))
-    by_hand = estimate_plan(TINY, cluster, TRAINING, layout, recompute=recompute, zero=zero, blocks=per_rank)
+    by_hand = estimate_plan(
+        TINY, cluster, TRAINING, layout, recompute=recompute, zero=zero, blocks=per_rank
+    )
 
     assert by_hand.predicted == found.predicted
     assert by_hand.layer_plans == found.layer_plans

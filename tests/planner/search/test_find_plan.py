@@ -1,4 +1,6 @@
-"""The search against the enumeration of everything, and what it promises: bound, gap, status, the same plan twice."""
+"""The search against the enumeration of everything, and what it promises: bound, gap, status, the
+same plan twice.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ SEEDS = mostly_slow(range(10), {0, 4})
 
 def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **options: object):
     return find_plan(
-        instance.model, instance.cluster, instance.training, objective, constraints=PINS, options=SearchOptions(**options))
+        instance.model,
+        instance.cluster,
+        instance.training,
+        objective,
+        constraints=PINS,
+        options=SearchOptions(**options),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +64,12 @@ def test_search_equals_brute_force_under_both_objectives_with_memory_binding(see
     plan = search(instance, memory_limit_bytes=limit)
 
     assert plan.search.status is Status.OPTIMAL
-    assert plan.search.bound <= fastest_s * (1 + 1e-5) + 2e-6  # nothing that was enumerated is below it
-    assert plan.search.fastest_step_time_s <= fastest_s * (1 + 1e-5) + 2e-6  # nor better than what was found
+    assert (
+        plan.search.bound <= fastest_s * (1 + 1e-5) + 2e-6
+    )  # nothing that was enumerated is below it
+    assert (
+        plan.search.fastest_step_time_s <= fastest_s * (1 + 1e-5) + 2e-6
+    )  # nor better than what was found
     assert plan.search.value <= WORTH_REPLAYING * fastest_s + 1e-6
     simulated_s = min(p.step_s for _, p in fitting)
     assert plan.predicted.step_time_s.value <= 1.05 * simulated_s
@@ -68,7 +80,9 @@ def test_search_equals_brute_force_under_both_objectives_with_memory_binding(see
 
     assert lean.search.status is Status.OPTIMAL
     assert lean.search.value <= leanest / GIB * (1 + 1e-5) + 1e-5
-    assert lean.predicted.redundancy_gib.total == pytest.approx(lean.search.value, rel=1e-4, abs=1e-3)
+    assert lean.predicted.redundancy_gib.total == pytest.approx(
+        lean.search.value, rel=1e-4, abs=1e-3
+    )
     assert lean.search.value * (1 - lean.search.gap) <= leanest / GIB * (1 + 1e-5) + 1e-5
 
 
@@ -80,7 +94,9 @@ def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
     for strategy, price in every_price(instance):
         layout = strategy.layout
         best_s[layout] = min(best_s.get(layout, float("inf")), price.closed_form_s)
-        best_bytes[layout] = min(best_bytes.get(layout, float("inf")), redundant_bytes(strategy, price))
+        best_bytes[layout] = min(
+            best_bytes.get(layout, float("inf")), redundant_bytes(strategy, price)
+        )
 
     for layout, optimum_s in best_s.items():
         assert time_bound(layout, table).step_s <= optimum_s * (1 + 1e-9)
@@ -89,13 +105,17 @@ def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
 
 def gpt_2_5b_on_16():
     entry = load_model("gpt-2.5b")
-    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
+    training = TrainingSpec(
+        global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL
+    )
     return entry.spec, with_gpus(load_cluster("a100-80gb"), 16), training
 
 
 def gpt_20b_on_64():
     entry = load_model("gpt-20b")
-    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
+    training = TrainingSpec(
+        global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL
+    )
     return entry.spec, with_gpus(load_cluster("a100-80gb"), 64), training
 
 
@@ -116,7 +136,10 @@ def test_the_same_request_gives_the_same_bytes_twice(whole):
 
 @pytest.mark.slow
 def test_cbc_and_highs_find_the_same_optimum(in_14_gib):
-    highs = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, solver=SolverName.HIGHS))
+    highs = find_plan(
+        *gpt_2_5b_on_16(),
+        options=SearchOptions(memory_limit_bytes=14 * GIB, solver=SolverName.HIGHS),
+    )
 
     assert in_14_gib.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
 
@@ -127,7 +150,10 @@ def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_14_gib):
     assert max(stage.total for stage in plan.predicted.memory_gib) <= 14.0
     assert plan.search.bound <= plan.search.value
     assert plan.search.gap == pytest.approx(1 - plan.search.bound / plan.search.value, abs=1e-5)
-    assert plan.search.candidates.considered == plan.search.candidates.pruned + plan.search.candidates.solved
+    assert (
+        plan.search.candidates.considered
+        == plan.search.candidates.pruned + plan.search.candidates.solved
+    )
 
 
 @pytest.mark.slow
@@ -136,11 +162,19 @@ def test_the_memory_objective_is_leaner_and_within_the_slowdown(whole):
     lean = find_plan(*gpt_2_5b_on_16(), Objective.MEMORY, options=SearchOptions(max_slowdown=0.1))
 
     assert lean.predicted.redundancy_gib.total < fast.predicted.redundancy_gib.total
-    assert lean.predicted.step_time_s.value <= 1.1 * fast.predicted.step_time_s.value * 1.02  # simulated against closed form
+    assert (
+        lean.predicted.step_time_s.value <= 1.1 * fast.predicted.step_time_s.value * 1.02
+    )  # simulated against closed form
 
 
 def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap(in_14_gib):
-    plan, ended = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, deadline=NEVER.first_plan())), in_14_gib
+    plan, ended = (
+        find_plan(
+            *gpt_2_5b_on_16(),
+            options=SearchOptions(memory_limit_bytes=14 * GIB, deadline=NEVER.first_plan()),
+        ),
+        in_14_gib,
+    )
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= ended.search.bound <= plan.search.value
@@ -173,16 +207,27 @@ def test_runners_up_inside_the_error_band_are_marked_and_no_others(whole):
 
 @pytest.mark.slow
 def test_the_margin_of_the_stack_is_what_a_search_keeps_free(monkeypatch):
-    residuals = Residuals(time_rows=50, time_band=0.001, memory_rows=50, memory_band=0.05, memory_margin=0.6)
+    residuals = Residuals(
+        time_rows=50, time_band=0.001, memory_rows=50, memory_band=0.05, memory_margin=0.6
+    )
     every = replace(residuals, memory_margin=0.0)
-    monkeypatch.setattr("parplan.planner.plan.error_band.shipped_terms", lambda: Terms(residuals={"all": every, "s": residuals}))
+    monkeypatch.setattr(
+        "parplan.planner.plan.error_band.shipped_terms",
+        lambda: Terms(residuals={"all": every, "s": residuals}),
+    )
     model, cluster, training = gpt_2_5b_on_16()
 
     kept = find_plan(model, cluster, replace(training, stack=Stack(name="s")))
     full = find_plan(model, cluster, training)
 
-    assert max(stage.total for stage in kept.predicted.memory_gib) <= 0.4 * cluster.device.memory_bytes / GIB
-    assert max(stage.total for stage in full.predicted.memory_gib) > 0.4 * cluster.device.memory_bytes / GIB
+    assert (
+        max(stage.total for stage in kept.predicted.memory_gib)
+        <= 0.4 * cluster.device.memory_bytes / GIB
+    )
+    assert (
+        max(stage.total for stage in full.predicted.memory_gib)
+        > 0.4 * cluster.device.memory_bytes / GIB
+    )
     assert kept.predicted.error_band.time.stack == "s"
 
 
@@ -197,10 +242,15 @@ def test_pins_are_respected():
 @pytest.mark.slow
 def test_a_model_too_large_says_how_much_where_and_how_many_gpus_would_do():
     entry = load_model("gpt-175b")
-    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
+    training = TrainingSpec(
+        global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL
+    )
     cluster = with_gpus(load_cluster("a100-80gb"), 8)
 
-    with pytest.raises(InfeasibleError, match=r"does not fit on 8 x a100-80gb.*needs [\d.]+ GiB on stage \d+, .* GiB short") as error:
+    with pytest.raises(
+        InfeasibleError,
+        match=r"does not fit on 8 x a100-80gb.*needs [\d.]+ GiB on stage \d+, .* GiB short",
+    ) as error:
         find_plan(entry.spec, cluster, training)
 
     enough = int(error.value.hint.split()[0])

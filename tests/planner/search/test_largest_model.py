@@ -1,4 +1,6 @@
-"""The largest model that fits: against asking every size, where legality has gaps, interrupted, and from the command line."""
+"""The largest model that fits: against asking every size, where legality has gaps, interrupted, and
+from the command line.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,20 @@ from tests.helpers.command_runs import fail, run, succeed
 WIDTHS = (64, 96, 128, 160, 192, 256, 320, 384)
 FAMILY = {
     "name": "own",
-    "model": {"vocab_size": 512, "max_seq_length": 64, "norm": "layer_norm", "positions": "learned", "dropout": 0.0,
-              "tied_embeddings": True},
-    "members": {f"w{width}": {"hidden_size": width, "num_layers": 6, "num_heads": 4} for width in WIDTHS},
-    "training": {"global_batch_size": 4, "seq_length": 32}, "source": "made up"}
+    "model": {
+        "vocab_size": 512,
+        "max_seq_length": 64,
+        "norm": "layer_norm",
+        "positions": "learned",
+        "dropout": 0.0,
+        "tied_embeddings": True,
+    },
+    "members": {
+        f"w{width}": {"hidden_size": width, "num_layers": 6, "num_heads": 4} for width in WIDTHS
+    },
+    "training": {"global_batch_size": 4, "seq_length": 32},
+    "source": "made up",
+}
 TRAINING = TrainingSpec(global_batch_size=4, seq_length=32, precision=Precision.FP32, stack=NEUTRAL)
 CLUSTER = with_gpus(load_cluster("cpu"), 2)
 PINS = Constraints(offload=(), tp=(1,), megatron_sharding=True)
@@ -52,7 +64,9 @@ def family() -> ModelFamily:
 
 
 def asking(**changes) -> Asking:
-    return replace(Asking(cluster=CLUSTER, training=TRAINING, pins=PINS, options=OPTIONS), **changes)
+    return replace(
+        Asking(cluster=CLUSTER, training=TRAINING, pins=PINS, options=OPTIONS), **changes
+    )
 
 
 @cache
@@ -73,7 +87,9 @@ def test_the_largest_member_is_that_of_asking_every_one_and_all_below_it_fit():
     assert every == sorted(every, reverse=True)  # what the bisection takes for likely
     assert row.plan.model.hidden_size == max(width for width in WIDTHS if fits(width))
     assert row.next_name == f"own-w{min(width for width in WIDTHS if not fits(width))}"
-    assert re.search(r"does not fit on 2 x cpu: the leanest plan .* GiB short", row.next_error.message)
+    assert re.search(
+        r"does not fit on 2 x cpu: the leanest plan .* GiB short", row.next_error.message
+    )
     assert row.num_searches < len(WIDTHS)
     assert row.proven
 
@@ -92,7 +108,9 @@ def test_sizes_that_are_not_legal_are_passed_over_and_one_that_fits_above_others
         return next((index for index in range(high, low - 1, -1) if legal[index]), None)
 
     asked = []
-    found = last_that_fits(lambda index: asked.append(index) or fitting[index], legal_at_most, 0, count)
+    found = last_that_fits(
+        lambda index: asked.append(index) or fitting[index], legal_at_most, 0, count
+    )
 
     assert found == max((index for index in range(count) if fitting[index]), default=-1)
     assert all(legal[index] for index in asked)
@@ -100,18 +118,26 @@ def test_sizes_that_are_not_legal_are_passed_over_and_one_that_fits_above_others
 
 
 def test_between_members_the_most_blocks_of_a_width_are_found_and_only_legal_numbers_are_tried():
-    found = asking(pins=replace(PINS, pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,)))
+    found = asking(
+        pins=replace(PINS, pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,))
+    )
     sizes = widths(lambda blocks: family().of_width(192, blocks), found)
     (row,) = find_largest(sizes, found, [()])
 
     blocks = row.plan.model.num_layers
-    assert (row.plan.mesh.pp, row.plan.pipeline.virtual_stages, blocks % 4 in (0, 2)) == (2, 2, True)  # 4 equal chunks, or ends that count
+    assert (row.plan.mesh.pp, row.plan.pipeline.virtual_stages, blocks % 4 in (0, 2)) == (
+        2,
+        2,
+        True,
+    )  # 4 equal chunks, or ends that count
     assert row.next_name in (f"own-h192-l{blocks + 2}", f"own-h192-l{blocks + 4}")
     assert sizes.count > blocks
 
 
 def test_what_one_copy_of_the_states_outgrows_is_not_searched():
-    small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=2 * MIB), host_memory_bytes=4 * MIB)
+    small = replace(
+        CLUSTER, device=replace(CLUSTER.device, memory_bytes=2 * MIB), host_memory_bytes=4 * MIB
+    )
     (row,) = find_largest(members(family().members[2:]), asking(cluster=small), [()])
 
     assert row.plan is None
@@ -125,7 +151,11 @@ def test_ctrl_c_ends_it_with_what_is_known():
         return len(asked) > 2
 
     rows = find_largest(
-        members(family().members), asking(on_search=lambda name, done, planned: asked.append(name)), [(), ()], interrupted=interrupted)
+        members(family().members),
+        asking(on_search=lambda name, done, planned: asked.append(name)),
+        [(), ()],
+        interrupted=interrupted,
+    )
 
     assert len(rows) == 1
     assert not rows[0].proven
@@ -139,8 +169,24 @@ def own(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-ASKED = ("max-model", "--family", "own.yaml", "--gpus", "2", "--gpu", "cpu", "--precision", "fp32", "--tp", "1", "--megatron-sharding",
-         "--memory-limit", "780MiB", "--offload", "none")
+ASKED = (
+    "max-model",
+    "--family",
+    "own.yaml",
+    "--gpus",
+    "2",
+    "--gpu",
+    "cpu",
+    "--precision",
+    "fp32",
+    "--tp",
+    "1",
+    "--megatron-sharding",
+    "--memory-limit",
+    "780MiB",
+    "--offload",
+    "none",
+)
 
 
 def test_the_command_prints_a_row_and_writes_the_plan_of_the_largest(own):
@@ -152,26 +198,57 @@ def test_the_command_prints_a_row_and_writes_the_plan_of_the_largest(own):
     assert f"wrote big.yaml, the plan of {plan.model.name}" in result.stderr
     assert "--global-batch-size 4 (the family's)" in result.stdout
     found = json.loads(run(*ASKED, "--json").stdout)["largest"]
-    assert [(row["model"], row["offload"], row["proven"]) for row in found] == [(plan.model.name, [], True)]
+    assert [(row["model"], row["offload"], row["proven"]) for row in found] == [
+        (plan.model.name, [], True)
+    ]
     assert found[0]["tflops"] == pytest.approx(total, abs=1e-3)
     assert found[0]["tokens_per_s"] == pytest.approx(tokens_per_s(plan), abs=1e-3)
     assert found[0]["host_memory_gib"] == host_gib(plan) == 0
 
 
-@pytest.mark.parametrize(("code", "change", "message"), [
-    pytest.param(3, ("--memory-limit", "300MiB"), r"no model of the family fits: own-w64 does not fit on 2 x cpu", id="nothing-fits"),
-    pytest.param(2, ("--family", "gtp"), r"unknown family 'gtp'\nhint: did you mean 'gpt'", id="unknown-family"),
-    pytest.param(2, ("--hidden", "65"), r"the hidden size 65 is not a multiple of the 4 heads", id="width"),
-    pytest.param(2, ("--output", "none/plan.yaml"), r"cannot write none/plan\.yaml", id="output"),
-    pytest.param(2, ("--seq-length", "128"), r"--seq-length is 128, own-w64 learns 64 positions", id="positions"),
-])
+@pytest.mark.parametrize(
+    ("code", "change", "message"),
+    [
+        pytest.param(
+            3,
+            ("--memory-limit", "300MiB"),
+            r"no model of the family fits: own-w64 does not fit on 2 x cpu",
+            id="nothing-fits",
+        ),
+        pytest.param(
+            2,
+            ("--family", "gtp"),
+            r"unknown family 'gtp'\nhint: did you mean 'gpt'",
+            id="unknown-family",
+        ),
+        pytest.param(
+            2,
+            ("--hidden", "65"),
+            r"the hidden size 65 is not a multiple of the 4 heads",
+            id="width",
+        ),
+        pytest.param(
+            2, ("--output", "none/plan.yaml"), r"cannot write none/plan\.yaml", id="output"
+        ),
+        pytest.param(
+            2,
+            ("--seq-length", "128"),
+            r"--seq-length is 128, own-w64 learns 64 positions",
+            id="positions",
+        ),
+    ],
+)
 def test_a_request_that_cannot_be_met_says_what_is_missing(own, code, change, message):
     assert re.search(message, fail(code, *ASKED, *change))
 
 
 def test_what_the_host_may_keep_never_makes_the_largest_smaller_and_saves_searches():
     cluster = replace(CLUSTER, host_memory_bytes=128 * MIB)
-    tight = asking(cluster=cluster, options=SearchOptions(memory_limit_bytes=720 * MIB), pins=replace(PINS, pp=(1,), zero=(3,)))
+    tight = asking(
+        cluster=cluster,
+        options=SearchOptions(memory_limit_bytes=720 * MIB),
+        pins=replace(PINS, pp=(1,), zero=(3,)),
+    )
     rows = find_largest(widths(lambda blocks: family().of_width(256, blocks), tight), tight, LEVELS)
 
     blocks = [row.plan.model.num_layers for row in rows]

@@ -1,4 +1,6 @@
-"""The least peak of the fullest device: the objective of that name, and how the memory objective breaks its ties."""
+"""The least peak of the fullest device: the objective of that name, and how the memory objective
+breaks its ties.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,44 @@ TO = 1.001  # peaks are found to that, or to 1 MiB
 
 def search(instance: Instance, objective: Objective, **options: object):
     return find_plan(
-        instance.model, instance.cluster, instance.training, objective, constraints=PINS, options=SearchOptions(**options))
+        instance.model,
+        instance.cluster,
+        instance.training,
+        objective,
+        constraints=PINS,
+        options=SearchOptions(**options),
+    )
 
 
 def peak_of(plan) -> float:
     return max(stage.total for stage in plan.predicted.memory_gib) * GIB
 
 
-@pytest.mark.parametrize(("seed", "slowdown"), [
-    (7, 0.1), pytest.param(5, 0.1, marks=pytest.mark.slow), pytest.param(1, 2.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "slowdown"),
+    [
+        (7, 0.1),
+        pytest.param(5, 0.1, marks=pytest.mark.slow),
+        pytest.param(1, 2.0, marks=pytest.mark.slow),
+    ],
+)
 def test_no_strategy_of_the_enumeration_that_is_in_time_peaks_lower(seed, slowdown):
     instance = random_instance(seed)
-    lean, low = (search(instance, objective, max_slowdown=slowdown) for objective in (Objective.MEMORY, Objective.PEAK))
+    lean, low = (
+        search(instance, objective, max_slowdown=slowdown)
+        for objective in (Objective.MEMORY, Objective.PEAK)
+    )
     slowest_s = low.search.fastest_step_time_s * (1 + slowdown) * (1 + 1e-6)
-    in_time = [(strategy, price) for strategy, price in every_price(instance, mixed=50) if price.closed_form_s <= slowest_s]
+    in_time = [
+        (strategy, price)
+        for strategy, price in every_price(instance, mixed=50)
+        if price.closed_form_s <= slowest_s
+    ]
     as_lean = [
-        peak_bytes(price) for strategy, price in in_time if redundant_bytes(strategy, price) <= lean.search.value * GIB * (1 + 2e-6)]
+        peak_bytes(price)
+        for strategy, price in in_time
+        if redundant_bytes(strategy, price) <= lean.search.value * GIB * (1 + 2e-6)
+    ]
     least = min(peak_bytes(price) for _, price in in_time)
 
     assert peak_of(low) <= max(least * TO, least + MIB)
@@ -57,9 +81,13 @@ def test_no_strategy_of_the_enumeration_that_is_in_time_peaks_lower(seed, slowdo
     assert not as_lean or peak_of(lean) <= max(min(as_lean) * TO, min(as_lean) + MIB)
 
 
-@pytest.mark.parametrize(("seed", "slowdown", "before_gib"), [
-    pytest.param(6, 0.5, 1.3197, marks=pytest.mark.slow), (4, 0.5, 0.9425), (5, 0.1, 1.1277)])
-def test_of_equally_redundant_plans_the_one_with_the_least_peak_is_chosen(seed, slowdown, before_gib):
+@pytest.mark.parametrize(
+    ("seed", "slowdown", "before_gib"),
+    [pytest.param(6, 0.5, 1.3197, marks=pytest.mark.slow), (4, 0.5, 0.9425), (5, 0.1, 1.1277)],
+)
+def test_of_equally_redundant_plans_the_one_with_the_least_peak_is_chosen(
+    seed, slowdown, before_gib
+):
     plan = search(random_instance(seed), Objective.MEMORY, max_slowdown=slowdown)
 
     assert peak_of(plan) / GIB < before_gib - 0.002
@@ -69,7 +97,10 @@ def test_of_equally_redundant_plans_the_one_with_the_least_peak_is_chosen(seed, 
 
 def test_no_slowdown_leaves_the_fastest_step():
     instance = random_instance(7)
-    fastest, low = search(instance, Objective.THROUGHPUT), search(instance, Objective.PEAK, max_slowdown=0.0)
+    fastest, low = (
+        search(instance, Objective.THROUGHPUT),
+        search(instance, Objective.PEAK, max_slowdown=0.0),
+    )
 
     assert low.predicted.step_time_s.value == pytest.approx(fastest.predicted.step_time_s.value)
     assert peak_of(low) <= peak_of(fastest)
@@ -90,7 +121,14 @@ def test_ctrl_c_keeps_the_lowest_peak_so_far(objective):
 
     instance = random_instance(7)
     fastest = search(instance, Objective.THROUGHPUT)
-    plan = find_plan(instance.model, instance.cluster, instance.training, objective, constraints=PINS, on_progress=interrupt)
+    plan = find_plan(
+        instance.model,
+        instance.cluster,
+        instance.training,
+        objective,
+        constraints=PINS,
+        on_progress=interrupt,
+    )
 
     assert plan.search.status is Status.FEASIBLE
     assert peak_of(plan) < peak_of(fastest)
@@ -108,7 +146,9 @@ def test_the_plan_file_of_the_least_peak_is_read_again_priced_again_and_shown(tm
 
 
 def test_nothing_fits_is_said_as_for_every_objective(tmp_path):
-    assert "does not fit" in fail(3, *TINY, "--memory-limit", "1MiB", "-o", str(tmp_path / "plan.yaml"))
+    assert "does not fit" in fail(
+        3, *TINY, "--memory-limit", "1MiB", "-o", str(tmp_path / "plan.yaml")
+    )
 
 
 def test_halving_in_ends_at_the_least_that_is_found_and_at_the_most_that_is_not():

@@ -1,4 +1,6 @@
-"""The least redundant plan, and the front, where the host may keep something: never worse than without, and paid for in time."""
+"""The least redundant plan, and the front, where the host may keep something: never worse than
+without, and paid for in time.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import price_step
 from parplan.planner.deadline import NEVER
 from parplan.planner.master import Master
-from parplan.planner.plan.plan import Plan, host_gib, read_plan, plan_to_yaml, write_plan
+from parplan.planner.plan.plan import Plan, host_gib, plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.plan_chunks import rank_chunks_of
 from parplan.planner.plan.plan_strategy import prices_of_plan
 from parplan.planner.plan.prediction import Objective, Status
@@ -45,19 +47,33 @@ from tests.planner.stage_columns.test_chunk_columns import (
 DIGIT_GIB = 1e-4  # of a plan file
 ONE_DOMAIN: dict[str, object] = {"numa_domains": None, "gpus_per_numa": None}
 CASES = [
-    (1, 20, Precision.FP32), (1, 6, Precision.BF16), pytest.param(2, 20, Precision.BF16, marks=pytest.mark.slow),
-    pytest.param(4, 3, Precision.FP32, marks=pytest.mark.slow)]
+    (1, 20, Precision.FP32),
+    (1, 6, Precision.BF16),
+    pytest.param(2, 20, Precision.BF16, marks=pytest.mark.slow),
+    pytest.param(4, 3, Precision.FP32, marks=pytest.mark.slow),
+]
 
 
-def asked(gpus: int, states: int, precision: Precision = Precision.FP32, **changes: object) -> Instance:
-    """Six blocks on devices that have room for the states of `states` blocks, with a host of one NUMA domain."""
+def asked(
+    gpus: int, states: int, precision: Precision = Precision.FP32, **changes: object
+) -> Instance:
+    """Six blocks on devices that have room for the states of `states` blocks, with a host of one
+    NUMA domain.
+    """
     return instance(gpus, states * STATES, precision, 8, **{**ONE_DOMAIN, **changes})
 
 
-def lean(one: Instance, offload: tuple[Offload, ...] | None, slowdown: float = 0.1, **options: object) -> Plan:
+def lean(
+    one: Instance, offload: tuple[Offload, ...] | None, slowdown: float = 0.1, **options: object
+) -> Plan:
     return find_plan(
-        one.model, one.cluster, one.training, Objective.MEMORY, constraints=Constraints(offload=offload),
-        options=SearchOptions(memory_margin=0.0, max_slowdown=slowdown, **options))
+        one.model,
+        one.cluster,
+        one.training,
+        Objective.MEMORY,
+        constraints=Constraints(offload=offload),
+        options=SearchOptions(memory_margin=0.0, max_slowdown=slowdown, **options),
+    )
 
 
 def peak_gib(plan: Plan) -> float:
@@ -67,7 +83,10 @@ def peak_gib(plan: Plan) -> float:
 @pytest.mark.parametrize(("gpus", "states", "precision"), CASES)
 @pytest.mark.parametrize("slowdown", mostly_slow([0.0, 0.1, 0.5], {0.1}))
 def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown(
-    gpus: int, states: int, precision: Precision, slowdown: float,
+    gpus: int,
+    states: int,
+    precision: Precision,
+    slowdown: float,
 ) -> None:
     one = asked(gpus, states, precision)
     alone, hosted = lean(one, (), slowdown), lean(one, SEARCHED_OFFLOAD, slowdown)
@@ -75,7 +94,8 @@ def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown
     assert peak_gib(hosted) <= peak_gib(alone)
     assert hosted.predicted.redundancy_gib.total <= alone.predicted.redundancy_gib.total
     assert hosted.predicted.step_time_s.value <= max(
-        alone.predicted.step_time_s.value, (1 + slowdown) * alone.search.fastest_step_time_s * 1.02)  # simulated against the closed form
+        alone.predicted.step_time_s.value, (1 + slowdown) * alone.search.fastest_step_time_s * 1.02
+    )  # simulated against the closed form
     if hosted.chunks is not None:
         assert host_gib(hosted) * GIB <= one.cluster.host_memory_bytes
         assert hosted.predicted.redundancy_gib.total < alone.predicted.redundancy_gib.total
@@ -93,7 +113,10 @@ def test_a_slow_host_is_not_worth_it_and_a_small_one_keeps_less() -> None:
     slow = lean(asked(1, 20, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None), SEARCHED_OFFLOAD)
     assert slow.chunks is None
     small_bytes = 60 * 2**20
-    small, large = (lean(asked(1, 20, host_memory_bytes=size), SEARCHED_OFFLOAD, 0.5) for size in (small_bytes, GIB))
+    small, large = (
+        lean(asked(1, 20, host_memory_bytes=size), SEARCHED_OFFLOAD, 0.5)
+        for size in (small_bytes, GIB)
+    )
     assert 0 < host_gib(small) * GIB <= small_bytes < host_gib(large) * GIB
     assert small.predicted.redundancy_gib.total > large.predicted.redundancy_gib.total
 
@@ -105,7 +128,9 @@ def test_redundant_is_what_devices_hold_beyond_one_copy_of_all_states_wherever_t
 
     assert held.host > 0
     for name, one_copy in zip(("parameters", "gradients", "optimizer"), copy, strict=True):
-        assert getattr(found, name) == pytest.approx(getattr(held, name) - one_copy / GIB, abs=2 * DIGIT_GIB)
+        assert getattr(found, name) == pytest.approx(
+            getattr(held, name) - one_copy / GIB, abs=2 * DIGIT_GIB
+        )
     assert found.optimizer < 0
 
 
@@ -114,7 +139,9 @@ def _num_parameters(plan: Plan) -> int:
 
 
 @pytest.mark.slow
-def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it_was(tmp_path: Path) -> None:
+def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it_was(
+    tmp_path: Path,
+) -> None:
     plan, path = lean(asked(4, 3), SEARCHED_OFFLOAD, 0.5), tmp_path / "plan.yaml"
     write_plan(plan, path)
     back = read_plan(path)
@@ -129,20 +156,40 @@ def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slowdown", [0.05, 0.2, 1.0])
-def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules(slowdown: float) -> None:
+def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules(
+    slowdown: float,
+) -> None:
     """Also where the closed form is furthest from them: slow PCIe, six small blocks."""
-    one, offload = instance(1, 20 * STATES, Precision.FP32, 4, pcie_bytes_per_s=3e9, **ONE_DOMAIN), (Offload.OPTIMIZER, Offload.PARAMETERS)
-    pins, price_cache, found = Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,)), one.price_cache(), []
+    one, offload = (
+        instance(1, 20 * STATES, Precision.FP32, 4, pcie_bytes_per_s=3e9, **ONE_DOMAIN),
+        (Offload.OPTIMIZER, Offload.PARAMETERS),
+    )
+    pins, price_cache, found = (
+        Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,)),
+        one.price_cache(),
+        [],
+    )
     (layout,) = chunked_frames(one, pins)
     for strategy in every_strategy(layout):
-        needed = rank_chunks(strategy, 0, price_cache, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes
+        needed = rank_chunks(
+            strategy, 0, price_cache, eviction=Eviction.OPT, device_bytes=10**12
+        ).smallest_bytes
         for more in (0, 3_200_000):
             price = price_step(strategy, price_cache.within(Chunking(device_bytes=needed + more)))
             found.append((price.step_s, sum(rank.total for rank in price.redundant)))
     plan = find_plan(
-        one.model, one.cluster, one.training, Objective.MEMORY, constraints=pins,
-        options=SearchOptions(memory_margin=0.0, max_slowdown=slowdown))
-    best = min(redundant for step_s, redundant in found if step_s <= (1 + slowdown) * plan.search.fastest_step_time_s)
+        one.model,
+        one.cluster,
+        one.training,
+        Objective.MEMORY,
+        constraints=pins,
+        options=SearchOptions(memory_margin=0.0, max_slowdown=slowdown),
+    )
+    best = min(
+        redundant
+        for step_s, redundant in found
+        if step_s <= (1 + slowdown) * plan.search.fastest_step_time_s
+    )
     copy = sum(ideal_states(_num_parameters(plan), 1, plan.training))
 
     assert plan.chunks is not None
@@ -154,12 +201,19 @@ def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure(
     with pytest.raises(InfeasibleError):
         lean(one, ())
     fastest = find_plan(
-        one.model, one.cluster, one.training, constraints=Constraints(offload=SEARCHED_OFFLOAD), options=SearchOptions(memory_margin=0.0))
+        one.model,
+        one.cluster,
+        one.training,
+        constraints=Constraints(offload=SEARCHED_OFFLOAD),
+        options=SearchOptions(memory_margin=0.0),
+    )
     for offload in (None, SEARCHED_OFFLOAD):
         plan = lean(one, offload)
         assert plan.search.fastest_step_time_s == fastest.search.fastest_step_time_s
         assert plan.predicted.redundancy_gib.total < fastest.predicted.redundancy_gib.total
-        longest_s = 1.1 * max(fastest.predicted.step_time_s.value, fastest.search.fastest_step_time_s)  # simulated, in the closed form
+        longest_s = 1.1 * max(
+            fastest.predicted.step_time_s.value, fastest.search.fastest_step_time_s
+        )  # simulated, in the closed form
         assert plan.predicted.step_time_s.value <= longest_s * (1 + 1e-5)
 
 
@@ -172,12 +226,16 @@ def test_the_same_request_gives_the_same_bytes() -> None:
     assert first == again
 
 
-def test_an_interrupt_with_the_host_keeps_the_plan_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_with_the_host_keeps_the_plan_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one, calls, solve = asked(1, 20), [], Master.leanest
     alone = lean(one, ())
 
     def interrupt(self: Master, *arguments: object) -> object:
-        if sum(len(picks) for picks in self.picks) and any(column.homes.host for picks in self.picks for column in picks):
+        if sum(len(picks) for picks in self.picks) and any(
+            column.homes.host for picks in self.picks for column in picks
+        ):
             calls.append(self)
             raise KeyboardInterrupt
         return solve(self, *arguments)  # type: ignore[arg-type]
@@ -202,24 +260,42 @@ def test_a_time_limit_is_that_of_all_its_searches() -> None:
 def front_of(gpus: int, states: int, offload: tuple[Offload, ...] | None) -> ParetoFront:
     one = asked(gpus, states)
     return find_front(
-        one.model, one.cluster, one.training, constraints=Constraints(offload=offload), options=SearchOptions(memory_margin=0.0),
-        num_points=8)
+        one.model,
+        one.cluster,
+        one.training,
+        constraints=Constraints(offload=offload),
+        options=SearchOptions(memory_margin=0.0),
+        num_points=8,
+    )
 
 
-@pytest.mark.parametrize(("gpus", "states"), [
-    (1, 20), pytest.param(2, 6, marks=pytest.mark.slow), pytest.param(2, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("gpus", "states"),
+    [
+        (1, 20),
+        pytest.param(2, 6, marks=pytest.mark.slow),
+        pytest.param(2, 20, marks=pytest.mark.slow),
+    ],
+)
 def test_the_front_with_the_host_is_nowhere_worse_than_without_it(gpus: int, states: int) -> None:
     alone, hosted = front_of(gpus, states, ()), front_of(gpus, states, SEARCHED_OFFLOAD)
 
     for point in alone.points:
-        assert any(all(mine <= theirs for mine, theirs in zip(own.values, point.values, strict=True)) for own in hosted.points)
+        assert any(
+            all(mine <= theirs for mine, theirs in zip(own.values, point.values, strict=True))
+            for own in hosted.points
+        )
     assert not any(one.dominates(other) for one in hosted.points for other in hosted.points)
     assert hosted.stopped is None
     assert hosted.uses_host
     assert not alone.uses_host
     assert hosted.nothing_within_gib is not None
     assert alone.nothing_within_gib is not None
-    assert hosted.nothing_within_gib < min(point.peak_memory_gib for point in hosted.points) < alone.nothing_within_gib
+    assert (
+        hosted.nothing_within_gib
+        < min(point.peak_memory_gib for point in hosted.points)
+        < alone.nothing_within_gib
+    )
     least = min(point.peak_memory_gib for point in hosted.points)
     assert least - hosted.nothing_within_gib < 3 / 1024
 
@@ -230,14 +306,20 @@ def test_a_front_where_only_the_host_makes_it_fit_has_it_in_every_point() -> Non
     unasked, asked_for = front_of(1, 6, None), front_of(1, 6, SEARCHED_OFFLOAD)
 
     assert all(point.host_gib > 0 for point in unasked.points)
-    assert [plan_to_yaml(point.plan) for point in unasked.points] == [plan_to_yaml(point.plan) for point in asked_for.points]
+    assert [plan_to_yaml(point.plan) for point in unasked.points] == [
+        plan_to_yaml(point.plan) for point in asked_for.points
+    ]
 
 
 def test_a_front_with_nothing_said_leaves_the_host_alone_where_the_devices_are_enough() -> None:
-    assert [point.values for point in front_of(1, 20, None).points] == [point.values for point in front_of(1, 20, ()).points]
+    assert [point.values for point in front_of(1, 20, None).points] == [
+        point.values for point in front_of(1, 20, ()).points
+    ]
 
 
-def test_an_interrupt_among_the_searches_with_the_host_keeps_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_among_the_searches_with_the_host_keeps_the_points(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = asked(1, 20)
 
     def interrupt(*_: object) -> None:
@@ -245,24 +327,38 @@ def test_an_interrupt_among_the_searches_with_the_host_keeps_the_points(monkeypa
 
     monkeypatch.setattr("parplan.planner.search.pareto.search_leaner", interrupt)
     front = find_front(
-        one.model, one.cluster, one.training, constraints=Constraints(offload=SEARCHED_OFFLOAD), options=SearchOptions(memory_margin=0.0),
-        num_points=8)
+        one.model,
+        one.cluster,
+        one.training,
+        constraints=Constraints(offload=SEARCHED_OFFLOAD),
+        options=SearchOptions(memory_margin=0.0),
+        num_points=8,
+    )
 
     assert front.stopped == "Ctrl-C"
     assert front.points
-    assert not any(point.plan.search.front.complete for point in front.points if point.plan.search.front)
+    assert not any(
+        point.plan.search.front.complete for point in front.points if point.plan.search.front
+    )
 
 
 def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_path: Path) -> None:
     for front in (front_of(1, 20, ()), front_of(1, 20, SEARCHED_OFFLOAD)):
         out = io.StringIO()
-        print_front(front, plan_paths(Path("plan.yaml"), len(front.points)), Console(file=out, width=200), SummaryContext())
+        print_front(
+            front,
+            plan_paths(Path("plan.yaml"), len(front.points)),
+            Console(file=out, width=200),
+            SummaryContext(),
+        )
         text = out.getvalue()
         assert ("GiB of a node's host" in text) == front.uses_host
         for point in front.points:
             assert not point.host_gib or f" {gib_text(point.host_gib)} " in text
         document = front_document(front, plan_paths(Path("plan.yaml"), len(front.points)), 1.0)
-        assert [found["host_gib"] for found in document["points"]] == [point.host_gib for point in front.points]
+        assert [found["host_gib"] for found in document["points"]] == [
+            point.host_gib for point in front.points
+        ]
         draw_front(front, tmp_path / "front.svg")
         assert ("uses the host" in (tmp_path / "front.svg").read_text()) == front.uses_host
 
@@ -270,9 +366,13 @@ def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_pat
 def test_pins_hold_with_the_host() -> None:
     one = asked(2, 20)
     plan = find_plan(
-        one.model, one.cluster, one.training, Objective.MEMORY,
+        one.model,
+        one.cluster,
+        one.training,
+        Objective.MEMORY,
         constraints=Constraints(offload=(Offload.OPTIMIZER,), dp=(2,), micro_batch_size=(2,)),
-        options=SearchOptions(memory_margin=0.0))
+        options=SearchOptions(memory_margin=0.0),
+    )
 
     assert plan.mesh.dp == 2
     assert plan.chunks is not None

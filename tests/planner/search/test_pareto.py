@@ -1,4 +1,6 @@
-"""The front against the enumeration of everything: its ends, its order, what is proven, and how it ends early."""
+"""The front against the enumeration of everything: its ends, its order, what is proven, and how it
+ends early.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from parplan.costmodels.strategy import Strategy
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.deadline import NEVER
 from parplan.planner.master import Master
-from parplan.planner.plan.plan import Plan, read_plan, plan_to_yaml, write_plan
+from parplan.planner.plan.plan import Plan, plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.plan_strategy import strategy_of
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import SearchOptions
@@ -45,43 +47,70 @@ from tests.helpers.instances import (
 SEEDS = mostly_slow(range(8), {5})
 ROUNDED = 2e-5  # relative: six digits of seconds, four of GiB
 DIGIT_GIB = 1e-4
-MIXED = 50  # strategies of each layout whose layers have ZeRO stages of their own, besides all with one for each rank
+# strategies of each layout whose layers have ZeRO stages of their own, besides all with one for
+# each rank
+MIXED = 50
 
 
 @cache
 def front_of(seed: int, num_points: int = 16) -> ParetoFront:
     instance = random_instance(seed)
-    return find_front(instance.model, instance.cluster, instance.training, constraints=PINS, num_points=num_points)
+    return find_front(
+        instance.model, instance.cluster, instance.training, constraints=PINS, num_points=num_points
+    )
 
 
 @cache
 def every_value(seed: int) -> tuple[tuple[float, float, float, float], ...]:
-    """Closed form and simulated seconds, GiB of peak and of redundancy of every strategy that fits; ends on one rank are alike."""
+    """Closed form and simulated seconds, GiB of peak and of redundancy of every strategy that fits;
+    ends on one rank are alike.
+    """
     found = (
         (p.closed_form_s, p.step_s, peak_bytes(p) / GIB, redundant_bytes(s, p) / GIB)
-        for s, p in every_price(random_instance(seed), mixed=MIXED) if s.layout.mesh.pp > 1 or same_zero_of_ends(s))
+        for s, p in every_price(random_instance(seed), mixed=MIXED)
+        if s.layout.mesh.pp > 1 or same_zero_of_ends(s)
+    )
     return tuple(values for values in found if values[2] <= front_of(seed).usable_gib)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_point_is_a_strategy_of_the_enumeration_with_levels_and_zero_stages_of_its_own(seed):
-    """Layout and blocks of each stage are enumerated; each layer has a level and a ZeRO stage that the enumeration gives some layer."""
+    """Layout and blocks of each stage are enumerated; each layer has a level and a ZeRO stage that
+    the enumeration gives some layer.
+    """
     instance = random_instance(seed)
     price_cache, usable_gib = instance.price_cache(), front_of(seed).usable_gib
-    levels = {(kind, price_cache.recompute_operators(kind, level)) for kind in LayerKind for level in PINS.recompute}
-    layouts = enumerate_candidates(instance.model, instance.cluster, instance.training, PINS).layouts
+    levels = {
+        (kind, price_cache.recompute_operators(kind, level))
+        for kind in LayerKind
+        for level in PINS.recompute
+    }
+    layouts = enumerate_candidates(
+        instance.model, instance.cluster, instance.training, PINS
+    ).layouts
     for point in front_of(seed).points:
         strategy = strategy_of(point.plan, price_cache)
-        price, zeros = price_step(strategy, price_cache), range(4) if strategy.layout.mesh.dp > 1 else (0,)
+        price, zeros = (
+            price_step(strategy, price_cache),
+            range(4) if strategy.layout.mesh.dp > 1 else (0,),
+        )
 
         assert strategy.layout in layouts
-        assert shape(strategy) in map(shape, every_strategy(strategy.layout, instance.model.num_layers))
+        assert shape(strategy) in map(
+            shape, every_strategy(strategy.layout, instance.model.num_layers)
+        )
         assert not price_cache.tied or same_sharding(strategy)
-        assert all((choice.kind, choice.recompute) in levels and choice.zero in zeros for stage in strategy.stages for choice in stage)
+        assert all(
+            (choice.kind, choice.recompute) in levels and choice.zero in zeros
+            for stage in strategy.stages
+            for choice in stage
+        )
         assert point.step_time_s == pytest.approx(price.step_s, rel=ROUNDED)
         assert point.peak_memory_gib == pytest.approx(peak_bytes(price) / GIB, abs=DIGIT_GIB)
         assert point.peak_memory_gib <= usable_gib + DIGIT_GIB
-        assert point.redundancy_gib == pytest.approx(redundant_bytes(strategy, price) / GIB, abs=DIGIT_GIB)
+        assert point.redundancy_gib == pytest.approx(
+            redundant_bytes(strategy, price) / GIB, abs=DIGIT_GIB
+        )
 
 
 def shape(strategy: Strategy) -> tuple[tuple[LayerKind, ...], ...]:
@@ -103,13 +132,20 @@ def test_the_ends_equal_brute_force(seed):
     fastest_s = min(step_s for _, step_s, _, _ in every)
 
     assert front.stopped is None
-    assert front.points[0].step_time_s <= 1.05 * fastest_s  # the search minimises the closed form and replays the best
-    assert front.points[0].plan.search.fastest_step_time_s == pytest.approx(min(closed_s for closed_s, *_ in every), rel=ROUNDED, abs=2e-6)
+    assert (
+        front.points[0].step_time_s <= 1.05 * fastest_s
+    )  # the search minimises the closed form and replays the best
+    assert front.points[0].plan.search.fastest_step_time_s == pytest.approx(
+        min(closed_s for closed_s, *_ in every), rel=ROUNDED, abs=2e-6
+    )
     least_gib = min(peak for _, _, peak, _ in every)
-    assert min(point.peak_memory_gib for point in front.points) == pytest.approx(least_gib, abs=1.1 * MIB / GIB)
+    assert min(point.peak_memory_gib for point in front.points) == pytest.approx(
+        least_gib, abs=1.1 * MIB / GIB
+    )
     assert least_gib - 1.1 * MIB / GIB <= front.nothing_within_gib <= least_gib
     assert min(point.redundancy_gib for point in front.points) == pytest.approx(
-        min(redundant for *_, redundant in every), rel=ROUNDED, abs=10 * DIGIT_GIB)
+        min(redundant for *_, redundant in every), rel=ROUNDED, abs=10 * DIGIT_GIB
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -126,13 +162,22 @@ def test_no_strategy_beats_a_point_at_its_own_limit_beyond_its_gap(seed):
             fitting = [closed_s for closed_s, _, peak, _ in every if peak <= within_gib - DIGIT_GIB]
             assert min(fitting, default=least) >= least * (1 - ROUNDED) - 2e-6
         else:
-            slowest_s = fastest_s * (1 + (SLOWDOWNS[-1] if limit.max_slowdown is None else limit.max_slowdown))
-            assert min(redundant for closed_s, _, _, redundant in every if closed_s <= slowest_s) >= least * (1 - ROUNDED) - DIGIT_GIB
+            slowest_s = fastest_s * (
+                1 + (SLOWDOWNS[-1] if limit.max_slowdown is None else limit.max_slowdown)
+            )
+            assert (
+                min(redundant for closed_s, _, _, redundant in every if closed_s <= slowest_s)
+                >= least * (1 - ROUNDED) - DIGIT_GIB
+            )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_less_memory_is_never_faster_than_what_was_found_within_more(seed):
-    found = [point.plan.search for point in front_of(seed).points if point.plan.search.objective is Objective.THROUGHPUT]
+    found = [
+        point.plan.search
+        for point in front_of(seed).points
+        if point.plan.search.objective is Objective.THROUGHPUT
+    ]
     within = sorted(found, key=lambda record: record.front.memory_limit_gib or float("inf"))
     bounds = [record.bound for record in within]
 
@@ -142,7 +187,9 @@ def test_less_memory_is_never_faster_than_what_was_found_within_more(seed):
 def test_the_same_request_gives_the_same_front():
     first, again = front_of(3), front_of.__wrapped__(3)
 
-    assert [plan_to_yaml(point.plan) for point in first.points] == [plan_to_yaml(point.plan) for point in again.points]
+    assert [plan_to_yaml(point.plan) for point in first.points] == [
+        plan_to_yaml(point.plan) for point in again.points
+    ]
 
 
 def test_each_plan_says_its_place_and_its_limit_and_is_read_back(tmp_path):
@@ -165,7 +212,9 @@ def test_fewer_points_keep_the_three_ends(num_points):
     assert few.points[0].step_time_s == many.points[0].step_time_s
     for value in ("peak_memory_gib", "redundancy_gib"):
         least = min(getattr(point, value) for point in many.points)
-        assert min(getattr(point, value) for point in few.points) == pytest.approx(least, abs=MIB / GIB)
+        assert min(getattr(point, value) for point in few.points) == pytest.approx(
+            least, abs=MIB / GIB
+        )
 
 
 def test_a_memory_limit_bounds_all_points():
@@ -174,7 +223,9 @@ def test_a_memory_limit_bounds_all_points():
     limit_gib = (peaks[0] + peaks[-1]) / 2
 
     options = SearchOptions(memory_limit_bytes=int(limit_gib * GIB))
-    front = find_front(instance.model, instance.cluster, instance.training, constraints=PINS, options=options)
+    front = find_front(
+        instance.model, instance.cluster, instance.training, constraints=PINS, options=options
+    )
 
     assert front.usable_gib == pytest.approx(limit_gib)
     assert max(point.peak_memory_gib for point in front.points) <= limit_gib + DIGIT_GIB
@@ -182,7 +233,13 @@ def test_a_memory_limit_bounds_all_points():
 
 def asked(seed: int = 1, **options: object) -> ParetoFront:
     instance = random_instance(seed)
-    return find_front(instance.model, instance.cluster, instance.training, constraints=PINS, options=SearchOptions(**options))
+    return find_front(
+        instance.model,
+        instance.cluster,
+        instance.training,
+        constraints=PINS,
+        options=SearchOptions(**options),
+    )
 
 
 def test_an_interrupt_keeps_the_points_so_far_and_says_that_the_front_is_incomplete(monkeypatch):
@@ -229,7 +286,11 @@ def test_a_time_limit_is_that_of_all_searches_and_leaves_an_honest_point():
     assert front.stopped == "the time limit"
     assert front.num_searches == 1
     (point,) = front.points
-    assert point.plan.search.bound <= front_of(1).points[0].plan.search.bound <= point.plan.search.value
+    assert (
+        point.plan.search.bound
+        <= front_of(1).points[0].plan.search.bound
+        <= point.plan.search.value
+    )
     assert point.plan.search.status is Status.FEASIBLE or point.plan.search.gap == 0
 
 
@@ -245,17 +306,28 @@ def test_a_solver_that_fails_after_the_first_point_does_not_lose_it(monkeypatch)
 def test_a_wrong_guess_of_the_least_peak_costs_searches_but_not_the_end(monkeypatch):
     least_gib = min(point.peak_memory_gib for point in front_of(4).points)
     for guess in (0.5, 0.98, 1.02):
-        monkeypatch.setattr("parplan.planner.search.pareto.least_peak_bytes", lambda *_, guess=guess: guess * least_gib * GIB)
+        monkeypatch.setattr(
+            "parplan.planner.search.pareto.least_peak_bytes",
+            lambda *_, guess=guess: guess * least_gib * GIB,
+        )
         front = asked(4)
 
-        assert min(point.peak_memory_gib for point in front.points) == pytest.approx(least_gib, abs=1.1 * MIB / GIB)
+        assert min(point.peak_memory_gib for point in front.points) == pytest.approx(
+            least_gib, abs=1.1 * MIB / GIB
+        )
         assert front.nothing_within_gib == pytest.approx(least_gib, abs=2.2 * MIB / GIB)
 
 
 def test_searches_are_told_of_before_they_start():
     told = []
     instance = random_instance(0)
-    front = find_front(instance.model, instance.cluster, instance.training, constraints=PINS, on_search=lambda *news: told.append(news))
+    front = find_front(
+        instance.model,
+        instance.cluster,
+        instance.training,
+        constraints=PINS,
+        on_search=lambda *news: told.append(news),
+    )
 
     assert [done for _, done, _ in told] == list(range(front.num_searches))
     assert told[0][0] == "fastest"
@@ -266,9 +338,17 @@ def test_what_one_search_learned_does_not_change_what_another_finds():
     instance = random_instance(6)
     shared = SearchPrices(instance.model, instance.cluster, instance.training, PINS)
     peaks = sorted({round(peak * GIB) + 1 for _, _, peak, _ in every_value(6)})
-    for limit in (peaks[-1], peaks[len(peaks) // 2], peaks[0], peaks[len(peaks) // 3], peaks[-1]):  # tighter, looser, tighter
+    for limit in (
+        peaks[-1],
+        peaks[len(peaks) // 2],
+        peaks[0],
+        peaks[len(peaks) // 3],
+        peaks[-1],
+    ):  # tighter, looser, tighter
         options = SearchOptions(memory_limit_bytes=limit)
-        alone = find_plan(instance.model, instance.cluster, instance.training, constraints=PINS, options=options)
+        alone = find_plan(
+            instance.model, instance.cluster, instance.training, constraints=PINS, options=options
+        )
         found = search(shared, Objective.THROUGHPUT, options)
 
         assert found.plan.search.bound == pytest.approx(alone.search.bound, rel=ROUNDED, abs=2e-6)
@@ -288,7 +368,10 @@ def test_less_than_three_points_is_an_error():
 def test_of_equal_plans_the_first_stays_and_dominated_ones_go():
     plan = front_of(0).points[0].plan
     slower = with_values(plan, step_s=2.0, redundant_gib=9.0)
-    first, same = with_values(plan, step_s=1.0, redundant_gib=9.0), with_values(plan, step_s=1.0, redundant_gib=9.0)
+    first, same = (
+        with_values(plan, step_s=1.0, redundant_gib=9.0),
+        with_values(plan, step_s=1.0, redundant_gib=9.0),
+    )
     lean = with_values(plan, step_s=3.0, redundant_gib=1.0)
 
     points = undominated([slower, first, lean, same])
@@ -299,22 +382,36 @@ def test_of_equal_plans_the_first_stays_and_dominated_ones_go():
 
 def with_values(plan: Plan, *, step_s: float, redundant_gib: float) -> Plan:
     predicted = plan.predicted
-    return replace(plan, predicted=replace(
-        predicted, step_time_s=replace(predicted.step_time_s, value=step_s),
-        redundancy_gib=replace(predicted.redundancy_gib, total=redundant_gib)))
+    return replace(
+        plan,
+        predicted=replace(
+            predicted,
+            step_time_s=replace(predicted.step_time_s, value=step_s),
+            redundancy_gib=replace(predicted.redundancy_gib, total=redundant_gib),
+        ),
+    )
 
 
 def test_a_tie_is_with_the_leanest_point_inside_the_error_band_that_needs_no_more_memory():
     plan = front_of(0).points[0].plan
     share = plan.predicted.error_band.time.share
     steps = (1.0, 1 + 0.5 * share, 1 + 0.9 * share, 1 + 2.5 * share)
-    points = tuple(ParetoPoint(with_values(plan, step_s=step, redundant_gib=9.0 - index)) for index, step in enumerate(steps))
-    front = ParetoFront(points=points, stopped=None, usable_gib=76.0, nothing_within_gib=None, num_searches=4)
+    points = tuple(
+        ParetoPoint(with_values(plan, step_s=step, redundant_gib=9.0 - index))
+        for index, step in enumerate(steps)
+    )
+    front = ParetoFront(
+        points=points, stopped=None, usable_gib=76.0, nothing_within_gib=None, num_searches=4
+    )
 
     assert [front.leaner_tie(point) for point in points] == [3, 3, None, None]
 
 
 def test_files_are_numbered_with_as_many_digits_as_they_need():
-    assert plan_paths(Path("a/plan.yaml"), 3) == (Path("a/plan-01.yaml"), Path("a/plan-02.yaml"), Path("a/plan-03.yaml"))
+    assert plan_paths(Path("a/plan.yaml"), 3) == (
+        Path("a/plan-01.yaml"),
+        Path("a/plan-02.yaml"),
+        Path("a/plan-03.yaml"),
+    )
     assert plan_paths(Path("front"), 1) == (Path("front-01"),)
     assert plan_paths(Path("plan.yaml"), 100)[-1] == Path("plan-100.yaml")

@@ -1,4 +1,6 @@
-"""Ways out of a request that does not fit: each really fits and takes the stated time, and none that helps is left out."""
+"""Ways out of a request that does not fit: each really fits and takes the stated time, and none
+that helps is left out.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +27,38 @@ A100 = load_cluster("a100-80gb")
 ENOUGH_S = 300.0  # no search of these is cut off
 
 
-def request(pins: Constraints, limit_bytes_: float | None = None, *, gpus=8, name="llama3-8b", **options) -> Request:
+def request(
+    pins: Constraints, limit_bytes_: float | None = None, *, gpus=8, name="llama3-8b", **options
+) -> Request:
     limit = None if limit_bytes_ is None else int(limit_bytes_)
     return Request(
-        model=replace(load_model(name).spec, num_layers=16), cluster=with_gpus(A100, gpus),
-        training=TrainingSpec(global_batch_size=8, seq_length=4096, stack=NEUTRAL), pins=pins,
-        options=SearchOptions(memory_limit_bytes=limit, **options))
+        model=replace(load_model(name).spec, num_layers=16),
+        cluster=with_gpus(A100, gpus),
+        training=TrainingSpec(global_batch_size=8, seq_length=4096, stack=NEUTRAL),
+        pins=pins,
+        options=SearchOptions(memory_limit_bytes=limit, **options),
+    )
 
 
 def needs(asked: Request) -> float:
-    return shortfall(asked.model, asked.cluster, asked.training, asked.pins, asked.options).need_bytes
+    return shortfall(
+        asked.model, asked.cluster, asked.training, asked.pins, asked.options
+    ).need_bytes
 
 
 def between(pinned: Constraints, freed: Constraints) -> Request:
-    """The pinned request under a limit that its leanest plan misses and the leanest without the pin meets."""
+    """The pinned request under a limit that its leanest plan misses and the leanest without the pin
+    meets.
+    """
     need, least = needs(request(pinned, GIB)), needs(request(freed, GIB))
     assert least < 0.99 * need, "the pin costs memory"
     return request(pinned, (need + least) / 2)
 
 
 def search(asked: Request):
-    return find_plan(asked.model, asked.cluster, asked.training, constraints=asked.pins, options=asked.options)
+    return find_plan(
+        asked.model, asked.cluster, asked.training, constraints=asked.pins, options=asked.options
+    )
 
 
 def relaxed(asked: Request) -> Relaxations:
@@ -66,7 +79,12 @@ def require_true(asked: Request, found: Relaxations) -> None:
         assert one.proven is (plan.search.status is Status.OPTIMAL)
     device = replace(asked.cluster.device, memory_bytes=10**18)
     unlimited = find_plan(
-        asked.model, replace(asked.cluster, device=device), asked.training, constraints=asked.pins, options=SearchOptions(memory_margin=0))
+        asked.model,
+        replace(asked.cluster, device=device),
+        asked.training,
+        constraints=asked.pins,
+        options=SearchOptions(memory_margin=0),
+    )
     assert unlimited.predicted.step_time_s.value == found.unlimited_s
 
 
@@ -74,20 +92,29 @@ PINS = {
     "recompute": ("recompute", Constraints(recompute=(Recompute.NONE,))),
     "zero": ("zero", Constraints(zero=(0,), dp=(2, 4, 8))),
     "zero-of-several": ("zero", Constraints(zero=(0, 1), dp=(4, 8))),
-    "micro-batch": ("micro_batch_size", Constraints(micro_batch_size=(4,), recompute=(Recompute.NONE,))),
+    "micro-batch": (
+        "micro_batch_size",
+        Constraints(micro_batch_size=(4,), recompute=(Recompute.NONE,)),
+    ),
     "tp": ("tp", Constraints(tp=(1,), recompute=(Recompute.SELECTIVE,))),
     "pp": ("pp", Constraints(pp=(1,), tp=(1,), zero=(0, 1))),
     "dp": ("dp", Constraints(dp=(8,), zero=(0,))),
     "sequence-parallel": ("sequence_parallel", Constraints(sequence_parallel=(False,), tp=(8,))),
     "schedule": ("schedule", Constraints(schedule=(Schedule.GPIPE,), pp=(4,))),
-    "virtual-stages": ("virtual_stages", Constraints(virtual_stages=(4,), pp=(4,), tp=(2,), recompute=(Recompute.NONE,))),
+    "virtual-stages": (
+        "virtual_stages",
+        Constraints(virtual_stages=(4,), pp=(4,), tp=(2,), recompute=(Recompute.NONE,)),
+    ),
 }
 
 
 PLAIN = ("recompute", "zero-of-several", "schedule")  # degrees: in the test of a whole mesh
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in PLAIN else pytest.mark.slow) for name in PINS])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in PLAIN else pytest.mark.slow) for name in PINS],
+)
 def pinned(request):
     """A pin, the pins, the request that does not fit with them, and what makes it fit."""
     name, pins = PINS[request.param]
@@ -101,15 +128,32 @@ def test_a_pin_that_stands_in_the_way_is_named_with_a_value_that_fits(pinned):
 
     require_true(asked, found)
     flag = f"--{name.replace('_', '-')}"
-    (one,) = [one for one in found.found if len(one.flags) == 1 and one.flags[0].startswith((flag, "--no-sequence"))]
-    assert set(getattr(one.request.pins, name)).isdisjoint(getattr(pins, name)) or name in ("recompute", "zero")
+    (one,) = [
+        one
+        for one in found.found
+        if len(one.flags) == 1 and one.flags[0].startswith((flag, "--no-sequence"))
+    ]
+    assert set(getattr(one.request.pins, name)).isdisjoint(getattr(pins, name)) or name in (
+        "recompute",
+        "zero",
+    )
     assert replace(one.request.pins, **{name: None}) == replace(pins, **{name: None})
 
 
 @pytest.mark.slow
 def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pinned):
     _, pins, asked, found = pinned
-    every = ("recompute", "zero", "micro_batch_size", "tp", "pp", "dp", "sequence_parallel", "schedule", "virtual_stages")
+    every = (
+        "recompute",
+        "zero",
+        "micro_batch_size",
+        "tp",
+        "pp",
+        "dp",
+        "sequence_parallel",
+        "schedule",
+        "virtual_stages",
+    )
     fields = [field for field in every if getattr(pins, field) is not None]
     helping = set()
     for field in fields:
@@ -120,13 +164,21 @@ def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pi
         helping.add(field)
 
     listed = [one for one in found.found if not one.flags[0].startswith(("--gpus", "--memory"))]
-    changed = [{field for field in fields if getattr(one.request.pins, field) != getattr(pins, field)} for one in listed]
+    changed = [
+        {field for field in fields if getattr(one.request.pins, field) != getattr(pins, field)}
+        for one in listed
+    ]
     assert sorted(map(sorted, changed)) == sorted([field] for field in helping)
 
 
-@pytest.mark.parametrize(("text", "other"), [
-    pytest.param("zero=3", "dp=1,2", marks=pytest.mark.slow),
-    pytest.param("recompute=full", "tp=2,4", marks=pytest.mark.slow), pytest.param("tp=8", "schedule=gpipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        pytest.param("zero=3", "dp=1,2", marks=pytest.mark.slow),
+        pytest.param("recompute=full", "tp=2,4", marks=pytest.mark.slow),
+        pytest.param("tp=8", "schedule=gpipe", marks=pytest.mark.slow),
+    ],
+)
 def test_a_ban_that_stands_in_the_way_is_named(text, other):
     others = parse_bans([other])
     pins = Constraints(forbid=(*parse_bans([text]), *others))
@@ -147,7 +199,9 @@ def test_a_whole_mesh_that_is_pinned_is_relaxed_with_the_dp_that_follows():
     found = relaxed(asked)
 
     require_true(asked, found)
-    assert any(one.flags[0].startswith("--tp ") and one.flags[1].startswith("--dp ") for one in found.found)
+    assert any(
+        one.flags[0].startswith("--tp ") and one.flags[1].startswith("--dp ") for one in found.found
+    )
 
 
 @pytest.mark.slow
@@ -158,14 +212,23 @@ def test_the_cheapest_comes_first_and_more_gpus_last():
 
     assert len(here) > 1
     assert here == sorted(here)
-    assert [one.flags[0].startswith("--gpus") for one in found] == [False] * len(here) + [True] * (len(found) - len(here))
+    assert [one.flags[0].startswith("--gpus") for one in found] == [False] * len(here) + [True] * (
+        len(found) - len(here)
+    )
 
 
 @pytest.mark.slow
 def test_pins_that_only_together_stand_in_the_way_are_dropped_together_and_no_more_of_them():
-    pins = Constraints(tp=(1,), recompute=(Recompute.NONE,), zero=(0,), micro_batch_size=(1, 2, 4, 8))
-    singly = [replace(pins, **{name: None}) for name in ("tp", "recompute", "zero", "micro_batch_size")]
-    least, single = needs(request(Constraints(), GIB)), min(needs(request(one, GIB)) for one in singly)
+    pins = Constraints(
+        tp=(1,), recompute=(Recompute.NONE,), zero=(0,), micro_batch_size=(1, 2, 4, 8)
+    )
+    singly = [
+        replace(pins, **{name: None}) for name in ("tp", "recompute", "zero", "micro_batch_size")
+    ]
+    least, single = (
+        needs(request(Constraints(), GIB)),
+        min(needs(request(one, GIB)) for one in singly),
+    )
     asked = request(pins, (least + single) / 2)
     assert least < 0.95 * single
 
@@ -174,12 +237,15 @@ def test_pins_that_only_together_stand_in_the_way_are_dropped_together_and_no_mo
     require_true(asked, found)
     (one,) = [one for one in found.found if not one.flags[0].startswith(("--gpus", "--memory"))]
     assert len(one.flags) > 1
-    changed = [name for name in ("tp", "recompute", "zero", "micro_batch_size") if getattr(one.request.pins, name) != getattr(pins, name)]
+    changed = [
+        name
+        for name in ("tp", "recompute", "zero", "micro_batch_size")
+        if getattr(one.request.pins, name) != getattr(pins, name)
+    ]
     for kept in changed:  # with any one of them back, nothing fits
         fewer = replace(pins, **{name: None for name in changed if name != kept})
         with pytest.raises(InfeasibleError):
             search(replace(asked, pins=fewer))
-
 
 
 def test_the_margin_that_is_named_is_the_largest_that_fits():
@@ -194,7 +260,10 @@ def test_the_margin_that_is_named_is_the_largest_that_fits():
     (one,) = [one for one in found.found if one.flags[0].startswith("--memory-margin")]
     margin = one.request.options.memory_margin
     assert margin == pytest.approx(0.025, abs=0.0011)
-    assert one.note == f"below the {residuals_of(asked.training.stack).memory_margin:g} that measured runs ask for"
+    assert (
+        one.note
+        == f"below the {residuals_of(asked.training.stack).memory_margin:g} that measured runs ask for"
+    )
     assert search(one.request).predicted.step_time_s.value == one.step_s
     with pytest.raises(InfeasibleError):
         search(replace(asked, options=SearchOptions(memory_margin=margin + 0.002)))
@@ -267,6 +336,13 @@ def test_a_budget_that_is_spent_says_what_was_not_tried():
 
     found = relaxations(asked, needs(asked), budget_s=0.0)
 
-    assert found.untried == ("less free memory", "--recompute", "--forbid zero=3", "--recompute --forbid zero=3")
-    assert [one.step_s for one in found.found] == [None]  # the number of GPUs is known from the memory alone
+    assert found.untried == (
+        "less free memory",
+        "--recompute",
+        "--forbid zero=3",
+        "--recompute --forbid zero=3",
+    )
+    assert [one.step_s for one in found.found] == [
+        None
+    ]  # the number of GPUs is known from the memory alone
     assert found.unlimited_s is None

@@ -1,4 +1,6 @@
-"""ZBV and schedules of one's own in the planner: memory and price against the simulation, the search against brute force."""
+"""ZBV and schedules of one's own in the planner: memory and price against the simulation, the
+search against brute force.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
@@ -40,14 +42,33 @@ TRAINING = TrainingSpec(global_batch_size=32, seq_length=4096, stack=NEUTRAL)
 ZBV_PIN = Constraints(schedule=(Schedule.ZBV,), pp=(2,))
 
 
-def frame_of(pp: int = 4, dp: int = 2, tp: int = 1, *, schedule: Schedule = Schedule.ZBV, v: int = 2, b: int = 1, actions=()) -> ParallelLayout:
+def frame_of(
+    pp: int = 4,
+    dp: int = 2,
+    tp: int = 1,
+    *,
+    schedule: Schedule = Schedule.ZBV,
+    v: int = 2,
+    b: int = 1,
+    actions=(),
+) -> ParallelLayout:
     return ParallelLayout(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=v, micro_batch_size=b,
-        num_micro_batches=TRAINING.global_batch_size // (b * dp), sequence_parallel=tp > 1, actions=actions)
+        mesh=Mesh(pp=pp, dp=dp, tp=tp),
+        schedule=schedule,
+        virtual_stages=v,
+        micro_batch_size=b,
+        num_micro_batches=TRAINING.global_batch_size // (b * dp),
+        sequence_parallel=tp > 1,
+        actions=actions,
+    )
 
 
-def zbv_strategy(layout: ParallelLayout, counts: tuple[int, ...], zeros: tuple[tuple[int, ...], ...]) -> Strategy:
-    """`counts[r]` blocks on rank r, the larger half on its first chunk; `zeros[r]` their ZeRO stages, the ends have the first."""
+def zbv_strategy(
+    layout: ParallelLayout, counts: tuple[int, ...], zeros: tuple[tuple[int, ...], ...]
+) -> Strategy:
+    """`counts[r]` blocks on rank r, the larger half on its first chunk; `zeros[r]` their ZeRO
+    stages, the ends have the first.
+    """
     layers: list[list[LayerChoice]] = [[] for _ in range(layout.num_virtual_stages)]
     for rank, (count, own) in enumerate(zip(counts, zeros, strict=True)):
         blocks = [LayerChoice(LayerKind.BLOCK, (), zero) for zero in own]
@@ -58,64 +79,108 @@ def zbv_strategy(layout: ParallelLayout, counts: tuple[int, ...], zeros: tuple[t
     return Strategy(layout=layout, stages=tuple(map(tuple, layers)))
 
 
-@pytest.mark.parametrize("layout", [frame_of(), frame_of(2, 2, 2), frame_of(4, 1, 2, b=4), frame_of(2, 4, b=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [frame_of(), frame_of(2, 2, 2), frame_of(4, 1, 2, b=4), frame_of(2, 4, b=2)], ids=str
+)
 def test_what_a_rank_holds_of_micro_batches_is_what_the_simulation_holds(layout):
     price_cache = PriceCache(LLAMA, TRAINING, machine_for(H100))
     strategy = zbv_strategy(
-        layout, (LLAMA.num_layers // layout.mesh.pp,) * layout.mesh.pp, ((1,) * (LLAMA.num_layers // layout.mesh.pp),) * layout.mesh.pp)
+        layout,
+        (LLAMA.num_layers // layout.mesh.pp,) * layout.mesh.pp,
+        ((1,) * (LLAMA.num_layers // layout.mesh.pp),) * layout.mesh.pp,
+    )
     price = price_step(strategy, price_cache)
 
     for rank, timeline in enumerate(price.simulated.ranks):
         memory = rank_memory(strategy, rank, price_cache)
         layers = [choice for chunk in strategy.chunks(rank) for choice in chunk]
-        kept = [price_cache.activations(c.kind, layout.micro_batch_size, layout.sharding) for c in layers]
+        kept = [
+            price_cache.activations(c.kind, layout.micro_batch_size, layout.sharding)
+            for c in layers
+        ]
         states = [price_cache.states(c.kind, layout.mesh, layout.sharding, 1) for c in layers]
-        transient = max(size.workspace for size in kept) + max(state.zero_buffer for state in states)
-        assert memory.activations + memory.temporaries - transient == pytest.approx(timeline.peak_stash_bytes, rel=1e-12)
+        transient = max(size.workspace for size in kept) + max(
+            state.zero_buffer for state in states
+        )
+        assert memory.activations + memory.temporaries - transient == pytest.approx(
+            timeline.peak_stash_bytes, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("seed", [1, 4])
 def test_columns_have_the_price_and_the_memory_of_the_strategy_that_they_become(seed):
-    instance = replace(random_instance(seed), model=replace(random_instance(seed).model, num_layers=7))
+    instance = replace(
+        random_instance(seed), model=replace(random_instance(seed).model, num_layers=7)
+    )
     price_cache, table = instance.price_cache(), MixTable(instance.price_cache(), Constraints())
     layout = ParallelLayout(
-        mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ZBV, virtual_stages=2, micro_batch_size=1, num_micro_batches=2,
-        sequence_parallel=False)
+        mesh=Mesh(pp=2, dp=2, tp=1),
+        schedule=Schedule.ZBV,
+        virtual_stages=2,
+        micro_batch_size=1,
+        num_micro_batches=2,
+        sequence_parallel=False,
+    )
     counts = (3, 4)
-    columns = tuple(RankColumns(rank, layout, table).smallest(count) for rank, count in enumerate(counts))
+    columns = tuple(
+        RankColumns(rank, layout, table).smallest(count) for rank, count in enumerate(counts)
+    )
 
     strategy = to_strategy(layout, columns)
     price = price_step(strategy, price_cache)
 
-    assert [sum(c.kind is LayerKind.BLOCK for chunk in strategy.chunks(rank) for c in chunk) for rank in range(2)] == [3, 4]
+    assert [
+        sum(c.kind is LayerKind.BLOCK for chunk in strategy.chunks(rank) for c in chunk)
+        for rank in range(2)
+    ] == [3, 4]
     assert [len(stage) for stage in strategy.stages] == [1 + 2, 2, 2, 1 + 1]
     for rank, column in enumerate(columns):
         assert column.memory_bytes == pytest.approx(price.memory[rank].total, rel=1e-12)
         line = price.simulated.ranks[rank]
-        assert column.time_s * layout.num_micro_batches == pytest.approx(line.busy_s + line.transfer_s, rel=1e-12)
+        assert column.time_s * layout.num_micro_batches == pytest.approx(
+            line.busy_s + line.transfer_s, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(4), {1}))
 def test_the_search_finds_the_best_of_all_plans_of_the_schedule_where_memory_binds(seed):
-    instance = replace(random_instance(seed), model=replace(random_instance(seed).model, num_layers=6))
-    price_cache, space = instance.price_cache(), enumerate_candidates(instance.model, instance.cluster, instance.training, ZBV_PIN)
+    instance = replace(
+        random_instance(seed), model=replace(random_instance(seed).model, num_layers=6)
+    )
+    price_cache, space = (
+        instance.price_cache(),
+        enumerate_candidates(instance.model, instance.cluster, instance.training, ZBV_PIN),
+    )
     layouts = [layout for layout in space.layouts if layout.mesh.tp == 1]
     everything = [
         price_step(zbv_strategy(layout, counts, zeros), price_cache)
-        for layout in layouts for counts in ((2, 4), (3, 3), (4, 2))
-        for zeros in product(*(combinations_with_replacement(range(3) if layout.mesh.dp > 1 else (0,), count) for count in counts))]
+        for layout in layouts
+        for counts in ((2, 4), (3, 3), (4, 2))
+        for zeros in product(
+            *(
+                combinations_with_replacement(range(3) if layout.mesh.dp > 1 else (0,), count)
+                for count in counts
+            )
+        )
+    ]
     peaks = sorted(map(peak_bytes, everything))
     limit = int(peaks[len(peaks) // 4])
     best_s = min(price.closed_form_s for price in everything if peak_bytes(price) <= limit)
 
     plan = find_plan(
-        instance.model, instance.cluster, instance.training, constraints=replace(ZBV_PIN, tp=(1,)),
-        options=SearchOptions(memory_limit_bytes=limit))
+        instance.model,
+        instance.cluster,
+        instance.training,
+        constraints=replace(ZBV_PIN, tp=(1,)),
+        options=SearchOptions(memory_limit_bytes=limit),
+    )
 
     assert plan.pipeline.schedule is Schedule.ZBV
     assert plan.search.fastest_step_time_s <= best_s * (1 + 1e-5) + 2e-6
     assert plan.search.bound <= best_s * (1 + 1e-5) + 2e-6
-    assert plan.search.gap < 0.01  # of the simulated step, which may be below the closed form by as much
+    assert (
+        plan.search.gap < 0.01
+    )  # of the simulated step, which may be below the closed form by as much
     assert max(stage.total for stage in plan.predicted.memory_gib) * 2**30 <= limit * (1 + 1e-4)
 
 
@@ -123,7 +188,12 @@ def test_where_the_bubble_is_large_the_search_takes_it_and_says_what_it_holds():
     pins = Constraints(pp=(4,), tp=(1,), micro_batch_size=(1,), zero=(1,))
 
     plan = find_plan(LLAMA, H100, TRAINING, constraints=pins)
-    other = find_plan(LLAMA, H100, TRAINING, constraints=replace(pins, schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)))
+    other = find_plan(
+        LLAMA,
+        H100,
+        TRAINING,
+        constraints=replace(pins, schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)),
+    )
 
     assert plan.pipeline.schedule is Schedule.ZBV
     assert [stage.rank for stage in plan.stages] == [0, 1, 2, 3, 3, 2, 1, 0]
@@ -132,14 +202,19 @@ def test_where_the_bubble_is_large_the_search_takes_it_and_says_what_it_holds():
     assert all(layer.recompute == () for layer in plan.layer_plans.values())
 
 
-@pytest.mark.parametrize(("pins", "reason"), [
-    (Constraints(recompute=(Recompute.FULL,)), "zbv runs without recompute"),
-    (Constraints(zero=(3,)), "zbv does not run with ZeRO 3"),
-])
+@pytest.mark.parametrize(
+    ("pins", "reason"),
+    [
+        (Constraints(recompute=(Recompute.FULL,)), "zbv runs without recompute"),
+        (Constraints(zero=(3,)), "zbv does not run with ZeRO 3"),
+    ],
+)
 def test_what_the_executor_cannot_run_with_it_is_not_offered(pins, reason):
     space = enumerate_candidates(LLAMA, H100, TRAINING, pins)
 
-    assert not any(layout.schedule is Schedule.ZBV and layout.mesh.dp > 1 for layout in space.layouts)
+    assert not any(
+        layout.schedule is Schedule.ZBV and layout.mesh.dp > 1 for layout in space.layouts
+    )
     assert any(reason in pruned.reason for pruned in space.pruned)
 
 
@@ -152,8 +227,16 @@ def test_the_zero_stages_of_its_columns_leave_out_the_third():
 
 def test_each_rank_holds_a_block_a_chunk_at_least():
     assert list(block_counts(1, frame_of(4), 10)) == [2, 3, 4]
-    with pytest.raises((ConfigError, InfeasibleError), match=r"pp 8 x 2 virtual stages are more than the 12 layers|no legal way"):
-        find_plan(replace(LLAMA, num_layers=12), H100, TRAINING, constraints=Constraints(schedule=(Schedule.ZBV,), pp=(8,)))
+    with pytest.raises(
+        (ConfigError, InfeasibleError),
+        match=r"pp 8 x 2 virtual stages are more than the 12 layers|no legal way",
+    ):
+        find_plan(
+            replace(LLAMA, num_layers=12),
+            H100,
+            TRAINING,
+            constraints=Constraints(schedule=(Schedule.ZBV,), pp=(8,)),
+        )
 
 
 def test_lists_from_a_file_are_priced_as_the_schedule_that_they_are_and_read_back(tmp_path: Path):
@@ -163,18 +246,27 @@ def test_lists_from_a_file_are_priced_as_the_schedule_that_they_are_and_read_bac
         file.write_text("\n".join(csv_rows(schedule, 4, known.num_micro_batches, v)) + "\n")
         own = replace(known, schedule=Schedule.CUSTOM, actions=action_rows(file))
 
-        found, expected = (estimate_plan(LLAMA, H100, TRAINING, layout, zero=1) for layout in (own, known))
+        found, expected = (
+            estimate_plan(LLAMA, H100, TRAINING, layout, zero=1) for layout in (own, known)
+        )
 
         assert found.predicted.step_time_s == expected.predicted.step_time_s
         write_plan(found, tmp_path / "plan.yaml")
         assert read_plan(tmp_path / "plan.yaml") == found
         assert reprice(found).plan.predicted == found.predicted
-        for mine, theirs in zip(found.predicted.memory_gib, expected.predicted.memory_gib, strict=True):
+        for mine, theirs in zip(
+            found.predicted.memory_gib, expected.predicted.memory_gib, strict=True
+        ):
             assert mine.total == pytest.approx(theirs.total, rel=2e-3)
 
 
-@pytest.mark.parametrize(("zero", "recompute", "message"), [
-    (3, Recompute.NONE, "does not run with ZeRO 3"), (1, Recompute.FULL, "runs without recompute")])
+@pytest.mark.parametrize(
+    ("zero", "recompute", "message"),
+    [
+        (3, Recompute.NONE, "does not run with ZeRO 3"),
+        (1, Recompute.FULL, "runs without recompute"),
+    ],
+)
 def test_an_estimate_of_what_cannot_run_is_refused(zero, recompute, message):
     with pytest.raises(ConfigError, match=message):
         estimate_plan(LLAMA, H100, TRAINING, frame_of(), zero=zero, recompute=recompute)
@@ -182,11 +274,17 @@ def test_an_estimate_of_what_cannot_run_is_refused(zero, recompute, message):
 
 def test_lists_that_wait_for_each_other_are_refused_before_they_are_priced():
     rows = ("0F0,0B0", "1F0,1B0")
-    layout = replace(frame_of(2, 4, schedule=Schedule.CUSTOM, v=1, actions=rows), num_micro_batches=1, micro_batch_size=8)
+    layout = replace(
+        frame_of(2, 4, schedule=Schedule.CUSTOM, v=1, actions=rows),
+        num_micro_batches=1,
+        micro_batch_size=8,
+    )
     estimate_plan(LLAMA, H100, TRAINING, layout, zero=1)
 
     with pytest.raises(ConfigError, match="1B0 comes after nothing"):
-        estimate_plan(LLAMA, H100, TRAINING, replace(layout, actions=("0F0,0B0", "1B0,1F0")), zero=1)
+        estimate_plan(
+            LLAMA, H100, TRAINING, replace(layout, actions=("0F0,0B0", "1B0,1F0")), zero=1
+        )
 
 
 def test_a_plan_has_lists_when_and_only_when_its_schedule_is_custom():

@@ -1,4 +1,6 @@
-"""Columns of ranks in chunks: the bytes of the exact schedules, the best of all counts, bounds that no plan is below, and trade-offs."""
+"""Columns of ranks in chunks: the bytes of the exact schedules, the best of all counts, bounds that
+no plan is below, and trade-offs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import occupied_bytes, stashes, usable_bytes
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import bubble_share, price_step
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.chunk_lower_bounds import ChunkBound
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import in_reach, may_fit, time_bound
@@ -41,50 +43,94 @@ from tests.helpers.instances import Instance
 
 PINS = Constraints(offload=SEARCHED_OFFLOAD)
 MODEL = ModelSpec(
-    name="small", num_layers=6, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_hidden_size=1024, vocab_size=512,
-    max_seq_length=256, dropout=0.0, tied_embeddings=True)
+    name="small",
+    num_layers=6,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    ffn_hidden_size=1024,
+    vocab_size=512,
+    max_seq_length=256,
+    dropout=0.0,
+    tied_embeddings=True,
+)
 STATES = 18 * 12 * 256**2  # of one block, gradients of fp32
 
 
 def cluster(gpus: int, memory_bytes: int, **changes: object) -> Cluster:
     """Devices without a context: what they have is there for tensors."""
     found = with_gpus(load_cluster("a100-80gb"), gpus, gpus)
-    return replace(found, device=replace(found.device, memory_bytes=memory_bytes, context_bytes=0), **changes)  # type: ignore[arg-type]
+    return replace(
+        found, device=replace(found.device, memory_bytes=memory_bytes, context_bytes=0), **changes
+    )  # type: ignore[arg-type]
 
 
-def instance(gpus: int, memory_bytes: int, precision: Precision = Precision.FP32, batch: int = 4, **changes: object) -> Instance:
-    training = TrainingSpec(global_batch_size=batch, seq_length=64, gradient_precision=precision, stack=NEUTRAL)
+def instance(
+    gpus: int,
+    memory_bytes: int,
+    precision: Precision = Precision.FP32,
+    batch: int = 4,
+    **changes: object,
+) -> Instance:
+    training = TrainingSpec(
+        global_batch_size=batch, seq_length=64, gradient_precision=precision, stack=NEUTRAL
+    )
     return Instance(MODEL, cluster(gpus, memory_bytes, **changes), training)
 
 
 def chunked_frames(found: Instance, pins: Constraints = PINS) -> list[ParallelLayout]:
-    return [layout for layout in enumerate_candidates(found.model, found.cluster, found.training, pins).layouts if layout.chunked]
+    return [
+        layout
+        for layout in enumerate_candidates(found.model, found.cluster, found.training, pins).layouts
+        if layout.chunked
+    ]
 
 
 CASES = [
-    (1, Precision.FP32, 4), (2, Precision.FP32, 4), (2, Precision.BF16, 2), pytest.param(4, Precision.BF16, 8, marks=pytest.mark.slow)]
+    (1, Precision.FP32, 4),
+    (2, Precision.FP32, 4),
+    (2, Precision.BF16, 2),
+    pytest.param(4, Precision.BF16, 8, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("gpus", "precision", "batch"), CASES)
-def test_no_exact_schedule_needs_more_than_its_column_says(gpus: int, precision: Precision, batch: int) -> None:
-    """Nor its host: what is printed fits. On one rank, without embedding and head, columns are exact."""
+def test_no_exact_schedule_needs_more_than_its_column_says(
+    gpus: int, precision: Precision, batch: int
+) -> None:
+    """Nor its host: what is printed fits. On one rank, without embedding and head, columns are
+    exact.
+    """
     memory_bytes = 6 * STATES // gpus
     found = instance(gpus, memory_bytes, precision, batch)
     price_cache, table, tried = found.price_cache(), MixTable(found.price_cache(), PINS), 0
     for layout, share in itertools.product(chunked_frames(found)[:: 2 * gpus], (0.5, 0.8)):
         limit, budget = share * memory_bytes, Chunking(limit_bytes=float(memory_bytes * 100))
         ranks = [ChunkColumns(rank, layout, table) for rank in range(layout.mesh.pp)]
-        counts = [next(block_counts(rank, layout, 6)) if layout.equal_ranks else 6 // layout.mesh.pp for rank in range(layout.mesh.pp)]
+        counts = [
+            next(block_counts(rank, layout, 6)) if layout.equal_ranks else 6 // layout.mesh.pp
+            for rank in range(layout.mesh.pp)
+        ]
         options = [rank.fastest(count, limit) for rank, count in zip(ranks, counts, strict=True)]
         for columns in zip(*(own[:: max(1, len(own) // 3)] for own in options), strict=False):
             strategy = to_strategy(layout, columns)
             for rank, column in enumerate(columns):
-                exact = rank_chunks(strategy, rank, price_cache, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes
-                assert occupied_bytes(exact, layout.mesh, price_cache) <= column.memory_bytes * (1 + 1e-12) + 1
+                exact = rank_chunks(
+                    strategy, rank, price_cache, eviction=Eviction.OPT, device_bytes=10**12
+                ).smallest_bytes
+                assert (
+                    occupied_bytes(exact, layout.mesh, price_cache)
+                    <= column.memory_bytes * (1 + 1e-12) + 1
+                )
                 assert column.memory_bytes <= limit
                 host = chunked_memory(strategy, rank, price_cache.within(budget)).host
                 costs = table.homes(layout, column.mix[0][0].sharding, column.num_blocks)
-                told = [costs.host_bytes[i] for i in range(len(costs.host)) if costs.homes(i) == column.homes]
+                told = [
+                    costs.host_bytes[i]
+                    for i in range(len(costs.host))
+                    if costs.homes(i) == column.homes
+                ]
                 in_flight = stashes(LayerKind.BLOCK, rank, layout) / layout.virtual_stages
                 sent = in_flight * sum(count * option.host_bytes for option, count in column.mix)
                 assert host == pytest.approx(told[0] + sent, rel=1e-9)
@@ -93,7 +139,9 @@ def test_no_exact_schedule_needs_more_than_its_column_says(gpus: int, precision:
 
 
 def test_the_best_of_all_counts_is_found() -> None:
-    """Every mix with every homes, priced one by one; the columns are those that none beats in time and in tail."""
+    """Every mix with every homes, priced one by one; the columns are those that none beats in time
+    and in tail.
+    """
     found = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
     table = MixTable(found.price_cache(), PINS)
     for layout in chunked_frames(found):
@@ -101,21 +149,42 @@ def test_the_best_of_all_counts_is_found() -> None:
         usable = usable_bytes(limit, layout.mesh, table.price_cache)
         cells = []
         for mixes, *_ in rank._mixes(table.get(layout, 0, 6, rank.zero), 6):
-            for row, home in itertools.product(range(len(mixes.compute_s)), range(len(mixes.costs.host))):
+            for row, home in itertools.product(
+                range(len(mixes.compute_s)), range(len(mixes.costs.host))
+            ):
                 own = np.array([row]), np.array([home])
-                if mixes.needed(*own)[0] <= usable and mixes.costs.host_bytes[home] <= table.host_share_bytes:
-                    cells.append((float(mixes.seconds(*own, usable)[0]), float(mixes.costs.once_s[home]) + rank.fixed.tail_s))
-        best = sorted({cell for cell in cells if not any(
-            (a <= cell[0] and b <= cell[1]) and (a, b) != cell for a, b in cells)})
+                if (
+                    mixes.needed(*own)[0] <= usable
+                    and mixes.costs.host_bytes[home] <= table.host_share_bytes
+                ):
+                    cells.append(
+                        (
+                            float(mixes.seconds(*own, usable)[0]),
+                            float(mixes.costs.once_s[home]) + rank.fixed.tail_s,
+                        )
+                    )
+        best = sorted(
+            {
+                cell
+                for cell in cells
+                if not any((a <= cell[0] and b <= cell[1]) and (a, b) != cell for a, b in cells)
+            }
+        )
         columns = rank.fastest(6, limit)
         np.testing.assert_allclose(sorted((c.time_s, c.tail_s) for c in columns), best, rtol=1e-12)
         assert all(c.homes.host + c.homes.optimizer for c in columns)
 
 
 @pytest.mark.parametrize(("gpus", "precision", "batch"), CASES)
-def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(gpus: int, precision: Precision, batch: int) -> None:
+def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(
+    gpus: int, precision: Precision, batch: int
+) -> None:
     found = instance(gpus, 5 * STATES // (2 * gpus), precision, batch, pcie_bytes_per_s=5e9)
-    table, limit, seen = MixTable(found.price_cache(), PINS), float(found.cluster.device.memory_bytes), 0
+    table, limit, seen = (
+        MixTable(found.price_cache(), PINS),
+        float(found.cluster.device.memory_bytes),
+        0,
+    )
     for layout in chunked_frames(found)[:: 2 * gpus]:
         share, own = bubble_share(layout, table.price_cache), time_bound(layout, table)
         bound, passes = ChunkBound(layout, table, own, limit, share), layout.num_micro_batches
@@ -125,7 +194,11 @@ def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(gpus: int, pr
                 solved, relaxed = columns.fastest(count, limit), columns.relaxed(count, limit)
                 for column in solved:
                     seen += 1
-                    assert any(c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s * (1 + 1e-9) for c in relaxed)
+                    assert any(
+                        c.time_s <= column.time_s * (1 + 1e-9)
+                        and c.tail_s <= column.tail_s * (1 + 1e-9)
+                        for c in relaxed
+                    )
                     step_s = (passes - share) * column.time_s + own.total_s + column.tail_s
                     assert bound.step_s(count) <= step_s * (1 + 1e-9)
                     assert may_fit(layout, table, limit) or layout.mesh.pp > 1
@@ -133,21 +206,42 @@ def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(gpus: int, pr
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize(("host", "rate"), [(2.0, 5e9), pytest.param(4.0, 1e11, marks=pytest.mark.slow), (6.0, 1e12)])
+@pytest.mark.parametrize(
+    ("host", "rate"), [(2.0, 5e9), pytest.param(4.0, 1e11, marks=pytest.mark.slow), (6.0, 1e12)]
+)
 def test_no_mix_that_sends_activations_is_below_the_relaxation(
-    gpus: int, host: float, rate: float, monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    host: float,
+    rate: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every mix with every homes, of hosts that hold the states of some blocks beside activations; what fits is not ruled out."""
+    """Every mix with every homes, of hosts that hold the states of some blocks beside activations;
+    what fits is not ruled out.
+    """
     monkeypatch.setattr("parplan.planner.stage_columns.chunk_columns.MOST_SENDING", 10**6)
-    found = instance(gpus, 3 * STATES, batch=32, pcie_bytes_per_s=rate, host_memory_bytes=int(gpus * host * STATES))
-    table, limit, sent = MixTable(found.price_cache(), PINS), float(found.cluster.device.memory_bytes), 0
+    found = instance(
+        gpus,
+        3 * STATES,
+        batch=32,
+        pcie_bytes_per_s=rate,
+        host_memory_bytes=int(gpus * host * STATES),
+    )
+    table, limit, sent = (
+        MixTable(found.price_cache(), PINS),
+        float(found.cluster.device.memory_bytes),
+        0,
+    )
     for layout in chunked_frames(found)[:: 3 * gpus]:
         for rank in range(layout.mesh.pp):
             columns = ChunkColumns(rank, layout, table)
             for count in list(block_counts(rank, layout, 6))[::2]:
                 relaxed, solved = columns.relaxed(count, limit), columns.fastest(count, limit)
                 for column in solved:
-                    assert any(c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s * (1 + 1e-9) for c in relaxed)
+                    assert any(
+                        c.time_s <= column.time_s * (1 + 1e-9)
+                        and c.tail_s <= column.tail_s * (1 + 1e-9)
+                        for c in relaxed
+                    )
                     sent += any(option.on_host for option, _ in column.mix)
                 assert not solved or layout.mesh.pp > 1 or may_fit(layout, table, limit)
                 assert not solved or layout.mesh.pp > 1 or in_reach(table, limit)
@@ -155,33 +249,52 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
 
 
 def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
-    """What an error says of a plan that does not fit is of as many micro-batches as fill its pipeline."""
+    """What an error says of a plan that does not fit is of as many micro-batches as fill its
+    pipeline.
+    """
     found = instance(2, 10 * STATES, batch=16)
-    price_cache, table = found.price_cache().within(Chunking(limit_bytes=float(10**12))), MixTable(found.price_cache(), PINS)
+    price_cache, table = (
+        found.price_cache().within(Chunking(limit_bytes=float(10**12))),
+        MixTable(found.price_cache(), PINS),
+    )
     for layout in chunked_frames(found):
         if _shorter(layout) != layout:
             ranks = [ChunkColumns(rank, layout, table) for rank in range(layout.mesh.pp)]
-            strategy = to_strategy(layout, tuple(rank.smallest(6 // layout.mesh.pp) for rank in ranks))
+            strategy = to_strategy(
+                layout, tuple(rank.smallest(6 // layout.mesh.pp) for rank in ranks)
+            )
             for rank in range(layout.mesh.pp):
                 shorter = replace(strategy, layout=_shorter(layout))
-                whole, less = (chunked_memory(each, rank, price_cache) for each in (strategy, shorter))
+                whole, less = (
+                    chunked_memory(each, rank, price_cache) for each in (strategy, shorter)
+                )
                 dropped = layout.num_micro_batches - shorter.layout.num_micro_batches
                 ids = IDS_BYTES * found.training.seq_length * layout.micro_batch_size * dropped
-                assert (whole.states, whole.activations, whole.host) == (less.states, less.activations, less.host)
+                assert (whole.states, whole.activations, whole.host) == (
+                    less.states,
+                    less.activations,
+                    less.host,
+                )
                 assert whole.temporaries - less.temporaries == ids
 
 
 def every_strategy(layout: ParallelLayout) -> list[Strategy]:
     """All homes and levels of one rank's blocks, in runs."""
     zero = 3 if layout.mesh.dp > 1 else 0
-    ends = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero), LayerChoice(LayerKind.HEAD, Recompute.NONE, zero)
+    ends = (
+        LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero),
+        LayerChoice(LayerKind.HEAD, Recompute.NONE, zero),
+    )
     found = []
     for host, optimizer in itertools.product(range(7), repeat=2):
         if host + optimizer <= 6:
             for levels in itertools.combinations_with_replacement(Recompute, 6):
                 blocks = [
                     LayerChoice(LayerKind.BLOCK, level, zero, home=home)
-                    for level, home in zip(levels, BlockLocations(host, optimizer).of(6), strict=True)]
+                    for level, home in zip(
+                        levels, BlockLocations(host, optimizer).of(6), strict=True
+                    )
+                ]
                 found.append(Strategy(layout=layout, stages=((ends[0], *blocks, ends[1]),)))
     return found
 
@@ -191,26 +304,54 @@ def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit() -> None:
     """Priced with exact schedules, each."""
     found = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
     pins = replace(PINS, recompute=tuple(Recompute), micro_batch_size=(2,))
-    plan = find_plan(found.model, found.cluster, found.training, constraints=pins, options=SearchOptions(memory_margin=0.0))
+    plan = find_plan(
+        found.model,
+        found.cluster,
+        found.training,
+        constraints=pins,
+        options=SearchOptions(memory_margin=0.0),
+    )
     (layout,) = chunked_frames(found, pins)
-    price_cache, best_s = found.price_cache().within(Chunking(limit_bytes=float(found.cluster.device.memory_bytes))), float("inf")
+    price_cache, best_s = (
+        found.price_cache().within(Chunking(limit_bytes=float(found.cluster.device.memory_bytes))),
+        float("inf"),
+    )
     usable = usable_bytes(found.cluster.device.memory_bytes, layout.mesh, price_cache)
     for strategy in every_strategy(layout):
-        if rank_chunks(strategy, 0, price_cache, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes <= int(usable):
+        if rank_chunks(
+            strategy, 0, price_cache, eviction=Eviction.OPT, device_bytes=10**12
+        ).smallest_bytes <= int(usable):
             best_s = min(best_s, price_step(strategy, price_cache).step_s)
     assert plan.predicted.step_time_s.value <= best_s * 1.02
 
 
 def blocks_of(pcie_bytes_per_s: float) -> tuple[int, int]:
     """Of the best plan how many blocks recompute anything, and how many have states on the host."""
-    found = instance(1, 9 * STATES // 2, batch=16, pcie_bytes_per_s=pcie_bytes_per_s, pcie_node_bytes_per_s=None, host_bytes_per_s=1e14)
+    found = instance(
+        1,
+        9 * STATES // 2,
+        batch=16,
+        pcie_bytes_per_s=pcie_bytes_per_s,
+        pcie_node_bytes_per_s=None,
+        host_bytes_per_s=1e14,
+    )
     plan = find_plan(
-        found.model, found.cluster, found.training, constraints=replace(PINS, micro_batch_size=(4,)),
-        options=SearchOptions(memory_margin=0.0))
+        found.model,
+        found.cluster,
+        found.training,
+        constraints=replace(PINS, micro_batch_size=(4,)),
+        options=SearchOptions(memory_margin=0.0),
+    )
     blocks = [
-        plan.layer_plans[run.plan] for stage in plan.stages for run in stage.layers if run.blocks
-        for _ in range(run.blocks[0], run.blocks[1] + 1)]
-    return sum(bool(block.recompute) for block in blocks), sum(bool(block.offload) for block in blocks)
+        plan.layer_plans[run.plan]
+        for stage in plan.stages
+        for run in stage.layers
+        if run.blocks
+        for _ in range(run.blocks[0], run.blocks[1] + 1)
+    ]
+    return sum(bool(block.recompute) for block in blocks), sum(
+        bool(block.offload) for block in blocks
+    )
 
 
 def test_fast_copies_make_room_for_activations_and_slow_ones_are_avoided_by_recompute() -> None:
@@ -222,11 +363,25 @@ def test_fast_copies_make_room_for_activations_and_slow_ones_are_avoided_by_reco
 
 def test_what_fits_the_devices_by_more_pipeline_does_not_go_to_slow_hosts() -> None:
     found = instance(4, 4 * STATES, batch=16, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None)
-    pins = replace(PINS, tp=(1,), micro_batch_size=(1, 4), schedule=(Schedule.ONE_F_ONE_B, Schedule.GPIPE))
-    plan = find_plan(found.model, found.cluster, found.training, constraints=pins, options=SearchOptions(memory_margin=0.0))
+    pins = replace(
+        PINS, tp=(1,), micro_batch_size=(1, 4), schedule=(Schedule.ONE_F_ONE_B, Schedule.GPIPE)
+    )
+    plan = find_plan(
+        found.model,
+        found.cluster,
+        found.training,
+        constraints=pins,
+        options=SearchOptions(memory_margin=0.0),
+    )
     assert plan.chunks is None
     alone = replace(found.cluster, nodes=1, gpus_per_node=1)
-    small = find_plan(found.model, alone, found.training, constraints=pins, options=SearchOptions(memory_margin=0.0))
+    small = find_plan(
+        found.model,
+        alone,
+        found.training,
+        constraints=pins,
+        options=SearchOptions(memory_margin=0.0),
+    )
     assert small.chunks is not None
 
 
@@ -234,24 +389,48 @@ def test_the_host_is_used_unasked_only_where_nothing_fits_without() -> None:
     asked, options = replace(PINS, offload=None), SearchOptions(memory_margin=0.0)
     for memory_bytes, offloaded in ((6 * STATES, True), (20 * STATES, False)):
         found = instance(1, memory_bytes)
-        plan = find_plan(found.model, found.cluster, found.training, constraints=asked, options=options)
+        plan = find_plan(
+            found.model, found.cluster, found.training, constraints=asked, options=options
+        )
         assert (plan.chunks is not None) == offloaded
         (said,) = offload_assumed(asked, plan) or ("",)
-        assert said == "--offload optimizer,parameters,activations,lookup (nothing fits the devices alone)" * offloaded
+        assert (
+            said
+            == "--offload optimizer,parameters,activations,lookup (nothing fits the devices alone)"
+            * offloaded
+        )
     with pytest.raises(InfeasibleError):
-        find_plan(found.model, replace(found.cluster, device=replace(found.cluster.device, memory_bytes=6 * STATES)), found.training,
-                  constraints=Constraints(offload=()), options=options)
+        find_plan(
+            found.model,
+            replace(found.cluster, device=replace(found.cluster.device, memory_bytes=6 * STATES)),
+            found.training,
+            constraints=Constraints(offload=()),
+            options=options,
+        )
 
 
 def test_an_error_says_how_much_memory_the_hosts_lack_and_that_much_is_enough() -> None:
     found = instance(1, 4 * STATES, host_memory_bytes=MIB)
     model = replace(found.model, num_layers=400)
-    with pytest.raises(InfeasibleError, match=r"it would fit with 6 GiB of host memory a node, there are 0$"):
-        find_plan(model, found.cluster, found.training, constraints=PINS, options=SearchOptions(memory_margin=0.0))
+    with pytest.raises(
+        InfeasibleError, match=r"it would fit with 6 GiB of host memory a node, there are 0$"
+    ):
+        find_plan(
+            model,
+            found.cluster,
+            found.training,
+            constraints=PINS,
+            options=SearchOptions(memory_margin=0.0),
+        )
     enough = enough_host_bytes(model, found.cluster, found.training, PINS, 4.0 * STATES)
     assert enough is not None
     plan = find_plan(
-        model, replace(found.cluster, host_memory_bytes=enough), found.training, constraints=PINS, options=SearchOptions(memory_margin=0.0))
+        model,
+        replace(found.cluster, host_memory_bytes=enough),
+        found.training,
+        constraints=PINS,
+        options=SearchOptions(memory_margin=0.0),
+    )
     assert max(stage.host for stage in plan.predicted.memory_gib) * GIB <= enough
 
 
@@ -259,8 +438,16 @@ def test_an_error_says_how_much_memory_the_hosts_lack_and_that_much_is_enough() 
 def test_a_plan_keeps_on_the_host_only_what_it_may(offload: tuple[Offload, ...]) -> None:
     found = instance(1, 6 * STATES)
     plan = find_plan(
-        found.model, found.cluster, found.training, constraints=Constraints(offload=offload), options=SearchOptions(memory_margin=0.0))
+        found.model,
+        found.cluster,
+        found.training,
+        constraints=Constraints(offload=offload),
+        options=SearchOptions(memory_margin=0.0),
+    )
     assert plan.chunks is not None
     homes = {group.home for group in plan.chunks.groups}
-    assert homes <= {StateLocation.DEVICE, StateLocation.OPTIMIZER if offload == (Offload.OPTIMIZER,) else StateLocation.HOST}
+    assert homes <= {
+        StateLocation.DEVICE,
+        StateLocation.OPTIMIZER if offload == (Offload.OPTIMIZER,) else StateLocation.HOST,
+    }
     assert len(homes) > 1

@@ -1,4 +1,6 @@
-"""Where the token table lies, decided by the search: against the enumeration of everything, within bounds, in the plan and its file."""
+"""Where the token table lies, decided by the search: against the enumeration of everything, within
+bounds, in the plan and its file.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,31 @@ SEEDS = [pytest.param(seed, marks=() if seed in (3, 5) else pytest.mark.slow) fo
 def untied(seed: int) -> Instance:
     """A table that is large beside the blocks."""
     instance = random_instance(seed)
-    return replace(instance, model=replace(instance.model, num_layers=2, vocab_size=8192, tied_embeddings=False))
+    return replace(
+        instance,
+        model=replace(instance.model, num_layers=2, vocab_size=8192, tied_embeddings=False),
+    )
 
 
 @cache
 def prices(seed: int):
-    """Every strategy with its price, with the table on the device and, where that is legal, on the host."""
+    """Every strategy with its price, with the table on the device and, where that is legal, on the
+    host.
+    """
     instance = untied(seed)
     here = instance.price_cache()
     there, found = here.with_table(on_host=True), []
-    for layout in enumerate_candidates(instance.model, instance.cluster, instance.training, LOOKUP).layouts:
-        books = (here,) if illegal_host_embedding(layout.mesh, instance.model.hidden_size, tied=False) else (here, there)
-        for strategy, price_cache in itertools.product(every_strategy(layout, instance.model.num_layers), books):
+    for layout in enumerate_candidates(
+        instance.model, instance.cluster, instance.training, LOOKUP
+    ).layouts:
+        books = (
+            (here,)
+            if illegal_host_embedding(layout.mesh, instance.model.hidden_size, tied=False)
+            else (here, there)
+        )
+        for strategy, price_cache in itertools.product(
+            every_strategy(layout, instance.model.num_layers), books
+        ):
             found.append((strategy, price_step(strategy, price_cache), price_cache is there))
     return found
 
@@ -79,7 +94,12 @@ def test_a_search_equals_the_enumeration_of_both(seed, tmp_path):
     fastest_s = min(price.closed_form_s for price in fitting)
 
     plan = find_plan(
-        instance.model, instance.cluster, instance.training, constraints=LOOKUP, options=SearchOptions(memory_limit_bytes=limit))
+        instance.model,
+        instance.cluster,
+        instance.training,
+        constraints=LOOKUP,
+        options=SearchOptions(memory_limit_bytes=limit),
+    )
     write_plan(plan, tmp_path / "plan.yaml")
 
     assert plan.search.status is Status.OPTIMAL
@@ -95,15 +115,29 @@ def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_wit
     instance = untied(seed)
     slowest_s = 1.2 * min(price.closed_form_s for _, price, there in prices(seed) if not there)
     found = [
-        (redundant_bytes(strategy, price), peak_bytes(price), there) for strategy, price, there in prices(seed)
-        if max(price.closed_form_s, price.step_s) <= slowest_s]
+        (redundant_bytes(strategy, price), peak_bytes(price), there)
+        for strategy, price, there in prices(seed)
+        if max(price.closed_form_s, price.step_s) <= slowest_s
+    ]
     alone = min(redundant for redundant, _, there in found if not there)
-    peaks = [peak for redundant, peak, there in found if not there and redundant <= alone * (1 + 1e-6) + 1]  # it is one of these
+    peaks = [
+        peak
+        for redundant, peak, there in found
+        if not there and redundant <= alone * (1 + 1e-6) + 1
+    ]  # it is one of these
     most, least = (
-        min(redundant for redundant, peak, _ in found if peak <= fullest + 1) / GIB for fullest in (min(peaks), max(peaks)))
+        min(redundant for redundant, peak, _ in found if peak <= fullest + 1) / GIB
+        for fullest in (min(peaks), max(peaks))
+    )
 
     plan = find_plan(
-        instance.model, instance.cluster, instance.training, Objective.MEMORY, constraints=LOOKUP, options=SearchOptions(max_slowdown=0.2))
+        instance.model,
+        instance.cluster,
+        instance.training,
+        Objective.MEMORY,
+        constraints=LOOKUP,
+        options=SearchOptions(max_slowdown=0.2),
+    )
 
     assert plan.predicted.redundancy_gib.total <= most + 1e-4
     assert plan.search.bound <= least + 1e-4
@@ -116,12 +150,17 @@ def layouts(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD)
 
 def test_only_the_first_rank_has_both_and_only_where_that_is_legal_and_there_is_room():
     instance = untied(0)
-    table, small = (MixTable(price_cache, replace(PINS, offload=SEARCHED_OFFLOAD)) for price_cache in (instance.price_cache(), instance.price_cache()))
+    table, small = (
+        MixTable(price_cache, replace(PINS, offload=SEARCHED_OFFLOAD))
+        for price_cache in (instance.price_cache(), instance.price_cache())
+    )
     small.host_share_bytes = 1
     for layout in layouts(instance):
         legal = layout.mesh.tp == 1
         for rank in range(layout.mesh.pp):
-            assert isinstance(rank_columns(rank, layout, table), EitherTable) == (legal and rank == 0)
+            assert isinstance(rank_columns(rank, layout, table), EitherTable) == (
+                legal and rank == 0
+            )
             assert not isinstance(rank_columns(rank, layout, small), EitherTable)
 
 
@@ -135,7 +174,10 @@ def test_real_numbers_of_blocks_are_a_bound_of_both_in_chunks_or_not():
             continue
         limit = columns.smallest(2).memory_bytes * 1.1
         for column in columns.fastest(2, limit):
-            assert any(c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s + 1e-12 for c in columns.relaxed(2, limit))
+            assert any(
+                c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s + 1e-12
+                for c in columns.relaxed(2, limit)
+            )
             checked.add((layout.chunked, column.looks_up))
     assert (True, True) in checked
     assert (False, True) in checked
@@ -143,7 +185,13 @@ def test_real_numbers_of_blocks_are_a_bound_of_both_in_chunks_or_not():
 
 def test_baselines_beside_a_plan_that_looks_up_on_the_host_have_their_tables_on_the_device():
     instance = untied(5)
-    plan = estimate_plan(instance.model, instance.cluster, instance.training, frame_of(dp=2, m=2), offload=LOOKUP.offload)
+    plan = estimate_plan(
+        instance.model,
+        instance.cluster,
+        instance.training,
+        frame_of(dp=2, m=2),
+        offload=LOOKUP.offload,
+    )
 
     (row,) = compare(plan, ["megatron-defaults"], SearchOptions()).rows
 

@@ -1,4 +1,6 @@
-"""The search over traced modules: its prices are those of described models, its choice that of brute force, its errors say what binds."""
+"""The search over traced modules: its prices are those of described models, its choice that of
+brute force, its errors say what binds.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.traced.plan_traced import find_traced_plan
@@ -34,14 +36,30 @@ from tests.helpers.cases import mostly_slow
 from tests.helpers.traced_models import activation, join, linear, model_of, traced_spec, value
 
 GPT = ModelSpec(
-    name="gpt", num_layers=4, hidden_size=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_hidden_size=4096, vocab_size=32000,
-    max_seq_length=512, dropout=0.1)
-LLAMA = replace(GPT, name="llama", tied_embeddings=False, gated_ffn=True, linear_bias=False, dropout=0.0)
+    name="gpt",
+    num_layers=4,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=64,
+    ffn_hidden_size=4096,
+    vocab_size=32000,
+    max_seq_length=512,
+    dropout=0.1,
+)
+LLAMA = replace(
+    GPT, name="llama", tied_embeddings=False, gated_ffn=True, linear_bias=False, dropout=0.0
+)
 TRAINING = TrainingSpec(global_batch_size=32, seq_length=512, stack=NEUTRAL)
 CLUSTER = replace(load_cluster("a100-80gb"), nodes=2)
 FRAME = ParallelLayout(
-    mesh=Mesh(pp=4, dp=4, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=4,
-    sequence_parallel=False)
+    mesh=Mesh(pp=4, dp=4, tp=1),
+    schedule=Schedule.ONE_F_ONE_B,
+    virtual_stages=1,
+    micro_batch_size=2,
+    num_micro_batches=4,
+    sequence_parallel=False,
+)
 
 
 def by_block(spec: ModelSpec) -> Sharded:
@@ -49,8 +67,11 @@ def by_block(spec: ModelSpec) -> Sharded:
     found = shard(traced_spec(spec, TRAINING))
     first, *halves, last = found.shards
     blocks = tuple(
-        Shard(name="block", first=one.first, end=two.end, parameters=one.parameters + two.parameters)
-        for one, two in zip(halves[::2], halves[1::2], strict=True))
+        Shard(
+            name="block", first=one.first, end=two.end, parameters=one.parameters + two.parameters
+        )
+        for one, two in zip(halves[::2], halves[1::2], strict=True)
+    )
     return replace(found, shards=(first, *blocks, last))
 
 
@@ -59,35 +80,62 @@ def tables_of(sharded: Sharded, training: TrainingSpec = TRAINING) -> RangeTable
 
 
 @pytest.mark.parametrize("spec", [GPT, LLAMA], ids=lambda spec: spec.name)
-@pytest.mark.parametrize(("schedule", "micro_batches"), [(Schedule.ONE_F_ONE_B, 4), (Schedule.GPIPE, 4), (Schedule.ONE_F_ONE_B, 8)])
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches"),
+    [(Schedule.ONE_F_ONE_B, 4), (Schedule.GPIPE, 4), (Schedule.ONE_F_ONE_B, 8)],
+)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("level", [Recompute.NONE, Recompute.FULL])
 def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_batches, zero, level):
     layout = replace(FRAME, schedule=schedule, num_micro_batches=micro_batches)
     block = LayerChoice(LayerKind.BLOCK, level, zero)
-    ends = [LayerChoice(kind, Recompute.NONE, zero) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)]
-    described = Strategy(layout=layout, stages=((ends[0], block), (block,), (block,), (block, ends[1])))
+    ends = [
+        LayerChoice(kind, Recompute.NONE, zero) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
+    ]
+    described = Strategy(
+        layout=layout, stages=((ends[0], block), (block,), (block,), (block, ends[1]))
+    )
     again = (lambda *shards: shards) if level is Recompute.FULL else (lambda *shards: ())
-    traced = ShardStrategy(layout=layout, stages=(
-        ShardRun(first=0, end=2, zero=zero, again=again(1)), ShardRun(first=2, end=3, zero=zero, again=again(2)),
-        ShardRun(first=3, end=4, zero=zero, again=again(3)), ShardRun(first=4, end=6, zero=zero, again=again(4))))
+    traced = ShardStrategy(
+        layout=layout,
+        stages=(
+            ShardRun(first=0, end=2, zero=zero, again=again(1)),
+            ShardRun(first=2, end=3, zero=zero, again=again(2)),
+            ShardRun(first=3, end=4, zero=zero, again=again(3)),
+            ShardRun(first=4, end=6, zero=zero, again=again(4)),
+        ),
+    )
 
     expected = price_step(described, PriceCache(spec, TRAINING, machine_for(CLUSTER)))
     found = price_shards(traced, tables_of(by_block(spec)))
 
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
     assert found.closed_form_s == pytest.approx(expected.closed_form_s, rel=1e-12)
-    assert [m.total for m in found.memory] == pytest.approx([m.total for m in expected.memory], rel=1e-12)
-    assert [r.total for r in found.redundant] == pytest.approx([r.total for r in expected.redundant], rel=1e-9)
-    assert [r.total.value_s for r in found.ranks] == pytest.approx([r.total.value_s for r in expected.ranks], rel=1e-12)
+    assert [m.total for m in found.memory] == pytest.approx(
+        [m.total for m in expected.memory], rel=1e-12
+    )
+    assert [r.total for r in found.redundant] == pytest.approx(
+        [r.total for r in expected.redundant], rel=1e-9
+    )
+    assert [r.total.value_s for r in found.ranks] == pytest.approx(
+        [r.total.value_s for r in expected.ranks], rel=1e-12
+    )
 
 
 def test_half_blocks_reduce_and_gather_by_half_blocks():
-    """Where a shard is half a block, ZeRO's buffers are half as large, and each reduction hides under its own half."""
-    stages = tuple(ShardRun(first=first, end=end, zero=3) for first, end in ((0, 3), (3, 5), (5, 7), (7, 10)))
-    whole = tuple(ShardRun(first=first, end=end, zero=3) for first, end in ((0, 2), (2, 3), (3, 4), (4, 6)))
+    """Where a shard is half a block, ZeRO's buffers are half as large, and each reduction hides
+    under its own half.
+    """
+    stages = tuple(
+        ShardRun(first=first, end=end, zero=3) for first, end in ((0, 3), (3, 5), (5, 7), (7, 10))
+    )
+    whole = tuple(
+        ShardRun(first=first, end=end, zero=3) for first, end in ((0, 2), (2, 3), (3, 4), (4, 6))
+    )
 
-    halves = price_shards(ShardStrategy(layout=FRAME, stages=stages), tables_of(shard(traced_spec(GPT, TRAINING))))
+    halves = price_shards(
+        ShardStrategy(layout=FRAME, stages=stages), tables_of(shard(traced_spec(GPT, TRAINING)))
+    )
     blocks = price_shards(ShardStrategy(layout=FRAME, stages=whole), tables_of(by_block(GPT)))
 
     assert halves.memory[1].states == blocks.memory[1].states
@@ -96,38 +144,69 @@ def test_half_blocks_reduce_and_gather_by_half_blocks():
     assert halves.step_s > blocks.step_s
 
 
-def searched(sharded, pins=None, options=None, how=None, training=TRAINING, cluster=CLUSTER) -> TracedSearch:
-    return TracedSearch(sharded, cluster, training, pins or Constraints(), options or SearchOptions(), how or StageRule())
+def searched(
+    sharded, pins=None, options=None, how=None, training=TRAINING, cluster=CLUSTER
+) -> TracedSearch:
+    return TracedSearch(
+        sharded,
+        cluster,
+        training,
+        pins or Constraints(),
+        options or SearchOptions(),
+        how or StageRule(),
+    )
 
 
-def every_plan(search: TracedSearch, layout: ParallelLayout, zeros: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Closed form and peak bytes of all cuts, ZeRO stages and sets of recomputed shards, priced one by one."""
+def every_plan(
+    search: TracedSearch, layout: ParallelLayout, zeros: tuple[int, ...]
+) -> list[tuple[float, float]]:
+    """Closed form and peak bytes of all cuts, ZeRO stages and sets of recomputed shards, priced one
+    by one.
+    """
     size, pp = len(search.sharded.shards), layout.mesh.pp
     found = []
     for inner in combinations(range(1, size), pp - 1):
         for chosen, bits in product(product(zeros, repeat=pp), product((False, True), repeat=size)):
             again = [k for k in range(size) if bits[k]]
-            price = price_shards(ShardStrategy(layout=layout, stages=tuple(
-                ShardRun(first=a, end=b, zero=zero, again=tuple(k for k in again if a <= k < b))
-                for a, b, zero in zip((0, *inner), (*inner, size), chosen, strict=True))), search.tables)
+            price = price_shards(
+                ShardStrategy(
+                    layout=layout,
+                    stages=tuple(
+                        ShardRun(
+                            first=a, end=b, zero=zero, again=tuple(k for k in again if a <= k < b)
+                        )
+                        for a, b, zero in zip((0, *inner), (*inner, size), chosen, strict=True)
+                    ),
+                ),
+                search.tables,
+            )
             found.append((price.closed_form_s, max(memory.total for memory in price.memory)))
     return found
 
 
 def uneven() -> Sharded:
-    """Five parts, none like another, with more inside than they read; the output of the second is read by two later ones."""
+    """Five parts, none like another, with more inside than they read; the output of the second is
+    read by two later ones.
+    """
     operators, x = [], value("batch_x", 128)
     for number, width in enumerate((192, 512, 256, 384, 128)):
         path, wide = f"part.{number}", value(f"h{number}", width)
         others = (value("y1", 128),) if number > 2 else ()
-        operators += [linear(f"{path}.in", x, wide.name, width), activation(path, wide, f"a{number}"),
-                      linear(f"{path}.out", value(f"a{number}", width), f"o{number}", 128),
-                      join(path, (value(f"o{number}", 128), x, *others), f"y{number}")]
+        operators += [
+            linear(f"{path}.in", x, wide.name, width),
+            activation(path, wide, f"a{number}"),
+            linear(f"{path}.out", value(f"a{number}", width), f"o{number}", 128),
+            join(path, (value(f"o{number}", 128), x, *others), f"y{number}"),
+        ]
         x = value(f"y{number}", 128)
-    return shard(model_of(*operators, join("loss", (x,), "loss", 1), inputs=(value("batch_x", 128),)))
+    return shard(
+        model_of(*operators, join("loss", (x,), "loss", 1), inputs=(value("batch_x", 128),))
+    )
 
 
-@pytest.mark.parametrize("schedule", mostly_slow([Schedule.ONE_F_ONE_B, Schedule.GPIPE], {Schedule.ONE_F_ONE_B}))
+@pytest.mark.parametrize(
+    "schedule", mostly_slow([Schedule.ONE_F_ONE_B, Schedule.GPIPE], {Schedule.ONE_F_ONE_B})
+)
 def test_the_search_finds_what_brute_force_finds(schedule):
     sharded, training = uneven(), TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
     cluster = replace(CLUSTER, nodes=1, gpus_per_node=4)
@@ -137,28 +216,54 @@ def test_the_search_finds_what_brute_force_finds(schedule):
     plans = every_plan(first, layout, (0, 2))
     peaks, again = sorted({peak for _, peak in plans}), set()
 
-    for limit in (peaks[-1], *(peaks[round(share * (len(peaks) - 1))] for share in (0.5, 0.2, 0.05, 0.0)), peaks[0] - MIB):
+    for limit in (
+        peaks[-1],
+        *(peaks[round(share * (len(peaks) - 1))] for share in (0.5, 0.2, 0.05, 0.0)),
+        peaks[0] - MIB,
+    ):
         options = SearchOptions(memory_limit_bytes=int(limit) + 1)
         found = searched(sharded, pins, options, training=training, cluster=cluster).run(None)
         expected = min((step_s for step_s, peak in plans if peak <= int(limit) + 1), default=None)
 
         assert found.finished
-        assert [one.value for one in found.solved] == ([] if expected is None else [pytest.approx(expected, rel=1e-9)])
+        assert [one.value for one in found.solved] == (
+            [] if expected is None else [pytest.approx(expected, rel=1e-9)]
+        )
         assert found.bound <= (expected or float("inf"))
         again |= {sum(len(column.again) for column in one.choice.columns) for one in found.solved}
     assert len(again) > 1, "some of the limits ask for recompute"
 
 
 FRAME_OF_TWO = ParallelLayout(
-    mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=8192, num_micro_batches=4,
-    sequence_parallel=False)
+    mesh=Mesh(pp=2, dp=2, tp=1),
+    schedule=Schedule.ONE_F_ONE_B,
+    virtual_stages=1,
+    micro_batch_size=8192,
+    num_micro_batches=4,
+    sequence_parallel=False,
+)
 
 
 @pytest.mark.parametrize("limit_gib", [80.0, 1.41, 1.38])
 def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns(limit_gib):
-    pins = Constraints(pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,), micro_batch_size=(8192,), zero=(0, 2))
-    training, cluster = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL), replace(CLUSTER, nodes=1, gpus_per_node=4)
-    search = searched(uneven(), pins, SearchOptions(memory_limit_bytes=int(limit_gib * 1024 * MIB)), training=training, cluster=cluster)
+    pins = Constraints(
+        pp=(2,),
+        schedule=(Schedule.INTERLEAVED,),
+        virtual_stages=(2,),
+        micro_batch_size=(8192,),
+        zero=(0, 2),
+    )
+    training, cluster = (
+        TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL),
+        replace(CLUSTER, nodes=1, gpus_per_node=4),
+    )
+    search = searched(
+        uneven(),
+        pins,
+        SearchOptions(memory_limit_bytes=int(limit_gib * 1024 * MIB)),
+        training=training,
+        cluster=cluster,
+    )
     (layout,) = search.space.layouts
     tables = search.stages(layout)
     cuts = search.cut_ranges(layout, tables)
@@ -168,14 +273,24 @@ def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns
 
     expected = float("inf")
     for columns in product(*options):
-        price = price_shards(ShardStrategy(layout=layout, stages=tuple(
-            ShardRun(first=one.first, end=one.end, zero=one.zero, again=one.again) for one in columns)), search.tables)
+        price = price_shards(
+            ShardStrategy(
+                layout=layout,
+                stages=tuple(
+                    ShardRun(first=one.first, end=one.end, zero=one.zero, again=one.again)
+                    for one in columns
+                ),
+            ),
+            search.tables,
+        )
         if max(memory.total for memory in price.memory) <= search.limit_bytes:
             expected = min(expected, price.closed_form_s)
     assert expected == (float("inf") if found is None else pytest.approx(found.step_s, rel=1e-9))
 
 
-@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.SCP])
+@pytest.mark.parametrize(
+    "schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.SCP]
+)
 def test_what_the_columns_say_is_what_the_step_costs(schedule):
     sharded = shard(traced_spec(GPT, TRAINING))
     pins = Constraints(pp=(4,), schedule=(schedule,), micro_batch_size=(1, 2))
@@ -192,12 +307,22 @@ def test_what_the_columns_say_is_what_the_step_costs(schedule):
 
 
 def test_recompute_ahead_of_the_gradient_is_faster_than_1f1b_where_memory_needs_recompute():
-    model, options = traced_spec(GPT, TRAINING), SearchOptions(memory_limit_bytes=int(1.9 * 1024 * MIB))
+    model, options = (
+        traced_spec(GPT, TRAINING),
+        SearchOptions(memory_limit_bytes=int(1.9 * 1024 * MIB)),
+    )
     pins = Constraints(pp=(4,), micro_batch_size=(2,))
 
     plain, early = (
-        find_traced_plan(model, CLUSTER, TRAINING, constraints=replace(pins, schedule=(schedule,)), options=options).plan
-        for schedule in (Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE))
+        find_traced_plan(
+            model,
+            CLUSTER,
+            TRAINING,
+            constraints=replace(pins, schedule=(schedule,)),
+            options=options,
+        ).plan
+        for schedule in (Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE)
+    )
 
     assert plain.stages[0].recompute
     assert early.stages[0].recompute
@@ -215,10 +340,20 @@ def test_the_same_request_gives_the_same_plan():
 
 
 def test_nothing_fits_and_the_error_says_what_binds_by_how_much_and_what_would_help():
-    large = replace(GPT, name="large", num_layers=12, hidden_size=16384, num_heads=256, num_kv_heads=256, ffn_hidden_size=65536)
+    large = replace(
+        GPT,
+        name="large",
+        num_layers=12,
+        hidden_size=16384,
+        num_heads=256,
+        num_kv_heads=256,
+        ffn_hidden_size=65536,
+    )
     cluster = replace(CLUSTER, nodes=1)
 
-    with pytest.raises(InfeasibleError, match=r"large does not fit on 8 x a100-80gb: the leanest plan \(pp \d") as error:
+    with pytest.raises(
+        InfeasibleError, match=r"large does not fit on 8 x a100-80gb: the leanest plan \(pp \d"
+    ) as error:
         find_traced_plan(traced_spec(large, TRAINING), cluster, TRAINING)
 
     assert "GiB short" in error.value.message
@@ -227,9 +362,15 @@ def test_nothing_fits_and_the_error_says_what_binds_by_how_much_and_what_would_h
     assert "GPUs are enough" in error.value.hint
 
 
-@pytest.mark.parametrize(("pins", "match"), [
-    (Constraints(tp=(2,)), "--tp is pinned"), (Constraints(recompute=(Recompute.SELECTIVE,)), "selective"),
-    (Constraints(schedule=(Schedule.ZBV,)), "zbv does not run"), (Constraints(pp=(16,)), "no legal way")])
+@pytest.mark.parametrize(
+    ("pins", "match"),
+    [
+        (Constraints(tp=(2,)), "--tp is pinned"),
+        (Constraints(recompute=(Recompute.SELECTIVE,)), "selective"),
+        (Constraints(schedule=(Schedule.ZBV,)), "zbv does not run"),
+        (Constraints(pp=(16,)), "no legal way"),
+    ],
+)
 def test_pins_that_no_traced_module_can_have(pins, match):
     with pytest.raises(ConfigError, match=match):
         searched(uneven(), pins)
@@ -239,22 +380,34 @@ def test_stages_by_counts_are_kept_and_cost_no_less_than_those_of_the_search():
     model, pins = traced_spec(GPT, TRAINING), Constraints(pp=(4,), schedule=(Schedule.ONE_F_ONE_B,))
 
     plans = {
-        text: find_traced_plan(model, CLUSTER, TRAINING, constraints=pins, how=parse_stages(text)).plan
-        for text in ("ilp", "uniform", "parameters", "1,3,3,3")}
+        text: find_traced_plan(
+            model, CLUSTER, TRAINING, constraints=pins, how=parse_stages(text)
+        ).plan
+        for text in ("ilp", "uniform", "parameters", "1,3,3,3")
+    }
 
     assert [stage.end - stage.first for stage in plans["1,3,3,3"].stages] == [1, 3, 3, 3]
     assert [stage.end - stage.first for stage in plans["uniform"].stages] == [3, 3, 2, 2]
-    assert all(plans["ilp"].search.value <= plan.search.value * (1 + 1e-9) for plan in plans.values())
+    assert all(
+        plans["ilp"].search.value <= plan.search.value * (1 + 1e-9) for plan in plans.values()
+    )
 
 
 def test_a_parameter_that_all_shards_hold_is_counted_once_a_stage_and_summed_over_stages():
-    parts = [linear(f"part.{k}", value(f"y{k - 1}") if k else value("batch_x"), f"y{k}", weight="w") for k in range(4)]
+    parts = [
+        linear(f"part.{k}", value(f"y{k - 1}") if k else value("batch_x"), f"y{k}", weight="w")
+        for k in range(4)
+    ]
     sharded = shard(model_of(*parts))
     tables = tables_of(sharded)
     layout = replace(FRAME_OF_TWO, micro_batch_size=2)
 
     def states(first: int, end: int) -> int:
-        rest = [ShardRun(first=0, end=first, zero=0)] if first else [ShardRun(first=end, end=4, zero=0)]
+        rest = (
+            [ShardRun(first=0, end=first, zero=0)]
+            if first
+            else [ShardRun(first=end, end=4, zero=0)]
+        )
         runs = sorted([ShardRun(first=first, end=end, zero=0), *rest], key=lambda run: run.first)
         price = price_shards(ShardStrategy(layout=layout, stages=tuple(runs)), tables)
         assert price.ranks[0].dp_comm.value_s > 0

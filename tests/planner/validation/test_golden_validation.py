@@ -1,4 +1,6 @@
-"""The prices do not get worse: no source of the shipped table of measured steps is further off than in the golden table."""
+"""The prices do not get worse: no source of the shipped table of measured steps is further off than
+in the golden table.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,14 @@ def worse(golden: Table, found: Table) -> list[str]:
     lines = [f"{source}: is gone" for source in golden if source not in found]
     for source in golden.keys() & found.keys():
         before, after = golden[source], found[source]
-        lines += [f"{source}: {name} {before[name]} -> {after[name]}" for name in ERRORS if _is_worse_error(before[name], after[name])]
-        if before["kendall_tau"] is not None and (after["kendall_tau"] is None or after["kendall_tau"] < before["kendall_tau"] - ROUNDING):
+        lines += [
+            f"{source}: {name} {before[name]} -> {after[name]}"
+            for name in ERRORS
+            if _is_worse_error(before[name], after[name])
+        ]
+        if before["kendall_tau"] is not None and (
+            after["kendall_tau"] is None or after["kendall_tau"] < before["kendall_tau"] - ROUNDING
+        ):
             lines.append(f"{source}: kendall_tau {before['kendall_tau']} -> {after['kendall_tau']}")
         if after["priced"] < before["priced"]:
             lines.append(f"{source}: priced {before['priced']} -> {after['priced']}")
@@ -51,28 +59,52 @@ def test_no_source_got_worse(update_golden):
 
 
 SOURCE = {
-    "mape_time": 0.05, "median_time": 0.04, "bias_time": -0.03, "regret_at_1": 0.0, "mape_memory": None, "bias_memory": None,
-    "kendall_tau": 0.9, "priced": 10}
+    "mape_time": 0.05,
+    "median_time": 0.04,
+    "bias_time": -0.03,
+    "regret_at_1": 0.0,
+    "mape_memory": None,
+    "bias_memory": None,
+    "kendall_tau": 0.9,
+    "priced": 10,
+}
 
 
-@pytest.mark.parametrize(("change", "line"), [
-    pytest.param({"mape_time": 0.0521}, "made: mape_time 0.05 -> 0.0521", id="time"),
-    pytest.param({"regret_at_1": 0.01}, "made: regret_at_1 0.0 -> 0.01", id="regret"),
-    pytest.param({"mape_time": None}, "made: mape_time 0.05 -> None", id="no-time"),
-    pytest.param({"bias_time": 0.04}, "made: bias_time -0.03 -> 0.04", id="bias-of-the-other-sign"),
-    pytest.param({"kendall_tau": 0.89}, "made: kendall_tau 0.9 -> 0.89", id="tau"),
-    pytest.param({"kendall_tau": None}, "made: kendall_tau 0.9 -> None", id="no-tau"),
-    pytest.param({"priced": 9}, "made: priced 10 -> 9", id="a-row-lost"),
-])
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        pytest.param({"mape_time": 0.0521}, "made: mape_time 0.05 -> 0.0521", id="time"),
+        pytest.param({"regret_at_1": 0.01}, "made: regret_at_1 0.0 -> 0.01", id="regret"),
+        pytest.param({"mape_time": None}, "made: mape_time 0.05 -> None", id="no-time"),
+        pytest.param(
+            {"bias_time": 0.04}, "made: bias_time -0.03 -> 0.04", id="bias-of-the-other-sign"
+        ),
+        pytest.param({"kendall_tau": 0.89}, "made: kendall_tau 0.9 -> 0.89", id="tau"),
+        pytest.param({"kendall_tau": None}, "made: kendall_tau 0.9 -> None", id="no-tau"),
+        pytest.param({"priced": 9}, "made: priced 10 -> 9", id="a-row-lost"),
+    ],
+)
 def test_what_got_worse_is_said(change, line):
     assert worse({"made": SOURCE}, {"made": {**SOURCE, **change}}) == [line]
 
 
-@pytest.mark.parametrize("change", [
-    pytest.param({}, id="the-same"),
-    pytest.param({"mape_time": 0.0515, "bias_time": -0.0315}, id="within-the-tolerance"),
-    pytest.param({"mape_time": 0.01, "bias_time": 0.0, "kendall_tau": 1.0, "priced": 11, "mape_memory": 0.5}, id="better"),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({}, id="the-same"),
+        pytest.param({"mape_time": 0.0515, "bias_time": -0.0315}, id="within-the-tolerance"),
+        pytest.param(
+            {
+                "mape_time": 0.01,
+                "bias_time": 0.0,
+                "kendall_tau": 1.0,
+                "priced": 11,
+                "mape_memory": 0.5,
+            },
+            id="better",
+        ),
+    ],
+)
 def test_what_did_not_get_worse_passes(change):
     assert worse({"made": SOURCE}, {"made": {**SOURCE, **change}, "new": SOURCE}) == []
 

@@ -1,4 +1,6 @@
-"""Measured rows against predictions: a row is priced as the configuration it states, or returned with its reason."""
+"""Measured rows against predictions: a row is priced as the configuration it states, or returned
+with its reason.
+"""
 
 from __future__ import annotations
 
@@ -20,54 +22,130 @@ from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel, FlashKernel
 
 ROW = {
-    "id": "made-1", "framework": "Megatron-LM core 0.14", "gpu": "a100-80g-sxm", "n_gpus": "16", "gpus_per_node": "8",
-    "interconnect": "NVLink3", "model": "made", "layers": "8", "hidden": "1024", "heads": "16", "kv_heads": "", "head_dim": "",
-    "ffn_hidden": "4096", "gated_ffn": "false", "vocab": "51200", "seq_len": "1024", "global_batch": "32", "micro_batch": "2", "dp": "4",
-    "tp": "2", "pp": "2", "vpp": "", "cp": "", "ep": "", "experts": "", "sequence_parallel": "true", "zero_stage": "1",
-    "recompute": "full", "dtype": "bf16", "step_time_s": "0.5", "derived_step_time_s": "", "peak_memory_gib": "4.0", "notes": "",
+    "id": "made-1",
+    "framework": "Megatron-LM core 0.14",
+    "gpu": "a100-80g-sxm",
+    "n_gpus": "16",
+    "gpus_per_node": "8",
+    "interconnect": "NVLink3",
+    "model": "made",
+    "layers": "8",
+    "hidden": "1024",
+    "heads": "16",
+    "kv_heads": "",
+    "head_dim": "",
+    "ffn_hidden": "4096",
+    "gated_ffn": "false",
+    "vocab": "51200",
+    "seq_len": "1024",
+    "global_batch": "32",
+    "micro_batch": "2",
+    "dp": "4",
+    "tp": "2",
+    "pp": "2",
+    "vpp": "",
+    "cp": "",
+    "ep": "",
+    "experts": "",
+    "sequence_parallel": "true",
+    "zero_stage": "1",
+    "recompute": "full",
+    "dtype": "bf16",
+    "step_time_s": "0.5",
+    "derived_step_time_s": "",
+    "peak_memory_gib": "4.0",
+    "notes": "",
 }
 MODEL = ModelSpec(
-    name="made", num_layers=8, hidden_size=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_hidden_size=4096, vocab_size=51200,
-    max_seq_length=1024)
-TRAINING = TrainingSpec(global_batch_size=32, seq_length=1024, overlap_grad_reduce=False, stack=load_stack("megatron-core"))
+    name="made",
+    num_layers=8,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=64,
+    ffn_hidden_size=4096,
+    vocab_size=51200,
+    max_seq_length=1024,
+)
+TRAINING = TrainingSpec(
+    global_batch_size=32,
+    seq_length=1024,
+    overlap_grad_reduce=False,
+    stack=load_stack("megatron-core"),
+)
 FULL = dict.fromkeys(OPTIONAL, "") | ROW
 
 
 def test_a_row_is_priced_as_estimate_prices_its_configuration():
     layout = ParallelLayout(
-        mesh=Mesh(pp=2, dp=4, tp=2), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=4,
-        sequence_parallel=True)
-    plan = estimate_plan(MODEL, with_gpus(load_cluster("a100-80gb"), 16), TRAINING, layout, zero=1, recompute=Recompute.FULL)
+        mesh=Mesh(pp=2, dp=4, tp=2),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=2,
+        num_micro_batches=4,
+        sequence_parallel=True,
+    )
+    plan = estimate_plan(
+        MODEL,
+        with_gpus(load_cluster("a100-80gb"), 16),
+        TRAINING,
+        layout,
+        zero=1,
+        recompute=Recompute.FULL,
+    )
 
     priced = price_row({**ROW, "memory_kind": "allocated"})
 
     assert priced.reason is None
     assert priced.predicted_s == pytest.approx(plan.predicted.step_time_s.value, rel=1e-5)
     fullest = max(plan.predicted.memory_gib, key=lambda memory: memory.total)
-    assert priced.predicted_gib == pytest.approx(fullest.total - fullest.reserve, abs=1e-3)  # allocated, without the reserve
-    assert price_row(ROW).predicted_gib == pytest.approx(fullest.total, abs=1e-3)  # an unnamed figure is the whole device's
+    assert priced.predicted_gib == pytest.approx(
+        fullest.total - fullest.reserve, abs=1e-3
+    )  # allocated, without the reserve
+    assert price_row(ROW).predicted_gib == pytest.approx(
+        fullest.total, abs=1e-3
+    )  # an unnamed figure is the whole device's
     assert priced.error == pytest.approx(priced.predicted_s / 0.5 - 1)
     assert priced.memory_error == pytest.approx(priced.predicted_gib / 4.0 - 1)
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    pytest.param({"layers": ""}, "layers is not stated", id="missing"),
-    pytest.param({"run_type": "LoRA"}, "LoRA", id="lora"),
-    pytest.param({"interconnect": "8x 0 Gb/s"}, "interconnect is 0 Gb/s", id="network"),
-    pytest.param({"experts": "8"}, "mixture of experts", id="experts"),
-    pytest.param({"cp": "2"}, "context parallelism", id="context-parallel"),
-    pytest.param({"gpu": "tpu-v5"}, "no device profile for tpu-v5", id="device"),
-    pytest.param({"gpu": "l40s-48g"}, "no device profile for l40s-48g", id="a-name-that-begins-alike"),
-    pytest.param({"gpu": "h100-80gb-pcie"}, "no device profile for h100-80gb-pcie", id="the-slower-card"),
-    pytest.param({"vocab": ""}, "vocab is not stated", id="no-vocabulary"),
-    pytest.param({"dtype": ""}, "dtype is not stated", id="no-precision"),
-    pytest.param({"sequence_parallel": "yes"}, "sequence_parallel is neither true nor false", id="no-truth-value"),
-    pytest.param({"dtype": "int8"}, "precision 'int8'", id="precision"),
-    pytest.param({"recompute": "block 3 layers"}, "recompute 'block 3 layers'", id="recompute"),
-    pytest.param({"dp": "8"}, "dp x tp x pp is not the number of GPUs", id="mesh"),
-    pytest.param({"tp": "32", "dp": "1", "pp": "1", "n_gpus": "32"}, "tp N does not divide the N attention heads", id="heads"),
-    pytest.param({"global_batch": "30"}, "the global batch of N is not micro-batch N x dp N x a whole number", id="batch"),
-])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param({"layers": ""}, "layers is not stated", id="missing"),
+        pytest.param({"run_type": "LoRA"}, "LoRA", id="lora"),
+        pytest.param({"interconnect": "8x 0 Gb/s"}, "interconnect is 0 Gb/s", id="network"),
+        pytest.param({"experts": "8"}, "mixture of experts", id="experts"),
+        pytest.param({"cp": "2"}, "context parallelism", id="context-parallel"),
+        pytest.param({"gpu": "tpu-v5"}, "no device profile for tpu-v5", id="device"),
+        pytest.param(
+            {"gpu": "l40s-48g"}, "no device profile for l40s-48g", id="a-name-that-begins-alike"
+        ),
+        pytest.param(
+            {"gpu": "h100-80gb-pcie"}, "no device profile for h100-80gb-pcie", id="the-slower-card"
+        ),
+        pytest.param({"vocab": ""}, "vocab is not stated", id="no-vocabulary"),
+        pytest.param({"dtype": ""}, "dtype is not stated", id="no-precision"),
+        pytest.param(
+            {"sequence_parallel": "yes"},
+            "sequence_parallel is neither true nor false",
+            id="no-truth-value",
+        ),
+        pytest.param({"dtype": "int8"}, "precision 'int8'", id="precision"),
+        pytest.param({"recompute": "block 3 layers"}, "recompute 'block 3 layers'", id="recompute"),
+        pytest.param({"dp": "8"}, "dp x tp x pp is not the number of GPUs", id="mesh"),
+        pytest.param(
+            {"tp": "32", "dp": "1", "pp": "1", "n_gpus": "32"},
+            "tp N does not divide the N attention heads",
+            id="heads",
+        ),
+        pytest.param(
+            {"global_batch": "30"},
+            "the global batch of N is not micro-batch N x dp N x a whole number",
+            id="batch",
+        ),
+    ],
+)
 def test_a_row_outside_what_can_be_priced_has_its_reason(change, reason):
     priced = price_row({**ROW, **change})
 
@@ -76,11 +154,16 @@ def test_a_row_outside_what_can_be_priced_has_its_reason(change, reason):
     assert (priced.id, priced.source) == ("made-1", "made")
 
 
-@pytest.mark.parametrize(("change", "same"), [
-    pytest.param({"sequence_parallel": "True", "gated_ffn": "FALSE"}, {}, id="as-pandas-writes-it"),
-    pytest.param({"vpp": "0"}, {"vpp": "1"}, id="no-virtual-stages"),
-    pytest.param({"gpu": "a100-80gb-pcie"}, {"gpu": "a100-80g-pcie"}, id="gb-for-g"),
-])
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        pytest.param(
+            {"sequence_parallel": "True", "gated_ffn": "FALSE"}, {}, id="as-pandas-writes-it"
+        ),
+        pytest.param({"vpp": "0"}, {"vpp": "1"}, id="no-virtual-stages"),
+        pytest.param({"gpu": "a100-80gb-pcie"}, {"gpu": "a100-80g-pcie"}, id="gb-for-g"),
+    ],
+)
 def test_other_spellings_of_a_cell_are_priced_the_same(change, same):
     assert price_row({**ROW, **change}).predicted_s == price_row({**ROW, **same}).predicted_s > 0
 
@@ -102,52 +185,142 @@ def test_a_row_without_a_time_is_priced_and_has_no_error():
     assert priced.error is None
 
 
-@pytest.mark.parametrize(("framework", "notes", "stack", "attention", "dropout", "overlap"), [
-    pytest.param("Megatron-LM v1.1/v2.0 (2020)", "", "megatron-lm-2020", AttentionKernel.UNFUSED, 0.1, False, id="megatron-2020"),
-    pytest.param("Megatron-LM (Apr 2021)", "", "megatron-lm-2021", AttentionKernel.UNFUSED, 0.1, False, id="megatron-2021"),
-    pytest.param("Megatron-DeepSpeed (microsoft)", "", "megatron-deepspeed", AttentionKernel.UNFUSED, 0.1, False, id="deepspeed"),
-    pytest.param("Megatron-LM core 0.14", "", "megatron-core", AttentionKernel.FLASH, 0.0, False, id="megatron-core"),
-    pytest.param("Megatron-LM core 0.14", "overlap=grad", "megatron-core", AttentionKernel.FLASH, 0.0, True, id="overlap-noted"),
-    pytest.param("NeMo 24.05", "", "nemo", AttentionKernel.FLASH, 0.0, True, id="nemo"),
-    pytest.param("torchtitan 820504e", "", "torchtitan", AttentionKernel.FLASH, 0.0, True, id="torchtitan"),
-    pytest.param("torchtitan 820504e", "overlap=none", "torchtitan", AttentionKernel.FLASH, 0.0, False, id="no-overlap-noted"),
-    pytest.param("MosaicML Composer FSDP", "attention=unfused", "fsdp1", AttentionKernel.UNFUSED, 0.1, True, id="attention-noted"),
-])
-def test_what_a_framework_decides_is_read_off_its_name_and_the_notes(framework, notes, stack, attention, dropout, overlap):
+@pytest.mark.parametrize(
+    ("framework", "notes", "stack", "attention", "dropout", "overlap"),
+    [
+        pytest.param(
+            "Megatron-LM v1.1/v2.0 (2020)",
+            "",
+            "megatron-lm-2020",
+            AttentionKernel.UNFUSED,
+            0.1,
+            False,
+            id="megatron-2020",
+        ),
+        pytest.param(
+            "Megatron-LM (Apr 2021)",
+            "",
+            "megatron-lm-2021",
+            AttentionKernel.UNFUSED,
+            0.1,
+            False,
+            id="megatron-2021",
+        ),
+        pytest.param(
+            "Megatron-DeepSpeed (microsoft)",
+            "",
+            "megatron-deepspeed",
+            AttentionKernel.UNFUSED,
+            0.1,
+            False,
+            id="deepspeed",
+        ),
+        pytest.param(
+            "Megatron-LM core 0.14",
+            "",
+            "megatron-core",
+            AttentionKernel.FLASH,
+            0.0,
+            False,
+            id="megatron-core",
+        ),
+        pytest.param(
+            "Megatron-LM core 0.14",
+            "overlap=grad",
+            "megatron-core",
+            AttentionKernel.FLASH,
+            0.0,
+            True,
+            id="overlap-noted",
+        ),
+        pytest.param("NeMo 24.05", "", "nemo", AttentionKernel.FLASH, 0.0, True, id="nemo"),
+        pytest.param(
+            "torchtitan 820504e",
+            "",
+            "torchtitan",
+            AttentionKernel.FLASH,
+            0.0,
+            True,
+            id="torchtitan",
+        ),
+        pytest.param(
+            "torchtitan 820504e",
+            "overlap=none",
+            "torchtitan",
+            AttentionKernel.FLASH,
+            0.0,
+            False,
+            id="no-overlap-noted",
+        ),
+        pytest.param(
+            "MosaicML Composer FSDP",
+            "attention=unfused",
+            "fsdp1",
+            AttentionKernel.UNFUSED,
+            0.1,
+            True,
+            id="attention-noted",
+        ),
+    ],
+)
+def test_what_a_framework_decides_is_read_off_its_name_and_the_notes(
+    framework, notes, stack, attention, dropout, overlap
+):
     configuration = configuration_of({**FULL, "framework": framework, "notes": notes})
 
     training = configuration.training
-    assert (training.stack.name, training.attention, training.overlap_grad_reduce) == (stack, attention, overlap)
+    assert (training.stack.name, training.attention, training.overlap_grad_reduce) == (
+        stack,
+        attention,
+        overlap,
+    )
     assert configuration.model.dropout == dropout
 
 
 def test_a_noted_attention_kernel_is_the_stacks_and_one_that_nobody_knows_a_reason():
-    assert configuration_of({**FULL, "notes": "attention=flash1"}).training.stack.flash_kernel_on(7.0) is FlashKernel.FLASH1
-    assert configuration_of({**FULL, "notes": "attention=sdpa"}).training.stack.flash_kernel_on(9.0) is FlashKernel.FLASH2
+    assert (
+        configuration_of({**FULL, "notes": "attention=flash1"}).training.stack.flash_kernel_on(7.0)
+        is FlashKernel.FLASH1
+    )
+    assert (
+        configuration_of({**FULL, "notes": "attention=sdpa"}).training.stack.flash_kernel_on(9.0)
+        is FlashKernel.FLASH2
+    )
     assert price_row({**ROW, "notes": "attention=what"}).reason == "no attention kernel 'what'"
 
 
 def test_a_setting_that_a_row_leaves_open_is_the_fastest_that_fits_and_is_named():
     open_ = price_row({**ROW, "vpp": "1", "micro_batch": "", "recompute": ""})
-    stated = [price_row({**ROW, "micro_batch": str(size), "recompute": level}).predicted_s
-              for size in (1, 2, 4, 8) if size * 4 <= 32 for level in ("none", "selective", "full")]
+    stated = [
+        price_row({**ROW, "micro_batch": str(size), "recompute": level}).predicted_s
+        for size in (1, 2, 4, 8)
+        if size * 4 <= 32
+        for level in ("none", "selective", "full")
+    ]
 
     assert open_.assumed == ("micro_batch", "recompute")
     assert open_.predicted_s == min(stated)
     assert price_row(ROW).assumed == ()
 
 
-@pytest.mark.parametrize(("change", "ran_out"), [
-    ({"memory_kind": "OOM", "step_time_s": "", "peak_memory_gib": ""}, True), ({"memory_kind": "out-of-memory", "step_time_s": ""}, True),
-    ({}, False), ({"step_time_s": "", "peak_memory_gib": ""}, None),
-])
+@pytest.mark.parametrize(
+    ("change", "ran_out"),
+    [
+        ({"memory_kind": "OOM", "step_time_s": "", "peak_memory_gib": ""}, True),
+        ({"memory_kind": "out-of-memory", "step_time_s": ""}, True),
+        ({}, False),
+        ({"step_time_s": "", "peak_memory_gib": ""}, None),
+    ],
+)
 def test_whether_a_run_ran_out_of_memory_is_read_off_the_row(change, ran_out):
     assert price_row({**ROW, **change}).out_of_memory is ran_out
 
 
 def test_what_does_not_fit_the_device_is_predicted_not_to_fit():
     assert price_row(ROW).predicted_fits
-    assert not price_row({**ROW, "layers": "2048", "recompute": "none", "micro_batch": "8"}).predicted_fits
+    assert not price_row(
+        {**ROW, "layers": "2048", "recompute": "none", "micro_batch": "8"}
+    ).predicted_fits
 
 
 def test_rows_of_one_model_machine_and_batch_are_one_grid():
@@ -159,17 +332,30 @@ def test_rows_of_one_model_machine_and_batch_are_one_grid():
 
 def test_fp8_rows_run_their_products_in_fp8():
     fp8 = {
-        **ROW, "gpu": "h100-80g-sxm", "hidden": "4096", "ffn_hidden": "16384", "heads": "32", "seq_len": "4096",
-        "dtype": "bf16+float8 linear"}
+        **ROW,
+        "gpu": "h100-80g-sxm",
+        "hidden": "4096",
+        "ffn_hidden": "16384",
+        "heads": "32",
+        "seq_len": "4096",
+        "dtype": "bf16+float8 linear",
+    }
 
     assert configuration_of({**FULL, **fp8}).training.fp8_matmuls
     assert price_row(fp8).predicted_s < price_row({**fp8, "dtype": "bf16"}).predicted_s
-    assert price_row({**ROW, "dtype": "fp8"}).reason == "a100-80gb has no fp8 arithmetic (it has bf16, fp16, fp32)"
+    assert (
+        price_row({**ROW, "dtype": "fp8"}).reason
+        == "a100-80gb has no fp8 arithmetic (it has bf16, fp16, fp32)"
+    )
 
 
-@pytest.mark.parametrize(("interconnect", "faster"), [
-    pytest.param("NVLink3 + 1x 100 Gb/s", False, id="one-slow-nic"), pytest.param("NVLink3 + 8x 400 Gb/s", True, id="eight-fast-nics"),
-])
+@pytest.mark.parametrize(
+    ("interconnect", "faster"),
+    [
+        pytest.param("NVLink3 + 1x 100 Gb/s", False, id="one-slow-nic"),
+        pytest.param("NVLink3 + 8x 400 Gb/s", True, id="eight-fast-nics"),
+    ],
+)
 def test_the_network_of_the_row_is_used(interconnect, faster):
     known = price_row(ROW).predicted_s
     found = price_row({**ROW, "interconnect": interconnect}).predicted_s
@@ -216,20 +402,37 @@ def test_frameworks_that_divide_blocks_unevenly_are_priced_so():
     assert sum(nanotron.blocks) == 8
     assert nanotron.blocks[0] > nanotron.blocks[-1]  # the head counts as compute of the last stage
 
-    redis = {**FULL, "framework": "Megatron-LM fork, 1F1B, method redis", "layers": "32", "pp": "8", "dp": "2", "tp": "1"}
+    redis = {
+        **FULL,
+        "framework": "Megatron-LM fork, 1F1B, method redis",
+        "layers": "32",
+        "pp": "8",
+        "dp": "2",
+        "tp": "1",
+    }
     assert configuration_of({**redis, "vocab": "128000"}).blocks == (4, 4, 4, 4, 4, 5, 5, 2)
-    assert price_row({**redis, "vocab": "50000"}).reason == "layers moved between stages, how many is not stated"
+    assert (
+        price_row({**redis, "vocab": "50000"}).reason
+        == "layers moved between stages, how many is not stated"
+    )
 
 
 def test_levels_that_blocks_take_in_turn_lie_between_them():
     def seconds(recompute):
-        return price_row({**ROW, "framework": "torchtitan 820504e", "recompute": recompute}).predicted_s
+        return price_row(
+            {**ROW, "framework": "torchtitan 820504e", "recompute": recompute}
+        ).predicted_s
 
     assert seconds("none") < seconds("selective (every other layer)") < seconds("full")
 
 
 def test_a_release_test_has_the_vocabulary_and_dropout_of_its_defaults():
-    row = {**FULL, "framework": "Megatron-LM CI (dev container)", "vocab": "", "notes": "tied embeddings"}
+    row = {
+        **FULL,
+        "framework": "Megatron-LM CI (dev container)",
+        "vocab": "",
+        "notes": "tied embeddings",
+    }
     model = configuration_of(row).model
 
     assert (model.vocab_size, model.dropout, model.tied_embeddings) == (50257, 0.1, True)
@@ -237,11 +440,18 @@ def test_a_release_test_has_the_vocabulary_and_dropout_of_its_defaults():
 
 
 def test_a_fused_cross_entropy_is_noted():
-    assert configuration_of({**FULL, "notes": "fused cross entropy"}).training.stack.logit_bytes == 10
+    assert (
+        configuration_of({**FULL, "notes": "fused cross entropy"}).training.stack.logit_bytes == 10
+    )
 
 
 def test_the_time_of_a_toy_model_is_not_compared():
-    assert price_row({**ROW, "notes": "small models are launch-bound: use for MEMORY, not time"}).measured_s is None
+    assert (
+        price_row(
+            {**ROW, "notes": "small models are launch-bound: use for MEMORY, not time"}
+        ).measured_s
+        is None
+    )
 
 
 def test_a_framework_that_no_stack_describes_is_priced_as_plain_pytorch_and_said_to_be_assumed():

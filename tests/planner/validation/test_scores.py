@@ -1,4 +1,6 @@
-"""The figures that prices are judged by: worked by hand, within their bounds, and best for a perfect prediction."""
+"""The figures that prices are judged by: worked by hand, within their bounds, and best for a
+perfect prediction.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ PAIRS = st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=12)
 def timed(grid: str | None, *pairs: tuple[float, float], source: str = "made") -> list[PricedRow]:
     """Rows of one grid: (predicted, measured) seconds."""
     return [
-        PricedRow(f"{source}-{index}", source, predicted_s=predicted, measured_s=measured, grid=grid)
-        for index, (predicted, measured) in enumerate(pairs)]
+        PricedRow(
+            f"{source}-{index}", source, predicted_s=predicted, measured_s=measured, grid=grid
+        )
+        for index, (predicted, measured) in enumerate(pairs)
+    ]
 
 
 def memory_row(*, ran_out: bool | None, fits: bool | None) -> PricedRow:
@@ -37,8 +42,12 @@ def memory_row(*, ran_out: bool | None, fits: bool | None) -> PricedRow:
 
 def test_errors_of_a_source_by_hand():
     rows = [
-        PricedRow("a-1", "a", measured_s=1.0, predicted_s=1.1, measured_gib=10.0, predicted_gib=9.0),
-        PricedRow("a-2", "a", measured_s=2.0, predicted_s=1.6, measured_gib=10.0, predicted_gib=10.5),
+        PricedRow(
+            "a-1", "a", measured_s=1.0, predicted_s=1.1, measured_gib=10.0, predicted_gib=9.0
+        ),
+        PricedRow(
+            "a-2", "a", measured_s=2.0, predicted_s=1.6, measured_gib=10.0, predicted_gib=10.5
+        ),
         PricedRow("a-3", "a", measured_s=4.0, predicted_s=4.0),
         PricedRow("a-4", "a", predicted_s=3.0),
         PricedRow("a-5", "a", reason="mixture of experts"),
@@ -50,7 +59,10 @@ def test_errors_of_a_source_by_hand():
     found = score(rows)
 
     assert list(found) == ["a", "b"]
-    assert (found["a"].rows, found["a"].priced) == (7, 4)  # one of the four has nothing to be compared with
+    assert (found["a"].rows, found["a"].priced) == (
+        7,
+        4,
+    )  # one of the four has nothing to be compared with
     assert list(found["a"].unpriced.items()) == [("no recompute", 2), ("mixture of experts", 1)]
     assert found["a"].mape_time == pytest.approx((0.1 + 0.2 + 0.0) / 3)
     assert found["a"].median_time == pytest.approx(0.1)
@@ -64,20 +76,40 @@ def test_a_source_without_a_priced_row_has_counts_and_nothing_else():
     found = score([PricedRow("a-1", "a", reason="mixture of experts")])["a"]
 
     assert found == SourceScore(
-        rows=1, priced=0, unpriced={"mixture of experts": 1}, mape_time=None, median_time=None, bias_time=None, kendall_tau=None,
-        regret_at_1=None, regret_at_3=None, mape_memory=None, bias_memory=None, oom_recall=None, oom_precision=None)
+        rows=1,
+        priced=0,
+        unpriced={"mixture of experts": 1},
+        mape_time=None,
+        median_time=None,
+        bias_time=None,
+        kendall_tau=None,
+        regret_at_1=None,
+        regret_at_3=None,
+        mape_memory=None,
+        bias_memory=None,
+        oom_recall=None,
+        oom_precision=None,
+    )
 
 
-@pytest.mark.parametrize(("predicted", "measured", "tau"), [
-    pytest.param((1, 2, 3, 4), (1, 2, 3, 4), 1.0, id="same-order"),
-    pytest.param((1, 2, 3, 4), (4, 3, 2, 1), -1.0, id="opposite"),
-    pytest.param((1, 2, 3, 4), (1, 2, 4, 3), 4 / 6, id="one-pair-of-six-swapped"),
-    pytest.param((1, 1, 2), (1, 2, 3), 2 / (2 * 3) ** 0.5, id="one-tie-in-the-prediction"),
-    pytest.param((12, 2, 1, 12, 2), (1, 4, 7, 1, 0), -4 / (8 * 9) ** 0.5, id="ties-in-both-as-in-the-docs-of-scipy"),
-    pytest.param((1, 1, 1), (1, 2, 3), None, id="a-prediction-that-ranks-nothing"),
-    pytest.param((1, 2, 3), (5, 5, 5), None, id="measurements-that-rank-nothing"),
-    pytest.param((), (), None, id="nothing"),
-])
+@pytest.mark.parametrize(
+    ("predicted", "measured", "tau"),
+    [
+        pytest.param((1, 2, 3, 4), (1, 2, 3, 4), 1.0, id="same-order"),
+        pytest.param((1, 2, 3, 4), (4, 3, 2, 1), -1.0, id="opposite"),
+        pytest.param((1, 2, 3, 4), (1, 2, 4, 3), 4 / 6, id="one-pair-of-six-swapped"),
+        pytest.param((1, 1, 2), (1, 2, 3), 2 / (2 * 3) ** 0.5, id="one-tie-in-the-prediction"),
+        pytest.param(
+            (12, 2, 1, 12, 2),
+            (1, 4, 7, 1, 0),
+            -4 / (8 * 9) ** 0.5,
+            id="ties-in-both-as-in-the-docs-of-scipy",
+        ),
+        pytest.param((1, 1, 1), (1, 2, 3), None, id="a-prediction-that-ranks-nothing"),
+        pytest.param((1, 2, 3), (5, 5, 5), None, id="measurements-that-rank-nothing"),
+        pytest.param((), (), None, id="nothing"),
+    ],
+)
 def test_kendall_tau_by_hand(predicted, measured, tau):
     assert kendall_tau(predicted, measured) == (None if tau is None else pytest.approx(tau))
 
@@ -98,7 +130,9 @@ def test_tau_is_within_its_bounds_and_turns_with_the_prediction(pairs):
     tau = kendall_tau(predicted, measured)
 
     assert tau is None or -1 - 1e-12 <= tau <= 1 + 1e-12
-    assert kendall_tau([-p for p in predicted], measured) == (None if tau is None else pytest.approx(-tau))
+    assert kendall_tau([-p for p in predicted], measured) == (
+        None if tau is None else pytest.approx(-tau)
+    )
     assert kendall_tau(measured, predicted) == (None if tau is None else pytest.approx(tau))
 
 
@@ -109,7 +143,10 @@ def test_regret_is_not_negative_and_does_not_grow_with_k(pairs, k):
     assert 0 <= regret(predicted, measured, k + 1) <= regret(predicted, measured, k)
 
 
-@given(st.lists(SECONDS, min_size=3, max_size=12, unique_by=lambda seconds: round(seconds, 9)), st.floats(0.1, 10))
+@given(
+    st.lists(SECONDS, min_size=3, max_size=12, unique_by=lambda seconds: round(seconds, 9)),
+    st.floats(0.1, 10),
+)
 def test_a_prediction_that_is_right_up_to_a_factor_ranks_perfectly(measured, factor):
     found = score(timed("grid", *((m * factor, m) for m in measured)))["made"]
 
@@ -121,22 +158,36 @@ def test_a_prediction_that_is_right_up_to_a_factor_ranks_perfectly(measured, fac
 
 def test_ranking_is_inside_each_grid_and_every_grid_counts_once():
     right = timed("small", (1.0, 1.0), (2.0, 2.0), (3.0, 3.0))
-    wrong = timed("large", (100.0, 400.0), (200.0, 300.0), (300.0, 200.0), (400.0, 100.0), (500.0, 50.0))
+    wrong = timed(
+        "large", (100.0, 400.0), (200.0, 300.0), (300.0, 200.0), (400.0, 100.0), (500.0, 50.0)
+    )
 
     found = score(right + wrong)["made"]
 
     assert found.kendall_tau == pytest.approx((1.0 - 1.0) / 2)
     assert found.regret_at_1 == pytest.approx((0.0 + 7.0) / 2)
     assert found.regret_at_3 == pytest.approx((0.0 + 3.0) / 2)
-    assert [(grid.key, grid.rows, grid.best_s) for grid in grid_scores(right + wrong)] == [("small", 3, 1.0), ("large", 5, 50.0)]
+    assert [(grid.key, grid.rows, grid.best_s) for grid in grid_scores(right + wrong)] == [
+        ("small", 3, 1.0),
+        ("large", 5, 50.0),
+    ]
 
 
-@pytest.mark.parametrize("rows", [
-    pytest.param(timed("grid", (1.0, 1.0), (2.0, 2.0)), id="two-configurations"),
-    pytest.param(timed("grid", (1.0, 1.0), (1.0, 1.1), (1.0, 1.2), (2.0, 2.0)), id="repeats-of-two-configurations"),
-    pytest.param(timed(None, (1.0, 1.0), (2.0, 2.0), (3.0, 3.0)), id="no-grid"),
-    pytest.param([PricedRow(f"made-{n}", "made", predicted_s=n, grid="grid") for n in (1.0, 2.0, 3.0)], id="not-timed"),
-])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(timed("grid", (1.0, 1.0), (2.0, 2.0)), id="two-configurations"),
+        pytest.param(
+            timed("grid", (1.0, 1.0), (1.0, 1.1), (1.0, 1.2), (2.0, 2.0)),
+            id="repeats-of-two-configurations",
+        ),
+        pytest.param(timed(None, (1.0, 1.0), (2.0, 2.0), (3.0, 3.0)), id="no-grid"),
+        pytest.param(
+            [PricedRow(f"made-{n}", "made", predicted_s=n, grid="grid") for n in (1.0, 2.0, 3.0)],
+            id="not-timed",
+        ),
+    ],
+)
 def test_fewer_than_three_timed_configurations_are_no_grid(rows):
     assert grid_scores(rows) == []
     assert score(rows)["made"].kendall_tau is None
@@ -145,8 +196,12 @@ def test_fewer_than_three_timed_configurations_are_no_grid(rows):
 
 def test_out_of_memory_recall_and_precision_by_hand():
     rows = [
-        memory_row(ran_out=True, fits=False), memory_row(ran_out=True, fits=False), memory_row(ran_out=True, fits=True),
-        memory_row(ran_out=False, fits=False), memory_row(ran_out=False, fits=True), memory_row(ran_out=None, fits=False),
+        memory_row(ran_out=True, fits=False),
+        memory_row(ran_out=True, fits=False),
+        memory_row(ran_out=True, fits=True),
+        memory_row(ran_out=False, fits=False),
+        memory_row(ran_out=False, fits=True),
+        memory_row(ran_out=None, fits=False),
         memory_row(ran_out=True, fits=None),
     ]
 
@@ -162,7 +217,10 @@ def test_recall_and_precision_of_nothing_are_none():
 
 
 def test_the_error_table_is_the_scores_rounded_and_survives_json():
-    rows = [*timed("grid", (1.0, 3.0), (2.0, 3.5), (4.0, 3.7)), PricedRow("made-9", "made", reason="mixture of experts")]
+    rows = [
+        *timed("grid", (1.0, 3.0), (2.0, 3.5), (4.0, 3.7)),
+        PricedRow("made-9", "made", reason="mixture of experts"),
+    ]
 
     table = error_table(rows)
 

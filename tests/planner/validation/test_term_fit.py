@@ -1,4 +1,6 @@
-"""The fit of terms: known terms are found again, what rows do not show stays neutral, residuals by hand."""
+"""The fit of terms: known terms are found again, what rows do not show stays neutral, residuals by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,27 @@ from parplan.planner.validation.term_fit import (
 from parplan.profiles.machines.stack_terms import EVERY_STACK, Terms, shipped_terms
 
 ROW = dict.fromkeys(OPTIONAL, "") | {
-    "id": "made-1", "framework": "InternEvo", "gpu": "a100-80g-sxm", "n_gpus": "8", "gpus_per_node": "8", "model": "made", "layers": "4",
-    "hidden": "2048", "heads": "16", "ffn_hidden": "8192", "gated_ffn": "false", "vocab": "51200", "seq_len": "2048", "global_batch": "64",
-    "micro_batch": "4", "dp": "8", "tp": "1", "pp": "1", "sequence_parallel": "false", "zero_stage": "1", "recompute": "none",
+    "id": "made-1",
+    "framework": "InternEvo",
+    "gpu": "a100-80g-sxm",
+    "n_gpus": "8",
+    "gpus_per_node": "8",
+    "model": "made",
+    "layers": "4",
+    "hidden": "2048",
+    "heads": "16",
+    "ffn_hidden": "8192",
+    "gated_ffn": "false",
+    "vocab": "51200",
+    "seq_len": "2048",
+    "global_batch": "64",
+    "micro_batch": "4",
+    "dp": "8",
+    "tp": "1",
+    "pp": "1",
+    "sequence_parallel": "false",
+    "zero_stage": "1",
+    "recompute": "none",
     "dtype": "bf16",
 }
 SLOWDOWN = ("stacks", "internevo", "kernel_slowdown")
@@ -35,9 +55,20 @@ def rows_of(source: str, truth: dict, *, memory: bool = False) -> list[dict]:
     """Rows whose measured figures are what the prices say under the terms `truth`."""
     rows = []
     for index, micro_batch in enumerate(("2", "4", "8")):
-        row = {**ROW, "id": f"{source}-{index}", "micro_batch": micro_batch, "memory_kind": "nvidia-smi"}
+        row = {
+            **ROW,
+            "id": f"{source}-{index}",
+            "micro_batch": micro_batch,
+            "memory_kind": "nvidia-smi",
+        }
         priced = price_row(row, terms_of(truth), held_out=False)
-        rows.append({**row, "step_time_s": repr(priced.predicted_s), "peak_memory_gib": repr(priced.predicted_gib) if memory else ""})
+        rows.append(
+            {
+                **row,
+                "step_time_s": repr(priced.predicted_s),
+                "peak_memory_gib": repr(priced.predicted_gib) if memory else "",
+            }
+        )
     return rows
 
 
@@ -50,7 +81,10 @@ def test_a_slowdown_is_found_again_and_terms_that_no_row_shows_stay_neutral():
     found = terms.stacks["internevo"]
     assert found["kernel_slowdown"].value == pytest.approx(1.25, rel=0.02)
     assert found["host_operator_s"].value == pytest.approx(bounds_of(HOST).neutral, rel=0.15)
-    assert (found["kernel_slowdown"].fitted_on, found["kernel_slowdown"].rows) == (("one", "two"), 6)
+    assert (found["kernel_slowdown"].fitted_on, found["kernel_slowdown"].rows) == (
+        ("one", "two"),
+        6,
+    )
     assert "allocator_share" not in found
 
 
@@ -58,7 +92,11 @@ def test_a_slowdown_is_found_again_and_terms_that_no_row_shows_stay_neutral():
 def test_a_term_without_an_experiment_is_that_of_the_others():
     slower = {**TRUTH, SLOWDOWN: 1.5}
 
-    without = fit_terms([*rows_of("one", TRUTH), *rows_of("two", slower)]).stacks["internevo"]["kernel_slowdown"].without
+    without = (
+        fit_terms([*rows_of("one", TRUTH), *rows_of("two", slower)])
+        .stacks["internevo"]["kernel_slowdown"]
+        .without
+    )
 
     assert without["one"] == pytest.approx(1.5, rel=0.02)
     assert without["two"] == pytest.approx(1.25, rel=0.02)
@@ -94,11 +132,16 @@ def test_a_quantile_is_a_value_that_enough_do_not_exceed():
 
 
 def priced(**change):
-    return PricedRow("made-1", "made", **{"measured_s": 1.0, "predicted_s": 1.0, "capacity_gib": 100.0, **change})
+    return PricedRow(
+        "made-1", "made", **{"measured_s": 1.0, "predicted_s": 1.0, "capacity_gib": 100.0, **change}
+    )
 
 
 def test_bands_hold_eight_rows_in_ten_and_toy_runs_have_no_part_in_that_of_memory():
-    rows = [priced(measured_s=1.0 + 0.01 * i, measured_gib=50.0 + i, predicted_gib=50.0) for i in range(10)]
+    rows = [
+        priced(measured_s=1.0 + 0.01 * i, measured_gib=50.0 + i, predicted_gib=50.0)
+        for i in range(10)
+    ]
     toy = priced(measured_gib=5.0, predicted_gib=1.0)
 
     found = _residuals([*rows, toy])
@@ -107,19 +150,27 @@ def test_bands_hold_eight_rows_in_ten_and_toy_runs_have_no_part_in_that_of_memor
     assert (found.memory_band, found.memory_rows) == (pytest.approx(0.14), 10)
 
 
-@pytest.mark.parametrize(("change", "margin"), [
-    pytest.param({"measured_gib": 60.0, "predicted_gib": 50.0}, 0.1, id="needed-more"),
-    pytest.param({"measured_gib": 40.0, "predicted_gib": 50.0}, 0.04, id="needed-less"),
-    pytest.param({"out_of_memory": True, "predicted_total_gib": 80.0}, 0.2, id="ran-out"),
-    pytest.param({"out_of_memory": True, "predicted_total_gib": 120.0}, 0.04, id="ran-out-as-predicted"),
-])
+@pytest.mark.parametrize(
+    ("change", "margin"),
+    [
+        pytest.param({"measured_gib": 60.0, "predicted_gib": 50.0}, 0.1, id="needed-more"),
+        pytest.param({"measured_gib": 40.0, "predicted_gib": 50.0}, 0.04, id="needed-less"),
+        pytest.param({"out_of_memory": True, "predicted_total_gib": 80.0}, 0.2, id="ran-out"),
+        pytest.param(
+            {"out_of_memory": True, "predicted_total_gib": 120.0}, 0.04, id="ran-out-as-predicted"
+        ),
+    ],
+)
 def test_the_margin_covers_what_runs_needed_beyond_their_prediction(change, margin):
     assert _residuals([priced(**change)]).memory_margin == pytest.approx(margin)
 
 
 def test_stacks_that_share_terms_share_residuals():
     row = {**ROW, "framework": "NeMo 24.05"}
-    found = residuals_of([row], [price_row({**row, "step_time_s": "1.0"}, Terms(residuals=shipped_terms().residuals))])
+    found = residuals_of(
+        [row],
+        [price_row({**row, "step_time_s": "1.0"}, Terms(residuals=shipped_terms().residuals))],
+    )
 
     assert found["nemo"] == found["megatron-core"] == found[EVERY_STACK]
     assert "nanotron" not in found

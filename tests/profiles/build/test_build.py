@@ -1,4 +1,6 @@
-"""The calibration: refused rows, fits that find the constants behind made-up rows, and a file that reads back."""
+"""The calibration: refused rows, fits that find the constants behind made-up rows, and a file that
+reads back.
+"""
 
 from __future__ import annotations
 
@@ -236,7 +238,9 @@ def test_a_profile_from_a_datasheet_is_analytic_throughout(sheet):
 
 
 def attention_rows(flag, passes):
-    """Exact rows of a kernel at 600 TFLOP/s and less, the flagged ones with `passes` over k and v at 1 TB/s more."""
+    """Exact rows of a kernel at 600 TFLOP/s and less, the flagged ones with `passes` over k and v
+    at 1 TB/s more.
+    """
     curve = FlashCurve(launch_s=5e-6, kind=Kind.INTERPOLATED, source="made up", efficiency=0.8, keys_half=300.0, head_half=30.0)
     rows = []
     for seq in (512, 1024, 2048, 4096, 8192, 16384):
@@ -276,7 +280,9 @@ def test_published_speeds_as_rows_give_the_speeds_back(kernel):
 
 
 def test_hoppers_curves_reproduce_the_published_figures_they_were_not_fitted_to():
-    """FlashAttention-3 forward, causal, 2k to 16k tokens: figure 5 of arXiv 2407.08608, against a fit to inference rows."""
+    """FlashAttention-3 forward, causal, 2k to 16k tokens: figure 5 of arXiv 2407.08608, against a
+    fit to inference rows.
+    """
     device, curve = load_cluster("h100-80gb").device, shipped_profile("h100-80gb").compute.flash_forward
     chip = Chip(peak_flops_per_s=device.peak("bf16"), bytes_per_s=device.memory_bytes_per_s, num_sms=device.num_sms)
     price = flash_price(chip, 1.0)

@@ -1,4 +1,6 @@
-"""Files are written whole, through links, with the mode that the umask leaves, and only where a file can be."""
+"""Files are written whole, through links, with the mode that the umask leaves, and only where a
+file can be.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def test_a_link_stays_and_its_file_is_written(there, tmp_path):
 
     assert link.is_symlink()
     assert target.read_text() == "new"
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "plan.yaml", "target.yaml"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "folder",
+        "plan.yaml",
+        "target.yaml",
+    ]
 
 
 def test_a_name_as_long_as_the_system_allows_is_written(tmp_path):
@@ -87,13 +93,20 @@ def _pipe(tmp_path: Path) -> Path:
     return tmp_path / "pipe"
 
 
-@pytest.mark.parametrize(("place", "reason"), [
-    pytest.param(lambda folder: folder / ("x" * 256), "File name too long", id="too-long"),
-    pytest.param(lambda folder: folder / ("x" * 256) / "plan.yaml", "File name too long", id="folder-too-long"),
-    pytest.param(lambda folder: folder, "a folder", id="folder"),
-    pytest.param(_pipe, "not a regular file", id="pipe"),
-    pytest.param(_loop, "Too many levels of symbolic links", id="loop"),
-])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        pytest.param(lambda folder: folder / ("x" * 256), "File name too long", id="too-long"),
+        pytest.param(
+            lambda folder: folder / ("x" * 256) / "plan.yaml",
+            "File name too long",
+            id="folder-too-long",
+        ),
+        pytest.param(lambda folder: folder, "a folder", id="folder"),
+        pytest.param(_pipe, "not a regular file", id="pipe"),
+        pytest.param(_loop, "Too many levels of symbolic links", id="loop"),
+    ],
+)
 def test_what_cannot_be_a_file_is_found_before_and_at_the_write(place, reason, tmp_path):
     path = place(tmp_path)
     before = sorted(tmp_path.iterdir())
@@ -134,13 +147,20 @@ def test_a_picture_is_written_through_a_link_as_any_file(tmp_path):
 def test_only_a_regular_file_is_read_as_one(tmp_path):
     os.mkfifo(tmp_path / "pipe")
 
-    for path, reason in ((tmp_path, "a folder"), (tmp_path / "pipe", "not a regular file"), (tmp_path / "none", "No such file")):
+    for path, reason in (
+        (tmp_path, "a folder"),
+        (tmp_path / "pipe", "not a regular file"),
+        (tmp_path / "none", "No such file"),
+    ):
         with pytest.raises(ConfigError, match=f"cannot read .*: {reason}"):
             require_regular(path, hint=HINT)
 
 
 def test_a_file_error_that_nobody_explained_names_the_file_and_any_other_stays():
-    with pytest.raises(ConfigError, match=r"^none: No such file or directory$"), explained_file_errors():
+    with (
+        pytest.raises(ConfigError, match=r"^none: No such file or directory$"),
+        explained_file_errors(),
+    ):
         os.stat("none")
     with pytest.raises(OSError, match="no name"), explained_file_errors():
         raise OSError(5, "no name")

@@ -1,4 +1,6 @@
-"""Documents become dataclasses, or errors that name the file, the key's path and the nearest key."""
+"""Documents become dataclasses, or errors that name the file, the key's path and the nearest
+key.
+"""
 
 from __future__ import annotations
 
@@ -54,27 +56,75 @@ def test_a_dataclass_becomes_plain_values_and_comes_back_equal():
     body = document(tree)
 
     assert body == {
-        "name": "oak", "leaves": [{"size": 1, "colour": "red"}], "by_name": {"a": {"size": 2, "colour": "red"}},
-        "best": {"size": 3, "colour": "red"}}
+        "name": "oak",
+        "leaves": [{"size": 1, "colour": "red"}],
+        "by_name": {"a": {"size": 2, "colour": "red"}},
+        "best": {"size": 3, "colour": "red"},
+    }
     assert type(body["best"]["colour"]) is str
     assert parse(Tree, body, "tree.yaml") == tree
 
 
-@pytest.mark.parametrize(("body", "message", "hint"), [
-    pytest.param({}, "t.yaml: name is missing", "add name", id="missing-key"),
-    pytest.param({"name": "oak", "leafs": []}, "t.yaml: unknown key leafs", "did you mean 'leaves'?", id="unknown-key"),
-    pytest.param({"nam": "oak"}, "t.yaml: unknown key nam", "did you mean 'name'?", id="misspelt-and-so-missing"),
-    pytest.param({"name": "oak", "zzzz": 1}, "t.yaml: unknown key zzzz", "known keys: name, leaves, by_name, best", id="nothing-near"),
-    pytest.param({"name": "oak", "leaves": [{"size": 1}, {"siz": 1}]}, "t.yaml: unknown key leaves.1.siz", "did you mean 'size'?",
-                 id="path-through-a-list"),
-    pytest.param({"name": "oak", "by_name": {"a": {"size": 1, "colr": 1}}}, "t.yaml: unknown key by_name.a.colr",
-                 "did you mean 'colour'?", id="path-through-a-mapping"),
-    pytest.param({"name": "oak", "best": {"sizes": 1}}, "t.yaml: unknown key best.sizes", "did you mean 'size'?",
-                 id="path-through-none-or"),
-    pytest.param({"name": "oak", "best": {"size": 0}}, "t.yaml: size is 0, it must be at least 1", "use 1", id="refused-by-the-dataclass"),
-    pytest.param(None, "t.yaml: the document must be a mapping, found NoneType", "correct that value", id="empty-file"),
-    pytest.param({"name": "oak", "best": [1]}, "t.yaml: best must be a mapping, found list", "correct that value", id="list-for-mapping"),
-])
+@pytest.mark.parametrize(
+    ("body", "message", "hint"),
+    [
+        pytest.param({}, "t.yaml: name is missing", "add name", id="missing-key"),
+        pytest.param(
+            {"name": "oak", "leafs": []},
+            "t.yaml: unknown key leafs",
+            "did you mean 'leaves'?",
+            id="unknown-key",
+        ),
+        pytest.param(
+            {"nam": "oak"},
+            "t.yaml: unknown key nam",
+            "did you mean 'name'?",
+            id="misspelt-and-so-missing",
+        ),
+        pytest.param(
+            {"name": "oak", "zzzz": 1},
+            "t.yaml: unknown key zzzz",
+            "known keys: name, leaves, by_name, best",
+            id="nothing-near",
+        ),
+        pytest.param(
+            {"name": "oak", "leaves": [{"size": 1}, {"siz": 1}]},
+            "t.yaml: unknown key leaves.1.siz",
+            "did you mean 'size'?",
+            id="path-through-a-list",
+        ),
+        pytest.param(
+            {"name": "oak", "by_name": {"a": {"size": 1, "colr": 1}}},
+            "t.yaml: unknown key by_name.a.colr",
+            "did you mean 'colour'?",
+            id="path-through-a-mapping",
+        ),
+        pytest.param(
+            {"name": "oak", "best": {"sizes": 1}},
+            "t.yaml: unknown key best.sizes",
+            "did you mean 'size'?",
+            id="path-through-none-or",
+        ),
+        pytest.param(
+            {"name": "oak", "best": {"size": 0}},
+            "t.yaml: size is 0, it must be at least 1",
+            "use 1",
+            id="refused-by-the-dataclass",
+        ),
+        pytest.param(
+            None,
+            "t.yaml: the document must be a mapping, found NoneType",
+            "correct that value",
+            id="empty-file",
+        ),
+        pytest.param(
+            {"name": "oak", "best": [1]},
+            "t.yaml: best must be a mapping, found list",
+            "correct that value",
+            id="list-for-mapping",
+        ),
+    ],
+)
 def test_a_wrong_document_is_an_error_with_the_path_and_a_hint(body, message, hint):
     with pytest.raises(ConfigError) as caught:
         parse(Tree, body, "t.yaml")
@@ -83,12 +133,17 @@ def test_a_wrong_document_is_an_error_with_the_path_and_a_hint(body, message, hi
 
 
 def test_a_wrong_type_says_what_was_found():
-    with pytest.raises(ConfigError, match=r"t\.yaml: leaves\.0\.size: input should be a valid integer.*, found 'big'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"t\.yaml: leaves\.0\.size: input should be a valid integer.*, found 'big'",
+    ):
         parse(Tree, {"name": "oak", "leaves": [{"size": "big"}]}, "t.yaml")
 
 
 def test_a_value_outside_a_closed_set_says_the_set():
-    with pytest.raises(ConfigError, match=r"t\.yaml: best\.colour: input should be 'red', found 'blue'"):
+    with pytest.raises(
+        ConfigError, match=r"t\.yaml: best\.colour: input should be 'red', found 'blue'"
+    ):
         parse(Tree, {"name": "oak", "best": {"size": 1, "colour": "blue"}}, "t.yaml")
 
 

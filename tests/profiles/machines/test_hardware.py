@@ -18,7 +18,9 @@ def test_a_peak_is_looked_up_by_precision():
 
 
 def test_a_missing_precision_says_which_ones_the_device_has():
-    with pytest.raises(ConfigError, match=r"v100-32gb has no bf16 arithmetic \(it has fp16, fp32\)"):
+    with pytest.raises(
+        ConfigError, match=r"v100-32gb has no bf16 arithmetic \(it has fp16, fp32\)"
+    ):
         load_cluster("v100-32gb").device.peak("bf16")
 
 
@@ -32,5 +34,7 @@ def test_a_cluster_counts_its_devices():
 def test_a_cluster_without_nodes_devices_or_nics_is_refused(field):
     cluster = load_cluster("a100-80gb")
 
-    with pytest.raises(ConfigError, match=f"cluster a100-80gb: {field} is 0, it must be from 1 to 10,000,000"):
+    with pytest.raises(
+        ConfigError, match=f"cluster a100-80gb: {field} is 0, it must be from 1 to 10,000,000"
+    ):
         replace(cluster, **{field: 0})

@@ -15,9 +15,21 @@ from parplan.profiles.profiler.journal import Journal, beside, open_journal
 from tests.helpers.programs import ASKED, case, steady
 
 RECORDS = (
-    Record(case=case("linear", 3), outcome=CaseOutcome.MEASURED, measured=steady(case("linear", 3), "cpu")),
-    Record(case=case("softmax", 7), outcome=CaseOutcome.CRASHED, detail="exit code 7: a\ttab, \"quotes\", \u00fc"),
-    Record(case=case("linear", 5), outcome=CaseOutcome.MEASURED, measured=steady(case("linear", 5), "cpu")),
+    Record(
+        case=case("linear", 3),
+        outcome=CaseOutcome.MEASURED,
+        measured=steady(case("linear", 3), "cpu"),
+    ),
+    Record(
+        case=case("softmax", 7),
+        outcome=CaseOutcome.CRASHED,
+        detail='exit code 7: a\ttab, "quotes", \u00fc',
+    ),
+    Record(
+        case=case("linear", 5),
+        outcome=CaseOutcome.MEASURED,
+        measured=steady(case("linear", 5), "cpu"),
+    ),
 )
 BY_KEY = {record.case.key: record for record in RECORDS}
 
@@ -48,7 +60,13 @@ def test_records_come_back_unchanged_from_the_file_beside_the_output(path):
 def test_a_file_that_ends_anywhere_gives_the_records_before_and_takes_new_ones(path):
     body = path.read_bytes()
     ends = [position + 1 for position, byte in enumerate(body) if byte == ord("\n")]
-    for size in sorted({*range(0, len(body), 7), *(end + near for end in ends[:-1] for near in (-1, 0, 1)), len(body) - 1}):
+    for size in sorted(
+        {
+            *range(0, len(body), 7),
+            *(end + near for end in ends[:-1] for near in (-1, 0, 1)),
+            len(body) - 1,
+        }
+    ):
         path.write_bytes(body[:size])
         whole = sum(end <= size for end in ends)
         journal = open_journal(path, ASKED)
@@ -64,10 +82,12 @@ def test_a_file_that_ends_anywhere_gives_the_records_before_and_takes_new_ones(p
 def test_a_damaged_byte_costs_no_more_than_its_lines(path):
     body = path.read_bytes()
     header = body.index(b"\n") + 1
-    ends = [position for position, byte in enumerate(body) if byte == ord("\n") and position > header]
+    ends = [
+        position for position, byte in enumerate(body) if byte == ord("\n") and position > header
+    ]
     for position in (*ends, *random.Random(2).sample(range(header, len(body)), 100)):
         for changed in {body[position] ^ 1, 0, ord("\n"), ord("\r"), ord("\t")} - {body[position]}:
-            path.write_bytes(body[:position] + bytes((changed,)) + body[position + 1:])
+            path.write_bytes(body[:position] + bytes((changed,)) + body[position + 1 :])
             found = reopened(path)
 
             assert all(BY_KEY[key] == record for key, record in found.records.items())
@@ -93,12 +113,18 @@ def test_a_later_record_of_a_case_replaces_the_earlier(path):
     assert reopened(path).records == {**BY_KEY, again.case.key: again}
 
 
-@pytest.mark.parametrize(("asked", "message"), [
-    ({"device": "h100-80gb", "precision": "fp32"}, "was measured for device none, asked is h100-80gb"),
-    ({"device": "none", "precision": "bf16"}, "was measured for precision fp32, asked is bf16"),
-    ({**ASKED, "torch": "2.13.0"}, "was measured for torch None, asked is 2.13.0"),
-    ({"precision": "fp32"}, "was measured for device none, asked is None"),
-])
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"device": "h100-80gb", "precision": "fp32"},
+            "was measured for device none, asked is h100-80gb",
+        ),
+        ({"device": "none", "precision": "bf16"}, "was measured for precision fp32, asked is bf16"),
+        ({**ASKED, "torch": "2.13.0"}, "was measured for torch None, asked is 2.13.0"),
+        ({"precision": "fp32"}, "was measured for device none, asked is None"),
+    ],
+)
 def test_a_journal_of_something_else_is_refused_and_stays_as_it_is(path, asked, message):
     before = path.read_bytes()
 
@@ -118,7 +144,15 @@ def test_what_was_asked_may_hold_lists_and_tuples(tmp_path):
     assert reopened(path, {"models": ["a", "b"]}).records == {}
 
 
-@pytest.mark.parametrize("body", [b"profile_version: 2\n", b"text", b"\x00\x01", b'{"journal_version":1,"asked":{}}\t00000000\n'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"profile_version: 2\n",
+        b"text",
+        b"\x00\x01",
+        b'{"journal_version":1,"asked":{}}\t00000000\n',
+    ],
+)
 def test_a_file_that_is_no_journal_is_refused_and_stays_as_it_is(tmp_path, body):
     path = tmp_path / "x.journal"
     path.write_bytes(body)

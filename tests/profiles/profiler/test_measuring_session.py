@@ -1,4 +1,6 @@
-"""Sessions of measurements: order, budget, devices at once, failures, and that nothing is lost or done twice however one ends."""
+"""Sessions of measurements: order, budget, devices at once, failures, and that nothing is lost or
+done twice however one ends.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,27 @@ def ran(journal, asked, program=None, devices=("cpu",), **options) -> Measuremen
     """A session of `program`, or of one that logs what it begins."""
     program = program or partial(logged, str(journal.path.with_name("log")))
     return run_session(
-        asked, program, devices, journal, **{"deadline_s": 60.0, "hang_limit_s": 20.0, "modules": ("tests.helpers.programs",), **options})
+        asked,
+        program,
+        devices,
+        journal,
+        **{
+            "deadline_s": 60.0,
+            "hang_limit_s": 20.0,
+            "modules": ("tests.helpers.programs",),
+            **options,
+        },
+    )
 
 
 def log(journal) -> list[str]:
     """Cases in the order in which they were begun."""
     path = journal.path.with_name("log")
-    return [line.rpartition(" on ")[0] for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [line.rpartition(" on ")[0] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def test_all_cases_are_measured_once_and_in_their_order(journal):
@@ -74,15 +90,33 @@ def test_all_cases_are_measured_once_and_in_their_order(journal):
 
 
 def test_failures_are_recorded_and_the_others_complete(journal):
-    works = ("linear", "allocates", "softmax", "exits", "segfaults", "is_unsupported", "sleeps", "babbles", "gelu")
+    works = (
+        "linear",
+        "allocates",
+        "softmax",
+        "exits",
+        "segfaults",
+        "is_unsupported",
+        "sleeps",
+        "babbles",
+        "gelu",
+    )
     outcomes = {
-        "allocates": CaseOutcome.OUT_OF_MEMORY, "exits": CaseOutcome.CRASHED, "segfaults": CaseOutcome.CRASHED,
-        "is_unsupported": CaseOutcome.UNSUPPORTED, "sleeps": CaseOutcome.HUNG}
+        "allocates": CaseOutcome.OUT_OF_MEMORY,
+        "exits": CaseOutcome.CRASHED,
+        "segfaults": CaseOutcome.CRASHED,
+        "is_unsupported": CaseOutcome.UNSUPPORTED,
+        "sleeps": CaseOutcome.HUNG,
+    }
 
     found = ran(journal, [case(work) for work in works], by_work, hang_limit_s=2.0)
 
-    assert [record.outcome for record in found.records] == [outcomes.get(work, CaseOutcome.MEASURED) for work in works]
-    assert [record.measured for record in found.records] == [None if work in outcomes else steady(case(work), "") for work in works]
+    assert [record.outcome for record in found.records] == [
+        outcomes.get(work, CaseOutcome.MEASURED) for work in works
+    ]
+    assert [record.measured for record in found.records] == [
+        None if work in outcomes else steady(case(work), "") for work in works
+    ]
 
 
 def test_what_the_journal_holds_is_not_measured_again_not_even_failures(journal):
@@ -118,8 +152,15 @@ def test_a_failure_that_is_not_reached_again_stays(journal):
 
 
 def test_a_record_of_other_passes_is_no_record_of_the_case(journal):
-    other = Record(case=session.Case(work="linear", sizes=(("size", 1),), precision="fp32", passes=(CasePass(name="forward"),)),
-                   outcome=CaseOutcome.CRASHED)
+    other = Record(
+        case=session.Case(
+            work="linear",
+            sizes=(("size", 1),),
+            precision="fp32",
+            passes=(CasePass(name="forward"),),
+        ),
+        outcome=CaseOutcome.CRASHED,
+    )
     journal.append(other)
 
     assert ran(journal, [case("linear")]).records == (measured(case("linear")),)
@@ -132,14 +173,21 @@ def test_no_case_starts_when_the_time_is_over(journal, monkeypatch):
 
     found = ran(journal, asked)
 
-    assert found == Measurements(records=tuple(map(measured, asked[:2])), missed=tuple(asked[2:]), interrupted=False)
+    assert found == Measurements(
+        records=tuple(map(measured, asked[:2])), missed=tuple(asked[2:]), interrupted=False
+    )
     assert log(journal) == [case.key for case in asked[:2]]
 
 
 def test_devices_work_at_the_same_time(journal, tmp_path):
     (tmp_path / "met").mkdir()
 
-    found = ran(journal, [case(work, 3) for work in "abc"], partial(meeting, str(tmp_path / "met")), ("d0", "d1", "d2"))
+    found = ran(
+        journal,
+        [case(work, 3) for work in "abc"],
+        partial(meeting, str(tmp_path / "met")),
+        ("d0", "d1", "d2"),
+    )
 
     assert [record.outcome for record in found.records] == [CaseOutcome.MEASURED] * 3
 
@@ -159,7 +207,13 @@ def test_progress_counts_what_is_done_what_failed_and_what_runs(journal):
     ran(journal, asked, by_work, on_progress=told.append)
 
     first, last = told[0], told[-1]
-    assert (first.done, first.total, first.failed, first.running, first.expected_s) == (1, 3, 0, (asked[1].key,), None)
+    assert (first.done, first.total, first.failed, first.running, first.expected_s) == (
+        1,
+        3,
+        0,
+        (asked[1].key,),
+        None,
+    )
     assert (last.done, last.total, last.failed, last.running, last.expected_s) == (3, 3, 1, (), 0.0)
     assert [progress.done for progress in told] == sorted(progress.done for progress in told)
     assert all(0 < progress.budget_s <= 60 for progress in told)
@@ -177,6 +231,7 @@ def interrupting(found, times: int):
     def interrupt(progress: SessionProgress) -> None:
         for _ in range(times * (progress.running == (found.key,))):
             signal.raise_signal(signal.SIGINT)
+
     return interrupt
 
 
@@ -186,7 +241,9 @@ def test_ctrl_c_ends_what_runs_and_keeps_what_is_done(journal):
 
     found = ran(journal, asked, by_work, on_progress=interrupting(asked[2], times=1))
 
-    assert found == Measurements(records=tuple(map(measured, asked[:2])), missed=tuple(asked[2:]), interrupted=True)
+    assert found == Measurements(
+        records=tuple(map(measured, asked[:2])), missed=tuple(asked[2:]), interrupted=True
+    )
     assert ran(journal, [asked[3]]).records == (measured(asked[3]),)
 
 
@@ -214,11 +271,20 @@ class Killed:
     def begin(self) -> None:
         code = f"from tests.helpers.programs import main; main({str(self.journal)!r}, {str(self.log)!r}, {NUM_CASES})"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)})
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
 
     def begun(self) -> list[str]:
-        return [line.rpartition(" on ")[0] for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return (
+            [line.rpartition(" on ")[0] for line in self.log.read_text().splitlines()]
+            if self.log.exists()
+            else []
+        )
 
     def kill(self, more: int, then_s: float) -> None:
         """Some moments after `more` cases have begun."""
@@ -249,7 +315,9 @@ def test_a_session_killed_five_times_ends_as_one_that_was_not(tmp_path):
         journal.close()
         assert set(journal.records) >= journaled
         assert all(record == measured(record.case) for record in journal.records.values())
-        assert len(set(started) - set(journal.records)) <= 2, "no more than one case in flight on each of the two devices"
+        assert len(set(started) - set(journal.records)) <= 2, (
+            "no more than one case in flight on each of the two devices"
+        )
         journaled = set(journal.records)
 
     lines = killed.journal.read_bytes().splitlines()

@@ -1,4 +1,6 @@
-"""Deferred initialisation: modules without memory, and the values of one parameter after the other."""
+"""Deferred initialisation: modules without memory, and the values of one parameter after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def made() -> tuple[Everything, Deferred]:
 
 def values(made: tuple[Everything, Deferred], seed: int = 5) -> dict[str, torch.Tensor]:
     module, deferred = made
-    return {name: deferred.value(tensor, seed) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    return {
+        name: deferred.value(tensor, seed)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
 
 
 def test_nothing_has_memory(made):
@@ -51,12 +56,18 @@ def test_values_are_what_the_constructors_draw(made):
     found = values(made)
 
     assert found["linear.weight"].abs().max() <= 1 / 8
-    assert found["linear.weight"][1:].std() == pytest.approx(1 / 8 / 3**0.5, rel=0.1)  # uniform in +- 1 / sqrt(64)
+    assert found["linear.weight"][1:].std() == pytest.approx(
+        1 / 8 / 3**0.5, rel=0.1
+    )  # uniform in +- 1 / sqrt(64)
     assert found["linear.weight"][0].abs().max() == 0
     assert found["scaled"].std() == pytest.approx(0.02, rel=0.1)
     assert found["truncated"].abs().max() <= 1
-    assert found["truncated"].std() == pytest.approx(0.44, rel=0.1)  # of a normal of 0.5 cut at two deviations
-    torch.testing.assert_close(found["orthogonal.weight"].T @ found["orthogonal.weight"], torch.eye(24))
+    assert found["truncated"].std() == pytest.approx(
+        0.44, rel=0.1
+    )  # of a normal of 0.5 cut at two deviations
+    torch.testing.assert_close(
+        found["orthogonal.weight"].T @ found["orthogonal.weight"], torch.eye(24)
+    )
     assert torch.equal(found["identity"], torch.eye(16))
     assert torch.equal(found["visible"], torch.tril(torch.ones(9, 9)))
 

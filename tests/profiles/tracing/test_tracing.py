@@ -1,4 +1,6 @@
-"""The tracer: what it records runs again as the module does, in numbers; its sizes are in proportion; what it cannot record it names."""
+"""The tracer: what it records runs again as the module does, in numbers; its sizes are in
+proportion; what it cannot record it names.
+"""
 
 from __future__ import annotations
 
@@ -53,21 +55,33 @@ def described(name: str) -> TracedModel:
 
 def opened_with_values(name: str) -> TracedWorkload:
     """The same made as any other module."""
-    with (patch.object(source_module, "Deferred", nullcontext), patch.object(source_module, "give_values"),
-          patch.object(source_module, "_check_parameters")):
+    with (
+        patch.object(source_module, "Deferred", nullcontext),
+        patch.object(source_module, "give_values"),
+        patch.object(source_module, "_check_parameters"),
+    ):
         return open_workload(SOURCES[name], seq_length=SEQ_LENGTH)
 
 
 def workload_of(module: nn.Module, *shape: int) -> TracedWorkload:
     """A module that gives its own loss of x, [batch, *shape]."""
     made = module, lambda size: {"x": torch.randn(size, *shape)}
-    with patch.object(source_module, "function_of", lambda factory: lambda: made), patch.object(source_module, "_check_parameters"):
-        return open_workload(ModuleSource(factory="tests.profiles.tracing.test_tracing:made"), seq_length=1)
+    with (
+        patch.object(source_module, "function_of", lambda factory: lambda: made),
+        patch.object(source_module, "_check_parameters"),
+    ):
+        return open_workload(
+            ModuleSource(factory="tests.profiles.tracing.test_tracing:made"), seq_length=1
+        )
 
 
 def calls_again(program: Program, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The loss, by the recorded calls alone."""
-    attributes = {**dict(module.named_parameters()), **dict(module.named_buffers()), **program.constants}
+    attributes = {
+        **dict(module.named_parameters()),
+        **dict(module.named_buffers()),
+        **program.constants,
+    }
     values: dict[fx.Node, object] = {}
     for node in program.graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: values[each])
@@ -114,24 +128,36 @@ def test_a_description_scaled_is_that_of_a_recording_of_that_size(name):
 
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_flops_and_parameters_are_those_that_torch_counts(name):
-    """The forward pass of the same workload under torch.utils.flop_counter, which knows attention as products, and its parameters."""
+    """The forward pass of the same workload under torch.utils.flop_counter, which knows attention
+    as products, and its parameters.
+    """
     workload = opened_with_values(name)
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
         workload.loss_of(workload.module, workload.batch(2))
 
     found = described(name)
 
-    assert sum(traced.operator.flops_forward for traced in found.operators) == counted.get_total_flops()
-    assert found.num_parameters == sum(parameter.numel() for parameter in workload.module.parameters())
+    assert (
+        sum(traced.operator.flops_forward for traced in found.operators)
+        == counted.get_total_flops()
+    )
+    assert found.num_parameters == sum(
+        parameter.numel() for parameter in workload.module.parameters()
+    )
 
 
 @pytest.mark.parametrize("name", ["unet", "mixer", "shares", "own_gradient", "t5", "vit"])
 def test_kept_bytes_are_those_that_autograd_holds(name):
-    """On a CPU in fp32: the memory that real saved tensors hold, without that of parameters, buffers and the batch. (A batch norm keeps
-    its statistics in both; constants are left out in both.)"""
+    """On a CPU in fp32: the memory that real saved tensors hold, without that of parameters,
+    buffers and the batch. (A batch norm keeps its statistics in both; constants are left out in
+    both.)
+    """
     workload = opened_with_values(name)
     batch = workload.batch(2)
-    others = {tensor.untyped_storage().data_ptr() for tensor in (*workload.module.parameters(), *batch.values())}
+    others = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*workload.module.parameters(), *batch.values())
+    }
     held: dict[int, Tensor] = {}
 
     def hold(tensor: Tensor) -> Tensor:
@@ -141,13 +167,21 @@ def test_kept_bytes_are_those_that_autograd_holds(name):
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         loss = workload.loss_of(workload.module, batch)
     assert loss.requires_grad
-    real = sum(tensor.untyped_storage().nbytes() for memory, tensor in held.items() if memory not in others)
+    real = sum(
+        tensor.untyped_storage().nbytes() for memory, tensor in held.items() if memory not in others
+    )
 
     programs = [record(opened(name), size, on_cpu=True) for size in (2, 3)]
     found = describe(*programs, on_cpu=True)
 
     constants = sum(value.untyped_storage().nbytes() for value in programs[0].constants.values())
-    kept = sum({tensor.name: tensor.num_bytes for traced in found.operators for tensor in traced.operator.saved}.values())
+    kept = sum(
+        {
+            tensor.name: tensor.num_bytes
+            for traced in found.operators
+            for tensor in traced.operator.saved
+        }.values()
+    )
     assert kept <= real <= kept + constants
 
 
@@ -157,7 +191,10 @@ def test_names_paths_and_lines_are_those_of_the_calling_module():
 
     assert found["blocks.1.tokens.0.linear"]["path"] == "blocks.1.tokens.0"
     file, line = found["blocks.1.tokens.0.linear"]["line"].rsplit(":", 1)
-    assert "self.tokens(self.norm1(x)" in Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+    assert (
+        "self.tokens(self.norm1(x)"
+        in Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+    )
     assert len(found) == len(program.calls)
 
 
@@ -169,9 +206,18 @@ def test_views_have_the_name_of_what_they_view_and_cost_nothing():
 
     assert view.view
     assert view.operator.kind is OperatorKind.VIEW
-    assert view.operator.outputs[0].name == view.operator.inputs[0].name == by_name["blocks.0.norm1.layer_norm"].operator.outputs[0].name
+    assert (
+        view.operator.outputs[0].name
+        == view.operator.inputs[0].name
+        == by_name["blocks.0.norm1.layer_norm"].operator.outputs[0].name
+    )
     assert linear.operator.kind is OperatorKind.MATMUL
-    assert [dim.size for dim in linear.operator.dims] == [2, 32, 32, 16]  # batch, channels, features, patches
+    assert [dim.size for dim in linear.operator.dims] == [
+        2,
+        32,
+        32,
+        16,
+    ]  # batch, channels, features, patches
     assert linear.operator.dims[0].name == "batch"
 
 
@@ -187,8 +233,10 @@ def test_counting_in_a_buffer_is_no_constant_and_not_in_place():
     program = recorded("resnet", 2)
     model = describe(program, record(opened("resnet"), 3))
     counts = [
-        traced for node, traced in zip(program.calls, model.operators, strict=True)
-        if any(each.meta.get("origin") == BUFFER for each in node.meta["written"])]
+        traced
+        for node, traced in zip(program.calls, model.operators, strict=True)
+        if any(each.meta.get("origin") == BUFFER for each in node.meta["written"])
+    ]
 
     assert len(counts) == 2 * 8  # eight batch norms: how many batches they saw, and the norm itself
     assert not any(traced.constant or traced.in_place for traced in counts)
@@ -197,7 +245,14 @@ def test_counting_in_a_buffer_is_no_constant_and_not_in_place():
 def test_blocks_that_are_alike_have_the_same_signatures():
     model = described("bert")
 
-    first, last = ([traced.signature for traced in model.operators if traced.path.startswith(f"bert.encoder.layer.{i}")] for i in (0, 3))
+    first, last = (
+        [
+            traced.signature
+            for traced in model.operators
+            if traced.path.startswith(f"bert.encoder.layer.{i}")
+        ]
+        for i in (0, 3)
+    )
 
     assert first == last
     assert len(set(first)) > 5
@@ -205,11 +260,15 @@ def test_blocks_that_are_alike_have_the_same_signatures():
 
 def test_attention_of_a_decoder_over_an_encoder_has_its_own_number_of_keys():
     model = described("translator")
-    attention = [each.operator for each in model.operators if each.operator.kind is OperatorKind.ATTENTION]
+    attention = [
+        each.operator for each in model.operators if each.operator.kind is OperatorKind.ATTENTION
+    ]
     sizes = {(operator.size("sequence"), operator.size("keys")) for operator in attention}
 
     assert sizes == {(12, 12), (8, 8), (8, 12)}
-    cross = next(operator for operator in attention if operator.size("keys") != operator.size("sequence"))
+    cross = next(
+        operator for operator in attention if operator.size("keys") != operator.size("sequence")
+    )
     assert cross.flops_forward == 4 * 2 * 8 * 12 * 32
     assert cross.flops_backward == 2 * cross.flops_forward
 
@@ -273,27 +332,55 @@ def _writes_part_of_a_constant(module, x):
     return whole * 2
 
 
-@pytest.mark.parametrize(("what", "needed"), [
-    pytest.param(_branches, "depends on the values of a tensor", id="a-branch"),
-    pytest.param(lambda module, x: x * module.linear(x).sum().item(), "depends on the values of a tensor", id="item"),
-    pytest.param(_through_numpy, "depends on the values of a tensor", id="numpy"),
-    pytest.param(_shrinks, "depends on the values of a tensor", id="a-mask"),
-    pytest.param(_writes_part_of_a_constant, "reads a constant into a part of which", id="part-of-a-constant"),
-    pytest.param(lambda module, x: _Reads.apply(x, module), "reads a tensor that it was not given", id="autograd-function"),
-    pytest.param(lambda module, x: checkpoint(module.linear, module.linear(x), use_reentrant=True), "reads a tensor that it was not given",
-                 id="reentrant-checkpoint"),
-])
+@pytest.mark.parametrize(
+    ("what", "needed"),
+    [
+        pytest.param(_branches, "depends on the values of a tensor", id="a-branch"),
+        pytest.param(
+            lambda module, x: x * module.linear(x).sum().item(),
+            "depends on the values of a tensor",
+            id="item",
+        ),
+        pytest.param(_through_numpy, "depends on the values of a tensor", id="numpy"),
+        pytest.param(_shrinks, "depends on the values of a tensor", id="a-mask"),
+        pytest.param(
+            _writes_part_of_a_constant,
+            "reads a constant into a part of which",
+            id="part-of-a-constant",
+        ),
+        pytest.param(
+            lambda module, x: _Reads.apply(x, module),
+            "reads a tensor that it was not given",
+            id="autograd-function",
+        ),
+        pytest.param(
+            lambda module, x: checkpoint(module.linear, module.linear(x), use_reentrant=True),
+            "reads a tensor that it was not given",
+            id="reentrant-checkpoint",
+        ),
+    ],
+)
 def test_what_cannot_be_recorded_is_an_error_with_its_line(what, needed):
-    with pytest.raises(ConfigError, match=rf"tests/profiles/tracing/test_tracing\.py:\d+.*{needed}"):
+    with pytest.raises(
+        ConfigError, match=rf"tests/profiles/tracing/test_tracing\.py:\d+.*{needed}"
+    ):
         _odd(what)
 
 
 def test_the_error_names_the_line_of_the_branch():
     path = Path("tests/helpers/traced_modules.py")
-    line = next(i for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if "the line that the error names" in text)
-    workload = open_workload(ModuleSource(factory="tests.helpers.traced_modules:depends_on_values"), seq_length=1)
+    line = next(
+        i
+        for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if "the line that the error names" in text
+    )
+    workload = open_workload(
+        ModuleSource(factory="tests.helpers.traced_modules:depends_on_values"), seq_length=1
+    )
 
-    with pytest.raises(ConfigError, match=rf"{path}:{line} does depends on the values of a tensor \(bool\)"):
+    with pytest.raises(
+        ConfigError, match=rf"{path}:{line} does depends on the values of a tensor \(bool\)"
+    ):
         record(workload, 2)
 
 
@@ -301,9 +388,15 @@ def test_a_checkpoint_without_reentry_keeps_what_it_would_without():
     """What runs again is the plan's to choose."""
     plain, again = (
         describe(*(record(workload_of(_Odd(what), 4), size) for size in (2, 3)))
-        for what in (lambda m, x: m.linear(x).exp(), lambda m, x: checkpoint(lambda y: m.linear(y).exp(), x, use_reentrant=False)))
+        for what in (
+            lambda m, x: m.linear(x).exp(),
+            lambda m, x: checkpoint(lambda y: m.linear(y).exp(), x, use_reentrant=False),
+        )
+    )
 
-    assert [each.operator.saved for each in again.operators] == [each.operator.saved for each in plain.operators]
+    assert [each.operator.saved for each in again.operators] == [
+        each.operator.saved for each in plain.operators
+    ]
 
 
 def test_layers_dropped_with_probability_0_always_run():
@@ -323,31 +416,46 @@ def test_regions_without_gradient_are_kept():
 
     program = _odd(frozen)
     model = describe(program, record(workload_of(_Odd(frozen), 4), 3))
-    products = [each.operator for each in model.operators if each.operator.kind is OperatorKind.MATMUL]
+    products = [
+        each.operator for each in model.operators if each.operator.kind is OperatorKind.MATMUL
+    ]
 
     assert [node.meta["grad"] for node in program.calls] == [False, True, True, True]
-    assert [(each.gradient, each.flops_backward) for each in products] == [(False, 0), (True, products[1].flops_forward)]  # x has none
+    assert [(each.gradient, each.flops_backward) for each in products] == [
+        (False, 0),
+        (True, products[1].flops_forward),
+    ]  # x has none
 
 
 def test_random_calls_are_recorded_and_are_no_constants():
     program = _odd(lambda module, x: functional.dropout(module.linear(x), 0.5) + torch.randn(4))
 
-    drawn = {node.meta["function"]: node.meta["depends"] for node in program.calls if node.meta["random"]}
+    drawn = {
+        node.meta["function"]: node.meta["depends"] for node in program.calls if node.meta["random"]
+    }
 
     assert drawn == {"dropout": True, "randn": True}
 
 
 def test_a_loss_that_is_no_scalar_is_an_error():
     made = nn.Linear(4, 4), lambda size: {"input": torch.randn(size, 4)}
-    with patch.object(source_module, "function_of", lambda factory: lambda: made), patch.object(source_module, "_check_parameters"):
-        workload = open_workload(ModuleSource(factory="tests.profiles.tracing.test_tracing:made"), seq_length=1)
+    with (
+        patch.object(source_module, "function_of", lambda factory: lambda: made),
+        patch.object(source_module, "_check_parameters"),
+    ):
+        workload = open_workload(
+            ModuleSource(factory="tests.profiles.tracing.test_tracing:made"), seq_length=1
+        )
 
-    with pytest.raises(ConfigError, match=r"the loss of Linear is of shape \[2, 4\], it must be a scalar"):
+    with pytest.raises(
+        ConfigError, match=r"the loss of Linear is of shape \[2, 4\], it must be a scalar"
+    ):
         record(workload, 2)
 
 
 def test_samples_that_are_mixed_are_an_error():
     """A product of samples with samples is not in proportion to their number."""
+
     def contrasts(module, x):
         x = module.linear(x)
         return x @ x.t()
@@ -356,15 +464,44 @@ def test_samples_that_are_mixed_are_an_error():
         describe(*(record(workload_of(_Odd(contrasts), 4), size) for size in (2, 3)))
 
 
-@pytest.mark.parametrize(("source", "needed"), [
-    pytest.param({"factory": "tests.nowhere:made"}, "there is no tests.nowhere to import", id="no-package"),
-    pytest.param({"factory": "tests.helpers.traced_modules:nothing"}, "has no nothing", id="no-function"),
-    pytest.param({"factory": "tests.helpers.external_modules:number"}, "returned int, it must return a torch.nn.Module", id="a-number"),
-    pytest.param({"huggingface": {"model_type": "no-such"}}, r"model_type is .no-such., which is none of the \d+ that", id="no-family"),
-    pytest.param({"huggingface": {"model_type": "bert", "architectures": ["BertModel"]}}, "takes no labels", id="no-loss"),
-    pytest.param({"huggingface": {"model_type": "t5"}}, "no causal language model of t5", id="no-architecture"),
-    pytest.param({"huggingface": {**HUGGING_FACE["bert"], "max_position_embeddings": 4}}, "the model has 4 positions", id="too-long"),
-])
+@pytest.mark.parametrize(
+    ("source", "needed"),
+    [
+        pytest.param(
+            {"factory": "tests.nowhere:made"},
+            "there is no tests.nowhere to import",
+            id="no-package",
+        ),
+        pytest.param(
+            {"factory": "tests.helpers.traced_modules:nothing"}, "has no nothing", id="no-function"
+        ),
+        pytest.param(
+            {"factory": "tests.helpers.external_modules:number"},
+            "returned int, it must return a torch.nn.Module",
+            id="a-number",
+        ),
+        pytest.param(
+            {"huggingface": {"model_type": "no-such"}},
+            r"model_type is .no-such., which is none of the \d+ that",
+            id="no-family",
+        ),
+        pytest.param(
+            {"huggingface": {"model_type": "bert", "architectures": ["BertModel"]}},
+            "takes no labels",
+            id="no-loss",
+        ),
+        pytest.param(
+            {"huggingface": {"model_type": "t5"}},
+            "no causal language model of t5",
+            id="no-architecture",
+        ),
+        pytest.param(
+            {"huggingface": {**HUGGING_FACE["bert"], "max_position_embeddings": 4}},
+            "the model has 4 positions",
+            id="too-long",
+        ),
+    ],
+)
 def test_what_cannot_be_opened_is_an_error(source, needed):
     with pytest.raises(ConfigError, match=needed):
         open_workload(ModuleSource(**source), seq_length=SEQ_LENGTH)
@@ -374,12 +511,19 @@ def test_a_config_that_does_not_say_how_large_its_inputs_are_is_an_error():
     images = {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}
 
     with pytest.raises(ConfigError, match="ResNetConfig has no image_size"):
-        open_workload(ModuleSource(huggingface=images), seq_length=SEQ_LENGTH, attention=AttentionKernel.UNFUSED)
+        open_workload(
+            ModuleSource(huggingface=images),
+            seq_length=SEQ_LENGTH,
+            attention=AttentionKernel.UNFUSED,
+        )
 
 
 def test_parameters_take_no_memory_and_random_numbers_are_left_alone():
     workload, state = opened("t5"), torch.get_rng_state()
     record(workload, 2)
 
-    assert all(parameter.is_meta or parameter.nbytes < AT_LEAST_BYTES for parameter in workload.module.parameters())
+    assert all(
+        parameter.is_meta or parameter.nbytes < AT_LEAST_BYTES
+        for parameter in workload.module.parameters()
+    )
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,6 +1,8 @@
-"""Traced GPT and Llama beside their built-in description: the same parameters and FLOPs, and what is kept, term by term.
+"""Traced GPT and Llama beside their built-in description: the same parameters and FLOPs, and what
+is kept, term by term.
 
-The terms that differ are those of docs/design/tracing.md. The executor's own modules are what the description describes.
+The terms that differ are those of docs/design/tracing.md. The executor's own modules are what the
+description describes.
 """
 
 from __future__ import annotations
@@ -44,8 +46,15 @@ def own_spec(name: str) -> ModelSpec:
 
 
 @cache
-def traced(name: str, precision: Precision = Precision.BF16, *, on_cpu: bool = False) -> TracedModel:
-    return trace(ModuleSource(factory=f"tests.helpers.builtin_modules:{name}"), seq_length=SEQ_LENGTH, precision=precision, on_cpu=on_cpu)
+def traced(
+    name: str, precision: Precision = Precision.BF16, *, on_cpu: bool = False
+) -> TracedModel:
+    return trace(
+        ModuleSource(factory=f"tests.helpers.builtin_modules:{name}"),
+        seq_length=SEQ_LENGTH,
+        precision=precision,
+        on_cpu=on_cpu,
+    )
 
 
 @cache
@@ -53,7 +62,9 @@ def traced_hugging_face(name: str) -> TracedModel:
     return trace(ModuleSource(huggingface=CONFIGS[name]), seq_length=SEQ_LENGTH)
 
 
-def described(spec: ModelSpec, training: TrainingSpec = TRAINING, *, plain_dropout: bool = False) -> ModelGraph:
+def described(
+    spec: ModelSpec, training: TrainingSpec = TRAINING, *, plain_dropout: bool = False
+) -> ModelGraph:
     return build_graph(spec, training, B, plain_dropout=plain_dropout)
 
 
@@ -62,7 +73,11 @@ def part(model: TracedModel, *paths: str) -> tuple[Operator, ...]:
 
 
 def kept_bytes(operators: Iterable[Operator]) -> int:
-    return sum({tensor.name: tensor.num_bytes for operator in operators for tensor in operator.saved}.values())
+    return sum(
+        {
+            tensor.name: tensor.num_bytes for operator in operators for tensor in operator.saved
+        }.values()
+    )
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -71,11 +86,18 @@ def test_parameters_and_flops_of_the_executors_modules_are_those_of_the_descript
 
     assert found.num_parameters == expected.num_parameters
     assert found.model_flops == expected.model_flops
-    for layer, path in ((expected.embedding, "embedding."), (expected.block, "blocks.1."), (expected.head, "head.")):
+    for layer, path in (
+        (expected.embedding, "embedding."),
+        (expected.block, "blocks.1."),
+        (expected.head, "head."),
+    ):
         operators = part(found, path)
         assert sum(each.flops_forward for each in operators) == layer.flops_forward
         assert sum(each.flops_backward for each in operators) == layer.flops_backward
-        assert sum(p.num_elements for each in operators for p in each.parameters) == layer.num_parameters
+        assert (
+            sum(p.num_elements for each in operators for p in each.parameters)
+            == layer.num_parameters
+        )
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -92,17 +114,24 @@ def test_the_executors_blocks_keep_what_is_described_and_the_statistics_of_their
     expected = described(own_spec(name)).block
     statistics = 2 * 4 * TOKENS * (1 if name == "llama" else 2)
 
-    assert kept_bytes(part(traced(name), "blocks.1.")) == kept_bytes(expected.operators) + statistics
+    assert (
+        kept_bytes(part(traced(name), "blocks.1.")) == kept_bytes(expected.operators) + statistics
+    )
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_embedding_and_head_keep_what_is_described_and_where_the_targets_are(name):
-    """Besides the statistics of the norm the loss keeps, of each token, its target (int64) and whether it is on this rank (bool)."""
+    """Besides the statistics of the norm the loss keeps, of each token, its target (int64) and
+    whether it is on this rank (bool).
+    """
     found, expected = traced(name), described(own_spec(name))
     statistics = 4 * TOKENS * (1 if name == "llama" else 2)
 
     assert kept_bytes(part(found, "embedding.")) == kept_bytes(expected.embedding.operators)
-    assert kept_bytes(part(found, "head.")) == kept_bytes(expected.head.operators) + statistics + 9 * TOKENS
+    assert (
+        kept_bytes(part(found, "head."))
+        == kept_bytes(expected.head.operators) + statistics + 9 * TOKENS
+    )
 
 
 def test_what_a_cpu_keeps_with_dropout_in_fp32_is_described_as_well():
@@ -112,7 +141,10 @@ def test_what_a_cpu_keeps_with_dropout_in_fp32_is_described_as_well():
 
     found = traced("gpt_dropped", Precision.FP32, on_cpu=True)
 
-    assert kept_bytes(part(found, "blocks.1.")) == kept_bytes(expected.block.operators) + 2 * 2 * 4 * TOKENS
+    assert (
+        kept_bytes(part(found, "blocks.1."))
+        == kept_bytes(expected.block.operators) + 2 * 2 * 4 * TOKENS
+    )
     assert kept_bytes(part(found, "embedding.")) == kept_bytes(expected.embedding.operators)
 
 
@@ -122,12 +154,22 @@ ACTIVATION = 2 * TOKENS  # bytes of one feature in bf16
 DIFFERENCES = {  # of a block, in the order of docs/design/tracing.md
     # gelu_new is made of single calls, which keep tanh and two factors besides its input
     "gpt2": {"statistics": STATISTICS, "gelu": 3 * FFN * ACTIVATION},
-    # values stay views of qkv, so its queries and keys stay beside the rotated ones; attention's output is copied before the next product
-    "gpt_neox": {"statistics": STATISTICS, "qkv": 2 * HIDDEN * ACTIVATION, "context": HIDDEN * ACTIVATION},
-    # rms norms are made of single calls, which keep an fp32 copy of the input, its normalized form in bf16 and one fp32 number a
-    # token, but not the input itself; silu(gate) is kept beside gate and up
-    "llama": {"statistics": 2 * 4 * TOKENS, "fp32 inputs": 2 * (4 - 2) * HIDDEN * TOKENS, "normalized": 2 * HIDDEN * ACTIVATION,
-              "silu": LLAMA_FFN * ACTIVATION},
+    # values stay views of qkv, so its queries and keys stay beside the rotated ones; attention's
+    # output is copied before the next product
+    "gpt_neox": {
+        "statistics": STATISTICS,
+        "qkv": 2 * HIDDEN * ACTIVATION,
+        "context": HIDDEN * ACTIVATION,
+    },
+    # rms norms are made of single calls, which keep an fp32 copy of the input, its normalized form
+    # in bf16 and one fp32 number a token, but not the input itself; silu(gate) is kept beside gate
+    # and up
+    "llama": {
+        "statistics": 2 * 4 * TOKENS,
+        "fp32 inputs": 2 * (4 - 2) * HIDDEN * TOKENS,
+        "normalized": 2 * HIDDEN * ACTIVATION,
+        "silu": LLAMA_FFN * ACTIVATION,
+    },
 }
 
 
@@ -142,11 +184,19 @@ def test_what_blocks_of_hugging_face_keep_beyond_the_description_is_explained_te
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_the_head_of_hugging_face_keeps_fp32_probabilities_as_described(name):
-    """And the statistics of the norm, an int64 target a token and the number of tokens; an un-fused norm as in the blocks."""
+    """And the statistics of the norm, an int64 target a token and the number of tokens; an un-fused
+    norm as in the blocks.
+    """
     found = traced_hugging_face(name)
     operators = part(found, "lm_head", "cross_entropy")
 
-    assert kept_bytes(operators) == kept_bytes(described(spec_of(CONFIGS[name])).head.operators) - 2 * HIDDEN * TOKENS + 8 * TOKENS + 4
+    assert (
+        kept_bytes(operators)
+        == kept_bytes(described(spec_of(CONFIGS[name])).head.operators)
+        - 2 * HIDDEN * TOKENS
+        + 8 * TOKENS
+        + 4
+    )
 
 
 MACHINE = machine_for(load_cluster("a100-80gb"))
@@ -159,11 +209,16 @@ def seconds(operators: Iterable[Operator], training: TrainingSpec) -> tuple[floa
 
 @pytest.mark.parametrize(("name", "spec"), [("gpt_large", LARGE_GPT), ("llama_large", LARGE_LLAMA)])
 def test_operators_of_a_traced_block_are_priced_as_those_of_the_description(name, spec):
-    """But for rotary positions and the copies of queries, keys and values: they are priced as one kernel in the description."""
+    """But for rotary positions and the copies of queries, keys and values: they are priced as one
+    kernel in the description.
+    """
     training = replace(TRAINING, seq_length=LONG, stack=load_stack("parplan"))
     found = trace(ModuleSource(factory=f"tests.helpers.builtin_modules:{name}"), seq_length=LONG)
     block: LayerClass = build_graph(spec, training, B).block
-    single = ("blocks.0.rotary", *(f"blocks.0.attention.{copy}" for copy in ("flatten", "contiguous")))
+    single = (
+        "blocks.0.rotary",
+        *(f"blocks.0.attention.{copy}" for copy in ("flatten", "contiguous")),
+    )
     operators = [each for each in part(found, "blocks.0.") if not each.name.startswith(single)]
     fused = [each for each in block.operators if each.name != "rotary"]
 

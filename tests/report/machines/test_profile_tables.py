@@ -35,17 +35,44 @@ from tests.helpers.synthetic_profiles import CLUSTER, Machine
 
 LINKS = analytic_profile("a100-80gb")
 SIZES = (1024, 2**20, 2**30)
-RING = CollectiveCurve(collective="all_reduce", ranks=8, bytes=SIZES, time_us=(20.0, 40.0, 5000.0), rows=3, median_error=0.01)
+RING = CollectiveCurve(
+    collective="all_reduce",
+    ranks=8,
+    bytes=SIZES,
+    time_us=(20.0, 40.0, 5000.0),
+    rows=3,
+    median_error=0.01,
+)
 HERE = ProfileEnvironment(
-    date="2026-11-21", device="NVIDIA A100-SXM4-80GB", num_devices=8, torch="2.13.0+cu130", driver="580.95", cuda="13.0", cpu="AMD EPYC",
-    num_cores=64, host_memory_bytes=2**40, sm_clock_mhz=1410.0, max_sm_clock_mhz=1410.0, power_limit_w=400.0, gpu_links={"NV12": 28})
+    date="2026-11-21",
+    device="NVIDIA A100-SXM4-80GB",
+    num_devices=8,
+    torch="2.13.0+cu130",
+    driver="580.95",
+    cuda="13.0",
+    cpu="AMD EPYC",
+    num_cores=64,
+    host_memory_bytes=2**40,
+    sm_clock_mhz=1410.0,
+    max_sm_clock_mhz=1410.0,
+    power_limit_w=400.0,
+    gpu_links={"NV12": 28},
+)
 
 
 def profile_of(records, environment=HERE, curves=(RING,)):
     intra = replace(LINKS.intra, curves=curves)
-    return with_memory_facts(UserProfile(
-        profile_version=PROFILE_VERSION, device="a100-80gb", precision="bf16", environment=environment, cluster=cluster_document(CLUSTER),
-        profile=fit_profile(records, CLUSTER, "bf16", intra=intra, inter=LINKS.inter), records=tuple(records)))
+    return with_memory_facts(
+        UserProfile(
+            profile_version=PROFILE_VERSION,
+            device="a100-80gb",
+            precision="bf16",
+            environment=environment,
+            cluster=cluster_document(CLUSTER),
+            profile=fit_profile(records, CLUSTER, "bf16", intra=intra, inter=LINKS.inter),
+            records=tuple(records),
+        )
+    )
 
 
 OWN = profile_of(Machine(noise=0.03).every())
@@ -72,12 +99,22 @@ def test_the_text_says_on_what_it_was_measured():
 
     assert text.startswith("a100-80gb, bf16: 122 of 124 cases measured\n")
     assert re.search(r"^  measured +2026-11-21 on 8 x NVIDIA A100-SXM4-80GB$", text, re.MULTILINE)
-    assert re.search(r"^  software +torch 2\.13\.0\+cu130, CUDA 13\.0, driver 580\.95$", text, re.MULTILINE)
+    assert re.search(
+        r"^  software +torch 2\.13\.0\+cu130, CUDA 13\.0, driver 580\.95$", text, re.MULTILINE
+    )
     assert re.search(r"^  clocks +SM 1410 of 1410 MHz, limit 400 W$", text, re.MULTILINE)
     assert re.search(r"^  host +AMD EPYC, 64 cores, 1\.0 TiB$", text, re.MULTILINE)
     assert re.search(r"^  links +28 x NV12 between GPUs$", text, re.MULTILINE)
-    assert re.search(r"^  memory +reserved beyond allocated 4\.0 %, context 476\.8 MiB, granularity 512 B$", text, re.MULTILINE)
-    assert re.search(r"^  transfers +copied 1,800 GB/s, host launch 8\.00 us, to device 24 GB/s, from device 22 GB/s$", text, re.MULTILINE)
+    assert re.search(
+        r"^  memory +reserved beyond allocated 4\.0 %, context 476\.8 MiB, granularity 512 B$",
+        text,
+        re.MULTILINE,
+    )
+    assert re.search(
+        r"^  transfers +copied 1,800 GB/s, host launch 8\.00 us, to device 24 GB/s, from device 22 GB/s$",
+        text,
+        re.MULTILINE,
+    )
 
 
 def test_a_curve_has_its_points_its_ends_and_its_errors():
@@ -90,11 +127,21 @@ def test_a_curve_has_its_points_its_ends_and_its_errors():
 
     assert cells[:7] == ["forward", "18", str(m), "x", str(n), "x", str(k)]
     assert float(cells[12]) == pytest.approx(2 * m * n * k / time_us / 1e6, rel=0.01)  # TFLOP/s
-    assert float(cells[13]) == pytest.approx(2 * largest[0] * largest[1] * largest[2] / largest[3] / 1e6, rel=0.01)
-    assert cells[14:] == ["TFLOP/s", f"{100 * curve.median_error:.1f}", "%", f"{100 * curve.worst_error:.1f}", "%"]
+    assert float(cells[13]) == pytest.approx(
+        2 * largest[0] * largest[1] * largest[2] / largest[3] / 1e6, rel=0.01
+    )
+    assert cells[14:] == [
+        "TFLOP/s",
+        f"{100 * curve.median_error:.1f}",
+        "%",
+        f"{100 * curve.worst_error:.1f}",
+        "%",
+    ]
     cells = row(text, "gelu.forward")
     assert cells[1:6] == ["7", "256.0", "KiB", "1.0", "GiB"]
-    assert float(cells[7].replace(",", "")) == pytest.approx(gelu.points[-1][0] / gelu.points[-1][1] / 1e3, rel=0.01)  # GB/s
+    assert float(cells[7].replace(",", "")) == pytest.approx(
+        gelu.points[-1][0] / gelu.points[-1][1] / 1e3, rel=0.01
+    )  # GB/s
 
 
 def test_what_overlap_costs_is_said_where_it_was_measured():
@@ -102,12 +149,18 @@ def test_what_overlap_costs_is_said_where_it_was_measured():
 
     text = printed(replace(OWN, profile=replace(OWN.profile, contention=0.31)))
 
-    assert re.search(r"^  overlap +a second of communication costs the compute that it runs under 0\.31 s$", text, re.MULTILINE)
+    assert re.search(
+        r"^  overlap +a second of communication costs the compute that it runs under 0\.31 s$",
+        text,
+        re.MULTILINE,
+    )
 
 
 def test_groups_across_nodes_and_several_at_once_are_told_apart():
     across = replace(RING, nodes=2, groups=4)
-    text = printed(replace(OWN, profile=replace(OWN.profile, inter=replace(LINKS.inter, crossing=(across,)))))
+    text = printed(
+        replace(OWN, profile=replace(OWN.profile, inter=replace(LINKS.inter, crossing=(across,))))
+    )
 
     assert re.search(r"^all_reduce +8 ranks +3 ", text, re.MULTILINE)
     assert re.search(r"^all_reduce +2 x 8 ranks, 4 groups +3 ", text, re.MULTILINE)
@@ -117,9 +170,25 @@ def test_failures_come_with_their_reasons_and_collectives_with_their_groups():
     text = printed(OWN)
 
     assert "2 of 124 cases not measured" in text
-    assert re.search(r"linear m=65536 n=65536 k=65536 bias=0 bf16 +out of memory +tried to allocate 8\.00 GiB", text)
+    assert re.search(
+        r"linear m=65536 n=65536 k=65536 bias=0 bf16 +out of memory +tried to allocate 8\.00 GiB",
+        text,
+    )
     assert re.search(r"linear m=131072 .* hung +no answer in 60 s", text)
-    assert row(text, "all_reduce") == ["all_reduce", "8", "ranks", "3", "1.0", "KiB", "20.0", "us", "1.0", "GiB", "215", "GB/s"]
+    assert row(text, "all_reduce") == [
+        "all_reduce",
+        "8",
+        "ranks",
+        "3",
+        "1.0",
+        "KiB",
+        "20.0",
+        "us",
+        "1.0",
+        "GiB",
+        "215",
+        "GB/s",
+    ]
 
 
 def test_what_nobody_measured_is_called_assumed():
@@ -142,23 +211,36 @@ def test_the_values_for_programs_are_those_of_the_text():
     body = json.loads(json.dumps(profile_document(OWN)))
 
     forward = next(curve for curve in body["curves"] if curve["name"] == "forward")
-    assert (forward["points"], forward["unit"], forward["last_sizes"]) == (18, "flops_per_s", [8192, 4096, 16384])
+    assert (forward["points"], forward["unit"], forward["last_sizes"]) == (
+        18,
+        "flops_per_s",
+        [8192, 4096, 16384],
+    )
     assert [failure["outcome"] for failure in body["failures"]] == ["out_of_memory", "hung"]
     assert body["memory"] == {
-        "allocator_share": 0.04, "context_bytes": 500_000_000, "communicator_bytes": None, "granularity_bytes": 512}
+        "allocator_share": 0.04,
+        "context_bytes": 500_000_000,
+        "communicator_bytes": None,
+        "granularity_bytes": 512,
+    }
     assert body["figures"]["to_device_bytes_per_s"] == 2.4e10
     assert body["collectives"][0]["collective"] == "all_reduce"
 
 
 def test_of_several_sizes_of_a_figure_the_largest_counts():
     machine = Machine()
-    records = [machine.figures("device_copy", {"bytes": n}, copied_bytes_per_s=rate) for n, rate in ((1, 1e9), (2, 3e9), (3, 2e9))]
+    records = [
+        machine.figures("device_copy", {"bytes": n}, copied_bytes_per_s=rate)
+        for n, rate in ((1, 1e9), (2, 3e9), (3, 2e9))
+    ]
 
     assert figures_of(replace(OWN, records=tuple(records))) == {"copied_bytes_per_s": 3e9}
 
 
 def test_points_are_beside_what_the_curve_says_of_them():
-    of_one_work = [one for one in series_of(OWN) if one.curve.rows == len(one.points)]  # residual is fitted to its class
+    of_one_work = [
+        one for one in series_of(OWN) if one.curve.rows == len(one.points)
+    ]  # residual is fitted to its class
     assert len(of_one_work) == len(series_of(OWN)) - 2
     for one in of_one_work:
         errors = sorted(abs(point.fitted_s / point.time_s - 1) for point in one.points)
@@ -169,7 +251,9 @@ def test_points_are_beside_what_the_curve_says_of_them():
 SMALL = profile_of([Machine().streamed("gelu", n_bytes) for n_bytes in (2**20, 2**24)], curves=())
 
 
-@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+@pytest.mark.parametrize(
+    ("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
 def test_the_picture_is_written_in_the_format_of_its_name(suffix, start, tmp_path):
     path = tmp_path / f"own.{suffix}"
 
@@ -180,13 +264,27 @@ def test_the_picture_is_written_in_the_format_of_its_name(suffix, start, tmp_pat
 
 def test_the_picture_names_its_panels_curves_and_limits(tmp_path):
     two = replace(RING, ranks=2)
-    draw_profile(replace(OWN, profile=replace(OWN.profile, intra=replace(LINKS.intra, curves=(two, RING)))), tmp_path / "own.svg")
+    draw_profile(
+        replace(OWN, profile=replace(OWN.profile, intra=replace(LINKS.intra, curves=(two, RING)))),
+        tmp_path / "own.svg",
+    )
 
-    text = (tmp_path / "own.svg").read_text()  # matplotlib keeps each text as a comment beside its glyphs
+    text = (
+        tmp_path / "own.svg"
+    ).read_text()  # matplotlib keeps each text as a comment beside its glyphs
     for shown in (
-            "matrix products by FLOPs", "fused attention by FLOPs", "operations bound by memory, by size", "all reduce by size",
-            "weight_gradient", "gelu.backward", "8 ranks", "2 ranks", "peak, 312 TFLOP/s", "memory, 2,039 GB/s",
-            "forward fitted, m = n = k"):
+        "matrix products by FLOPs",
+        "fused attention by FLOPs",
+        "operations bound by memory, by size",
+        "all reduce by size",
+        "weight_gradient",
+        "gelu.backward",
+        "8 ranks",
+        "2 ranks",
+        "peak, 312 TFLOP/s",
+        "memory, 2,039 GB/s",
+        "forward fitted, m = n = k",
+    ):
         assert f"<!-- {shown} -->" in text, shown
 
 
@@ -201,7 +299,9 @@ def test_only_what_was_measured_gets_a_panel(tmp_path):
 
 def test_a_profile_without_points_is_not_drawn_and_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nothing to draw"):
-        draw_profile(UserProfile(profile_version=PROFILE_VERSION, device="a100-80gb"), tmp_path / "own.png")
+        draw_profile(
+            UserProfile(profile_version=PROFILE_VERSION, device="a100-80gb"), tmp_path / "own.png"
+        )
     with pytest.raises(ConfigError, match="cannot write"):
         draw_profile(SMALL, tmp_path / "missing" / "own.png")
 
@@ -213,7 +313,10 @@ def test_a_profile_does_not_differ_from_itself():
 
 
 def slower(record, factor):
-    times = {name: replace(timing, median_us=factor * timing.median_us) for name, timing in record.measured.times.items()}
+    times = {
+        name: replace(timing, median_us=factor * timing.median_us)
+        for name, timing in record.measured.times.items()
+    }
     return replace(record, measured=replace(record.measured, times=times))
 
 
@@ -223,13 +326,20 @@ def test_ratios_are_of_the_second_file_over_the_first_by_case_and_pass():
     a = profile_of([*shared, machine.linear(8, 8, 8)], curves=())
     again = [slower(record, factor) for record, factor in zip(shared, (1.5, 0.5, 1.1), strict=True)]
     b = profile_of(
-        [*again, machine.streamed("gelu", 4096), machine.failed(CaseOutcome.HUNG, "")], replace(HERE, driver="581", gpu_links={}), ())
+        [*again, machine.streamed("gelu", 4096), machine.failed(CaseOutcome.HUNG, "")],
+        replace(HERE, driver="581", gpu_links={}),
+        (),
+    )
 
     forward = next(one for one in compared(a, b) if one.name == "forward")
     text = compared_text(a, b)
 
     assert (forward.median, forward.only_a, forward.only_b) == (pytest.approx(1.1), 1, 0)
-    assert [case for case, _ in forward.worst] == [shared[1].case.key, shared[0].case.key, shared[2].case.key]  # half is farther than 1.5
+    assert [case for case, _ in forward.worst] == [
+        shared[1].case.key,
+        shared[0].case.key,
+        shared[2].case.key,
+    ]  # half is farther than 1.5
     assert row(text, "forward ") == ["forward", "3", "1", "0", "1.100", "0.500", "1.500"]
     assert "only in b.yaml: gelu.forward (1), gelu.backward (1)" in text
     assert re.search(r"^  driver +580\.95 +581$", text, re.MULTILINE)
@@ -240,17 +350,27 @@ def test_ratios_are_of_the_second_file_over_the_first_by_case_and_pass():
 def test_at_most_five_cases_of_a_curve_are_named():
     machine = Machine()
     records = [machine.linear(64 * m, 512, 512) for m in range(1, 9)]
-    a, b = (profile_of([slower(record, factor ** index) for index, record in enumerate(records)], curves=()) for factor in (1.0, 1.2))
+    a, b = (
+        profile_of(
+            [slower(record, factor**index) for index, record in enumerate(records)], curves=()
+        )
+        for factor in (1.0, 1.2)
+    )
 
     body = json.loads(json.dumps(diff_document(a, b)))["curves"][0]
 
     assert body["name"] == "forward"
-    assert [found["ratio"] for found in body["farthest"]] == pytest.approx([1.2**index for index in (7, 6, 5, 4, 3)])
+    assert [found["ratio"] for found in body["farthest"]] == pytest.approx(
+        [1.2**index for index in (7, 6, 5, 4, 3)]
+    )
     assert compared_text(a, b).count("\nforward  ") == 6
 
 
 def test_machines_that_measured_nothing_in_common_say_so():
-    a, b = profile_of([Machine().linear(64, 64, 64)], curves=()), profile_of([Machine().linear(128, 64, 64)], curves=())
+    a, b = (
+        profile_of([Machine().linear(64, 64, 64)], curves=()),
+        profile_of([Machine().linear(128, 64, 64)], curves=()),
+    )
 
     text = compared_text(a, b)
 
@@ -260,7 +380,12 @@ def test_machines_that_measured_nothing_in_common_say_so():
 
 
 def test_figures_of_the_same_case_are_compared():
-    a, b = (profile_of([Machine().figures("launch", {}, host_launch_s=launch_s)], curves=()) for launch_s in (8e-6, 1.2e-5))
+    a, b = (
+        profile_of([Machine().figures("launch", {}, host_launch_s=launch_s)], curves=())
+        for launch_s in (8e-6, 1.2e-5)
+    )
 
     assert row(compared_text(a, b), "launch")[-3:] == ["0.000008", "0.000012", "1.500"]
-    assert diff_document(a, b)["figures"] == {"launch bf16: host_launch_s": {"a": 8e-6, "b": 1.2e-5}}
+    assert diff_document(a, b)["figures"] == {
+        "launch bf16: host_launch_s": {"a": 8e-6, "b": 1.2e-5}
+    }

@@ -22,9 +22,9 @@ from parplan.report.plots.front_plot import draw_front, end_names, front_steps
 from parplan.report.progress_bars import front_bar
 from parplan.report.searches.front_table import (
     front_document,
+    front_zero_text,
     print_front,
     recompute_counts,
-    front_zero_text,
 )
 from parplan.report.text import console, gib_text
 from tests.helpers.instances import PINS, random_instance
@@ -38,7 +38,12 @@ def front() -> ParetoFront:
 
 def printed(of: ParetoFront, context: SummaryContext | None = None) -> str:
     out = io.StringIO()
-    print_front(of, plan_paths(Path("plan.yaml"), len(of.points)), Console(file=out, width=160), context or SummaryContext())
+    print_front(
+        of,
+        plan_paths(Path("plan.yaml"), len(of.points)),
+        Console(file=out, width=160),
+        context or SummaryContext(),
+    )
     return out.getvalue()
 
 
@@ -57,13 +62,18 @@ def test_the_table_has_a_row_for_every_point_with_its_three_values():
 @pytest.mark.parametrize("columns", [None, 80])
 def test_no_line_is_wider_than_columns_asks_for_or_than_100_in_a_pipe(columns, monkeypatch):
     long = Counter({f"{letter} operators of many names": 10 for letter in "abcd"})
-    monkeypatch.setattr("parplan.report.searches.front_table.recompute_counts", lambda _: ", ".join(f"{count} {text}" for text, count in long.items()))
+    monkeypatch.setattr(
+        "parplan.report.searches.front_table.recompute_counts",
+        lambda _: ", ".join(f"{count} {text}" for text, count in long.items()),
+    )
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:
         monkeypatch.setenv("COLUMNS", str(columns))
     out = io.StringIO()
 
-    print_front(front(), plan_paths(Path("plan.yaml"), len(front().points)), console(out), SummaryContext())
+    print_front(
+        front(), plan_paths(Path("plan.yaml"), len(front().points)), console(out), SummaryContext()
+    )
 
     head, table = out.getvalue().split(" redund.", 1)
     lines = f"{head.splitlines()[-1]} redund.{table}".splitlines()
@@ -73,15 +83,29 @@ def test_no_line_is_wider_than_columns_asks_for_or_than_100_in_a_pipe(columns, m
 
 def test_blocks_that_recompute_operators_are_told_from_the_operators():
     plan = next(point.plan for point in front().points)
-    layers = {name: replace(layer, recompute=("norm_1", "fc1")) for name, layer in plan.layer_plans.items()}
+    layers = {
+        name: replace(layer, recompute=("norm_1", "fc1"))
+        for name, layer in plan.layer_plans.items()
+    }
     names = ("norm_1", "fc1", "qkv", "attention_core")
-    mixed = {name: replace(layer, recompute=names[: 4 - 2 * (i % 2)]) for i, (name, layer) in enumerate(layers.items())}
+    mixed = {
+        name: replace(layer, recompute=names[: 4 - 2 * (i % 2)])
+        for i, (name, layer) in enumerate(layers.items())
+    }
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parplan.report.searches.front_table.recompute_text", lambda layer, _: ", ".join((*layer.recompute, "more than a short name")))
-        patch.setattr("parplan.report.searches.front_table.blocks_by_plan", lambda _: dict.fromkeys(mixed, 5))
+        patch.setattr(
+            "parplan.report.searches.front_table.recompute_text",
+            lambda layer, _: ", ".join((*layer.recompute, "more than a short name")),
+        )
+        patch.setattr(
+            "parplan.report.searches.front_table.blocks_by_plan", lambda _: dict.fromkeys(mixed, 5)
+        )
         assert recompute_counts(replace(plan, layer_plans=layers)) == "2 operators"
-        assert re.fullmatch(r"\d+ with [24] operators(, \d+ with [24] operators)?", recompute_counts(replace(plan, layer_plans=mixed)))
+        assert re.fullmatch(
+            r"\d+ with [24] operators(, \d+ with [24] operators)?",
+            recompute_counts(replace(plan, layer_plans=mixed)),
+        )
 
 
 def test_an_incomplete_front_says_so_and_why():
@@ -93,14 +117,20 @@ def test_ties_are_marked_with_the_leaner_point():
     ties = {number: front().leaner_tie(point) for number, point in enumerate(front().points, 1)}
     marked = re.findall(r"^ +(\d+) .*tie with (\d+)$", printed(front()), re.MULTILINE)
 
-    assert {int(number): int(other) for number, other in marked} == {number: other for number, other in ties.items() if other}
+    assert {int(number): int(other) for number, other in marked} == {
+        number: other for number, other in ties.items() if other
+    }
 
 
 def test_without_a_band_no_tie_is_known():
     first = front().points[0]
-    unknown = replace(first, plan=replace(first.plan, predicted=replace(first.plan.predicted, error_band=None)))
+    unknown = replace(
+        first, plan=replace(first.plan, predicted=replace(first.plan.predicted, error_band=None))
+    )
 
-    assert "unknown: no measured steps on this device" in printed(replace(front(), points=(unknown,)))
+    assert "unknown: no measured steps on this device" in printed(
+        replace(front(), points=(unknown,))
+    )
 
 
 def test_what_found_a_point_is_its_objective_and_its_limit():
@@ -119,7 +149,12 @@ def test_what_found_a_point_is_its_objective_and_its_limit():
 
 def test_recompute_and_zero_are_short_and_count_all_blocks():
     for point in front().points:
-        counts = [int(number) for number in re.findall(r"(\d+) (?:none|selective|full|\d+ operators)", recompute_counts(point.plan))]
+        counts = [
+            int(number)
+            for number in re.findall(
+                r"(\d+) (?:none|selective|full|\d+ operators)", recompute_counts(point.plan)
+            )
+        ]
         assert not counts or sum(counts) == point.plan.model.num_layers
         assert re.fullmatch(r"[0-3](, [0-3])*", front_zero_text(point.plan))
 
@@ -131,7 +166,11 @@ def test_the_document_is_json_with_every_point_and_its_file():
     assert (body["objective"], body["complete"], body["stopped"]) == ("pareto", True, None)
     assert [row["plan_file"] for row in body["points"]] == [str(path) for path in paths]
     for row, point in zip(body["points"], front().points, strict=True):
-        assert (row["step_time_s"]["value"], row["peak_memory_gib"], row["redundancy_gib"]) == point.values
+        assert (
+            row["step_time_s"]["value"],
+            row["peak_memory_gib"],
+            row["redundancy_gib"],
+        ) == point.values
         assert row["gap"] == point.plan.search.gap
         assert row["found_by"]["objective"] in ("throughput", "memory")
     assert front_document(replace(front(), stopped="Ctrl-C"), paths, 2.0)["complete"] is False
@@ -141,7 +180,11 @@ def test_the_summary_of_a_point_says_its_place_on_the_front():
     out = io.StringIO()
     print_summary(front().points[1].plan, Console(file=out, width=160), SummaryContext())
 
-    assert re.search(rf"^  front +\S.* point 2 of {len(front().points)}, fastest first$", out.getvalue(), re.MULTILINE)
+    assert re.search(
+        rf"^  front +\S.* point 2 of {len(front().points)}, fastest first$",
+        out.getvalue(),
+        re.MULTILINE,
+    )
 
 
 def test_the_step_line_goes_through_the_points_that_are_fastest_within_their_peak():
@@ -150,12 +193,17 @@ def test_the_step_line_goes_through_the_points_that_are_fastest_within_their_pea
     assert front().points[0] in steps
     for point in front().points:
         beaten = any(
-            other.peak_memory_gib <= point.peak_memory_gib and other.step_time_s <= point.step_time_s
-            for other in front().points if other is not point)
+            other.peak_memory_gib <= point.peak_memory_gib
+            and other.step_time_s <= point.step_time_s
+            for other in front().points
+            if other is not point
+        )
         assert (point in steps) != beaten
 
 
-@pytest.mark.parametrize(("name", "start"), [("front.png", b"\x89PNG"), ("front.svg", b"<?xml"), ("front.pdf", b"%PDF")])
+@pytest.mark.parametrize(
+    ("name", "start"), [("front.png", b"\x89PNG"), ("front.svg", b"<?xml"), ("front.pdf", b"%PDF")]
+)
 def test_the_picture_is_in_the_format_of_its_suffix(tmp_path, name, start):
     draw_front(front(), tmp_path / name)
 
@@ -185,19 +233,30 @@ def test_the_picture_names_axes_units_and_limits(tmp_path):
 
 def test_the_ends_are_named_by_what_they_are():
     points, names = front().points, end_names(front())
-    by_end = {end: points[number - 1] for number, name in names.items() for end in re.split(", (?=least)", name)}
+    by_end = {
+        end: points[number - 1]
+        for number, name in names.items()
+        for end in re.split(", (?=least)", name)
+    }
 
     assert names[1].startswith("fastest")
     assert ("the default plan" in names[1]) == (found_text(points[0].plan.search) == "fastest")
-    assert by_end["least peak memory"].peak_memory_gib == min(point.peak_memory_gib for point in points)
+    assert by_end["least peak memory"].peak_memory_gib == min(
+        point.peak_memory_gib for point in points
+    )
     assert by_end["least redundant"].redundancy_gib == min(point.redundancy_gib for point in points)
 
 
 def test_a_far_slower_point_stands_at_the_edge_with_its_time(tmp_path):
     first, last = front().points[0], front().points[-1]
     far_s = 100 * first.step_time_s
-    predicted = replace(last.plan.predicted, step_time_s=replace(last.plan.predicted.step_time_s, value=far_s))
-    of = replace(front(), points=(*front().points[:-1], replace(last, plan=replace(last.plan, predicted=predicted))))
+    predicted = replace(
+        last.plan.predicted, step_time_s=replace(last.plan.predicted.step_time_s, value=far_s)
+    )
+    of = replace(
+        front(),
+        points=(*front().points[:-1], replace(last, plan=replace(last.plan, predicted=predicted))),
+    )
 
     assert "plan, beyond the scale" in drawn(of, tmp_path / "far.svg")
 
@@ -222,8 +281,14 @@ def test_progress_shows_the_search_that_is_under_way_on_a_terminal_and_nothing_e
     instance, out = random_instance(1), Terminal()
     with front_bar(Console(file=out, force_terminal=True, width=120)) as (on_progress, on_search):
         find_front(
-            instance.model, instance.cluster, instance.training, constraints=PINS, num_points=4, on_progress=on_progress,
-            on_search=on_search)
+            instance.model,
+            instance.cluster,
+            instance.training,
+            constraints=PINS,
+            num_points=4,
+            on_progress=on_progress,
+            on_search=on_search,
+        )
 
     assert "front" in out.getvalue()
     with front_bar(Console(file=io.StringIO())) as watched:

@@ -19,27 +19,78 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.report.searches import infeasible_text as relaxations_report
 from parplan.report.searches.infeasible_text import hint_text
 
-BASE = ("--model", "llama3-8b", "--gpus", "8", "--global-batch-size", "16", "--seq-length", "4096", "--offload", "none")
+BASE = (
+    "--model",
+    "llama3-8b",
+    "--gpus",
+    "8",
+    "--global-batch-size",
+    "16",
+    "--seq-length",
+    "4096",
+    "--offload",
+    "none",
+)
 ENOUGH_S = 300.0  # no search of these is cut off
 CLUSTER = with_gpus(load_cluster("a100-80gb"), 8)
 ASKED = Request(
-    model=load_model("gpt-tiny").spec, cluster=CLUSTER, pins=Constraints(),
+    model=load_model("gpt-tiny").spec,
+    cluster=CLUSTER,
+    pins=Constraints(),
     training=TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL),
-    options=SearchOptions())
+    options=SearchOptions(),
+)
 
 
 def relaxation(flags, step_s=1.0, **others):
     return Relaxation(flags=flags, request=ASKED, step_s=step_s, **{"proven": True, **others})
 
 
-@pytest.mark.parametrize("asked", [
-    pytest.param(("--recompute", "none", "--memory-limit", "17GiB"), id="a-pin", marks=pytest.mark.slow),
-    pytest.param(("--tp", "1", "--pp", "1", "--dp", "8", "--zero", "0", "--recompute", "none", "--memory-margin", "0.1"), id="a-mesh"),
-    pytest.param(
-        ("--forbid", "zero=3", "--tp", "1", "--dp", "8", "--pp", "1", "--memory-limit", "35GiB"), id="a-ban", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(
+            ("--recompute", "none", "--memory-limit", "17GiB"), id="a-pin", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            (
+                "--tp",
+                "1",
+                "--pp",
+                "1",
+                "--dp",
+                "8",
+                "--zero",
+                "0",
+                "--recompute",
+                "none",
+                "--memory-margin",
+                "0.1",
+            ),
+            id="a-mesh",
+        ),
+        pytest.param(
+            (
+                "--forbid",
+                "zero=3",
+                "--tp",
+                "1",
+                "--dp",
+                "8",
+                "--pp",
+                "1",
+                "--memory-limit",
+                "35GiB",
+            ),
+            id="a-ban",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_what_the_hint_says_can_be_typed_and_takes_what_it_says(asked, monkeypatch):
-    monkeypatch.setattr(relaxations_report, "relaxations", partial(relaxations, budget_s=ENOUGH_S))  # also on a busy machine
+    monkeypatch.setattr(
+        relaxations_report, "relaxations", partial(relaxations, budget_s=ENOUGH_S)
+    )  # also on a busy machine
     result = CliRunner().invoke(cli.main, [*BASE, *asked])
     assert (result.exit_code, result.stdout) == (3, ""), result.output
     error, hint, *lines = result.stderr.splitlines()
@@ -72,17 +123,26 @@ def test_ctrl_c_ends_the_search_for_ways_out_and_not_the_error(after, monkeypatc
     result = CliRunner().invoke(cli.main, [*BASE, "--recompute", "none", "--memory-limit", "17GiB"])
 
     assert (result.exit_code, result.stdout) == (3, "")
-    assert re.fullmatch(r"error: llama3-8b does not fit .*\nhint: ask for more GPUs or pin less; .* \(Ctrl-C\)\n", result.stderr)
+    assert re.fullmatch(
+        r"error: llama3-8b does not fit .*\nhint: ask for more GPUs or pin less; .* \(Ctrl-C\)\n",
+        result.stderr,
+    )
     assert len(solved) == after
 
 
 def test_the_hint_is_a_table_with_the_reference_once():
     found = Relaxations(
         found=(
-            relaxation(("--zero 3",), 41.2), relaxation(("--tp 8", "--dp 1"), 55.0, proven=False, dropped=("--forbid tp=8",)),
-            relaxation(("--memory-margin 0.01",), 80.0, note="below the 0.04 that measured runs ask for"),
-            relaxation(("--gpus 16",), None)),
-        unlimited_s=36.8, untried=("--recompute",))
+            relaxation(("--zero 3",), 41.2),
+            relaxation(("--tp 8", "--dp 1"), 55.0, proven=False, dropped=("--forbid tp=8",)),
+            relaxation(
+                ("--memory-margin 0.01",), 80.0, note="below the 0.04 that measured runs ask for"
+            ),
+            relaxation(("--gpus 16",), None),
+        ),
+        unlimited_s=36.8,
+        untried=("--recompute",),
+    )
 
     assert hint_text(found, CLUSTER).splitlines() == [
         "it fits with",
@@ -95,4 +155,7 @@ def test_the_hint_is_a_table_with_the_reference_once():
 
 
 def test_without_a_way_out_the_hint_says_how_far_it_looked():
-    assert hint_text(Relaxations(found=(), unlimited_s=1.0, untried=()), CLUSTER) == "no cluster up to 512 GPUs fits; use a larger device"
+    assert (
+        hint_text(Relaxations(found=(), unlimited_s=1.0, untried=()), CLUSTER)
+        == "no cluster up to 512 GPUs fits; use a larger device"
+    )

@@ -1,4 +1,6 @@
-"""Groups of ranks: the shapes that a mesh makes on four worlds and who is in them by hand, against placements, and the order of cases."""
+"""Groups of ranks: the shapes that a mesh makes on four worlds and who is in them by hand, against
+placements, and the order of cases.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from parplan.profiles.profiler.communication.comm_cases import (
 from parplan.profiles.profiler.communication.group_shapes import (
     Shape,
     World,
-    group_shapes,
     group_members,
+    group_shapes,
     pair_shapes,
     pairs,
 )
@@ -27,23 +29,64 @@ def shape(nodes, ranks, groups):
     return Shape(nodes=nodes, ranks_per_node=ranks, groups=groups)
 
 
-PAIR, NODE, TWO_NODES, FOUR_NODES = (World(nodes=n, ranks_per_node=g) for n, g in ((1, 2), (1, 8), (2, 8), (4, 4)))
-EVERY_WORLD = pytest.mark.parametrize("world", [
-    pytest.param(PAIR, id="1x2"), pytest.param(NODE, id="1x8"), pytest.param(TWO_NODES, id="2x8"), pytest.param(FOUR_NODES, id="4x4"),
-    pytest.param(World(nodes=2, ranks_per_node=1), id="2x1"), pytest.param(World(nodes=3, ranks_per_node=6), id="3x6")])
+PAIR, NODE, TWO_NODES, FOUR_NODES = (
+    World(nodes=n, ranks_per_node=g) for n, g in ((1, 2), (1, 8), (2, 8), (4, 4))
+)
+EVERY_WORLD = pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(PAIR, id="1x2"),
+        pytest.param(NODE, id="1x8"),
+        pytest.param(TWO_NODES, id="2x8"),
+        pytest.param(FOUR_NODES, id="4x4"),
+        pytest.param(World(nodes=2, ranks_per_node=1), id="2x1"),
+        pytest.param(World(nodes=3, ranks_per_node=6), id="3x6"),
+    ],
+)
 
 
-@pytest.mark.parametrize(("world", "expected"), [
-    pytest.param(PAIR, {(1, 2, 1)}, id="1x2"),
-    pytest.param(NODE, {(1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 4, 1), (1, 2, 1)}, id="1x8"),
-    pytest.param(TWO_NODES, {
-        (1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 4, 1), (1, 2, 1),
-        (2, 8, 1), (2, 4, 2), (2, 2, 4), (2, 1, 8), (2, 4, 1), (2, 2, 1), (2, 1, 1)}, id="2x8"),
-    pytest.param(FOUR_NODES, {
-        (1, 4, 1), (1, 2, 2), (1, 2, 1),
-        (2, 4, 1), (2, 2, 2), (2, 1, 4),
-        (4, 4, 1), (4, 2, 2), (4, 1, 4), (4, 2, 1), (4, 1, 1)}, id="4x4"),
-])
+@pytest.mark.parametrize(
+    ("world", "expected"),
+    [
+        pytest.param(PAIR, {(1, 2, 1)}, id="1x2"),
+        pytest.param(NODE, {(1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 4, 1), (1, 2, 1)}, id="1x8"),
+        pytest.param(
+            TWO_NODES,
+            {
+                (1, 8, 1),
+                (1, 4, 2),
+                (1, 2, 4),
+                (1, 4, 1),
+                (1, 2, 1),
+                (2, 8, 1),
+                (2, 4, 2),
+                (2, 2, 4),
+                (2, 1, 8),
+                (2, 4, 1),
+                (2, 2, 1),
+                (2, 1, 1),
+            },
+            id="2x8",
+        ),
+        pytest.param(
+            FOUR_NODES,
+            {
+                (1, 4, 1),
+                (1, 2, 2),
+                (1, 2, 1),
+                (2, 4, 1),
+                (2, 2, 2),
+                (2, 1, 4),
+                (4, 4, 1),
+                (4, 2, 2),
+                (4, 1, 4),
+                (4, 2, 1),
+                (4, 1, 1),
+            },
+            id="4x4",
+        ),
+    ],
+)
 def test_the_shapes_of_collectives_by_hand(world, expected):
     found = [shape for level in group_shapes(world) for shape in level]
 
@@ -58,21 +101,46 @@ def test_the_node_and_the_world_come_first_and_one_rank_a_node_before_the_rest()
     assert levels[1][0] == shape(2, 1, 8)
 
 
-@pytest.mark.parametrize(("world", "of", "expected"), [
-    pytest.param(PAIR, (1, 2, 1), ((0, 1),), id="1x2-both"),
-    pytest.param(NODE, (1, 2, 4), ((0, 1), (2, 3), (4, 5), (6, 7)), id="1x8-neighbours-at-once"),
-    pytest.param(NODE, (1, 4, 1), ((0, 1, 2, 3),), id="1x8-neighbours-alone"),
-    pytest.param(TWO_NODES, (1, 8, 1), (tuple(range(8)), tuple(range(8, 16))), id="2x8-each-node"),
-    pytest.param(TWO_NODES, (1, 4, 1), ((0, 1, 2, 3),), id="2x8-part-of-one-node"),
-    pytest.param(TWO_NODES, (2, 8, 1), (tuple(range(16)),), id="2x8-the-world"),
-    pytest.param(TWO_NODES, (2, 1, 8), tuple((i, i + 8) for i in range(8)), id="2x8-one-rank-a-node-at-once"),
-    pytest.param(TWO_NODES, (2, 1, 1), ((0, 8),), id="2x8-one-rank-a-node-alone"),
-    pytest.param(TWO_NODES, (2, 4, 2), ((0, 2, 4, 6, 8, 10, 12, 14), (1, 3, 5, 7, 9, 11, 13, 15)), id="2x8-every-other-rank"),
-    pytest.param(FOUR_NODES, (4, 2, 1), ((0, 2, 4, 6, 8, 10, 12, 14),), id="4x4-half-of-every-node"),
-    pytest.param(FOUR_NODES, (2, 4, 1), (tuple(range(8)), tuple(range(8, 16))), id="4x4-two-nodes-each"),
-    pytest.param(FOUR_NODES, (2, 1, 4), (
-        (0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)), id="4x4-one-rank-of-two-nodes-at-once"),
-])
+@pytest.mark.parametrize(
+    ("world", "of", "expected"),
+    [
+        pytest.param(PAIR, (1, 2, 1), ((0, 1),), id="1x2-both"),
+        pytest.param(
+            NODE, (1, 2, 4), ((0, 1), (2, 3), (4, 5), (6, 7)), id="1x8-neighbours-at-once"
+        ),
+        pytest.param(NODE, (1, 4, 1), ((0, 1, 2, 3),), id="1x8-neighbours-alone"),
+        pytest.param(
+            TWO_NODES, (1, 8, 1), (tuple(range(8)), tuple(range(8, 16))), id="2x8-each-node"
+        ),
+        pytest.param(TWO_NODES, (1, 4, 1), ((0, 1, 2, 3),), id="2x8-part-of-one-node"),
+        pytest.param(TWO_NODES, (2, 8, 1), (tuple(range(16)),), id="2x8-the-world"),
+        pytest.param(
+            TWO_NODES,
+            (2, 1, 8),
+            tuple((i, i + 8) for i in range(8)),
+            id="2x8-one-rank-a-node-at-once",
+        ),
+        pytest.param(TWO_NODES, (2, 1, 1), ((0, 8),), id="2x8-one-rank-a-node-alone"),
+        pytest.param(
+            TWO_NODES,
+            (2, 4, 2),
+            ((0, 2, 4, 6, 8, 10, 12, 14), (1, 3, 5, 7, 9, 11, 13, 15)),
+            id="2x8-every-other-rank",
+        ),
+        pytest.param(
+            FOUR_NODES, (4, 2, 1), ((0, 2, 4, 6, 8, 10, 12, 14),), id="4x4-half-of-every-node"
+        ),
+        pytest.param(
+            FOUR_NODES, (2, 4, 1), (tuple(range(8)), tuple(range(8, 16))), id="4x4-two-nodes-each"
+        ),
+        pytest.param(
+            FOUR_NODES,
+            (2, 1, 4),
+            ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)),
+            id="4x4-one-rank-of-two-nodes-at-once",
+        ),
+    ],
+)
 def test_the_ranks_of_a_group_by_hand(world, of, expected):
     assert group_members(shape(*of), world) == expected
 
@@ -93,7 +161,9 @@ def test_groups_at_once_share_no_rank_and_each_node_is_in_as_many_as_the_shape_s
 
 @EVERY_WORLD
 def test_every_group_of_every_mesh_has_a_shape(world):
-    """Placements of all meshes over all ranks; inside a node prices say one group, and all run at once."""
+    """Placements of all meshes over all ranks; inside a node prices say one group, and all run at
+    once.
+    """
     local, number = world.ranks_per_node, world.num_ranks
     shapes = {found for level in group_shapes(world) for found in level}
     for tp in (d for d in range(1, number + 1) if number % d == 0):
@@ -102,9 +172,15 @@ def test_every_group_of_every_mesh_has_a_shape(world):
             for axis in (Axis.DP, Axis.TP):
                 placed = place(mesh, axis, local)
                 lengths = (mesh.stride(axis), mesh.degree(axis) * mesh.stride(axis))
-                if placed.num_ranks == 1 or any(length % local and local % length for length in lengths):
+                if placed.num_ranks == 1 or any(
+                    length % local and local % length for length in lengths
+                ):
                     continue  # such a group has more ranks on one node than on another
-                groups = placed.groups_per_node if placed.crosses_nodes else local // placed.ranks_per_node
+                groups = (
+                    placed.groups_per_node
+                    if placed.crosses_nodes
+                    else local // placed.ranks_per_node
+                )
                 assert shape(placed.nodes, placed.ranks_per_node, groups) in shapes, (mesh, axis)
 
 
@@ -116,17 +192,38 @@ def test_a_dp_group_over_the_tp_ranks_of_a_node_has_the_members_that_are_measure
     assert (1, 5, 9, 13) in group_members(shape(2, 2, 4), TWO_NODES)  # dp ranks 0..3 of tp rank 1
 
 
-@pytest.mark.parametrize(("world", "expected"), [
-    pytest.param(PAIR, {(1, 2, 1): ((0, 1),)}, id="1x2"),
-    pytest.param(NODE, {(1, 2, 1): ((0, 1),), (1, 2, 2): ((0, 2), (1, 3)), (1, 2, 4): ((0, 4), (1, 5), (2, 6), (3, 7))}, id="1x8"),
-    pytest.param(FOUR_NODES, {
-        (1, 2, 1): ((0, 1),), (1, 2, 2): ((0, 2), (1, 3)), (2, 1, 1): ((0, 4),), (2, 1, 2): ((0, 4), (1, 5)),
-        (2, 1, 4): ((0, 4), (1, 5), (2, 6), (3, 7))}, id="4x4"),
-])
+@pytest.mark.parametrize(
+    ("world", "expected"),
+    [
+        pytest.param(PAIR, {(1, 2, 1): ((0, 1),)}, id="1x2"),
+        pytest.param(
+            NODE,
+            {
+                (1, 2, 1): ((0, 1),),
+                (1, 2, 2): ((0, 2), (1, 3)),
+                (1, 2, 4): ((0, 4), (1, 5), (2, 6), (3, 7)),
+            },
+            id="1x8",
+        ),
+        pytest.param(
+            FOUR_NODES,
+            {
+                (1, 2, 1): ((0, 1),),
+                (1, 2, 2): ((0, 2), (1, 3)),
+                (2, 1, 1): ((0, 4),),
+                (2, 1, 2): ((0, 4), (1, 5)),
+                (2, 1, 4): ((0, 4), (1, 5), (2, 6), (3, 7)),
+            },
+            id="4x4",
+        ),
+    ],
+)
 def test_senders_and_receivers_by_hand(world, expected):
     found = [one for level in pair_shapes(world) for one in level]
 
-    assert {(one.nodes, one.ranks_per_node, one.groups): pairs(one, world) for one in found} == expected
+    assert {
+        (one.nodes, one.ranks_per_node, one.groups): pairs(one, world) for one in found
+    } == expected
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (0, 8), (2, 0)])
@@ -142,7 +239,10 @@ def test_sizes_are_powers_of_four_from_1_kib_to_the_largest():
         ladder(1023)
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, (0,)), (2, (0, 0)), (3, (0, 1, 0)), (5, (0, 2, 1, 2, 0)), (6, (0, 2, 1, 2, 3, 0))])
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(1, (0,)), (2, (0, 0)), (3, (0, 1, 0)), (5, (0, 2, 1, 2, 0)), (6, (0, 2, 1, 2, 3, 0))],
+)
 def test_ends_come_first_then_the_middle_then_the_quarters(count, expected):
     assert size_levels(count) == expected
 
@@ -152,17 +252,27 @@ def test_every_collective_is_measured_at_every_shape_and_size_once(world):
     cases = comm_cases(world, largest_bytes=2**20, precision="fp32", product=64)
     keys = [case.key for case in cases]
     timed = [case for case in cases if case.work in TIMED]
-    groups, messages = (sum(map(len, levels)) for levels in (group_shapes(world), pair_shapes(world)))
+    groups, messages = (
+        sum(map(len, levels)) for levels in (group_shapes(world), pair_shapes(world))
+    )
 
     assert len(keys) == len(set(keys))
     assert len(timed) == len(ladder(2**20)) * (4 * groups + messages)
     assert all(case.passes[0].sizes == tuple(size for _, size in case.sizes) for case in timed)
-    assert all(case.size("bytes") % (4 * shape_of(case).num_ranks) == 0 for case in timed if case.work == "all_gather")
+    assert all(
+        case.size("bytes") % (4 * shape_of(case).num_ranks) == 0
+        for case in timed
+        if case.work == "all_gather"
+    )
 
 
 def test_a_short_budget_gets_the_ends_of_the_all_reduce_of_a_node_and_then_the_middle():
     cases = comm_cases(NODE, largest_bytes=2**30, precision="bf16", product=64)
-    of_node = [case.size("bytes") for case in cases if case.work == "all_reduce" and shape_of(case).ranks_per_node == 8]
+    of_node = [
+        case.size("bytes")
+        for case in cases
+        if case.work == "all_reduce" and shape_of(case).ranks_per_node == 8
+    ]
 
     assert of_node[:3] == [2**10, 2**30, 2**20]
     assert {case.work for case in cases[:3]} == {"communicator", "all_reduce"}

@@ -1,4 +1,6 @@
-"""Measuring communication on two gloo ranks: a record of every case, what a resumed run leaves alone, and cases that fail."""
+"""Measuring communication on two gloo ranks: a record of every case, what a resumed run leaves
+alone, and cases that fail.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,19 @@ def cases_of(world, largest_bytes=2048):
 
 def _rank(rank, world, port, journal, timeout_s, cases):
     """One rank of a run; the journal is that of rank 0. A PlannerError is its exit code."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world.num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     chief = None
     if rank == 0:
-        chief = Chief(cases=cases, journal=open_journal(journal, ASKED), in_flight=InFlight(journal.with_suffix(".in-flight")))
+        chief = Chief(
+            cases=cases,
+            journal=open_journal(journal, ASKED),
+            in_flight=InFlight(journal.with_suffix(".in-flight")),
+        )
     ranks = joined(world, torch.device("cpu"), timedelta(seconds=timeout_s))
     try:
         run_cases(cases, ranks, chief, Effort(repeats=3, patience_s=0.0))
@@ -77,7 +88,12 @@ def run(journal, cases, world=PAIR, timeout_s=20.0):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = mp.start_processes(
-        _rank, args=(world, port, journal, timeout_s, cases), nprocs=world.num_ranks, start_method="fork", join=False)
+        _rank,
+        args=(world, port, journal, timeout_s, cases),
+        nprocs=world.num_ranks,
+        start_method="fork",
+        join=False,
+    )
     for process in started.processes:
         process.join(60.0 if process is started.processes[0] else 5.0)
         process.kill()
@@ -90,15 +106,25 @@ def run(journal, cases, world=PAIR, timeout_s=20.0):
 def test_two_ranks_measure_every_collective_and_message_and_the_overlap(tmp_path):
     cases = cases_of(PAIR)
     records, codes = run(tmp_path / "journal", cases)
-    timed = [record for record in records.values() if record.case.work in (*COLLECTIVES, POINT_TO_POINT)]
+    timed = [
+        record for record in records.values() if record.case.work in (*COLLECTIVES, POINT_TO_POINT)
+    ]
     (overlap,) = [record for record in records.values() if record.case.work == OVERLAP]
     (communicator,) = [record for record in records.values() if record.case.work == COMMUNICATOR]
 
     assert codes == [0, 0]
     assert [record.case for record in records.values()] == list(cases)
     assert {record.case.work for record in timed} == {*COLLECTIVES, POINT_TO_POINT}
-    assert all(record.measured.times["time"].median_us > 0 and record.measured.times["time"].repeats == 3 for record in timed)
-    assert set(overlap.measured.figures) == {"compute_alone_s", "communication_alone_s", "both_s", "products"}
+    assert all(
+        record.measured.times["time"].median_us > 0 and record.measured.times["time"].repeats == 3
+        for record in timed
+    )
+    assert set(overlap.measured.figures) == {
+        "compute_alone_s",
+        "communication_alone_s",
+        "both_s",
+        "products",
+    }
     assert communicator.outcome is CaseOutcome.UNSUPPORTED
     assert not (tmp_path / "journal.in-flight").exists()
 
@@ -106,19 +132,28 @@ def test_two_ranks_measure_every_collective_and_message_and_the_overlap(tmp_path
 @pytest.mark.multiproc
 def test_ranks_of_several_nodes_measure_every_shape_at_once_and_alone(tmp_path):
     """Four ranks that count as two nodes; ranks outside a group wait for those in it."""
-    cases = [case for case in cases_of(World(nodes=2, ranks_per_node=2), 1024) if case.work in ("all_gather", POINT_TO_POINT, OVERLAP)]
+    cases = [
+        case
+        for case in cases_of(World(nodes=2, ranks_per_node=2), 1024)
+        if case.work in ("all_gather", POINT_TO_POINT, OVERLAP)
+    ]
     records, codes = run(tmp_path / "journal", cases, World(nodes=2, ranks_per_node=2))
 
     assert codes == [0] * 4
     assert {shape_of(case) for case in cases} >= {
-        Shape(nodes=2, ranks_per_node=1, groups=2), Shape(nodes=2, ranks_per_node=1, groups=1), Shape(nodes=1, ranks_per_node=2, groups=1)}
+        Shape(nodes=2, ranks_per_node=1, groups=2),
+        Shape(nodes=2, ranks_per_node=1, groups=1),
+        Shape(nodes=1, ranks_per_node=2, groups=1),
+    }
     assert [record.case for record in records.values()] == cases
     assert all(record.outcome is CaseOutcome.MEASURED for record in records.values())
 
 
 @pytest.mark.multiproc
 def test_a_resumed_run_measures_nothing_twice_and_tries_the_case_in_flight_again(tmp_path):
-    """A first run of the first cases; what it left is then noted as in flight, as a kill leaves it."""
+    """A first run of the first cases; what it left is then noted as in flight, as a kill leaves
+    it.
+    """
     cases, journal = cases_of(PAIR), tmp_path / "journal"
     first, _ = run(journal, cases[:5])
     InFlight(journal.with_suffix(".in-flight")).begin(cases[5])
@@ -137,14 +172,22 @@ def test_a_resumed_run_measures_nothing_twice_and_tries_the_case_in_flight_again
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("fault", "outcome", "detail"), [
-    pytest.param("hang", CaseOutcome.HUNG, "Timed out", id="hangs"),
-    pytest.param("exit", CaseOutcome.CRASHED, "", id="crashes"),
-    pytest.param("lacks", CaseOutcome.UNSUPPORTED, "does not support", id="is-not-there"),
-    pytest.param("memory", CaseOutcome.OUT_OF_MEMORY, "do not fit", id="does-not-fit"),
-])
-def test_a_case_that_fails_is_recorded_and_the_next_run_does_the_rest(tmp_path, monkeypatch, fault, outcome, detail):
-    cases, journal = [case for case in cases_of(PAIR) if case.work in ("all_reduce", "all_gather")], tmp_path / "journal"
+@pytest.mark.parametrize(
+    ("fault", "outcome", "detail"),
+    [
+        pytest.param("hang", CaseOutcome.HUNG, "Timed out", id="hangs"),
+        pytest.param("exit", CaseOutcome.CRASHED, "", id="crashes"),
+        pytest.param("lacks", CaseOutcome.UNSUPPORTED, "does not support", id="is-not-there"),
+        pytest.param("memory", CaseOutcome.OUT_OF_MEMORY, "do not fit", id="does-not-fit"),
+    ],
+)
+def test_a_case_that_fails_is_recorded_and_the_next_run_does_the_rest(
+    tmp_path, monkeypatch, fault, outcome, detail
+):
+    cases, journal = (
+        [case for case in cases_of(PAIR) if case.work in ("all_reduce", "all_gather")],
+        tmp_path / "journal",
+    )
     bad = cases[1]
     original = collectives.call
 
@@ -169,7 +212,9 @@ def test_a_case_that_fails_is_recorded_and_the_next_run_does_the_rest(tmp_path, 
 
 
 def _faulty(fault, group):
-    """A call that fails: on both ranks where the backend lacks it, on the second where it hangs or dies."""
+    """A call that fails: on both ranks where the backend lacks it, on the second where it hangs or
+    dies.
+    """
 
     def run_it():
         if fault == "lacks":
@@ -212,7 +257,12 @@ def test_what_is_in_flight_is_forgotten_when_another_case_begins(tmp_path):
 
 def test_after_the_budget_nothing_more_is_begun(tmp_path):
     journal = open_journal(tmp_path / "journal", ASKED)
-    chief = Chief(cases=cases_of(PAIR), journal=journal, in_flight=InFlight(tmp_path / "in-flight"), ends_at_s=time.monotonic() - 1)
+    chief = Chief(
+        cases=cases_of(PAIR),
+        journal=journal,
+        in_flight=InFlight(tmp_path / "in-flight"),
+        ends_at_s=time.monotonic() - 1,
+    )
     journal.close()
 
     assert chief.next_index() == -1
@@ -228,10 +278,21 @@ def test_a_timing_is_the_median_and_half_the_interquartile_range_over_it():
 
 
 def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
-    record = Record(case=cases_of(PAIR)[0], outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={"time": timing([1e-6, 2e-6])}))
+    record = Record(
+        case=cases_of(PAIR)[0],
+        outcome=CaseOutcome.MEASURED,
+        measured=CaseFigures(times={"time": timing([1e-6, 2e-6])}),
+    )
     found = CommFile(
-        comm_version=COMM_VERSION, date="2026-01-31", device="cpu", backend="gloo", torch="2.13.0", nodes=1, ranks_per_node=2,
-        records=(record,))
+        comm_version=COMM_VERSION,
+        date="2026-01-31",
+        device="cpu",
+        backend="gloo",
+        torch="2.13.0",
+        nodes=1,
+        ranks_per_node=2,
+        records=(record,),
+    )
     write_comm_file(tmp_path / "comm.yaml", found)
 
     assert read_comm_file(tmp_path / "comm.yaml") == found
@@ -242,19 +303,46 @@ def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
         read_comm_file(tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    pytest.param({"sizes": (("bytes", 8), ("nodes", 1), ("groups", 1))}, "has no size ranks_per_node", id="size"),
-    pytest.param({"times": {"other": timing([1e-6])}}, "was measured and has no time", id="time"),
-    pytest.param({"times": {"time": replace(timing([1e-6]), median_us=0.0)}}, r"was measured in 0\.0 us", id="no-time-at-all"),
-])
-def test_a_record_without_what_its_curve_needs_is_refused_when_it_is_read(tmp_path, changes, message):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param(
+            {"sizes": (("bytes", 8), ("nodes", 1), ("groups", 1))},
+            "has no size ranks_per_node",
+            id="size",
+        ),
+        pytest.param(
+            {"times": {"other": timing([1e-6])}}, "was measured and has no time", id="time"
+        ),
+        pytest.param(
+            {"times": {"time": replace(timing([1e-6]), median_us=0.0)}},
+            r"was measured in 0\.0 us",
+            id="no-time-at-all",
+        ),
+    ],
+)
+def test_a_record_without_what_its_curve_needs_is_refused_when_it_is_read(
+    tmp_path, changes, message
+):
     case = next(case for case in cases_of(PAIR) if case.work == "all_reduce")
     record = Record(
-        case=replace(case, sizes=changes.get("sizes", case.sizes)), outcome=CaseOutcome.MEASURED,
-        measured=CaseFigures(times=changes.get("times", {"time": timing([1e-6])})))
-    write_comm_file(tmp_path / "comm.yaml", CommFile(
-        comm_version=COMM_VERSION, date="2026-01-31", device="cpu", backend="gloo", torch="2.13.0", nodes=1, ranks_per_node=2,
-        records=(record,)))
+        case=replace(case, sizes=changes.get("sizes", case.sizes)),
+        outcome=CaseOutcome.MEASURED,
+        measured=CaseFigures(times=changes.get("times", {"time": timing([1e-6])})),
+    )
+    write_comm_file(
+        tmp_path / "comm.yaml",
+        CommFile(
+            comm_version=COMM_VERSION,
+            date="2026-01-31",
+            device="cpu",
+            backend="gloo",
+            torch="2.13.0",
+            nodes=1,
+            ranks_per_node=2,
+            records=(record,),
+        ),
+    )
 
     with pytest.raises(ConfigError, match=rf"comm.yaml: records.0: \w+ {message}"):
         read_comm_file(tmp_path / "comm.yaml")
@@ -270,7 +358,12 @@ def test_without_torchrun_the_error_says_how_to_start_it(monkeypatch):
 
 
 def test_nodes_are_what_torchrun_says_and_must_be_equal(monkeypatch):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_WORLD_SIZE", "3"), ("LOCAL_RANK", "0")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "6"),
+        ("LOCAL_WORLD_SIZE", "3"),
+        ("LOCAL_RANK", "0"),
+    ):
         monkeypatch.setenv(name, value)
     assert world_of_environment() == World(nodes=2, ranks_per_node=3)
 
@@ -279,7 +372,9 @@ def test_nodes_are_what_torchrun_says_and_must_be_equal(monkeypatch):
         world_of_environment()
 
 
-def test_a_rank_without_a_gpu_of_its_own_is_an_error_and_takes_the_cpu_where_there_is_none(monkeypatch):
+def test_a_rank_without_a_gpu_of_its_own_is_an_error_and_takes_the_cpu_where_there_is_none(
+    monkeypatch,
+):
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="local rank 2, 2 GPUs on this node"):
@@ -291,8 +386,10 @@ def test_a_rank_without_a_gpu_of_its_own_is_an_error_and_takes_the_cpu_where_the
 
 @pytest.mark.parametrize("outcome", list(comm_run.ENDED))
 def test_the_launcher_knows_the_errors_that_a_case_ends_a_run_with(outcome):
-    error = {CaseOutcome.HUNG: RuntimeError("Timed out waiting"), CaseOutcome.OUT_OF_MEMORY: torch.OutOfMemoryError("no room")}.get(
-        outcome, RuntimeError("Connection closed by peer"))
+    error = {
+        CaseOutcome.HUNG: RuntimeError("Timed out waiting"),
+        CaseOutcome.OUT_OF_MEMORY: torch.OutOfMemoryError("no room"),
+    }.get(outcome, RuntimeError("Connection closed by peer"))
     kept = []
 
     class Keeps:
@@ -318,19 +415,43 @@ class Commands:
         return code
 
 
-def test_a_run_that_a_case_ended_is_started_again_and_blames_what_is_in_flight(tmp_path, monkeypatch):
+def test_a_run_that_a_case_ended_is_started_again_and_blames_what_is_in_flight(
+    tmp_path, monkeypatch
+):
     output = tmp_path / "comm.yaml"
-    write_comm_file(output, CommFile(
-        comm_version=COMM_VERSION, date="2026-01-31", device="cpu", backend="gloo", torch="2", nodes=1, ranks_per_node=2, records=()))
+    write_comm_file(
+        output,
+        CommFile(
+            comm_version=COMM_VERSION,
+            date="2026-01-31",
+            device="cpu",
+            backend="gloo",
+            torch="2",
+            nodes=1,
+            ranks_per_node=2,
+            records=(),
+        ),
+    )
     runs = Commands((["error: hung in all_reduce bytes=1: Timed out"], 1), ([], 0))
     monkeypatch.setattr(launch, "_run", runs)
     launch.comm_records(2, output, restart=True)
 
-    assert [("--restart" in command, command[-2:] == ["--attempts", "1"]) for command in runs.commands] == [(True, False), (False, True)]
+    assert [
+        ("--restart" in command, command[-2:] == ["--attempts", "1"]) for command in runs.commands
+    ] == [(True, False), (False, True)]
 
 
 def test_a_run_that_cannot_start_is_not_started_again(tmp_path, monkeypatch):
-    runs = Commands((["error: --device cuda: local rank 0, 0 GPUs on this node", "hint: ...", "torchrun's own lines"], 1))
+    runs = Commands(
+        (
+            [
+                "error: --device cuda: local rank 0, 0 GPUs on this node",
+                "hint: ...",
+                "torchrun's own lines",
+            ],
+            1,
+        )
+    )
     monkeypatch.setattr(launch, "_run", runs)
 
     with pytest.raises(PlannerError, match="--device cuda: local rank 0"):
@@ -349,11 +470,20 @@ def test_a_run_that_ends_without_a_word_is_started_so_often(tmp_path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.multiproc
-def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_ends_the_journal(tmp_path):
+def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_ends_the_journal(
+    tmp_path,
+):
     output, lines = tmp_path / "comm.yaml", []
     cases = comm_cases(PAIR, largest_bytes=1024, precision="fp32", product=512)
     journal = open_journal(beside(output), _measured_on(PAIR, torch.device("cpu")))
-    earlier = [Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={"time": timing([1e-6])})) for case in cases[2:]]
+    earlier = [
+        Record(
+            case=case,
+            outcome=CaseOutcome.MEASURED,
+            measured=CaseFigures(times={"time": timing([1e-6])}),
+        )
+        for case in cases[2:]
+    ]
     for record in earlier:
         journal.append(record)
     journal.close()
@@ -362,7 +492,10 @@ def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_e
 
     assert [record.case for record in found.records] == list(cases)
     assert list(found.records[2:]) == earlier
-    assert [record.outcome for record in found.records[:2]] == [CaseOutcome.UNSUPPORTED, CaseOutcome.MEASURED]
+    assert [record.outcome for record in found.records[:2]] == [
+        CaseOutcome.UNSUPPORTED,
+        CaseOutcome.MEASURED,
+    ]
     assert (found.device, found.backend, found.nodes, found.ranks_per_node) == ("cpu", "gloo", 1, 2)
     assert not beside(output).exists()
     assert any(line.startswith(f"{len(cases)}/{len(cases)}  ") for line in lines)

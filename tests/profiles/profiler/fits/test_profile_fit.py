@@ -1,4 +1,6 @@
-"""Curves of a machine's records: constants come back, few points are sane, what nobody measured stays an assumption."""
+"""Curves of a machine's records: constants come back, few points are sane, what nobody measured
+stays an assumption.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,73 @@ from tests.helpers.synthetic_profiles import CLUSTER, CURVES, LINEARS, Machine
 EXACT = fit_compute(Machine().every(), CLUSTER, "bf16")
 NOISY = fit_compute(Machine(noise=0.05).every(), CLUSTER, "bf16")
 ASSUMED = analytic_profile("a100-80gb").compute
-MEASURED = sorted(set(curves_of(CURVES)) & {name for name, curve in curves_of(EXACT).items() if curve.rows})
+MEASURED = sorted(
+    set(curves_of(CURVES)) & {name for name, curve in curves_of(EXACT).items() if curve.rows}
+)
 CHIP = Chip(peak_flops_per_s=312e12, bytes_per_s=2.039e12, num_sms=108)
-# Microseconds on one core of AMD EPYC, torch 2.13, fp32, while the other core was busy: m, n, k of a linear layer; bytes of gelu.
+# Microseconds on one core of AMD EPYC, torch 2.13, fp32, while the other core was busy: m, n, k of
+# a linear layer; bytes of gelu.
 HOST_PRODUCTS = (
-    (128, 64, 64, 17.4), (128, 192, 64, 41.0), (128, 256, 64, 57.3), (128, 64, 256, 57.6), (128, 768, 768, 2038.1),
-    (128, 2304, 768, 6429.2), (128, 3072, 768, 8627.2), (128, 768, 3072, 8308.9), (512, 64, 64, 58.6), (512, 192, 64, 164.8),
-    (512, 256, 64, 214.0), (512, 64, 256, 215.1), (512, 768, 768, 8815.9), (512, 2304, 768, 27903.5), (512, 3072, 768, 28009.6),
-    (512, 768, 3072, 25801.9), (2048, 64, 64, 194.9), (2048, 192, 64, 548.7), (2048, 256, 64, 913.2), (2048, 64, 256, 718.7),
-    (2048, 768, 768, 26517.7), (2048, 2304, 768, 78606.7), (2048, 3072, 768, 118783.9), (2048, 768, 3072, 109712.2))
+    (128, 64, 64, 17.4),
+    (128, 192, 64, 41.0),
+    (128, 256, 64, 57.3),
+    (128, 64, 256, 57.6),
+    (128, 768, 768, 2038.1),
+    (128, 2304, 768, 6429.2),
+    (128, 3072, 768, 8627.2),
+    (128, 768, 3072, 8308.9),
+    (512, 64, 64, 58.6),
+    (512, 192, 64, 164.8),
+    (512, 256, 64, 214.0),
+    (512, 64, 256, 215.1),
+    (512, 768, 768, 8815.9),
+    (512, 2304, 768, 27903.5),
+    (512, 3072, 768, 28009.6),
+    (512, 768, 3072, 25801.9),
+    (2048, 64, 64, 194.9),
+    (2048, 192, 64, 548.7),
+    (2048, 256, 64, 913.2),
+    (2048, 64, 256, 718.7),
+    (2048, 768, 768, 26517.7),
+    (2048, 2304, 768, 78606.7),
+    (2048, 3072, 768, 118783.9),
+    (2048, 768, 3072, 109712.2),
+)
 HOST_GELU = ((131072, 14.5), (524288, 39.1), (2097152, 129.9), (8388608, 493.5), (33554432, 2946.6))
-HOST = replace(CLUSTER, device=Device(
-    name="cpu", memory_bytes=2**34, memory_bytes_per_s=2.3e10, peak_flops_per_s={"fp32": 9.36e10}, num_sms=1, context_bytes=0, source=""))
+HOST = replace(
+    CLUSTER,
+    device=Device(
+        name="cpu",
+        memory_bytes=2**34,
+        memory_bytes_per_s=2.3e10,
+        peak_flops_per_s={"fp32": 9.36e10},
+        num_sms=1,
+        context_bytes=0,
+        source="",
+    ),
+)
 
 
 def host_records(products=HOST_PRODUCTS, gelu=HOST_GELU):
     machine = Machine(precision="fp32")
     return [
-        *(machine.record("linear", {"m": m, "n": n, "k": k, "bias": 0}, [
-            (CasePass(name="forward", curve="forward", sizes=(m, n, k)), time_us / 1e6)]) for m, n, k, time_us in products),
-        *(machine.record("gelu", {"elements": n_bytes}, [
-            (CasePass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), time_us / 1e6)]) for n_bytes, time_us in gelu)]
+        *(
+            machine.record(
+                "linear",
+                {"m": m, "n": n, "k": k, "bias": 0},
+                [(CasePass(name="forward", curve="forward", sizes=(m, n, k)), time_us / 1e6)],
+            )
+            for m, n, k, time_us in products
+        ),
+        *(
+            machine.record(
+                "gelu",
+                {"elements": n_bytes},
+                [(CasePass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), time_us / 1e6)],
+            )
+            for n_bytes, time_us in gelu
+        ),
+    ]
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -57,14 +105,23 @@ def test_the_constants_that_made_the_points_come_back(name):
 def test_errors_of_noisy_points_are_those_of_the_noise(name):
     found = curves_of(NOISY)[name]
 
-    assert 0.0 < found.median_error < 0.08  # the median of 5 % of noise is 3.4 %; a fit of few points has less
+    assert (
+        0.0 < found.median_error < 0.08
+    )  # the median of 5 % of noise is 3.4 %; a fit of few points has less
     assert found.median_error <= found.worst_error < 0.25
 
 
 def test_the_errors_of_a_curve_are_those_of_its_own_predictions():
     curve = NOISY.forward
-    errors = sorted(abs(matmul_s.__wrapped__(Product(m=m, n=n, k=k), curve, CHIP, sustained=True) * 1e6 / time_us - 1)
-                    for m, n, k, time_us in ((*map(int, point[:3]), point[3]) for point in curve.points))
+    errors = sorted(
+        abs(
+            matmul_s.__wrapped__(Product(m=m, n=n, k=k), curve, CHIP, sustained=True)
+            * 1e6
+            / time_us
+            - 1
+        )
+        for m, n, k, time_us in ((*map(int, point[:3]), point[3]) for point in curve.points)
+    )
 
     assert curve.rows == len(LINEARS) == len(errors)
     assert curve.worst_error == pytest.approx(errors[-1], rel=1e-3)
@@ -72,25 +129,52 @@ def test_the_errors_of_a_curve_are_those_of_its_own_predictions():
 
 
 def test_bounds_are_the_smallest_and_largest_measured_sizes():
-    assert (EXACT.forward.bounds.low, EXACT.forward.bounds.high) == ((512, 1024, 1024), (8192, 4096, 16384))
-    assert (EXACT.weight_gradient.bounds.low, EXACT.weight_gradient.bounds.high) == ((1024, 1024, 512), (16384, 4096, 8192))
-    assert (EXACT.flash_forward.bounds.low, EXACT.flash_forward.bounds.high) == ((512, 64), (4096, 128))
-    assert (EXACT.batched_forward.bounds.low, EXACT.batched_forward.bounds.high) == ((512, 64), (2048, 128))
+    assert (EXACT.forward.bounds.low, EXACT.forward.bounds.high) == (
+        (512, 1024, 1024),
+        (8192, 4096, 16384),
+    )
+    assert (EXACT.weight_gradient.bounds.low, EXACT.weight_gradient.bounds.high) == (
+        (1024, 1024, 512),
+        (16384, 4096, 8192),
+    )
+    assert (EXACT.flash_forward.bounds.low, EXACT.flash_forward.bounds.high) == (
+        (512, 64),
+        (4096, 128),
+    )
+    assert (EXACT.batched_forward.bounds.low, EXACT.batched_forward.bounds.high) == (
+        (512, 64),
+        (2048, 128),
+    )
     assert EXACT.forward.kind_at((8192, 4096, 16385)) is Kind.ANALYTIC
 
 
 def test_a_class_is_fitted_to_all_of_its_members_and_has_the_points_of_none():
-    assert EXACT.elementwise.backward.rows == EXACT.named["gelu"].backward.rows + EXACT.named["bias_gradient"].backward.rows
+    assert (
+        EXACT.elementwise.backward.rows
+        == EXACT.named["gelu"].backward.rows + EXACT.named["bias_gradient"].backward.rows
+    )
     assert EXACT.elementwise.backward.points == ()
     assert len(EXACT.named["gelu"].backward.points) == EXACT.named["gelu"].backward.rows
-    assert EXACT.residual.forward.rows == 2 * len(EXACT.residual.forward.points)  # residual, and dropped_residual's beside it
+    assert EXACT.residual.forward.rows == 2 * len(
+        EXACT.residual.forward.points
+    )  # residual, and dropped_residual's beside it
     assert EXACT.named["bias_gradient"].forward.kind is Kind.ANALYTIC  # it has no such pass
 
 
 def test_an_operation_of_no_known_class_has_a_curve_too():
-    compute = fit_compute([Machine().record("odd", {}, [(CasePass(name="time", curve="odd.forward", sizes=(2**20,)), 1e-4)])], CLUSTER, "bf16")
+    compute = fit_compute(
+        [
+            Machine().record(
+                "odd", {}, [(CasePass(name="time", curve="odd.forward", sizes=(2**20,)), 1e-4)]
+            )
+        ],
+        CLUSTER,
+        "bf16",
+    )
 
-    assert memory_bound_s(2**20, compute.named["odd"].forward, CHIP.bytes_per_s) == pytest.approx(1e-4, rel=0.05)
+    assert memory_bound_s(2**20, compute.named["odd"].forward, CHIP.bytes_per_s) == pytest.approx(
+        1e-4, rel=0.05
+    )
 
 
 def test_without_points_every_curve_is_the_assumption_marked_analytic():
@@ -102,20 +186,39 @@ def test_without_points_every_curve_is_the_assumption_marked_analytic():
 
 def test_a_gradient_without_points_is_that_of_the_forward_product_marked_analytic():
     machine = Machine()
-    passes = [(CasePass(name="forward", curve="forward", sizes=shape), machine.product_s(shape, "forward")) for shape in LINEARS]
-    records = [machine.record("linear", dict(zip("mnk", one.sizes, strict=True)), [(one, time_s)]) for one, time_s in passes]
+    passes = [
+        (
+            CasePass(name="forward", curve="forward", sizes=shape),
+            machine.product_s(shape, "forward"),
+        )
+        for shape in LINEARS
+    ]
+    records = [
+        machine.record("linear", dict(zip("mnk", one.sizes, strict=True)), [(one, time_s)])
+        for one, time_s in passes
+    ]
 
     found = fit_compute(records, CLUSTER, "bf16")
 
-    assert (found.input_gradient.kind, found.input_gradient.rows, found.input_gradient.points) == (Kind.ANALYTIC, 0, ())
-    assert found.input_gradient.efficiency == found.forward.efficiency == pytest.approx(CURVES.forward.efficiency, rel=0.02)
+    assert (found.input_gradient.kind, found.input_gradient.rows, found.input_gradient.points) == (
+        Kind.ANALYTIC,
+        0,
+        (),
+    )
+    assert (
+        found.input_gradient.efficiency
+        == found.forward.efficiency
+        == pytest.approx(CURVES.forward.efficiency, rel=0.02)
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("first", [0, 7, 15])
 def test_a_few_points_make_a_sane_curve(count, first):
     machine = Machine()
-    found = fit_compute([machine.linear(*shape) for shape in LINEARS[first:first + count]], CLUSTER, "bf16").forward
+    found = fit_compute(
+        [machine.linear(*shape) for shape in LINEARS[first : first + count]], CLUSTER, "bf16"
+    ).forward
 
     assert found.median_error < 0.03
     assert 0.4 < found.efficiency < 1.2
@@ -127,18 +230,35 @@ def test_a_few_points_make_a_sane_curve(count, first):
 
 @pytest.mark.parametrize("n_bytes", [2**12, 2**20, 2**30])
 def test_one_point_of_an_operation_bound_by_memory_is_met(n_bytes):
-    record = Machine().record("gelu", {}, [(CasePass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), 3e-5 + n_bytes / 5e11)])
+    record = Machine().record(
+        "gelu",
+        {},
+        [(CasePass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), 3e-5 + n_bytes / 5e11)],
+    )
 
     curve = fit_compute([record], CLUSTER, "bf16").named["gelu"].forward
 
-    assert memory_bound_s(n_bytes, curve, CHIP.bytes_per_s) == pytest.approx(3e-5 + n_bytes / 5e11, rel=0.05)
+    assert memory_bound_s(n_bytes, curve, CHIP.bytes_per_s) == pytest.approx(
+        3e-5 + n_bytes / 5e11, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("launch_s", [4e-8, 4e-6, 4e-5, 4e-4, 4e-3])
 def test_a_launch_far_from_the_assumed_one_is_found(launch_s):
     sizes = [2**power for power in (12, 16, 20, 24, 28)]
-    records = [Machine().record("gelu", {"elements": n_bytes}, [
-        (CasePass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), launch_s + n_bytes / 1e12)]) for n_bytes in sizes]
+    records = [
+        Machine().record(
+            "gelu",
+            {"elements": n_bytes},
+            [
+                (
+                    CasePass(name="forward", curve="gelu.forward", sizes=(n_bytes,)),
+                    launch_s + n_bytes / 1e12,
+                )
+            ],
+        )
+        for n_bytes in sizes
+    ]
 
     found = fit_compute(records, CLUSTER, "bf16").named["gelu"].forward
 
@@ -152,9 +272,16 @@ def test_a_point_whose_repeats_disagree_counts_less():
 
     def spoilt(spread: float):
         bad = machine.streamed("gelu", 2**28, ("forward",))
-        timing = replace(bad.measured.times["forward"], median_us=2 * bad.measured.times["forward"].median_us, spread=spread)
+        timing = replace(
+            bad.measured.times["forward"],
+            median_us=2 * bad.measured.times["forward"].median_us,
+            spread=spread,
+        )
         bad = replace(bad, measured=replace(bad.measured, times={"forward": timing}))
-        return fit_compute([good, bad], CLUSTER, "bf16").named["gelu"].forward.bandwidth_share / CURVES.elementwise.forward.bandwidth_share
+        return (
+            fit_compute([good, bad], CLUSTER, "bf16").named["gelu"].forward.bandwidth_share
+            / CURVES.elementwise.forward.bandwidth_share
+        )
 
     assert spoilt(2.0) == pytest.approx(1.0, abs=0.05)
     assert spoilt(0.0) < 0.9
@@ -163,14 +290,29 @@ def test_a_point_whose_repeats_disagree_counts_less():
 def test_products_with_odd_rows_do_not_bend_the_curve_of_an_accelerator():
     machine = Machine()
     odd = [machine.linear(m, 50257, k) for m, _, k in LINEARS]
-    slow = [replace(record, measured=replace(record.measured, times={
-        name: replace(timing, median_us=2.3 * timing.median_us) for name, timing in record.measured.times.items()})) for record in odd]
+    slow = [
+        replace(
+            record,
+            measured=replace(
+                record.measured,
+                times={
+                    name: replace(timing, median_us=2.3 * timing.median_us)
+                    for name, timing in record.measured.times.items()
+                },
+            ),
+        )
+        for record in odd
+    ]
 
     found = fit_compute([*(machine.linear(*shape) for shape in LINEARS), *slow], CLUSTER, "bf16")
 
     assert found.forward.efficiency == pytest.approx(EXACT.forward.efficiency, rel=1e-6)
-    assert found.weight_gradient.efficiency == pytest.approx(EXACT.weight_gradient.efficiency, rel=1e-6)
-    assert len(found.forward.points) == len(LINEARS) + len(LINEARS) // 2  # they stay points; two n of LINEARS are one 50257
+    assert found.weight_gradient.efficiency == pytest.approx(
+        EXACT.weight_gradient.efficiency, rel=1e-6
+    )
+    assert (
+        len(found.forward.points) == len(LINEARS) + len(LINEARS) // 2
+    )  # they stay points; two n of LINEARS are one 50257
     assert found.forward.bounds.high == (8192, 50257, 16384)
     only = fit_compute(slow, CLUSTER, "bf16").forward
     assert only.rows == len(slow)
@@ -193,7 +335,9 @@ def test_a_host_has_no_tiles_that_a_width_could_fill_in_part():
 
     def arithmetic_s(n: int) -> float:
         bare = replace(found, launch_s=0.0, bandwidth_share=1e9)
-        return matmul_s.__wrapped__(Product(m=1024, n=n, k=64, operand_bytes=4, result_bytes=4), bare, chip)
+        return matmul_s.__wrapped__(
+            Product(m=1024, n=n, k=64, operand_bytes=4, result_bytes=4), bare, chip
+        )
 
     assert found.untiled
     assert not EXACT.forward.untiled
@@ -203,22 +347,33 @@ def test_a_host_has_no_tiles_that_a_width_could_fill_in_part():
 @pytest.mark.parametrize("index", range(len(HOST_PRODUCTS)))
 def test_one_point_of_a_host_core_says_about_what_all_say(index):
     m, n, k, time_us = HOST_PRODUCTS[index]
-    found = fit_compute(host_records(HOST_PRODUCTS[index:index + 1], ()), HOST, "fp32").forward
+    found = fit_compute(host_records(HOST_PRODUCTS[index : index + 1], ()), HOST, "fp32").forward
     chip = Chip(peak_flops_per_s=9.36e10, bytes_per_s=2.3e10, num_sms=1)
     product = Product(m=m, n=n, k=k, operand_bytes=4, result_bytes=4)
 
-    assert matmul_s.__wrapped__(product, found, chip, sustained=True) * 1e6 == pytest.approx(time_us, rel=0.02)
+    assert matmul_s.__wrapped__(product, found, chip, sustained=True) * 1e6 == pytest.approx(
+        time_us, rel=0.02
+    )
     assert 0.5 < found.efficiency < 1.5
 
 
 def test_a_profile_has_the_links_and_the_contention_that_it_is_given():
     links = analytic_profile("a100-80gb")
 
-    found = fit_profile(Machine().every(), CLUSTER, "bf16", intra=links.intra, inter=links.inter, contention=0.3)
+    found = fit_profile(
+        Machine().every(), CLUSTER, "bf16", intra=links.intra, inter=links.inter, contention=0.3
+    )
 
-    assert (found.name, found.intra, found.inter, found.contention) == ("a100-80gb", links.intra, links.inter, 0.3)
+    assert (found.name, found.intra, found.inter, found.contention) == (
+        "a100-80gb",
+        links.intra,
+        links.inter,
+        0.3,
+    )
     assert document(found.compute) == document(EXACT)
 
 
 def test_no_curve_has_a_throttle_of_its_own():
-    assert {curve.throttle for curve in curves_of(NOISY).values() if hasattr(curve, "throttle")} == {0.0}
+    assert {
+        curve.throttle for curve in curves_of(NOISY).values() if hasattr(curve, "throttle")
+    } == {0.0}
