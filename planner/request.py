@@ -1,12 +1,11 @@
-"""What is asked of the planner beyond model, cluster and training: what to minimise, and which
-choices are pinned.
-"""
+"""The request to the planner: model, cluster, training, constraints and options in one record."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
@@ -17,6 +16,10 @@ from parplan.planner.forbid import NAMES, Ban, Value
 from parplan.planner.plan.prediction import Objective
 from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.models.module_source import ModuleSource
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.traced_model import TracedModel
 from parplan.profiles.stack import EVERY_RECOMPUTE, NEUTRAL, Stack
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -164,6 +167,58 @@ class SearchOptions:
                 f"--memory-margin is {self.memory_margin}, it must be in [0, 1)",
                 hint="0.08 keeps 8 % free",
             )
+
+
+ModelT = TypeVar("ModelT", ModelSpec, ModuleSource, TracedModel)
+OtherT = TypeVar("OtherT", ModelSpec, ModuleSource, TracedModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest(Generic[ModelT]):
+    """One question to the planner.
+
+    model         a described model, or for a traced module its source and then its trace
+    objective     the quantity to minimise
+    constraints   pinned and forbidden choices
+    options       limits of the search
+    module        the external module that runs in place of the executor's own, if any
+    assumed       one phrase for each default that the request took
+    """
+
+    model: ModelT
+    cluster: Cluster
+    training: TrainingSpec
+    objective: Objective = Objective.THROUGHPUT
+    constraints: Constraints = Constraints()
+    options: SearchOptions = SearchOptions()
+    module: ModuleSource | None = None
+    assumed: tuple[str, ...] = ()
+
+    def of_model(self, model: OtherT) -> PlanRequest[OtherT]:
+        """Returns the same request for another model."""
+        return PlanRequest(
+            model=model,
+            cluster=self.cluster,
+            training=self.training,
+            objective=self.objective,
+            constraints=self.constraints,
+            options=self.options,
+            module=self.module,
+            assumed=self.assumed,
+        )
+
+    def with_offload(self, offload: tuple[Offload, ...]) -> PlanRequest[ModelT]:
+        """Returns the same request where the host may hold exactly `offload`."""
+        return replace(self, constraints=replace(self.constraints, offload=offload))
+
+    def until(self, deadline: Deadline) -> PlanRequest[ModelT]:
+        """Returns the same request with another deadline."""
+        return replace(self, options=replace(self.options, deadline=deadline))
+
+
+Request = PlanRequest[ModelSpec]
+ModuleRequest = PlanRequest[ModuleSource]
+TracedRequest = PlanRequest[TracedModel]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,13 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
-from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
 from parplan.planner.layer_options.overlap_levels import (
     illegal_full_recompute,
     illegal_overlap,
     illegal_zero,
 )
-from parplan.planner.request import Constraints
+from parplan.planner.request import Constraints, Request
 from parplan.planner.stage_columns.block_counts import shorter_ends
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
@@ -106,7 +105,8 @@ def _allowed(pinned: Collection[object] | None, value: object) -> bool:
     return pinned is None or value in pinned
 
 
-def _meshes(model: ModelSpec, cluster: Cluster, pins: Constraints) -> Iterator[Mesh | Pruned]:
+def _meshes(request: Request) -> Iterator[Mesh | Pruned]:
+    model, cluster, pins = request.model, request.cluster, request.constraints
     gpus = cluster.num_gpus
     for tp in divisors(gpus):
         reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
@@ -179,9 +179,8 @@ def _schedules(
     )
 
 
-def _layouts(
-    mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constraints
-) -> Iterator[ParallelLayout | Pruned]:
+def _layouts(mesh: Mesh, request: Request) -> Iterator[ParallelLayout | Pruned]:
+    model, training, pins = request.model, request.training, request.constraints
     if training.global_batch_size % mesh.dp:
         yield Pruned(
             str(mesh),
@@ -226,30 +225,25 @@ def _layouts(
                     layout, model, training
                 )
                 yield from (
-                    (Pruned(layout_text(layout), reason),)
-                    if reason
-                    else _levels(layout, model, training, pins)
+                    (Pruned(layout_text(layout), reason),) if reason else _levels(layout, request)
                 )
 
 
-def _levels(
-    layout: ParallelLayout, model: ModelSpec, training: TrainingSpec, pins: Constraints
-) -> Iterator[ParallelLayout | Pruned]:
-    """The layout at each level of sub-pipelining that is pinned, else at those that the stack
-    runs.
-    """
-    asked = range(training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
-    for level in asked if layout.mesh.tp > 1 else (0,):
-        found, ban = (
-            replace(layout, tp_overlap=level),
-            pins.ban(tp_overlap=level) if layout.mesh.tp > 1 else None,
-        )
-        reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
+def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout | Pruned]:
+    """Yields the layout at each pinned level of sub-pipelining, or at each that the stack runs."""
+    model, pins = request.model, request.constraints
+    levels = pins.tp_overlap
+    if levels is None:
+        levels = tuple(range(request.training.stack.tp_overlap + 1))
+    for level in levels if layout.mesh.tp > 1 else (0,):
+        overlapped = replace(layout, tp_overlap=level)
+        ban = pins.ban(tp_overlap=level) if layout.mesh.tp > 1 else None
+        reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(overlapped, model)
         if pins.recompute == (Recompute.FULL,):
             reason = reason or illegal_full_recompute(level, model)
-        yield Pruned(layout_text(found), reason) if reason else found
+        yield Pruned(layout_text(overlapped), reason) if reason else overlapped
         if not reason and has_chunks(pins.offload):
-            yield _in_chunks(found, pins)
+            yield _in_chunks(overlapped, pins)
         if reason and not ban:
             return  # what rules out one level rules out those above
 
@@ -291,29 +285,25 @@ def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | 
     return None
 
 
-def enumerate_candidates(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    deadline: Deadline = NEVER,
-) -> CandidateSpace:
-    """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches
-    that a pin excludes.
+def enumerate_candidates(request: Request) -> CandidateSpace:
+    """Returns all candidates, and a Pruned entry for each that is not tried.
+
+    A micro-batch size that a pin excludes has no entry.
 
     Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
     """
-    require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
-    pins = pins.resolved(training.stack)
+    stack, pins = request.training.stack, request.constraints
+    require_stack_runs(stack, pins.schedule or (), pins.recompute or ())
+    resolved = replace(request, constraints=pins.resolved(stack))
     layouts: list[ParallelLayout] = []
     pruned: list[Pruned] = []
-    for mesh in _meshes(model, cluster, pins):
-        for found in (mesh,) if isinstance(mesh, Pruned) else _layouts(mesh, model, training, pins):
-            deadline.check()
-            if isinstance(found, Pruned):
-                pruned.append(found)
+    for mesh in _meshes(resolved):
+        for candidate in (mesh,) if isinstance(mesh, Pruned) else _layouts(mesh, resolved):
+            request.options.deadline.check()
+            if isinstance(candidate, Pruned):
+                pruned.append(candidate)
             else:
-                layouts.append(found)
+                layouts.append(candidate)
     return CandidateSpace(tuple(layouts), tuple(pruned))
 
 

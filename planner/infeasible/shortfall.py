@@ -16,10 +16,9 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import in_reach, may_fit
-from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.host_options.state_locations import has_chunks
 from parplan.planner.plan.error_band import memory_margin
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.columns import StageColumn
@@ -28,7 +27,6 @@ from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import Stack
 from parplan.profiles.units import GIB, MIB, gib
 
@@ -49,6 +47,19 @@ def limit_bytes(cluster: Cluster, stack: Stack, options: SearchOptions) -> float
     if options.memory_limit_bytes is not None:
         return float(min(options.memory_limit_bytes, cluster.device.memory_bytes))
     return cluster.device.memory_bytes * (1 - memory_margin(stack, options))
+
+
+def price_cache_of(request: Request) -> PriceCache:
+    """Returns an empty price cache for the request."""
+    machine = machine_for(request.cluster)
+    zero_ranks = request.constraints.zero_ranks
+    return PriceCache(request.model, request.training, machine, zero_ranks=zero_ranks)
+
+
+def mix_table(request: Request) -> MixTable:
+    """Returns the table of mixes for the request, which ends with its deadline."""
+    constraints = request.constraints.resolved(request.training.stack)
+    return MixTable(price_cache_of(request), constraints, request.options.deadline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,18 +137,12 @@ def _leanest_of(layout: ParallelLayout, table: MixTable) -> _LeastPeakCandidate:
     """The split of the blocks whose fullest rank needs least, by bisection over the memory limit,
     to 1 MiB.
     """
-    num_layers, pp, ranks = (
-        table.price_cache.model.num_layers,
-        layout.mesh.pp,
-        _Ranks(layout, table),
-    )
+    num_layers, pp = table.price_cache.model.num_layers, layout.mesh.pp
+    ranks = _Ranks(layout, table)
     even = -(-num_layers // pp)
-    low, high = (
-        0.0,
-        max(
-            ranks.smallest(rank, min(even, ranks.counts(rank)[-1])).memory_bytes
-            for rank in range(pp)
-        ),
+    low = 0.0
+    high = max(
+        ranks.smallest(rank, min(even, ranks.counts(rank)[-1])).memory_bytes for rank in range(pp)
     )
     while high - low > max(MIB, ROUNDING * high):
         table.deadline.check()
@@ -153,18 +158,12 @@ def _leanest_of(layout: ParallelLayout, table: MixTable) -> _LeastPeakCandidate:
     return _LeastPeakCandidate(layout, fullest, tuple(map(ranks.smallest, range(pp), held)))
 
 
-def _least_memory_layouts(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    deadline: Deadline = NEVER,
-) -> Iterator[ParallelLayout]:
+def _least_memory_layouts(request: Request) -> Iterator[ParallelLayout]:
     """The layouts that can be leanest: per mesh and level of sub-pipelining the smallest
     micro-batch, without virtual stages, sequence parallel.
     """
     seen: dict[object, ParallelLayout] = {}
-    for layout in enumerate_candidates(model, cluster, training, pins, deadline).layouts:
+    for layout in enumerate_candidates(request).layouts:
         alike = layout.mesh, layout.tp_overlap, layout.chunked
         known = seen.get(alike)
         if known is None or _thirst(layout) < _thirst(known):
@@ -184,90 +183,55 @@ def _thirst(layout: ParallelLayout) -> tuple[int, bool, int, bool]:
     )
 
 
-def _leanest(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    deadline: Deadline = NEVER,
-) -> _LeastPeakCandidate | None:
-    table = MixTable(
-        PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks),
-        pins.resolved(training.stack),
-        deadline,
-    )
-    found = (
-        _leanest_of(layout, table)
-        for layout in _least_memory_layouts(model, cluster, training, pins, deadline)
-    )
-    return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
+def _leanest(request: Request) -> _LeastPeakCandidate | None:
+    table = mix_table(request)
+    leanest = (_leanest_of(layout, table) for layout in _least_memory_layouts(request))
+    return min(leanest, key=lambda lean: lean.column.memory_bytes, default=None)
 
 
-def least_peak_bytes(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    deadline: Deadline = NEVER,
-) -> float | None:
+def least_peak_bytes(request: Request) -> float | None:
     """The bytes that the fullest rank of the leanest plan needs, to 1 MiB, or None when no
     candidate is legal. Raises OutOfTimeError.
 
     A tied embedding, whose ends must shard alike, can make the least that a search reaches a little
     larger.
     """
-    lean = _leanest(model, cluster, training, pins, deadline)
+    lean = _leanest(request)
     return None if lean is None else lean.column.memory_bytes
 
 
-def smallest_cluster(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    limit: float,
-    deadline: Deadline = NEVER,
-) -> int | None:
+def smallest_cluster(request: Request, limit: float) -> int | None:
     """The smallest number of GPUs, in whole nodes beyond `cluster`, on which some plan fits, or
     None within the range.
 
     Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for.
     Raises OutOfTimeError.
     """
-    pins = replace(pins, pp=None, dp=None)
+    cluster = request.cluster
+    constraints = replace(request.constraints, pp=None, dp=None)
     for nodes in range(cluster.nodes + 1, MOST_TIMES_LARGER * cluster.nodes + 1):
-        larger = replace(cluster, nodes=nodes)
-        price_cache = PriceCache(model, training, machine_for(larger), zero_ranks=pins.zero_ranks)
-        table = MixTable(price_cache, pins.resolved(training.stack), deadline)
-        layouts = _least_memory_layouts(model, larger, training, pins, deadline)
+        larger = replace(request, cluster=replace(cluster, nodes=nodes), constraints=constraints)
+        table = mix_table(larger)
+        layouts = _least_memory_layouts(larger)
         if in_reach(table, limit) and any(_fits(layout, table, limit) for layout in layouts):
-            return larger.num_gpus
+            return larger.cluster.num_gpus
     return None
 
 
-def shortfall(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    options: SearchOptions,
-) -> Shortfall:
+def shortfall(request: Request) -> Shortfall:
     """What binds: the leanest plan, its fullest stage, the bytes it is short, and what most of them
     are. Raises OutOfTimeError.
     """
-    limit = limit_bytes(cluster, training.stack, options)
-    lean = _leanest(model, cluster, training, pins, options.deadline)
-    assert lean is not None, "there are legal frames"
-    need, price_cache = (
-        lean.column.memory_bytes,
-        PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks),
-    )
-    margin = (
-        ""
-        if options.memory_limit_bytes is not None
-        else f" with --memory-margin {memory_margin(training.stack, options):g}"
-    )
-    host = enough_host_bytes(model, cluster, training, pins, limit, options.deadline)
+    model, cluster, options = request.model, request.cluster, request.options
+    limit = limit_bytes(cluster, request.training.stack, options)
+    lean = _leanest(request)
+    assert lean is not None, "there are legal layouts"
+    need = lean.column.memory_bytes
+    price_cache = price_cache_of(request)
+    margin = ""
+    if options.memory_limit_bytes is None:
+        margin = f" with --memory-margin {memory_margin(request.training.stack, options):g}"
+    host = enough_host_bytes(request, limit)
     return Shortfall(
         need_bytes=need,
         limit_bytes=limit,
@@ -276,7 +240,7 @@ def shortfall(
             f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.layout.mesh}, "
             f"zero {lean.column.zero}, {_recompute_of(lean.column, price_cache)} recompute, micro-batch {lean.layout.micro_batch_size}{_homes(lean)}) "
             f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short; "
-            f"the largest part is {_largest_part(lean, price_cache)}{_host_text(host, cluster, pins)}"
+            f"the largest part is {_largest_part(lean, price_cache)}{_host_text(host, cluster, request.constraints)}"
         ),
     )
 
@@ -307,35 +271,20 @@ def _host_text(enough: int | None, cluster: Cluster, pins: Constraints) -> str:
     return f"; it would fit with {gib(enough):,.0f} GiB of host memory a node, there are {gib(cluster.host_memory_bytes):,.0f}"
 
 
-def enough_host_bytes(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    limit: float,
-    deadline: Deadline = NEVER,
-) -> int | None:
+def enough_host_bytes(request: Request, limit: float) -> int | None:
     """How much memory of a node's host is enough for its devices as they are, to 1 GiB, by
     bisection; None where none is.
 
     Raises OutOfTimeError.
     """
-    if not has_chunks(pins.offload):
+    if not has_chunks(request.constraints.offload):
         return None
-    table = MixTable(
-        PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks),
-        pins.resolved(training.stack),
-        deadline,
-    )
+    table = mix_table(request)
     most = -(-STATE_BYTES * table.price_cache.graph(1).num_parameters // GIB)
-    layouts = [
-        layout
-        for layout in _least_memory_layouts(model, cluster, training, pins, deadline)
-        if layout.chunked
-    ]
+    layouts = [layout for layout in _least_memory_layouts(request) if layout.chunked]
 
     def fitting(host_gib: int) -> list[ParallelLayout]:
-        table.host_share_bytes = host_gib * GIB / cluster.gpus_per_node
+        table.host_share_bytes = host_gib * GIB / request.cluster.gpus_per_node
         return [layout for layout in layouts if _fits(layout, table, limit)]
 
     layouts = fitting(most)
@@ -344,8 +293,11 @@ def enough_host_bytes(
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        found = fitting(middle)
-        low, high, layouts = (low, middle, found) if found else (middle, high, layouts)
+        still_fitting = fitting(middle)
+        if still_fitting:
+            high, layouts = middle, still_fitting
+        else:
+            low = middle
     return high * GIB
 
 
@@ -378,41 +330,34 @@ def _shorter(layout: ParallelLayout) -> ParallelLayout:
     )
 
 
-def infeasible_error(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    options: SearchOptions,
-) -> InfeasibleError:
+def infeasible_error(request: Request) -> InfeasibleError:
     """The error that says what binds, and how many GPUs are enough; planner/search/relaxations.py
     looks for other ways out.
 
     It takes EXPLAINED_S at most, and says what it did not come to.
     """
-    options = replace(options, deadline=options.deadline.within(EXPLAINED_S))
+    request = request.until(request.options.deadline.within(EXPLAINED_S))
     try:
-        short = shortfall(model, cluster, training, pins, options)
+        short = shortfall(request)
     except OutOfTimeError:
-        return unexplained_error(model, cluster)
+        return unexplained_error(request)
     try:
-        enough = smallest_cluster(
-            model, cluster, training, pins, short.limit_bytes, options.deadline
-        )
+        enough = smallest_cluster(request, short.limit_bytes)
     except OutOfTimeError:
         return InfeasibleError(short.text, hint=f"use more GPUs: {UNTRIED}, the time was over")
     return InfeasibleError(
         short.text,
-        hint=f"{enough} GPUs are enough (--gpus {enough})" if enough else no_cluster_text(cluster),
+        hint=f"{enough} GPUs are enough (--gpus {enough})"
+        if enough
+        else no_cluster_text(request.cluster),
     )
 
 
-def unexplained_error(
-    model: ModelSpec, cluster: Cluster, why: str = "the time was over"
-) -> InfeasibleError:
-    """The error where there is no time for more than that nothing fits."""
+def unexplained_error(request: Request, why: str = "the time was over") -> InfeasibleError:
+    """Returns the error of a search that has no time left to explain why nothing fits."""
+    cluster = request.cluster
     return InfeasibleError(
-        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not searched, {why}",
+        f"{request.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not searched, {why}",
         hint=f"use more GPUs or pin less: {UNTRIED}",
     )
 

@@ -29,7 +29,7 @@ from parplan.planner.layer_options.overlap_levels import illegal_full_recompute,
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -37,7 +37,7 @@ from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.stack import Stack
 from parplan.profiles.units import gib
 
@@ -91,13 +91,9 @@ def default_blocks(layout: ParallelLayout, num_layers: int) -> tuple[int, ...]:
 
 
 def _check(
-    layout: ParallelLayout,
-    blocks: Sequence[int],
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    recompute: Recompute,
+    layout: ParallelLayout, blocks: Sequence[int], request: Request, recompute: Recompute
 ) -> None:
+    model, cluster, training = request.model, request.cluster, request.training
     stack = training.stack
     require_stack_runs(
         stack, (layout.schedule,) if lacking_schedule(layout, stack) else (), (recompute,)
@@ -245,53 +241,62 @@ def uniform_strategy(
     )
 
 
-def estimate_plan(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    layout: ParallelLayout,
-    *,
-    zero: int = 0,
-    recompute: Recompute = Recompute.NONE,
-    blocks: Sequence[int] | None = None,
-    zero_ranks: int | None = None,
-    offload: tuple[Offload, ...] = (),
-    chunks: ChunkRequest | None = None,
-    keep_on_host: Collection[str] = (),
-) -> Plan:
-    """The plan of one configuration: every block at the same recompute level and ZeRO stage,
-    `blocks[s]` on rank s.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformChoices:
+    """The choices of a configuration by hand: every block has the same.
 
-    blocks: an even split by default; zero_ranks: neighbours that hold one copy of sharded states,
-    all of dp by default
-    offload: what the host keeps: states of every layer, all activations of the blocks, the token
-    table; keep_on_host: of named operators
-    chunks: the states of the blocks in chunks; `zero` is that of embedding and head then, 3 where
-    dp > 1
-
-    A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`), one
-    that does not fit their hosts, or whose chunks have no room on a device, is an InfeasibleError.
-    Raises ConfigError when the configuration cannot run.
+    zero            ZeRO stage; with chunks that of embedding and head, which is 3 where dp > 1
+    recompute       recompute level
+    blocks          blocks of each pipeline rank; an even split by default
+    zero_ranks      neighbours that hold one copy of sharded states; all of dp by default
+    offload         host contents: states of every layer, all activations, the token table
+    keep_on_host    operators whose activations go to the host
+    chunks          the states of the blocks in chunks
     """
-    blocks = tuple(blocks) if blocks is not None else default_blocks(layout, model.num_layers)
-    _check(layout, blocks, model, cluster, training, recompute)
-    _check_holders(layout, zero, zero_ranks)
+
+    zero: int = 0
+    recompute: Recompute = Recompute.NONE
+    blocks: Sequence[int] | None = None
+    zero_ranks: int | None = None
+    offload: tuple[Offload, ...] = ()
+    keep_on_host: Collection[str] = ()
+    chunks: ChunkRequest | None = None
+
+
+def estimate_plan(
+    request: Request, layout: ParallelLayout, choices: UniformChoices | None = None
+) -> Plan:
+    """Returns the plan of one configuration, without a search.
+
+    A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`).
+    Raises InfeasibleError for one that does not fit the hosts or whose chunks have no room on a
+    device, ConfigError for one that cannot run.
+    """
+    model, cluster, training = request.model, request.cluster, request.training
+    choices = choices or UniformChoices()
+    zero, recompute, chunks = choices.zero, choices.recompute, choices.chunks
+    offload = choices.offload
+    blocks = default_blocks(layout, model.num_layers)
+    if choices.blocks is not None:
+        blocks = tuple(choices.blocks)
+    _check(layout, blocks, request, recompute)
+    _check_holders(layout, zero, choices.zero_ranks)
     _check_offload(offload, chunks, layout.mesh, model)
     if chunks is not None:
-        reason = illegal_chunks(layout, (zero,) if zero else None, zero_ranks)
+        reason = illegal_chunks(layout, (zero,) if zero else None, choices.zero_ranks)
         if reason:
             raise ConfigError(
                 reason, hint="change that option, or drop optimizer and parameters of --offload"
             )
         zero = 3 if layout.mesh.dp > 1 else 0
     _check_split(layout, zero, recompute)
-    names = (ALL,) if Offload.ACTIVATIONS in offload else keep_on_host
+    names = (ALL,) if Offload.ACTIVATIONS in offload else choices.keep_on_host
     _check_halves(layout, model, recompute, on_host=bool(names))
     price_cache = PriceCache(
         model,
         training,
         machine_for(cluster),
-        zero_ranks=zero_ranks,
+        zero_ranks=choices.zero_ranks,
         offload=tuple(each for each in offload if each is not Offload.ACTIVATIONS),
         chunking=None if chunks is None else chunks.chunking(cluster, training.stack),
     )

@@ -32,7 +32,7 @@ from parplan.planner.infeasible.shortfall import infeasible_error
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
-from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
+from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_leanest
 from parplan.planner.search.least_redundancy_on_host import LeanChoice, search_leanest_on_host
@@ -47,13 +47,11 @@ from parplan.planner.search.search_session import (
 )
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError, SolverError
-from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GIB
 
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
 SLACK = 0.02  # of the memory limit
-Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions], InfeasibleError]
+Explain = Callable[[Request], InfeasibleError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,71 +344,44 @@ def search_leaner(
 
 
 def find_plan(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    objective: Objective | str = Objective.THROUGHPUT,
-    *,
-    constraints: Constraints | None = None,
-    options: SearchOptions | None = None,
-    on_progress: OnProgress | None = None,
-    explain: Explain = infeasible_error,
+    request: Request, on_progress: OnProgress | None = None, explain: Explain = infeasible_error
 ) -> Plan:
-    """The best plan to train `model` on `cluster`: the fastest, or within a slowdown the least
-    redundant, or the one with the least peak.
+    """Returns the plan that is best by the objective of the request.
 
-    Raises ConfigError when no mesh is legal, the error that `explain` makes when nothing fits (an
-    InfeasibleError that says what is missing;
-    `parplan.report.searches.infeasible_text.explained_error` also says what would fit),
-    SolverError, and OutOfTimeError where the deadline of the options comes before the first plan.
+    Raises ConfigError when no mesh is legal, SolverError, and OutOfTimeError where the deadline
+    comes before the first plan. When nothing fits it raises the error that `explain` makes: an
+    InfeasibleError that says how much memory is missing. The error of
+    `parplan.report.searches.infeasible_text.explained_error` also says which changes would fit.
     """
-    objective, pins, options = (
-        Objective(objective),
-        constraints or Constraints(),
-        options or SearchOptions(),
-    )
-    if objective is Objective.MEMORY:
-        found = _find_leanest(model, cluster, training, pins, options, on_progress)
-        if found is not None:
-            return found.plan
-        pins = replace(pins, offload=SEARCHED_OFFLOAD if pins.offload is None else pins.offload)
-        raise explain(model, cluster, training, pins, options)
-    for allowed in ((), SEARCHED_OFFLOAD) if pins.offload is None else (pins.offload,):
-        pins = replace(pins, offload=allowed)
-        found = search(
-            SearchPrices(model, cluster, training, pins, options.deadline),
-            objective,
-            options,
-            on_progress,
-        )
-        if found is not None:
-            return found.plan
-    raise explain(model, cluster, training, pins, options)
+    offload = request.constraints.offload
+    if request.objective is Objective.MEMORY:
+        result = _find_leanest(request, on_progress)
+        if result is not None:
+            return result.plan
+        request = request.with_offload(SEARCHED_OFFLOAD if offload is None else offload)
+        raise explain(request)
+    for allowed in ((), SEARCHED_OFFLOAD) if offload is None else (offload,):
+        request = request.with_offload(allowed)
+        result = search(SearchPrices(request), request.objective, request.options, on_progress)
+        if result is not None:
+            return result.plan
+    raise explain(request)
 
 
-def _find_leanest(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    options: SearchOptions,
-    on_progress: OnProgress | None,
-) -> SearchResult | None:
-    """The least redundant plan without the host, and then with what it may keep: all of it where
-    nothing is said and nothing fits.
+def _find_leanest(request: Request, on_progress: OnProgress | None) -> SearchResult | None:
+    """Returns the least redundant plan, first without the host and then with it.
+
+    Where the request leaves offload open, the host is used only if nothing fits without it.
     """
-    deadline = options.deadline
-    alone = search(
-        SearchPrices(model, cluster, training, replace(pins, offload=()), deadline),
-        Objective.MEMORY,
-        options,
-        on_progress,
-    )
-    offload = pins.offload if pins.offload is not None else () if alone else SEARCHED_OFFLOAD
+    options = request.options
+    alone = search(SearchPrices(request.with_offload(())), Objective.MEMORY, options, on_progress)
+    offload = request.constraints.offload
+    if offload is None:
+        offload = () if alone else SEARCHED_OFFLOAD
     if not offload or (alone and alone.interrupted):
         return alone
     try:
-        prices = SearchPrices(model, cluster, training, replace(pins, offload=offload), deadline)
+        prices = SearchPrices(request.with_offload(offload))
     except OutOfTimeError:
         if alone is None:
             raise
@@ -418,8 +389,8 @@ def _find_leanest(
             alone,
             plan=replace(alone.plan, search=replace(alone.plan.search, status=Status.FEASIBLE)),
         )
-    found = alone or search(prices, Objective.THROUGHPUT, options, on_progress)
-    return found and search_leaner(prices, found, options, on_progress)
+    first = alone or search(prices, Objective.THROUGHPUT, options, on_progress)
+    return first and search_leaner(prices, first, options, on_progress)
 
 
 def _of_simulated_steps(

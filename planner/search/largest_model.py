@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.candidates.enumeration import enumerate_candidates
+from parplan.planner.deadline import Deadline
 from parplan.planner.infeasible.shortfall import infeasible_error, limit_bytes
 from parplan.planner.plan.plan import Plan
-from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
+from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.pareto import TIME_LIMIT, OnSearch
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, PlannerError
-from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelEntry, ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
@@ -66,15 +66,12 @@ class ModelSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
-    """A request for the largest model: all of a search but the model."""
+class SearchWatch:
+    """Callbacks of a series of searches, and the question whether Ctrl-C came."""
 
-    cluster: Cluster
-    training: TrainingSpec
-    pins: Constraints
-    options: SearchOptions
     on_progress: OnProgress | None = None
     on_search: OnSearch | None = None
+    interrupted: Callable[[], bool] = lambda: False
 
 
 def members(entries: Sequence[ModelEntry]) -> ModelSizes:
@@ -82,14 +79,12 @@ def members(entries: Sequence[ModelEntry]) -> ModelSizes:
     return ModelSizes(count=len(entries), of=lambda index: entries[index])
 
 
-def widths(of_width: Callable[[int], ModelEntry], asking: Asking) -> ModelSizes:
-    """Numbers of blocks of one width, from 1 to what all memory of the cluster could hold at
-    most.
-    """
-    one, two = (_num_parameters(of_width(blocks).spec) for blocks in (1, 2))
-    most = (
-        int((_memory_bytes(asking, with_hosts=True) / LEAST_STATE_BYTES - one) // (two - one)) + 1
-    )
+def widths(of_width: Callable[[int], ModelEntry], request: Request) -> ModelSizes:
+    """Returns models of one width, from one block to as many as all memory could hold at most."""
+    one_block = _num_parameters(of_width(1).spec)
+    per_block = _num_parameters(of_width(2).spec) - one_block
+    room = _memory_bytes(request, with_hosts=True) / LEAST_STATE_BYTES
+    most = int((room - one_block) // per_block) + 1
     return ModelSizes(count=max(1, most), of=lambda index: of_width(index + 1))
 
 
@@ -99,23 +94,19 @@ def _num_parameters(model: ModelSpec) -> int:
     ).num_parameters
 
 
-def _memory_bytes(asking: Asking, *, with_hosts: bool) -> float:
-    """What plans may fill of all devices, and of their hosts."""
-    cluster = asking.cluster
-    return cluster.num_gpus * limit_bytes(cluster, asking.training.stack, asking.options) + (
-        cluster.nodes * cluster.host_memory_bytes * with_hosts
-    )
+def _memory_bytes(request: Request, *, with_hosts: bool) -> float:
+    """Returns the bytes that a plan may fill of all devices, and of their hosts."""
+    cluster = request.cluster
+    hosts_bytes = cluster.nodes * cluster.host_memory_bytes if with_hosts else 0
+    limit = limit_bytes(cluster, request.training.stack, request.options)
+    return cluster.num_gpus * limit + hosts_bytes
 
 
-def _require_room(model: ModelSpec, asking: Asking, offload: tuple[Offload, ...]) -> None:
-    """Raises InfeasibleError where all memory together is too small for one copy of the states: no
-    search is needed for that.
-    """
-    cluster = asking.cluster
-    needed, room = (
-        LEAST_STATE_BYTES * _num_parameters(model),
-        _memory_bytes(asking, with_hosts=bool(offload)),
-    )
+def _require_room(request: Request) -> None:
+    """Raises InfeasibleError where all memory is too small for one copy of the states."""
+    model, cluster, offload = request.model, request.cluster, request.constraints.offload
+    needed = LEAST_STATE_BYTES * _num_parameters(model)
+    room = _memory_bytes(request, with_hosts=bool(offload))
     if needed > room:
         raise InfeasibleError(
             f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: one copy of its states takes at least "
@@ -124,19 +115,10 @@ def _require_room(model: ModelSpec, asking: Asking, offload: tuple[Offload, ...]
 
 
 class _Probes:
-    """The searches of one choice of what the host may keep: whether a size fits is asked once, and
-    ends with the first plan.
-    """
+    """The searches at one level of offload; each size is tried once, up to its first plan."""
 
-    def __init__(
-        self,
-        sizes: ModelSizes,
-        asking: Asking,
-        offload: tuple[Offload, ...],
-        interrupted: Callable[[], bool],
-    ) -> None:
-        self._sizes, self._asking, self._interrupted = sizes, asking, interrupted
-        self._pins = replace(asking.pins, offload=offload)
+    def __init__(self, sizes: ModelSizes, request: Request, watch: SearchWatch) -> None:
+        self._sizes, self._request, self._watch = sizes, request, watch
         self.plans: dict[int, Plan] = {}
         self.errors: dict[int, PlannerError] = {}
         self.num_searches = 0
@@ -145,69 +127,46 @@ class _Probes:
         """Whether the size has a plan, which is kept. Raises KeyboardInterrupt, OutOfTimeError."""
         if index not in self.plans and index not in self.errors:
             try:
-                options = self._asking.options
-                self.plans[index] = self._plan(
-                    index, replace(options, deadline=options.deadline.first_plan())
-                )
+                deadline = self._request.options.deadline
+                self.plans[index] = self._plan(index, deadline.first_plan())
             except (InfeasibleError, ConfigError) as error:
                 self.errors[index] = error
         return index in self.plans
 
     def fastest(self, index: int, count: int) -> Plan:
-        """The fastest plan of a size that fits, found in its share of the time for `count` rows."""
-        options = self._asking.options
-        return self._plan(index, replace(options, deadline=options.deadline.share(count)))
+        """Returns the fastest plan of a size that fits, in its share of the time for `count` rows."""
+        return self._plan(index, self._request.options.deadline.share(count))
 
-    def _plan(self, index: int, options: SearchOptions) -> Plan:
-        model, asking = self._sizes.of(index).spec, self._asking
-        if self._interrupted():
+    def _plan(self, index: int, deadline: Deadline) -> Plan:
+        request, watch = self._of_size(index).until(deadline), self._watch
+        if watch.interrupted():
             raise KeyboardInterrupt
-        if asking.on_search:
-            asking.on_search(
-                model.name, self.num_searches, self._sizes.count.bit_length() + ALSO_TRIED
-            )
+        if watch.on_search:
+            planned = self._sizes.count.bit_length() + ALSO_TRIED
+            watch.on_search(request.model.name, self.num_searches, planned)
         self.num_searches += 1
-        _require_room(model, asking, self._pins.offload or ())
-        return find_plan(
-            model,
-            asking.cluster,
-            asking.training,
-            constraints=self._pins,
-            options=options,
-            on_progress=asking.on_progress,
-            explain=_unexplained,
-        )
+        _require_room(request)
+        return find_plan(request, watch.on_progress, _unexplained)
+
+    def _of_size(self, index: int) -> Request:
+        return replace(self._request, model=self._sizes.of(index).spec)
 
     def legal_at_most(self, high: int, low: int) -> int | None:
         """The largest size in low .. high that has candidates at all."""
-        return next(
-            (
-                index
-                for index in range(high, low - 1, -1)
-                if self._legal(self._sizes.of(index).spec)
-            ),
-            None,
-        )
+        return next((index for index in range(high, low - 1, -1) if self._legal(index)), None)
 
-    def _legal(self, model: ModelSpec) -> bool:
-        deadline = self._asking.options.deadline
-        return bool(
-            enumerate_candidates(
-                model, self._asking.cluster, self._asking.training, self._pins, deadline
-            ).layouts
-        )
+    def _legal(self, index: int) -> bool:
+        return bool(enumerate_candidates(self._of_size(index)).layouts)
 
     def next_above(self, best: int | None) -> tuple[str | None, PlannerError | None]:
         """The smallest size above `best` that does not fit, and what it lacks."""
         index = min((index for index in self.errors if best is None or index > best), default=None)
         if index is None:
             return None, None
-        model, asking, error = self._sizes.of(index).spec, self._asking, self.errors[index]
+        request, error = self._of_size(index), self.errors[index]
         if isinstance(error, _UnexplainedError):
-            error = infeasible_error(
-                model, asking.cluster, asking.training, self._pins, asking.options
-            )
-        return model.name, error
+            error = infeasible_error(request)
+        return request.model.name, error
 
 
 class _UnexplainedError(InfeasibleError):
@@ -253,24 +212,22 @@ def last_that_fits(
 
 def find_largest(
     sizes: ModelSizes,
-    asking: Asking,
+    request: Request,
     levels: Sequence[tuple[Offload, ...]] = LEVELS,
-    *,
-    interrupted: Callable[[], bool] = lambda: False,
+    watch: SearchWatch | None = None,
 ) -> tuple[LargestModel, ...]:
-    """The largest model for each of `levels`, of which each allows what the one before does and
-    more.
+    """Returns the largest model at each level of offload; each level allows more than the last.
 
-    interrupted: whether Ctrl-C came, which ends it with what is known, as the deadline does; a
-    search that it ends may still have a plan Raises OutOfTimeError where the deadline came before
-    any plan.
+    request: the request for any of the sizes. Ctrl-C and the deadline end the searches with the
+    rows so far. Raises OutOfTimeError where the deadline came before any plan.
     """
+    watch = watch or SearchWatch()
     rows: list[LargestModel] = []
     known = 0
     for number, offload in enumerate(levels):
-        probes = _Probes(sizes, asking, offload, interrupted)
+        probes = _Probes(sizes, request.with_offload(offload), watch)
         row, known = _largest(probes, offload, known, sizes.count, len(levels) - number)
-        rows.append(replace(row, stopped="Ctrl-C") if interrupted() else row)
+        rows.append(replace(row, stopped="Ctrl-C") if watch.interrupted() else row)
         if not rows[-1].proven:
             break
     if rows[-1].stopped == TIME_LIMIT and not any(row.plan for row in rows):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import BranchOutcome
@@ -81,15 +82,15 @@ class _Layouts:
                     layout, bound
                 ):
                     low = self.proven_bytes.get(layout, 0.0)
-                    bound, _ = halve_in(
-                        low,
-                        bound,
-                        lambda within, f=layout: None if self._has_nothing(f, within) else within,
-                    )  # type: ignore[misc]
+                    bound, _ = halve_in(low, bound, partial(self._not_ruled_out, layout))
                 left.pop()
         except (KeyboardInterrupt, OutOfTimeError):
             bound = min([bound, *(self.proven_bytes.get(layout, 0.0) for layout in left)])
         return max(0.0, bound)
+
+    def _not_ruled_out(self, layout: ParallelLayout, limit_bytes: float) -> float | None:
+        """Returns the limit where a layout may have a plan in time within it, else None."""
+        return None if self._has_nothing(layout, limit_bytes) else limit_bytes
 
     def _has_nothing(self, layout: ParallelLayout, limit_bytes: float) -> bool:
         """Whether it is proven that a layout has no plan in time within a limit."""

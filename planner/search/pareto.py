@@ -38,13 +38,11 @@ from pathlib import Path
 from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_bytes, limit_bytes
 from parplan.planner.plan.plan import Plan, host_gib
 from parplan.planner.plan.prediction import FrontPoint, Objective
-from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
+from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
 from parplan.planner.search.find_plan import SearchResult, search, search_leaner
 from parplan.planner.search.memory_descent import halve_in
 from parplan.planner.search.search_session import SearchPrices, SolvedCandidate
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
-from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GIB, MIB
 
 ANY_SLOWDOWN = 99.0  # finite for the solver's sake: steps up to 100 times the fastest
@@ -57,7 +55,6 @@ CLOSEST = 0.02  # share by which a memory limit is at least below the peak of th
 GIB_DIGITS = 4
 TIME_LIMIT = "the time limit"
 
-Request = tuple[ModelSpec, Cluster, TrainingSpec, Constraints]
 OnSearch = Callable[[str, int, int], None]  # what is looked for, searches done, searches planned
 
 
@@ -283,87 +280,71 @@ class _Walk:
 
 
 def find_front(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    *,
-    constraints: Constraints | None = None,
-    options: SearchOptions | None = None,
+    request: Request,
     num_points: int = DEFAULT_POINTS,
     on_progress: OnProgress | None = None,
     on_search: OnSearch | None = None,
 ) -> ParetoFront:
-    """The front of step time, peak memory and redundancy, at about `num_points` limits; the same
-    request gives the same front.
+    """Returns the front of step time, peak memory and redundancy, at about `num_points` limits.
 
-    Ctrl-C or the deadline of `options` end it with the points so far, the last of which may be less
-    than proven: its own status and gap say so. Raises ConfigError when no mesh is legal or
-    `num_points` is less than 3, InfeasibleError when nothing fits, SolverError and OutOfTimeError
-    before the first plan.
+    The same request gives the same front. Ctrl-C or the deadline ends the walk with the points so
+    far; the status and gap of the last point then say how much of it is proven.
+
+    Raises ConfigError when no mesh is legal or `num_points` is less than 3, InfeasibleError when
+    nothing fits, SolverError and OutOfTimeError before the first plan.
     """
     if num_points < LEAST_POINTS:
         raise ConfigError(
             f"--points is {num_points}, it must be at least {LEAST_POINTS}",
             hint="a front has three ends",
         )
-    pins, options = constraints or Constraints(), options or SearchOptions()
     slowdowns = _spread(SLOWDOWNS, max(1, num_points * len(SLOWDOWNS) // DEFAULT_POINTS))
     num_limits = num_points - len(slowdowns) - 2
-    alone = replace(pins, offload=())
-    walk = _Walk(
-        SearchPrices(model, cluster, training, alone, options.deadline),
-        options,
-        num_points + 1,
-        on_progress,
-        on_search,
-    )
+    alone = request.with_offload(())
+    walk = _Walk(SearchPrices(alone), request.options, num_points + 1, on_progress, on_search)
     stopped = None
     try:
-        first, lean = walk.fastest(), list[SearchResult | None]()
+        first = walk.fastest()
+        lean: list[SearchResult | None] = []
         if first is not None:
-            least = least_peak_bytes(model, cluster, training, alone, options.deadline)
+            least = least_peak_bytes(alone)
             _tighten(walk, _peak_bytes(first.plan), round(least or MIB), num_limits)
-            lean = [
-                walk.leanest(slowdown, first.fastest) for slowdown in slowdowns
-            ]  # the last takes longest
-        offload = pins.offload if pins.offload is not None else () if first else SEARCHED_OFFLOAD
+            # The last slowdown takes longest.
+            lean = [walk.leanest(slowdown, first.fastest) for slowdown in slowdowns]
+        offload = request.constraints.offload
+        if offload is None:
+            offload = () if first else SEARCHED_OFFLOAD
+        with_host = request.with_offload(offload)
         if offload:
-            _with_host(
-                walk,
-                (model, cluster, training, replace(pins, offload=offload)),
-                slowdowns,
-                lean,
-                num_limits,
-            )
+            _with_host(walk, with_host, slowdowns, lean, num_limits)
         if not walk.found:
-            raise infeasible_error(
-                model, cluster, training, replace(pins, offload=offload), options
-            )
+            raise infeasible_error(with_host)
         walk.require_time()
     except (_Over, KeyboardInterrupt, OutOfTimeError, SolverError) as reason:
         if not walk.found:
             raise
-        stopped = (
-            "Ctrl-C"
-            if isinstance(reason, KeyboardInterrupt)
-            else TIME_LIMIT
-            if isinstance(reason, OutOfTimeError)
-            else str(reason)
-        )
+        stopped = _reason_text(reason)
     return _front(walk, stopped)
+
+
+def _reason_text(reason: BaseException) -> str:
+    if isinstance(reason, KeyboardInterrupt):
+        return "Ctrl-C"
+    return TIME_LIMIT if isinstance(reason, OutOfTimeError) else str(reason)
 
 
 def _with_host(
     walk: _Walk,
-    asked: Request,
+    request: Request,
     slowdowns: Sequence[float],
     lean: Sequence[SearchResult | None],
     num_limits: int,
 ) -> None:
-    """What the host adds to the front, `lean` without it at each of the slowdowns; nothing where
-    nothing fits with it either.
+    """Adds the points that use the host; `lean` has the plan without it at each slowdown.
+
+    Nothing is added where nothing fits with the host either.
     """
-    walk.prices, walk.nothing_within_bytes = SearchPrices(*asked, walk.options.deadline), None
+    walk.prices, walk.nothing_within_bytes = SearchPrices(request), None
     walk.planned += (
         sum(slowdown <= HOST_SLOWDOWN for slowdown in slowdowns) + num_limits // HOST_SHARE + 3
     )
@@ -374,7 +355,7 @@ def _with_host(
     for slowdown, found in zip(slowdowns, lean or [None] * len(slowdowns), strict=True):
         if slowdown <= HOST_SLOWDOWN:
             walk.leaner(slowdown, found or first)
-    least = least_peak_bytes(*asked, walk.options.deadline)
+    least = least_peak_bytes(request)
     _tighten(
         walk, min((*peaks, _peak_bytes(first.plan))), round(least or MIB), num_limits // HOST_SHARE
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators
 from parplan.planner.deadline import Deadline
@@ -20,13 +21,12 @@ from parplan.planner.infeasible.shortfall import EXPLAINED_S, limit_bytes, small
 from parplan.planner.plan.error_band import residuals_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import cluster_names, load_cluster
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import GIB, gib
 
@@ -51,19 +51,6 @@ PINS = (
 )  # last: easiest
 MESH = frozenset({"tp", "pp", "dp"})
 Item = str | Ban  # a pin by its name, or a ban
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was asked of `find_plan`, but for the objective: what fits is the same for all, and its
-    cost is a step time.
-    """
-
-    model: ModelSpec
-    cluster: Cluster
-    training: TrainingSpec
-    pins: Constraints
-    options: SearchOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +95,7 @@ class _Searches:
         if self._deadline.is_over:
             raise OutOfTimeError("the time for what would fit is over")
         try:
-            plan = find_plan(
-                request.model,
-                request.cluster,
-                request.training,
-                constraints=request.pins,
-                options=replace(request.options, deadline=self._deadline),
-                explain=_unexplained,
-            )
+            plan = find_plan(request.until(self._deadline), explain=_unexplained)
         except (InfeasibleError, ConfigError, SolverError):
             return None
         if (
@@ -144,12 +124,8 @@ def relaxations(
     untried, enough, deadline = list[str](), None, request.options.deadline
     try:
         enough = smallest_cluster(
-            request.model,
-            request.cluster,
-            request.training,
-            request.pins,
+            request.until(deadline.within(EXPLAINED_S).share(2)),
             limit_bytes(request.cluster, request.training.stack, request.options),
-            deadline.within(EXPLAINED_S).share(2),
         )
     except OutOfTimeError:
         untried.append(GPUS)
@@ -173,10 +149,10 @@ def relaxations(
     found = within("less free memory", lambda: _less_free(request, need_bytes, searches))
     dropped = [
         relaxed
-        for items in _single_changes(request.pins)
-        for relaxed in within(_named(items), lambda items=items: _without(request, items, searches))
-    ]  # type: ignore[misc]
-    everything = _items(request.pins)
+        for items in _single_changes(request.constraints)
+        for relaxed in within(_named(items), partial(_without, request, items, searches))
+    ]
+    everything = _items(request.constraints)
     if not dropped and len(everything) > 1:
         dropped = within(_named(everything), lambda: _fewest_changes(request, everything, searches))
     ranked = sorted(
@@ -202,7 +178,7 @@ def _with_unlimited_memory(request: Request) -> Request:
     return replace(
         request,
         cluster=replace(request.cluster, device=device),
-        pins=replace(request.pins, offload=()),
+        constraints=replace(request.constraints, offload=()),
         options=options,
     )
 
@@ -260,12 +236,12 @@ def _without(request: Request, items: Sequence[Item], searches: _Searches) -> Re
     """The request without some pins and bans, or None; the pins are then set to what its fastest
     plan uses.
     """
-    freed = replace(request, pins=_dropping(request.pins, items))
+    freed = replace(request, constraints=_dropping(request.constraints, items))
     plan = searches.plan(freed)
     if plan is None:
         return None
     values = {name: _used(plan, name) for name in items if isinstance(name, str)}
-    narrowed = replace(freed, pins=replace(freed.pins, **values))  # type: ignore[arg-type]
+    narrowed = replace(freed, constraints=replace(freed.constraints, **values))  # type: ignore[arg-type]
     confirmed = searches.plan(narrowed) if values else plan
     if confirmed is None:
         return None
@@ -280,11 +256,14 @@ def _fewest_changes(
 ) -> Relaxation | None:
     """All pins and bans dropped, then put back one by one as long as something fits."""
     dropped = list(items)
-    if searches.plan(replace(request, pins=_dropping(request.pins, dropped))) is None:
+    if searches.plan(replace(request, constraints=_dropping(request.constraints, dropped))) is None:
         return None
     for item in items:
         fewer = [other for other in dropped if other != item]
-        if searches.plan(replace(request, pins=_dropping(request.pins, fewer))) is not None:
+        if (
+            searches.plan(replace(request, constraints=_dropping(request.constraints, fewer)))
+            is not None
+        ):
             dropped = fewer
     return _without(request, dropped, searches)
 
@@ -382,12 +361,12 @@ def _more_gpus(request: Request, num_gpus: int, searches: _Searches) -> Relaxati
         request, cluster=replace(request.cluster, nodes=num_gpus // request.cluster.gpus_per_node)
     )
     flags = [f"--gpus {num_gpus}", *_node_flag(request.cluster)]
-    freed = tuple(name for name in ("pp", "dp") if getattr(request.pins, name) is not None)
+    freed = tuple(name for name in ("pp", "dp") if getattr(request.constraints, name) is not None)
     try:
         plan = searches.plan(asked)
         found = _relaxation(flags, asked, plan) if plan else _without(asked, freed, searches)
     except OutOfTimeError:
-        asked = replace(asked, pins=_dropping(request.pins, freed))
+        asked = replace(asked, constraints=_dropping(request.constraints, freed))
         return _relaxation(flags, asked, None, note=f"without {_named(freed)}" if freed else "")
     return replace(found, flags=(*flags, *found.flags)) if found and not plan else found
 

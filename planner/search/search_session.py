@@ -23,19 +23,16 @@ from parplan.planner.candidates.enumeration import (
     no_candidate_error,
 )
 from parplan.planner.candidates.lower_bounds import TimeBound, may_fit, time_bound
-from parplan.planner.deadline import NEVER, Deadline, in_time
-from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.deadline import in_time
+from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
 from parplan.planner.layer_options.overlap_levels import paying
 from parplan.planner.master import MasterChoice
-from parplan.planner.request import Constraints, OnProgress, SearchOptions
+from parplan.planner.request import OnProgress, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.chunk_columns import Columns, rank_columns
 from parplan.planner.stage_columns.columns import RankColumns, StageColumn
 from parplan.planner.stage_columns.embedding_columns import ColumnMaker
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.shipped_profiles import machine_for
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a layout that needs longer keeps its bound, and the gap says so
@@ -63,30 +60,20 @@ class SearchPrices:
     that make something of it.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        cluster: Cluster,
-        training: TrainingSpec,
-        pins: Constraints,
-        deadline: Deadline = NEVER,
-    ) -> None:
-        space = enumerate_candidates(model, cluster, training, pins, deadline)
+    def __init__(self, request: Request) -> None:
+        space = enumerate_candidates(request)
         if not space.layouts:
-            raise no_candidate_error(space, cluster)
-        self.price_cache = PriceCache(
-            model, training, machine_for(cluster), zero_ranks=pins.zero_ranks
-        )
+            raise no_candidate_error(space, request.cluster)
+        deadline = request.options.deadline
+        self.price_cache = price_cache_of(request)
         layouts, beaten = paying(space.layouts, self.price_cache, deadline)
         self.space = CandidateSpace(
             layouts,
             (*space.pruned, *(Pruned(layout_text(layout), reason) for layout, reason in beaten)),
         )
-        allowed = pins.resolved(training.stack)
-        self.table, self.recompute = (
-            MixTable(self.price_cache, allowed, deadline),
-            allowed.recompute,
-        )
+        allowed = request.constraints.resolved(request.training.stack)
+        self.table = MixTable(self.price_cache, allowed, deadline)
+        self.recompute = allowed.recompute
         self._raised: dict[ParallelLayout, tuple[float, float]] = {}
         self._once, self._check = KeyedCache(deadline.check), deadline.check
 

@@ -30,17 +30,13 @@ from parplan.planner.plan.prediction import (
     Status,
 )
 from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
-from parplan.planner.request import Constraints, OnProgress, SearchOptions
+from parplan.planner.request import ModuleRequest, OnProgress, TracedRequest
 from parplan.planner.traced.shard_strategy import ShardStrategy
 from parplan.planner.traced.shards import Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_search import ShardSolved, TracedSearch
 from parplan.planner.traced.traced_shortfall import infeasible_traced_error
 from parplan.profiles.errors import ConfigError, SolverError
-from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.models.module_source import ModuleSource
-from parplan.profiles.models.spec import TrainingSpec
-from parplan.profiles.models.traced_model import TracedModel
 
 OnPhase = Callable[[str], None]  # what is done next: "trace", "search"
 SAMPLES = "samples"
@@ -55,83 +51,61 @@ class TracedResult:
 
 
 def plan_traced_module(
-    source: ModuleSource,
-    cluster: Cluster,
-    training: TrainingSpec,
-    objective: Objective | str = Objective.THROUGHPUT,
+    request: ModuleRequest,
+    rule: StageRule | None = None,
     *,
-    constraints: Constraints | None = None,
-    options: SearchOptions | None = None,
-    how: StageRule | None = None,
     cross_skips: bool = False,
     on_progress: OnProgress | None = None,
     on_phase: OnPhase | None = None,
 ) -> TracedPlan:
-    """The fastest plan to train the module of `source` on `cluster`; it is traced without memory
-    for its weights.
+    """Returns the fastest plan for the module of the request.
 
-    how: how shards are given to stages (--stages); cross_skips: skip connections may cross stages
-    (--cross-skips) Raises ConfigError: the module cannot be traced, or pins leave nothing;
-    InfeasibleError: nothing fits, with what binds, by how much and what would help; SolverError;
+    rule: the way to give shards to stages (--stages)
+    cross_skips: skip connections may cross stages (--cross-skips)
+
+    The module is traced without memory for its weights. Raises ConfigError when the module cannot
+    be traced or the pins leave nothing, InfeasibleError when nothing fits, SolverError, and
     KeyboardInterrupt before the first plan.
     """
     from parplan.profiles.tracing.trace import trace  # loads torch
 
+    training = request.training
     if on_phase:
         on_phase("trace")
     model = trace(
-        source,
+        request.model,
         seq_length=training.seq_length,
         precision=training.precision,
         attention=training.attention,
-        on_cpu=cluster.device.is_host,
-        check=(options or SearchOptions()).deadline.check,
+        on_cpu=request.cluster.device.is_host,
+        check=request.options.deadline.check,
     )
     if on_phase:
         on_phase("search")
-    return find_traced_plan(
-        model,
-        cluster,
-        training,
-        objective,
-        constraints=constraints,
-        options=options,
-        how=how,
-        cross_skips=cross_skips,
-        on_progress=on_progress,
-    ).plan
+    traced = request.of_model(model)
+    return find_traced_plan(traced, rule, cross_skips=cross_skips, on_progress=on_progress).plan
 
 
 def find_traced_plan(
-    model: TracedModel,
-    cluster: Cluster,
-    training: TrainingSpec,
-    objective: Objective | str = Objective.THROUGHPUT,
+    request: TracedRequest,
+    rule: StageRule | None = None,
     *,
-    constraints: Constraints | None = None,
-    options: SearchOptions | None = None,
-    how: StageRule | None = None,
     cross_skips: bool = False,
     on_progress: OnProgress | None = None,
 ) -> TracedResult:
-    """The same for a model that is traced already. In a plan of samples the sequence has one:
-    speeds are samples a second.
+    """Returns the fastest plan for a model that is traced already.
+
+    In a plan of samples the sequence has one token, so speeds are samples a second.
     """
-    if Objective(objective) is not Objective.THROUGHPUT:
+    if request.objective is not Objective.THROUGHPUT:
         raise ConfigError(
-            f"--objective {objective}: a traced module is planned for throughput",
+            f"--objective {request.objective}: a traced module is planned for throughput",
             hint="leave it out",
         )
-    if model.unit == SAMPLES:
-        training = replace(training, seq_length=1)
-    pins, options, how = (
-        constraints or Constraints(),
-        options or SearchOptions(),
-        how or StageRule(),
-    )
-    search = TracedSearch(
-        shard(model, cross_skips=cross_skips), cluster, training, pins, options, how
-    )
+    if request.model.unit == SAMPLES:
+        request = replace(request, training=replace(request.training, seq_length=1))
+    sharded = shard(request.model, cross_skips=cross_skips)
+    search = TracedSearch(sharded, request, rule or StageRule())
     outcome = search.run(on_progress)
     if not outcome.solved and not outcome.finished:
         raise SolverError(

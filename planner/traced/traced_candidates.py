@@ -18,10 +18,9 @@ from parplan.planner.candidates.enumeration import (
     layout_text,
 )
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
-from parplan.planner.request import Constraints
+from parplan.planner.request import Constraints, TracedRequest
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import Stack
 
@@ -62,17 +61,15 @@ def require_known(pins: Constraints) -> None:
 
 
 def enumerate_traced_candidates(
-    num_shards: int,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    counts: tuple[int, ...] = (),
+    num_shards: int, request: TracedRequest, counts: tuple[int, ...] = ()
 ) -> CandidateSpace:
-    """All candidates of a module of `num_shards` shards; `counts`: of the shards of each virtual
-    stage, where they are given.
+    """Returns all candidates of a module of `num_shards` shards.
+
+    counts: shards of each virtual stage, where they are given
 
     Raises ConfigError for pins that the stack does not run.
     """
+    cluster, training, pins = request.cluster, request.training, request.constraints
     require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
     pins = pins.resolved(training.stack)
     layouts: list[ParallelLayout] = []

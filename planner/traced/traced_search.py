@@ -26,7 +26,7 @@ from parplan.planner.candidates.enumeration import CandidateSpace, no_candidate_
 from parplan.planner.deadline import Deadline
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.prediction import Objective
-from parplan.planner.request import ZERO_STAGES, Constraints, OnProgress, SearchOptions
+from parplan.planner.request import ZERO_STAGES, OnProgress, TracedRequest
 from parplan.planner.solver import Unsolved
 from parplan.planner.traced.range_tables import RangeTables
 from parplan.planner.traced.recompute_labels import LabelTable
@@ -46,9 +46,7 @@ from parplan.planner.traced.shards import Sharded
 from parplan.planner.traced.shared_rank_master import solve_ranks
 from parplan.planner.traced.stage_rules import StageRule, ranges
 from parplan.planner.traced.traced_candidates import enumerate_traced_candidates, require_known
-from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
-from parplan.profiles.models.spec import TrainingSpec
 
 LEAST_SOLVE_S, MOST_SOLVE_S = (
     1.0,
@@ -79,38 +77,28 @@ class ShardSolved:
 class TracedSearch:
     """One search over the shards of a traced model."""
 
-    def __init__(
-        self,
-        sharded: Sharded,
-        cluster: Cluster,
-        training: TrainingSpec,
-        pins: Constraints,
-        options: SearchOptions,
-        how: StageRule,
-    ) -> None:
+    def __init__(self, sharded: Sharded, request: TracedRequest, rule: StageRule) -> None:
+        pins, stack = request.constraints, request.training.stack
         require_known(pins)
-        self.sharded, self.options, self.how, self.pins = (
-            sharded,
-            options,
-            how,
-            pins.resolved(training.stack),
-        )
+        self.sharded, self.request, self.rule = sharded, request, rule
+        self.options, self.pins = request.options, pins.resolved(stack)
+        machine = machine_for(request.cluster)
         self.price_cache = ShardPriceCache(
-            sharded, training, machine_for(cluster), zero_ranks=pins.zero_ranks
+            sharded, request.training, machine, zero_ranks=pins.zero_ranks
         )
         self.tables = RangeTables(self.price_cache)
-        self.limit_bytes = limit_bytes(cluster, training.stack, options)
+        self.limit_bytes = limit_bytes(request.cluster, stack, request.options)
         self.space: CandidateSpace = enumerate_traced_candidates(
-            len(sharded.shards), cluster, training, pins, how.counts
+            len(sharded.shards), request, rule.counts
         )
         if not self.space.layouts:
-            raise no_candidate_error(self.space, cluster)
+            raise no_candidate_error(self.space, request.cluster)
         self.most_solve_s = MOST_SOLVE_S
         self.also_1f1b = any(
             layout.mesh.pp > 1 and layout.schedule is Schedule.ONE_F_ONE_B
             for layout in self.space.layouts
         )
-        self.deadline = options.deadline
+        self.deadline = request.options.deadline
         self._labels: dict[tuple[int, tuple[int, ...]], LabelTable] = {}
 
     def allowed(self, layout: ParallelLayout) -> Allowed:
@@ -147,7 +135,7 @@ class TracedSearch:
         With several virtual stages a rank they are even, as those of described models: the slowest
         takes as little as can be.
         """
-        fixed = ranges(self.how, self.sharded, layout.num_virtual_stages)
+        fixed = ranges(self.rule, self.sharded, layout.num_virtual_stages)
         return (
             tuple(path([table.least_s for table in stages]))
             if fixed is None and layout.virtual_stages > 1

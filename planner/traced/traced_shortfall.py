@@ -101,19 +101,16 @@ def _layouts(search: TracedSearch) -> Iterator[ParallelLayout]:
 def _hint(search: TracedSearch) -> str:
     """More GPUs, where a number of them is enough; else what else was pinned."""
     cluster = search.price_cache.machine.cluster
-    if search.how.rule is not StageRuleKind.ILP:
+    if search.rule.rule is not StageRuleKind.ILP:
         return "--stages ilp also looks for other cuts"
     pins = replace(search.pins, pp=None, dp=None)
     nodes = cluster.nodes
     while (nodes := 2 * nodes) <= MOST_TIMES_LARGER * cluster.nodes:
-        more = replace(cluster, nodes=nodes)
-        if not enumerate_traced_candidates(
-            len(search.sharded.shards), more, search.price_cache.training, pins, search.how.counts
-        ).layouts:
+        more = replace(search.request, cluster=replace(cluster, nodes=nodes), constraints=pins)
+        num_shards = len(search.sharded.shards)
+        if not enumerate_traced_candidates(num_shards, more, search.rule.counts).layouts:
             continue
-        larger = TracedSearch(
-            search.sharded, more, search.price_cache.training, pins, search.options, search.how
-        )
+        larger = TracedSearch(search.sharded, more, search.rule)
         for layout in _layouts(larger):
             price = price_shards(leanest_traced(larger, layout), larger.tables)
             if max(memory.total for memory in price.memory) <= larger.limit_bytes:

@@ -12,56 +12,41 @@ from parplan.planner.infeasible.shortfall import (
     shortfall,
     unexplained_error,
 )
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.plan.prediction import Objective
+from parplan.planner.request import Request
 from parplan.planner.search.relaxations import (
     BUDGET_S,
     GPUS,
     Relaxation,
     Relaxations,
-    Request,
     relaxations,
 )
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.report.text import aligned, seconds_text
 
 _WIDE = 1000  # lines of the hint are as long as they are
 _INDENT = 8
 
 
-def explained_error(
-    model: ModelSpec,
-    cluster: Cluster,
-    training: TrainingSpec,
-    pins: Constraints,
-    options: SearchOptions,
-) -> InfeasibleError:
-    """The error with its ways out, for `find_plan(..., explain=explained_error)`: mostly up to a
-    quarter of a minute.
+def explained_error(request: Request) -> InfeasibleError:
+    """Returns the error with its ways out, for `find_plan(request, explain=explained_error)`.
 
-    A Ctrl-C or the deadline of the options ends the search for ways out, not the error.
+    It takes up to a quarter of a minute. A Ctrl-C or the deadline ends the search for ways out, not
+    the error.
     """
+    deadline = request.options.deadline
     try:
-        short = shortfall(
-            model,
-            cluster,
-            training,
-            pins,
-            replace(options, deadline=options.deadline.within(EXPLAINED_S)),
-        )
+        short = shortfall(request.until(deadline.within(EXPLAINED_S)))
     except KeyboardInterrupt:
-        return unexplained_error(model, cluster, "Ctrl-C came")
+        return unexplained_error(request, "Ctrl-C came")
     except OutOfTimeError:
-        return unexplained_error(model, cluster)
-    request = Request(model=model, cluster=cluster, training=training, pins=pins, options=options)
+        return unexplained_error(request)
+    request = replace(request, objective=Objective.THROUGHPUT)
     try:
-        found = relaxations(request, short.need_bytes, host_bytes=short.host_bytes)
-        hint = hint_text(
-            found,
-            cluster,
-            "before the time limit" if options.deadline.is_over else f"in {BUDGET_S:g} s",
-        )
+        ways_out = relaxations(request, short.need_bytes, host_bytes=short.host_bytes)
+        when = "before the time limit" if deadline.is_over else f"in {BUDGET_S:g} s"
+        hint = hint_text(ways_out, request.cluster, when)
     except KeyboardInterrupt:
         hint = "ask for more GPUs or pin less; what would fit was not searched to the end (Ctrl-C)"
     return InfeasibleError(short.text, hint=hint)
