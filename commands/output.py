@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,24 @@ def print_plan_json(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> 
     from parplan.report.plan_documents import plan_document
 
     print_json(plan_document(plan, elapsed_s))
+
+
+def warn_of_solver(plan: Plan | TracedPlan) -> None:
+    """Warns on stderr of a solver that failed during the search."""
+    if plan.search.solver_failure:
+        click.echo(f"warning: {plan.search.solver_failure}", err=True)
+
+
+def print_listing(
+    rows: Callable[[], Sequence[object]], show_table: Callable[[Console], None], *, as_json: bool
+) -> None:
+    """Prints the rows for programs, or their table for people."""
+    from parplan.report.text import console
+
+    if as_json:
+        print_json(rows())
+    else:
+        show_table(console(sys.stdout))
 
 
 def require_torch(what: str) -> None:

@@ -7,15 +7,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.common_options import OUTPUT, PRECISIONS, as_json
+from parplan.commands.options import OUTPUT, PRECISIONS, as_json
 from parplan.commands.output import require_torch
-from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, Number, Whole, option
+from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, Number, Whole, option, packs
 
 if TYPE_CHECKING:
     from parplan.planner.calibration.profiling import Profiled, ProfileRequest
@@ -25,6 +25,30 @@ if TYPE_CHECKING:
 WHAT, HOW, IMPORT, LOOK = "What to measure", "How", "Import", "Look at profiles"
 LINKS_SHARE = 0.3  # of the budget, where operators and collectives are measured
 PROGRAM = "parplan.executor.measuring.measure:measure"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """The options of `plan profile`."""
+
+    models: tuple[str, ...] = ()
+    missing: Path | None = None
+    comm: bool | None = None
+    precision: str | None = None
+    device: str = "auto"
+    minutes: float = 10.0
+    restart: bool = False
+    retry_failed: bool = False
+    hang_limit: float = 60.0
+    add: tuple[Path, ...] = ()
+    nccl_tests: tuple[Path, ...] = ()
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    show: bool = False
+    diff: bool = False
+    plot: Path | None = None
+    output: Path = Path("profile.yaml")
+    as_json: bool = False
 
 
 @click.command(
@@ -143,7 +167,8 @@ PROGRAM = "parplan.executor.measuring.measure:measure"
     help="The profile; what is there already is kept and added to.",
 )
 @as_json
-def profile(files: tuple[Path, ...], **options: Any) -> int:
+@packs("options", ProfileOptions)
+def profile(files: tuple[Path, ...], options: ProfileOptions) -> int:
     """Measure this machine: operators, memory, links. `plan --profile` plans with the result.
 
     Every measurement runs in a process of its own: what runs out of memory, crashes or hangs is
@@ -151,20 +176,20 @@ def profile(files: tuple[Path, ...], **options: Any) -> int:
     prints FILE, --diff compares two.
     """
     _check(files, options)
-    if options["diff"]:
-        return _diff(*files, as_json=options["as_json"])
-    if options["show"]:
+    if options.diff:
+        return _diff(*files, as_json=options.as_json)
+    if options.show:
         return _show(files[0], options)
     return _measure(options)
 
 
-def _check(files: tuple[Path, ...], options: dict[str, Any]) -> None:
+def _check(files: tuple[Path, ...], options: ProfileOptions) -> None:
     """Raises UsageError: options that contradict each other, or the wrong number of files."""
-    if options["show"] and options["diff"]:
+    if options.show and options.diff:
         raise click.UsageError(
             "--show prints one profile, --diff compares two: leave out one of them"
         )
-    expected = 2 if options["diff"] else 1 if options["show"] else 0
+    expected = 2 if options.diff else 1 if options.show else 0
     if len(files) != expected:
         wanted = {
             2: "--diff compares two files",
@@ -187,12 +212,12 @@ def _diff(first: Path, second: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _show(path: Path, options: dict[str, Any]) -> int:
+def _show(path: Path, options: ProfileOptions) -> int:
     from parplan.profiles.machines.user_profile import read_profile
     from parplan.report.plots.scatter_plot import require_plot
 
-    if options["plot"] is not None:
-        require_plot(options["plot"])
+    if options.plot is not None:
+        require_plot(options.plot)
     _print(read_profile(path), options)
     return 0
 
@@ -204,24 +229,24 @@ def _draw(found: UserProfile, plot: Path, *, quiet: bool) -> None:
     click.echo(f"wrote {plot}", err=quiet)
 
 
-def _measure(options: dict[str, Any]) -> int:
+def _measure(options: ProfileOptions) -> int:
     """Operators in processes of their own, then collectives under torchrun; the file is written
     after each of both.
     """
     from parplan.profiles.documents.files import require_writable
     from parplan.report.text import console, say
 
-    output: Path = options["output"]
+    output: Path = options.output
     require_writable(output, hint="choose another file with -o")
-    if options["plot"] is not None:
+    if options.plot is not None:
         from parplan.report.plots.scatter_plot import require_plot
 
-        require_plot(options["plot"])
-    found = _imported(options) if options["nccl_tests"] or options["add"] else _measured(options)
+        require_plot(options.plot)
+    found = _imported(options) if options.nccl_tests or options.add else _measured(options)
     for note in found.notes:
         click.echo(f"note: {note}", err=True)
     _print(found.profile, options)
-    if not options["as_json"]:
+    if not options.as_json:
         out = console(sys.stdout)
         if found.missed:
             say(
@@ -232,65 +257,71 @@ def _measure(options: dict[str, Any]) -> int:
     return INTERRUPTED if found.interrupted else 0
 
 
-def _measured(options: dict[str, Any]) -> Profiled:
+def _measured(options: ProfileOptions) -> Profiled:
     from parplan.planner.calibration.profiling import has_links, measure_links, measure_operators
     from parplan.profiles.profiler.environment import environment
     from parplan.report.progress_bars import line_bar, profile_bar
     from parplan.report.text import console
 
     require_torch("plan profile measures with torch")
-    wanted, comm, output = _wanted(options), options["comm"], options["output"]
-    num_ranks = environment(wanted.device).num_devices
+    request, comm = _request(options), options.comm
+    num_ranks = environment(request.device).num_devices
     links = comm is True or (
-        comm is None and num_ranks > 1 and wanted.cases is None and not has_links(output, num_ranks)
+        comm is None
+        and num_ranks > 1
+        and request.cases is None
+        and not has_links(options.output, num_ranks)
     )
-    started_s, found = time.monotonic(), None
+    started_s = time.monotonic()
+    operators: Profiled | None = None
     if comm is not True:
         share = 1 - LINKS_SHARE if links else 1.0
         with profile_bar(console(sys.stderr)) as on_progress:
-            found = measure_operators(replace(wanted, minutes=share * wanted.minutes), on_progress)
-    if not links or (found is not None and found.interrupted):
-        return found
-    left = max(0.2, wanted.minutes - (time.monotonic() - started_s) / 60)
+            operators = measure_operators(
+                replace(request, minutes=share * request.minutes), on_progress
+            )
+        if not links or operators.interrupted:
+            return operators
+    left = max(0.2, request.minutes - (time.monotonic() - started_s) / 60)
     with line_bar(console(sys.stderr), "measuring communication") as told:
         communication = measure_links(
-            replace(wanted, restart=comm is True and wanted.restart), left, told
+            replace(request, restart=comm is True and request.restart), left, told
         )
-    return communication if found is None else replace(found, profile=communication.profile)
+    return communication if operators is None else replace(operators, profile=communication.profile)
 
 
-def _imported(options: dict[str, Any]) -> Profiled:
+def _imported(options: ProfileOptions) -> Profiled:
     """Records that parplan.profiles.profile_comm wrote, or nccl-tests printed."""
     from parplan.planner.calibration.profiling import add_records
     from parplan.profiles.profiler.communication import comm_file, nccl_tests
 
-    found = None
-    for path in options["add"]:
+    profiled: Profiled | None = None
+    for path in options.add:
         measured = comm_file.read_comm_file(path)
-        found = add_records(options["output"], measured.records, measured.device, str(path))
-    if options["nccl_tests"]:
+        profiled = add_records(options.output, measured.records, measured.device, str(path))
+    if options.nccl_tests:
         records = nccl_tests.read_nccl_tests(
-            options["nccl_tests"], options["nodes"], options["ranks_per_node"]
+            options.nccl_tests, options.nodes, options.ranks_per_node
         )
-        found = add_records(
-            options["output"], records, None, ", ".join(map(str, options["nccl_tests"]))
-        )
-    return found
+        where = ", ".join(map(str, options.nccl_tests))
+        profiled = add_records(options.output, records, None, where)
+    assert profiled is not None, "one of the two options was given"
+    return profiled
 
 
-def _print(profile: UserProfile, options: dict[str, Any]) -> None:
+def _print(profile: UserProfile, options: ProfileOptions) -> None:
     from parplan.report.machines.profile_tables import print_profile, profile_document
     from parplan.report.text import console
 
-    if options["as_json"]:
+    if options.as_json:
         click.echo(json.dumps(profile_document(profile), indent=2))
     else:
         print_profile(profile, console(sys.stdout))
-    if options["plot"] is not None:
-        _draw(profile, options["plot"], quiet=options["as_json"])
+    if options.plot is not None:
+        _draw(profile, options.plot, quiet=options.as_json)
 
 
-def _wanted(options: dict[str, Any]) -> ProfileRequest:
+def _request(options: ProfileOptions) -> ProfileRequest:
     """What the options ask for. Raises ConfigError."""
     import torch
 
@@ -299,7 +330,7 @@ def _wanted(options: dict[str, Any]) -> ProfileRequest:
     from parplan.profiles.errors import ConfigError
     from parplan.profiles.models.spec import Precision
 
-    device = options["device"]
+    device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
@@ -307,20 +338,20 @@ def _wanted(options: dict[str, Any]) -> ProfileRequest:
             "--device cuda: torch sees no GPU",
             hint="use --device cpu, or install a torch with CUDA",
         )
-    precision = Precision(options["precision"] or ("bf16" if device == "cuda" else "fp32"))
+    precision = Precision(options.precision or ("bf16" if device == "cuda" else "fp32"))
     return ProfileRequest(
-        output=options["output"],
+        output=options.output,
         device=device,
         precision=precision,
         program=PROGRAM,
-        minutes=options["minutes"],
-        models=tuple(load_model(name) for name in options["models"]),
-        hang_limit_s=options["hang_limit"],
+        minutes=options.minutes,
+        models=tuple(load_model(name) for name in options.models),
+        hang_limit_s=options.hang_limit,
         cases=None
-        if options["missing"] is None
-        else _missing(options["missing"], options["output"], precision),
-        restart=options["restart"],
-        retry_failed=options["retry_failed"],
+        if options.missing is None
+        else _missing(options.missing, options.output, precision),
+        restart=options.restart,
+        retry_failed=options.retry_failed,
     )
 
 
@@ -333,7 +364,7 @@ def _missing(path: Path, output: Path, precision: str) -> tuple[Case, ...]:
     from parplan.planner.calibration.profile_coverage import missing_cases
     from parplan.planner.plan.plan import read_plan
     from parplan.profiles.errors import ConfigError
-    from parplan.profiles.machines.user_profile import read_profile as read_profile
+    from parplan.profiles.machines.user_profile import read_profile
 
     plan = read_plan(path)
     if plan.training.precision != precision:

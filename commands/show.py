@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from parplan.commands.common_options import as_json
+from parplan.commands.options import as_json
 from parplan.commands.output import print_plan, print_plan_json
 from parplan.commands.style import Command, option, print_json
 

@@ -10,6 +10,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from functools import wraps
 from typing import Any
 
 import click
@@ -27,12 +29,12 @@ LONGEST_S = (
 )
 
 
-class List(click.ParamType):
+class List(click.ParamType[Any]):
     """Comma-separated values of one type: `1,2,4`."""
 
     name = "list"
 
-    def __init__(self, item: click.ParamType) -> None:
+    def __init__(self, item: click.ParamType[Any]) -> None:
         self.item = item
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -41,7 +43,7 @@ class List(click.ParamType):
         return tuple(self.item.convert(part.strip(), param, ctx) for part in value.split(","))
 
 
-class Whole(click.ParamType):
+class Whole(click.ParamType[int]):
     """An integer in the range of a name (profiles/documents/ranges.py)."""
 
     name = "integer"
@@ -126,7 +128,7 @@ class Main(Command, click.Group):
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
         kwargs.setdefault("prog_name", self.name)
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **kwargs)
+            return super().main(*args, standalone_mode=False, **kwargs)  # type: ignore[call-overload]
         with sigterm_as_ctrl_c():
             code = run_command(super().main, *args, **kwargs)
         sys.exit(code)
@@ -231,6 +233,24 @@ def together(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
         for decorate in reversed(decorators):
             function = decorate(function)
         return function
+
+    return apply
+
+
+def packs(name: str, record: type[Any]) -> Callable[[Any], Any]:
+    """Passes the options that are fields of a dataclass to the command as one record `name`.
+
+    A field without an option keeps its default.
+    """
+    names = [field.name for field in fields(record)]
+
+    def apply(function: Any) -> Any:
+        @wraps(function)
+        def packing(*args: Any, **values: Any) -> Any:
+            given = {key: values.pop(key) for key in names if key in values}
+            return function(*args, **values, **{name: record(**given)})
+
+        return packing
 
     return apply
 

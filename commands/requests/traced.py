@@ -1,42 +1,38 @@
-"""What the user typed -> what a plan of a traced module takes (planner/traced/), with a word on
-every default that filled a gap.
-"""
+"""The user's options become the request for a traced module, with a phrase for every default."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parplan.commands.requests.described import Asked, Options, asked_cluster, asked_training
+from parplan.commands.options import PinOptions, SearchFlags, TargetOptions
+from parplan.commands.requests.machine import TrainingDefaults, cluster_of, training_of
+from parplan.commands.requests.requests import constraints_of
 from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.request import ModuleRequest, PlanRequest
 from parplan.profiles.catalog import find_config
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
-from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.huggingface import described
 from parplan.profiles.models.module_source import ModuleSource
-from parplan.profiles.models.spec import TrainingSpec
 
 GLOBAL_BATCH_SIZE = 512  # sequences, or samples: as a Hugging Face model that is described gets
 LONGEST_SEQ_LENGTH = 8192
 EXECUTORS_STACK = "parplan"  # no other runs a module as it was traced
 SEQ_LENGTH = 1024  # of a module that says no number of positions
 _POSITIONS = ("max_position_embeddings", "n_positions")
-_WHOLE, _FASTEST = (
-    "a traced module is not divided inside a stage",
-    "a traced module is planned for throughput",
-)
+_WHOLE = "a traced module is not divided inside a stage"
+_FASTEST = "a traced module is planned for throughput"
 _ON_DEVICE = "a traced module stays on its device"
 _REFUSED = {  # what a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
     "points": _FASTEST,
     "max_slowdown": _FASTEST,
-    "plot": _FASTEST,
     "ep": _WHOLE,
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
@@ -47,18 +43,6 @@ _REFUSED = {  # what a traced module cannot have, and why
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states",
     "explain": "its candidates are not listed",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleQuestion:
-    """The module, the cluster and the training to plan for, and the defaults that were taken, one
-    phrase each.
-    """
-
-    source: ModuleSource
-    cluster: Cluster
-    training: TrainingSpec
-    assumed: tuple[str, ...]
 
 
 def traced_source(model: str | None, *, trace: bool) -> ModuleSource | None:
@@ -81,56 +65,70 @@ def traced_source(model: str | None, *, trace: bool) -> ModuleSource | None:
     return None
 
 
-def module_question(options: Options, source: ModuleSource) -> ModuleQuestion:
-    """Resolve what was asked. Raises ConfigError, as parplan.commands.requests.described.question
-    does, and for what no traced module can have.
+def module_request(
+    source: ModuleSource, target: TargetOptions, pins: PinOptions, flags: SearchFlags
+) -> ModuleRequest:
+    """Returns the request for a traced module, without the limits of its search.
+
+    Raises ConfigError as `request_of` does, and for options that no traced module has.
     """
-    _require_plain(options)
-    asked = Asked(**{field.name: options[field.name] for field in fields(Asked)})
-    own = None if asked.profile is None else read_profile(Path(asked.profile))
-    cluster, assumed_cluster = asked_cluster(asked, own)
-    defaults = GLOBAL_BATCH_SIZE, _seq_length(source.huggingface or {})
-    training, assumed = asked_training(
-        asked, *defaults, own, cluster.device, whose="a default", default_stack=EXECUTORS_STACK
+    _require_plain(target, pins, flags)
+    profile = None if target.profile is None else read_profile(Path(target.profile))
+    cluster, assumed_cluster = cluster_of(target, profile)
+    defaults = TrainingDefaults(
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        seq_length=_seq_length(source.huggingface or {}),
+        whose="a default",
+        stack=EXECUTORS_STACK,
     )
+    training, assumed = training_of(target, defaults, profile, cluster.device)
     cluster.device.peak(training.precision)
-    if own and asked.profile is not None:
+    if profile and target.profile is not None:
         cluster, training = applied(
-            own, cluster, training, asked.profile, force=asked.force_profile
+            profile, cluster, training, target.profile, force=target.force_profile
         )
-    return ModuleQuestion(
-        source=source, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed)
+    return PlanRequest(
+        model=source,
+        cluster=cluster,
+        training=training,
+        constraints=constraints_of(pins, target),
+        assumed=(*assumed_cluster, *assumed),
     )
 
 
-def assumed_of(plan: TracedPlan, question: ModuleQuestion) -> ModuleQuestion:
-    """The question with the defaults that matter to the plan that was found: samples have no
-    length.
-    """
-    if plan.training.seq_length == question.training.seq_length:
-        return question
+def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
+    """Returns the request with the defaults that matter to its plan: samples have no length."""
+    if plan.training.seq_length == request.training.seq_length:
+        return request
     return replace(
-        question,
-        assumed=tuple(text for text in question.assumed if not text.startswith("--seq-length ")),
+        request,
+        assumed=tuple(text for text in request.assumed if not text.startswith("--seq-length ")),
     )
 
 
-def _require_plain(options: Options) -> None:
-    if options["objective"] != "throughput":
-        raise ConfigError(f"--objective {options['objective']}: {_FASTEST}", hint="leave it out")
-    if options["tp"] and max(options["tp"]) > 1:
+def require_no_plot(plot: Path | None) -> None:
+    """Raises ConfigError for a picture of a front, which traced modules do not have."""
+    if plot is not None:
+        raise ConfigError(f"--plot: {_FASTEST}", hint="leave it out")
+
+
+def _require_plain(target: TargetOptions, pins: PinOptions, flags: SearchFlags) -> None:
+    if flags.objective != "throughput":
+        raise ConfigError(f"--objective {flags.objective}: {_FASTEST}", hint="leave it out")
+    if pins.tp and max(pins.tp) > 1:
         raise ConfigError(
-            f"--tp {max(options['tp'])}: {_WHOLE}",
+            f"--tp {max(pins.tp)}: {_WHOLE}",
             hint="use --tp 1, or a model that is described (plan models)",
         )
     for name, why in _REFUSED.items():
-        if options.get(name) not in (None, False, ()):
+        values = (getattr(record, name, None) for record in (target, pins, flags))
+        if any(value not in (None, False, ()) for value in values):
             raise ConfigError(f"--{name.replace('_', '-')}: {why}", hint="leave it out")
 
 
 def _seq_length(config: Mapping[str, Any]) -> int:
     """The positions of a Hugging Face config, as far as they are usual."""
-    found = next(
+    positions = next(
         (config[name] for name in _POSITIONS if isinstance(config.get(name), int)), SEQ_LENGTH
     )
-    return min(found, LONGEST_SEQ_LENGTH)
+    return min(positions, LONGEST_SEQ_LENGTH)

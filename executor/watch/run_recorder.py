@@ -27,20 +27,14 @@ import torch.distributed as dist
 from parplan.executor.watch.allocated import PeakBytes
 from parplan.executor.watch.state_bytes import Row
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run, trace_ranks
-from parplan.planner.runs.run_file import ChunkMoved, RunEnvironment, RunFile, WorkSpan, write_run
-from parplan.profiles.documents.files import require_writable, write_text
-from parplan.profiles.errors import ConfigError
+from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run
+from parplan.planner.runs.run_file import ChunkMoved, RunEnvironment, RunFile, WorkSpan
 from parplan.profiles.units import KIB
-from parplan.report.chrome_trace import trace_json
-from parplan.report.runs.run_table import print_run
-from parplan.report.text import console, say
 
 RECORDED_STEPS = 5
 # the first meets allocators and caches empty, and both are metered (executor/training/train.py)
 WARM_UP_STEPS = 2
 CLOCK_ROUNDS = 9
-_OTHER_TRACE = "choose another file with --trace"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOTHING = nullcontext()
 
@@ -249,33 +243,3 @@ def environment(device: torch.device) -> RunEnvironment:
         world_size=dist.get_world_size(),
         cpu_count=os.cpu_count() or 1,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RunFiles:
-    """Where rank 0 writes what was measured: the run, and a trace if one is wanted."""
-
-    run: Path
-    trace: Path | None
-
-    def require_writable(self, *, record: bool) -> None:
-        """Raises ConfigError, before the run and not after it."""
-        if not record and self.trace is not None:
-            raise ConfigError(
-                "--trace needs what --no-record leaves out", hint="leave out one of them"
-            )
-        if record:
-            require_writable(self.run, hint="choose another file with --run-json, or --no-record")
-        if self.trace is not None:
-            require_writable(self.trace, hint=_OTHER_TRACE)
-
-    def write(self, run: RunFile) -> None:
-        """Write the files and print what was predicted beside what was measured. Raises
-        ConfigError.
-        """
-        print_run(run, console(sys.stdout))
-        write_run(run, self.run)
-        say(console(sys.stdout), f"wrote {self.run}")
-        if self.trace is not None:
-            write_text(trace_json(trace_ranks(run)), self.trace, hint=_OTHER_TRACE)
-            say(console(sys.stdout), f"wrote {self.trace}; open it in https://ui.perfetto.dev")

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from parplan.commands.requests.described import Question
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.plan.plan import Plan, host_gib
+from parplan.planner.request import Request
 from parplan.planner.search.largest_model import LEVELS, LargestModel
 from parplan.profiles.units import format_count, gib, tflops
 from parplan.report.names import graph_of, pipeline_phrases
@@ -70,14 +70,14 @@ def host_text(offload: Sequence[Offload]) -> str:
 
 def print_largest(
     rows: Sequence[LargestModel],
-    question: Question,
+    request: Request,
     out: Console,
     *,
     assumed: Sequence[str],
     elapsed_s: float,
 ) -> None:
     """What each choice can train, what it costs, and why no larger model fits."""
-    cluster, training = question.cluster, question.training
+    cluster, training = request.cluster, request.training
     say(
         out,
         joined(
@@ -158,13 +158,13 @@ def _facts(
 
 
 def largest_document(
-    rows: Sequence[LargestModel], question: Question, elapsed_s: float
+    rows: Sequence[LargestModel], request: Request, elapsed_s: float
 ) -> dict[str, Any]:
     """The rows as JSON values."""
     return {
-        "gpus": question.cluster.num_gpus,
-        "device": question.cluster.device.name,
-        "host_memory_gib": round(gib(question.cluster.host_memory_bytes), 3),
+        "gpus": request.cluster.num_gpus,
+        "device": request.cluster.device.name,
+        "host_memory_gib": round(gib(request.cluster.host_memory_bytes), 3),
         "elapsed_s": round(elapsed_s, 3),
         "largest": [_row_document(row) for row in rows],
     }

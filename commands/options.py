@@ -1,10 +1,13 @@
-"""The options that commands share, in the groups of the help text."""
+"""The options that commands share, in the sections of the help, and the records they are packed in."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import click
 
-from parplan.commands.style import LONGEST_S, List, Number, Whole, option, together
+from parplan.commands.style import LONGEST_S, List, Number, Whole, option, packs, together
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 RECOMPUTE = ("none", "selective", "full")
@@ -13,7 +16,7 @@ SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "none")
 EVICTION = ("opt", "lru", "fifo")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
-BASELINES = "Baselines"
+BASELINES, LAYOUT = "Baselines", "Layout"
 WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = (
     "What to train",
     "On what",
@@ -23,7 +26,114 @@ WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = (
     "Output",
 )
 
-trained = together(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """The options that say what is trained on what; None where the user left one open."""
+
+    model: str | None = None
+    gpus: int | None = None
+    gpu: str | None = None
+    cluster: str | None = None
+    gpus_per_node: int | None = None
+    host_memory: str | None = None
+    global_batch_size: int | None = None
+    seq_length: int | None = None
+    precision: str | None = None
+    gradient_precision: str | None = None
+    fp8: bool = False
+    stack: str | None = None
+    attention: str | None = None
+    profile: str | None = None
+    force_profile: bool = False
+    module: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """The options of traced modules."""
+
+    trace: bool = False
+    stages: str | None = None
+    cross_skips: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinOptions:
+    """Pinned and forbidden choices as they were given."""
+
+    pp: tuple[int, ...] | None = None
+    dp: tuple[int, ...] | None = None
+    tp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
+    micro_batch_size: tuple[int, ...] | None = None
+    virtual_stages: tuple[int, ...] | None = None
+    schedule: tuple[str, ...] | None = None
+    zero: tuple[int, ...] | None = None
+    zero_ranks: int | None = None
+    recompute: tuple[str, ...] | None = None
+    sequence_parallel: bool | None = None
+    tp_overlap: tuple[int, ...] | None = None
+    tp_across_nodes: bool = False
+    megatron_sharding: bool = False
+    offload: tuple[str, ...] | None = None
+    forbid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchFlags:
+    """The objective and the limits of a search."""
+
+    objective: str = "throughput"
+    points: int | None = None
+    max_slowdown: float | None = None
+    memory_margin: float | None = None
+    memory_limit: str | None = None
+    time_limit: float | None = None
+    solver: str = "cbc"
+    explain: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """A layout by hand, as `plan estimate` takes it."""
+
+    pp: int = 1
+    dp: int | None = None
+    tp: int = 1
+    ep: int = 1
+    micro_batch_size: int = 1
+    schedule: str | None = None
+    schedule_file: Path | None = None
+    virtual_stages: int = 1
+    zero: int = 0
+    zero_ranks: int | None = None
+    offload: tuple[str, ...] | None = None
+    host_blocks: int | None = None
+    host_optimizer: int | None = None
+    eviction: str | None = None
+    memory_limit: str | None = None
+    keep_on_host: tuple[str, ...] | None = None
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    tp_overlap: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultOptions:
+    """The places that results go to."""
+
+    output: Path | None = None
+    plot: Path | None = None
+    as_json: bool = False
+
+    @property
+    def plan_file(self) -> str:
+        """The name of the plan file, empty where the plan goes to stdout or nowhere."""
+        return "" if self.output is None or str(self.output) == "-" else str(self.output)
+
+
+training_options = together(
     option(
         WHAT,
         "--global-batch-size",
@@ -64,7 +174,7 @@ trained = together(
         help="Attention kernel. [default: the stack's]",
     ),
 )
-located = together(
+machine_options = together(
     option(WHERE, "--gpus", type=Whole("gpus"), metavar="N", help="How many GPUs."),
     option(
         WHERE,
@@ -104,23 +214,24 @@ located = together(
         help="Take it also for another device, stack or precision, or beside other prices.",
     ),
 )
-asked = together(
+target_options = together(
     option(
         WHAT,
         "--model",
         metavar="NAME|PATH|PKG.MOD:FUNC",
         help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module.",
     ),
-    trained,
+    training_options,
     option(
         WHAT,
         "--module",
         metavar="huggingface|PKG.MOD:FUNC",
         help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]",
     ),
-    located,
+    machine_options,
+    packs("target", TargetOptions),
 )
-tracing = together(
+trace_options = together(
     option(
         WHAT,
         "--trace",
@@ -139,8 +250,9 @@ tracing = together(
         is_flag=True,
         help="Of a traced module: let skip connections cross stages.",
     ),
+    packs("tracing", TraceOptions),
 )
-searching = together(
+search_options = together(
     option(
         AIM,
         "--max-slowdown",
@@ -272,8 +384,10 @@ searching = together(
         show_default=True,
         help="MILP solver.",
     ),
+    packs("pins", PinOptions),
+    packs("flags", SearchFlags),
 )
-aim = together(
+objective_options = together(
     option(
         AIM,
         "--objective",
@@ -292,9 +406,10 @@ aim = together(
         help="Of the pareto objective, about how many plans. [default: 16]",
     ),
 )
-explaining = option(
+explain_option = option(
     SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why."
 )
 as_json = option(
     OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout."
 )
+packed_result = packs("result", ResultOptions)

@@ -1,6 +1,4 @@
-"""Traced modules on the command line: their search, their summary and their check. All but click is
-imported where it is used.
-"""
+"""User modules on the command line: the search for a traced one, and the check of its plan."""
 
 from __future__ import annotations
 
@@ -8,61 +6,83 @@ import contextlib
 import importlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.output import STDOUT, deliver, require_output, require_torch
+from parplan.commands.options import (
+    PinOptions,
+    ResultOptions,
+    SearchFlags,
+    TargetOptions,
+    TraceOptions,
+)
+from parplan.commands.output import deliver, require_output, require_torch, warn_of_solver
 from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, print_json
 
 if TYPE_CHECKING:
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.planner.request import ModuleRequest
     from parplan.profiles.models.module_source import ModuleSource
 
 NOT_EQUAL = 2  # the plan does not train as one process does
 NOT_AS_PREDICTED = 3  # it does, with other bytes than the plan says: as where a stage does not fit
 
 
-def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
-    """The module that the options ask to trace, None for a model that is described. Raises
-    ConfigError.
-    """
+def source_of(target: TargetOptions, tracing: TraceOptions) -> ModuleSource | None:
+    """Returns the module to trace, None for a model that is described. Raises ConfigError."""
     from parplan.commands.requests.traced import traced_source
     from parplan.profiles.errors import ConfigError
 
-    source = traced_source(options["model"], trace=options["trace"])
+    source = traced_source(target.model, trace=tracing.trace)
     for name in ("stages", "cross_skips") if source is None else ():
-        if options[name]:
+        if getattr(tracing, name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} is for traced modules, --model is {options['model']}",
+                f"--{name.replace('_', '-')} is for traced modules, --model is {target.model}",
                 hint="leave it out",
             )
     return source
 
 
-def search(options: Mapping[str, Any], source: ModuleSource) -> int:
-    """Trace the module, search its plan, write it and print its summary; the exit code."""
-    from parplan.commands.requests.described import all_assumed, constraints, search_options
-    from parplan.commands.requests.traced import assumed_of, module_question
+def module_request(
+    source: ModuleSource,
+    target: TargetOptions,
+    pins: PinOptions,
+    flags: SearchFlags,
+    plot: Path | None,
+) -> ModuleRequest:
+    """Returns the request for a traced module. Raises ConfigError."""
+    from parplan.commands.requests import traced
+
+    traced.require_no_plot(plot)
+    return traced.module_request(source, target, pins, flags)
+
+
+def search(
+    request: ModuleRequest, tracing: TraceOptions, flags: SearchFlags, result: ResultOptions
+) -> int:
+    """Traces the module, searches its plan, writes it and prints its summary.
+
+    Returns the exit code.
+    """
+    from parplan.commands.requests.requests import all_assumed, with_flags
+    from parplan.commands.requests.traced import with_assumed_of
     from parplan.planner.traced.plan_traced import plan_traced_module
     from parplan.planner.traced.stage_rules import StageRule, parse_stages
     from parplan.report.plans.summary import SummaryContext
     from parplan.report.progress_bars import progress_bar
     from parplan.report.text import console
 
-    output: Path = options["output"]
-    require_output(output)
-    question, pins = module_question(options, source), constraints(options)
-    stages = parse_stages(options["stages"]) if options["stages"] else StageRule()
+    require_output(result.output)
+    rule = parse_stages(tracing.stages) if tracing.stages else StageRule()
     require_torch("a module is traced, which needs torch")
-    importlib.import_module(
-        "torch"
-    )  # takes seconds, which are of the start and not of the time limit
-    how = search_options(options)
+    # The import takes seconds, which belong to the start and not to the time limit.
+    importlib.import_module("torch")
+    request = with_flags(request, flags)
     started_s = time.monotonic()
     with (
         users_modules(),
@@ -70,24 +90,16 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
         progress_bar(console(sys.stderr)) as on_progress,
     ):
         plan = plan_traced_module(
-            source,
-            question.cluster,
-            question.training,
-            constraints=pins,
-            options=how,
-            how=stages,
-            cross_skips=options["cross_skips"],
-            on_progress=on_progress,
+            request, rule, cross_skips=tracing.cross_skips, on_progress=on_progress
         )
-    if plan.search.solver_failure:
-        click.echo(f"warning: {plan.search.solver_failure}", err=True)
+    warn_of_solver(plan)
     context = SummaryContext(
-        assumed=all_assumed(assumed_of(plan, question), options, how),
+        assumed=all_assumed(with_assumed_of(plan, request), flags),
         elapsed_s=time.monotonic() - started_s,
         interrupted=bool(interrupts),
-        plan_file="" if output == STDOUT else str(output),
+        plan_file=result.plan_file,
     )
-    deliver(plan, context, output, as_json=options["as_json"])
+    deliver(plan, context, result.output, as_json=result.as_json)
     return INTERRUPTED if interrupts else 0
 
 
@@ -118,11 +130,9 @@ def check(plan: TracedPlan, *, as_json: bool) -> int:
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     with console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
         small = comparable(plan)
-        (found,), expected = (
-            run_traced_plans([small]),
-            run_traced_reference(small, by_micro_batch=True),
-        )
-    return say_parity(plan, small, found, expected, as_json=as_json)
+        outcome = run_traced_plans([small])[0]
+        expected = run_traced_reference(small, by_micro_batch=True)
+    return say_parity(plan, small, outcome, expected, as_json=as_json)
 
 
 def say_parity(

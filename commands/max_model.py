@@ -1,16 +1,29 @@
-"""plan max-model: the largest model that fits. All but click is imported where it is used."""
+"""`plan max-model`: the largest model that fits, with and without the host."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from parplan.commands.common_options import OUTPUT, WHAT, as_json, located, searching, trained
+from parplan.commands.options import (
+    OUTPUT,
+    WHAT,
+    PinOptions,
+    ResultOptions,
+    SearchFlags,
+    TargetOptions,
+    as_json,
+    machine_options,
+    packed_result,
+    search_options,
+    training_options,
+)
 from parplan.commands.output import STDOUT, require_output
 from parplan.commands.style import (
     INTERRUPTED,
@@ -18,12 +31,13 @@ from parplan.commands.style import (
     Whole,
     noticing_ctrl_c,
     option,
+    packs,
     print_json,
 )
 
 if TYPE_CHECKING:
-    from parplan.commands.requests.described import Question
     from parplan.planner.plan.plan import Plan
+    from parplan.planner.request import Request
     from parplan.planner.search.largest_model import LargestModel
     from parplan.profiles.models.families import ModelFamily
 
@@ -51,9 +65,9 @@ if TYPE_CHECKING:
     metavar="N",
     help="Instead of members: the most blocks of this hidden size.",
 )
-@trained
-@located
-@searching
+@training_options
+@machine_options
+@search_options
 @option(
     OUTPUT,
     "-o",
@@ -62,7 +76,16 @@ if TYPE_CHECKING:
     help="Write the plan of the largest model; - for stdout.",
 )
 @as_json
-def max_model(**options: Any) -> int:
+@packs("target", TargetOptions)
+@packed_result
+def max_model(
+    family: str,
+    hidden: int | None,
+    target: TargetOptions,
+    pins: PinOptions,
+    flags: SearchFlags,
+    result: ResultOptions,
+) -> int:
     """Find the largest model that fits, with and without the host's memory, and what it costs to
     train.
 
@@ -70,62 +93,51 @@ def max_model(**options: Any) -> int:
     activations and the token table. Each model that is tried is a search for its fastest plan;
     Ctrl-C prints what is known.
     """
-    output: Path | None = options["output"]
-    require_output(output)
-    options |= {"model": None, "module": None, "objective": "throughput"}
-    question, family = _question(options)
+    from parplan.commands.requests.requests import constraints_of, request_about, with_flags
+    from parplan.profiles.catalog import load_family
+
+    require_output(result.output)
+    models = load_family(family)
+    first = models.members[0] if hidden is None else models.of_width(hidden, 1)
+    request = request_about(first, target, whose="the family's")
     started_s = time.monotonic()
     with noticing_ctrl_c() as interrupts:
-        rows = _rows(options, question, family, lambda: bool(interrupts))
+        request = replace(request, constraints=constraints_of(pins, target))
+        request = with_flags(request, flags)
+        rows = _rows(request, models, hidden, pins, lambda: bool(interrupts))
     _require_any(rows, interrupted=bool(interrupts))
-    _deliver(rows, question, options, time.monotonic() - started_s)
+    _deliver(rows, request, flags, result, time.monotonic() - started_s)
     return INTERRUPTED if interrupts else 0
 
 
-def _question(options: dict[str, Any]) -> tuple[Question, ModelFamily]:
-    """The question as it is asked about the smallest model, and the family."""
-    from dataclasses import fields
-
-    from parplan.commands.requests.described import Asked, question_about
-    from parplan.profiles.catalog import load_family
-
-    family, hidden = load_family(options["family"]), options["hidden"]
-    asked = Asked(**{field.name: options[field.name] for field in fields(Asked)})
-    first = family.members[0] if hidden is None else family.of_width(hidden, 1)
-    return question_about(first, asked, whose="the family's"), family
-
-
 def _rows(
-    options: dict[str, Any],
-    question: Question,
+    request: Request,
     family: ModelFamily,
+    hidden: int | None,
+    pins: PinOptions,
     interrupted: Callable[[], bool],
 ) -> tuple[LargestModel, ...]:
-    """The searches, with a bar on stderr while they last."""
-    from parplan.commands.requests.described import constraints, search_options
-    from parplan.planner.search.largest_model import LEVELS, Asking, find_largest, members, widths
+    """Runs the searches, with a bar on stderr while they last."""
+    from parplan.planner.search.largest_model import (
+        LEVELS,
+        SearchWatch,
+        find_largest,
+        members,
+        widths,
+    )
     from parplan.report.progress_bars import front_bar
     from parplan.report.text import console
 
-    pins, hidden = constraints(options), options["hidden"]
-    levels = (
-        LEVELS if options["offload"] is None else tuple(dict.fromkeys(((), pins.offload or ())))
-    )
+    levels = LEVELS
+    if pins.offload is not None:
+        levels = tuple(dict.fromkeys(((), request.constraints.offload or ())))
     with front_bar(console(sys.stderr), "sizes") as (on_progress, on_search):
-        asking = Asking(
-            cluster=question.cluster,
-            training=question.training,
-            pins=pins,
-            options=search_options(options),
-            on_progress=on_progress,
-            on_search=on_search,
-        )
-        sizes = (
-            members(family.members)
-            if hidden is None
-            else widths(lambda blocks: family.of_width(hidden, blocks), asking)
-        )
-        return find_largest(sizes, asking, levels, interrupted=interrupted)
+        watch = SearchWatch(on_progress=on_progress, on_search=on_search, interrupted=interrupted)
+        if hidden is None:
+            sizes = members(family.members)
+        else:
+            sizes = widths(lambda blocks: family.of_width(hidden, blocks), request)
+        return find_largest(sizes, request, levels, watch)
 
 
 def _require_any(rows: Sequence[LargestModel], *, interrupted: bool) -> None:
@@ -145,31 +157,27 @@ def _require_any(rows: Sequence[LargestModel], *, interrupted: bool) -> None:
 
 
 def _deliver(
-    rows: Sequence[LargestModel], question: Question, options: dict[str, Any], elapsed_s: float
+    rows: Sequence[LargestModel],
+    request: Request,
+    flags: SearchFlags,
+    result: ResultOptions,
+    elapsed_s: float,
 ) -> None:
-    """The table to the terminal or the rows as JSON, and the plan of the largest model to its
-    file.
-    """
-    from parplan.commands.requests.described import all_assumed, search_options
+    """Prints the rows, and writes the plan of the largest model."""
+    from parplan.commands.requests.requests import all_assumed
     from parplan.planner.plan.plan import plan_to_yaml
     from parplan.report.searches.largest_table import largest_document, print_largest
     from parplan.report.text import console
 
-    output, as_json = options["output"], options["as_json"]
+    output = result.output
     plan = next(row.plan for row in reversed(rows) if row.plan)
     if output not in (None, STDOUT):
         _write(plan, output)
-    if as_json:
-        print_json(largest_document(rows, question, elapsed_s))
+    if result.as_json:
+        print_json(largest_document(rows, request, elapsed_s))
         return
     out = console(sys.stderr if output == STDOUT else sys.stdout)
-    print_largest(
-        rows,
-        question,
-        out,
-        assumed=all_assumed(question, options, search_options(options)),
-        elapsed_s=elapsed_s,
-    )
+    print_largest(rows, request, out, assumed=all_assumed(request, flags), elapsed_s=elapsed_s)
     if output == STDOUT:
         click.echo(plan_to_yaml(plan), nl=False)
 

@@ -1,0 +1,69 @@
+"""`plan calibrate`: measured runs become a hardware profile."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from parplan.commands.options import OUTPUT, as_json
+from parplan.commands.output import STDOUT, require_output
+from parplan.commands.style import Command, option
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command(
+    cls=Command,
+    epilog="  plan calibrate run.json -o mygpu.yaml\n  plan calibrate tp1/run.json tp2/run.json -o mygpu.yaml\n"
+    "  plan --model gpt-20b --gpus 64 --profile mygpu.yaml",
+)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@option(
+    OUTPUT,
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default="profile.yaml",
+    show_default=True,
+    help="The profile; - for stdout.",
+)
+@as_json
+def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
+    """Make a hardware profile of your own from what runs measured: `plan --profile` plans with it.
+
+    RUN is the run.json that the executor wrote. Its times give factors for the prices of compute,
+    of each kind of communication that the runs exercised, and of the optimizer; what none exercised
+    stays as it was, and is said so. Of plans that were made with what `plan profile` measured, the
+    new profile keeps those curves beside the factors.
+    """
+    from parplan.planner.calibration.run_factors import calibrate
+    from parplan.planner.runs.run_file import read_run
+    from parplan.profiles.documents.files import write_text
+    from parplan.profiles.machines.user_profile import profile_to_document, profile_to_yaml
+    from parplan.report.runs.calibration_table import print_calibration
+    from parplan.report.text import console, say
+
+    require_output(output)
+    found = calibrate([read_run(path) for path in runs], [str(path) for path in runs])
+    if output == STDOUT:
+        click.echo(profile_to_yaml(found), nl=False)
+    else:
+        write_text(profile_to_yaml(found), output, hint="choose another file with --output")
+    if as_json:
+        click.echo(json.dumps(profile_to_document(found), indent=2))
+        return
+    out = console(sys.stderr if output == STDOUT else sys.stdout)
+    print_calibration(found, out)
+    if output != STDOUT:
+        device = (
+            "" if found.cluster else f"--gpu {found.device} "
+        )  # a file with measured curves names the machine itself
+        say(
+            out,
+            f"wrote {output}; plan with it: {device}--stack {found.calibration.stack} --profile {output}",
+        )

@@ -1,0 +1,126 @@
+"""`plan check`: a plan runs without its GPUs, or trains beside one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from parplan.commands import user_modules
+from parplan.commands.options import as_json
+from parplan.commands.output import require_torch
+from parplan.commands.style import Command, option
+
+if TYPE_CHECKING:
+    from parplan.planner.plan.plan import Plan
+
+CHECK = "Check"
+NOT_FITTING = 3  # as where nothing fits
+
+
+@click.command(
+    "check",
+    cls=Command,
+    epilog=(
+        "  plan check plan.yaml\n  plan check plan.yaml --rank 0 --json | jq .verdict\n  plan check plan.yaml --execute"
+    ),
+)
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@option(
+    CHECK,
+    "--rank",
+    "ranks",
+    type=click.IntRange(0),
+    multiple=True,
+    metavar="N",
+    help="Only this pipeline rank; may be repeated.",
+)
+@option(
+    CHECK,
+    "--execute",
+    is_flag=True,
+    help="Shrink the model and train it, as planned, on up to 8 gloo processes.",
+)
+@option(
+    CHECK,
+    "--trust-module",
+    is_flag=True,
+    help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.",
+)
+@as_json
+def check(
+    plan_file: Path, ranks: tuple[int, ...], execute: bool, trust_module: bool, as_json: bool
+) -> int:
+    """Run a plan without its GPUs: what it really holds and sends, or whether it trains as one
+    process does.
+
+    Builds one rank of every pipeline stage at full size, on tensors without data, and counts bytes
+    and collectives of a step. With --execute, the same plan of a small model of the same structure:
+    losses and gradients against one process. A traced module is not shrunk: its plan is executed as
+    it is, on up to 8 processes. A plan that names a module runs that module's code; the command
+    says which. Exit code 3 when a stage does not fit its device or holds other bytes than
+    predicted, 2 when losses or gradients differ.
+    """
+    from parplan.executor.rules.all_rules import validate
+    from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan
+
+    plan = read_any_plan(plan_file)
+    if isinstance(plan, TracedPlan):
+        user_modules.require_executed(execute=execute)
+    else:
+        validate(plan)
+    require_torch("plan check runs the executor, which needs torch")
+    if execute and not isinstance(plan, TracedPlan):
+        return _execute(plan, as_json=as_json)
+    with user_modules.users_modules():
+        user_modules.say_module(plan, plan_file, trust=trust_module)
+        if isinstance(plan, TracedPlan):
+            return user_modules.check(plan, as_json=as_json)
+        return _dry_run(plan, ranks, as_json=as_json)
+
+
+def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
+    from parplan.planner.runs.rank_checks import check_ranks, priced
+    from parplan.profiles.errors import ConfigError
+    from parplan.report.progress_bars import count_bar
+    from parplan.report.runs.check_tables import check_document, print_check
+    from parplan.report.text import console
+
+    chosen = sorted(set(ranks)) or list(range(plan.mesh.pp))
+    if chosen[-1] >= plan.mesh.pp:
+        raise ConfigError(
+            f"--rank {chosen[-1]}: the plan has pipeline ranks 0 to {plan.mesh.pp - 1}",
+            hint="choose one of them",
+        )
+    today = priced(plan)
+    from parplan.executor.checking.dry_run_workers import dry_runs, num_actions
+
+    with count_bar(console(sys.stderr), "checking", num_actions(plan, chosen)) as on_done:
+        runs = dry_runs(plan, chosen, on_done)
+    checks = check_ranks(today, {run.pipeline_rank: (run.use, run.micro_batches) for run in runs})
+    if as_json:
+        click.echo(json.dumps(check_document(checks), indent=2))
+    else:
+        print_check(plan, checks, console(sys.stdout))
+    return 0 if all(found.fits for found in checks) else NOT_FITTING
+
+
+def _execute(plan: Plan, *, as_json: bool) -> int:
+    import torch
+
+    from parplan.executor.checking import parity
+    from parplan.executor.checking.shrunk_plan import shrunk
+    from parplan.executor.rules.all_rules import validate
+    from parplan.report.text import console
+
+    small = shrunk(plan)
+    validate(small)
+    torch.set_num_threads(1)  # a fork must not inherit a pool of threads
+    with console(sys.stderr).status(
+        f"training {small.mesh} of {small.model.name}, and one process"
+    ):
+        (found,), expected = parity.run_plans([small]), parity.run_reference(small)
+    return user_modules.say_parity(plan, small, found, expected, as_json=as_json)

@@ -1,0 +1,120 @@
+"""`plan compare`: a plan beside the strategies of other systems, under the same prices."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from parplan.commands.options import (
+    AIM,
+    BASELINES,
+    PinOptions,
+    SearchFlags,
+    TargetOptions,
+    as_json,
+    search_options,
+    target_options,
+)
+from parplan.commands.searching import find
+from parplan.commands.style import INTERRUPTED, Command, List, option, print_json
+
+# Options that a plan file leaves open.
+_WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file", "time_limit")
+
+
+@click.command(
+    cls=Command,
+    epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline megatron,zero-3\n"
+    "  plan compare --model llama2-7b --gpus 16 --baseline all --json | jq '.baselines[] | {name, slower}'",
+)
+@click.argument("plan_file", metavar="[PLAN]", type=click.Path(path_type=Path), required=False)
+@option(
+    BASELINES,
+    "--baseline",
+    type=List(click.STRING),
+    default="megatron",
+    show_default=True,
+    metavar="NAME,..",
+    help="Of megatron (with megatron-defaults and megatron-guide), zero-1, zero-2, zero-3, fsdp, all.",
+)
+@target_options
+@option(
+    AIM,
+    "--objective",
+    type=click.Choice(("throughput", "memory", "peak")),
+    default="throughput",
+    show_default=True,
+    help="Of our side, where no plan file is given.",
+)
+@search_options
+@as_json
+@click.pass_context
+def compare(
+    ctx: click.Context,
+    plan_file: Path | None,
+    baseline: tuple[str, ...],
+    target: TargetOptions,
+    pins: PinOptions,
+    flags: SearchFlags,
+    as_json: bool,
+) -> int:
+    """Compare a plan, or the one that is found, with what other systems would run under the same
+    prices.
+
+    Says where the difference comes from: compute, bubble, exposed communication, recompute, memory
+    by class.
+    """
+    from parplan.commands.requests.pins import require_possible
+    from parplan.commands.requests.requests import (
+        all_assumed,
+        constraints_of,
+        offload_assumed,
+        options_of,
+        request_of,
+    )
+    from parplan.planner.baselines.systems import baseline_names
+    from parplan.planner.plan.plan import read_plan
+    from parplan.planner.plan.prediction import Objective
+    from parplan.planner.request import Constraints
+    from parplan.planner.search.comparison import compare
+    from parplan.report.searches.comparison_tables import comparison_document, print_comparison
+    from parplan.report.text import console
+
+    if plan_file:
+        _require_alone(ctx)
+    names = baseline_names(baseline)
+    options, constraints = options_of(flags), constraints_of(pins, target)
+    assumed: tuple[str, ...] = ()
+    interrupts: list[int] = []
+    if plan_file:
+        plan = read_plan(plan_file)
+    else:
+        request = replace(
+            request_of(target),
+            objective=Objective(flags.objective),
+            constraints=constraints,
+            options=options,
+        )
+        require_possible(request)
+        plan, interrupts = find(request.until(options.deadline.share(2)))
+        assumed = (*all_assumed(request, flags), *offload_assumed(constraints, plan))
+    comparison = compare(plan, names, options)
+    if as_json:
+        print_json(comparison_document(comparison))
+    else:
+        pinned = constraints != Constraints()
+        print_comparison(comparison, console(sys.stdout), assumed=assumed, pinned=pinned)
+    return INTERRUPTED if interrupts else 0
+
+
+def _require_alone(ctx: click.Context) -> None:
+    """Raises UsageError for an option that a plan file has decided already."""
+    for param in ctx.command.params:
+        given = ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
+        if given and param.name not in _WITH_A_PLAN:
+            raise click.UsageError(
+                f"{param.opts[0]} and a plan file exclude each other: the plan has decided it", ctx
+            )

@@ -1,0 +1,204 @@
+"""`plan estimate`: prices one layout by hand, without a search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from parplan.commands.options import (
+    EVICTION,
+    LAYOUT,
+    OFFLOAD,
+    OUTPUT,
+    RECOMPUTE,
+    SCHEDULES,
+    LayoutOptions,
+    TargetOptions,
+    as_json,
+    target_options,
+)
+from parplan.commands.output import STDOUT, deliver, require_output
+from parplan.commands.searching import with_module
+from parplan.commands.style import Command, List, Whole, option, packs
+
+
+@click.command(
+    cls=Command,
+    epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
+    "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml\n"
+    "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan "
+    "--offload optimizer,parameters --host-blocks 20",
+)
+@target_options
+@option(
+    LAYOUT,
+    "--pp",
+    type=Whole("pp"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Pipeline stages.",
+)
+@option(
+    LAYOUT,
+    "--dp",
+    type=Whole("dp"),
+    metavar="N",
+    help="Data parallel degree. [default: GPUs / (pp x tp)]",
+)
+@option(
+    LAYOUT,
+    "--tp",
+    type=Whole("tp"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Tensor parallel degree.",
+)
+@option(
+    LAYOUT,
+    "--ep",
+    type=Whole("ep"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Expert parallel degree, divides dp.",
+)
+@option(
+    LAYOUT,
+    "--micro-batch-size",
+    type=Whole("micro_batch_size"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Sequences in one.",
+)
+@option(
+    LAYOUT,
+    "--schedule",
+    type=click.Choice(SCHEDULES),
+    help="[default: 1f1b, interleaved with --virtual-stages above 1]",
+)
+@option(
+    LAYOUT,
+    "--schedule-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Instead, what each rank runs, one line each: 0F0,0F1,0B0,.. (stage, F B I or W, micro-batch).",
+)
+@option(
+    LAYOUT,
+    "--virtual-stages",
+    type=Whole("virtual_stages"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Chunks per pipeline rank.",
+)
+@option(
+    LAYOUT,
+    "--zero",
+    type=click.IntRange(0, 3),
+    default=0,
+    show_default=True,
+    metavar="0..3",
+    help="ZeRO stage of every layer.",
+)
+@option(
+    LAYOUT,
+    "--zero-ranks",
+    type=Whole("neighbours"),
+    metavar="N",
+    help="Neighbours that hold one copy of the states. [default: all]",
+)
+@option(
+    LAYOUT,
+    "--offload",
+    type=List(click.Choice(OFFLOAD)),
+    metavar="WHAT,..",
+    help="To the host: states, or in chunks of blocks optimizer (states), parameters (with those); activations, lookup.",
+)
+@option(
+    LAYOUT,
+    "--host-blocks",
+    type=click.IntRange(0),
+    metavar="N",
+    help="With parameters, the last N blocks of a rank. [default: all]",
+)
+@option(
+    LAYOUT,
+    "--host-optimizer",
+    type=click.IntRange(0),
+    metavar="N",
+    help="With optimizer, the N blocks before. [default: all others]",
+)
+@option(
+    LAYOUT,
+    "--eviction",
+    type=click.Choice(EVICTION),
+    help="Which chunk leaves a full device. [default: opt]",
+)
+@option(
+    LAYOUT,
+    "--memory-limit",
+    metavar="SIZE",
+    help="What chunks and all else may fill of a device. [default: as in a search]",
+)
+@option(
+    LAYOUT,
+    "--keep-on-host",
+    type=List(click.STRING),
+    metavar="NAME,..",
+    help="Operators of every block whose activations go to the host, or all: as --offload activations.",
+)
+@option(
+    LAYOUT,
+    "--recompute",
+    type=click.Choice(RECOMPUTE),
+    default="none",
+    show_default=True,
+    help="Of every block.",
+)
+@option(
+    LAYOUT,
+    "--sequence-parallel",
+    is_flag=True,
+    help="Split norms and dropouts along the sequence.",
+)
+@option(
+    LAYOUT,
+    "--tp-overlap",
+    type=click.IntRange(0, 3),
+    default=0,
+    show_default=True,
+    help="All-reduces of one half of a micro-batch under the other: 1 in a product, 2 in a block, 3 in a stage.",
+)
+@option(
+    OUTPUT,
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Also write the plan file; - for stdout.",
+)
+@as_json
+@packs("by_hand", LayoutOptions)
+def estimate(
+    target: TargetOptions, by_hand: LayoutOptions, output: Path | None, as_json: bool
+) -> None:
+    """Price one layout by hand: the same breakdown and the same plan file, without a search."""
+    from parplan.commands.requests.layouts import choices_of, layout_of
+    from parplan.commands.requests.requests import request_of
+    from parplan.planner.search.estimate import estimate_plan
+    from parplan.report.plans.summary import SummaryContext
+
+    require_output(output)
+    request = request_of(target)
+    choices = choices_of(request, by_hand)
+    plan = estimate_plan(request, layout_of(request, by_hand), choices)
+    context = SummaryContext(
+        assumed=request.assumed,
+        profile=target.profile or "",
+        plan_file="" if output in (None, STDOUT) else str(output),
+    )
+    deliver(with_module(plan, request), context, output, as_json=as_json)

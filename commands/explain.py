@@ -1,0 +1,70 @@
+"""`plan explain`: the strategies of every operator with their prices."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from parplan.commands.options import LAYOUT, TargetOptions, as_json, target_options
+from parplan.commands.style import Command, Whole, option, print_json
+
+
+@click.command(
+    cls=Command,
+    epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
+    "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq '.[].rejected'",
+)
+@target_options
+@option(
+    LAYOUT,
+    "--tp",
+    type=Whole("tp"),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Tensor parallel degree.",
+)
+@option(
+    LAYOUT,
+    "--micro-batch-size",
+    type=Whole("micro_batch_size"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Sequences in one.",
+)
+@option(
+    LAYOUT,
+    "--zero",
+    type=click.IntRange(0, 3),
+    default=0,
+    show_default=True,
+    metavar="0..3",
+    help="ZeRO stage of the states.",
+)
+@option(LAYOUT, "--operator", metavar="NAME", help="Only this operator. [default: all]")
+@as_json
+def explain(
+    target: TargetOptions,
+    tp: int,
+    micro_batch_size: int,
+    zero: int,
+    operator: str | None,
+    as_json: bool,
+) -> None:
+    """List the strategies of every operator with their prices, and the rejected ones with the
+    reason.
+    """
+    from parplan.commands.requests.layouts import layout_prices
+    from parplan.commands.requests.requests import request_of
+    from parplan.planner.layer_options.operator_strategies import operator_strategies
+    from parplan.report.plans.strategy_table import print_strategies, strategies_document
+    from parplan.report.text import console
+
+    layout, price_cache = layout_prices(request_of(target), tp, micro_batch_size)
+    strategies = list(operator_strategies(layout, zero, price_cache, operator))
+    if as_json:
+        print_json(strategies_document(strategies))
+    else:
+        print_strategies(strategies, console(sys.stdout), str(layout.mesh))

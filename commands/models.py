@@ -1,0 +1,18 @@
+"""`plan models`: the models that come with the planner."""
+
+from __future__ import annotations
+
+import click
+
+from parplan.commands.options import as_json
+from parplan.commands.output import print_listing
+from parplan.commands.style import Command
+
+
+@click.command(cls=Command, epilog="  plan models\n  plan models --json | jq -r '.[].name'")
+@as_json
+def models(as_json: bool) -> None:
+    """List the models that come with the planner: any of them goes after --model."""
+    from parplan.report.machines.catalogue_tables import model_rows, print_models
+
+    print_listing(model_rows, print_models, as_json=as_json)

@@ -1,0 +1,192 @@
+"""A layout by hand: the mesh, the schedule and the chunks that `plan estimate` was given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from parplan.commands.options import LayoutOptions
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import Eviction
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.schedules.actions import placement_of
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import illegal_tensor_parallel
+from parplan.planner.request import (
+    Request,
+)
+from parplan.planner.search.estimate import ChunkRequest, UniformChoices
+from parplan.profiles.documents.reader import Hints, read_text
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.units import parse_size
+
+
+def action_rows(path: Path) -> tuple[str, ...]:
+    """The lines of a schedule file, torch's compute-only CSV. Raises ConfigError."""
+    lines = read_text(
+        path, hints=Hints("choose another --schedule-file", "choose another --schedule-file")
+    ).splitlines()
+    # torch writes an empty entry where a rank waits
+    return tuple(
+        ",".join(entry.strip() for entry in line.split(",") if entry.strip())
+        for line in lines
+        if line.strip()
+    )
+
+
+def _custom(path: Path, by_hand: LayoutOptions) -> tuple[Schedule, int, tuple[str, ...]]:
+    """A schedule from a file: its virtual stages per rank, and what each rank runs. Raises
+    ConfigError.
+    """
+    if by_hand.schedule is not None or by_hand.virtual_stages > 1:
+        raise ConfigError(
+            "--schedule-file says the schedule and its virtual stages",
+            hint="drop --schedule and --virtual-stages",
+        )
+    rows = action_rows(path)
+    if by_hand.pp < 2 or len(rows) != by_hand.pp:
+        raise ConfigError(
+            f"{path} is of {len(rows)} pipeline ranks, --pp is {by_hand.pp}",
+            hint=f"--pp {max(2, len(rows))}",
+        )
+    return Schedule.CUSTOM, len(placement_of(rows)[0]), rows
+
+
+def layout_of(request: Request, by_hand: LayoutOptions) -> ParallelLayout:
+    """The layout of a layout made by hand; what does not divide is left to the planner's check,
+    which says why.
+    """
+    pp, tp, micro_batch_size = by_hand.pp, by_hand.tp, by_hand.micro_batch_size
+    dp = by_hand.dp or max(1, request.cluster.num_gpus // (pp * tp))
+    virtual_stages = by_hand.virtual_stages
+    schedule = Schedule(
+        by_hand.schedule or (Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B)
+    )
+    actions: tuple[str, ...] = ()
+    if schedule is Schedule.ZBV and virtual_stages == 1:  # it has no other number
+        virtual_stages = 2
+    if by_hand.schedule_file:
+        schedule, virtual_stages, actions = _custom(by_hand.schedule_file, by_hand)
+    return ParallelLayout(
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=by_hand.ep),
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=max(1, request.training.global_batch_size // (micro_batch_size * dp)),
+        sequence_parallel=by_hand.sequence_parallel,
+        actions=actions,
+        tp_overlap=by_hand.tp_overlap,
+    )
+
+
+def layout_prices(
+    request: Request, tp: int, micro_batch_size: int
+) -> tuple[ParallelLayout, PriceCache]:
+    """One pipeline stage of tensor parallelism by hand, and the prices for it. Raises ConfigError:
+    the degree is not legal.
+    """
+    gpus = request.cluster.num_gpus
+    reason = illegal_tensor_parallel(tp, request.model, request.cluster, across_nodes=True)
+    if reason or gpus % tp:
+        raise ConfigError(
+            reason or f"tp {tp} does not divide the {gpus} GPUs", hint="choose another --tp"
+        )
+    made = ParallelLayout(
+        mesh=Mesh(pp=1, dp=gpus // tp, tp=tp),
+        schedule=Schedule.ONE_F_ONE_B,
+        virtual_stages=1,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=1,
+        sequence_parallel=False,
+    )
+    return made, PriceCache(request.model, request.training, machine_for(request.cluster))
+
+
+_COUNTS = {"host_blocks": Offload.PARAMETERS, "host_optimizer": Offload.OPTIMIZER}
+_OF_CHUNKS = (*_COUNTS, "eviction", "memory_limit")
+
+
+def choices_of(request: Request, by_hand: LayoutOptions) -> UniformChoices:
+    """Returns the choices of every block of a layout by hand. Raises ConfigError."""
+    offload, chunks = chunk_request(request, by_hand)
+    return UniformChoices(
+        zero=by_hand.zero,
+        recompute=Recompute(by_hand.recompute),
+        zero_ranks=by_hand.zero_ranks,
+        offload=offload,
+        keep_on_host=by_hand.keep_on_host or (),
+        chunks=chunks,
+    )
+
+
+def chunk_request(
+    request: Request, by_hand: LayoutOptions
+) -> tuple[tuple[Offload, ...], ChunkRequest | None]:
+    """What the host keeps of whole layers, and the chunks asked for, of all blocks unless a count
+    says less. Raises ConfigError.
+    """
+    named = tuple(map(Offload, by_hand.offload or ()))
+    whole = tuple(what for what in named if what not in _COUNTS.values())
+    if len(whole) == len(named):
+        _require_none(by_hand)
+        return whole, None
+    if request.module:
+        raise ConfigError(
+            "only the executor's own blocks are held in chunks",
+            hint="drop --module, or use --offload states",
+        )
+    num_layers = request.model.num_layers
+    host = _count("host_blocks", Offload.PARAMETERS, named, num_layers, by_hand)
+    optimizer = _count("host_optimizer", Offload.OPTIMIZER, named, num_layers, by_hand)
+    if by_hand.host_blocks is None and host and by_hand.host_optimizer:
+        raise ConfigError(
+            "--host-optimizer is of blocks whose parameters stay, with parameters all go",
+            hint="add --host-blocks N",
+        )
+    blocks = request.model.num_layers
+    if by_hand.host_blocks is not None and host + (by_hand.host_optimizer or 0) > blocks:
+        raise ConfigError(
+            f"--host-blocks {host} and --host-optimizer {optimizer} are {host + optimizer} blocks, the model has {blocks}",
+            hint=f"use --host-optimizer {blocks - host}, or leave it out for all the others",
+        )
+    limit = by_hand.memory_limit
+    return whole, ChunkRequest(
+        host_blocks=host,
+        optimizer_blocks=optimizer,
+        eviction=Eviction(by_hand.eviction or Eviction.OPT),
+        limit_bytes=None if limit is None else parse_size("--memory-limit", limit),
+    )
+
+
+def _require_none(by_hand: LayoutOptions) -> None:
+    for name in _OF_CHUNKS:
+        if getattr(by_hand, name) is not None:
+            raise ConfigError(
+                f"{_option(name)} is of chunks", hint="add --offload optimizer,parameters"
+            )
+
+
+def _count(
+    name: str, what: Offload, named: tuple[Offload, ...], num_layers: int, by_hand: LayoutOptions
+) -> int:
+    """Of how many blocks of a rank the host keeps `what`: all where no number is given."""
+    count: int | None = getattr(by_hand, name)
+    if count is None:
+        return num_layers if what in named else 0
+    if what not in named:
+        raise ConfigError(
+            f"{_option(name)} {count}: --offload has no {what}", hint=f"add {what} to --offload"
+        )
+    if count > num_layers:
+        raise ConfigError(
+            f"{_option(name)} is {count}, the model has {num_layers} blocks",
+            hint=f"use at most {num_layers}",
+        )
+    return count
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

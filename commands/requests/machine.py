@@ -1,0 +1,135 @@
+"""The cluster and the training of a request, with a phrase for every default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from parplan.commands.options import TargetOptions
+from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.applied_profile import (
+    precision_of,
+    profile_cluster,
+    stack_of,
+)
+from parplan.profiles.machines.hardware import Cluster, Device
+from parplan.profiles.machines.user_profile import UserProfile
+from parplan.profiles.models.spec import (
+    Precision,
+    TrainingSpec,
+)
+from parplan.profiles.stack import AttentionKernel
+from parplan.profiles.units import parse_size
+
+DEFAULT_GPU = "a100-80gb"
+DEFAULT_STACK = "megatron-core"
+_OF_THE_PROFILE = " (the profile's)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingDefaults:
+    """Values for options that were left open, and whose they are."""
+
+    global_batch_size: int
+    seq_length: int
+    whose: str = "the model's"
+    stack: str = DEFAULT_STACK
+
+
+def cluster_of(
+    target: TargetOptions, profile: UserProfile | None
+) -> tuple[Cluster, tuple[str, ...]]:
+    """The machine to plan for, and the defaults that were taken. Raises ConfigError."""
+    cluster, assumed = _cluster(target, profile)
+    if target.host_memory is None:
+        return cluster, assumed
+    return replace(
+        cluster, host_memory_bytes=parse_size("--host-memory", target.host_memory)
+    ), assumed
+
+
+def _cluster(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
+    if target.cluster is not None:
+        return _cluster_of_file(target, target.cluster), ()
+    if target.gpus is None:
+        raise ConfigError(
+            "--gpus is missing",
+            hint="say how many: --gpus 64, or describe the machine with --cluster FILE",
+        )
+    whole, assumed = _device(target, profile)
+    cluster = with_gpus(whole, target.gpus, target.gpus_per_node)
+    return cluster, assumed if target.gpus_per_node else (
+        *assumed,
+        f"--gpus-per-node {cluster.gpus_per_node}",
+    )
+
+
+def _device(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
+    """The kind of machine: the one asked for, else that of the profile, else the default."""
+    measured_on = (
+        None if target.gpu or profile is None else profile_cluster(profile, str(target.profile))
+    )
+    if measured_on is not None:
+        return measured_on, (f"--gpu {measured_on.device.name}{_OF_THE_PROFILE}",)
+    return load_cluster(target.gpu or DEFAULT_GPU, what="GPU"), () if target.gpu else (
+        f"--gpu {DEFAULT_GPU}",
+    )
+
+
+def _cluster_of_file(target: TargetOptions, name: str) -> Cluster:
+    if target.gpu is not None:
+        raise ConfigError("--gpu and --cluster both name the device", hint="leave out --gpu")
+    cluster = load_cluster(name)
+    if target.gpus is None and target.gpus_per_node is None:
+        return cluster
+    return with_gpus(
+        cluster, cluster.num_gpus if target.gpus is None else target.gpus, target.gpus_per_node
+    )
+
+
+def training_of(
+    target: TargetOptions, defaults: TrainingDefaults, profile: UserProfile | None, device: Device
+) -> tuple[TrainingSpec, tuple[str, ...]]:
+    """Returns the training of one step, and a phrase for every default. Raises ConfigError.
+
+    The precision is bf16 by default, and fp16 on a device that has no bf16.
+    """
+    measured_at, run_by = (
+        (precision_of(profile, str(target.profile)), stack_of(profile)) if profile else (None, None)
+    )
+    stack = load_stack(target.stack or run_by or defaults.stack)
+    attention = stack.attention_on(device.compute_capability)
+    whose_attention = (
+        "the stack's"
+        if attention is stack.attention
+        else "the stack has no fused kernel for the device"
+    )
+    has_bf16 = (
+        Precision.BF16 in device.peak_flops_per_s or Precision.FP16 not in device.peak_flops_per_s
+    )
+    usual, why = (Precision.BF16, "") if has_bf16 else (Precision.FP16, " (the device has no bf16)")
+    training = TrainingSpec(
+        global_batch_size=defaults.global_batch_size
+        if target.global_batch_size is None
+        else target.global_batch_size,
+        seq_length=defaults.seq_length if target.seq_length is None else target.seq_length,
+        precision=Precision(target.precision or measured_at or usual),
+        gradient_precision=Precision(target.gradient_precision or Precision.FP32),
+        attention=AttentionKernel(target.attention or attention),
+        overlap_grad_reduce=stack.overlap_grad_reduce,
+        fp8_matmuls=target.fp8,
+        stack=stack,
+    )
+    taken = {
+        "global_batch_size": f"{training.global_batch_size} ({defaults.whose})",
+        "seq_length": f"{training.seq_length} ({defaults.whose})",
+        "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else why}",
+        "gradient_precision": training.gradient_precision,
+        "stack": f"{stack.name}{_OF_THE_PROFILE if run_by else ''}",
+        "attention": f"{training.attention} ({whose_attention})",
+    }
+    return training, tuple(
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in taken.items()
+        if getattr(target, name) is None
+    )

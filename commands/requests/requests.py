@@ -1,0 +1,233 @@
+"""The user's options become one request, with a phrase for every default that filled a gap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from parplan.commands.options import PinOptions, SearchFlags, TargetOptions
+from parplan.commands.requests.external import load_module, narrowed
+from parplan.commands.requests.machine import TrainingDefaults, cluster_of, training_of
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.deadline import deadline_after
+from parplan.planner.forbid import parse_bans
+from parplan.planner.plan.error_band import margin_text, memory_margin
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Objective
+from parplan.planner.request import (
+    DEFAULT_MAX_SLOWDOWN,
+    SEARCHED_OFFLOAD,
+    Constraints,
+    ModelT,
+    PlanRequest,
+    Request,
+    SearchOptions,
+    SolverName,
+)
+from parplan.profiles.catalog import load_model
+from parplan.profiles.documents.files import require_writable
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.applied_profile import (
+    applied,
+)
+from parplan.profiles.machines.user_profile import read_profile
+from parplan.profiles.models.spec import (
+    FP8,
+    ModelEntry,
+    ModelSpec,
+    Positions,
+    TrainingSpec,
+)
+from parplan.profiles.units import parse_size
+
+FRONT = "pareto"  # this objective is a walk over the others
+NO_OFFLOAD = "none"
+_SLOWED = (Objective.MEMORY, Objective.PEAK)  # objectives that use --max-slowdown
+
+
+def request_of(
+    target: TargetOptions, pins: PinOptions | None = None, flags: SearchFlags | None = None
+) -> Request:
+    """Returns the request for a described model.
+
+    Raises ConfigError for an option that is missing, unknown or out of range, and for a precision
+    that the device lacks.
+    """
+    if target.model is None:
+        raise ConfigError(
+            "--model is missing",
+            hint="for example: plan --model gpt-20b --gpus 64 (plan models lists the names)",
+        )
+    entry, module = load_model(target.model), load_module(target.module, target.model)
+    if module:  # The tables of an external module are as large as it makes them.
+        entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))
+    request = replace(request_about(entry, target), module=module)
+    if pins is not None:
+        request = replace(request, constraints=constraints_of(pins, target))
+    return request if flags is None else with_flags(request, flags)
+
+
+def request_about(
+    entry: ModelEntry, target: TargetOptions, *, whose: str = "the model's"
+) -> Request:
+    """Returns the request for a model that is loaded already.
+
+    whose: the owner of the default batch and sequence length, for the phrases. Raises ConfigError.
+    """
+    profile = None if target.profile is None else read_profile(Path(target.profile))
+    cluster, assumed_cluster = cluster_of(target, profile)
+    defaults = TrainingDefaults(
+        global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, whose=whose
+    )
+    training, assumed_training = training_of(target, defaults, profile, cluster.device)
+    cluster.device.peak(training.precision)
+    if training.fp8_matmuls and FP8 not in cluster.device.peak_flops_per_s:
+        raise ConfigError(
+            f"{cluster.device.name} has no fp8 arithmetic",
+            hint="leave out --fp8, or plan for a device of Hopper or later",
+        )
+    _check_positions(entry.spec, training)
+    if profile and target.profile is not None:
+        cluster, training = applied(
+            profile, cluster, training, target.profile, force=target.force_profile
+        )
+    return PlanRequest(
+        model=entry.spec,
+        cluster=cluster,
+        training=training,
+        assumed=(*assumed_cluster, *assumed_training),
+    )
+
+
+def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
+    if model.positions is Positions.LEARNED and training.seq_length > model.max_seq_length:
+        raise ConfigError(
+            f"--seq-length is {training.seq_length}, {model.name} learns {model.max_seq_length} positions",
+            hint=f"use at most {model.max_seq_length}, or a model file with a larger max_seq_length",
+        )
+
+
+def constraints_of(pins: PinOptions, target: TargetOptions) -> Constraints:
+    """Returns the pinned and the forbidden choices. Raises ConfigError."""
+    constraints = Constraints(
+        pp=pins.pp,
+        dp=pins.dp,
+        tp=pins.tp,
+        ep=pins.ep,
+        micro_batch_size=pins.micro_batch_size,
+        virtual_stages=pins.virtual_stages,
+        zero=pins.zero,
+        zero_ranks=pins.zero_ranks,
+        tp_overlap=pins.tp_overlap,
+        tp_across_nodes=pins.tp_across_nodes,
+        megatron_sharding=pins.megatron_sharding,
+        schedule=None if pins.schedule is None else tuple(map(Schedule, pins.schedule)),
+        recompute=None if pins.recompute is None else tuple(map(Recompute, pins.recompute)),
+        sequence_parallel=None if pins.sequence_parallel is None else (pins.sequence_parallel,),
+        forbid=parse_bans(pins.forbid),
+        offload=_offload(pins.offload, target.host_memory),
+    )
+    return narrowed(constraints, load_module(target.module, target.model))
+
+
+def _offload(names: tuple[str, ...] | None, host_memory: str | None) -> tuple[Offload, ...] | None:
+    """Returns the allowed host contents; None allows them only where nothing fits without.
+
+    Naming the size of the host memory allows all of them.
+    """
+    if names is None:
+        return None if host_memory is None else SEARCHED_OFFLOAD
+    if NO_OFFLOAD in names and len(names) > 1:
+        raise ConfigError(
+            f"--offload {','.join(names)}: none and others exclude each other",
+            hint=f"leave out {NO_OFFLOAD}",
+        )
+    return tuple(Offload(name) for name in names if name != NO_OFFLOAD)
+
+
+def with_flags(request: PlanRequest[ModelT], flags: SearchFlags) -> PlanRequest[ModelT]:
+    """Returns the request with its objective and limits; the time limit runs from here on.
+
+    A front, which walks over the objectives, begins with throughput. Raises ConfigError.
+    """
+    objective = Objective.THROUGHPUT if flags.objective == FRONT else Objective(flags.objective)
+    return replace(request, objective=objective, options=options_of(flags))
+
+
+def options_of(flags: SearchFlags) -> SearchOptions:
+    """Returns the limits of a search; the time limit runs from here on.
+
+    Raises ConfigError for numbers out of range, a size without a unit, and a slowdown that the
+    objective does not use.
+    """
+    if flags.max_slowdown is not None and flags.objective not in _SLOWED:
+        raise ConfigError(
+            f"--max-slowdown is for --objective {' or '.join(_SLOWED)}, the objective is {flags.objective}",
+            hint="leave it out",
+        )
+    slowdown, limit = flags.max_slowdown, flags.memory_limit
+    return SearchOptions(
+        max_slowdown=DEFAULT_MAX_SLOWDOWN if slowdown is None else slowdown,
+        memory_margin=flags.memory_margin,
+        solver=SolverName(flags.solver),
+        deadline=deadline_after(flags.time_limit),
+        memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit),
+    )
+
+
+def offload_assumed(constraints: Constraints, plan: Plan) -> tuple[str, ...]:
+    """Returns a phrase where a plan uses the host's memory and no option asked for it."""
+    uses_host = plan.chunks or any(
+        layer.keep_on_host or layer.offload for layer in plan.layer_plans.values()
+    )
+    if constraints.offload is not None or not uses_host:
+        return ()
+    return (f"--offload {','.join(SEARCHED_OFFLOAD)} (nothing fits the devices alone)",)
+
+
+def all_assumed(request: PlanRequest[Any], flags: SearchFlags) -> tuple[str, ...]:
+    """Returns a phrase for every default that a search took."""
+    assumed, options = request.assumed, request.options
+    if flags.memory_margin is None and flags.memory_limit is None:
+        stack = request.training.stack
+        assumed += (f"--memory-margin {memory_margin(stack, options):g} ({margin_text(stack)})",)
+    if flags.objective in _SLOWED and flags.max_slowdown is None:
+        assumed += (f"--max-slowdown {options.max_slowdown}",)
+    return assumed
+
+
+def require_no_front(flags: SearchFlags, plot: Path | None) -> None:
+    """Raises ConfigError for an option that only a front has."""
+    for name, value in (("plot", plot), ("points", flags.points)):
+        if value is not None:
+            raise ConfigError(
+                f"--{name} is for --objective pareto, the objective is {flags.objective}",
+                hint="add --objective pareto",
+            )
+
+
+def require_front(flags: SearchFlags, output: Path, plot: Path | None) -> None:
+    """Raises ConfigError for options that a front lacks and files that cannot be written.
+
+    It is called before the searches, so that none of them is lost.
+    """
+    from parplan.planner.search.pareto import plan_paths
+    from parplan.report.plots.scatter_plot import require_plot
+
+    if output == Path("-"):
+        raise ConfigError(
+            "--output - is one plan, a front is several",
+            hint="leave out --output for plan-01.yaml, ..., or use --json",
+        )
+    if flags.max_slowdown is not None:
+        raise ConfigError(
+            "--max-slowdown is for --objective memory or peak, a front goes through many",
+            hint="leave it out",
+        )
+    for path in (output, *plan_paths(output, 1)):  # The name of a point is longer.
+        require_writable(path, hint="choose another file with --output")
+    if plot is not None:
+        require_plot(plot)

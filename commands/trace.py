@@ -1,0 +1,44 @@
+"""`plan trace`: the predicted timeline of a plan's step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from parplan.commands.options import OUTPUT
+from parplan.commands.output import STDOUT, require_output
+from parplan.commands.style import Command, option
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command(cls=Command, epilog="  plan trace plan.yaml -o trace.json")
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@option(
+    OUTPUT,
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default="trace.json",
+    show_default=True,
+    help="The trace; - for stdout.",
+)
+def trace(plan_file: Path, output: Path) -> None:
+    """Write the predicted timeline of a plan's step as a trace that opens in Perfetto or
+    chrome://tracing.
+    """
+    from parplan.planner.plan.plan import read_plan
+    from parplan.planner.runs.run_account import plan_trace_ranks
+    from parplan.profiles.documents.files import write_text
+    from parplan.report.chrome_trace import trace_json
+
+    require_output(output)
+    text = trace_json(plan_trace_ranks(read_plan(plan_file)))
+    if output == STDOUT:
+        click.echo(text, nl=False)
+        return
+    write_text(text, output, hint="choose another file with --output")
+    click.echo(f"wrote {output}; open it in https://ui.perfetto.dev")

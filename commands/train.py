@@ -1,0 +1,332 @@
+"""The command that runs a plan: `torchrun --nproc-per-node N -m parplan.executor plan.yaml`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from parplan.commands.style import LONGEST_S, Command, Number, fail, option, packs, run_command
+from parplan.executor import launch
+from parplan.executor.checkpoint.resume import CheckpointOptions
+from parplan.executor.data.tokens import TOKEN_TYPES
+from parplan.executor.rules.all_rules import validate
+from parplan.executor.rules.traced_rules import validate_traced_plan
+from parplan.executor.run_options import LARGEST_SEED, LearningRateSchedule, Options
+from parplan.executor.run_plan import RunReport, RunSetting, device_of, require_world, run_plan
+from parplan.executor.training.compiled import validate_compiled
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan
+from parplan.planner.runs.run_account import trace_ranks
+from parplan.planner.runs.run_file import RunFile, write_run
+from parplan.profiles.documents.files import require_writable, write_text
+from parplan.profiles.errors import ConfigError, PlannerError
+from parplan.profiles.models.module_trust import trusted_note
+from parplan.report.chrome_trace import trace_json
+from parplan.report.runs.run_table import print_run
+from parplan.report.text import console, say
+
+PROGRAM = "python -m parplan.executor"
+EXAMPLE = (
+    "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 5\n"
+    "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50\n"
+    "  torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --steps 1000 --checkpoint-dir checkpoints"
+)
+DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
+_OTHER_TRACE = "choose another file with --trace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFlags:
+    """The options of a run beside those of its training."""
+
+    device: str = "auto"
+    timeout: float = 600.0
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 100
+    resume: str = "auto"
+    keep: int = 3
+    run_json: Path | None = None
+    trace: Path | None = None
+    trust_module: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The files that rank 0 writes at the end: the run, and a trace if one is wanted."""
+
+    run: Path
+    trace: Path | None
+
+    def require_writable(self, *, record: bool) -> None:
+        """Raises ConfigError for files that cannot be written, before the run and not after it."""
+        if not record and self.trace is not None:
+            raise ConfigError(
+                "--trace needs what --no-record leaves out", hint="leave out one of them"
+            )
+        if record:
+            require_writable(self.run, hint="choose another file with --run-json, or --no-record")
+        if self.trace is not None:
+            require_writable(self.trace, hint=_OTHER_TRACE)
+
+    def write(self, run: RunFile) -> None:
+        """Writes the files and prints the predictions beside the measurements.
+
+        Raises ConfigError.
+        """
+        print_run(run, console(sys.stdout))
+        write_run(run, self.run)
+        say(console(sys.stdout), f"wrote {self.run}")
+        if self.trace is not None:
+            write_text(trace_json(trace_ranks(run)), self.trace, hint=_OTHER_TRACE)
+            say(console(sys.stdout), f"wrote {self.trace}; open it in https://ui.perfetto.dev")
+
+
+@click.command(
+    cls=Command, epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@option(
+    DATA,
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Token ids: a .bin, which `plan tokenize` writes, or a flat .npy. Without it they are random.",
+)
+@option(
+    DATA,
+    "--data-dtype",
+    type=click.Choice(sorted(TOKEN_TYPES)),
+    metavar="TYPE",
+    help="uint16 or uint32, of a .bin with no .json beside it. [default: uint16]",
+)
+@option(
+    DATA,
+    "--shuffle/--no-shuffle",
+    default=True,
+    show_default=True,
+    help="Take the file's sequences in an order of the seed's.",
+)
+@option(
+    OPTIMIZER,
+    "--learning-rate",
+    type=Number(),
+    default=3e-4,
+    show_default=True,
+    metavar="RATE",
+    help="Of AdamW.",
+)
+@option(
+    OPTIMIZER,
+    "--lr-schedule",
+    type=click.Choice([schedule.value for schedule in LearningRateSchedule]),
+    default="constant",
+    show_default=True,
+    metavar="NAME",
+    help="constant, cosine or linear: how the rate falls until --steps.",
+)
+@option(
+    OPTIMIZER,
+    "--warmup-steps",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Steps it rises over.",
+)
+@option(
+    OPTIMIZER,
+    "--min-learning-rate",
+    type=Number(),
+    default=0.0,
+    show_default=True,
+    metavar="RATE",
+    help="Where cosine and linear end.",
+)
+@option(
+    OPTIMIZER,
+    "--weight-decay",
+    type=Number(),
+    default=0.01,
+    show_default=True,
+    metavar="SHARE",
+    help="Of matrices, not of vectors.",
+)
+@option(
+    OPTIMIZER,
+    "--betas",
+    type=Number(),
+    nargs=2,
+    default=(0.9, 0.999),
+    show_default=True,
+    metavar="B1 B2",
+    help="Of AdamW.",
+)
+@option(
+    OPTIMIZER,
+    "--clip-gradients",
+    type=Number(),
+    default=1.0,
+    show_default=True,
+    metavar="NORM",
+    help="Scale gradients down to this norm over the whole model; 0: never.",
+)
+@option(
+    CHECKPOINTS,
+    "--checkpoint-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where they go; all nodes share it.",
+)
+@option(
+    CHECKPOINTS,
+    "--checkpoint-every",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    metavar="N",
+    help="Steps from one to the next.",
+)
+@option(
+    CHECKPOINTS,
+    "--resume",
+    metavar="auto|never|PATH",
+    default="auto",
+    show_default=True,
+    help="auto: from the newest in --checkpoint-dir, if any; PATH: from that one, of any mesh or plan of the model.",
+)
+@option(
+    CHECKPOINTS,
+    "--keep",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Newest ones to keep.",
+)
+@option(
+    RUN,
+    "--steps",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Optimizer steps, those before a resume included.",
+)
+@option(
+    RUN,
+    "--seed",
+    type=click.IntRange(0, LARGEST_SEED),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Of the initial parameters, the order of the data and the random tokens.",
+)
+@option(RUN, "--compile", is_flag=True, help="Compile every block with torch.compile.")
+@option(
+    RUN,
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs if any.",
+)
+@option(
+    RUN,
+    "--run-json",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where to write what was measured. [default: run.json beside PLAN]",
+)
+@option(
+    RUN,
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.",
+)
+@option(
+    RUN,
+    "--no-record",
+    "record",
+    is_flag=True,
+    default=True,
+    flag_value=False,
+    help="Measure step times only, write no file.",
+)
+@option(
+    RUN,
+    "--allow-non-finite",
+    is_flag=True,
+    help="Go on after a loss or gradient that is not finite, which ends a run otherwise.",
+)
+@option(
+    RUN,
+    "--trust-module",
+    is_flag=True,
+    help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.",
+)
+@option(
+    RUN,
+    "--timeout",
+    type=Number(min=1, max=LONGEST_S),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without progress on any rank until the run ends (within 10 more) and names the rank that is behind.",
+)
+@packs("trained", Options)
+@packs("flags", RunFlags)
+def main(plan_file: Path, trained: Options, flags: RunFlags) -> int:
+    """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then
+    predicted against measured bytes.
+
+    A PLAN that names a module runs that module's code; the command says which.
+    """
+    plan = read_any_plan(plan_file)  # every rank meets the same error
+    if isinstance(plan, TracedPlan):
+        validate_traced_plan(plan, trained)
+    else:
+        validate(plan)
+    require_world(plan, plan_file)
+    device = device_of(flags.device)
+    if trained.compile and isinstance(plan, Plan):
+        validate_compiled(plan, device)
+    files = RunFiles(flags.run_json or plan_file.with_name("run.json"), flags.trace)
+    if launch.is_rank_0():
+        files.require_writable(record=trained.record)
+    imported = trusted_note(plan.module, str(plan_file), trust=flags.trust_module)
+    if imported is not None and launch.is_rank_0():
+        _note(imported)
+    checkpoints = CheckpointOptions(
+        directory=flags.checkpoint_dir,
+        every=flags.checkpoint_every,
+        resume=flags.resume,
+        keep=flags.keep,
+    )
+    setting = RunSetting(checkpoints=checkpoints, device=device, timeout_s=flags.timeout)
+    report = RunReport(line=click.echo, note=_note, fail=_fail, recorded=files.write)
+    return run_plan(plan, trained, setting, report)
+
+
+def _note(text: str) -> None:
+    click.echo(f"note: {text}", err=True)
+
+
+def _fail(error: PlannerError, speaks: bool) -> int:
+    hint = error.hint or f"{PROGRAM} --help lists the options"
+    return fail(error.message, hint, error.exit_code, speaks=speaks)
+
+
+def run() -> int:
+    """Returns the exit code of the command: 0, or that of its error."""
+    # The modules never write in place to a tensor that a layer returned.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for part in ("pipelining.schedules", "checkpoint.state_dict_loader"):
+        # These loggers also print pages about the errors that they raise.
+        logging.getLogger(f"torch.distributed.{part}").setLevel(logging.CRITICAL)
+    return run_command(main, speaks=launch.is_rank_0(), prog_name=PROGRAM)

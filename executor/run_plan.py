@@ -1,0 +1,189 @@
+"""A plan is run on this rank: it joins the others, trains, and ends with one error at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from parplan.executor import launch
+from parplan.executor.checkpoint.checkpoints import Checkpoints
+from parplan.executor.checkpoint.resume import CheckpointOptions
+from parplan.executor.placed_layers import torchrun_line
+from parplan.executor.rules.external_rules import has_even_shards
+from parplan.executor.run_options import Options
+from parplan.executor.traced.traced_trainer import TracedTrainer, build_traced_trainer, opened_of
+from parplan.executor.training.train import StepResult, build_trainer
+from parplan.executor.watch.rank_progress import RankProgress
+from parplan.executor.watch.run_recorder import collect
+from parplan.executor.watch.state_bytes import table
+from parplan.executor.watch.watch import SLACK_S, Watch, own_connection
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.runs.run_file import RunFile
+from parplan.profiles.documents.files import explained_file_errors
+from parplan.profiles.errors import ConfigError, PlannerError, RunError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """The ways in which a run tells its user something.
+
+    line       prints one line of the result
+    note       prints a note
+    fail       prints an error, if this rank speaks, and returns the exit code
+    recorded   takes what the run measured
+    """
+
+    line: Callable[[str], None]
+    note: Callable[[str], None]
+    fail: Callable[[PlannerError, bool], int]
+    recorded: Callable[[RunFile], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetting:
+    """The choices of a run that neither the plan nor its training options make."""
+
+    checkpoints: CheckpointOptions
+    device: torch.device
+    timeout_s: float
+
+
+def run_plan(
+    plan: Plan | TracedPlan, options: Options, setting: RunSetting, report: RunReport
+) -> int:
+    """Trains; however that ends, one rank says one error, and all return an exit code."""
+    timeout_s = setting.timeout_s
+    # The watch says more than a collective's own timeout, so it comes first.
+    limit = timedelta(seconds=timeout_s + 2 * SLACK_S)
+    rank, store = launch.rank(), launch.open_store(limit)
+    progress = RankProgress()
+    watch = Watch(own_connection(store), rank, plan.mesh, progress, timeout_s)
+    watch.start()
+    try:
+        progress.at("joins the other ranks")
+        _join(setting.device, store, rank, plan.mesh.num_ranks, limit)
+        progress.at("builds its layers")
+        with explained_file_errors():
+            _train(plan, options, setting, limit, progress, report)
+        dist.destroy_process_group()
+    except PlannerError as error:
+        code = report.fail(error, watch.claim())
+        dist.destroy_process_group()
+        return code
+    except (RuntimeError, CheckpointException):
+        lost = watch.lost()
+        if lost is None:
+            raise
+        ended = RunError(lost, hint="torchrun's --max-restarts goes on from a checkpoint")
+        return report.fail(ended, watch.claim())
+    finally:
+        watch.stop()
+    return 0
+
+
+def require_world(plan: Plan | TracedPlan, plan_file: Path) -> None:
+    world = launch.world()
+    if world != plan.mesh.num_ranks:
+        mesh = plan.mesh
+        raise ConfigError(
+            f"{plan_file}: the plan needs {mesh.num_ranks} ranks ({mesh}), {world} started",
+            hint=f"start it with: {torchrun_line(plan, str(plan_file))}",
+        )
+
+
+def device_of(name: str) -> torch.device:
+    """This rank's GPU, or the CPU. Raises ConfigError."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ConfigError("--device cuda: torch sees no GPU", hint="use --device cpu")
+    if name == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    local_rank = launch.local_rank()
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device {name}: local rank {local_rank} has no GPU, torch sees {torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _join(
+    device: torch.device, store: dist.Store, rank: int, world: int, timeout: timedelta
+) -> None:
+    """Join the process group: nccl between GPUs, gloo between CPUs."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _train(
+    plan: Plan | TracedPlan,
+    options: Options,
+    setting: RunSetting,
+    timeout: timedelta,
+    progress: RankProgress,
+    report: RunReport,
+) -> None:
+    """Trains to the last step and writes checkpoints; only rank 0 prints."""
+    speaks, device = dist.get_rank() == 0, setting.device
+    if isinstance(plan, TracedPlan):
+        trainer = _traced_trainer(plan, options, device, progress, report)
+    else:
+        trainer = build_trainer(plan, options, device, progress)
+    for group in trainer.ranks.groups:
+        _set_pg_timeout(timeout, group)  # torch gives a mesh's groups its own default instead
+    checkpoints = Checkpoints(trainer, setting.checkpoints, timeout=timeout, note=report.note)
+    first = checkpoints.resume()
+    try:
+        for result in trainer.run(first):
+            if speaks:
+                report.line(_step_line(plan, options, result))
+            checkpoints.after_step(result.step + 1)
+    except PlannerError:
+        checkpoints.settle()  # what is being written is what the next run goes on from
+        raise
+    if first >= options.steps:
+        checkpoints.note(f"nothing to do: --steps {options.steps}, {first} are done")
+        return
+    checkpoints.finish(options.steps)
+    rows, held = [None] * dist.get_world_size(), trainer.state_bytes()
+    dist.all_gather_object(rows, held)
+    run = collect(plan, trainer.recorder, held, device, trainer.moved(), trainer.on_host_bytes)
+    if speaks:
+        compared = isinstance(plan, TracedPlan) or has_even_shards(plan)
+        report.line(table(rows, compared=compared))
+    if run is not None:
+        report.recorded(run)
+
+
+def _traced_trainer(
+    plan: TracedPlan,
+    options: Options,
+    device: torch.device,
+    progress: RankProgress,
+    report: RunReport,
+) -> TracedTrainer:
+    opened = opened_of(plan, options.seed)
+    if opened.note and dist.get_rank() == 0:
+        report.note(opened.note)
+    return build_traced_trainer(plan, options, device, progress, opened)
+
+
+def _step_line(plan: Plan | TracedPlan, options: Options, result: StepResult) -> str:
+    norm = f"grad norm {result.gradient_norm:.4g}"
+    if result.skipped:
+        norm += f" skipped, loss scale {result.loss_scale:g}"
+    elif 0 < options.clip_gradients < result.gradient_norm:
+        norm += f" clipped to {options.clip_gradients:g}"
+    rate = f"  lr {result.learning_rate:.2e}" if options.lr_varies else ""
+    speed = plan.training.tokens_per_step / result.seconds
+    unit = plan.traced.unit if isinstance(plan, TracedPlan) else "tokens"
+    return f"step {result.step + 1:>4}  loss {result.loss:.6f}  {norm}{rate}  {speed:,.0f} {unit}/s"
