@@ -37,7 +37,7 @@ from parplan.executor.training.train import Options, build_trainer
 from parplan.executor.watch.state_bytes import Meter
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Objective
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
@@ -78,12 +78,23 @@ def plans(model: ModelSpec, seq_length: int, tp: int) -> dict[str, Plan]:
         num_micro_batches=16 // 2 // (WORLD // tp),
         sequence_parallel=False,
     )
-    found = {"megatron": estimate_plan(model, cluster, training, layout)}
+    found = {
+        "megatron": estimate_plan(
+            PlanRequest(model=model, cluster=cluster, training=training), layout
+        )
+    }
     for label, degrees in (("memory", None), ("memory at tp 2", (2,))):
         pins = Constraints(pp=(1,), micro_batch_size=(2,), tp=degrees)
         options = SearchOptions(max_slowdown=9.0)
         found[label] = find_plan(
-            model, cluster, training, Objective.MEMORY, constraints=pins, options=options
+            PlanRequest(
+                model=model,
+                cluster=cluster,
+                training=training,
+                objective=Objective.MEMORY,
+                constraints=pins,
+                options=options,
+            )
         )
     return found
 

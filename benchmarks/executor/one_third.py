@@ -35,7 +35,8 @@ from parplan.executor.run_options import Options
 from parplan.executor.training.train import Trainer, build_trainer
 from parplan.executor.watch.state_bytes import predicted_state_bytes
 from parplan.planner.plan.plan import Plan
-from parplan.planner.search.estimate import ChunkRequest, estimate_plan
+from parplan.planner.request import PlanRequest
+from parplan.planner.search.estimate import ChunkRequest, UniformChoices, estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
@@ -70,11 +71,13 @@ class Request:
             host_blocks=host_blocks, optimizer_blocks=0, device_bytes=device_bytes
         )
         return estimate_plan(
-            self.model,
-            with_gpus(load_cluster("cpu"), 1, 1),
-            self.training,
+            PlanRequest(
+                model=self.model,
+                cluster=with_gpus(load_cluster("cpu"), 1, 1),
+                training=self.training,
+            ),
             self.layout,
-            chunks=chunks,
+            UniformChoices(chunks=chunks),
         )
 
 

@@ -50,7 +50,8 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.data.batches import synthetic
 from parplan.executor.training.train import Options, build_trainer
 from parplan.planner.plan.plan import Plan
-from parplan.planner.search.estimate import estimate_plan
+from parplan.planner.request import PlanRequest
+from parplan.planner.search.estimate import UniformChoices, estimate_plan
 from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
@@ -312,7 +313,11 @@ def plan_of(name: str) -> Plan:
     )
     cluster = with_gpus(load_cluster("cpu"), mesh.num_ranks, mesh.num_ranks)
     return estimate_plan(
-        replace(GPT_100M, tied_embeddings=False), cluster, training, layout, zero=zero
+        PlanRequest(
+            model=replace(GPT_100M, tied_embeddings=False), cluster=cluster, training=training
+        ),
+        layout,
+        UniformChoices(zero=zero),
     )
 
 

@@ -35,7 +35,8 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import TP_OVERLAP_LEVELS, ParallelLayout
 from parplan.executor.training.train import Options, StepResult, build_trainer
 from parplan.planner.plan.plan import Plan
-from parplan.planner.search.estimate import estimate_plan
+from parplan.planner.request import PlanRequest
+from parplan.planner.search.estimate import UniformChoices, estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
@@ -65,7 +66,11 @@ def plan_of(model: ModelSpec, seq_length: int, level: int) -> Plan:
         sequence_parallel=False,
         tp_overlap=level,
     )
-    return estimate_plan(model, with_gpus(load_cluster("cpu"), 2, 2), training, layout, zero=0)
+    return estimate_plan(
+        PlanRequest(model=model, cluster=with_gpus(load_cluster("cpu"), 2, 2), training=training),
+        layout,
+        UniformChoices(zero=0),
+    )
 
 
 def measure(plans: list[Plan]) -> list[list[float]]:

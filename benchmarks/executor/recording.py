@@ -25,6 +25,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.training.train import Options, Trainer, build_trainer
 from parplan.executor.watch.run_recorder import RunRecorder
 from parplan.planner.plan.plan import Plan
+from parplan.planner.request import PlanRequest
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -50,7 +51,12 @@ def plan() -> Plan:
         sequence_parallel=False,
     )
     return estimate_plan(
-        load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 1), training, layout
+        PlanRequest(
+            model=load_model("gpt-tiny").spec,
+            cluster=with_gpus(load_cluster("cpu"), 1),
+            training=training,
+        ),
+        layout,
     )
 
 

@@ -26,7 +26,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.checking.parity import gradient_errors, joined, loss_errors, run_ranks
 from parplan.executor.traced.traced_parity import run_traced_reference, train_traced
 from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.planner.request import Constraints
+from parplan.planner.request import Constraints, PlanRequest
 from parplan.planner.traced.plan_traced import find_traced_plan
 from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.models.module_source import ModuleSource
@@ -64,11 +64,15 @@ def planned(name: str) -> TracedPlan:
     )
     model = trace(source, seq_length=SEQ_LENGTH, precision=Precision.FP32)
     return find_traced_plan(
-        model,
-        with_gpus(load_cluster("a100-80gb"), 4),
-        training,
+        PlanRequest(
+            model=model,
+            cluster=with_gpus(load_cluster("a100-80gb"), 4),
+            training=training,
+            constraints=Constraints(
+                **pins, micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,)
+            ),
+        ),
         cross_skips=name == "unet",
-        constraints=Constraints(**pins, micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,)),
     ).plan
 
 

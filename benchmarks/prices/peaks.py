@@ -26,8 +26,9 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan import plan as plans
 from parplan.planner.plan.plan import Plan
+from parplan.planner.request import PlanRequest
 from parplan.planner.runs import run_file as runs
-from parplan.planner.search.estimate import estimate_plan
+from parplan.planner.search.estimate import UniformChoices, estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.units import MIB
@@ -64,7 +65,11 @@ class Case:
             num_micro_batches=global_batch_size // self.dp // self.micro_batch_size,
         )
         cluster = with_gpus(load_cluster("cpu"), mesh.num_ranks, mesh.num_ranks)
-        return estimate_plan(model, cluster, training, layout, zero=self.zero)
+        return estimate_plan(
+            PlanRequest(model=model, cluster=cluster, training=training),
+            layout,
+            UniformChoices(zero=self.zero),
+        )
 
 
 def gpt_100m() -> ModelSpec:

@@ -17,10 +17,11 @@ from dataclasses import replace
 
 import click
 
-from parplan.commands.requests.described import Asked, asked_training
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.machine import TrainingDefaults, training_of
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.plan.plan import Plan
-from parplan.planner.request import SEARCHED_OFFLOAD, Constraints
+from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, PlanRequest
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_cluster, load_family, with_gpus
 from parplan.profiles.errors import InfeasibleError
@@ -56,9 +57,17 @@ def model_of(num_blocks: int) -> ModelSpec:
 
 def plan_of(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) -> Plan | None:
     """The fastest plan, None where nothing fits."""
-    training, _ = asked_training(Asked(), SEQUENCES, model.max_seq_length, None, cluster.device)
+    defaults = TrainingDefaults(global_batch_size=SEQUENCES, seq_length=model.max_seq_length)
+    training, _ = training_of(TargetOptions(), defaults, None, cluster.device)
     try:
-        return find_plan(model, cluster, training, constraints=Constraints(offload=offload))
+        return find_plan(
+            PlanRequest(
+                model=model,
+                cluster=cluster,
+                training=training,
+                constraints=Constraints(offload=offload),
+            )
+        )
     except InfeasibleError:
         return None
 

@@ -22,17 +22,16 @@ from benchmarks.search.attacks.moves import (
 )
 from benchmarks.search.attacks.requests import NAMED, SMALL, Request, memory_requests, requests
 from benchmarks.search.attacks.rounds import Attack, Outcome, attacked
-from parplan.commands.requests.described import Asked
+from parplan.commands.options import TargetOptions
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import Constraints
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.models.operator_graph import LayerKind
 from tests.helpers.cases import mostly_slow
+from tests.helpers.planning import enumerate_candidates, find_plan
 
 EVALUATIONS = 150
 BLOCK = LayerChoice(LayerKind.BLOCK, (), 2)
@@ -40,7 +39,7 @@ OTHER = replace(BLOCK, zero=1)
 
 
 def tiny(**pins: object) -> Request:
-    return Request(Asked(model="gpt-tiny", gpus=4, gpu="a100-80gb"), Constraints(**pins))  # type: ignore[arg-type]
+    return Request(TargetOptions(model="gpt-tiny", gpus=4, gpu="a100-80gb"), Constraints(**pins))  # type: ignore[arg-type]
 
 
 def two_stages() -> Strategy:
@@ -159,7 +158,7 @@ def test_the_most_and_the_fewest_that_fit_are_those_of_trying_all(limit: int) ->
 
 
 def test_frames_are_all_that_the_search_has_and_those_that_it_does_not_try() -> None:
-    asked = Request(Asked(model="gpt-tiny", gpus=4, gpu="a100-80gb", stack="parplan"))
+    asked = Request(TargetOptions(model="gpt-tiny", gpus=4, gpu="a100-80gb", stack="parplan"))
     every = set(layouts(asked.question, asked.pins))
 
     searched = enumerate_candidates(

@@ -21,9 +21,8 @@ from benchmarks.prices.published_ranking import (
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.search.estimate import estimate_plan
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.units import gib
+from tests.helpers.planning import estimate_plan, find_plan
 
 
 @pytest.fixture(scope="module")

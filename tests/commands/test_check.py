@@ -25,7 +25,6 @@ from parplan.executor.pipeline import pipeline
 from parplan.executor.training import train
 from parplan.planner.plan.plan import Plan, write_plan
 from parplan.planner.runs.rank_checks import RankCheck, matches, sent_checks, worst
-from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -34,6 +33,7 @@ from parplan.report.runs.check_tables import verdict
 from parplan.report.runs.parity_table import Parity, parity_document
 from parplan.report.runs.parity_table import parity_verdict as parity_verdict
 from tests.helpers.executor_plans import GPT, make_plan
+from tests.helpers.planning import estimate_plan
 
 pytestmark = [
     pytest.mark.multiproc,

@@ -14,7 +14,6 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.request import Constraints
 from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.machines.hardware import Cluster
@@ -22,6 +21,7 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.planning import enumerate_candidates
 
 # what the enumeration below tries: levels of recompute, and Megatron's division of every operator
 PINS = Constraints(

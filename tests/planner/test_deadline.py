@@ -12,13 +12,10 @@ import pytest
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.deadline import GRACE_S, NEVER, Deadline, deadline_after
 from parplan.planner.infeasible import shortfall
-from parplan.planner.infeasible.shortfall import least_peak_bytes, smallest_cluster
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from parplan.planner.search.comparison import compare
-from parplan.planner.search.find_plan import find_plan
-from parplan.planner.search.largest_model import Asking, find_largest, members
-from parplan.planner.search.pareto import find_front
+from parplan.planner.search.largest_model import find_largest, members
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.divisors import divisors
 from parplan.profiles.documents.ranges import range_of
@@ -27,6 +24,13 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB
 from parplan.report.searches.infeasible_text import explained_error
+from tests.helpers.planning import (
+    find_front,
+    find_plan,
+    least_peak_bytes,
+    request,
+    smallest_cluster,
+)
 
 MODEL, CLUSTER = load_model("gpt-tiny").spec, with_gpus(load_cluster("a100-80gb"), 4)
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=64, stack=NEUTRAL)
@@ -87,9 +91,8 @@ def largest(options: SearchOptions):
         )
         for layers in (2, 4)
     ]
-    rows = find_largest(
-        members(entries), Asking(cluster=CLUSTER, training=TRAINING, pins=PINS, options=options)
-    )
+    asked = request(entries[0].spec, CLUSTER, TRAINING, constraints=PINS, options=options)
+    rows = find_largest(members(entries), asked)
     return next(row.plan for row in rows if row.plan)
 
 
@@ -130,7 +133,7 @@ def test_a_search_that_is_over_from_the_beginning_ends_with_its_first_plan():
 
 @pytest.mark.parametrize("looks", [1, 20, 150, 400])
 def test_what_does_not_fit_is_said_however_little_time_is_left_for_why(looks):
-    error = explained_error(*ASKED, PINS, within(looks, NEVER_FITS))
+    error = explained_error(request(*ASKED, constraints=PINS, options=within(looks, NEVER_FITS)))
 
     assert isinstance(error, InfeasibleError)
     assert error.message.startswith("gpt-tiny does not fit on 4 x a100-80gb")
@@ -138,7 +141,7 @@ def test_what_does_not_fit_is_said_however_little_time_is_left_for_why(looks):
 
 
 def test_the_explanation_says_which_ways_out_there_was_no_time_for():
-    error = explained_error(*ASKED, PINS, within(1, NEVER_FITS))
+    error = explained_error(request(*ASKED, constraints=PINS, options=within(1, NEVER_FITS)))
 
     assert "not searched" in error.message + error.hint
 
@@ -149,7 +152,10 @@ def test_an_interrupt_of_the_explanation_still_gives_the_error(monkeypatch):
 
     monkeypatch.setattr(shortfall, "_leanest", interrupt)
 
-    assert "does not fit" in explained_error(*ASKED, PINS, NEVER_FITS).message
+    assert (
+        "does not fit"
+        in explained_error(request(*ASKED, constraints=PINS, options=NEVER_FITS)).message
+    )
 
 
 def test_the_search_for_enough_gpus_ends():

@@ -8,15 +8,14 @@ import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.forbid import Ban, parse_bans
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB
+from tests.helpers.planning import enumerate_candidates, find_plan
 
 TRAINING = TrainingSpec(global_batch_size=32, seq_length=4096, stack=NEUTRAL)
 ASKED = (load_model("llama3-8b").spec, with_gpus(load_cluster("a100-80gb"), 8), TRAINING)

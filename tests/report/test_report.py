@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from parplan.commands.requests.described import Asked, parse_size, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
@@ -21,14 +22,13 @@ from parplan.planner.candidates.enumeration import Pruned
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Band, ErrorBand, Objective, Quantity, RunnerUp, Status
 from parplan.planner.request import Progress
-from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.stack_terms import Residuals, Term, Terms
 from parplan.profiles.profiler import session_progress as profiling
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, Stack
-from parplan.profiles.units import GIB, MIB
+from parplan.profiles.units import GIB, MIB, parse_size
 from parplan.report.machines.catalogue_tables import print_stacks, stack_rows
 from parplan.report.plan_documents import plan_document, plan_schema
 from parplan.report.plans.layer_table import print_layers
@@ -37,6 +37,7 @@ from parplan.report.plans.summary import SummaryContext, print_summary
 from parplan.report.progress_bars import profile_bar, progress_bar
 from parplan.report.searches.pruned_table import grouped
 from parplan.report.text import FIXED_WIDTH, aligned, console, gib_text, joined, seconds_text
+from tests.helpers.planning import estimate_plan
 
 
 def estimated(
@@ -48,8 +49,10 @@ def estimated(
     schedule: Schedule = Schedule.ONE_F_ONE_B,
     **choices: object,
 ) -> Plan:
-    asked = question(
-        Asked(model="gpt-20b", gpus=pp * dp * tp, gpu="a100-80gb", gpus_per_node=pp * dp * tp)
+    asked = request_of(
+        TargetOptions(
+            model="gpt-20b", gpus=pp * dp * tp, gpu="a100-80gb", gpus_per_node=pp * dp * tp
+        )
     )
     layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp),

@@ -11,12 +11,12 @@ from benchmarks.search.attacks.allowed import zero_stages
 from benchmarks.search.attacks.moves import fewest
 from benchmarks.search.attacks.palette import Palette
 from benchmarks.search.attacks.prices import Candidate, Prices
-from parplan.commands.requests.described import Question
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.plan import Plan
-from parplan.planner.request import Constraints
-from parplan.planner.search.estimate import default_blocks, estimate_plan
+from parplan.planner.request import Constraints, PlanRequest
+from parplan.planner.request import Request as PlanningRequest
+from parplan.planner.search.estimate import UniformChoices, default_blocks, estimate_plan
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -150,7 +150,10 @@ class Layouts:
 
 
 def random_layout(
-    chance: random.Random, asked: Question, pins: Constraints, layouts: Sequence[ParallelLayout]
+    chance: random.Random,
+    asked: PlanningRequest,
+    pins: Constraints,
+    layouts: Sequence[ParallelLayout],
 ) -> Plan | None:
     """A random layout, ZeRO stage, level of recompute and split of blocks as `estimate` prices
     them, or None where it refuses.
@@ -162,16 +165,16 @@ def random_layout(
         blocks[taken], blocks[given] = blocks[taken] - 1, blocks[given] + 1
     try:
         return estimate_plan(
-            asked.model,
-            asked.cluster,
-            asked.training,
+            PlanRequest(model=asked.model, cluster=asked.cluster, training=asked.training),
             layout,
-            zero=chance.choice(zero_stages(layout, pins)),
-            recompute=chance.choice(
-                pins.resolved(asked.training.stack).recompute or tuple(Recompute)
+            UniformChoices(
+                zero=chance.choice(zero_stages(layout, pins)),
+                recompute=chance.choice(
+                    pins.resolved(asked.training.stack).recompute or tuple(Recompute)
+                ),
+                blocks=blocks,
+                zero_ranks=pins.zero_ranks,
             ),
-            blocks=blocks,
-            zero_ranks=pins.zero_ranks,
         )
     except (ConfigError, InfeasibleError):
         return None

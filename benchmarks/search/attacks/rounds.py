@@ -35,6 +35,7 @@ from parplan.planner.plan.assemble import assemble, rounded_figures
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from parplan.planner.plan.reprice import Repriced, reprice
+from parplan.planner.request import PlanRequest
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import InfeasibleError
@@ -212,7 +213,12 @@ class Attack:
         """
         known = frozenset(
             enumerate_candidates(
-                self.asked.model, self.asked.cluster, self.asked.training, self.request.pins
+                PlanRequest(
+                    model=self.asked.model,
+                    cluster=self.asked.cluster,
+                    training=self.asked.training,
+                    constraints=self.request.pins,
+                )
             ).layouts
         )
         every = [layout for layout in self._layouts() if layout != own]
@@ -253,12 +259,14 @@ def attacked(request: Request, evaluations: int, seed: int) -> Outcome:
     started = time.perf_counter()
     try:
         plan = find_plan(
-            request.question.model,
-            request.question.cluster,
-            request.question.training,
-            request.objective,
-            constraints=request.pins,
-            options=request.options,
+            PlanRequest(
+                model=request.question.model,
+                cluster=request.question.cluster,
+                training=request.question.training,
+                objective=request.objective,
+                constraints=request.pins,
+                options=request.options,
+            ),
             explain=_nothing_fits,
         )
     except InfeasibleError:

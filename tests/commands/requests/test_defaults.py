@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from parplan.commands.requests.described import DEFAULT_STACK, Asked, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.machine import DEFAULT_STACK
+from parplan.commands.requests.requests import request_of
 from parplan.planner.plan.plan import read_plan
 from parplan.profiles.models.spec import TrainingSpec
 from tests.helpers.command_runs import succeed
@@ -19,7 +21,7 @@ def test_python_gets_the_training_and_the_machine_of_the_command(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     succeed("--model", "gpt-tiny", "--gpus", "2", "--gpu", "a100-80gb")
 
-    plan, asked = read_plan(Path("plan.yaml")), question(Asked(model="gpt-tiny", gpus=2))
+    plan, asked = read_plan(Path("plan.yaml")), request_of(TargetOptions(model="gpt-tiny", gpus=2))
     assert (plan.model, plan.cluster, plan.training) == (asked.model, asked.cluster, asked.training)
     assert asked.training.stack.name == DEFAULT_STACK
 

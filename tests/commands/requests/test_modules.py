@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from parplan import cli
-from parplan.commands.requests.modules import load_module, narrowed
+from parplan.commands.requests.external import load_module, narrowed
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.plan.plan import read_plan
 from parplan.planner.request import Constraints

@@ -28,7 +28,6 @@ from parplan.planner.host_options.activation_options import (
 )
 from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
-from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -36,6 +35,7 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.planning import estimate_plan
 from tests.helpers.uniform_strategies import A100, TINY, frame_of, uniform
 
 TRAINING = TrainingSpec(global_batch_size=64, seq_length=128, stack=NEUTRAL)

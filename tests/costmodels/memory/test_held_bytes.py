@@ -22,14 +22,13 @@ from parplan.planner.host_options.activation_options import named_operators, wit
 from parplan.planner.plan.plan import plan_from_document, plan_to_document, read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
-from parplan.planner.search.estimate import estimate_plan
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_model, with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.planning import estimate_plan, find_plan
 from tests.helpers.uniform_strategies import A100, TINY, frame_of, uniform
 
 A100_16 = replace(

@@ -17,15 +17,12 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes, time_bound
 from parplan.planner.forbid import Ban
 from parplan.planner.plan.plan import plan_to_yaml, read_plan
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.estimate import estimate_plan
-from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
@@ -36,6 +33,7 @@ from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL, AttentionKernel
 from parplan.profiles.units import GIB, TERA
 from tests.helpers.instances import PINS, Instance, every_price, peak_bytes, redundant_bytes
+from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 
 MIXTRAL = load_model("mixtral-8x7b").spec
 TINY = ModelSpec(

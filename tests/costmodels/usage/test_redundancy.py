@@ -12,11 +12,11 @@ from parplan.costmodels.operators.sharding import Sharding, Split
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice
 from parplan.costmodels.usage.redundancy import RedundantBytes, added, operator_redundancy
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import with_gpus
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.planning import find_plan
 from tests.helpers.uniform_strategies import A100, TINY, book_of, frame_of, uniform
 
 A100_16 = with_gpus(A100, 16)

@@ -15,7 +15,6 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.checking.shrunk_plan import MOST_CHUNKS, shrunk
 from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
-from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -33,6 +32,7 @@ from tests.helpers.executor_plans import (
     make_plan,
     with_divisions,
 )
+from tests.helpers.planning import estimate_plan
 
 DIVISIONS = (
     BATCH_FEED_FORWARD,

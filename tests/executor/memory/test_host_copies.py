@@ -36,7 +36,7 @@ from parplan.executor.sharding.place import place_layer
 from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan, layout_of
 from parplan.planner.plan.reprice import reprice
-from parplan.planner.search.estimate import ChunkRequest, estimate_plan
+from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.models.operator_graph import LayerClass, LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -45,6 +45,7 @@ from parplan.profiles.stack import NEUTRAL, AttentionKernel
 from parplan.profiles.units import GIB
 from tests.helpers import executor_plans
 from tests.helpers.executor_plans import GPT, LLAMA, MIXTRAL, division, make_plan
+from tests.helpers.planning import estimate_plan
 
 CPU = torch.device("cpu")
 PARALLEL = dataclasses.replace(GPT, parallel_residual=True)

@@ -20,7 +20,6 @@ from parplan.executor.checking.parity import (
 from parplan.executor.traced.program_cut import cut
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.planner.request import Constraints
-from parplan.planner.traced.plan_traced import plan_traced_module
 from parplan.planner.traced.shards import shard
 from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
@@ -31,6 +30,7 @@ from parplan.profiles.tracing.stand_ins import stand_ins
 from parplan.profiles.tracing.trace import trace
 from parplan.profiles.tracing.traced_source import open_workload
 from parplan.profiles.units import GIB
+from tests.helpers.planning import plan_traced_module
 from tests.helpers.traced_plans import hand_plan
 
 SEQ_LENGTH = 16

@@ -29,13 +29,13 @@ from parplan.planner.baselines.stage_aware import (
 )
 from parplan.planner.baselines.uniform_strategies import counted_ends, equal_blocks
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB
+from tests.helpers.planning import find_plan
 
 TRAINING = TrainingSpec(global_batch_size=32, seq_length=1024, stack=NEUTRAL)
 FRAME = ParallelLayout(

@@ -18,7 +18,6 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.calibration.profile_cases import ProfiledWorkload, cases_of
 from parplan.planner.calibration.profile_coverage import coverage, missing_cases
 from parplan.planner.plan.plan import Plan, read_plan, write_plan
-from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.machines.shipped_profiles import analytic_profile
@@ -28,6 +27,7 @@ from parplan.profiles.profiler.communication.comm_cases import TIMED
 from parplan.profiles.profiler.fits.profile_fit import fit_compute
 from parplan.profiles.provenance import Kind
 from parplan.report.plans.summary import SummaryContext, print_summary
+from tests.helpers.planning import estimate_plan
 
 CPU = load_cluster("cpu")
 TINY = load_model("gpt-tiny")

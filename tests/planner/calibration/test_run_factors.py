@@ -11,13 +11,13 @@ import pytest
 from parplan.planner.calibration.run_factors import calibrate, unexercised
 from parplan.planner.plan.plan import layout_of
 from parplan.planner.runs.run_account import predict
-from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
 from parplan.profiles.machines.calibration_factors import CAUSES, Calibration, Factor
 from parplan.profiles.machines.shipped_profiles import shipped_profile
 from parplan.profiles.provenance import Kind
+from tests.helpers.planning import estimate_plan
 from tests.helpers.synthetic_runs import estimated, factors, run_of
 
 

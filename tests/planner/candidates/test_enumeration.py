@@ -17,7 +17,6 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import (
     MAX_MICRO_BATCH_SIZE,
-    enumerate_candidates,
     illegal_layout,
     illegal_tensor_parallel,
     layout_text,
@@ -29,6 +28,7 @@ from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.planning import enumerate_candidates
 
 A100 = load_cluster("a100-80gb")
 TINY = load_model("gpt-tiny").spec  # 4 layers, 4 heads, ffn 256, vocabulary 512

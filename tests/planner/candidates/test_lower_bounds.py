@@ -17,7 +17,6 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import in_reach, redundancy_bound_bytes, time_bound
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -25,6 +24,7 @@ from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.models.operator_graph import LayerKind
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import every_price, every_strategy, random_instance, redundant_bytes
+from tests.helpers.planning import enumerate_candidates
 
 SEEDS = mostly_slow(range(10), {5, 9})
 PINNED = [

@@ -24,7 +24,6 @@ from parplan.planner.candidates.solver_faults import MOST_FAILURES, can_place
 from parplan.planner.plan.plan import plan_to_yaml, read_plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SearchOptions, SolverName
-from parplan.planner.search.find_plan import find_plan
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.columns import StageColumn
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
@@ -32,6 +31,7 @@ from parplan.profiles.errors import SolverError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.cases import named
+from tests.helpers.planning import find_plan
 from tests.planner.test_solver import hard_problem, knapsack
 
 REAL = pulp.PULP_CBC_CMD.pulp_cbc_path

@@ -12,15 +12,13 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.never_searched import left_out
 from parplan.planner.request import Constraints
-from parplan.planner.search.estimate import estimate_plan
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, stack_names, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import EVERY_RECOMPUTE, EVERY_SCHEDULE, NEUTRAL
+from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 
 MODEL, CLUSTER = load_model("gpt-tiny").spec, with_gpus(load_cluster("a100-80gb"), 4)
 TRAINING = TrainingSpec(global_batch_size=16, seq_length=64, stack=NEUTRAL)

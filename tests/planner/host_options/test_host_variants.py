@@ -10,21 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from parplan.commands.requests.described import offload_assumed
+from parplan.commands.requests.requests import offload_assumed
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute, saved_bytes
 from parplan.costmodels.memory.rank_memory import stashes
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.host_options.activation_options import host_options
 from parplan.planner.host_options.host_variants import with_host
-from parplan.planner.infeasible.shortfall import least_peak_bytes
 from parplan.planner.plan.plan import LayerPlan, Plan, read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -34,6 +31,7 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.units import GIB, MIB
 from tests.helpers.command_runs import succeed
 from tests.helpers.instances import Instance
+from tests.helpers.planning import enumerate_candidates, find_plan, least_peak_bytes
 from tests.planner.stage_columns.test_chunk_columns import instance
 
 PINS = Constraints(offload=(Offload.ACTIVATIONS,), pp=(1,), micro_batch_size=(8,))

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.commands.requests.described import Asked, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import Pruned, enumerate_candidates, layout_text
+from parplan.planner.candidates.enumeration import Pruned, layout_text
 from parplan.planner.host_options.state_locations import (
     BlockLocations,
     counts_of_locations,
@@ -23,6 +24,7 @@ from parplan.planner.host_options.state_locations import (
 )
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints
 from parplan.profiles.errors import ConfigError
+from tests.helpers.planning import enumerate_candidates
 
 FRAME = ParallelLayout(
     mesh=Mesh(pp=2, dp=2, tp=1),
@@ -102,8 +104,8 @@ def test_chunks_of_several_replicas_are_sharded_as_zero_3_over_all_of_them() -> 
 
 
 def test_every_plain_candidate_is_also_one_in_chunks_or_says_why_not() -> None:
-    asked = question(
-        Asked(model="gpt-1.5b", gpus=8, gpu="v100", precision="fp16", global_batch_size=16)
+    asked = request_of(
+        TargetOptions(model="gpt-1.5b", gpus=8, gpu="v100", precision="fp16", global_batch_size=16)
     )
     plain = enumerate_candidates(asked.model, asked.cluster, asked.training, Constraints())
     both = enumerate_candidates(
@@ -120,8 +122,8 @@ def test_every_plain_candidate_is_also_one_in_chunks_or_says_why_not() -> None:
 
 
 def test_nothing_is_held_in_chunks_unless_the_host_may_keep_states() -> None:
-    asked = question(
-        Asked(model="gpt-1.5b", gpus=2, gpu="v100", precision="fp16", global_batch_size=4)
+    asked = request_of(
+        TargetOptions(model="gpt-1.5b", gpus=2, gpu="v100", precision="fp16", global_batch_size=4)
     )
     for offload in ((), None, (Offload.ACTIVATIONS,)):
         space = enumerate_candidates(

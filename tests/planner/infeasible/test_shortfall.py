@@ -10,15 +10,8 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.infeasible.shortfall import (
-    infeasible_error,
-    least_peak_bytes,
-    limit_bytes,
-    shortfall,
-    smallest_cluster,
-)
+from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.stack_terms import Residuals, Terms, shipped_terms
@@ -27,6 +20,13 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import PINS, every_price, least_peak, peak_bytes, random_instance
+from tests.helpers.planning import (
+    find_plan,
+    infeasible_error,
+    least_peak_bytes,
+    shortfall,
+    smallest_cluster,
+)
 
 A100 = load_cluster("a100-80gb")
 SEEDS = mostly_slow(range(12), {0, 3})

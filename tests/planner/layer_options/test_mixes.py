@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.mixes import (
     MOST_TUPLES,
@@ -25,6 +24,7 @@ from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_table import MixTable
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import random_instance
+from tests.helpers.planning import enumerate_candidates
 
 ALL, HEADS = frozenset({"heads", "ffn"}), frozenset({"heads"})
 SEEDS = mostly_slow(range(10), {4})

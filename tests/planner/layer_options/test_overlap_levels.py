@@ -10,22 +10,20 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.commands.requests.modules import narrowed
+from parplan.commands.requests.external import narrowed
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.forbid import parse_bans
 from parplan.planner.layer_options.overlap_levels import illegal_overlap, paying
 from parplan.planner.plan.plan import Plan, plan_from_document, plan_to_document
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
-from parplan.planner.search.estimate import estimate_plan
-from parplan.planner.search.find_plan import Prices, find_plan
+from parplan.planner.search.find_plan import Prices
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
@@ -34,6 +32,7 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import Stack
 from parplan.report.names import pipeline_phrases
 from tests.helpers.instances import PINS, Instance, every_strategy, random_instance, same_sharding
+from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 
 LLAMA, MIXTRAL = load_model("llama3-8b").spec, load_model("mixtral-8x7b").spec
 FRAME = ParallelLayout(

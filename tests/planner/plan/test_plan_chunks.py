@@ -24,13 +24,13 @@ from parplan.planner.plan.plan_strategy import prices_of_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.runs.rank_checks import priced
-from parplan.planner.search.estimate import ChunkRequest, estimate_plan
-from parplan.planner.search.find_plan import find_plan
+from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.units import GIB
 from parplan.report.plans.chunk_tables import fullest_levels, home_blocks, spans_text
+from tests.helpers.planning import estimate_plan, find_plan
 
 TINY = replace(load_model("gpt-tiny").spec, num_layers=8)
 HALF = TrainingSpec(

@@ -14,12 +14,12 @@ import yaml
 
 from parplan.planner.plan.plan import Plan, plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.prediction import Band, ErrorBand, Objective
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import NEUTRAL, AvailableKernel, Stack
 from parplan.report.plan_documents import plan_document, plan_schema
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import PINS, random_instance
+from tests.helpers.planning import find_plan
 
 SEEDS = mostly_slow((0, 1, 5, 8), {5})
 

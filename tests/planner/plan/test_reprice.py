@@ -9,11 +9,11 @@ import pytest
 from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.planning import find_plan
 
 
 def searched(model: str, gpus: int, pins: Constraints, objective: str = "throughput"):

@@ -12,7 +12,6 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.plan import plan_to_document, plan_to_yaml, write_plan
 from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan, traced_plan_from_document
 from parplan.planner.request import Constraints
-from parplan.planner.traced.plan_traced import find_traced_plan
 from parplan.profiles.catalog import load_cluster
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -21,6 +20,7 @@ from parplan.report.plan_documents import plan_document, plan_schema
 from parplan.report.plans.summary import SummaryContext
 from parplan.report.plans.traced_summary import print_traced_summary
 from parplan.report.text import console
+from tests.helpers.planning import find_traced_plan
 from tests.helpers.traced_models import model_of, traced_spec
 from tests.planner.plan.test_plan_file import conforms
 

@@ -13,11 +13,11 @@ import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.command_runs import fail, run
+from tests.helpers.planning import find_plan
 
 SEED, LAYOUTS, ALL_LAYOUTS = 20, 100, 3000
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")

@@ -17,12 +17,12 @@ from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.prediction import Quantity
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.comparison import MEMORY_NAMES, Comparison, compare
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB
 from tests.helpers.command_runs import fail, succeed
+from tests.helpers.planning import find_plan
 
 SMALL = ("--model", "gpt-2.5b", "--gpus", "8", "--global-batch-size", "16")
 

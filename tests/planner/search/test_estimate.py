@@ -14,12 +14,12 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints
-from parplan.planner.search.estimate import estimate_plan, even_split
-from parplan.planner.search.find_plan import find_plan
+from parplan.planner.search.estimate import even_split
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
+from tests.helpers.planning import estimate_plan, find_plan
 
 A100 = load_cluster("a100-80gb")
 TINY = replace(load_model("gpt-tiny").spec, num_layers=8)

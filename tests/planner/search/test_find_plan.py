@@ -14,7 +14,6 @@ from parplan.planner.deadline import NEVER
 from parplan.planner.plan.plan import plan_to_yaml
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import Constraints, SearchOptions, SolverName
-from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
@@ -31,6 +30,7 @@ from tests.helpers.instances import (
     random_instance,
     redundant_bytes,
 )
+from tests.helpers.planning import find_plan
 
 SLOWDOWN = 0.2
 SEEDS = mostly_slow(range(10), {0, 4})

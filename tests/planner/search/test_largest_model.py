@@ -16,12 +16,10 @@ import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.plan import read_plan
-from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.find_plan import find_plan
+from parplan.planner.request import Constraints, PlanRequest, Request, SearchOptions
 from parplan.planner.search.largest_model import (
     ALSO_TRIED,
     LEVELS,
-    Asking,
     find_largest,
     last_that_fits,
     members,
@@ -35,6 +33,7 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB, tflops
 from parplan.report.searches.largest_table import flops_per_s, host_gib, tokens_per_s
 from tests.helpers.command_runs import fail, run, succeed
+from tests.helpers.planning import find_plan
 
 WIDTHS = (64, 96, 128, 160, 192, 256, 320, 384)
 FAMILY = {
@@ -63,10 +62,15 @@ def family() -> ModelFamily:
     return family_of(FAMILY, "own.yaml")
 
 
-def asking(**changes) -> Asking:
-    return replace(
-        Asking(cluster=CLUSTER, training=TRAINING, pins=PINS, options=OPTIONS), **changes
+def asking(**changes) -> Request:
+    request = PlanRequest(
+        model=family().members[0].spec,
+        cluster=CLUSTER,
+        training=TRAINING,
+        constraints=PINS,
+        options=OPTIONS,
     )
+    return replace(request, **changes)
 
 
 @cache

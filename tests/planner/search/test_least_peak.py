@@ -13,7 +13,6 @@ from parplan.planner.plan.plan import read_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Progress, SearchOptions
-from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.memory_descent import halve_in
 from parplan.profiles.units import GIB, MIB
 from tests.helpers.command_runs import fail, succeed
@@ -25,6 +24,7 @@ from tests.helpers.instances import (
     random_instance,
     redundant_bytes,
 )
+from tests.helpers.planning import find_plan
 
 TINY = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "4", "--objective", "peak")
 TO = 1.001  # peaks are found to that, or to 1 MiB

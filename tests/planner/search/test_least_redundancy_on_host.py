@@ -26,8 +26,7 @@ from parplan.planner.plan.plan_strategy import prices_of_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
-from parplan.planner.search.find_plan import find_plan
-from parplan.planner.search.pareto import ParetoFront, find_front, plan_paths
+from parplan.planner.search.pareto import ParetoFront, plan_paths
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GIB
@@ -37,6 +36,7 @@ from parplan.report.searches.front_table import front_document, print_front
 from parplan.report.text import gib_text
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import Instance
+from tests.helpers.planning import find_front, find_plan
 from tests.planner.stage_columns.test_chunk_columns import (
     STATES,
     chunked_frames,

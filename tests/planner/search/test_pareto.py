@@ -12,19 +12,17 @@ import pytest
 
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.deadline import NEVER
 from parplan.planner.master import Master
 from parplan.planner.plan.plan import Plan, plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.plan_strategy import strategy_of
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import SearchOptions
-from parplan.planner.search.find_plan import find_plan, search
+from parplan.planner.search.find_plan import search
 from parplan.planner.search.pareto import (
     SLOWDOWNS,
     ParetoFront,
     ParetoPoint,
-    find_front,
     plan_paths,
     undominated,
 )
@@ -43,6 +41,7 @@ from tests.helpers.instances import (
     same_sharding,
     same_zero_of_ends,
 )
+from tests.helpers.planning import enumerate_candidates, find_front, find_plan, request
 
 SEEDS = mostly_slow(range(8), {5})
 ROUNDED = 2e-5  # relative: six digits of seconds, four of GiB
@@ -336,7 +335,9 @@ def test_searches_are_told_of_before_they_start():
 
 def test_what_one_search_learned_does_not_change_what_another_finds():
     instance = random_instance(6)
-    shared = SearchPrices(instance.model, instance.cluster, instance.training, PINS)
+    shared = SearchPrices(
+        request(instance.model, instance.cluster, instance.training, constraints=PINS)
+    )
     peaks = sorted({round(peak * GIB) + 1 for _, _, peak, _ in every_value(6)})
     for limit in (
         peaks[-1],

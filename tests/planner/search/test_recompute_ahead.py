@@ -14,12 +14,9 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import ahead_bound_s, time_bound
 from parplan.planner.master import evaluate, lower_bound_s
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.estimate import estimate_plan
-from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -31,6 +28,7 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import every_strategy, peak_bytes, random_instance
+from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 
 SEEDS = mostly_slow((1, 3, 4, 8), {1, 4})
 SCHEDULES = sorted(AHEAD)

@@ -11,17 +11,17 @@ import pytest
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.forbid import Ban, parse_bans
-from parplan.planner.infeasible.shortfall import limit_bytes, shortfall
+from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.error_band import residuals_of
 from parplan.planner.plan.prediction import Status
-from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.find_plan import find_plan
-from parplan.planner.search.relaxations import Relaxations, Request, relaxations
+from parplan.planner.request import Constraints, PlanRequest, Request, SearchOptions
+from parplan.planner.search.relaxations import Relaxations, relaxations
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB
+from tests.helpers.planning import find_plan, shortfall
 
 A100 = load_cluster("a100-80gb")
 ENOUGH_S = 300.0  # no search of these is cut off
@@ -31,18 +31,18 @@ def request(
     pins: Constraints, limit_bytes_: float | None = None, *, gpus=8, name="llama3-8b", **options
 ) -> Request:
     limit = None if limit_bytes_ is None else int(limit_bytes_)
-    return Request(
+    return PlanRequest(
         model=replace(load_model(name).spec, num_layers=16),
         cluster=with_gpus(A100, gpus),
         training=TrainingSpec(global_batch_size=8, seq_length=4096, stack=NEUTRAL),
-        pins=pins,
+        constraints=pins,
         options=SearchOptions(memory_limit_bytes=limit, **options),
     )
 
 
 def needs(asked: Request) -> float:
     return shortfall(
-        asked.model, asked.cluster, asked.training, asked.pins, asked.options
+        asked.model, asked.cluster, asked.training, asked.constraints, asked.options
     ).need_bytes
 
 
@@ -57,7 +57,11 @@ def between(pinned: Constraints, freed: Constraints) -> Request:
 
 def search(asked: Request):
     return find_plan(
-        asked.model, asked.cluster, asked.training, constraints=asked.pins, options=asked.options
+        asked.model,
+        asked.cluster,
+        asked.training,
+        constraints=asked.constraints,
+        options=asked.options,
     )
 
 
@@ -82,7 +86,7 @@ def require_true(asked: Request, found: Relaxations) -> None:
         asked.model,
         replace(asked.cluster, device=device),
         asked.training,
-        constraints=asked.pins,
+        constraints=asked.constraints,
         options=SearchOptions(memory_margin=0),
     )
     assert unlimited.predicted.step_time_s.value == found.unlimited_s
@@ -133,11 +137,11 @@ def test_a_pin_that_stands_in_the_way_is_named_with_a_value_that_fits(pinned):
         for one in found.found
         if len(one.flags) == 1 and one.flags[0].startswith((flag, "--no-sequence"))
     ]
-    assert set(getattr(one.request.pins, name)).isdisjoint(getattr(pins, name)) or name in (
+    assert set(getattr(one.request.constraints, name)).isdisjoint(getattr(pins, name)) or name in (
         "recompute",
         "zero",
     )
-    assert replace(one.request.pins, **{name: None}) == replace(pins, **{name: None})
+    assert replace(one.request.constraints, **{name: None}) == replace(pins, **{name: None})
 
 
 @pytest.mark.slow
@@ -165,7 +169,11 @@ def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pi
 
     listed = [one for one in found.found if not one.flags[0].startswith(("--gpus", "--memory"))]
     changed = [
-        {field for field in fields if getattr(one.request.pins, field) != getattr(pins, field)}
+        {
+            field
+            for field in fields
+            if getattr(one.request.constraints, field) != getattr(pins, field)
+        }
         for one in listed
     ]
     assert sorted(map(sorted, changed)) == sorted([field] for field in helping)
@@ -240,7 +248,7 @@ def test_pins_that_only_together_stand_in_the_way_are_dropped_together_and_no_mo
     changed = [
         name
         for name in ("tp", "recompute", "zero", "micro_batch_size")
-        if getattr(one.request.pins, name) != getattr(pins, name)
+        if getattr(one.request.constraints, name) != getattr(pins, name)
     ]
     for kept in changed:  # with any one of them back, nothing fits
         fewer = replace(pins, **{name: None for name in changed if name != kept})
@@ -311,7 +319,7 @@ def test_pinned_degrees_that_belong_to_the_old_number_of_gpus_change_with_it():
     assert [flag.split()[0] for flag in one.flags] == ["--gpus", "--pp", "--dp"]
     assert search(one.request).predicted.step_time_s.value == one.step_s
     with pytest.raises((InfeasibleError, ConfigError)):
-        search(replace(one.request, pins=asked.pins))
+        search(replace(one.request, pins=asked.constraints))
 
 
 @pytest.mark.slow

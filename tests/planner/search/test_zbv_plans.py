@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parplan.commands.requests.described import action_rows
+from parplan.commands.requests.layouts import action_rows
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import rank_memory
@@ -18,12 +18,9 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.estimate import estimate_plan
-from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -35,6 +32,7 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import peak_bytes, random_instance
+from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 
 LLAMA = load_model("llama3-8b").spec
 H100 = with_gpus(load_cluster("h100-80gb"), 8)

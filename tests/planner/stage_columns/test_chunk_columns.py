@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parplan.commands.requests.described import offload_assumed
+from parplan.commands.requests.requests import offload_assumed
 from parplan.costmodels.chunks.chunk_budget import IDS_BYTES
 from parplan.costmodels.chunks.chunk_memory import chunked_memory
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
@@ -23,12 +23,10 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import bubble_share, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.chunk_lower_bounds import ChunkBound
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import in_reach, may_fit, time_bound
 from parplan.planner.host_options.state_locations import BlockLocations
 from parplan.planner.infeasible.shortfall import _shorter, enough_host_bytes
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
-from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import ChunkColumns
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -40,6 +38,7 @@ from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB
 from tests.helpers.instances import Instance
+from tests.helpers.planning import enumerate_candidates, find_plan
 
 PINS = Constraints(offload=SEARCHED_OFFLOAD)
 MODEL = ModelSpec(

@@ -15,7 +15,6 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.master import evaluate
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
@@ -36,6 +35,7 @@ from tests.helpers.instances import (
     same_zero_of_ends,
     with_other_ends,
 )
+from tests.helpers.planning import enumerate_candidates
 
 SEEDS = mostly_slow(range(8), {4})
 DEPTHS = [

@@ -17,7 +17,6 @@ from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.traced.plan_traced import find_traced_plan
 from parplan.planner.traced.range_tables import RangeTables
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shard_strategy import ShardRun, ShardStrategy, price_shards
@@ -33,6 +32,7 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB
 from tests.helpers.cases import mostly_slow
+from tests.helpers.planning import find_traced_plan, traced_search_of
 from tests.helpers.traced_models import activation, join, linear, model_of, traced_spec, value
 
 GPT = ModelSpec(
@@ -147,7 +147,7 @@ def test_half_blocks_reduce_and_gather_by_half_blocks():
 def searched(
     sharded, pins=None, options=None, how=None, training=TRAINING, cluster=CLUSTER
 ) -> TracedSearch:
-    return TracedSearch(
+    return traced_search_of(
         sharded,
         cluster,
         training,

@@ -12,7 +12,6 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.validation.configuration import OPTIONAL, configuration_of
 from parplan.planner.validation.priced_rows import price_row
 from parplan.planner.validation.step_rows import read_rows
@@ -20,6 +19,7 @@ from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel, FlashKernel
+from tests.helpers.planning import estimate_plan
 
 ROW = {
     "id": "made-1",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parplan.commands.requests.described import action_rows
+from parplan.commands.requests.layouts import action_rows
 from parplan.executor.checkpoint.folder import read_document
 from parplan.executor.data.tokens import read_sidecar
 from parplan.planner.plan import plan

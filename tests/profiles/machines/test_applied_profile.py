@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.commands.requests.described import Asked, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_problem import layer_problem
@@ -20,7 +21,6 @@ from parplan.planner.plan.plan import plan_to_yaml as plan_yaml
 from parplan.planner.plan.plan import read_plan as read_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
-from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.catalog import (
     cluster_document,
     load_cluster,
@@ -44,6 +44,7 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import GIB
+from tests.helpers.planning import find_plan
 
 CLUSTER = with_gpus(load_cluster("a100-80gb"), 8)
 TRAINING = TrainingSpec(global_batch_size=32, seq_length=1024, stack=load_stack("megatron-core"))
@@ -256,7 +257,7 @@ def test_collectives_that_were_measured_hold_on_the_machines_own_link_whatever_i
 def asked(tmp_path, profile: UserProfile, **more):
     path = tmp_path / "mine.yaml"
     path.write_text(profile_to_yaml(profile))
-    return question(Asked(model="gpt-tiny", gpus=2, profile=str(path), **more))
+    return request_of(TargetOptions(model="gpt-tiny", gpus=2, profile=str(path), **more))
 
 
 def test_what_the_user_leaves_open_is_as_it_was_measured_and_said(tmp_path):

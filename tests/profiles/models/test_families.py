@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.commands.requests.described import Asked, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.profiles import catalog
 from parplan.profiles.catalog import (
     family_members,
@@ -149,7 +150,7 @@ def test_a_wrong_family_file_is_an_error_that_names_the_place(change, message):
     ],
 )
 def test_the_default_precision_is_fp16_where_the_device_has_no_bf16(gpu, asked, precision, phrase):
-    found = question(Asked(model="gpt-1b", gpus=8, gpu=gpu, precision=asked))
+    found = request_of(TargetOptions(model="gpt-1b", gpus=8, gpu=gpu, precision=asked))
 
     assert found.training.precision is precision
     assert found.training.gradient_precision is Precision.FP32

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from parplan.planner.plan.prediction import Objective
-from parplan.planner.search.pareto import ParetoFront, find_front, plan_paths
+from parplan.planner.search.pareto import ParetoFront, plan_paths
 from parplan.profiles.errors import ConfigError
 from parplan.report.names import found_text
 from parplan.report.plans.summary import SummaryContext, print_summary
@@ -28,6 +28,7 @@ from parplan.report.searches.front_table import (
 )
 from parplan.report.text import console, gib_text
 from tests.helpers.instances import PINS, random_instance
+from tests.helpers.planning import find_front
 
 
 @cache

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from parplan import cli
 from parplan.planner.master import Master
-from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.relaxations import Relaxation, Relaxations, Request, relaxations
+from parplan.planner.request import Constraints, PlanRequest, SearchOptions
+from parplan.planner.search.relaxations import Relaxation, Relaxations, relaxations
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -33,10 +33,10 @@ BASE = (
 )
 ENOUGH_S = 300.0  # no search of these is cut off
 CLUSTER = with_gpus(load_cluster("a100-80gb"), 8)
-ASKED = Request(
+ASKED = PlanRequest(
     model=load_model("gpt-tiny").spec,
     cluster=CLUSTER,
-    pins=Constraints(),
+    constraints=Constraints(),
     training=TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL),
     options=SearchOptions(),
 )

@@ -1,0 +1,123 @@
+"""Calls of the planner with the parts of a request, as most tests have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from parplan.planner.candidates import enumeration
+from parplan.planner.candidates.enumeration import CandidateSpace
+from parplan.planner.deadline import NEVER, Deadline
+from parplan.planner.infeasible import shortfall as shortfalls
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Objective
+from parplan.planner.request import Constraints, PlanRequest, SearchOptions
+from parplan.planner.search import estimate, pareto
+from parplan.planner.search import find_plan as searches
+from parplan.planner.search.estimate import UniformChoices
+from parplan.planner.search.pareto import ParetoFront
+from parplan.planner.traced import plan_traced, traced_search
+from parplan.profiles.errors import InfeasibleError
+
+
+def request(
+    model: Any,
+    cluster: Any,
+    training: Any,
+    objective: Objective | str = Objective.THROUGHPUT,
+    constraints: Constraints | None = None,
+    options: SearchOptions | None = None,
+) -> PlanRequest[Any]:
+    return PlanRequest(
+        model=model,
+        cluster=cluster,
+        training=training,
+        objective=Objective(objective),
+        constraints=constraints or Constraints(),
+        options=options or SearchOptions(),
+    )
+
+
+def timed(
+    model: Any, cluster: Any, training: Any, pins: Any, deadline: Deadline
+) -> PlanRequest[Any]:
+    options = SearchOptions(deadline=deadline)
+    return request(model, cluster, training, constraints=pins, options=options)
+
+
+def find_plan(
+    *parts: Any,
+    on_progress: Any = None,
+    explain: Callable[..., InfeasibleError] = shortfalls.infeasible_error,
+    **choices: Any,
+) -> Plan:
+    return searches.find_plan(request(*parts, **choices), on_progress, explain)
+
+
+def find_front(
+    *parts: Any,
+    num_points: int = pareto.DEFAULT_POINTS,
+    on_progress: Any = None,
+    on_search: Any = None,
+    **choices: Any,
+) -> ParetoFront:
+    return pareto.find_front(request(*parts, **choices), num_points, on_progress, on_search)
+
+
+def enumerate_candidates(
+    model: Any, cluster: Any, training: Any, pins: Any, deadline: Deadline = NEVER
+) -> CandidateSpace:
+    return enumeration.enumerate_candidates(timed(model, cluster, training, pins, deadline))
+
+
+def least_peak_bytes(
+    model: Any, cluster: Any, training: Any, pins: Any, deadline: Deadline = NEVER
+) -> float | None:
+    return shortfalls.least_peak_bytes(timed(model, cluster, training, pins, deadline))
+
+
+def smallest_cluster(
+    model: Any, cluster: Any, training: Any, pins: Any, limit: float, deadline: Deadline = NEVER
+) -> int | None:
+    return shortfalls.smallest_cluster(timed(model, cluster, training, pins, deadline), limit)
+
+
+def shortfall(model: Any, cluster: Any, training: Any, pins: Any, options: Any) -> Any:
+    return shortfalls.shortfall(
+        request(model, cluster, training, constraints=pins, options=options)
+    )
+
+
+def infeasible_error(
+    model: Any, cluster: Any, training: Any, pins: Any, options: Any
+) -> InfeasibleError:
+    return shortfalls.infeasible_error(
+        request(model, cluster, training, constraints=pins, options=options)
+    )
+
+
+def estimate_plan(model: Any, cluster: Any, training: Any, layout: Any, **choices: Any) -> Plan:
+    return estimate.estimate_plan(
+        request(model, cluster, training), layout, UniformChoices(**choices)
+    )
+
+
+def plan_traced_module(
+    *parts: Any, how: Any = None, cross_skips: bool = False, **choices: Any
+) -> Any:
+    return plan_traced.plan_traced_module(request(*parts, **choices), how, cross_skips=cross_skips)
+
+
+def find_traced_plan(
+    *parts: Any, how: Any = None, cross_skips: bool = False, on_progress: Any = None, **choices: Any
+) -> Any:
+    return plan_traced.find_traced_plan(
+        request(*parts, **choices), how, cross_skips=cross_skips, on_progress=on_progress
+    )
+
+
+def traced_search_of(
+    sharded: Any, cluster: Any, training: Any, pins: Any, options: Any, how: Any
+) -> traced_search.TracedSearch:
+    made = request(sharded.model, cluster, training, constraints=pins, options=options)
+    return traced_search.TracedSearch(sharded, made, how)
