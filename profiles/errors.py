@@ -58,7 +58,7 @@ def did_you_mean(found: str, known: Iterable[str]) -> str | None:
     """One-line suggestion for a name that is not among `known`, or None when nothing is close."""
     names = [name for name in known if _alike(_family(found), _family(name))]
     longer = [name for name in names if found and name.startswith(found)]
-    close = longer[:1] or difflib.get_close_matches(found, names, n=1, cutoff=_CLOSE)
+    close = difflib.get_close_matches(found, names, n=1, cutoff=_CLOSE) or longer[:1]
     return f"did you mean {close[0]!r}?" if close else None
 
 

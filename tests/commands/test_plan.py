@@ -17,7 +17,7 @@ import pytest
 import yaml
 from click.testing import Result
 
-from parplan.commands import common_options as cli_options
+from parplan.commands import options as shared_options
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
@@ -498,12 +498,12 @@ def test_version_is_printed():
 
 def test_the_choices_of_the_options_are_those_of_the_planner():
     assert set(Schedule) - {Schedule.CUSTOM} == set(
-        cli_options.SCHEDULES
+        shared_options.SCHEDULES
     )  # that one comes with --schedule-file
-    assert set(Recompute) == set(cli_options.RECOMPUTE)
-    assert set(Offload) == set(cli_options.OFFLOAD)
-    assert set(Precision) == set(cli_options.PRECISIONS)
-    assert set(AttentionKernel) == set(cli_options.ATTENTION)
+    assert set(Recompute) == set(shared_options.RECOMPUTE)
+    assert set(Offload) == set(shared_options.OFFLOAD)
+    assert set(Precision) == set(shared_options.PRECISIONS)
+    assert set(AttentionKernel) == set(shared_options.ATTENTION)
     assert set(SolverName) == {"cbc", "highs"}
     assert set(Objective) == {"throughput", "memory", "peak"}
 

@@ -50,7 +50,7 @@ from tests.helpers.executor_world import (
     LOSS_TOLERANCE,
     NORM_TOLERANCE,
     OPTIONS,
-    Outcome,
+    TrainingOutcome,
     run_plans,
     run_reference,
     worst_gradient,
@@ -360,7 +360,7 @@ SLOW = ("dp2-llama-lru", "tp2-llama-mixed")
 
 
 @cache
-def outcomes(slow: bool) -> dict[str, tuple[Plan, Outcome]]:
+def outcomes(slow: bool) -> dict[str, tuple[Plan, TrainingOutcome]]:
     plans = {
         name: tight(request, model, **choices)
         for name, (request, model, choices) in TWO_RANKS.items()

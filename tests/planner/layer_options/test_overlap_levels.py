@@ -23,7 +23,7 @@ from parplan.planner.layer_options.overlap_levels import illegal_overlap, paying
 from parplan.planner.plan.plan import Plan, plan_from_document, plan_to_document
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
-from parplan.planner.search.find_plan import Prices
+from parplan.planner.search.search_session import SearchPrices
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
@@ -32,7 +32,7 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import Stack
 from parplan.report.names import pipeline_phrases
 from tests.helpers.instances import PINS, Instance, every_strategy, random_instance, same_sharding
-from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
+from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan, request
 
 LLAMA, MIXTRAL = load_model("llama3-8b").spec, load_model("mixtral-8x7b").spec
 FRAME = ParallelLayout(
@@ -102,7 +102,9 @@ def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full(
     )
 
     found = {
-        tried: Prices(model, CLUSTER, training(), replace(pins, recompute=tried))
+        tried: SearchPrices(
+            request(model, CLUSTER, training(), constraints=replace(pins, recompute=tried))
+        )
         for tried in (tuple(Recompute), full)
     }
     assert [layout.tp_overlap for layout in found[full].space.layouts] == [0, 2]
@@ -169,7 +171,14 @@ def test_a_module_of_ones_own_runs_without_halves():
 
 
 def test_no_level_is_searched_that_another_beats():
-    prices = Prices(LLAMA, CLUSTER, training(), replace(PINS, tp=(4,), micro_batch_size=(2,)))
+    prices = SearchPrices(
+        request(
+            LLAMA,
+            CLUSTER,
+            training(),
+            constraints=replace(PINS, tp=(4,), micro_batch_size=(2,)),
+        )
+    )
     by_level = Counter(layout.tp_overlap for layout in prices.space.layouts)
 
     assert by_level[3] > 0

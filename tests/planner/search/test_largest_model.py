@@ -20,6 +20,7 @@ from parplan.planner.request import Constraints, PlanRequest, Request, SearchOpt
 from parplan.planner.search.largest_model import (
     ALSO_TRIED,
     LEVELS,
+    SearchWatch,
     find_largest,
     last_that_fits,
     members,
@@ -123,7 +124,7 @@ def test_sizes_that_are_not_legal_are_passed_over_and_one_that_fits_above_others
 
 def test_between_members_the_most_blocks_of_a_width_are_found_and_only_legal_numbers_are_tried():
     found = asking(
-        pins=replace(PINS, pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,))
+        constraints=replace(PINS, pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,))
     )
     sizes = widths(lambda blocks: family().of_width(192, blocks), found)
     (row,) = find_largest(sizes, found, [()])
@@ -156,9 +157,11 @@ def test_ctrl_c_ends_it_with_what_is_known():
 
     rows = find_largest(
         members(family().members),
-        asking(on_search=lambda name, done, planned: asked.append(name)),
+        asking(),
         [(), ()],
-        interrupted=interrupted,
+        watch=SearchWatch(
+            on_search=lambda name, done, planned: asked.append(name), interrupted=interrupted
+        ),
     )
 
     assert len(rows) == 1
@@ -251,7 +254,7 @@ def test_what_the_host_may_keep_never_makes_the_largest_smaller_and_saves_search
     tight = asking(
         cluster=cluster,
         options=SearchOptions(memory_limit_bytes=720 * MIB),
-        pins=replace(PINS, pp=(1,), zero=(3,)),
+        constraints=replace(PINS, pp=(1,), zero=(3,)),
     )
     rows = find_largest(widths(lambda blocks: family().of_width(256, blocks), tight), tight, LEVELS)
 

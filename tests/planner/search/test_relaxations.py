@@ -162,7 +162,7 @@ def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pi
     helping = set()
     for field in fields:
         try:
-            search(replace(asked, pins=replace(pins, **{field: None})))
+            search(replace(asked, constraints=replace(pins, **{field: None})))
         except (InfeasibleError, ConfigError):
             continue
         helping.add(field)
@@ -197,7 +197,7 @@ def test_a_ban_that_stands_in_the_way_is_named(text, other):
     require_true(asked, found)
     (one,) = [one for one in found.found if f"--forbid {text}" in one.dropped]
     assert one.flags == ()
-    assert one.request.pins.forbid == others
+    assert one.request.constraints.forbid == others
 
 
 def test_a_whole_mesh_that_is_pinned_is_relaxed_with_the_dp_that_follows():
@@ -253,7 +253,7 @@ def test_pins_that_only_together_stand_in_the_way_are_dropped_together_and_no_mo
     for kept in changed:  # with any one of them back, nothing fits
         fewer = replace(pins, **{name: None for name in changed if name != kept})
         with pytest.raises(InfeasibleError):
-            search(replace(asked, pins=fewer))
+            search(replace(asked, constraints=fewer))
 
 
 def test_the_margin_that_is_named_is_the_largest_that_fits():
@@ -319,7 +319,7 @@ def test_pinned_degrees_that_belong_to_the_old_number_of_gpus_change_with_it():
     assert [flag.split()[0] for flag in one.flags] == ["--gpus", "--pp", "--dp"]
     assert search(one.request).predicted.step_time_s.value == one.step_s
     with pytest.raises((InfeasibleError, ConfigError)):
-        search(replace(one.request, pins=asked.constraints))
+        search(replace(one.request, constraints=asked.constraints))
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB
 from tests.helpers.instances import Instance
-from tests.helpers.planning import enumerate_candidates, find_plan
+from tests.helpers.planning import enumerate_candidates, find_plan, request
 
 PINS = Constraints(offload=SEARCHED_OFFLOAD)
 MODEL = ModelSpec(
@@ -421,7 +421,9 @@ def test_an_error_says_how_much_memory_the_hosts_lack_and_that_much_is_enough() 
             constraints=PINS,
             options=SearchOptions(memory_margin=0.0),
         )
-    enough = enough_host_bytes(model, found.cluster, found.training, PINS, 4.0 * STATES)
+    enough = enough_host_bytes(
+        request(model, found.cluster, found.training, constraints=PINS), 4.0 * STATES
+    )
     assert enough is not None
     plan = find_plan(
         model,
