@@ -87,7 +87,7 @@ def _question(options: dict[str, Any]) -> tuple[Question, ModelFamily]:
     from dataclasses import fields
 
     from parplan.commands.requests.described import Asked, question_about
-    from parplan.profiles.catalog import load_family
+    from parplan.profiles.models.model_catalog import load_family
 
     family, hidden = load_family(options["family"]), options["hidden"]
     asked = Asked(**{field.name: options[field.name] for field in fields(Asked)})

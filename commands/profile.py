@@ -295,8 +295,8 @@ def _wanted(options: dict[str, Any]) -> ProfileRequest:
     import torch
 
     from parplan.planner.calibration.profiling import ProfileRequest
-    from parplan.profiles.catalog import load_model
     from parplan.profiles.errors import ConfigError
+    from parplan.profiles.models.model_catalog import load_model
     from parplan.profiles.models.spec import Precision
 
     device = options["device"]

@@ -51,7 +51,7 @@ from parplan.executor.data.batches import synthetic
 from parplan.executor.training.train import Options, build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.search.estimate import estimate_plan
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 SEQ_LENGTH, WARM_UP, PAIRS = 128, 1, 5

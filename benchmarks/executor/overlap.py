@@ -36,7 +36,8 @@ from parplan.costmodels.strategy import TP_OVERLAP_LEVELS, ParallelLayout
 from parplan.executor.training.train import Options, StepResult, build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.search.estimate import estimate_plan
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 WARM_UP, ROUNDS = 2, 10

@@ -28,7 +28,6 @@ from parplan.planner.plan.error_band import margin_text, memory_margin
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions, SolverName
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.documents.reader import Hints, read_text
 from parplan.profiles.errors import ConfigError
@@ -39,8 +38,10 @@ from parplan.profiles.machines.applied_profile import (
     stack_of,
 )
 from parplan.profiles.machines.hardware import Cluster, Device
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.user_profile import UserProfile, read_profile
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import (
     FP8,

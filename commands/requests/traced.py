@@ -12,12 +12,12 @@ from typing import Any
 
 from parplan.commands.requests.described import Asked, Options, asked_cluster, asked_training
 from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.profiles.catalog import find_config
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.huggingface import described
+from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import TrainingSpec
 

@@ -67,7 +67,7 @@ from parplan.profiles.build.attention_curves import flash1_speed, hopper_kernels
 from parplan.profiles.build.recipes import Bench, Recipe, chip_of
 from parplan.profiles.build.compute_curves import SUPERSCALER, compute_curves, retimed_curves
 from parplan.profiles.build.link_curves import inter, intra
-from parplan.profiles.catalog import load_cluster
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.curves import Curve, FlashCurve, MatmulCurve
 from parplan.profiles.machines.curve_fitting import AnyCurve, Score, MeasurementTables, rounded
 from parplan.profiles.machines.shipped_profiles import analytic_profile

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parplan.profiles.catalog import cluster_from_document
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import cluster_from_document
 from parplan.profiles.machines.user_profile import UserProfile, prices_fingerprint
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import Stack

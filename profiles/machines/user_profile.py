@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
-from parplan.profiles.catalog import cluster_from_document, cluster_schema
 from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import Hints, read_yaml
 from parplan.profiles.documents.schema import document, json_schema, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.calibration_factors import Calibration
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import cluster_from_document, cluster_schema
 from parplan.profiles.machines.measured_points import DROPPED_FLASH, points_of
 from parplan.profiles.machines.measurements import Record
 from parplan.profiles.machines.profile_records import lines_of, lines_schema, records_of_lines

@@ -12,8 +12,9 @@ from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.forbid import Ban, parse_bans
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB

@@ -18,18 +18,18 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import transfer_time
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.profiles.catalog import (
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import (
     cluster_names,
     load_cluster,
-    load_model,
     load_stack,
     stack_names,
     with_gpus,
 )
-from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.speeds import FlashSpeed
 from parplan.profiles.machines.stack_terms import Term, Terms
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph

@@ -24,9 +24,10 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import load_model, with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.machines.machine_catalog import with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL

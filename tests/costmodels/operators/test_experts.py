@@ -27,9 +27,10 @@ from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind, OperatorKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph

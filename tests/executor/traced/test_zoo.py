@@ -22,8 +22,8 @@ from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_r
 from parplan.planner.request import Constraints
 from parplan.planner.traced.plan_traced import plan_traced_module
 from parplan.planner.traced.shards import shard
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.tracing.record import record

@@ -17,8 +17,14 @@ from parplan.planner.candidates.never_searched import left_out
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, stack_names, with_gpus
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    stack_names,
+    with_gpus,
+)
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import EVERY_RECOMPUTE, EVERY_SCHEDULE, NEUTRAL
 

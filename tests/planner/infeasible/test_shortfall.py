@@ -19,9 +19,10 @@ from parplan.planner.infeasible.shortfall import (
 )
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.stack_terms import Residuals, Terms, shipped_terms
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB

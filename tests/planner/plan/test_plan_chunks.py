@@ -26,8 +26,9 @@ from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.runs.rank_checks import priced
 from parplan.planner.search.estimate import ChunkRequest, estimate_plan
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.units import GIB
 from parplan.report.plans.chunk_tables import fullest_levels, home_blocks, spans_text

@@ -29,7 +29,7 @@ from parplan.profiles.build.attention_curves import (
 )
 from parplan.profiles.build.recipes import Bench
 from parplan.profiles.build.link_curves import _curves
-from parplan.profiles.catalog import cluster_names, load_cluster
+from parplan.profiles.machines.machine_catalog import cluster_names, load_cluster
 from parplan.profiles.machines.curves import (
     Chip,
     Curve,

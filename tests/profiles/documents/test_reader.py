@@ -17,13 +17,6 @@ from parplan.executor.checkpoint.folder import read_document
 from parplan.executor.data.tokens import read_sidecar
 from parplan.planner.plan import plan
 from parplan.planner.runs import run_file as runs
-from parplan.profiles.catalog import (
-    load_cluster,
-    load_config,
-    load_family,
-    load_model,
-    load_stack,
-)
 from parplan.profiles.documents.reader import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -36,6 +29,8 @@ from parplan.profiles.documents.reader import (
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines import user_profile as own
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
+from parplan.profiles.models.model_catalog import load_config, load_family, load_model
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.profiler.communication import comm_file, nccl_tests
 from parplan.profiles.profiler.journal import open_journal

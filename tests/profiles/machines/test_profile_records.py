@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from parplan.profiles.catalog import cluster_document
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import cluster_document
 from parplan.profiles.machines.measured_points import curves_of, points_of, with_curves
 from parplan.profiles.machines.measurements import (
     Case,

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from parplan.commands.requests.described import Asked, question
-from parplan.profiles import catalog
-from parplan.profiles.catalog import (
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models import model_catalog
+from parplan.profiles.models.families import family_of
+from parplan.profiles.models.model_catalog import (
     family_members,
     family_names,
     load_family,
     load_model,
     model_names,
 )
-from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.families import family_of
 from parplan.profiles.models.spec import Precision
 
 PUBLISHED = {  # PatrickStar's examples (arXiv 2108.05818): hidden size and blocks
@@ -78,9 +78,9 @@ def test_no_member_has_the_name_of_a_model_of_another_shape():
 
 
 def test_a_file_of_its_own_hides_a_member_of_that_name(monkeypatch):
-    monkeypatch.setattr(catalog, "model_names", lambda: ("gpt-7.5b", "gpt-18b"))
+    monkeypatch.setattr(model_catalog, "model_names", lambda: ("gpt-7.5b", "gpt-18b"))
     monkeypatch.setattr(
-        catalog,
+        model_catalog,
         "_model_from_file",
         lambda source: replace(load_family("gpt").members[0], source="of its own"),
     )

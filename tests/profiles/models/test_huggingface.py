@@ -9,13 +9,13 @@ import warnings
 
 import pytest
 
-from parplan.profiles.catalog import load_model
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.huggingface import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     MAX_DEFAULT_SEQ_LENGTH,
     entry_from_config,
 )
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL

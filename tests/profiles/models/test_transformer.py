@@ -10,7 +10,7 @@ import networkx as nx
 import pytest
 
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerClass, LayerKind, OperatorKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph

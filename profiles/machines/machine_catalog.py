@@ -1,33 +1,30 @@
-"""Names and files -> model and cluster specs: the packaged configs, YAML files of the same shape,
-Hugging Face configs.
+"""Cluster, GPU and stack names and files -> specs: the packaged configs, YAML files of that shape.
 
-Listing the names reads a folder and parses nothing. Units leave the key names here: GiB (2**30), GB
-(10**9), TFLOP/s and microseconds outside, bytes, bytes/s, FLOP/s and seconds inside.
+Units leave the key names here: GiB (2**30), GB (10**9), TFLOP/s and microseconds in a file, bytes,
+bytes/s, FLOP/s and seconds in a spec.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-from parplan.profiles.documents.reader import read_json, read_yaml
+from parplan.profiles.documents.packaged_configs import (
+    config_source,
+    label_of,
+    packaged_names,
+    read_config,
+)
 from parplan.profiles.documents.schema import document, json_schema, parse
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.calibration_factors import Calibration
 from parplan.profiles.machines.hardware import Cluster, Device, Link
 from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
-from parplan.profiles.models.families import ModelFamily, family_of
-from parplan.profiles.models.huggingface import entry_from_config
-from parplan.profiles.models.spec import ModelEntry, ModelSpec
 from parplan.profiles.stack import Stack
 from parplan.profiles.units import GB, GIB, TERA, US_PER_S
 
@@ -50,30 +47,6 @@ _CLUSTER_ALIASES = {
     "a10g": "a10g-24gb",
     "l4": "l4-24gb",
 }
-_MODEL_PREFIXES = {
-    "gpt3-": "gpt-",
-    "llama-2-": "llama2-",
-    "llama-3-": "llama3-",
-    "llama-3.1-": "llama3-",
-    "llama3.1-": "llama3-",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TrainingDefaults:
-    __pydantic_config__ = _FORBID
-
-    global_batch_size: _Count
-    seq_length: _Count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ModelFile:
-    __pydantic_config__ = _FORBID
-
-    model: ModelSpec
-    training: _TrainingDefaults
-    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,134 +105,9 @@ class _ClusterDocument:
     profile: Profile | None = None
 
 
-def model_names() -> tuple[str, ...]:
-    """The packaged models, sorted."""
-    return _names("models")
-
-
 def cluster_names() -> tuple[str, ...]:
     """The packaged clusters (one per device, with its usual node), sorted."""
-    return _names("clusters")
-
-
-def family_names() -> tuple[str, ...]:
-    """The packaged families of models, sorted."""
-    return _names("families")
-
-
-def load_family(name_or_path: str) -> ModelFamily:
-    """A packaged family by name, or a YAML of the same shape. Raises ConfigError, as `load_model`
-    does.
-    """
-    name = name_or_path.lower()
-    source: Traversable = (
-        _packaged("families", name)
-        if name in family_names()
-        else _path_or_unknown("family", name_or_path, family_names())
-    )
-    return family_of(_read_yaml(source), _where(source))
-
-
-def family_members() -> tuple[ModelEntry, ...]:
-    """The members of the packaged families, but for those that a file of their own hides."""
-    alone = model_names()
-    return tuple(
-        entry
-        for name in family_names()
-        for entry in load_family(name).members
-        if entry.spec.name not in alone
-    )
-
-
-def load_model(name_or_path: str) -> ModelEntry:
-    """A packaged model by name, a member of a family, a YAML, or a Hugging Face config.json (or the
-    folder that holds it).
-
-    Raises ConfigError: unknown name, unreadable or broken file (file:line), unknown keys or wrong
-    types (key path).
-    """
-    found = _named_model(name_or_path)
-    if found is not None:
-        return found
-    path = _model_path(name_or_path)
-    return (
-        entry_from_config(_config(path), str(path))
-        if path.suffix == ".json"
-        else _model_from_file(path)
-    )
-
-
-def find_config(name_or_path: str) -> Mapping[str, Any] | None:
-    """All of a Hugging Face config.json, None for a model that is described otherwise. Raises
-    ConfigError, as `load_model` does.
-    """
-    path = None if _named_model(name_or_path) else _model_path(name_or_path)
-    return _config(path) if path is not None and path.suffix == ".json" else None
-
-
-def load_config(name_or_path: str) -> Mapping[str, Any]:
-    """All of a Hugging Face config.json. Raises ConfigError, as `load_model` does, and for a model
-    that is described otherwise.
-    """
-    config = find_config(name_or_path)
-    if config is None:
-        raise ConfigError(
-            f"--module huggingface needs a Hugging Face config.json, --model is {name_or_path}",
-            hint="give --model PATH/config.json, or leave out --module",
-        )
-    return config
-
-
-def _named_model(text: str) -> ModelEntry | None:
-    """The model of that name: a file's own comes before a family's."""
-    name = _model_name(text)
-    if name in model_names():
-        return _model_from_file(_packaged("models", name))
-    if not any(name.startswith(f"{family}-") for family in family_names()):
-        return None
-    return next((entry for entry in family_members() if entry.spec.name == name), None)
-
-
-def _model_path(name_or_path: str) -> Path:
-    known = (*model_names(), *(entry.spec.name for entry in family_members()))
-    path = _path_or_unknown("model", name_or_path, known)
-    return path / "config.json" if os.path.isdir(path) else path
-
-
-def _config(path: Path) -> Mapping[str, Any]:
-    return _mapping(read_json(path), str(path))
-
-
-def stack_names() -> tuple[str, ...]:
-    """The packaged software stacks, sorted."""
-    return _names("stacks")
-
-
-def load_stack(
-    name_or_path: str, terms: Terms | None = None, *, without: str | None = None
-) -> Stack:
-    """A packaged stack by name with its fitted terms, or a YAML of the same shape. Raises
-    ConfigError, as `load_model` does.
-
-    terms: those of another fit than the shipped one; without: those of the fit that did not see the
-    source of that name
-    """
-    name = name_or_path.lower().replace("_", "-")
-    source: Traversable = (
-        _packaged("stacks", name)
-        if name in stack_names()
-        else _path_or_unknown("stack", name_or_path, stack_names())
-    )
-    stated = _read_yaml(source)
-    stack = parse(Stack, stated, _where(source))
-    if stack.terms_of and stack.terms_of not in stack_names():
-        raise unknown_name_error(
-            "stack", stack.terms_of, stack_names(), where=f"terms_of of {_where(source)}"
-        )
-    fitted = (shipped_terms() if terms is None else terms).of_stack(stack, without)
-    return replace(
-        fitted, **{key: getattr(stack, key) for key in cast(Mapping[str, Any], stated)}
-    )  # what a file says itself stays
+    return packaged_names("clusters")
 
 
 def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
@@ -268,11 +116,8 @@ def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
     """
     name = name_or_path.lower().replace("_", "-")
     name = _CLUSTER_ALIASES.get(name, name)
-    if name in cluster_names():
-        source: Traversable = _packaged("clusters", name)
-    else:
-        source = _path_or_unknown(what, name_or_path, cluster_names())
-    return cluster_from_document(_read_yaml(source), _where(source))
+    source = config_source("clusters", name, what, name_or_path)
+    return cluster_from_document(read_config(source), label_of(source))
 
 
 def cluster_from_document(document: object, where: str) -> Cluster:
@@ -311,10 +156,6 @@ def cluster_from_document(document: object, where: str) -> Cluster:
         calibration=cluster.calibration,
         profile=cluster.profile,
     )
-
-
-def _if_known(bytes_per_s: float | None) -> float | None:
-    return None if bytes_per_s is None else _shortest(bytes_per_s, GB, _per_s)
 
 
 def cluster_document(cluster: Cluster) -> dict[str, Any]:
@@ -357,6 +198,10 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
     return _known({**found, "device": _known(found["device"]), "node": _known(found["node"])})
 
 
+def _if_known(bytes_per_s: float | None) -> float | None:
+    return None if bytes_per_s is None else _shortest(bytes_per_s, GB, _per_s)
+
+
 def _known(body: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value is not None}
 
@@ -397,67 +242,32 @@ def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None)
     )
 
 
-def _names(folder: str) -> tuple[str, ...]:
-    found = (entry.name for entry in files("parplan.configs").joinpath(folder).iterdir())
-    return tuple(sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml")))
+def stack_names() -> tuple[str, ...]:
+    """The packaged software stacks, sorted."""
+    return packaged_names("stacks")
 
 
-def _packaged(folder: str, name: str) -> Traversable:
-    return files("parplan.configs").joinpath(folder, f"{name}.yaml")
+def load_stack(
+    name_or_path: str, terms: Terms | None = None, *, without: str | None = None
+) -> Stack:
+    """A packaged stack by name with its fitted terms, or a YAML of the same shape. Raises
+    ConfigError, as `load_model` does.
 
-
-def _where(source: Traversable) -> str:
-    """A path as the user gave it; a packaged file by its place in the package, not in one machine's
-    site-packages.
+    terms: those of another fit than the shipped one; without: those of the fit that did not see the
+    source of that name
     """
-    text = str(source)
-    root = str(files("parplan.configs"))
-    return f"configs{text.removeprefix(root)}" if text.startswith(root) else text
-
-
-def _model_name(name: str) -> str:
-    """The catalogue's spelling: `gpt3_20b` (NeMo) is gpt-20b, `Llama-3.1-405B` llama3-405b."""
-    name = name.lower().replace("_", "-")
-    for alias, prefix in _MODEL_PREFIXES.items():
-        if name.startswith(alias):
-            return prefix + name.removeprefix(alias)
-    return name
-
-
-def _path_or_unknown(what: str, text: str, known: tuple[str, ...]) -> Path:
-    """`text` as a path when it is one or looks like one; otherwise the error for an unknown
-    name.
-    """
-    path = Path(text)
-    looks_like_path = "/" in text or "\\" in text or path.suffix in (".yaml", ".yml", ".json")
-    if not looks_like_path and not os.path.exists(
-        path
-    ):  # unlike Path.exists, it takes a name that is too long
-        raise unknown_name_error(what, text, known)
-    return path
-
-
-def _read_yaml(source: Traversable) -> object:
-    return read_yaml(source, _where(source))
-
-
-def _mapping(body: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(body, Mapping):
-        raise ConfigError(
-            f"{where}: a model is a mapping, found {type(body).__name__}", hint="correct that file"
+    name = name_or_path.lower().replace("_", "-")
+    source = config_source("stacks", name, "stack", name_or_path)
+    stated = read_config(source)
+    stack = parse(Stack, stated, label_of(source))
+    if stack.terms_of and stack.terms_of not in stack_names():
+        raise unknown_name_error(
+            "stack", stack.terms_of, stack_names(), where=f"terms_of of {label_of(source)}"
         )
-    return body
-
-
-def _model_from_file(source: Traversable) -> ModelEntry:
-    body = parse(_ModelFile, _read_yaml(source), _where(source))
-    training = body.training
-    return ModelEntry(
-        spec=body.model,
-        global_batch_size=training.global_batch_size,
-        seq_length=training.seq_length,
-        source=body.source,
-    )
+    fitted = (shipped_terms() if terms is None else terms).of_stack(stack, without)
+    return replace(
+        fitted, **{key: getattr(stack, key) for key in cast(Mapping[str, Any], stated)}
+    )  # what a file says itself stays
 
 
 def _link(link: _LinkDocument) -> Link:
