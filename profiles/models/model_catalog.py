@@ -55,64 +55,63 @@ class _ModelFile:
 
 
 def model_names() -> tuple[str, ...]:
-    """The packaged models, sorted."""
+    """Returns the names of the packaged models, sorted."""
     return packaged_names("models")
 
 
 def family_names() -> tuple[str, ...]:
-    """The packaged families of models, sorted."""
+    """Returns the names of the packaged families of models, sorted."""
     return packaged_names("families")
 
 
 def load_family(name_or_path: str) -> ModelFamily:
-    """A packaged family by name, or a YAML of the same shape. Raises ConfigError, as `load_model`
-    does.
-    """
+    """Returns a packaged family or that of a YAML. Raises ConfigError, as `load_model` does."""
     name = name_or_path.lower()
     source = config_source("families", name, "family", name_or_path)
     return family_of(read_config(source), label_of(source))
 
 
 def family_members() -> tuple[ModelEntry, ...]:
-    """The members of the packaged families, but for those that a file of their own hides."""
-    alone = model_names()
+    """Returns the members of the packaged families, except those that a packaged model hides."""
+    hidden = model_names()
     return tuple(
         entry
         for name in family_names()
         for entry in load_family(name).members
-        if entry.spec.name not in alone
+        if entry.spec.name not in hidden
     )
 
 
 def load_model(name_or_path: str) -> ModelEntry:
-    """A packaged model by name, a member of a family, a YAML, or a Hugging Face config.json (or the
-    folder that holds it).
+    """Returns the model of a name or a path.
 
+    The name is that of a packaged model or of a member of a family; the path is that of a YAML, of
+    a Hugging Face config.json or of the folder that holds one.
     Raises ConfigError: unknown name, unreadable or broken file (file:line), unknown keys or wrong
     types (key path).
     """
-    found = _named_model(name_or_path)
-    if found is not None:
-        return found
+    named = _named_model(name_or_path)
+    if named is not None:
+        return named
     path = _model_path(name_or_path)
-    return (
-        entry_from_config(_config(path), str(path))
-        if path.suffix == ".json"
-        else _model_from_file(path)
-    )
+    if path.suffix == ".json":
+        return entry_from_config(_config(path), str(path))
+    return _model_from_file(path)
 
 
 def find_config(name_or_path: str) -> Mapping[str, Any] | None:
-    """All of a Hugging Face config.json, None for a model that is described otherwise. Raises
-    ConfigError, as `load_model` does.
+    """Returns all of a Hugging Face config.json, None for a model that is described otherwise.
+
+    Raises ConfigError, as `load_model` does.
     """
     path = None if _named_model(name_or_path) else _model_path(name_or_path)
     return _config(path) if path is not None and path.suffix == ".json" else None
 
 
 def load_config(name_or_path: str) -> Mapping[str, Any]:
-    """All of a Hugging Face config.json. Raises ConfigError, as `load_model` does, and for a model
-    that is described otherwise.
+    """Returns all of a Hugging Face config.json.
+
+    Raises ConfigError, as `load_model` does, and for a model that is described otherwise.
     """
     config = find_config(name_or_path)
     if config is None:
@@ -124,7 +123,7 @@ def load_config(name_or_path: str) -> Mapping[str, Any]:
 
 
 def _named_model(text: str) -> ModelEntry | None:
-    """The model of that name: a file's own comes before a family's."""
+    """Returns the model of that name; a packaged model comes before a member of a family."""
     name = _model_name(text)
     if name in model_names():
         return _model_from_file(packaged_file("models", name))
@@ -144,7 +143,7 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 
 def _model_name(name: str) -> str:
-    """The catalogue's spelling: `gpt3_20b` (NeMo) is gpt-20b, `Llama-3.1-405B` llama3-405b."""
+    """Returns the spelling of this catalogue: gpt-20b for `gpt3_20b` (NeMo)."""
     name = name.lower().replace("_", "-")
     for alias, prefix in _MODEL_PREFIXES.items():
         if name.startswith(alias):
