@@ -32,7 +32,7 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
 _FORBID = {"extra": "forbid"}
-_Arithmetic = Literal["fp8", "bf16", "fp16", "fp32"]  # what a device has a peak for
+_Arithmetic = Literal["fp8", "bf16", "fp16", "fp32"]  # precisions that a device has a peak for
 _CLUSTER_ALIASES = {
     "v100": "v100-32gb",
     "a100": "a100-80gb",
@@ -65,9 +65,7 @@ class _DeviceDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LinkDocument:
-    """`gb_per_s` in one direction: of one GPU for the link inside a node, of one NIC between
-    nodes.
-    """
+    """A link; `gb_per_s` is in one direction, of one GPU in a node or of one NIC between nodes."""
 
     __pydantic_config__ = _FORBID
 
@@ -106,13 +104,15 @@ class _ClusterDocument:
 
 
 def cluster_names() -> tuple[str, ...]:
-    """The packaged clusters (one per device, with its usual node), sorted."""
+    """Returns the names of the packaged clusters (one per device, with its usual node), sorted."""
     return packaged_names("clusters")
 
 
 def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
-    """A packaged cluster by name or a YAML of the same shape. Raises ConfigError, as `load_model`
-    does; `what` was asked for.
+    """Returns a packaged cluster by name, or that of a YAML of the same shape.
+
+    what: the word for a cluster in the error for an unknown name
+    Raises ConfigError: unknown name, unreadable or broken file, unknown keys or wrong types.
     """
     name = name_or_path.lower().replace("_", "-")
     name = _CLUSTER_ALIASES.get(name, name)
@@ -121,8 +121,9 @@ def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
 
 
 def cluster_from_document(document: object, where: str) -> Cluster:
-    """The cluster that a document of the YAML shape describes. Raises ConfigError with `where` and
-    the key's path.
+    """Returns the cluster that a document of the YAML shape describes.
+
+    Raises ConfigError with `where` and the key's path.
     """
     cluster = parse(_ClusterDocument, document, where)
     device, node = cluster.device, cluster.node
@@ -147,10 +148,8 @@ def cluster_from_document(document: object, where: str) -> Cluster:
         nic=_link(node.nic),
         host_memory_bytes=_bytes(node.host_memory_gib),
         pcie_bytes_per_s=_per_s(node.pcie_gb_per_s),
-        pcie_node_bytes_per_s=None
-        if node.pcie_node_gb_per_s is None
-        else _per_s(node.pcie_node_gb_per_s),
-        host_bytes_per_s=None if node.host_gb_per_s is None else _per_s(node.host_gb_per_s),
+        pcie_node_bytes_per_s=_per_s_if_known(node.pcie_node_gb_per_s),
+        host_bytes_per_s=_per_s_if_known(node.host_gb_per_s),
         numa_domains=node.numa_domains,
         gpus_per_numa=node.gpus_per_numa,
         calibration=cluster.calibration,
@@ -159,8 +158,9 @@ def cluster_from_document(document: object, where: str) -> Cluster:
 
 
 def cluster_document(cluster: Cluster) -> dict[str, Any]:
-    """The YAML shape of `cluster`, with units in the key names: the inverse of
-    `cluster_from_document`.
+    """Returns the YAML shape of `cluster`, with units in the key names.
+
+    It is the inverse of `cluster_from_document`.
     """
     device = cluster.device
     body = _ClusterDocument(
@@ -185,8 +185,8 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             nic=_link_document(cluster.nic),
             host_memory_gib=_shortest(cluster.host_memory_bytes, GIB, _bytes),
             pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s),
-            pcie_node_gb_per_s=_if_known(cluster.pcie_node_bytes_per_s),
-            host_gb_per_s=_if_known(cluster.host_bytes_per_s),
+            pcie_node_gb_per_s=_gb_per_s_if_known(cluster.pcie_node_bytes_per_s),
+            host_gb_per_s=_gb_per_s_if_known(cluster.host_bytes_per_s),
             numa_domains=cluster.numa_domains,
             gpus_per_numa=cluster.gpus_per_numa,
         ),
@@ -194,11 +194,15 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
         calibration=cluster.calibration,
         profile=cluster.profile,
     )
-    found: dict[str, Any] = document(body)
-    return _known({**found, "device": _known(found["device"]), "node": _known(found["node"])})
+    fields: dict[str, Any] = document(body)
+    return _known({**fields, "device": _known(fields["device"]), "node": _known(fields["node"])})
 
 
-def _if_known(bytes_per_s: float | None) -> float | None:
+def _per_s_if_known(gb_per_s: float | None) -> float | None:
+    return None if gb_per_s is None else _per_s(gb_per_s)
+
+
+def _gb_per_s_if_known(bytes_per_s: float | None) -> float | None:
     return None if bytes_per_s is None else _shortest(bytes_per_s, GB, _per_s)
 
 
@@ -207,17 +211,17 @@ def _known(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def cluster_schema() -> dict[str, Any]:
-    """The JSON Schema of a cluster file."""
+    """Returns the JSON Schema of a cluster file."""
     return json_schema(_ClusterDocument)
 
 
 def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None) -> Cluster:
-    """The same kind of machine with `num_gpus` devices, `gpus_per_node` to a node (the cluster's
-    own, unless given).
+    """Returns a cluster of the same machines with `num_gpus` devices.
 
-    Fewer devices than a node: one node of that many. A node of another size has NICs in proportion,
-    at least one, and uplinks to the host, at least a lane: devices are taken in order, and those
-    behind one switch share its uplink. Raises ConfigError when the devices do not fill whole nodes.
+    gpus_per_node: the devices of a node, those of the cluster's nodes by default Fewer devices than
+    a node make one node of that many. A node of another size has NICs in proportion, at least one,
+    and uplinks to the host, at least one lane: devices are taken in order, and those behind one
+    switch share its uplink. Raises ConfigError when the devices do not fill whole nodes.
     """
     for flag, count in (("--gpus", num_gpus), ("--gpus-per-node", gpus_per_node)):
         if count is not None and count < 1:
@@ -227,47 +231,47 @@ def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None)
         below = num_gpus // per_node * per_node
         raise ConfigError(
             f"{num_gpus} GPUs do not fill whole nodes of {per_node} {cluster.device.name}",
-            hint=f"use --gpus {below} or --gpus {below + per_node}, or set --gpus-per-node to a divisor of {num_gpus}",
+            hint=f"use --gpus {below} or --gpus {below + per_node}, "
+            f"or set --gpus-per-node to a divisor of {num_gpus}",
         )
     nics = max(1, math.ceil(cluster.nics_per_node * per_node / cluster.gpus_per_node))
-    part, uplinks = per_node / cluster.gpus_per_node, cluster.pcie_node_bytes_per_s
+    uplinks = cluster.pcie_node_bytes_per_s
+    if uplinks is not None:
+        part = per_node / cluster.gpus_per_node
+        uplinks = max(part * uplinks, min(uplinks, cluster.pcie_bytes_per_s))
     return replace(
         cluster,
         nodes=num_gpus // per_node,
         gpus_per_node=per_node,
         nics_per_node=nics,
-        pcie_node_bytes_per_s=None
-        if uplinks is None
-        else max(part * uplinks, min(uplinks, cluster.pcie_bytes_per_s)),
+        pcie_node_bytes_per_s=uplinks,
     )
 
 
 def stack_names() -> tuple[str, ...]:
-    """The packaged software stacks, sorted."""
+    """Returns the names of the packaged software stacks, sorted."""
     return packaged_names("stacks")
 
 
 def load_stack(
     name_or_path: str, terms: Terms | None = None, *, without: str | None = None
 ) -> Stack:
-    """A packaged stack by name with its fitted terms, or a YAML of the same shape. Raises
-    ConfigError, as `load_model` does.
+    """Returns a packaged stack with its fitted terms, or that of a YAML of the same shape.
 
-    terms: those of another fit than the shipped one; without: those of the fit that did not see the
-    source of that name
+    terms: the terms of another fit than the shipped one
+    without: a source; the terms are those of the fit that did not see it
+    Raises ConfigError, as `load_cluster` does.
     """
     name = name_or_path.lower().replace("_", "-")
     source = config_source("stacks", name, "stack", name_or_path)
-    stated = read_config(source)
+    stated = cast(Mapping[str, Any], read_config(source))
     stack = parse(Stack, stated, label_of(source))
     if stack.terms_of and stack.terms_of not in stack_names():
         raise unknown_name_error(
             "stack", stack.terms_of, stack_names(), where=f"terms_of of {label_of(source)}"
         )
     fitted = (shipped_terms() if terms is None else terms).of_stack(stack, without)
-    return replace(
-        fitted, **{key: getattr(stack, key) for key in cast(Mapping[str, Any], stated)}
-    )  # what a file says itself stays
+    return replace(fitted, **{key: getattr(stack, key) for key in stated})  # the file's values stay
 
 
 def _link(link: _LinkDocument) -> Link:
@@ -305,8 +309,9 @@ def _seconds(microseconds: float) -> float:
 
 
 def _shortest(inside: float, unit: float, convert: Callable[[float], float]) -> float:
-    """The number with the fewest decimals that `convert` turns back into exactly `inside`, so that
-    files keep their text.
+    """Returns the number with the fewest decimals that `convert` turns into exactly `inside`.
+
+    A file that is read and written again thus keeps its text.
     """
     outside = inside / unit
     return next((short for short in _spellings(outside) if convert(short) == inside), outside)

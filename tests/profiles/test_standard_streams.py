@@ -188,6 +188,6 @@ def test_ctrl_c_before_a_command_begins_is_130(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cli_style.stay_offline", interrupted)
+    monkeypatch.setattr("parplan.commands.style.stay_offline", interrupted)
 
     assert run_command(lambda *args, **kwargs: 0, []) == 130

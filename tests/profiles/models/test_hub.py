@@ -164,7 +164,7 @@ def test_a_module_that_would_fetch_its_backbone_fails_without_the_network(no_net
 
 def test_the_libraries_are_told_to_stay_offline_before_they_are_imported():
     code = (
-        "import cli_style; cli_style.run_command(lambda *a, **o: 0, [], prog_name='plan')\n"
+        "from parplan.commands import style; style.run_command(lambda *a, **o: 0, [], prog_name='plan')\n"
         "from huggingface_hub import constants; raise SystemExit(0 if constants.HF_HUB_OFFLINE else 1)"
     )
     environment = {
