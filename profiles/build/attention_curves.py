@@ -14,7 +14,7 @@ from parplan.profiles.machines.curve_fitting import (
     CurveFamily,
     Row,
     Where,
-    ints,
+    int_columns,
     rounded,
     sources_of,
 )
@@ -94,8 +94,8 @@ class _Prefill(FlashCurve):
 
 def flash_price(chip: Chip, work: float) -> Callable[[Row, FlashCurve], float]:
     def price(row: Row, curve: FlashCurve) -> float:
-        batch, heads, seq = ints(row, "batch", "heads", "seq")
-        head_dim, v_head_dim = ints(row, "head_dim", "v_head_dim")
+        batch, heads, seq = int_columns(row, "batch", "heads", "seq")
+        head_dim, v_head_dim = int_columns(row, "head_dim", "v_head_dim")
         keys = seq / 2 if row["causal"] == "1" else float(seq)
         flops = work * 2.0 * batch * heads * seq * keys * (head_dim + v_head_dim)
         seconds = flash_attention_s(
@@ -116,7 +116,7 @@ def flash_price(chip: Chip, work: float) -> Callable[[Row, FlashCurve], float]:
 
 
 def flash_sizes(row: Row) -> tuple[float, ...]:
-    return ints(row, "seq", "head_dim")
+    return int_columns(row, "seq", "head_dim")
 
 
 def _flash(context: FitContext, gpu: str, direction: str, rows: Sequence[Row]) -> FlashCurve:

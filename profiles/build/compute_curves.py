@@ -24,7 +24,7 @@ from parplan.profiles.machines.curve_fitting import (
     Where,
     fit,
     fit_score,
-    ints,
+    int_columns,
     rounded,
     sources_of,
     times_s,
@@ -54,7 +54,7 @@ SUPERSCALER = "microsoft/SuperScaler"
 
 
 def _product(row: Row) -> Product:
-    m, n, k = ints(row, "m", "n", "k")
+    m, n, k = int_columns(row, "m", "n", "k")
     return Product(m=m, n=n, k=k, result_bytes=8 if "fp32_accumulate" in row["flag"] else 2)
 
 
@@ -77,7 +77,7 @@ def _product_price(chip: Chip, sustained: bool) -> Callable[[Row, MatmulCurve], 
 
 
 def _product_sizes(row: Row) -> tuple[float, ...]:
-    return ints(row, "m", "n", "k")
+    return int_columns(row, "m", "n", "k")
 
 
 def _training_weight(row: Row) -> float:
@@ -218,7 +218,7 @@ def _batched_products(row: Row) -> tuple[Product, ...]:
 
     q k^T is [S,d] x [d,S], p v is [S,S] x [S,d]; each has two gradients in the backward pass.
     """
-    batch, heads, seq, head_dim = ints(row, "batch", "heads", "seq", "head_dim")
+    batch, heads, seq, head_dim = int_columns(row, "batch", "heads", "seq", "head_dim")
     qk = Product(m=seq, n=seq, k=head_dim, batch=batch * heads)
     pv = Product(m=seq, n=head_dim, k=seq, batch=batch * heads)
     if row["direction"] == "forward":

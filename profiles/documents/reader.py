@@ -88,7 +88,7 @@ def read_yaml(source: Path | Traversable, where: str | None = None, hints: Hints
     does not have.
     """
     where = str(source) if where is None else where
-    return yaml_of(read_text(source, where, hints), where, hints)
+    return parse_yaml(read_text(source, where, hints), where, hints)
 
 
 def read_json(source: Path | Traversable, where: str | None = None, hints: Hints = Hints()) -> Any:
@@ -130,7 +130,7 @@ def read_text(
         ) from None
 
 
-def yaml_of(text: str, where: str, hints: Hints = Hints()) -> Any:
+def parse_yaml(text: str, where: str, hints: Hints = Hints()) -> Any:
     """Returns the content of a YAML text. Raises ConfigError with `where` and the line."""
     directive = _DIRECTIVE.search(text) if "%" in text else None
     if directive is not None:

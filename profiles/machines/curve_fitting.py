@@ -67,7 +67,7 @@ def _matches(row: Row, column: str, values: str | tuple[str, ...]) -> bool:
     return row[column].startswith(values) if column == "source" else row[column] in values
 
 
-def ints(row: Row, *columns: str) -> tuple[int, ...]:
+def int_columns(row: Row, *columns: str) -> tuple[int, ...]:
     """Returns columns of a row as whole numbers."""
     return tuple(int(row[column]) for column in columns)
 

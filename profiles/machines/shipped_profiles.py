@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from parplan.profiles.documents.reader import read_yaml, yaml_of
+from parplan.profiles.documents.reader import parse_yaml, read_yaml
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import CollectiveCurve, FlashCurve, MatmulCurve, MemoryCurve
@@ -130,7 +130,7 @@ def read_profile(text: str, where: str) -> Profile:
 
     Raises ConfigError with `where` and the key when something is unknown or missing.
     """
-    return _profile(yaml_of(text, where), where)
+    return _profile(parse_yaml(text, where), where)
 
 
 def _profile(document: object, where: str) -> Profile:

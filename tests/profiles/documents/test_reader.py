@@ -21,10 +21,10 @@ from parplan.profiles.documents.reader import (
     MAX_BYTES,
     MAX_DEPTH,
     json_of,
+    parse_yaml,
     read_json,
     read_text,
     read_yaml,
-    yaml_of,
 )
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
@@ -91,7 +91,7 @@ def test_what_is_shipped_reads_as_pyyaml_reads_it(path):
     ],
 )
 def test_a_scalar_has_the_type_that_json_has_for_it(text, value):
-    found = yaml_of(text, "f")
+    found = parse_yaml(text, "f")
 
     assert found == value
     assert type(found) is type(value)
@@ -118,7 +118,7 @@ def test_a_scalar_has_the_type_that_json_has_for_it(text, value):
     ],
 )
 def test_what_pyyaml_writes_reads_back(value):
-    assert yaml_of(yaml.safe_dump({"key": [value]}, allow_unicode=True), "f") == {"key": [value]}
+    assert parse_yaml(yaml.safe_dump({"key": [value]}, allow_unicode=True), "f") == {"key": [value]}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_what_pyyaml_writes_reads_back(value):
 )
 def test_more_than_json_has_is_refused_with_the_line(text, message):
     with pytest.raises(ConfigError, match="^f" + message) as caught:
-        yaml_of(text, "f")
+        parse_yaml(text, "f")
 
     assert caught.value.hint
 
@@ -197,7 +197,7 @@ def test_more_than_json_has_is_refused_with_the_line(text, message):
     ],
 )
 def test_aliases_and_merge_keys_are_what_pyyaml_makes_of_them(text):
-    assert repr(yaml_of(text, "f")) == repr(yaml.load(text, Loader=yaml.SafeLoader))
+    assert repr(parse_yaml(text, "f")) == repr(yaml.load(text, Loader=yaml.SafeLoader))
 
 
 @pytest.mark.parametrize(
