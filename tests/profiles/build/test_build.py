@@ -1,6 +1,4 @@
-"""The calibration: refused rows, fits that find the constants behind made-up rows, and a file that
-reads back.
-"""
+"""The build of profiles: refused rows, fits that find made-up constants, a file that reads back."""
 
 from __future__ import annotations
 
@@ -27,9 +25,16 @@ from parplan.profiles.build.attention_curves import (
     _published_rows,
     flash_price,
 )
-from parplan.profiles.build.recipes import FitContext
 from parplan.profiles.build.link_curves import _curves
-from parplan.profiles.machines.machine_catalog import cluster_names, load_cluster
+from parplan.profiles.build.recipes import FitContext
+from parplan.profiles.machines.curve_fitting import (
+    CurveFamily,
+    MeasurementTables,
+    Score,
+    fit,
+    fit_score,
+    rounded,
+)
 from parplan.profiles.machines.curves import (
     Chip,
     Curve,
@@ -40,22 +45,15 @@ from parplan.profiles.machines.curves import (
     memory_bound_s,
     spline_s,
 )
-from parplan.profiles.machines.curve_fitting import (
-    CurveFamily,
-    Score,
-    MeasurementTables,
-    fit,
-    rounded,
-    fit_score,
-)
+from parplan.profiles.machines.machine_catalog import cluster_names, load_cluster
 from parplan.profiles.machines.shipped_profiles import (
     analytic_profile,
     machine_for,
     read_profile,
     shipped_profile,
 )
-from parplan.profiles.provenance import Kind
 from parplan.profiles.machines.speeds import PassCurves
+from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import FlashKernel
 
 CHIP = Chip(peak_flops_per_s=1e15, bytes_per_s=1e12, num_sms=100)
@@ -141,7 +139,8 @@ def test_a_fit_follows_the_median_not_the_outlier():
 
 def test_a_fit_is_deterministic_and_rounds_what_it_keeps():
     noise = np.random.default_rng(0).uniform(0.9, 1.1, 24).tolist()
-    first, second = (made_up_family(made_up_rows(noise)).fitted([]) for _ in range(2))
+    first = made_up_family(made_up_rows(noise)).fitted([])
+    second = made_up_family(made_up_rows(noise)).fitted([])
 
     assert (first.launch_s, first.bandwidth_share) == (second.launch_s, second.bandwidth_share)
     assert first.launch_s == rounded(first.launch_s)
@@ -196,7 +195,7 @@ def test_a_profile_reads_back_as_it_was_written():
 
 
 def test_every_packaged_device_has_a_recipe_a_variant_or_a_datasheet():
-    built = [one.device for group in (RECIPES, VARIANTS, DATASHEETS) for one in group]
+    built = [part.device for group in (RECIPES, VARIANTS, DATASHEETS) for part in group]
 
     assert sorted([*built, "cpu"]) == sorted(cluster_names())
     assert len(set(built)) == len(built)
@@ -211,13 +210,10 @@ def test_a_variant_is_built_after_its_lender():
 
 def every_curve(profile):
     for value in (getattr(profile.compute, name) for name in profile.compute.__dataclass_fields__):
-        yield from (
-            (value.forward, value.backward)
-            if isinstance(value, PassCurves)
-            else (value,)
-            if isinstance(value, Curve)
-            else ()
-        )
+        if isinstance(value, PassCurves):
+            yield from (value.forward, value.backward)
+        elif isinstance(value, Curve):
+            yield value
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.device)
@@ -262,9 +258,9 @@ def test_every_shipped_profile_prices_training_and_is_what_the_writer_writes(dev
 
 
 def test_a_slower_link_keeps_the_shares_of_its_lender_and_no_curve():
-    a100, a800, pcie = (
-        shipped_profile(device).intra for device in ("a100-80gb", "a800-80gb", "a100-80gb-pcie")
-    )
+    a100 = shipped_profile("a100-80gb").intra
+    a800 = shipped_profile("a800-80gb").intra
+    pcie = shipped_profile("a100-80gb-pcie").intra
 
     assert (a800.link_share, a800.link_bytes_per_s, a800.curves) == (a100.link_share, 200e9, ())
     assert (pcie.link_share, pcie.link_bytes_per_s, pcie.kind) == (0.75, 31.5e9, Kind.ANALYTIC)
@@ -324,8 +320,9 @@ def test_a_profile_from_a_datasheet_is_analytic_throughout(sheet):
 
 
 def attention_rows(flag, passes):
-    """Exact rows of a kernel at 600 TFLOP/s and less, the flagged ones with `passes` over k and v
-    at 1 TB/s more.
+    """Returns exact rows of a kernel at 600 TFLOP/s and less.
+
+    The flagged rows have `passes` over k and v at 1 TB/s more.
     """
     curve = FlashCurve(
         launch_s=5e-6,
@@ -402,8 +399,9 @@ def test_published_speeds_as_rows_give_the_speeds_back(kernel):
 
 
 def test_hoppers_curves_reproduce_the_published_figures_they_were_not_fitted_to():
-    """FlashAttention-3 forward, causal, 2k to 16k tokens: figure 5 of arXiv 2407.08608, against a
-    fit to inference rows.
+    """FlashAttention-3 forward, causal, 2k to 16k tokens, against a fit to inference rows.
+
+    The speeds are those of figure 5 of arXiv 2407.08608.
     """
     device, curve = (
         load_cluster("h100-80gb").device,
@@ -431,21 +429,21 @@ def test_hoppers_curves_reproduce_the_published_figures_they_were_not_fitted_to(
             assert price(row, curve) == pytest.approx(measured_s, rel=0.15)
 
 
-@pytest.mark.parametrize(("device", "own"), list(HOPPER_KERNELS.items()))
-def test_older_kernels_are_slower_on_hopper_and_the_own_one_is_not_listed(device, own):
+@pytest.mark.parametrize(("device", "curve_kernel"), list(HOPPER_KERNELS.items()))
+def test_older_kernels_are_slower_on_hopper_and_the_own_one_is_not_listed(device, curve_kernel):
     speeds = shipped_profile(device).compute.flash_kernels
 
-    assert own not in speeds
+    assert curve_kernel not in speeds
     assert (
         speeds[FlashKernel.FLASH1].forward
         < speeds.get(FlashKernel.FLASH2, speeds[FlashKernel.CUDNN]).forward
     )
-    if own is FlashKernel.FLASH3:
+    if curve_kernel is FlashKernel.FLASH3:
         assert 0.5 < speeds[FlashKernel.FLASH2].backward < speeds[FlashKernel.CUDNN].backward < 1.0
 
 
 def test_a_line_of_the_report_has_room_for_the_longest_name():
-    one = Score(device="a100-80gb-pcie", family="matmul y", rows=61, median=0.01, mean=0.02)
-    other = Score(device="cpu", family="matmul y", rows=61, median=0.01, mean=0.02)
+    longest = Score(device="a100-80gb-pcie", family="matmul y", rows=61, median=0.01, mean=0.02)
+    short = Score(device="cpu", family="matmul y", rows=61, median=0.01, mean=0.02)
 
-    assert _line(one).index("matmul") == _line(other).index("matmul")
+    assert _line(longest).index("matmul") == _line(short).index("matmul")

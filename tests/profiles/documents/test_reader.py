@@ -1,6 +1,4 @@
-"""Every file from outside is read by one reader: what it takes, what it refuses and how little that
-costs.
-"""
+"""One reader reads every file from outside: the values it takes, its refusals and its cost."""
 
 import json
 import os
@@ -91,10 +89,10 @@ def test_what_is_shipped_reads_as_pyyaml_reads_it(path):
     ],
 )
 def test_a_scalar_has_the_type_that_json_has_for_it(text, value):
-    found = parse_yaml(text, "f")
+    scalar = parse_yaml(text, "f")
 
-    assert found == value
-    assert type(found) is type(value)
+    assert scalar == value
+    assert type(scalar) is type(value)
 
 
 @pytest.mark.parametrize(
