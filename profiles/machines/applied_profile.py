@@ -59,10 +59,11 @@ def applied(
 ) -> tuple[Cluster, TrainingSpec]:
     """Returns the cluster and the training with the profile's speeds, factors and memory figures.
 
-    cluster: None for the profile's machine The datasheet figures that measured curves are relative
-    to replace those of the cluster. Raises ConfigError: the profile names no machine, or, unless
-    `force`, it is of another device, stack or precision, or its factors are relative to other
-    prices.
+    cluster: None for the profile's machine
+
+    The datasheet figures that measured curves are relative to replace those of the cluster. Raises
+    ConfigError: the profile names no machine, or, unless `force`, it is of another device, stack or
+    precision, or its factors are relative to other prices.
     """
     measured_on = profile_cluster(profile, where)
     machine = cluster or measured_on

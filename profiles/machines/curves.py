@@ -53,7 +53,7 @@ class Curve:
 
     worst_error: the error of the row that fits worst, only in a user's own profile
     points: the measurements, only in a user's own profile: sizes in the curve's order, and
-    microseconds
+        microseconds
     """
 
     __pydantic_config__ = _FORBID
@@ -113,7 +113,7 @@ class MemoryCurve(Curve):
     """An operation bound by memory; bounds on the bytes.
 
     bandwidth_share: share of the memory bandwidth at which the fewest bytes that the operation must
-    move are moved; an un-fused operation moves more and has a small share.
+        move are moved; an un-fused operation moves more and has a small share.
     """
 
     bandwidth_share: float

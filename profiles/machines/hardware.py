@@ -19,7 +19,7 @@ class Device:
     """One accelerator. Peaks are dense, without sparsity, as the datasheet (`source`) gives them.
 
     compute_capability: that of its CUDA architecture (https://developer.nvidia.com/cuda-gpus), None
-    where it is not known or has none
+        where it is not known or has none
     """
 
     __pydantic_config__ = _FORBID
@@ -72,14 +72,14 @@ class Cluster:
 
     calibration: factors of the user's own runs for its prices, None without any
     pcie_node_bytes_per_s: bandwidth of all GPUs of a node together to the host, or from it; None
-    where each GPU has all of its lane
+        where each GPU has all of its lane
     host_bytes_per_s: bandwidth of a node's host memory, None for the assumption of
-    costmodels/host/offload.py
+        costmodels/host/offload.py
     numa_domains: number of equal parts of that memory; a process has its pages in the part of its
-    GPU
+        GPU
     gpus_per_numa: number of GPUs at a part that has any; both are None where neither is known
     profile: measurements of the machine itself, which replace the shipped profile of its device;
-    None without any
+        None without any
     """
 
     __pydantic_config__ = _FORBID

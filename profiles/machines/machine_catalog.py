@@ -218,10 +218,12 @@ def cluster_schema() -> dict[str, Any]:
 def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None) -> Cluster:
     """Returns a cluster of the same machines with `num_gpus` devices.
 
-    gpus_per_node: the devices of a node, those of the cluster's nodes by default Fewer devices than
-    a node make one node of that many. A node of another size has NICs in proportion, at least one,
-    and uplinks to the host, at least one lane: devices are taken in order, and those behind one
-    switch share its uplink. Raises ConfigError when the devices do not fill whole nodes.
+    gpus_per_node: the devices of a node, those of the cluster's nodes by default
+
+    Fewer devices than a node make one node of that many. A node of another size has NICs in
+    proportion, at least one, and uplinks to the host, at least one lane: devices are taken in
+    order, and those behind one switch share its uplink. Raises ConfigError when the devices do not
+    fill whole nodes.
     """
     for flag, count in (("--gpus", num_gpus), ("--gpus-per-node", gpus_per_node)):
         if count is not None and count < 1:

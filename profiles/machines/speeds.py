@@ -81,6 +81,7 @@ class Intra:
     """Speeds between the GPUs of a node.
 
     The curves hold where the link runs at `link_bytes_per_s`; other nodes do not use them.
+
     kind        MEASURED where the curves' knots were measured on the machine itself
     link_share  share of the link's bandwidth that a ring reaches where no curve holds
     """
@@ -136,6 +137,7 @@ class InStep:
     """Costs of a step beyond its operators' own times, measured on whole layers.
 
     They hold for `stack` alone, the software that ran the layers.
+
     kernel_slowdown  factor by which kernels take longer in a layer than alone
     forward_s        seconds of the host for one operator of the graph in the forward pass
     backward_s       the same in the backward pass

@@ -47,6 +47,7 @@ class Residuals:
     """Deviations of measurements from predictions whose fit had not seen them.
 
     A deviation is measured / predicted - 1, a fraction.
+
     time_band, memory_band  eight in ten of the rows were within +- this of their prediction
     memory_margin           share of a device that, added to the prediction, covers 99 in 100 rows,
                             including rows that ran out of memory; at least LEAST_MARGIN

@@ -75,6 +75,7 @@ class ProfileEnvironment:
     """The machine and the software of a profile, without names of hosts, paths or serial numbers.
 
     A field is None where it is not known.
+
     device                          torch's name of it; `cpu` for the host itself, whose devices are
                                     its cores
     memory_bytes                    memory of one device
@@ -116,6 +117,7 @@ class UserProfile:
     """The content of one file.
 
     `plan calibrate` writes fingerprint, calibration and runs, `plan profile` all other fields.
+
     fingerprint         fingerprint of the prices that the calibration is relative to
     precision           precision of the measured tensors
     environment         the machine, the software and the date of the measurements

@@ -40,7 +40,7 @@ class Dim:
 
     size: its extent
     unit: how many neighbours stay together when the dim is divided, such as the features of one
-    group of key-value heads
+        group of key-value heads
     """
 
     name: str

@@ -43,11 +43,11 @@ class ModelSpec:
 
     ffn_hidden_size: the width of one of the two halves, where the feed-forward network is gated
     num_experts: 0 for a dense model; else every block is a mixture of that many experts of width
-    `expert_ffn_hidden_size`, each token passes `experts_per_token` of them, and there is no
-    `ffn_hidden_size`. No expert is shared, none has a bias
+        `expert_ffn_hidden_size`, each token passes `experts_per_token` of them, and there is no
+        `ffn_hidden_size`. No expert is shared, none has a bias
     vocab_multiple: the vocabulary is padded to a multiple of it; 128, as Megatron's
-    --make-vocab-size-divisible-by, makes every tensor parallel degree up to 128 legal; 1: no
-    padding
+        --make-vocab-size-divisible-by, makes every tensor parallel degree up to 128 legal; 1: no
+        padding
     """
 
     __pydantic_config__ = _FORBID
@@ -148,13 +148,13 @@ class TrainingSpec:
     """One optimizer step: `global_batch_size` sequences of `seq_length` tokens.
 
     gradient_precision: the type in which gradients accumulate and are reduced (fp32 by default, as
-    Megatron does for bf16)
+        Megatron does for bf16)
     overlap_grad_reduce: the gradient reduction runs under the last backward pass (FSDP2; Megatron's
-    flag of that name)
+        flag of that name)
     fp8_matmuls: the products of the blocks run in fp8, with operands that are scaled by tensor and
-    cast each time; all else runs in `precision`
+        cast each time; all else runs in `precision`
     stack: the software that runs the step. It has no default here:
-    parplan.commands.requests.described.question takes that of the command
+        parplan.commands.requests.described.question takes that of the command
     """
 
     __pydantic_config__ = _FORBID

@@ -77,7 +77,7 @@ class TracedModel:
     unit: the word for the items of a batch: tokens, which `seq_length` multiplies, or samples
     inputs: the tensors of the batch
     shared: for each parameter that several modules hold, all its names; operators name it by the
-    first
+        first
     """
 
     name: str
