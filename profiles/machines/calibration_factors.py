@@ -22,7 +22,7 @@ _FORBID = {"extra": "forbid"}
 class Factor:
     """One factor of a price.
 
-    measured: whether runs measured it; otherwise it is 1
+    measured: True if runs measured it; otherwise it is 1
     source: which runs measured it, or why none did
     """
 

@@ -40,7 +40,8 @@ SAME_SPEED = FlashSpeed(forward=1.0, backward=1.0, source="the kernel of the cur
 class Compute:
     """Every curve of one device.
 
-    batched_*: the products of un-fused attention
+    The curves `batched_*` are those of the products of un-fused attention.
+
     flash_kernels: relative speeds of fused attention kernels other than that of the flash curves
 
     Only in a user's own profile:
@@ -141,8 +142,8 @@ class InStep:
     kernel_slowdown  factor by which kernels take longer in a layer than alone
     forward_s        seconds of the host for one operator of the graph in the forward pass
     backward_s       the same in the backward pass
-    host_adds        whether these add to the operator's time (the host is the device), or bound it
-                     (the host launches ahead)
+    host_adds        True if these add to the operator's time (the host is the device), else
+                     they bound it (the host launches ahead)
 
     Costs of layouts beside their messages, where the host's seconds add to an operator's time:
     divided_forward_s   for one operator that tensor parallelism divides, in the forward pass
