@@ -326,8 +326,8 @@ def _request(options: ProfileOptions) -> ProfileRequest:
     import torch
 
     from parplan.planner.calibration.profiling import ProfileRequest
-    from parplan.profiles.catalog import load_model
     from parplan.profiles.errors import ConfigError
+    from parplan.profiles.models.model_catalog import load_model
     from parplan.profiles.models.spec import Precision
 
     device = options.device

@@ -1,1 +1,1 @@
-"""KNOW: models, machines and what was measured of them."""
+"""Models, machines and their measurements."""

@@ -1,6 +1,4 @@
-"""Every error a user can cause or meet, with the exit code of the command line and one action that
-helps; checks of names.
-"""
+"""Every error that a user can cause or meet, with its exit code; checks of names."""
 
 from __future__ import annotations
 
@@ -8,12 +6,15 @@ import difflib
 from collections.abc import Iterable
 from enum import StrEnum
 
-_CLOSE = 0.65  # of two names: twice the characters that they share over those of both
+# least ratio of two alike names: twice the characters that they share over those of both
+_CLOSE = 0.65
 
 
 class PlannerError(Exception):
-    """What was found, what was needed and where; `hint` is one action. The exit code is that of the
-    command.
+    """An error for the user: what was found, what was needed and where.
+
+    hint: one action that helps
+    exit_code: the exit code of the command
     """
 
     exit_code = 1
@@ -54,16 +55,16 @@ class RunError(PlannerError):
     exit_code = 5
 
 
-def did_you_mean(found: str, known: Iterable[str]) -> str | None:
-    """One-line suggestion for a name that is not among `known`, or None when nothing is close."""
-    names = [name for name in known if _alike(_family(found), _family(name))]
-    longer = [name for name in names if found and name.startswith(found)]
-    close = difflib.get_close_matches(found, names, n=1, cutoff=_CLOSE) or longer[:1]
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """Returns a one-line suggestion for an unknown name, or None when no known name is close."""
+    names = [each for each in known if _alike(_family(name), _family(each))]
+    longer = [each for each in names if name and each.startswith(name)]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE) or longer[:1]
     return f"did you mean {close[0]!r}?" if close else None
 
 
 def _family(name: str) -> str:
-    """The letters that a name begins with: h800-80gb is no misspelling of a800-80gb."""
+    """Returns the letters that a name begins with: h800-80gb is no misspelling of a800-80gb."""
     return name[
         : next((i for i, character in enumerate(name) if not character.isalpha()), len(name))
     ].lower()
@@ -74,23 +75,25 @@ def _alike(first: str, second: str) -> bool:
 
 
 def unknown_name_error(
-    what: str, found: str, known: Iterable[str], *, where: str = ""
+    kind: str, name: str, known: Iterable[str], *, where: str = ""
 ) -> ConfigError:
-    """The error for a name outside a closed set: says the set's nearest member, or the whole set
-    when none is near.
+    """Returns the error for a name outside a closed set.
+
+    Its hint is the nearest name of the set, or the whole set when none is near.
     """
     names = sorted(known)
     place = f" in {where}" if where else ""
-    hint = did_you_mean(found, names) or f"known: {', '.join(names)}"
-    return ConfigError(f"unknown {what} {found!r}{place}", hint=hint)
+    hint = did_you_mean(name, names) or f"known: {', '.join(names)}"
+    return ConfigError(f"unknown {kind} {name!r}{place}", hint=hint)
 
 
 def choose(instance: object, field: str, choices: type[StrEnum], *, where: str = "") -> None:
-    """Make the field of a frozen dataclass a member of `choices`, which a plain string may name.
+    """Makes the field of a frozen dataclass, which may be a plain string, a member of `choices`.
+
     Raises ConfigError.
     """
-    found = getattr(instance, field)
+    value = getattr(instance, field)
     names = [choice.value for choice in choices]
-    if found not in names:
-        raise unknown_name_error(field, str(found), names, where=where)
-    object.__setattr__(instance, field, choices(found))
+    if value not in names:
+        raise unknown_name_error(field, str(value), names, where=where)
+    object.__setattr__(instance, field, choices(value))

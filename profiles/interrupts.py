@@ -1,5 +1,6 @@
-"""Ctrl-C, and SIGTERM that ends a run as Ctrl-C does, while something is done that must not end
-half-way.
+"""Handlers of Ctrl-C and SIGTERM around work that must not end half-way.
+
+SIGTERM ends a run as Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object]
-# `timeout` sends SIGTERM to its command, and a moment later to its group, which the command belongs
-# to
+# `timeout` sends SIGTERM to its command, and a moment later to the command's group
 REPEATED_S = 0.3
 
 
 @contextlib.contextmanager
 def on_ctrl_c(handler: Handler) -> Iterator[None]:
-    """`handler` in place of what SIGINT and SIGTERM did.
+    """Runs the block with `handler` as the handler of SIGINT and SIGTERM.
 
-    Nothing changes outside the main thread. A signal that is ignored stays ignored, as SIGINT in a
-    background job of a shell, for which no Ctrl-C is meant: SIGTERM ends that job.
+    Nothing changes outside the main thread. A signal that is ignored stays ignored: a job in a
+    shell's background ignores SIGINT, since no Ctrl-C is meant for it, and SIGTERM ends that job.
     """
     with _handled(
         handler,
@@ -38,7 +38,7 @@ def on_ctrl_c(handler: Handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, unless something else handles it already.
+    """Lets SIGTERM raise KeyboardInterrupt, unless something else handles it already.
 
     Its default action would leave solvers and ranks behind that the process has started.
     """
@@ -48,8 +48,9 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def leave_to_parent() -> None:
-    """In a forked child: Ctrl-C and SIGTERM of the group are the parent's, which ends its children
-    by SIGTERM.
+    """Leaves the group's signals to the parent of this forked child.
+
+    The parent ends its children by SIGTERM, so the child ignores SIGINT.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -57,8 +58,9 @@ def leave_to_parent() -> None:
 
 @contextlib.contextmanager
 def without_signals() -> Iterator[None]:
-    """A process that is started here never sees Ctrl-C nor SIGTERM, nor do its children: they are
-    the parent's, which ends them.
+    """Hides Ctrl-C and SIGTERM from a process that is started in the block, and from its children.
+
+    The parent gets the signals and ends them.
     """
     with _handled(signal.SIG_IGN, [signal.SIGINT, signal.SIGTERM]):
         yield
@@ -66,8 +68,9 @@ def without_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_later() -> Iterator[None]:
-    """Ctrl-C and SIGTERM that come here are handled at the end: a process that is just started must
-    be known to who ends it.
+    """Handles Ctrl-C and SIGTERM at the end of the block.
+
+    A process that has just been started must first be known to the code that ends it.
     """
     came: list[int] = []
     numbers = [
@@ -84,9 +87,10 @@ def _handled(handler: Handler | signal.Handlers, numbers: list[signal.Signals]) 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # getsignal is None for a handler that C code has set
     before = {
         number: earlier for number in numbers if (earlier := signal.getsignal(number)) is not None
-    }  # None: set by C code
+    }
     for number in before:
         signal.signal(
             number, _once(handler) if number == signal.SIGTERM and callable(handler) else handler
@@ -99,7 +103,7 @@ def _handled(handler: Handler | signal.Handlers, numbers: list[signal.Signals]) 
 
 
 def _once(handler: Handler) -> Handler:
-    """`handler` for a signal that may come twice where it was sent once."""
+    """Returns a handler that ignores the second of two signals that come close together."""
     last_s = -math.inf
 
     def on_signal(number: int, frame: FrameType | None) -> None:

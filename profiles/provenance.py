@@ -1,5 +1,6 @@
-"""Where a number comes from. A sum is as good as its weakest part, unless that part is too small to
-matter.
+"""The provenance of a number: measured, interpolated or analytic.
+
+A sum is as good as its weakest part, unless that part is too small to matter.
 """
 
 from __future__ import annotations
@@ -7,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
-NEGLIGIBLE_SHARE = 0.05  # of a sum: a part below it does not decide the sum's kind
+NEGLIGIBLE_SHARE = 0.05  # a part below this share of a sum does not decide the sum's kind
 
 
 class Kind(StrEnum):
-    """How a number was obtained, best first."""
+    """The ways in which a number was obtained, best first."""
 
     MEASURED = "measured"
     INTERPOLATED = "interpolated"
@@ -22,30 +23,28 @@ _ORDER = tuple(Kind)
 
 
 def weakest(kinds: Iterable[Kind]) -> Kind:
-    """The least certain of `kinds`; a number with no parts counts as measured (it is exactly
-    zero).
+    """Returns the least certain of `kinds`.
+
+    A number without parts counts as measured, since it is exactly zero.
     """
     return max(kinds, key=_ORDER.index, default=Kind.MEASURED)
 
 
 class Seconds:
-    """A duration that remembers how much of it was measured, interpolated and computed.
-    Immutable.
-    """
+    """An immutable duration with its measured, interpolated and analytic parts."""
 
     __slots__ = ("parts_s",)
     parts_s: tuple[float, ...]
 
     def __init__(self, value_s: float, kind: Kind) -> None:
-        object.__setattr__(
-            self, "parts_s", tuple(value_s if kind is own else 0.0 for own in _ORDER)
-        )
+        parts_s = tuple(value_s if kind is each else 0.0 for each in _ORDER)
+        object.__setattr__(self, "parts_s", parts_s)
 
     @classmethod
     def _of(cls, parts_s: tuple[float, ...]) -> Seconds:
-        made = cls.__new__(cls)
-        object.__setattr__(made, "parts_s", parts_s)
-        return made
+        seconds = cls.__new__(cls)
+        object.__setattr__(seconds, "parts_s", parts_s)
+        return seconds
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Seconds is immutable, cannot set {name}")
@@ -64,15 +63,15 @@ class Seconds:
             if part_s and part_s >= enough_s
         )
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds._of(tuple(map(sum, zip(self.parts_s, other.parts_s, strict=True))))
+    def __add__(self, addend: Seconds) -> Seconds:
+        return Seconds._of(tuple(map(sum, zip(self.parts_s, addend.parts_s, strict=True))))
 
     def scaled(self, factor: float) -> Seconds:
-        """The same duration `factor` times."""
+        """Returns the duration times `factor`."""
         return Seconds._of(tuple(factor * part_s for part_s in self.parts_s))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Seconds) and self.parts_s == other.parts_s
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Seconds) and self.parts_s == value.parts_s
 
     def __hash__(self) -> int:
         return hash(self.parts_s)

@@ -1,10 +1,11 @@
-"""The software stack: how a training framework runs what a plan decides. The third input beside
-model and cluster.
+"""The software stack: how a training framework runs a plan.
+
+It is the third input beside model and cluster.
 
 Two frameworks that run the same plan on the same devices differ by tens of percent: in their
-attention kernel, in what they hide under compute, in how fast their host launches work. What can be
-read in a framework's code is a fact of its file in `configs/stacks`; what cannot is one of a few
-terms that `planner/validation/term_fit.py` fits to measured steps
+attention kernel, in the communication that they hide under compute, in how fast their host launches
+work. A fact that can be read in a framework's code is in its file in `configs/stacks`; a quantity
+that cannot is one of a few terms that `planner/validation/term_fit.py` fits to measured steps
 (`profiles/machines/stack_terms.py`).
 """
 
@@ -28,7 +29,9 @@ EVERY_RECOMPUTE: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
 
 
 class AttentionKernel(StrEnum):
-    """`flash` never stores the S x S scores; `unfused` stores them (and their dropout mask) for the
+    """The kinds of attention kernel, by the activations that they save.
+
+    `flash` never stores the S x S scores; `unfused` stores them (and their dropout mask) for the
     backward pass.
     """
 
@@ -37,8 +40,10 @@ class AttentionKernel(StrEnum):
 
 
 class FlashKernel(StrEnum):
-    """Which fused attention kernel: PyTorch's memory-efficient one, the generations of
-    FlashAttention, cuDNN's (Transformer Engine).
+    """A fused attention kernel.
+
+    They are PyTorch's memory-efficient one, the generations of FlashAttention, and cuDNN's
+    (Transformer Engine).
     """
 
     EFFICIENT = "efficient"
@@ -50,7 +55,7 @@ class FlashKernel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvailableKernel:
-    """A fused attention kernel that a stack runs on devices from a compute capability on."""
+    """A fused attention kernel that a stack runs on devices of at least a compute capability."""
 
     __pydantic_config__ = _FORBID
 
@@ -61,8 +66,7 @@ class AvailableKernel:
         choose(self, "kernel", FlashKernel)
 
 
-# of scaled_dot_product_attention: pytorch/pytorch
-# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+# scaled_dot_product_attention: pytorch/pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
 SDPA_KERNELS = (
     AvailableKernel(kernel=FlashKernel.FLASH2, from_capability=8.0),
     AvailableKernel(kernel=FlashKernel.EFFICIENT, from_capability=5.0),
@@ -71,74 +75,75 @@ SDPA_KERNELS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A training framework of some years. The defaults are a neutral one: nothing hidden, nothing
-    slowed down.
+    """A training framework at some version; the defaults are neutral, without any slowdown.
 
     Facts:
-    attention               what it runs by default
-    flash_kernels           the fused kernels that it has, each with the architecture from which on
-                            it runs
-    async_tensor_parallel   without sequence parallelism, input gradients are all-reduced under the
-                            weight gradient's product
-    partitioned_transfers   each tensor-parallel rank sends its part of a pipeline boundary tensor,
-                            and gathers what it receives
-    overlap_tensor_parallel the gathers and reductions of sequence parallelism run under the
-    products that they feed and follow
-    tp_overlap              the highest level of sub-pipelined tensor parallelism that it runs, 0 to
-                            3 (costmodels/layers/sub_pipeline.py)
-    overlap_transfers       under the interleaved schedule, transfers between stages run under the
-                            compute of other micro-batches
-    overlap_grad_reduce     gradient reduction and parameter gathering run under compute
-    fused_accumulation      the weight gradient's product adds to the gradient; otherwise it is
-                            written and added by another kernel
-    schedules               the pipeline schedules that it runs
-    recompute               the kinds of recompute that it runs, `operators` is any list of
-                            operators
-    terms_of                the stack whose fitted terms it shares, where not its own
+    attention                the kind of attention kernel that it runs by default
+    flash_kernels            its fused attention kernels, each with the compute capability from
+                             which it runs
+    async_tensor_parallel    without sequence parallelism, input gradients are all-reduced under the
+                             product for the weight gradient
+    partitioned_transfers    each tensor-parallel rank sends its part of a pipeline boundary tensor
+                             and gathers the received parts
+    overlap_tensor_parallel  the gathers and reductions of sequence parallelism run under the
+                             products before and after them
+    tp_overlap               highest level of sub-pipelined tensor parallelism that it runs, 0 to 3
+                             (costmodels/layers/sub_pipeline.py)
+    overlap_transfers        under the interleaved schedule, transfers between stages run under the
+                             compute of other micro-batches
+    overlap_grad_reduce      gradient reduction and parameter gathering run under compute
+    fused_accumulation       the weight gradient's product adds to the gradient; otherwise it is
+                             written and another kernel adds it
+    schedules                the pipeline schedules that it runs
+    recompute                the kinds of recompute that it runs; `operators` is any list of
+                             operators
+    terms_of                 the stack whose fitted terms it shares, empty for its own
 
     Facts of memory:
-    logit_bytes                    held for each logit at the peak of the loss (16-bit logits and
-                                   fp32 probabilities: 6)
-    keeps_gathered_inputs          under sequence parallelism a column-parallel product keeps its
+    logit_bytes                    bytes held for each logit at the peak of the loss (16-bit logits
+                                   and fp32 probabilities: 6)
+    keeps_gathered_inputs          under sequence parallelism a column-parallel product saves its
                                    gathered input, not the rank's tokens
-    keeps_activated_gate           a gated activation keeps its activated half, besides its input
-    attention_kv_copies            further copies of keys and values that attention keeps
-    attention_output_copies        further copies of its output that it keeps where sequences and
-                                   batch change places (micro-batch > 1)
-    keeps_low_precision_gradients  16-bit gradients stay allocated beside the fp32 ones that they
-                                   are added to
-    ddp_buckets                    data parallelism holds its own 16-bit buckets, as large as the
+    keeps_activated_gate           a gated activation saves its activated half in addition to its
+                                   input
+    attention_kv_copies            further copies of keys and values that attention saves
+    attention_output_copies        further copies of its output that attention saves where sequences
+                                   and batch change places (micro-batch > 1)
+    keeps_low_precision_gradients  16-bit gradients stay allocated beside the fp32 gradients that
+                                   they are added to
+    ddp_buckets                    data parallelism holds 16-bit buckets, as large as the
                                    parameters, beside the gradients
-    step_copy_bytes                of fp32 that 16-bit gradients are copied to for the optimizer's
-                                   step, for each parameter that the rank updates: not there with
-                                   the activations, but in blocks that theirs do not serve
+    step_copy_bytes                bytes of the fp32 copies of 16-bit gradients in the optimizer's
+                                   step, for each parameter that the rank updates; they do not
+                                   coexist with the activations, but the allocator cannot reuse the
+                                   activations' blocks for them
     bucket_elements                gradients that data parallelism flattens into one buffer to
-                                   reduce them, beside those that it flattens
+                                   reduce them, in addition to the gradients themselves
     zero_buffers                   ZeRO 1 and 2 reduce and gather through buffers of one layer, not
                                    in place
     frees_gradients                gradients are freed after each update: where all forward passes
-                                   of a step come before its first backward pass, they are not there
-                                   when most activations are
+                                   of a step come before its first backward pass, there are no
+                                   gradients at the peak of the activations
     whole_table_gradients          the gradient of a token table that tensor parallelism divides is
                                    made whole and then cut
-    keeps_sent                     a stage keeps the activations and gradients that it sends until
-                                   the step is over
-    plain_dropout_on_cpu           it runs torch's dropout, which on CPUs keeps a mask of its
-                                   input's type, and attention then its scores
+    keeps_sent                     a stage holds the activations and gradients that it sends until
+                                   the end of the step
+    plain_dropout_on_cpu           it runs torch's dropout, which on CPUs saves a mask of its
+                                   input's type; attention then saves its scores
     workspace_bytes                libraries' workspaces that the allocator holds all the time
                                    (cuBLAS, Transformer Engine)
 
     Terms, of which the first four are fitted to measured steps (planner/validation/term_fit.py has
     their bounds):
-    kernel_slowdown    by what factor kernels take longer in a step than alone: gaps, clocks,
-                       kernels that are not priced
-    host_operator_s    seconds in which the host launches one operator of the graph; a layer is
-                       never faster than its operators
-    transfer_share     share of a link's bandwidth that transfers between stages reach, of what
-                       single messages reach on it
-    allocator_share    what the caching allocator holds beyond what is allocated, over what is
-                       allocated
-    nccl_bytes         what the communicators of one parallel axis hold outside the allocator
+    kernel_slowdown  factor by which kernels take longer in a step than alone: gaps, clocks, kernels
+                     that are not priced
+    host_operator_s  seconds in which the host launches one operator of the graph; a layer is never
+                     faster than its operators
+    transfer_share   share that transfers between stages reach of a single message's bandwidth on
+                     the link
+    allocator_share  bytes that the caching allocator holds beyond the allocated ones, over the
+                     allocated ones
+    nccl_bytes       bytes that the communicators of one parallel axis hold outside the allocator
     """
 
     __pydantic_config__ = _FORBID
@@ -173,13 +178,12 @@ class Stack:
     plain_dropout_on_cpu: bool = False
     workspace_bytes: int = 0
     kernel_slowdown: float = 1.0
-    # assumed: between the 20 us of a bare launch from Python and the 84 us fitted on vTrain's steps
+    # assumed: between 20 us, a bare launch from Python, and the 84 us fitted to vTrain's steps
     host_operator_s: float = 50e-6
     transfer_share: float = 1.0
     allocator_share: float = 0.04  # measured reserved/allocated is 1.02-1.07 (EQUATIONS M6)
-    nccl_bytes: float = (
-        400.0 * MIB
-    )  # 0.5-2 GiB with many communicators (EQUATIONS M6); one a parallel axis, an assumption
+    # 0.5-2 GiB with many communicators (EQUATIONS M6); one a parallel axis, an assumption
+    nccl_bytes: float = 400.0 * MIB
 
     def __post_init__(self) -> None:
         choose(self, "attention", AttentionKernel, where=f"stack {self.name}")
@@ -189,7 +193,8 @@ class Stack:
             or not 0.0 < self.transfer_share <= 1.0
         ):
             raise ConfigError(
-                f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s at least 0, transfer_share in (0, 1]"
+                f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s "
+                "at least 0, transfer_share in (0, 1]"
             )
         if self.tp_overlap not in (0, 1, 2, 3):
             raise ConfigError(
@@ -212,10 +217,9 @@ class Stack:
                 )
 
     def flash_kernel_on(self, capability: float | None) -> FlashKernel | None:
-        """The newest fused kernel that a device of a compute capability runs, None where it runs
-        none.
+        """Returns the newest fused kernel for a compute capability, None where there is none.
 
-        The newest of all where the capability is not known.
+        An unknown capability gets the newest of all.
         """
         running = [
             each
@@ -225,7 +229,7 @@ class Stack:
         return max(running, key=lambda each: each.from_capability).kernel if running else None
 
     def attention_on(self, capability: float | None) -> AttentionKernel:
-        """The attention that the stack runs by default on a device of a compute capability."""
+        """Returns the default attention of the stack on a device of a compute capability."""
         return self.attention if self.flash_kernel_on(capability) else AttentionKernel.UNFUSED
 
 

@@ -1,9 +1,8 @@
-"""The standard streams of a command: a stream that is closed, full, or cannot encode a character
-never ends the work.
+"""Standard streams whose faults never end the work of a command.
 
-A command computes, writes its files and prints. What it prints may be lost (`2>&-`, `>/dev/full`,
-`| head -1`), what it computes must not be: a write that fails is kept, and the command ends with it
-when everything else is done.
+A command computes, writes its files and prints. Its output may be lost (`2>&-`, `>/dev/full`,
+`| head -1`, a character that the stream cannot encode), its results must not be: a write that
+fails is noted, and the command ends with that error when everything else is done.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 STDERR_FD = 2
-_ERRORS = "backslashreplace"  # of characters that the stream's encoding does not have
+_ERRORS = "backslashreplace"  # for characters that the stream's encoding does not have
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor whose writes do not fail: the first failure is kept, and everything after
-    it is dropped.
+    """A file descriptor whose writes do not fail.
+
+    It keeps the first failure and drops everything after it.
     """
 
     failure: OSError | None = None
@@ -41,26 +41,28 @@ class _Descriptor(io.FileIO):
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What the command prints to; `out` is None where stdout is closed, or no file, as in tests."""
+    """The stdout of a command; `out` is None where stdout is closed or no file, as in tests."""
 
     out: _Descriptor | None
 
     def failure(self) -> OSError | None:
-        """Why stdout could not be written. A reader that went away is no failure: it has all that
-        it wanted.
+        """Returns the error that kept stdout from being written, or None.
+
+        A reader that went away is no failure: it has read all that it needed.
         """
         with suppress(OSError):
             sys.stdout.flush()
-        found = None if self.out is None else self.out.failure
-        return None if isinstance(found, BrokenPipeError) else found
+        failure = None if self.out is None else self.out.failure
+        return None if isinstance(failure, BrokenPipeError) else failure
 
 
 @contextmanager
 def sturdy_streams() -> Iterator[Streams]:
-    """sys.stdout and sys.stderr whose writes do not fail, until the end of the block."""
+    """Replaces sys.stdout and sys.stderr in the block by streams whose writes do not fail."""
     _open_closed()
     before = sys.stdout, sys.stderr
-    (sys.stdout, out), (sys.stderr, _) = (_sturdy(stream) for stream in before)
+    sys.stdout, out = _sturdy(sys.stdout)
+    sys.stderr, _ = _sturdy(sys.stderr)
     try:
         yield Streams(out)
     finally:
@@ -70,8 +72,9 @@ def sturdy_streams() -> Iterator[Streams]:
 
 
 def _open_closed() -> None:
-    """Put /dev/null where a standard stream was closed: the next file that is opened would be taken
-    for it.
+    """Opens /dev/null in the place of each standard stream that was closed.
+
+    The next file that is opened would otherwise get the descriptor of that stream.
     """
     while True:
         handle = os.open(os.devnull, os.O_RDWR)
@@ -81,15 +84,16 @@ def _open_closed() -> None:
 
 
 def _sturdy(stream: TextIO | None) -> tuple[TextIO, _Descriptor | None]:
-    """The stream over a descriptor that keeps its failures; a stream that was closed drops
-    everything.
+    """Returns the stream over a descriptor that keeps its failure.
+
+    A stream that was closed drops everything.
     """
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8"), None
     try:
         stream.flush()
         raw = _Descriptor(stream.fileno(), "w", closefd=False)
-    except (OSError, ValueError):  # no file
+    except (OSError, ValueError):  # not a file
         return stream, None
     text = io.TextIOWrapper(
         io.BufferedWriter(raw),

@@ -1,6 +1,4 @@
-"""The one place where units are converted: seconds, bytes and FLOPs inside, the field's units at
-the edges.
-"""
+"""Conversion of units: seconds, bytes and FLOPs inside, the field's units at the edges."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ GIB = 1024**3
 GB = 10**9
 TERA = 10**12
 US_PER_S = 1e6
-LARGEST = 10**18  # bytes of any size
+LARGEST = 10**18  # bytes
 _SIZE_UNITS = {
     "kib": KIB,
     "mib": MIB,
@@ -29,15 +27,15 @@ _SIZE_UNITS = {
 
 
 def parse_size(flag: str, text: str) -> int:
-    """Bytes of a size with its unit: 72GiB, 73728 MiB, 80GB. Raises ConfigError naming `flag`."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
-    scale = _SIZE_UNITS.get(found[2].lower()) if found else None
-    if found is None or scale is None:
+    """Returns the bytes of a size: 72GiB, 73728 MiB, 80GB. Raises ConfigError naming `flag`."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
+    scale = _SIZE_UNITS.get(match[2].lower()) if match else None
+    if match is None or scale is None:
         raise ConfigError(
             f"{flag} is {text!r}, it must be a number and a unit",
             hint=f"for example {flag} 72GiB (or MiB, GB, MB)",
         )
-    size = float(found[1]) * scale
+    size = float(match[1]) * scale
     if not 0.5 < size <= LARGEST:
         needed = "at most 888 PiB" if size > LARGEST else "more than nothing"
         raise ConfigError(
@@ -47,18 +45,17 @@ def parse_size(flag: str, text: str) -> int:
 
 
 def gib(n_bytes: float) -> float:
-    """Bytes as GiB."""
     return n_bytes / GIB
 
 
 def tflops(flops_per_s: float) -> float:
-    """FLOP/s as TFLOP/s."""
     return flops_per_s / TERA
 
 
 def format_number(value: float, digits: int) -> str:
-    """A number in that many digits, thousands separated, without trailing zeros and never with an
-    exponent: `16,410`, `0.0123`.
+    """Returns a number in `digits` significant digits: `16,410`, `0.0123`.
+
+    Thousands are separated; there are no trailing zeros and no exponent.
     """
     rounded = float(f"{value:.{digits}g}")
     if not rounded or not math.isfinite(rounded):
@@ -68,12 +65,12 @@ def format_number(value: float, digits: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A count before its noun: `1 stage`, `1,024 stages`."""
+    """Returns a count before its noun: `1 stage`, `1,024 stages`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in the unit a person would say it in: `20.1 s`, `3.25 ms`, `12.0 us`."""
+    """Returns a duration in the unit that a person would choose: `20.1 s`, `3.25 ms`, `12.0 us`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= scale:
             return (
@@ -85,7 +82,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(n_bytes: float) -> str:
-    """A size in binary units: `61.2 GiB`, `3.5 MiB`, `512 B`."""
+    """Returns a size in binary units: `61.2 GiB`, `3.5 MiB`, `512 B`."""
     for scale, unit in ((1024 * GIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if n_bytes >= scale:
             return f"{n_bytes / scale:,.1f} {unit}"
@@ -93,7 +90,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A number of parameters or tokens: `20.6 B`, `1.5 M`, `432`."""
+    """Returns a number of parameters or tokens: `20.6 B`, `1.5 M`, `432`."""
     for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= scale:
             return f"{format_number(count / scale, 3)} {unit}"

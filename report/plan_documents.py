@@ -6,8 +6,8 @@ from typing import Any
 
 from parplan.planner.plan.plan import PLAN_VERSION, Plan, plan_to_document
 from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.profiles.catalog import cluster_schema
 from parplan.profiles.documents.schema import json_schema
+from parplan.profiles.machines.machine_catalog import cluster_schema
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _KINDS = (Plan, TracedPlan)

@@ -40,7 +40,7 @@ from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GIB, MIB
 

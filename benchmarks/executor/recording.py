@@ -27,7 +27,8 @@ from parplan.executor.watch.run_recorder import RunRecorder
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.estimate import estimate_plan
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 
 PAIRS = 100

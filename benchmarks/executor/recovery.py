@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from parplan.planner.plan.plan import Plan, write_plan
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.report.text import console, print_table, say
 from tests.helpers.executor_plans import make_plan
 

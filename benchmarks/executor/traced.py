@@ -28,7 +28,7 @@ from parplan.executor.traced.traced_parity import run_traced_reference, train_tr
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints, PlanRequest
 from parplan.planner.traced.plan_traced import find_traced_plan
-from parplan.profiles.catalog import load_cluster, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL

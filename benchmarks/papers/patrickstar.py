@@ -52,9 +52,10 @@ from parplan.planner.search.largest_model import (
     last_that_fits,
     members,
 )
-from parplan.profiles.catalog import load_cluster, load_family, load_model, with_gpus
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_family, load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GB, GIB, MIB, tflops
 from parplan.report.searches.largest_table import flops_per_s, host_gib, peak_gib

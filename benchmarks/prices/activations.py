@@ -33,7 +33,7 @@ from parplan.executor.placed_layers import stage_layers
 from parplan.executor.rules.all_rules import validate
 from parplan.executor.training.train import Options, build_trainer
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL

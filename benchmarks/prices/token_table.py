@@ -23,9 +23,10 @@ from parplan.costmodels.host.offload import Offload
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, PlanRequest
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import load_cluster, load_family, with_gpus
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_family
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.units import GIB
 from parplan.report.searches.largest_table import host_gib, peak_gib

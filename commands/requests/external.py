@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.request import Constraints
-from parplan.profiles.catalog import load_config
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.model_catalog import load_config
 from parplan.profiles.models.module_source import HUGGING_FACE, ModuleSource
 
 LEVELS = (Recompute.NONE, Recompute.FULL)

@@ -43,12 +43,12 @@ from parplan.planner.calibration.operator_cases import (
     update_cases,
 )
 from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, illegal_tensor_parallel
-from parplan.profiles.catalog import load_model
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.curves import memory_bound_s
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.measurements import Case, CasePass
 from parplan.profiles.machines.shipped_profiles import Machine, analytic_profile
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph

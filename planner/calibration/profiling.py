@@ -17,9 +17,14 @@ from pathlib import Path
 
 from parplan.planner.calibration.in_step import in_step_of
 from parplan.planner.calibration.profile_cases import ProfiledWorkload, cases_of, default_workloads
-from parplan.profiles.catalog import cluster_document, load_cluster, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import (
+    cluster_document,
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
 from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record
 from parplan.profiles.machines.profile_records import rounded_records
 from parplan.profiles.machines.shipped_profiles import analytic_profile, shipped_profile

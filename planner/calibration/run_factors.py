@@ -35,10 +35,10 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import strategy_of
 from parplan.planner.runs.run_file import RunFile, run_fingerprint
 from parplan.planner.runs.timelines import Key, parts_s
-from parplan.profiles.catalog import cluster_document, cluster_names
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.calibration_factors import CAUSES, UNCHANGED, Calibration, Factor
+from parplan.profiles.machines.machine_catalog import cluster_document, cluster_names
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.machines.user_profile import (

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.profiles.catalog import load_stack, stack_names
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_stack, stack_names
 from parplan.profiles.stack import Stack
 
 

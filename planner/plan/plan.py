@@ -18,12 +18,12 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.consistency import require_consistent
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
-from parplan.profiles.catalog import cluster_document, cluster_from_document
 from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import Hints, read_yaml
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import cluster_document, cluster_from_document
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec

@@ -23,9 +23,9 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import cluster_names, load_cluster
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import cluster_names, load_cluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import GIB, gib

@@ -41,8 +41,8 @@ from parplan.planner.validation.frameworks import (
     UNKNOWN_STACK,
 )
 from parplan.planner.validation.uneven_divisions import blocks_by_compute
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack

@@ -29,9 +29,9 @@ from parplan.planner.validation.configuration import (
 from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.planner.validation.reported_memory import Figure, figure_of
 from parplan.planner.validation.step_rows import read_table
-from parplan.profiles.catalog import load_stack, stack_names
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_stack, stack_names
 from parplan.profiles.machines.stack_terms import (
     EVERY_STACK,
     LEAST_MARGIN,

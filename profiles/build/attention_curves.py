@@ -1,6 +1,4 @@
-"""The fits of fused attention: curves from kernels' rows or a paper's bars, and the relative speed
-of other kernels.
-"""
+"""Fits of fused attention: curves from rows or a paper's bars, relative speeds of other kernels."""
 
 from __future__ import annotations
 
@@ -9,26 +7,26 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from parplan.profiles.build.recipes import LENDERS, Bench
-from parplan.profiles.machines.curves import (
-    FLASH_BACKWARD_FLOPS,
-    Chip,
-    FlashCurve,
-    flash_attention_s,
-)
+from parplan.profiles.build.recipes import LENDERS, FitContext
 from parplan.profiles.machines.curve_fitting import (
     AnyCurve,
     Array,
     CurveFamily,
     Row,
     Where,
-    ints,
+    int_columns,
     rounded,
     sources_of,
 )
+from parplan.profiles.machines.curves import (
+    FLASH_BACKWARD_FLOPS,
+    Chip,
+    FlashCurve,
+    flash_attention_s,
+)
 from parplan.profiles.machines.shipped_profiles import analytic_profile
-from parplan.profiles.provenance import Kind
 from parplan.profiles.machines.speeds import Compute, FlashSpeed
+from parplan.profiles.provenance import Kind
 from parplan.profiles.stack import FlashKernel
 from parplan.profiles.units import US_PER_S
 
@@ -52,31 +50,42 @@ PUBLISHED_BACKWARD = {
     FlashKernel.CUDNN: {64: (266, 348, 395, 417, 432, 433), 128: (305, 408, 465, 499, 518, 516)},
 }
 PUBLISHED_TOKENS, PUBLISHED_HIDDEN = 16384, 2048
-COMPARED_SEQ = 2048  # shorter ones show more of the launches than of the kernels
+COMPARED_SEQ = 2048  # shorter sequences show more of the launches than of the kernels
 # FlashAttention 1 in Triton as of July 2023, causal, head_dim 64, batch 4, 48 heads, by sequence,
 # forward and backward: triton-lang/triton pull request 1917, before it; its GPU taken for an A100
 # SXM, on which Triton's tutorials were timed then.
 FLASH1_SOURCE = "triton-lang/triton pull request 1917"
-FLASH1_TFLOPS = {2048: (102.1, 62.1), 4096: (112.9, 71.7), 8192: (119.1, 77.5), 16384: (122.2, 80.6)}
-FLASH1_BATCH, FLASH1_HEADS, FLASH1_HEAD_DIM = 4, 48, 64
+FLASH1_TFLOPS = {
+    2048: (102.1, 62.1),
+    4096: (112.9, 71.7),
+    8192: (119.1, 77.5),
+    16384: (122.2, 80.6),
+}
+FLASH1_BATCH = 4
+FLASH1_HEADS = 48
+FLASH1_HEAD_DIM = 64
+
 
 def head_weight(row: Row) -> float:
-    """Head sizes that models are trained with count in full."""
+    """Returns 1 for head sizes that models are trained with, less for all others."""
     return 1.0 if int(row["head_dim"]) in TRAINED_HEAD_DIMS else 0.1
 
-def fitted_heads(family: CurveFamily[AnyCurve], bench: Bench) -> AnyCurve:
-    fitted = family.fitted(bench.scores)
-    family.check("  of these head_dim 64, 80, 96, 128", [row for row in family.rows if head_weight(row) == 1], fitted, bench.scores)
+
+def fitted_heads(family: CurveFamily[AnyCurve], context: FitContext) -> AnyCurve:
+    fitted = family.fitted(context.scores)
+    trained = [row for row in family.rows if head_weight(row) == 1]
+    family.check("  of these head_dim 64, 80, 96, 128", trained, fitted, context.scores)
     return fitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prefill(FlashCurve):
-    """A curve that also prices inference rows, which write k and v into a cache; training does not:
-    neither constant ships.
+    """A curve that also prices inference rows, which write k and v into a cache.
+
+    Training does not write a cache, so neither constant ships.
 
     cache_passes  passes over k and v, at the memory's bandwidth, that the write takes
-    slowdown      by how much longer the inference kernel itself takes than one that trains
+    slowdown      extra time of the inference kernel itself, as a share of that of a training kernel
     """
 
     cache_passes: float = 0.0
@@ -85,10 +94,19 @@ class _Prefill(FlashCurve):
 
 def flash_price(chip: Chip, work: float) -> Callable[[Row, FlashCurve], float]:
     def price(row: Row, curve: FlashCurve) -> float:
-        batch, heads, seq, head_dim, v_head_dim = ints(row, "batch", "heads", "seq", "head_dim", "v_head_dim")
+        batch, heads, seq = int_columns(row, "batch", "heads", "seq")
+        head_dim, v_head_dim = int_columns(row, "head_dim", "v_head_dim")
         keys = seq / 2 if row["causal"] == "1" else float(seq)
         flops = work * 2.0 * batch * heads * seq * keys * (head_dim + v_head_dim)
-        seconds = flash_attention_s(flops, heads=batch * heads, seq=seq, keys=keys, head_dim=head_dim, curve=curve, chip=chip)
+        seconds = flash_attention_s(
+            flops,
+            heads=batch * heads,
+            seq=seq,
+            keys=keys,
+            head_dim=head_dim,
+            curve=curve,
+            chip=chip,
+        )
         if CACHE_WRITE not in row["flag"] or not isinstance(curve, _Prefill):
             return seconds
         cache_bytes = 2 * batch * int(row["kv_heads"]) * seq * (head_dim + v_head_dim)
@@ -98,107 +116,177 @@ def flash_price(chip: Chip, work: float) -> Callable[[Row, FlashCurve], float]:
 
 
 def flash_sizes(row: Row) -> tuple[float, ...]:
-    return ints(row, "seq", "head_dim")
+    return int_columns(row, "seq", "head_dim")
 
 
-def _flash(bench: Bench, gpu: str, direction: str, rows: Sequence[Row]) -> FlashCurve:
-    """The curve of one direction; where only inference rows are known, their kernel counts as one
-    that trains.
+def _flash(context: FitContext, gpu: str, direction: str, rows: Sequence[Row]) -> FlashCurve:
+    """Returns the curve of one direction.
+
+    Where there are only inference rows, their kernel counts as one that trains.
     """
-    recipe = bench.recipe
+    recipe = context.recipe
     written = sum(CACHE_WRITE in row["flag"] for row in rows)
-    few = len(rows) < 100  # too large to show the launch; and unless published, of one head_dim
+    few = (
+        len(rows) < 100
+    )  # too large to show the launch; and, unless published, all of one head_dim
     names = ", ".join(sorted({row["kernel"] for row in rows}))
     kind = Kind.INTERPOLATED if gpu == recipe.gpu else Kind.ANALYTIC
     started = {
-        "efficiency": 2.0, "keys_half": 200.0, "head_half": 0.0 if few and gpu != PUBLISHED_GPU else 20.0, "launch_s": 0.0 if few else 5e-6,
-        "cache_passes": 1.0 if written else 0.0, "slowdown": 0.1 if 0 < written < len(rows) else 0.0}
+        "efficiency": 2.0,
+        "keys_half": 200.0,
+        "head_half": 0.0 if few and gpu != PUBLISHED_GPU else 20.0,
+        "launch_s": 0.0 if few else 5e-6,
+        "cache_passes": 1.0 if written else 0.0,
+        "slowdown": 0.1 if 0 < written < len(rows) else 0.0,
+    }
     fitted_names = [name for name, start in started.items() if start]
 
     def curve(x: Array) -> _Prefill:
         values = dict(zip(fitted_names, x.tolist(), strict=True))
-        # keeps the efficiency below 1: it and head_half tell little apart
+        # the odds keep the efficiency below 1, which rows hardly tell from head_half
         odds = values.pop("efficiency")
         launch_s = LEAST_LAUNCH_S + values.pop("launch_s", 3e-6)
         return _Prefill(
-            kind=kind, source=f"{sources_of(rows)}: {gpu} {names} {direction}", efficiency=odds / (1 + odds), launch_s=launch_s,
-            **{"head_half": 20.0, **values})
+            kind=kind,
+            source=f"{sources_of(rows)}: {gpu} {names} {direction}",
+            efficiency=odds / (1 + odds),
+            launch_s=launch_s,
+            **{"head_half": 20.0, **values},
+        )
 
-    fitted = fitted_heads(CurveFamily(
-        device=recipe.device, name=f"flash attention {direction}", rows=rows, curve=curve, sizes=flash_sizes, weight=head_weight,
-        price=flash_price(bench.lender(gpu), 1.0 if direction == "forward" else FLASH_BACKWARD_FLOPS),
-        start=tuple(started[name] for name in fitted_names)), bench)
-    return FlashCurve(**{one.name: getattr(fitted, one.name) for one in fields(FlashCurve)})
+    work = 1.0 if direction == "forward" else FLASH_BACKWARD_FLOPS
+    family = CurveFamily(
+        device=recipe.device,
+        name=f"flash attention {direction}",
+        rows=rows,
+        curve=curve,
+        sizes=flash_sizes,
+        weight=head_weight,
+        price=flash_price(context.lender(gpu), work),
+        start=tuple(started[name] for name in fitted_names),
+    )
+    fitted = fitted_heads(family, context)
+    return FlashCurve(**{field.name: getattr(fitted, field.name) for field in fields(FlashCurve)})
 
 
 def _published_rows(kernel: str) -> list[Row]:
-    """The bars of the published figure as rows of the attention table."""
+    """Returns the bars of the published figure as rows of the attention table."""
     rows: list[Row] = []
     for head_dim, bars in PUBLISHED_BACKWARD[FlashKernel(kernel)].items():
         for seq, tflops in zip(PUBLISHED_SEQS, bars, strict=True):
             flops = FLASH_BACKWARD_FLOPS * 4.0 * PUBLISHED_TOKENS * PUBLISHED_HIDDEN * seq
-            rows.append({
-                "kernel": kernel, "batch": str(PUBLISHED_TOKENS // seq), "heads": str(PUBLISHED_HIDDEN // head_dim), "seq": str(seq),
-                "head_dim": str(head_dim), "v_head_dim": str(head_dim), "causal": "0", "time_us": str(flops / tflops / 1e12 * US_PER_S),
-                "flag": "", "source": PUBLISHED})
+            rows.append(
+                {
+                    "kernel": kernel,
+                    "batch": str(PUBLISHED_TOKENS // seq),
+                    "heads": str(PUBLISHED_HIDDEN // head_dim),
+                    "seq": str(seq),
+                    "head_dim": str(head_dim),
+                    "v_head_dim": str(head_dim),
+                    "causal": "0",
+                    "time_us": str(flops / tflops / 1e12 * US_PER_S),
+                    "flag": "",
+                    "source": PUBLISHED,
+                }
+            )
     return rows
 
 
-def flash_pair(bench: Bench) -> tuple[FlashCurve, FlashCurve]:
-    """Forward and backward, each from the GPU's own rows, a related GPU's or the published figure;
-    without any assumed.
+def flash_pair(context: FitContext) -> tuple[FlashCurve, FlashCurve]:
+    """Returns the forward and the backward curve.
+
+    Each is from the GPU's own rows, those of a related GPU or the published figure, else assumed.
     """
-    recipe = bench.recipe
+    recipe = context.recipe
     if not recipe.flash:
         assumed = analytic_profile(recipe.device).compute
         return assumed.flash_forward, assumed.flash_backward
-    rows = bench.tables.rows("attention", {"gpu": recipe.gpu, "kernel": recipe.flash, "direction": "forward"})
-    forward = _flash(bench, recipe.gpu, "forward", rows)
+    trained: Where = {"gpu": recipe.gpu, "kernel": recipe.flash, "direction": "forward"}
+    rows = context.tables.rows("attention", trained)
+    forward = _flash(context, recipe.gpu, "forward", rows)
     lender = recipe.flash_backward
     if lender in {kernel.value for kernel in PUBLISHED_BACKWARD}:
-        return forward, _flash(bench, PUBLISHED_GPU, "backward", _published_rows(lender))
+        return forward, _flash(context, PUBLISHED_GPU, "backward", _published_rows(lender))
     where: Where = {"gpu": lender, "kernel": ("flash2", "flash_te"), "direction": "backward"}
-    return forward, _flash(bench, lender, "backward", bench.tables.rows("attention", where))
+    return forward, _flash(context, lender, "backward", context.tables.rows("attention", where))
 
 
-def _relative(tflops: float, curve: FlashCurve, chip: Chip, work: float, shape: tuple[int, int, int], causal: bool) -> float:
-    """A published speed over that of the curve, at (heads of the whole batch, sequence,
-    head_dim).
+def _relative(
+    tflops: float,
+    curve: FlashCurve,
+    chip: Chip,
+    work: float,
+    shape: tuple[int, int, int],
+    causal: bool,
+) -> float:
+    """Returns a published speed over that of the curve.
+
+    shape: heads of the whole batch, sequence, head_dim
     """
     heads, seq, head_dim = shape
     keys = seq / 2 if causal else float(seq)
     flops = work * 4.0 * heads * seq * keys * head_dim
-    return tflops * 1e12 / flops * flash_attention_s(flops, heads=heads, seq=seq, keys=keys, head_dim=head_dim, curve=curve, chip=chip)
+    curve_s = flash_attention_s(
+        flops, heads=heads, seq=seq, keys=keys, head_dim=head_dim, curve=curve, chip=chip
+    )
+    return tflops * 1e12 / flops * curve_s
 
 
-def hopper_kernels(compute: Compute, own: FlashKernel, flash1: FlashSpeed) -> dict[FlashKernel, FlashSpeed]:
-    """Published kernels beside the `own` one of the curves of a Hopper device: medians over
-    head_dim 64 and 128, 2k to 16k tokens.
+def hopper_kernels(
+    compute: Compute, curve_kernel: FlashKernel, flash1: FlashSpeed
+) -> dict[FlashKernel, FlashSpeed]:
+    """Returns the speeds of published kernels relative to the kernel of a Hopper device's curves.
+
+    They are medians over head_dim 64 and 128 and 2k to 16k tokens.
     """
     chip = LENDERS[PUBLISHED_GPU]
 
-    def median(bars: Mapping[int, tuple[int, ...]], curve: FlashCurve, work: float, causal: bool) -> float:
-        return float(np.median([
-            _relative(tflops, curve, chip, work, (PUBLISHED_TOKENS // seq * PUBLISHED_HIDDEN // head_dim, seq, head_dim), causal)
-            for head_dim, speeds in bars.items() for seq, tflops in zip(PUBLISHED_SEQS, speeds, strict=True) if seq >= COMPARED_SEQ]))
+    def median(
+        bars: Mapping[int, tuple[int, ...]], curve: FlashCurve, work: float, causal: bool
+    ) -> float:
+        speeds: list[float] = []
+        for head_dim, bar in bars.items():
+            for seq, tflops in zip(PUBLISHED_SEQS, bar, strict=True):
+                if seq >= COMPARED_SEQ:
+                    heads = PUBLISHED_TOKENS // seq * PUBLISHED_HIDDEN // head_dim
+                    shape = (heads, seq, head_dim)
+                    speeds.append(_relative(tflops, curve, chip, work, shape, causal))
+        return float(np.median(speeds))
+
+    def forward(bars: Mapping[int, tuple[int, ...]]) -> float:
+        return median(bars, compute.flash_forward, 1.0, causal=True)
+
+    def backward(bars: Mapping[int, tuple[int, ...]]) -> float:
+        return median(bars, compute.flash_backward, FLASH_BACKWARD_FLOPS, causal=False)
 
     speeds = {
         kernel: FlashSpeed(
-            forward=rounded(median(PUBLISHED_FORWARD[kernel], compute.flash_forward, 1.0, causal=True)),
-            backward=rounded(median(PUBLISHED_BACKWARD[kernel], compute.flash_backward, FLASH_BACKWARD_FLOPS, causal=False)),
-            source=PUBLISHED)
-        for kernel in PUBLISHED_FORWARD if kernel is not own}
+            forward=rounded(forward(PUBLISHED_FORWARD[kernel])),
+            backward=rounded(backward(PUBLISHED_BACKWARD[kernel])),
+            source=PUBLISHED,
+        )
+        for kernel in PUBLISHED_FORWARD
+        if kernel is not curve_kernel
+    }
     flash2 = speeds.get(FlashKernel.FLASH2, FlashSpeed(forward=1.0, backward=1.0, source=PUBLISHED))
     slower = FlashSpeed(
-        forward=rounded(flash1.forward * flash2.forward), backward=rounded(flash1.backward * flash2.backward),
-        source=f"as much slower than flash2 as on A100 ({flash1.source})")
+        forward=rounded(flash1.forward * flash2.forward),
+        backward=rounded(flash1.backward * flash2.backward),
+        source=f"as much slower than flash2 as on A100 ({flash1.source})",
+    )
     return {FlashKernel.FLASH1: slower, **speeds}
 
 
 def flash1_speed(compute: Compute, chip: Chip) -> FlashSpeed:
-    """FlashAttention 1 beside the FlashAttention 2 of A100's curves."""
-    shapes = {seq: (FLASH1_BATCH * FLASH1_HEADS, seq, FLASH1_HEAD_DIM) for seq in FLASH1_TFLOPS}
-    forward = [_relative(both[0], compute.flash_forward, chip, 1.0, shapes[seq], True) for seq, both in FLASH1_TFLOPS.items()]
-    backward = [
-        _relative(both[1], compute.flash_backward, chip, FLASH_BACKWARD_FLOPS, shapes[seq], True) for seq, both in FLASH1_TFLOPS.items()]
-    return FlashSpeed(forward=rounded(float(np.median(forward))), backward=rounded(float(np.median(backward))), source=FLASH1_SOURCE)
+    """Returns the speed of FlashAttention 1 relative to the FlashAttention 2 of A100's curves."""
+    ahead, back = compute.flash_forward, compute.flash_backward
+    forward, backward = [], []
+    for seq, (forward_tflops, backward_tflops) in FLASH1_TFLOPS.items():
+        shape = (FLASH1_BATCH * FLASH1_HEADS, seq, FLASH1_HEAD_DIM)
+        forward.append(_relative(forward_tflops, ahead, chip, 1.0, shape, True))
+        backward.append(_relative(backward_tflops, back, chip, FLASH_BACKWARD_FLOPS, shape, True))
+    return FlashSpeed(
+        forward=rounded(float(np.median(forward))),
+        backward=rounded(float(np.median(backward))),
+        source=FLASH1_SOURCE,
+    )

@@ -1,29 +1,28 @@
-"""What the fits of one device share: which rows its profile rests on, its chip, and the chips that
-lend rows.
-"""
+"""The common inputs of the fits of one device: its rows, its chip, and the chips that lend rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parplan.profiles.machines.curve_fitting import MeasurementTables, Score
 from parplan.profiles.machines.curves import Chip
-from parplan.profiles.machines.curve_fitting import Score, MeasurementTables
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Which rows a device's profile rests on; an empty name: none.
+    """The rows that a device's profile rests on; an empty name stands for none.
 
-    gpu            name of the device in the tables
-    throttles      it reaches its power limit in the rows
-    gradients      GPU whose backward products (free of tiny gradients) give their efficiency
-                   relative to its forward ones
-    flash          kernels of the forward rows
-    flash_backward a GPU with backward rows, or the kernel of a published figure on H100
-    memory         GPU whose element-wise rows count
-    sources        of products; collectives: of collectives
+    gpu             name of the device in the tables
+    throttles       True if it reaches its power limit in the rows
+    gradients       GPU whose backward products (free of tiny gradients) give their efficiency
+                    relative to its forward ones
+    flash           kernels of the forward rows
+    flash_backward  a GPU with backward rows, or the kernel of a published figure on H100
+    memory          GPU whose element-wise rows count
+    sources         sources of products
+    collectives     sources of collectives
     """
 
     device: str
@@ -45,14 +44,19 @@ LENDERS = {
     "B200-SXM-180GB": Chip(peak_flops_per_s=2250e12, bytes_per_s=8000e9, num_sms=148),
 }
 
+
 def chip_of(cluster: Cluster) -> Chip:
     device = cluster.device
-    return Chip(peak_flops_per_s=device.peak(Precision.FP16), bytes_per_s=device.memory_bytes_per_s, num_sms=device.num_sms)
+    return Chip(
+        peak_flops_per_s=device.peak(Precision.FP16),
+        bytes_per_s=device.memory_bytes_per_s,
+        num_sms=device.num_sms,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What the fits of one device share."""
+class FitContext:
+    """The common inputs of the fits of one device; fits append to `scores`."""
 
     recipe: Recipe
     cluster: Cluster

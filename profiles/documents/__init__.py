@@ -1,1 +1,1 @@
-"""Files from outside are read here: bounded, typed, and refused with the place of the fault."""
+"""Reading of files from outside: bounded, typed, and refused with the place of a fault."""

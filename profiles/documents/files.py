@@ -1,6 +1,4 @@
-"""Writing a file whole or not at all, and whether that could be done; a file error that nobody else
-explains.
-"""
+"""Files that are written whole or not at all, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -17,22 +15,19 @@ from parplan.profiles.errors import ConfigError
 
 @contextmanager
 def replacing(path: Path, *, hint: str) -> Iterator[IO[bytes]]:
-    """A binary file that takes the place of `path` once it is whole: a reader sees the old file or
-    the new one, never a part.
+    """Yields a binary file that takes the place of `path` once it is whole.
 
-    A symbolic link stays, and the file that it points to is replaced. A new file gets the mode that
-    the umask leaves, a file that is replaced keeps its mode. A failure leaves the old file and
-    nothing beside it. Raises ConfigError with `hint`.
+    A reader sees the old file or the new one, never a part. A symbolic link stays, and the file
+    that it points to is replaced. A new file gets the mode that the umask leaves, a file that is
+    replaced keeps its mode. A failure leaves the old file and nothing beside it. Raises ConfigError
+    with `hint`.
     """
     try:
         target = _target(path)
-        temporary = target.with_name(
-            f".parplan-{os.getpid()}-{secrets.token_hex(4)}"
-        )  # short: the name may be as long as allowed
-        with _removed_at_the_end(
-            temporary,
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666),
-        ) as file:
+        # a short name, since the name of `path` may be as long as allowed
+        temporary = target.with_name(f".parplan-{os.getpid()}-{secrets.token_hex(4)}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with _removed_at_the_end(temporary, handle) as file:
             if target.exists():
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield file
@@ -44,7 +39,7 @@ def replacing(path: Path, *, hint: str) -> Iterator[IO[bytes]]:
 
 
 def write_text(text: str, path: Path, *, hint: str) -> None:
-    """Write UTF-8 text as `replacing` does. Raises ConfigError with `hint`."""
+    """Writes UTF-8 text as `replacing` does. Raises ConfigError with `hint`."""
     with replacing(path, hint=hint) as file:
         file.write(text.encode("utf-8"))
 
@@ -52,8 +47,9 @@ def write_text(text: str, path: Path, *, hint: str) -> None:
 def require_writable(
     path: Path, *, hint: str = "choose another file with --output, or - for stdout"
 ) -> None:
-    """Raises ConfigError when a file could not be put at `path`: found before the search, not after
-    it.
+    """Raises ConfigError when a file could not be put at `path`.
+
+    A command calls it before its search, so that a wrong path costs no search.
     """
     try:
         target = _target(path)
@@ -70,9 +66,7 @@ def require_writable(
 
 
 def require_regular(path: Path, *, hint: str) -> None:
-    """Raises ConfigError where there is no file at `path` that can be read from its start to its
-    end: also for pipes and devices.
-    """
+    """Raises ConfigError unless a regular file, neither pipe nor device, is at `path`."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -83,8 +77,9 @@ def require_regular(path: Path, *, hint: str) -> None:
 
 @contextmanager
 def explained_file_errors() -> Iterator[None]:
-    """An OSError that names a file becomes a ConfigError: it is about the machine's files, and no
-    bug of the program.
+    """Turns an OSError that names a file into a ConfigError.
+
+    Such an error is about the machine's files and no bug of the program.
     """
     try:
         yield
@@ -97,16 +92,15 @@ def explained_file_errors() -> Iterator[None]:
 
 
 def _target(path: Path) -> Path:
-    """The file behind all links of `path`. Raises OSError: a folder or a device is there, or the
-    name cannot be one of a file.
+    """Returns the file behind all links of `path`.
+
+    Raises OSError: a folder or a device is there, or the name cannot be that of a file.
     """
     target = Path(os.path.realpath(path))
     try:
         mode = target.stat().st_mode
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-    ):  # a new file; or its folder is none, which its maker will say
+    # a new file, or one in a folder that does not exist, which opening it reports
+    except (FileNotFoundError, NotADirectoryError):
         return target
     if not stat.S_ISREG(mode):
         raise OSError(None, _kind(mode))
@@ -119,7 +113,7 @@ def _kind(mode: int) -> str:
 
 @contextmanager
 def _removed_at_the_end(temporary: Path, handle: int) -> Iterator[IO[bytes]]:
-    """The open file of `handle`, and no `temporary` afterwards unless it has got another name."""
+    """Yields the open file of `handle`; removes `temporary` unless it was renamed."""
     try:
         with open(handle, "wb") as file:
             yield file

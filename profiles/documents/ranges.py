@@ -1,9 +1,9 @@
-"""The range of every number that comes from outside, by the name of its key or flag: generous, and
-far below what a search never ends with.
+"""Ranges of the numbers that come from outside, by the name of their key or flag.
 
-A key has the range of its name, else of its unit, the end of its name. Any other number is at most
-10**18 or 1e+30 from zero. The file readers check documents (profiles/documents/schema.py), the
-command line its flags (commands/style.py).
+The ranges are generous, but keep out numbers with which a search never ends. A key has the range of
+its name, else of its unit, the end of its name. Any other number is at most 10**18 or 1e+30 from
+zero. The file readers check documents (profiles/documents/schema.py), the command line its flags
+(commands/style.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from parplan.profiles.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both inside."""
+    """The numbers from `low` to `high`, both included."""
 
     low: float
     high: float
 
     def __contains__(self, number: float) -> bool:
-        return self.low <= number <= self.high  # no nan is
+        return self.low <= number <= self.high  # false for nan
 
     def __str__(self) -> str:
         return f"from {_shown(self.low)} to {_shown(self.high)}"
@@ -40,10 +40,8 @@ DEVICES = Range(1, 10_000_000)
 LAYERS = Range(1, 4096)
 WIDTH = Range(1, 10_000_000)
 BYTES = Range(0, 10**18)
-SPEED = Range(1e-9, 1e30)  # of anything, per second
-SHARE = Range(
-    1e-9, 1e9
-)  # of a datasheet's figure that is reached; no zero, since times are divided by it
+SPEED = Range(1e-9, 1e30)  # any quantity per second
+SHARE = Range(1e-9, 1e9)  # share of a datasheet figure; not zero, since times are divided by it
 POSITIVE = Range(1e-30, 1e30)
 WHOLE = Range(-(10**18), 10**18)
 REAL = Range(-1e30, 1e30)
@@ -131,18 +129,17 @@ _BY_UNIT = {
 
 
 def range_of(name: str, *, whole: bool) -> Range:
-    """The range of a key or flag; `whole`: of an integer."""
-    found = _BY_NAME.get(name)
-    if found is None:
-        found = next(
-            (one for unit, one in _BY_UNIT.items() if name.endswith(unit)), WHOLE if whole else REAL
-        )
-    return found
+    """Returns the range of a key or flag; `whole` says that its number is an integer."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    by_unit = (bounds for unit, bounds in _BY_UNIT.items() if name.endswith(unit))
+    return next(by_unit, WHOLE if whole else REAL)
 
 
 def require_ranges(instance: object, where: str) -> None:
-    """Raises ConfigError with the key's path for the first number of a dataclass, and of what it
-    holds, out of its range.
+    """Raises ConfigError for the first number out of range in a dataclass and its fields.
+
+    The error has the key's path.
     """
     todo: list[tuple[str, str, Any]] = [("", "", instance)]
     while todo:
@@ -174,8 +171,9 @@ def require_ranges(instance: object, where: str) -> None:
 
 
 def require_range(name: str, value: float, what: str) -> None:
-    """Raises ConfigError for a number out of the range of its name; `what` says where it is from,
-    such as a flag.
+    """Raises ConfigError for a number out of the range of its name.
+
+    what: the number's source in the message, such as a flag
     """
     bounds = _FLAGS.get(name) or range_of(name, whole=isinstance(value, int))
     if value not in bounds:

@@ -1,15 +1,15 @@
-"""The one reader of YAML and JSON: every file from outside is bounded before anything is built, and
-holds the types of JSON only.
+"""The one reader of YAML and JSON: every file from outside is bounded before its values are built.
 
-A file is a regular one of at most 64 MiB of UTF-8. A document is nested at most 64 deep and has at
-most 2,000,000 values, with aliases and merge keys counted as what they stand for. Integers have at
-most 18 digits, floats are finite, keys are texts and occur once.
+A document has the types of JSON only. A file is a regular one of at most 64 MiB of UTF-8. A
+document is nested at most 64 deep and has at most 2,000,000 values; an alias or a merge key counts
+as many values as it stands for. Integers have at most 18 digits, floats are finite, keys are texts
+and occur once.
 
-YAML is read event by event, so that no recursion and no copy of an alias exists before its size is
-known; this takes half the time of `yaml.load`. A plain scalar is what YAML 1.1 makes of it where
-JSON has the type (text, number, true, false, null); a date is text; `0x10`, `017`, `1_000`, `1:30`,
-`.inf`, `.nan` and tags are errors. `1e5`, which has no dot, is text as in YAML 1.1, since a
-checksum may look so; a schema that needs a number there takes it for one.
+YAML is read event by event, so that its size is known before any recursion or copy of an alias;
+this takes half the time of `yaml.load`. A plain scalar has its meaning in YAML 1.1 where JSON has
+the type (text, number, true, false, null); a date is text; `0x10`, `017`, `1_000`, `1:30`, `.inf`,
+`.nan` and tags are errors. `1e5`, which has no dot, is text as in YAML 1.1, since a checksum may
+look so; a schema that needs a number there takes it for one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MAX_BYTES = 64 * MIB
 MAX_DEPTH = 64
 MAX_VALUES = 2_000_000
 MAX_DIGITS = 18
-SHOWN = 80  # characters of a text in a message
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of which only the parser is used
+SHOWN = 80  # most characters of a text in a message
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # only its parser is used
 _BOM = b"\xef\xbb\xbf"
 _OTHER_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x00\x00\xfe\xff": "UTF-32"}
 _KINDS = {
@@ -64,7 +64,7 @@ _WORDS = {
 _NUMBER_STARTS = frozenset("+-.0123456789")
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]+)?")
-_FOREIGN = re.compile(  # numbers of YAML 1.1 that are none of JSON
+_YAML_NUMBER = re.compile(  # numbers of YAML 1.1 that JSON does not have
     r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|[1-9][0-9_]*(?::[0-5]?[0-9])*|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*"
     r"|[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))"
 )
@@ -74,25 +74,25 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The action for a file that cannot be read, and for one that holds something else."""
+    """The actions for a file that cannot be read, and for one with a wrong content."""
 
     absent: str = "check the path"
     broken: str = "correct that line"
 
 
 def read_yaml(source: Path | Traversable, where: str | None = None, hints: Hints = Hints()) -> Any:
-    """What a YAML file holds: dicts, lists, texts, integers, floats, booleans and None.
+    """Returns the content of a YAML file: dicts, lists, texts, numbers, booleans and None.
 
     where: the file's name in messages, its path by default
-    Raises ConfigError: not a readable file, too large, not YAML, or more than the types of JSON,
-    with the line.
+    Raises ConfigError with the line: not a readable file, too large, not YAML, or types that JSON
+    does not have.
     """
     where = str(source) if where is None else where
-    return yaml_of(read_text(source, where, hints), where, hints)
+    return parse_yaml(read_text(source, where, hints), where, hints)
 
 
 def read_json(source: Path | Traversable, where: str | None = None, hints: Hints = Hints()) -> Any:
-    """What a JSON file holds. Raises ConfigError, as `read_yaml` does."""
+    """Returns the content of a JSON file. Raises ConfigError, as `read_yaml` does."""
     where = str(source) if where is None else where
     return json_of(read_text(source, where, hints), where, hints)
 
@@ -104,9 +104,9 @@ def read_text(
     *,
     lossy: bool = False,
 ) -> str:
-    """The text of a regular file of UTF-8 without its byte order mark. `lossy`: bytes that are none
-    of UTF-8 are replaced.
+    """Returns the text of a regular file of UTF-8 without its byte order mark.
 
+    lossy: bytes that are not UTF-8 are replaced
     Raises ConfigError: not there, not readable, not a regular file, too large, not UTF-8, with NUL
     bytes.
     """
@@ -124,19 +124,19 @@ def read_text(
     try:
         return body.decode("utf-8", errors="replace" if lossy else "strict")
     except UnicodeDecodeError as error:
+        place = f"{where}:{_line_at(body, error.start)}"
         raise ConfigError(
-            f"{where}:{_line_at(body, error.start)}: not UTF-8 text: {error.reason} at byte {error.start}",
-            hint=hints.broken,
+            f"{place}: not UTF-8 text: {error.reason} at byte {error.start}", hint=hints.broken
         ) from None
 
 
-def yaml_of(text: str, where: str, hints: Hints = Hints()) -> Any:
-    """What a YAML text holds. Raises ConfigError with `where` and the line, as `read_yaml` does."""
+def parse_yaml(text: str, where: str, hints: Hints = Hints()) -> Any:
+    """Returns the content of a YAML text. Raises ConfigError with `where` and the line."""
     directive = _DIRECTIVE.search(text) if "%" in text else None
     if directive is not None:
+        line = text.count("\n", 0, directive.start()) + 1
         raise ConfigError(
-            f"{where}:{text.count(chr(10), 0, directive.start()) + 1}: a directive, %YAML alone may be there",
-            hint=hints.broken,
+            f"{where}:{line}: a directive, %YAML alone may be there", hint=hints.broken
         )
     try:
         return _YamlDocument(where, hints).read(_LOADER(text))
@@ -148,7 +148,7 @@ def yaml_of(text: str, where: str, hints: Hints = Hints()) -> Any:
 
 
 def json_of(text: str, where: str, hints: Hints = Hints()) -> Any:
-    """What a JSON text holds. Raises ConfigError with `where` and the line, as `read_json` does."""
+    """Returns the content of a JSON text. Raises ConfigError with `where` and the line."""
     numbers = _JsonNumbers(text, where, hints)
     try:
         body = json.loads(
@@ -171,8 +171,10 @@ def json_of(text: str, where: str, hints: Hints = Hints()) -> Any:
 
 
 def _content(source: Path | Traversable, where: str, hints: Hints) -> bytes:
-    """The bytes of a regular file. It is looked at before it is read: a pipe would wait for its
-    writer, a device never end.
+    """Returns the bytes of a regular file.
+
+    The kind of the file is checked before it is read: a pipe would wait for its writer, and a
+    device might never end.
     """
     try:
         if not isinstance(source, Path):
@@ -188,18 +190,18 @@ def _content(source: Path | Traversable, where: str, hints: Hints) -> bytes:
         raise ConfigError(f"cannot read {where}: {error.strerror}", hint=hints.absent) from None
     except ValueError as error:  # a NUL in the name
         raise ConfigError(f"cannot read {where!r}: {error}", hint=hints.absent) from None
-    if len(body) > MAX_BYTES:  # it grew, or says that it has none
+    if len(body) > MAX_BYTES:  # it grew, or its stated size is wrong
         raise _too_large(len(body), where, hints)
     return body
 
 
-def _require_regular(found: os.stat_result, where: str, hints: Hints) -> None:
-    """Raises ConfigError for what is no regular file, and for a large one."""
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+def _require_regular(status: os.stat_result, where: str, hints: Hints) -> None:
+    """Raises ConfigError for a file that is not regular or is too large."""
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise ConfigError(f"cannot read {where}: {kind}, not a regular file", hint=hints.absent)
-    if found.st_size > MAX_BYTES:
-        raise _too_large(found.st_size, where, hints)
+    if status.st_size > MAX_BYTES:
+        raise _too_large(status.st_size, where, hints)
 
 
 def _too_large(n_bytes: int, where: str, hints: Hints) -> ConfigError:
@@ -226,8 +228,10 @@ def _too_many(place: str, hints: Hints) -> ConfigError:
 
 @dataclass(slots=True)
 class _Open:
-    """A sequence or mapping that is being read. `height`: levels inside it; `first`: values before
-    it.
+    """A sequence or mapping that is being read.
+
+    first: the number of values before it
+    height: the number of levels inside it
     """
 
     value: Any
@@ -236,14 +240,15 @@ class _Open:
     first: int
     height: int = 0
     key: str | None = None
-    merges: bool = False  # the value that comes is that of a merge key
+    merges: bool = False  # the next value is that of a merge key
     merged: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Anchored:
-    """A value that aliases may name, how many values it is and how deep; None of both while it is
-    being read.
+    """A value that aliases may name, with its number of values and its levels.
+
+    count: None while the value is being read
     """
 
     value: Any
@@ -262,7 +267,7 @@ class _YamlDocument:
         self._root: Any = None
 
     def read(self, parser: Any) -> Any:
-        """The value of the only document. Raises ConfigError, YAMLError."""
+        """Returns the value of the only document. Raises ConfigError, YAMLError."""
         documents = 0
         while (event := parser.get_event()) is not None:
             kind = type(event)
@@ -312,7 +317,7 @@ class _YamlDocument:
         self._put(event, value, 0)
 
     def _key(self, event: Any, top: _Open, text: str, *, plain: bool) -> None:
-        """Note the key of the value that follows. An alias to a key is none of JSON's."""
+        """Notes the key of the value that follows; a key is never an alias, as in JSON."""
         if text in top.value or (text == "<<" and top.merged is not None):
             raise self._wrong(
                 event, f"the key {shortened(text)} is there twice", "leave one of them out"
@@ -322,7 +327,7 @@ class _YamlDocument:
         top.key = text
 
     def _plain(self, event: Any, text: str) -> Any:
-        """The value of a plain scalar. Raises ConfigError for a number that JSON would not have."""
+        """Returns the value of a plain scalar. Raises ConfigError for a number unknown to JSON."""
         if text in _WORDS:
             return _WORDS[text]
         if text[0] not in _NUMBER_STARTS:
@@ -336,7 +341,7 @@ class _YamlDocument:
             if not math.isfinite(value):
                 raise self._wrong(event, f"{shortened(text)} is beyond the range of floats")
             return value
-        if len(text) <= MAX_DIGITS * 4 and _FOREIGN.fullmatch(text):
+        if len(text) <= MAX_DIGITS * 4 and _YAML_NUMBER.fullmatch(text):
             raise self._wrong(
                 event,
                 f"{text} is no number as JSON has them",
@@ -361,18 +366,18 @@ class _YamlDocument:
             self._anchors[event.anchor] = _Anchored(value, None, 0)
 
     def _require_value_place(self, event: Any) -> None:
-        """Raises ConfigError where a key should be, which is a text."""
+        """Raises ConfigError where a key is due, since a key must be a text."""
         if self._open and self._open[-1].is_mapping and self._open[-1].key is None:
             raise self._wrong(event, "a key that is no text")
 
     def _end(self, event: Any) -> None:
         ended = self._open.pop()
         if ended.merged:
-            own = dict(ended.value)
+            unmerged = dict(ended.value)
             ended.value.clear()
             for merged in reversed(ended.merged):
                 ended.value.update(merged)
-            ended.value.update(own)
+            ended.value.update(unmerged)
         if ended.anchor is not None:
             self._anchors[ended.anchor] = _Anchored(
                 ended.value, self._count - ended.first, ended.height + 1
@@ -380,24 +385,24 @@ class _YamlDocument:
         self._put(event, ended.value, ended.height + 1)
 
     def _alias(self, event: Any) -> None:
-        """What an alias stands for, shared and not copied."""
+        """Adds the value that an alias stands for, shared and not copied."""
         self._require_value_place(event)
-        found = self._anchors.get(event.anchor)
-        if found is None:
+        anchored = self._anchors.get(event.anchor)
+        if anchored is None:
             raise self._wrong(
                 event, f"the alias *{shortened(event.anchor)} stands for nothing before it"
             )
-        if found.count is None:
+        if anchored.count is None:
             raise self._wrong(
                 event, f"the alias *{shortened(event.anchor)} stands inside what it stands for"
             )
-        self._counted(event, found.count)
-        if len(self._open) + found.height > MAX_DEPTH:
+        self._counted(event, anchored.count)
+        if len(self._open) + anchored.height > MAX_DEPTH:
             raise _too_deep(f"{self._where}:{event.start_mark.line + 1}", self._hints)
-        self._put(event, found.value, found.height)
+        self._put(event, anchored.value, anchored.height)
 
     def _put(self, event: Any, value: Any, height: int) -> None:
-        """Into the sequence or mapping that is open."""
+        """Adds a value to the sequence or mapping that is open."""
         if not self._open:
             self._root = value
             return
@@ -414,8 +419,9 @@ class _YamlDocument:
         top.key = None
 
     def _merge(self, event: Any, top: _Open, value: Any) -> None:
-        """A merge key's value is a mapping or a list of them; own keys, and the first of the list,
-        come before.
+        """Notes the value of a merge key: a mapping, or a list of mappings.
+
+        The mapping's own keys come before merged ones, and the first of the list before the rest.
         """
         merged = value if isinstance(value, list) else [value]
         if not all(isinstance(each, dict) for each in merged):
@@ -424,18 +430,20 @@ class _YamlDocument:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a text of whatever length, for a message."""
+    """Returns the beginning of a text of any length, for a message."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _too_long(text: str) -> str:
-    return f"{shortened(text)} has {len(text.lstrip('+-'))} digits, an integer has at most {MAX_DIGITS}"
+    digits = len(text.lstrip("+-"))
+    return f"{shortened(text)} has {digits} digits, an integer has at most {MAX_DIGITS}"
 
 
 @dataclass(frozen=True, slots=True)
 class _JsonNumbers:
-    """What json calls for numbers and mappings of a text. A line is that of the first such
-    number.
+    """The callbacks of json for the numbers and mappings of one text.
+
+    The line of an error is that of the first such number.
     """
 
     text: str
@@ -443,26 +451,26 @@ class _JsonNumbers:
     hints: Hints
 
     def integer(self, text: str) -> int:
-        """An integer of at most MAX_DIGITS digits. Raises ConfigError."""
+        """Returns an integer of at most MAX_DIGITS digits. Raises ConfigError."""
         if len(text.lstrip("-")) > MAX_DIGITS:
             raise self._wrong(text, _too_long(text))
         return int(text)
 
     def real(self, text: str) -> float:
-        """A finite float. Raises ConfigError."""
+        """Returns a finite float. Raises ConfigError."""
         value = float(text)
         if not math.isfinite(value):
             raise self._wrong(text, f"{shortened(text)} is beyond the range of floats")
         return value
 
     def constant(self, text: str) -> float:
-        """Raises ConfigError: NaN and Infinity are none of JSON's."""
+        """Raises ConfigError: JSON has neither NaN nor Infinity."""
         raise self._wrong(text, f"not JSON: {text} is no number of JSON")
 
     def mapping(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """A mapping whose keys occur once. Raises ConfigError."""
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        """Returns a mapping whose keys occur once. Raises ConfigError."""
+        mapping = dict(pairs)
+        if len(mapping) != len(pairs):
             twice = next(
                 key for key, times in Counter(key for key, _ in pairs).items() if times > 1
             )
@@ -470,7 +478,7 @@ class _JsonNumbers:
                 f"{self.where}: the key {shortened(twice)} is there twice",
                 hint="leave one of them out",
             )
-        return found
+        return mapping
 
     def _wrong(self, text: str, problem: str) -> ConfigError:
         line = self.text.count("\n", 0, self.text.index(text)) + 1
@@ -478,8 +486,9 @@ class _JsonNumbers:
 
 
 def _require_bounded(body: Any, where: str, hints: Hints) -> None:
-    """Raises ConfigError for more values or levels than a document may have: level by level,
-    without recursion.
+    """Raises ConfigError for more values or levels than a document may have.
+
+    It goes level by level, without recursion.
     """
     level, count = [body], 1
     for _ in range(MAX_DEPTH + 1):
@@ -496,7 +505,7 @@ def _require_bounded(body: Any, where: str, hints: Hints) -> None:
 
 
 def _require_characters(body: Any, where: str, hints: Hints) -> None:
-    """Raises ConfigError for half a character, an escape that no file can hold again."""
+    """Raises ConfigError for half a character, an escape that no file can store."""
     try:
         json.dumps(body, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:

@@ -1,6 +1,4 @@
-"""Documents (YAML, JSON) -> frozen dataclasses, with errors that name the file, the key's path and
-the nearest key.
-"""
+"""Documents (YAML, JSON) -> frozen dataclasses, with errors that name file, key and nearest key."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from parplan.profiles.documents.ranges import require_ranges
 from parplan.profiles.documents.reader import shortened
@@ -21,13 +20,13 @@ _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
 def parse(cls: type[T], document: object, where: str) -> T:
-    """`document` as an instance of the dataclass `cls`.
+    """Returns `document` as an instance of the dataclass `cls`.
 
     Raises ConfigError with `where` (a file) and the key's path when a key is unknown, missing, of
     the wrong type or out of its range.
     """
     try:
-        found: T = _adapter(cast(Hashable, cls)).validate_python(document)
+        instance: T = _adapter(cast(Hashable, cls)).validate_python(document)
     except ValidationError as error:
         if error.error_count() > MAX_ERRORS:  # listing them would take minutes
             raise ConfigError(
@@ -35,27 +34,24 @@ def parse(cls: type[T], document: object, where: str) -> T:
                 hint="correct that file",
             ) from None
         # an unknown key first: it is often the misspelling of a key that is missing too
-        first = min(
-            error.errors(include_url=False), key=lambda found: found["type"] not in _UNKNOWN
-        )
-        raise _config_error(
-            cls, first["loc"], first["type"], first["msg"], first.get("input"), where
-        ) from None
+        errors = error.errors(include_url=False)
+        first = min(errors, key=lambda details: details["type"] not in _UNKNOWN)
+        raise _config_error(cls, first, where) from None
     except ConfigError as error:  # from a `__post_init__`, which does not know the file
         raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
-    require_ranges(found, where)
-    return found
+    require_ranges(instance, where)
+    return instance
 
 
 @functools.cache
 def _adapter(cls: Hashable) -> TypeAdapter[Any]:
-    """The validator of a dataclass; making one costs more than a validation."""
+    """Returns the validator of a dataclass; making it costs more than a validation."""
     return TypeAdapter(cast(Any, cls))
 
 
-def _config_error(
-    cls: type, loc: tuple[int | str, ...], code: str, message: str, found: object, where: str
-) -> ConfigError:
+def _config_error(cls: type, details: ErrorDetails, where: str) -> ConfigError:
+    loc, code = details["loc"], details["type"]
+    value = details.get("input")
     path = ".".join(shortened(str(part)) for part in loc if part != "[key]") or "the document"
     if code in _UNKNOWN:
         known = _known_keys(cls, loc[:-1])
@@ -65,18 +61,16 @@ def _config_error(
         return ConfigError(f"{where}: {path} is missing", hint=f"add {loc[-1]}")
     if code in ("dataclass_type", "dataclass_exact_type"):
         return ConfigError(
-            f"{where}: {path} must be a mapping, found {type(found).__name__}",
+            f"{where}: {path} must be a mapping, found {type(value).__name__}",
             hint="correct that value",
         )
-    text = message[0].lower() + message[1:]
-    shown = "" if isinstance(found, Mapping | list | tuple) else f", found {shortened(repr(found))}"
+    text = details["msg"][0].lower() + details["msg"][1:]
+    shown = "" if isinstance(value, Mapping | list | tuple) else f", found {shortened(repr(value))}"
     return ConfigError(f"{where}: {path}: {text}{shown}", hint="correct that value")
 
 
 def _known_keys(cls: type, loc: tuple[int | str, ...]) -> list[str]:
-    """The field names of the dataclass that `loc` leads to, or nothing where the path leaves
-    dataclasses.
-    """
+    """Returns the fields of the dataclass at `loc`, or nothing where `loc` leaves dataclasses."""
     for part in loc:
         if (
             dataclasses.is_dataclass(cls)
@@ -90,7 +84,7 @@ def _known_keys(cls: type, loc: tuple[int | str, ...]) -> list[str]:
 
 
 def _inner_dataclass(hint: Any) -> type:
-    """The dataclass inside `tuple[X, ...]`, `Mapping[str, X]` or `X | None`."""
+    """Returns the dataclass inside `tuple[X, ...]`, `Mapping[str, X]` or `X | None`."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return hint
     inner = [
@@ -98,12 +92,13 @@ def _inner_dataclass(hint: Any) -> type:
         for argument in getattr(hint, "__args__", ())
         if argument is not Ellipsis
     ]
-    return next((found for found in inner if dataclasses.is_dataclass(found)), object)
+    return next((each for each in inner if dataclasses.is_dataclass(each)), object)
 
 
 def document(instance: object) -> Any:
-    """A dataclass (and what it holds) as plain dicts, lists, strings and numbers, in the order of
-    the fields.
+    """Returns a dataclass and its fields as plain dicts, lists, strings and numbers.
+
+    The keys are in the order of the fields.
     """
     if dataclasses.is_dataclass(instance):
         return {
@@ -120,5 +115,5 @@ def document(instance: object) -> Any:
 
 
 def json_schema(cls: type) -> dict[str, Any]:
-    """The JSON Schema of the documents that `parse` takes for `cls`."""
+    """Returns the JSON Schema of the documents that `parse` takes for `cls`."""
     return TypeAdapter(cls).json_schema()

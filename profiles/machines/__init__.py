@@ -1,1 +1,1 @@
-"""Hardware, software stacks, measured curves, and the profile that a user has measured."""
+"""Hardware, software stacks, measured curves, and the profiles that users measure."""

@@ -1,17 +1,17 @@
-"""A profile of one's own laid over a cluster and a training: `plan --profile FILE`.
+"""A user's own profile laid over a cluster and a training: `plan --profile FILE`.
 
-What `plan profile` measured takes the place of the shipped curves of the device; the factors of
-`plan calibrate` multiply the prices that were there when they were made, measured curves included
-where the file has both.
+The measurements of `plan profile` replace the shipped curves of the device. The factors of `plan
+calibrate` multiply the prices that they were made for, including those of measured curves where the
+file has both.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from parplan.profiles.catalog import cluster_from_document
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import cluster_from_document
 from parplan.profiles.machines.user_profile import UserProfile, prices_fingerprint
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import Stack
@@ -20,8 +20,9 @@ FORCED = "--force-profile takes it all the same"
 
 
 def profile_cluster(profile: UserProfile, where: str) -> Cluster | None:
-    """The machine that a profile was measured on, without the profile; None where its file names
-    none. Raises ConfigError.
+    """Returns the machine that a profile was measured on, without the profile.
+
+    It is None where the file names no machine. Raises ConfigError.
     """
     if profile.cluster is None:
         return None
@@ -31,8 +32,9 @@ def profile_cluster(profile: UserProfile, where: str) -> Cluster | None:
 
 
 def precision_of(profile: UserProfile, where: str) -> Precision | None:
-    """What a profile was measured at, None where nothing says so. Raises ConfigError for what is no
-    precision.
+    """Returns the precision that a profile was measured at, None where it names none.
+
+    Raises ConfigError for an unknown precision.
     """
     if profile.precision is None:
         return None
@@ -42,7 +44,7 @@ def precision_of(profile: UserProfile, where: str) -> Precision | None:
 
 
 def stack_of(profile: UserProfile) -> str | None:
-    """The name of the stack under which whole layers were measured, None where none were."""
+    """Returns the name of the stack under which whole layers were measured, None without any."""
     in_step = profile.profile and profile.profile.in_step
     return in_step.stack if in_step else None
 
@@ -55,45 +57,44 @@ def applied(
     *,
     force: bool,
 ) -> tuple[Cluster, TrainingSpec]:
-    """The cluster, None for the profile's own, and the training with what the profile says, of
-    memory too.
+    """Returns the cluster and the training with the profile's speeds, factors and memory figures.
 
-    The datasheet figures that measured curves are shares of come with them. Raises ConfigError: it
-    names no machine, and unless `force`: it is of another device, stack or precision, or of other
-    prices.
+    cluster: None for the profile's machine
+
+    The datasheet figures that measured curves are relative to replace those of the cluster. Raises
+    ConfigError: the profile names no machine, or, unless `force`, it is of another device, stack or
+    precision, or its factors are relative to other prices.
     """
     measured_on = profile_cluster(profile, where)
-    there = cluster or measured_on
-    if there is None:
+    machine = cluster or measured_on
+    if machine is None:
         raise ConfigError(
             f"{where}: it names no machine, it is of device {profile.device}",
             hint=f"say which with --gpu {profile.device}",
         )
     if not force:
-        _require_same(profile, there, training, where)
+        _require_same(profile, machine, training, where)
     if profile.profile is not None:
-        there = replace(_of_same_datasheet(there, measured_on), profile=profile.profile)
+        machine = replace(_of_same_datasheet(machine, measured_on), profile=profile.profile)
     if not force:
-        _require_same_prices(profile, there, training, where)
-    return replace(there, calibration=profile.calibration), replace(
-        training, stack=_with_memory(profile, training.stack)
-    )
+        _require_same_prices(profile, machine, training, where)
+    stack = _with_memory(profile, training.stack)
+    return replace(machine, calibration=profile.calibration), replace(training, stack=stack)
 
 
 def _with_memory(profile: UserProfile, stack: Stack) -> Stack:
-    """The stack with what its allocator and its communicators were seen to hold."""
+    """Returns the stack with the measured figures of its allocator and its communicators."""
     if profile.allocator_share is not None:
         stack = replace(stack, allocator_share=profile.allocator_share)
-    return (
-        stack
-        if profile.communicator_bytes is None
-        else replace(stack, nccl_bytes=float(profile.communicator_bytes))
-    )
+    if profile.communicator_bytes is not None:
+        stack = replace(stack, nccl_bytes=float(profile.communicator_bytes))
+    return stack
 
 
 def _of_same_datasheet(cluster: Cluster, measured_on: Cluster | None) -> Cluster:
-    """The cluster with the speeds by which the curves were fitted, where both are of one device;
-    how much memory it has stays.
+    """Returns the cluster with the speeds that the curves were fitted with.
+
+    It changes only where both are of one device; the amount of memory stays.
     """
     if measured_on is None or measured_on.device.name != cluster.device.name:
         return cluster
@@ -113,38 +114,39 @@ def _of_same_datasheet(cluster: Cluster, measured_on: Cluster | None) -> Cluster
 def _require_same(
     profile: UserProfile, cluster: Cluster, training: TrainingSpec, where: str
 ) -> None:
-    """Raises ConfigError where device, precision or, of factors, the stack are not those that the
-    profile is of.
+    """Raises ConfigError where the request differs from what the profile was made for.
+
+    The device and the precision must be the same and, for factors, the stack.
     """
-    of = profile.calibration
+    calibration = profile.calibration
     precision = training.precision.value
-    found = [("device", profile.device, cluster.device.name, FORCED)]
+    checks = [("device", profile.device, cluster.device.name, FORCED)]
     if profile.profile is not None and profile.precision is not None:
-        found.append(
+        checks.append(
             ("precision", profile.precision, precision, f"ask for --precision {profile.precision}")
         )
-    if of is not None:
-        found += [
-            ("software stack", of.stack, training.stack.name, f"ask for --stack {of.stack}"),
-            ("precision", of.precision, precision, f"ask for --precision {of.precision}"),
+    if calibration is not None:
+        stack, made_at = calibration.stack, calibration.precision
+        checks += [
+            ("software stack", stack, training.stack.name, f"ask for --stack {stack}"),
+            ("precision", made_at, precision, f"ask for --precision {made_at}"),
         ]
-    for what, made, asked, hint in found:
-        if made != asked:
+    for what, profiled, requested, hint in checks:
+        if profiled != requested:
             raise ConfigError(
-                f"{where}: the profile is of {what} {made}, asked is {asked}", hint=hint
+                f"{where}: the profile is of {what} {profiled}, asked is {requested}", hint=hint
             )
 
 
 def _require_same_prices(
     profile: UserProfile, cluster: Cluster, training: TrainingSpec, where: str
 ) -> None:
-    """Raises ConfigError where the factors are relative to other prices than those of the cluster
-    as it now is.
-    """
+    """Raises ConfigError where the factors are relative to other prices than the cluster's."""
     if profile.calibration is not None and profile.fingerprint != prices_fingerprint(
         cluster, training.stack
     ):
         raise ConfigError(
-            f"{where}: the profile is relative to other prices of {profile.device} than these ({profile.fingerprint})",
+            f"{where}: the profile is relative to other prices of {profile.device} than these "
+            f"({profile.fingerprint})",
             hint="calibrate again: plan calibrate run.json -o FILE",
         )

@@ -1,10 +1,9 @@
-"""How far a machine's prices are from what its own runs took: one factor for each cause of a step's
-time.
+"""Factors that correct a machine's prices by its own runs, one for each cause of a step's time.
 
 A factor is measured seconds over priced seconds. It multiplies the price of every operator or
-message of its cause, before anything is hidden under anything, so that a search prices every
-candidate with it. `plan calibrate` finds them (planner/calibration/run_factors.py); a cluster
-carries them, and so does every plan made for it.
+message of its cause, before any overlap, so that a search prices every candidate with it. `plan
+calibrate` finds them (planner/calibration/run_factors.py); a cluster carries them, and so does
+every plan made for it.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """measured: whether runs say so; otherwise the price stays as it was. `source`: which runs, or
-    why none.
+    """One factor of a price.
+
+    measured: True if runs measured it; otherwise it is 1
+    source: which runs measured it, or why none did
     """
 
     __pydantic_config__ = _FORBID
@@ -39,10 +40,10 @@ class Factor:
             )
 
     def corrected(self, seconds: Seconds) -> Seconds:
-        """A price with the factor; between measurements from then on, whatever it was before."""
-        return (
-            Seconds(self.value * seconds.value_s, Kind.INTERPOLATED) if self.measured else seconds
-        )
+        """Returns a price times the factor; a measured factor makes it INTERPOLATED."""
+        if not self.measured:
+            return seconds
+        return Seconds(self.value * seconds.value_s, Kind.INTERPOLATED)
 
 
 UNCHANGED = Factor()
@@ -52,7 +53,7 @@ UNCHANGED = Factor()
 class Calibration:
     """The factors of one device under one software stack at one precision.
 
-    forward, backward  kernels, and what the host needs to launch them
+    forward, backward  kernels, and the work of the host to launch them
     tensor             collectives between tensor-parallel ranks
     data               reductions and gathers of data parallelism
     pipeline           transfers between stages
@@ -71,8 +72,8 @@ class Calibration:
     optimizer: Factor = field(default=UNCHANGED)
 
     def factor(self, cause: str) -> Factor:
-        found: Factor = getattr(self, cause)
-        return found
+        factor: Factor = getattr(self, cause)
+        return factor
 
 
 CAUSES = tuple(

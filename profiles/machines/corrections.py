@@ -1,11 +1,10 @@
-"""What a machine's own measurements say beyond the form that was fitted to them: a correction,
-interpolated between points.
+"""Corrections of a fitted form by a machine's own measurements, interpolated between points.
 
 At each point the correction is measured over fitted time. Between points its logarithm is a
 weighted mean, over the logarithms of the sizes, of the points' and of 0, which is the form alone:
 
-    ln c(x) = sum_i w(d_i) ln c_i / (w(1) + sum_i w(d_i))        w(d) = (1/d - 1/R)^2 for d < R, 0
-    beyond        R = ln 8
+    ln c(x) = sum_i w(d_i) ln c_i / (w(1) + sum_i w(d_i))
+    w(d) = (1/d - 1/R)^2 for d < R, 0 beyond        R = ln 8
 
 d_i is the largest distance in any size (Shepard 1968, doi:10.1145/800186.810593, weights with an
 end as Franke and Little's). It is exact at a point, continuous, and fades with distance: a lone
@@ -28,64 +27,68 @@ from parplan.profiles.machines.curves import Curve
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import US_PER_S
 
-REACH = math.log(
-    8
-)  # of a point, in any size; cases of a model lie a factor 2 or 4 apart, for its degrees are powers of 2
-PRIOR_WEIGHT = (
-    1 - 1 / REACH
-) ** 2  # of no correction: that of a point where a size differs by a factor e
-SAME = 1e-9  # closer than this it is the point itself
+# reach of a point in any size; cases of a model lie a factor 2 or 4 apart, as degrees do
+REACH = math.log(8)
+# weight of the form alone: that of a point where a size differs by a factor e
+PRIOR_WEIGHT = (1 - 1 / REACH) ** 2
+SAME = 1e-9  # sizes closer than this to a point are the point itself
 
 Sizes = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corrections:
-    """Of one curve: the logarithms of its points' sizes [points, sizes], and of measured over
-    fitted seconds [points].
+    """The corrections of one curve at its points.
+
+    sizes: logarithms of the points' sizes [points, sizes]
+    measured: logarithms of measured over fitted seconds [points]
     """
 
     sizes: npt.NDArray[np.float64]
     measured: npt.NDArray[np.float64]
 
     def factor(self, sizes: Sizes) -> tuple[float, Kind]:
-        """What the form is multiplied with at `sizes`: measured at a point, interpolated inside
-        their range and within reach of one, elsewhere analytic.
+        """Returns the factor of the form at `sizes`, and its kind.
+
+        It is measured at a point, interpolated inside the range of the points and within reach of
+        one, and analytic elsewhere.
         """
         return _factor(self, sizes)
 
 
 def corrections_of(curve: Curve, num_sizes: int, form_s: Callable[[Sizes], float]) -> Corrections:
-    """What the points of `curve` say beyond `form_s`, its fitted form. Several of the same sizes
-    count as their geometric mean.
+    """Returns the corrections of `form_s`, the fitted form of `curve`, at the points of `curve`.
 
-    Raises ConfigError when one has not `num_sizes` sizes and a time, all above 0.
+    Several points of the same sizes count as their geometric mean.
+    Raises ConfigError when a point does not have `num_sizes` sizes and a time, all above 0.
     """
-    found: dict[Sizes, list[float]] = {}
+    log_times: dict[Sizes, list[float]] = {}
     for *sizes, time_us in curve.points:
         if len(sizes) != num_sizes or min(*sizes, time_us) <= 0:
             raise ConfigError(
-                f"a curve has the point {(*sizes, time_us)}, needed {num_sizes} sizes and microseconds, all above 0 ({curve.source})",
+                f"a curve has the point {(*sizes, time_us)}, needed {num_sizes} sizes and "
+                f"microseconds, all above 0 ({curve.source})",
                 hint="measure the device again with: plan profile",
             )
-        found.setdefault(tuple(sizes), []).append(math.log(time_us / US_PER_S))
-    measured = [sum(logs) / len(logs) - math.log(form_s(sizes)) for sizes, logs in found.items()]
-    return Corrections(np.log(np.array(list(found), dtype=np.float64)), np.array(measured))
+        log_times.setdefault(tuple(sizes), []).append(math.log(time_us / US_PER_S))
+    measured = [
+        sum(logs) / len(logs) - math.log(form_s(sizes)) for sizes, logs in log_times.items()
+    ]
+    return Corrections(np.log(np.array(list(log_times), dtype=np.float64)), np.array(measured))
 
 
 @functools.lru_cache(maxsize=65536)
-def _factor(of: Corrections, sizes: Sizes) -> tuple[float, Kind]:
+def _factor(corrections: Corrections, sizes: Sizes) -> tuple[float, Kind]:
     if min(sizes) <= 0:
         return 1.0, Kind.ANALYTIC
     at = np.log(np.array(sizes, dtype=np.float64))
-    distances = np.abs(of.sizes - at).max(axis=1)
+    distances = np.abs(corrections.sizes - at).max(axis=1)
     nearest = int(distances.argmin())
     if distances[nearest] < SAME:
-        return math.exp(of.measured[nearest]), Kind.MEASURED
+        return math.exp(corrections.measured[nearest]), Kind.MEASURED
     near = distances < REACH
     weights = (1 / distances[near] - 1 / REACH) ** 2
-    mean = float(weights @ of.measured[near]) / (PRIOR_WEIGHT + float(weights.sum()))
-    inside = bool(
-        (of.sizes.min(axis=0) <= at + SAME).all() and (at - SAME <= of.sizes.max(axis=0)).all()
-    )
+    mean = float(weights @ corrections.measured[near]) / (PRIOR_WEIGHT + float(weights.sum()))
+    lowest, highest = corrections.sizes.min(axis=0), corrections.sizes.max(axis=0)
+    inside = bool((lowest <= at + SAME).all() and (at - SAME <= highest).all())
     return math.exp(mean), Kind.INTERPOLATED if inside and near.any() else Kind.ANALYTIC

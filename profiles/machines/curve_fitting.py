@@ -1,6 +1,4 @@
-"""What every fit of `profiles/build/__main__.py` shares: the tables without refused rows, the fit
-itself, and its score.
-"""
+"""The common parts of all fits: tables of measurements, the fit of a curve, and its score."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ class MeasurementTables:
     _read: dict[str, list[Row]] = field(default_factory=dict)
 
     def rows(self, table: str, where: Where, *, allow: str = "") -> list[Row]:
-        """Rows whose columns have one of the wanted values; `source` matches by its beginning,
-        `allow` admits one flag.
+        """Returns the rows whose columns have one of the values of `where`.
+
+        A `source` matches by its beginning; `allow` admits one flag.
         """
         if table not in self._read:
             with (self.directory / f"{table}.csv").open(encoding="utf-8", newline="") as file:
@@ -63,34 +62,34 @@ def _usable(row: Row, allow: str) -> bool:
     return not refused and not row["source"].startswith(REFUSED_SOURCES)
 
 
-def _matches(row: Row, column: str, wanted: str | tuple[str, ...]) -> bool:
-    values = (wanted,) if isinstance(wanted, str) else wanted
+def _matches(row: Row, column: str, values: str | tuple[str, ...]) -> bool:
+    values = (values,) if isinstance(values, str) else values
     return row[column].startswith(values) if column == "source" else row[column] in values
 
 
-def ints(row: Row, *columns: str) -> tuple[int, ...]:
-    """Columns of a row as whole numbers."""
+def int_columns(row: Row, *columns: str) -> tuple[int, ...]:
+    """Returns columns of a row as whole numbers."""
     return tuple(int(row[column]) for column in columns)
 
 
 def times_s(rows: Sequence[Row]) -> Array:
-    """The measured seconds of rows."""
+    """Returns the measured seconds of rows."""
     return np.array([float(row["time_us"]) / US_PER_S for row in rows])
 
 
 def sources_of(rows: Sequence[Row]) -> str:
-    """The repositories that rows come from."""
+    """Returns the repositories that rows come from."""
     return ", ".join(sorted({row["source"].split(" ")[0] for row in rows}))
 
 
 def rounded(value: float) -> float:
-    """To the digits that a profile keeps."""
+    """Returns a value in the digits of a profile."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def rounded_curve(curve: AnyCurve) -> AnyCurve:
-    """A curve with every constant to the digits that a profile keeps."""
-    values = {one.name: getattr(curve, one.name) for one in fields(curve)}
+    """Returns a curve with every constant in the digits of a profile."""
+    values = {field.name: getattr(curve, field.name) for field in fields(curve)}
     floats: dict[str, Any] = {
         name: rounded(value) for name, value in values.items() if isinstance(value, float)
     }
@@ -103,7 +102,7 @@ def fit(
     start: Sequence[float],
     weights: Array | None = None,
 ) -> Array:
-    """Positive constants that minimise the weighted sum of |log(predicted / measured)|.
+    """Returns positive constants that minimise the weighted sum of |log(predicted / measured)|.
 
     Levenberg-Marquardt on the logarithms of the constants, re-weighted towards the absolute value:
     medians, not means.
@@ -116,7 +115,8 @@ def fit(
         return difference
 
     x = np.log(np.array(start, dtype=float))
-    r, damping = residual(x), 1e-2
+    r = residual(x)
+    damping = 1e-2
     for _ in range(MAX_STEPS):
         move = _step(residual, x, r, base, damping)
         there = residual(x + move)
@@ -133,9 +133,10 @@ def fit(
 def _step(
     residual: Callable[[Array], Array], x: Array, r: Array, base: Array, damping: float
 ) -> Array:
-    """One damped step, no constant by more than a factor exp(1/2)."""
+    """Returns one damped step, in which no constant changes by more than a factor exp(1/2)."""
     weights = base / np.maximum(np.abs(r), LEAST_RESIDUAL)
-    jacobian = np.stack([(residual(x + one) - r) / 1e-3 for one in 1e-3 * np.eye(len(x))], axis=1)
+    steps = 1e-3 * np.eye(len(x))
+    jacobian = np.stack([(residual(x + step) - r) / 1e-3 for step in steps], axis=1)
     normal = jacobian.T @ (weights[:, None] * jacobian)
     move = np.linalg.solve(
         normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ (weights * r)
@@ -146,8 +147,9 @@ def _step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One line of the report: errors of what ships on the rows named, and cross-validated where it
-    was fitted to them.
+    """One line of the report: errors of the shipped curve on some rows.
+
+    crossed: errors of cross-validation, where the curve was fitted to the rows
     """
 
     device: str
@@ -159,14 +161,16 @@ class Score:
 
     def __str__(self) -> str:
         cross = f"{self.crossed[0]:8.1%}{self.crossed[1]:8.1%}" if self.crossed else ""
-        return f"{self.device:<12}{self.family:<38}{self.rows:>6}{self.median:9.1%}{self.mean:8.1%}{cross}"
+        errors = f"{self.median:9.1%}{self.mean:8.1%}{cross}"
+        return f"{self.device:<12}{self.family:<38}{self.rows:>6}{errors}"
 
 
 def fit_score(
     device: str, family: str, predicted: Array, measured: Array, held_out: Array | None = None
 ) -> Score:
-    """The absolute percentage errors of predictions, and of predictions made without the row in
-    question.
+    """Returns the absolute percentage errors of predictions.
+
+    held_out: predictions by fits that have not seen the row
     """
     errors = np.abs(predicted / measured - 1)
     crossed = None
@@ -184,8 +188,9 @@ def fit_score(
 
 
 def crossed(rows: Sequence[Row], predict: Callable[[Sequence[Row], Sequence[Row]], Array]) -> Array:
-    """Predictions of every row by a fit to the rows of the other folds: `predict(fitted to,
-    of)`.
+    """Returns predictions of every row by a fit to the rows of the other folds.
+
+    predict: called with the rows to fit to and the rows to predict
     """
     held_out = np.empty(len(rows))
     for fold in range(FOLDS):
@@ -196,8 +201,11 @@ def crossed(rows: Sequence[Row], predict: Callable[[Sequence[Row], Sequence[Row]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveFamily(Generic[AnyCurve]):
-    """Rows of one operation: how constants make a curve, how a curve prices a row, and the sizes
-    that bound it.
+    """Rows of one operation, and the form of their curve.
+
+    curve: makes a curve of constants
+    price: prices a row by a curve
+    sizes: the sizes of a row, which bound the curve
     """
 
     device: str
@@ -213,7 +221,7 @@ class CurveFamily(Generic[AnyCurve]):
         return np.array([self.price(row, curve) for row in rows])
 
     def fit(self, rows: Sequence[Row]) -> AnyCurve:
-        """The curve fitted to some of the rows, its constants rounded."""
+        """Returns the curve fitted to some of the rows, its constants rounded."""
         weights = np.array([self.weight(row) for row in rows])
         constants = fit(
             lambda x: self.priced(rows, self.curve(x)), times_s(rows), self.start, weights
@@ -221,9 +229,12 @@ class CurveFamily(Generic[AnyCurve]):
         return rounded_curve(self.curve(constants))
 
     def fitted(self, scores: list[Score]) -> AnyCurve:
-        """The curve fitted to all rows, with its bounds and error; its score joins `scores`."""
+        """Returns the curve fitted to all rows, with its bounds and error.
+
+        It appends the curve's score to `scores`.
+        """
         curve = self.fit(self.rows)
-        held_out = crossed(self.rows, lambda kept, others: self.priced(others, self.fit(kept)))
+        held_out = crossed(self.rows, lambda kept, left: self.priced(left, self.fit(kept)))
         line = fit_score(
             self.device, self.name, self.priced(self.rows, curve), times_s(self.rows), held_out
         )
@@ -235,5 +246,5 @@ class CurveFamily(Generic[AnyCurve]):
         return replace(curve, bounds=bounds, rows=len(self.rows), median_error=rounded(line.median))
 
     def check(self, name: str, rows: Sequence[Row], curve: AnyCurve, scores: list[Score]) -> None:
-        """Scores a curve on other rows, or on some of those it was fitted to."""
+        """Scores a curve on other rows, or on some of the rows it was fitted to."""
         scores.append(fit_score(self.device, name, self.priced(rows, curve), times_s(rows)))

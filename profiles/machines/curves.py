@@ -1,9 +1,8 @@
-"""The fitted forms: how long a product, a fused attention kernel, a memory-bound operation or a
-collective takes.
+"""Fitted forms of time: products, fused attention kernels, memory-bound operations, collectives.
 
-A curve is a few constants and what they are worth: its own `kind` inside the bounds it was fitted
-in, ANALYTIC outside. Shares are of a datasheet figure, so one compute curve serves devices that
-differ in memory. Plain numbers in, seconds out; `profiles/build/__main__.py` fits them,
+A curve is a few constants and their kind: its own `kind` inside the bounds it was fitted in,
+ANALYTIC outside. Shares are relative to a datasheet figure, so one compute curve serves devices
+that differ in memory. Plain numbers in, seconds out; `profiles/build/__main__.py` fits them,
 `costmodels/operators/compute.py` and `collectives.py` read them.
 """
 
@@ -17,25 +16,17 @@ from dataclasses import dataclass
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import US_PER_S
 
-TILES = (
-    (256, 128),
-    (128, 256),
-    (128, 128),
-    (128, 64),
-    (64, 128),
-    (64, 64),
-)  # what matrix libraries choose from
+# tiles that matrix libraries choose from
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (2, 4, 8)  # parts of k worked on at once when there are fewer tiles than multiprocessors
 SPLIT_LAUNCH_S = 2e-6  # assumed: the kernel that adds the parts
 # how sharply the bounds of compute and memory meet: 4 was best of 2, 4 and 50 on A100, H100, B200
 ROOFLINE_EXPONENT = 4.0
 THROTTLE_SLOPE = 3.0  # a power limit sets in over about a factor 5 of work
-FLASH_BACKWARD_FLOPS = 2.5  # of the forward's: two products more, and one recomputed
-ALIGNED_BYTES = (
-    16  # what a tensor core loads at once: products with rows of other lengths are slower
-)
+FLASH_BACKWARD_FLOPS = 2.5  # over the forward's: two products more, and one recomputed
+ALIGNED_BYTES = 16  # loaded at once by a tensor core: rows of other lengths make products slower
 FLASH_ROWS = 128  # queries of one tile of a fused attention kernel
-FLASH_TAIL_WAVES = 0.5  # of 0, 0.5, 1 and 2 the best on A100, and no worse than 0 on H100
+FLASH_TAIL_WAVES = 0.5  # best of 0, 0.5, 1 and 2 on A100, and no worse than 0 on H100
 FLASH_HEAD_STEP = 32  # head_dim is padded to a multiple of it
 
 _FORBID = {"extra": "forbid"}
@@ -58,12 +49,11 @@ class SizeBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """What every curve carries: the launch of one kernel, what the figures are worth, where they
-    hold, how well they fit.
+    """The fields that all curves share: launch of one kernel, provenance, bounds and errors.
 
-    worst_error: of the row that fits worst, where the curve is of a machine's own profile
-    points: of a machine's own profile, what was measured: sizes in the curve's order, and
-    microseconds
+    worst_error: the error of the row that fits worst, only in a user's own profile
+    points: the measurements, only in a user's own profile: sizes in the curve's order, and
+        microseconds
     """
 
     __pydantic_config__ = _FORBID
@@ -78,10 +68,9 @@ class Curve:
     points: tuple[tuple[int | float, ...], ...] = ()
 
     def kind_at(self, sizes: tuple[float, ...]) -> Kind:
-        """The curve's own kind where it was fitted, ANALYTIC elsewhere."""
-        return (
-            self.kind if self.bounds is not None and self.bounds.contain(sizes) else Kind.ANALYTIC
-        )
+        """Returns the curve's own kind where it was fitted, ANALYTIC elsewhere."""
+        inside = self.bounds is not None and self.bounds.contain(sizes)
+        return self.kind if inside else Kind.ANALYTIC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,10 +81,9 @@ class MatmulCurve(Curve):
                      at the boost clock
     k_half           the k at which a tile reaches half of that (its start and end)
     bandwidth_share  share of the memory bandwidth at which operands and result move
-    throttle         by how much longer arithmetic takes once the device is at its power limit
+    throttle         extra time of arithmetic, as a share, once the device is at its power limit
     throttle_flops   the size of a product that alone brings a rested device halfway there
-    untiled          of a host, which cuts products into tiles too small to tell: m and n count as
-                     they are
+    untiled          a host, which cuts products into very small tiles: m and n count as they are
     """
 
     efficiency: float
@@ -125,7 +113,7 @@ class MemoryCurve(Curve):
     """An operation bound by memory; bounds on the bytes.
 
     bandwidth_share: share of the memory bandwidth at which the fewest bytes that the operation must
-    move are moved; an un-fused operation moves more and has a small share.
+        move are moved; an un-fused operation moves more and has a small share.
     """
 
     bandwidth_share: float
@@ -133,14 +121,15 @@ class MemoryCurve(Curve):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CollectiveCurve:
-    """Microseconds of one collective on `ranks` GPUs of a node at the knots of a log-log spline
-    over bytes (EQUATIONS C7).
+    """Microseconds of one collective on `ranks` GPUs of a node.
 
-    Of a machine's own profile, where the knots are the sizes that were measured, and a collective
-    may be a point_to_point:
-    nodes         on how many nodes the group has `ranks` each
-    groups        how many such groups each of these nodes took part in at once
-    median_error  the median over the knots of the spread of their repeats
+    They are the knots of a log-log spline over bytes (EQUATIONS C7).
+
+    Only in a user's own profile, where the knots are the measured sizes, and a collective may be a
+    point_to_point:
+    nodes         number of nodes on each of which the group has `ranks`
+    groups        number of such groups that each of these nodes took part in at once
+    median_error  median over the knots of the spread of their repeats
     """
 
     __pydantic_config__ = _FORBID
@@ -155,8 +144,9 @@ class CollectiveCurve:
     groups: int = 1
 
     def kind_at(self, n_bytes: float) -> Kind:
-        """Of one whose knots were measured: MEASURED at a knot, INTERPOLATED between two, ANALYTIC
-        beyond them.
+        """Returns the kind of a curve with measured knots at a size.
+
+        It is MEASURED at a knot, INTERPOLATED between two, ANALYTIC beyond them.
         """
         if n_bytes in self.bytes:
             return Kind.MEASURED
@@ -165,8 +155,10 @@ class CollectiveCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """[m,k] x [k,n], `batch` times; bytes of one element of the operands, and bytes moved for one
-    of the result.
+    """A product [m,k] x [k,n], `batch` times.
+
+    operand_bytes: bytes of one element of the operands
+    result_bytes: bytes moved for one element of the result
     """
 
     m: int
@@ -203,8 +195,8 @@ def matmul_s(product: Product, curve: MatmulCurve, chip: Chip, *, sustained: boo
     """Seconds of a matrix product (EQUATIONS K1).
 
         t = launch + (c^4 + d^4)^(1/4)          d = bytes / (W share)
-        c = (1 + throttle) min over tiles of r x s:  waves 2 r s (k + k_half) SMs / (peak e),  waves
-        = ceil(ceil(m/r) ceil(n/s) / SMs)
+        c = (1 + throttle) min over tiles of r x s:  waves 2 r s (k + k_half) SMs / (peak e)
+        waves = ceil(ceil(m/r) ceil(n/s) / SMs)
 
     The fourth power is the larger of the two, rounded where they meet. `sustained`: the device is
     at its power limit, as in training; a single product on a rested device slows down only with its
@@ -220,8 +212,9 @@ def matmul_s(product: Product, curve: MatmulCurve, chip: Chip, *, sustained: boo
 
 
 def _heat(flops: float, curve: MatmulCurve) -> float:
-    """How far one product alone brings a rested device to its power limit, 0..1: logistic in log10
-    of its FLOPs.
+    """Returns how far one product alone brings a rested device to its power limit, 0..1.
+
+    It is logistic in log10 of the product's FLOPs.
     """
     return float(1 / (1 + (flops / curve.throttle_flops) ** (-THROTTLE_SLOPE / math.log(10))))
 
@@ -241,31 +234,24 @@ def _tiles_s(product: Product, curve: MatmulCurve, chip: Chip) -> float:
         step_s = 2 * rows * columns / rate
         best = min(best, -(-tiles // sms) * step_s * (product.k + curve.k_half))
         if tiles < sms:
-            part_s = (
-                4
-                * product.m
-                * product.n
-                * product.batch
-                / (chip.bytes_per_s * curve.bandwidth_share)
-            )
+            memory_bytes_per_s = chip.bytes_per_s * curve.bandwidth_share
+            part_s = 4 * product.m * product.n * product.batch / memory_bytes_per_s
             for parts in SPLITS:
                 added_s = SPLIT_LAUNCH_S + (parts + 1) * part_s
-                best = min(
-                    best,
-                    -(-tiles * parts // sms) * step_s * (product.k / parts + curve.k_half)
-                    + added_s,
-                )
+                steps = product.k / parts + curve.k_half
+                best = min(best, -(-tiles * parts // sms) * step_s * steps + added_s)
     return best
 
 
 def flash_attention_s(
     flops: float, *, heads: int, seq: int, keys: float, head_dim: int, curve: FlashCurve, chip: Chip
 ) -> float:
-    """Seconds of a fused attention kernel that does `flops` for `heads` heads (batch included) of
-    `seq` queries (EQUATIONS K2).
+    """Seconds of a fused attention kernel (EQUATIONS K2).
 
-        t = launch + flops (D/d) / (peak e q K/(K + K_half) D/(D + D_half))         q = w / (max(w,
-        1) + 1/2)
+    It does `flops` for `heads` heads (batch included) of `seq` queries.
+
+        t = launch + flops (D/d) / (peak e q K/(K + K_half) D/(D + D_half))
+        q = w / (max(w, 1) + 1/2)
 
     d: head_dim, D: d rounded up to 32; K `keys`: the mean number of keys a query meets, half the
     sequence when causal; w: tiles of 128 queries per multiprocessor, of which the last wave is half
@@ -287,14 +273,16 @@ def flash_attention_s(
 
 def memory_bound_s(n_bytes: float, curve: MemoryCurve, bytes_per_s: float) -> float:
     """Seconds of an operation that moves `n_bytes`: t = launch + n / (share W) (EQUATIONS K3).
+
     Leaves out: cache hits.
     """
     return curve.launch_s + n_bytes / (curve.bandwidth_share * bytes_per_s)
 
 
 def spline_s(curve: CollectiveCurve, n_bytes: float) -> float:
-    """Seconds at `n_bytes`, log-log between knots (EQUATIONS C7); flat below the first knot,
-    proportional above the last.
+    """Seconds at `n_bytes`, log-log between knots (EQUATIONS C7).
+
+    The curve is flat below the first knot and proportional above the last.
     """
     knots, times_us = curve.bytes, curve.time_us
     if n_bytes <= knots[0]:

@@ -1,6 +1,4 @@
-"""Device, link, node and cluster: what the machine is, from its datasheet. Measured speeds live in
-`measured.py`.
-"""
+"""Device, link, node and cluster by datasheet. Measured speeds are in `speeds.py`."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ CPU = "cpu"  # the device of configs/clusters/cpu.yaml
 class Device:
     """One accelerator. Peaks are dense, without sparsity, as the datasheet (`source`) gives them.
 
-    compute_capability: of its CUDA architecture (https://developer.nvidia.com/cuda-gpus), None
-    where it is not known or has none
+    compute_capability: that of its CUDA architecture (https://developer.nvidia.com/cuda-gpus), None
+        where it is not known or has none
     """
 
     __pydantic_config__ = _FORBID
@@ -37,11 +35,11 @@ class Device:
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host itself, which does one thing after the other."""
+        """True if the device is the host itself, which does one thing after the other."""
         return self.name == CPU
 
     def peak(self, precision: str) -> float:
-        """Dense peak FLOP/s at `precision`. Raises ConfigError when the device has none."""
+        """Returns the dense peak FLOP/s at `precision`. Raises ConfigError for an unknown one."""
         if precision not in self.peak_flops_per_s:
             has = ", ".join(sorted(self.peak_flops_per_s))
             raise ConfigError(
@@ -53,8 +51,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection of one GPU (or one NIC): bytes per second in one direction, and the latency of
-    one message.
+    """A connection of one GPU or one NIC.
+
+    It has its bytes per second in one direction and the latency of one message.
     """
 
     __pydantic_config__ = _FORBID
@@ -67,18 +66,20 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs
-    leave the node.
+    """`nodes` equal nodes of `gpus_per_node` devices.
 
-    calibration: what the user's own runs say of the prices on it, None without any
-    pcie_node_bytes_per_s: what all of a node's GPUs together move to the host, or from it; None
-    where each has all of its lane
-    host_bytes_per_s: bandwidth of a node's host memory, None for what is assumed
-    (costmodels/host/offload.py) numa_domains, gpus_per_numa: equal parts of that memory, and how
-    many GPUs are attached to a part that has any; None where neither
-        is known. A process has its pages in the part of its GPU
-    profile: what was measured on the machine itself, taken instead of the shipped profile of its
-    device; None where nothing was
+    `intra_node` joins the GPUs of a node, and `nics_per_node` NICs leave it.
+
+    calibration: factors of the user's own runs for its prices, None without any
+    pcie_node_bytes_per_s: bandwidth of all GPUs of a node together to the host, or from it; None
+        where each GPU has all of its lane
+    host_bytes_per_s: bandwidth of a node's host memory, None for the assumption of
+        costmodels/host/offload.py
+    numa_domains: number of equal parts of that memory; a process has its pages in the part of its
+        GPU
+    gpus_per_numa: number of GPUs at a part that has any; both are None where neither is known
+    profile: measurements of the machine itself, which replace the shipped profile of its device;
+        None without any
     """
 
     __pydantic_config__ = _FORBID
@@ -105,8 +106,8 @@ class Cluster:
         require_range("gpus", self.num_gpus, f"cluster {self.name}: nodes x gpus_per_node")
         if (self.numa_domains is None) is not (self.gpus_per_numa is None):
             raise ConfigError(
-                f"cluster {self.name}: numa_domains is {self.numa_domains} and gpus_per_numa {self.gpus_per_numa}, "
-                "they are stated together",
+                f"cluster {self.name}: numa_domains is {self.numa_domains} and gpus_per_numa "
+                f"{self.gpus_per_numa}, they are stated together",
                 hint="state both in the cluster's node, or neither",
             )
 
@@ -116,11 +117,11 @@ class Cluster:
 
     @property
     def node_bytes_per_s(self) -> float:
-        """With which a node's NICs leave it, all together."""
+        """Bandwidth of all NICs of a node together."""
         return self.nic.bytes_per_s * self.nics_per_node
 
     def group_nic_bytes_per_s(self, ranks_per_node: int, groups: int) -> float:
-        """The part of it of one of `groups` groups with so many ranks on the node (EQUATIONS C6).
+        """Bandwidth of one of `groups` groups with `ranks_per_node` ranks on a node (EQUATIONS C6).
 
             W = min(W_node / groups, max(W_node g / G, W_nic), W_node)
 

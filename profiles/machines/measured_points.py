@@ -1,4 +1,4 @@
-"""The names of a device's curves, and what was measured of each: the points of its records."""
+"""The names of a device's curves, and the measured points of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parplan.profiles.machines.speeds import Compute, PassCurves
 
 DROPPED_FLASH = ("dropped_flash.forward", "dropped_flash.backward")
 DIRECTIONS = ("forward", "backward")
-MEMBERS = {  # class of memory-bound operations -> those that have a curve of their own beside it
+MEMBERS = {  # class of memory-bound operations -> its members that may have their own curve
     "norm": ("layer_norm", "rms_norm"),
     "elementwise": (
         "gelu",
@@ -26,25 +26,26 @@ MEMBERS = {  # class of memory-bound operations -> those that have a curve of th
     ),
     "residual": ("dropped_residual",),
 }
-NAMED = {name: of for of, members in MEMBERS.items() for name in members}
-OTHERS = "elementwise"  # class of every other operation
+NAMED = {name: group for group, members in MEMBERS.items() for name in members}
+OTHERS = "elementwise"  # the class of every other operation
 Points = tuple[tuple[float, ...], ...]
 
 
 def curves_of(compute: Compute) -> dict[str, Curve]:
-    """Every curve by the name that passes of cases give it: `forward`, `norm.forward`,
-    `gelu.backward`, `dropped_flash.forward`.
+    """Returns every curve by the name that passes of cases give it.
+
+    Names are `forward`, `norm.forward`, `gelu.backward`, `dropped_flash.forward` and the like.
     """
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     for field in fields(compute):
         value = getattr(compute, field.name)
         if isinstance(value, Curve):
-            found[field.name] = value
+            curves[field.name] = value
         elif isinstance(value, PassCurves):
-            found |= _both(field.name, value)
+            curves |= _both(field.name, value)
     for name, passes in compute.named.items():
-        found |= _both(name, passes)
-    return found | dict(zip(DROPPED_FLASH, compute.dropped_flash or (), strict=False))
+        curves |= _both(name, passes)
+    return curves | dict(zip(DROPPED_FLASH, compute.dropped_flash or (), strict=False))
 
 
 def _both(name: str, passes: PassCurves) -> dict[str, Curve]:
@@ -52,7 +53,10 @@ def _both(name: str, passes: PassCurves) -> dict[str, Curve]:
 
 
 def with_curves(compute: Compute, curves: Mapping[str, Any]) -> Compute:
-    """The device with curves of those names in the place of its own: the inverse of `curves_of`."""
+    """Returns the device with its curves replaced by those of the same names.
+
+    It is the inverse of `curves_of`.
+    """
     changed: dict[str, Any] = {}
     for field in fields(compute):
         value = getattr(compute, field.name)
@@ -70,32 +74,33 @@ def _passes(name: str, curves: Mapping[str, Any]) -> PassCurves:
 
 
 def points_of(records: Iterable[Record]) -> dict[str, Points]:
-    """By curve, its points: the sizes in its order, and microseconds; by rising sizes, each sizes
-    once (the mean of equal ones).
+    """Returns the points of each curve: the sizes in the curve's order, and microseconds.
+
+    They are sorted by sizes; equal sizes are one point with the mean time.
     """
-    found: dict[str, dict[tuple[int, ...], list[float]]] = {}
+    times_us: dict[str, dict[tuple[int, ...], list[float]]] = {}
     for record in records:
-        if record.outcome is CaseOutcome.MEASURED and record.measured is not None:
-            for one in record.case.passes:
-                if one.curve and one.name in record.measured.times:
-                    found.setdefault(one.curve, {}).setdefault(one.sizes, []).append(
-                        record.measured.times[one.name].median_us
-                    )
+        if record.outcome is not CaseOutcome.MEASURED or record.measured is None:
+            continue
+        for case_pass in record.case.passes:
+            timing = record.measured.times.get(case_pass.name)
+            if case_pass.curve and timing is not None:
+                by_sizes = times_us.setdefault(case_pass.curve, {})
+                by_sizes.setdefault(case_pass.sizes, []).append(timing.median_us)
     return {
-        curve: tuple((*sizes, fmean(times_us)) for sizes, times_us in sorted(points.items()))
-        for curve, points in found.items()
+        curve: tuple((*sizes, fmean(equal_us)) for sizes, equal_us in sorted(by_sizes.items()))
+        for curve, by_sizes in times_us.items()
     }
 
 
 def with_points(compute: Compute, records: Iterable[Record]) -> Compute:
-    """The device with the points of the records in every curve; a class of operations has those of
-    its own name only.
+    """Returns the device with the points of the records in every curve.
+
+    The curve of a class of operations has only the points of its own name.
     """
     points = points_of(records)
-    return with_curves(
-        compute,
-        {
-            name: replace(curve, points=points.get(name, ()))
-            for name, curve in curves_of(compute).items()
-        },
-    )
+    curves = {
+        name: replace(curve, points=points.get(name, ()))
+        for name, curve in curves_of(compute).items()
+    }
+    return with_curves(compute, curves)

@@ -1,10 +1,10 @@
-"""What a profiler measures: one case at a time, and what came of it.
+"""The cases that a profiler measures, one at a time, and their outcomes.
 
 A case is one operator of a model at one size on one rank, or a figure of the machine itself. It
 says what runs (`work`, a name that `executor/measuring` knows), at which sizes, and which point of
-which curve each of its passes is. Pure data: the planner makes cases of what it would price
-(planner/calibration/profile_cases.py), the profiler measures them (profiles/profiler), fits make
-curves of them.
+which curve each of its passes is. Pure data: the planner makes cases of the operators that it would
+price (planner/calibration/profile_cases.py), the profiler measures them (profiles/profiler), and
+fits make curves of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CasePass:
-    """One timed part of a case: its name (forward, backward, input_gradient, weight_gradient, or
-    time where there is one part), the curve that it is a point of, and the sizes there, in the
-    curve's own order; no curve where it is none's.
+    """One timed part of a case.
+
+    name   forward, backward, input_gradient, weight_gradient, or time where there is one part
+    curve  the curve that it is a point of, empty without one
+    sizes  the sizes of that point, in the curve's order
     """
 
     __pydantic_config__ = _FORBID
@@ -43,24 +45,21 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What tells it from every other case, also for people: `linear m=2048 n=6144 k=2048
-        bf16`.
-        """
+        """A name that tells the case from all others: `linear m=2048 n=6144 k=2048 bf16`."""
         return " ".join(
             (self.work, *(f"{name}={size}" for name, size in self.sizes), self.precision)
         )
 
     def size(self, name: str) -> int:
-        """The size of that name."""
         return dict(self.sizes)[name]
 
 
-class UnsupportedCase(Exception):  # noqa: N818  an outcome and no error, as the outcome is called
-    """This device, or the software on it, cannot do what a case asks; the message says what."""
+class UnsupportedCase(Exception):  # noqa: N818  an outcome, no error
+    """The device, or the software on it, cannot run a case; the message says what is missing."""
 
 
 class CaseOutcome(StrEnum):
-    """What came of a case. Only MEASURED has figures."""
+    """The outcome of a case. Only MEASURED has figures."""
 
     MEASURED = "measured"
     OUT_OF_MEMORY = "out_of_memory"
@@ -71,8 +70,10 @@ class CaseOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Microseconds of one pass: the median of `repeats`, and half of their interquartile range over
-    it (`spread`).
+    """The time of one pass.
+
+    median_us: the median microseconds of `repeats`
+    spread: half of their interquartile range over the median
     """
 
     __pydantic_config__ = _FORBID
@@ -86,11 +87,10 @@ class Timing:
 class CaseFigures:
     """Figures of one case: seconds by pass, and bytes.
 
-    saved_bytes      kept between the forward and the backward pass, parameters left out
+    saved_bytes      saved between the forward and the backward pass, without parameters
     workspace_bytes  most that a pass held beyond its inputs and results
-    figures          what is neither, by name with its unit: copied_bytes_per_s, granularity_bytes,
-                     ...
-    clock_mhz        of the device while it was measured, None where it does not say
+    figures          all others, by name with unit: copied_bytes_per_s, granularity_bytes, ...
+    clock_mhz        clock of the device during the measurement, None where it reports none
     """
 
     __pydantic_config__ = _FORBID
@@ -104,7 +104,7 @@ class CaseFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A case and what came of it; `detail` says why where there are no figures."""
+    """A case and its outcome; `detail` says why where there are no figures."""
 
     __pydantic_config__ = _FORBID
 

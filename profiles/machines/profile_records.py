@@ -1,11 +1,12 @@
-"""Records of a profile as lines of its file, and back: sizes by name, each pass with its curve, its
-place there and its time.
+"""Records of a profile as lines of its file, and back.
 
-{work: linear, sizes: {m: 2048, n: 6144, k: 2048, bias: 0}, passes: {forward: {curve: forward, at:
-[2048, 6144, 2048],
- time_us: 51.2, spread: 0.01, repeats: 20}, ...}, saved_bytes: 8388608, clock_mhz: 1410.0}
-{work: ..., sizes: ..., outcome: out_of_memory, detail: ..., passes: {forward: {curve: ..., at:
-...}}}
+A line has its sizes by name and each pass with its curve, its sizes there and its time.
+
+{work: linear, sizes: {m: 2048, n: 6144, k: 2048, bias: 0}, passes: {forward: {curve: forward,
+ at: [2048, 6144, 2048], time_us: 51.2, spread: 0.01, repeats: 20}, ...}, saved_bytes: 8388608,
+ clock_mhz: 1410.0}
+{work: ..., sizes: ..., outcome: out_of_memory, detail: ...,
+ passes: {forward: {curve: ..., at: ...}}}
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from parplan.profiles.machines.measurements import (
 )
 
 _FORBID = {"extra": "forbid"}
-TIME_DIGITS, SPREAD_DIGITS, FIGURE_DIGITS = 6, 3, 6
+TIME_DIGITS = 6
+SPREAD_DIGITS = 3
+FIGURE_DIGITS = 6
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -37,8 +40,9 @@ _Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Time:
-    """A pass: its curve and the sizes there, none where it is no curve's; no time where the case
-    was not measured.
+    """A pass: its curve, its sizes there, and its time.
+
+    A pass without a curve has no sizes, and a case that was not measured has no time.
     """
 
     __pydantic_config__ = _FORBID
@@ -52,7 +56,11 @@ class _Time:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """A record. `times` are of no pass of its case; precision: only where it is not the file's."""
+    """A record.
+
+    times: times that belong to no pass of the case
+    precision: only where it is not that of the file
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -75,16 +83,17 @@ class _Lines:
 
 
 def lines_of(records: Iterable[Record], precision: str | None) -> list[dict[str, Any]]:
-    """One document a record; empty values and the precision of the file are left out."""
+    """Returns one document for each record, without empty values and the precision of the file."""
     return [_line(record, precision) for record in records]
 
 
 def _line(record: Record, precision: str | None) -> dict[str, Any]:
-    case, measured = record.case, record.measured or CaseFigures()
+    case = record.case
+    measured = record.measured or CaseFigures()
     times = {name: _time(timing) for name, timing in measured.times.items()}
     passes: dict[str, dict[str, Any]] = {
-        one.name: {"curve": one.curve, "at": list(one.sizes)} | times.pop(one.name, {})
-        for one in case.passes
+        each.name: {"curve": each.curve, "at": list(each.sizes)} | times.pop(each.name, {})
+        for each in case.passes
     }
     body = {
         "work": case.work,
@@ -92,7 +101,7 @@ def _line(record: Record, precision: str | None) -> dict[str, Any]:
         "precision": None if case.precision == precision else case.precision,
         "outcome": None if record.outcome is CaseOutcome.MEASURED else record.outcome.value,
         "detail": record.detail,
-        "passes": {name: _filled(one) for name, one in passes.items()},
+        "passes": {name: _filled(each) for name, each in passes.items()},
         "times": times,
         "saved_bytes": measured.saved_bytes,
         "workspace_bytes": measured.workspace_bytes,
@@ -103,7 +112,7 @@ def _line(record: Record, precision: str | None) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | int:
-    """Whole figures without a decimal."""
+    """Returns a whole figure as an integer."""
     return int(value) if value == int(value) else value
 
 
@@ -116,25 +125,19 @@ def _time(timing: Timing) -> dict[str, Any]:
 
 
 def rounded_records(records: Iterable[Record]) -> tuple[Record, ...]:
-    """Records with times and figures to the digits that repeats can tell apart, as a file is to
-    keep them.
-    """
+    """Returns the records with times and figures in the digits that a file has."""
     return tuple(
         record
         if record.measured is None
-        else replace(
-            record,
-            measured=replace(
-                record.measured,
-                times={name: _rounded(timing) for name, timing in record.measured.times.items()},
-                figures={
-                    name: _digits(value, FIGURE_DIGITS)
-                    for name, value in record.measured.figures.items()
-                },
-            ),
-        )
+        else replace(record, measured=_rounded_figures(record.measured))
         for record in records
     )
+
+
+def _rounded_figures(measured: CaseFigures) -> CaseFigures:
+    figures = {name: _digits(value, FIGURE_DIGITS) for name, value in measured.figures.items()}
+    times = {name: _rounded(timing) for name, timing in measured.times.items()}
+    return replace(measured, times=times, figures=figures)
 
 
 def _rounded(timing: Timing) -> Timing:
@@ -146,38 +149,42 @@ def _rounded(timing: Timing) -> Timing:
 
 
 def _digits(value: float, digits: int) -> float:
-    """Whole numbers, which are counts of bytes, stay as they are."""
+    """Returns a value in `digits` digits, but whole numbers, which are bytes, unchanged."""
     return value if value == int(value) else float(f"{value:.{digits}g}")
 
 
 def records_of_lines(lines: object, precision: str | None, where: str) -> tuple[Record, ...]:
-    """The records that documents describe. Raises ConfigError with `where` and the key's path."""
-    found = parse(_Lines, {"records": lines}, where).records
+    """Returns the records that documents describe.
+
+    Raises ConfigError with `where` and the key's path.
+    """
+    parsed = parse(_Lines, {"records": lines}, where).records
     return tuple(
-        _record(line, precision, f"{where}: records.{index}") for index, line in enumerate(found)
+        _record(line, precision, f"{where}: records.{index}") for index, line in enumerate(parsed)
     )
 
 
 def _record(line: _Line, precision: str | None, where: str) -> Record:
-    own = line.precision or precision
-    if own is None:
+    case_precision = line.precision or precision
+    if case_precision is None:
         raise ConfigError(
             f"{where}: precision is missing, here and of the whole file", hint="add precision"
         )
     case = Case(
         work=line.work,
         sizes=tuple(line.sizes.items()),
-        precision=own,
+        precision=case_precision,
         passes=tuple(
-            CasePass(name=name, curve=one.curve, sizes=one.at) for name, one in line.passes.items()
+            CasePass(name=name, curve=each.curve, sizes=each.at)
+            for name, each in line.passes.items()
         ),
     )
     if line.outcome is not CaseOutcome.MEASURED:
         return Record(case=case, outcome=line.outcome, detail=line.detail)
     times = {
-        name: _timing(one, f"{where}.{name}")
-        for name, one in {**line.passes, **line.times}.items()
-        if one.time_us is not None
+        name: _timing(time, f"{where}.{name}")
+        for name, time in {**line.passes, **line.times}.items()
+        if time.time_us is not None
     }
     measured = CaseFigures(
         times=times,
@@ -189,14 +196,14 @@ def _record(line: _Line, precision: str | None, where: str) -> Record:
     return Record(case=case, outcome=line.outcome, measured=measured, detail=line.detail)
 
 
-def _timing(one: _Time, where: str) -> Timing:
-    if one.time_us is None or one.spread is None or one.repeats is None:
+def _timing(time: _Time, where: str) -> Timing:
+    if time.time_us is None or time.spread is None or time.repeats is None:
         raise ConfigError(
             f"{where}: a time without its spread or repeats", hint="add spread and repeats"
         )
-    return Timing(median_us=one.time_us, spread=one.spread, repeats=one.repeats)
+    return Timing(median_us=time.time_us, spread=time.spread, repeats=time.repeats)
 
 
 def lines_schema() -> dict[str, Any]:
-    """The JSON Schema of a file's records."""
+    """Returns the JSON Schema of a file's records."""
     return json_schema(_Lines)

@@ -1,5 +1,4 @@
-"""The profiles that ship, profiles/data/<device>.yaml, and a cluster with what is known of its
-speed.
+"""The profiles that ship, profiles/data/<device>.yaml, and a cluster with its speeds.
 
 `profiles/build/__main__.py` writes those files from public measurements. A device without a file
 gets the assumptions of `analytic_profile`, marked ANALYTIC throughout; it never gets another
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from parplan.profiles.documents.reader import read_yaml, yaml_of
+from parplan.profiles.documents.reader import parse_yaml, read_yaml
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import CollectiveCurve, FlashCurve, MatmulCurve, MemoryCurve
@@ -25,53 +24,52 @@ from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.provenance import Kind, Seconds
 
 LINK_TOLERANCE = 0.1  # datasheets round: 150 or 157 GB/s
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)  # of a device that may have a file
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)  # name of a device that may have a file
 
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """A cluster and what is known of its speed: the one argument of every price."""
+    """A cluster and its speeds: the one argument of every price."""
 
     cluster: Cluster
     profile: Profile
 
     def corrected(self, cause: str, seconds: Seconds) -> Seconds:
-        """A price as the cluster's own runs correct it, by its cause
-        (profiles/machines/calibration_factors.py).
+        """Returns a price as the cluster's own runs correct it, by its cause.
+
+        The causes are in profiles/machines/calibration_factors.py.
         """
         calibration = self.cluster.calibration
         return seconds if calibration is None else calibration.factor(cause).corrected(seconds)
 
     def launch_factor(self, cause: str) -> float:
-        """The same for what the host needs to launch the kernels of the forward or the backward
-        pass.
-        """
+        """Returns the factor of the host's time to launch the kernels of a pass, by its cause."""
         calibration = self.cluster.calibration
         return 1.0 if calibration is None else calibration.factor(cause).value
 
     @functools.cached_property
     def collective_curves(self) -> Mapping[str, tuple[CollectiveCurve, ...]]:
-        """The curves by collective, by rising number of ranks; none where the node's link is not
-        the one they hold for.
+        """The curves by collective, by rising number of ranks.
 
-        Where several groups were also measured at once, of each number of ranks the curve of most
-        at once, as a mesh runs them.
+        There are none where the node's link is not the one that they hold for. Where several groups
+        were also measured at once, each number of ranks has the curve of the most groups, as a mesh
+        runs them.
         """
-        found: dict[str, dict[int, CollectiveCurve]] = {}
+        curves: dict[str, dict[int, CollectiveCurve]] = {}
         for curve in sorted(self._curves_inside, key=lambda curve: (curve.ranks, curve.groups)):
-            found.setdefault(curve.collective, {})[curve.ranks] = curve
-        return {name: tuple(by_ranks.values()) for name, by_ranks in found.items()}
+            curves.setdefault(curve.collective, {})[curve.ranks] = curve
+        return {name: tuple(by_ranks.values()) for name, by_ranks in curves.items()}
 
     @functools.cached_property
     def placed_curves(self) -> Mapping[tuple[str, int, int, int], CollectiveCurve]:
-        """The curves that were measured on the machine itself, by collective, nodes, ranks per node
-        and groups at once.
+        """The curves that were measured on the machine itself.
+
+        The keys are collective, nodes, ranks per node and groups at once.
         """
         inter = self.profile.inter
         inside = self._curves_inside if self.profile.intra.kind is Kind.MEASURED else ()
-        across = (
-            inter.crossing if _near(self.cluster.node_bytes_per_s, inter.node_bytes_per_s) else ()
-        )
+        same_nics = _near(self.cluster.node_bytes_per_s, inter.node_bytes_per_s)
+        across = inter.crossing if same_nics else ()
         return {
             (curve.collective, curve.nodes, curve.ranks, curve.groups): curve
             for curve in (*inside, *across)
@@ -79,52 +77,47 @@ class Machine:
 
     @property
     def _curves_inside(self) -> tuple[CollectiveCurve, ...]:
-        """What was measured on the machine itself holds on its link, whatever the datasheet calls
-        it.
+        """The curves inside a node that hold on its link.
+
+        Curves that were measured on the machine itself always hold, whatever its datasheet says.
         """
         intra = self.profile.intra
-        own = self.cluster.profile is not None and intra.kind is Kind.MEASURED
-        return (
-            intra.curves
-            if own or _near(self.cluster.intra_node.bytes_per_s, intra.link_bytes_per_s)
-            else ()
-        )
+        measured_here = self.cluster.profile is not None and intra.kind is Kind.MEASURED
+        same_link = _near(self.cluster.intra_node.bytes_per_s, intra.link_bytes_per_s)
+        return intra.curves if measured_here or same_link else ()
 
 
 def _near(bytes_per_s: float, of_curves: float | None) -> bool:
-    """Whether a link is the one that curves were measured on."""
+    """Returns True if a link has the speed of the one that curves were measured on."""
     return of_curves is not None and abs(bytes_per_s / of_curves - 1) <= LINK_TOLERANCE
 
 
 def machine_for(
     cluster: Cluster, terms: Terms | None = None, *, without: str | None = None
 ) -> Machine:
-    """The cluster with its own profile, else with the shipped one of its device, else with the
-    analytic one.
+    """Returns the cluster with its own profile, else the shipped or the analytic one of its device.
 
-    terms: those of another fit than the shipped one; without: those of the fit that did not see the
-    source of that name
+    terms: the terms of another fit than the shipped one
+    without: a source; the terms are those of the fit that did not see it
     """
     if cluster.profile is not None:
         return Machine(cluster, cluster.profile)
-    name, terms = cluster.device.name, shipped_terms() if terms is None else terms
+    name = cluster.device.name
+    terms = shipped_terms() if terms is None else terms
     profile = shipped_profile(name) or analytic_profile(name)
     share = terms.nic_share(cluster.nic.name, without)
     if share is not None:
-        inter = profile.inter
-        profile = replace(
-            profile,
-            inter=replace(
-                inter, nic_share=share, point_to_point_share=min(share, inter.point_to_point_share)
-            ),
-        )
+        message_share = min(share, profile.inter.point_to_point_share)
+        inter = replace(profile.inter, nic_share=share, point_to_point_share=message_share)
+        profile = replace(profile, inter=inter)
     return Machine(cluster, profile)
 
 
 @functools.cache
 def shipped_profile(device_name: str) -> Profile | None:
-    """The profile in profiles/data/<device name>.yaml, or None. Raises ConfigError when the file is
-    malformed.
+    """Returns the profile in profiles/data/<device name>.yaml, or None.
+
+    Raises ConfigError when the file is malformed.
     """
     if not _NAME.fullmatch(device_name):
         return None
@@ -133,10 +126,11 @@ def shipped_profile(device_name: str) -> Profile | None:
 
 
 def read_profile(text: str, where: str) -> Profile:
-    """A profile from its YAML. Raises ConfigError with `where` and the key when something is
-    unknown or missing.
+    """Returns a profile from its YAML.
+
+    Raises ConfigError with `where` and the key when something is unknown or missing.
     """
-    return _profile(yaml_of(text, where), where)
+    return _profile(parse_yaml(text, where), where)
 
 
 def _profile(document: object, where: str) -> Profile:
@@ -148,12 +142,11 @@ def _profile(document: object, where: str) -> Profile:
     return parse(Profile, document, where)
 
 
-# What is assumed of a device that nobody measured: round figures near the fits that are shipped, on
-# its own datasheet.
+# the assumptions for a device without measurements: round figures near the shipped fits
 ASSUMED = (
     "assumed: round figures near those fitted on A100 and H100, of this device's own datasheet"
 )
-# forward, backward; un-fused cross entropy and embedding move many times their fewest bytes
+# forward, backward; un-fused cross entropy and embedding move many times the fewest bytes
 ASSUMED_SHARES = {
     "norm": (0.55, 0.45),
     "elementwise": (0.70, 0.75),
@@ -171,7 +164,7 @@ _POINT_TO_POINT_SHARE = 0.7
 
 
 def assumed_memory(share: float) -> MemoryCurve:
-    """A memory-bound curve that nobody fitted."""
+    """Returns a memory-bound curve with assumed constants."""
     return MemoryCurve(
         launch_s=_LAUNCH_S, kind=Kind.ANALYTIC, source=ASSUMED, bandwidth_share=share
     )
@@ -220,8 +213,9 @@ def _assumed_compute() -> Compute:
 
 @functools.cache
 def analytic_profile(device_name: str) -> Profile:
-    """Assumed shares of the datasheet for a device without measurements, marked ANALYTIC
-    throughout.
+    """Returns assumed shares of the datasheet for a device without measurements.
+
+    They are marked ANALYTIC throughout.
     """
     return Profile(
         name=device_name,

@@ -1,6 +1,4 @@
-"""What is known of the speed of one device and of its node: fitted curves, and how much of a link
-collectives reach.
-"""
+"""Speeds of one device and its node: fitted curves, and shares of links that collectives reach."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class PassCurves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashSpeed:
-    """Speed of a fused attention kernel relative to the one that the device's flash curves are
-    of.
-    """
+    """Speed of a fused attention kernel relative to the kernel of the device's flash curves."""
 
     __pydantic_config__ = _FORBID
 
@@ -42,15 +38,17 @@ SAME_SPEED = FlashSpeed(forward=1.0, backward=1.0, source="the kernel of the cur
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compute:
-    """Every curve of one device. `batched` are the products of un-fused attention.
+    """Every curve of one device.
 
-    flash_kernels: relative speeds of fused attention kernels other than the one of the flash curves
+    The curves `batched_*` are those of the products of un-fused attention.
 
-    Of a machine's own profile:
-    named           curves of single operations bound by memory (gelu, rms_norm, ...), instead of
-                    their class's (elementwise, norm)
-    dropped_flash   fused attention with dropout, which some devices run with another kernel:
-                    forward, backward
+    flash_kernels: relative speeds of fused attention kernels other than that of the flash curves
+
+    Only in a user's own profile:
+    named          curves of single operations bound by memory (gelu, rms_norm, ...), used instead
+                   of the curve of their class (elementwise, norm)
+    dropped_flash  fused attention with dropout, which some devices run with another kernel:
+                   forward, backward
     """
 
     __pydantic_config__ = _FORBID
@@ -75,17 +73,18 @@ class Compute:
     dropped_flash: tuple[FlashCurve, FlashCurve] | None = None
 
     def flash_speed(self, kernel: FlashKernel) -> FlashSpeed:
-        """How fast `kernel` is beside the kernel of the flash curves."""
+        """Returns the speed of `kernel` relative to the kernel of the flash curves."""
         return self.flash_kernels.get(kernel, SAME_SPEED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Intra:
-    """Between the GPUs of a node. The curves hold where the link runs at `link_bytes_per_s`; no
-    other node uses them.
+    """Speeds between the GPUs of a node.
 
-    kind: MEASURED where the curves' knots were measured on the machine itself
-    link_share: share of the link's bandwidth that a ring reaches where no curve holds
+    The curves hold where the link runs at `link_bytes_per_s`; other nodes do not use them.
+
+    kind        MEASURED where the curves' knots were measured on the machine itself
+    link_share  share of the link's bandwidth that a ring reaches where no curve holds
     """
 
     __pydantic_config__ = _FORBID
@@ -100,11 +99,11 @@ class Intra:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inter:
-    """Between nodes: the shares of the NICs' bandwidth that collectives and single messages reach.
+    """Speeds between nodes: shares of the NICs' bandwidth that collectives and messages reach.
 
-    Of a machine's own profile:
-    crossing          curves of groups across nodes, with knots that were measured
-    node_bytes_per_s  of all NICs of a node together, where these curves hold
+    Only in a user's own profile:
+    crossing          curves of groups across nodes, with measured knots
+    node_bytes_per_s  bandwidth of all NICs of a node together, at which these curves hold
     """
 
     __pydantic_config__ = _FORBID
@@ -119,8 +118,10 @@ class Inter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """Seconds of the host for one layer: `layer_s`, and `byte_s` for every byte of its parameters
-    on the rank.
+    """Seconds of the host for one layer.
+
+    layer_s: seconds for each layer
+    byte_s: seconds for each byte of the layer's parameters on the rank
     """
 
     __pydantic_config__ = _FORBID
@@ -134,23 +135,24 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InStep:
-    """What a step adds to its operators' own times, measured on whole layers as `stack` runs them,
-    for which alone it holds.
+    """Costs of a step beyond its operators' own times, measured on whole layers.
 
-    kernel_slowdown     by what factor kernels take longer in a layer than alone
-    forward_s           seconds of the host for one operator of the graph in the forward pass;
-                        backward_s in the backward pass
-    host_adds           whether these add to the operator's time (the host is the device), or bound
-                        it (the host launches ahead)
+    They hold for `stack` alone, the software that ran the layers.
 
-    What layouts add, where the host's seconds do, beside what they send:
-    divided_forward_s   for one operator that tensor parallelism divides; divided_backward_s in the
-                        backward pass
-    split_s             for one launch of a backward pass, where it is in two parts
+    kernel_slowdown  factor by which kernels take longer in a layer than alone
+    forward_s        seconds of the host for one operator of the graph in the forward pass
+    backward_s       the same in the backward pass
+    host_adds        True if these add to the operator's time (the host is the device), else
+                     they bound it (the host launches ahead)
+
+    Costs of layouts beside their messages, where the host's seconds add to an operator's time:
+    divided_forward_s   for one operator that tensor parallelism divides, in the forward pass
+    divided_backward_s  the same in the backward pass
+    split_s             for one launch of a backward pass that is split into two parts
     action_s            for one action of a pipeline's schedule: a forward or a backward pass of a
                         stage
-    gather, reduce      of a layer that ZeRO shards: hooks, and copies into and out of buffers
-    update              of a layer whose parameters are DTensors, by ZeRO or by tensor parallelism
+    gather, reduce      for a layer that ZeRO shards: hooks, and copies into and out of buffers
+    update              for a layer whose parameters are DTensors, by ZeRO or by tensor parallelism
     """
 
     __pydantic_config__ = _FORBID
@@ -172,9 +174,10 @@ class InStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpeed:
-    """What was measured between one device and its host: copies from and to pinned memory, and Adam
-    in one process on the host, in the bytes that its price counts (costmodels/host/offload.py).
-    None where nothing measured it.
+    """Speeds measured between one device and its host, None where not measured.
+
+    The copies are from and to pinned memory; Adam runs in one process on the host, in the bytes
+    that its price counts (costmodels/host/offload.py).
     """
 
     __pydantic_config__ = _FORBID
@@ -188,8 +191,8 @@ class HostSpeed:
 class Profile:
     """The fitted constants of one device and its node. `name` is that of the device.
 
-    Of a machine's own profile: `in_step`, `host`, and `contention`, what a second of communication
-    costs the compute that it runs under.
+    Only in a user's own profile: `in_step`, `host`, and `contention`, the seconds that a second of
+    communication costs the compute that it runs under.
     """
 
     __pydantic_config__ = _FORBID

@@ -1,9 +1,8 @@
-"""The fitted terms of stacks and networks, with their bounds, what they were fitted on, and their
-values without each source.
+"""Fitted terms of stacks and networks, with bounds, sources, and values fitted without each source.
 
 `profiles/data/terms.yaml` is written by `python -m parplan.planner.validation.term_fit` from a
-table of measured steps. A stack's file in `configs/stacks` holds what can be read in its code; this
-one what cannot.
+table of measured steps. A stack's file in `configs/stacks` has the facts that can be read in its
+code, this file the terms that cannot.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One fitted constant: `value` within `low` and `high`, fitted to `rows` rows of the sources
-    `fitted_on`.
+    """One fitted constant: `value` within `low` and `high`, fitted to `rows` rows of `fitted_on`.
 
-    without: source -> the value of a fit that did not see it, for predictions of that source's own
-    rows
+    without: source -> the value of a fit that did not see it, for predictions of that source's rows
     """
 
     __pydantic_config__ = _FORBID
@@ -41,18 +38,19 @@ class Term:
     without: Mapping[str, float] = field(default_factory=dict)
 
     def seen_without(self, source: str | None) -> float:
-        """The value, or that of the fit without `source`."""
+        """Returns the value, or that of the fit without `source`."""
         return self.value if source is None else self.without.get(source, self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residuals:
-    """How far measurements were from predictions whose fit had not seen them (measured / predicted
-    - 1, a fraction).
+    """Deviations of measurements from predictions whose fit had not seen them.
 
-    time_band, memory_band   eight in ten of the rows were within +- this of their prediction
-    memory_margin            share of a device that, added to the prediction, covers 99 in 100 rows,
-                             those that ran out of memory too; at least LEAST_MARGIN
+    A deviation is measured / predicted - 1, a fraction.
+
+    time_band, memory_band  eight in ten of the rows were within +- this of their prediction
+    memory_margin           share of a device that, added to the prediction, covers 99 in 100 rows,
+                            including rows that ran out of memory; at least LEAST_MARGIN
     """
 
     __pydantic_config__ = _FORBID
@@ -64,11 +62,10 @@ class Residuals:
     memory_margin: float
 
 
-EVERY_STACK = "all"  # the residuals of all rows: what holds for a stack with too few of its own
+EVERY_STACK = "all"  # the key of the residuals of all rows, used for a stack with too few rows
 FEWEST_ROWS = 10
-LEAST_MARGIN = (
-    0.04  # of a device: most rows tell what is allocated, and nothing of fragmentation; assumed
-)
+# share of a device; assumed, since most rows tell allocated bytes and nothing of fragmentation
+LEAST_MARGIN = 0.04
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,40 +79,42 @@ class Terms:
     residuals: Mapping[str, Residuals] = field(default_factory=dict)
 
     def residuals_of(self, stack_name: str) -> Residuals:
-        """The residuals of predictions for a stack; each part that rests on fewer than 10 rows is
-        that of all stacks.
+        """Returns the residuals of predictions for a stack.
+
+        Each part that rests on fewer than 10 rows is that of all stacks.
         """
-        time, memory = (
-            self.residuals[self.time_stack(stack_name)],
-            self.residuals[self.memory_stack(stack_name)],
-        )
+        time = self.residuals[self.time_stack(stack_name)]
+        memory = self.residuals[self.memory_stack(stack_name)]
         return replace(memory, time_rows=time.time_rows, time_band=time.time_band)
 
     def time_stack(self, stack_name: str) -> str:
-        """Whose measured step times a stack's residuals rest on: its own, or EVERY_STACK where it
-        has fewer than 10.
+        """Returns the stack whose measured step times a stack's residuals rest on.
+
+        It is EVERY_STACK for a stack with fewer than 10.
         """
-        own = self.residuals.get(stack_name)
-        return stack_name if own and own.time_rows >= FEWEST_ROWS else EVERY_STACK
+        residuals = self.residuals.get(stack_name)
+        enough = residuals and residuals.time_rows >= FEWEST_ROWS
+        return stack_name if enough else EVERY_STACK
 
     def memory_stack(self, stack_name: str) -> str:
-        """Whose measured memories a stack's residuals rest on: its own, or EVERY_STACK where it has
-        fewer than 10.
+        """Returns the stack whose measured memories a stack's residuals rest on.
+
+        It is EVERY_STACK for a stack with fewer than 10.
         """
-        own = self.residuals.get(stack_name)
-        return stack_name if own and own.memory_rows >= FEWEST_ROWS else EVERY_STACK
+        residuals = self.residuals.get(stack_name)
+        enough = residuals and residuals.memory_rows >= FEWEST_ROWS
+        return stack_name if enough else EVERY_STACK
 
     def of_stack(self, stack: Stack, without: str | None = None) -> Stack:
-        """The stack with its fitted terms, or with those of a fit that did not see the source
-        `without`.
-        """
-        found = self.stacks.get(stack.terms_of or stack.name, {})
-        values: dict[str, Any] = {name: term.seen_without(without) for name, term in found.items()}
+        """Returns the stack with its fitted terms, or those fitted without the source `without`."""
+        terms = self.stacks.get(stack.terms_of or stack.name, {})
+        values: dict[str, Any] = {name: term.seen_without(without) for name, term in terms.items()}
         return replace(stack, **values)
 
     def nic_share(self, nic_name: str, without: str | None = None) -> float | None:
-        """What share of a NIC's bandwidth NCCL reaches on that network; None where nothing was
-        fitted.
+        """Returns the share of a NIC's bandwidth that NCCL reaches on that network.
+
+        It is None for a network without a fit.
         """
         term = self.links.get(nic_name, {}).get("nic_share")
         return None if term is None else term.seen_without(without)
@@ -123,6 +122,6 @@ class Terms:
 
 @functools.cache
 def shipped_terms() -> Terms:
-    """The terms in profiles/data/terms.yaml. Raises ConfigError when the file is malformed."""
+    """Returns the terms in profiles/data/terms.yaml. Raises ConfigError for a malformed file."""
     path = resources.files("parplan.profiles") / "data" / "terms.yaml"
     return parse(Terms, read_yaml(path, path.name), path.name)

@@ -1,10 +1,9 @@
-"""The hardware profile of a user's own: a YAML file with what was measured on a machine, and what
-its runs say of its prices.
+"""A user's own hardware profile: a YAML file with measurements of a machine and of runs on it.
 
-`plan profile` writes what it measured and the curves that it fitted to it; `plan calibrate`
-factors. `plan --profile FILE` reads both. Factors are relative to the prices that were there when
-they were made: `fingerprint` is of those, so that they are not laid over others unnoticed. A
-curve's points are those of the records and written once, there
+`plan profile` writes its measurements and the curves fitted to them, `plan calibrate` writes
+factors, and `plan --profile FILE` reads both. Factors are relative to the prices of the time when
+they were made, and `fingerprint` identifies those prices, so that the factors are not laid over
+others unnoticed. A curve's points are those of the records and written once, there
 (profiles/machines/profile_records.py).
 """
 
@@ -18,13 +17,13 @@ from typing import Any
 
 import yaml
 
-from parplan.profiles.catalog import cluster_from_document, cluster_schema
 from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import Hints, read_yaml
 from parplan.profiles.documents.schema import document, json_schema, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.calibration_factors import Calibration
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import cluster_from_document, cluster_schema
 from parplan.profiles.machines.measured_points import DROPPED_FLASH, points_of
 from parplan.profiles.machines.measurements import Record
 from parplan.profiles.machines.profile_records import lines_of, lines_schema, records_of_lines
@@ -36,11 +35,13 @@ PROFILE_VERSION = 2
 FINGERPRINT_DIGITS = 16
 _FORBID = {"extra": "forbid"}
 _HEADER = (
-    "# A machine's own profile: plan --profile FILE. Times in s or us, sizes in bytes, as the keys say; spread: half of the\n"
-    "# interquartile range over the median. Each record is what was measured of one case, or why it was not.\n"
+    "# A machine's own profile: plan --profile FILE. Times in s or us, sizes in bytes, as "
+    "the keys say; spread: half of the\n"
+    "# interquartile range over the median. Each record is what was measured of one case, or "
+    "why it was not.\n"
 )
 _MADE_BY = "make one with: plan profile -o FILE, or of runs with: plan calibrate run.json -o FILE"
-_FACTS = {  # figure of a record -> the field that it is
+_FACTS = {  # figure of a record -> field of the profile
     "reserved_share": "allocator_share",
     "context_bytes": "context_bytes",
     "buffer_bytes": "communicator_bytes",
@@ -50,10 +51,12 @@ _FACTS = {  # figure of a record -> the field that it is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledRun:
-    """One run that a profile was made from: the fingerprint of its file, its date, its step as it
-    was and as it is priced.
+    """One run that a profile was made from.
 
-    mesh: for people to read; priced_s: before the calibration, calibrated_s: with it
+    fingerprint   fingerprint of the file of the run
+    mesh          for people to read
+    priced_s      the price of its step before the calibration
+    calibrated_s  the price of its step with the calibration
     """
 
     __pydantic_config__ = _FORBID
@@ -69,15 +72,18 @@ class ProfiledRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileEnvironment:
-    """What a profile was measured on, without names of hosts, paths or numbers of single parts.
-    None: not known.
+    """The machine and the software of a profile, without names of hosts, paths or serial numbers.
 
-    device              as torch calls it; `cpu` for the host itself, whose devices are its cores
-    memory_bytes        of one device
-    sm_clock_mhz, memory_clock_mhz      when it was asked; max_: the highest that the device takes
-    gpu_links           how many pairs of GPUs have a link of that kind, as nvidia-smi names kinds:
-                        {NV18: 28}
-    nic_links           the same of pairs of a GPU and a NIC
+    A field is None where it is not known.
+
+    device                          torch's name of it; `cpu` for the host itself, whose devices are
+                                    its cores
+    memory_bytes                    memory of one device
+    sm_clock_mhz, memory_clock_mhz  at the time of the question; max_: the highest that the device
+                                    takes
+    gpu_links                       number of pairs of GPUs with a link of each kind, as nvidia-smi
+                                    names kinds: {NV18: 28}
+    nic_links                       the same of pairs of a GPU and a NIC
     """
 
     __pydantic_config__ = _FORBID
@@ -108,20 +114,21 @@ class ProfileEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserProfile:
-    """What one file holds. Of `plan calibrate`: fingerprint, calibration and runs; of `plan
-    profile`: the rest.
+    """The content of one file.
 
-    fingerprint         of the prices that the calibration is relative to
-    precision           of the tensors that were measured
-    environment         what it was measured on and when
-    allocator_share     what the caching allocator held beyond what was allocated, over that; None
-                        where nothing measured it
-    context_bytes       what a process takes of the device before it has any tensor
-    communicator_bytes  what one communicator takes of it
-    granularity_bytes   what the allocator rounds a tensor up to
+    `plan calibrate` writes fingerprint, calibration and runs, `plan profile` all other fields.
+
+    fingerprint         fingerprint of the prices that the calibration is relative to
+    precision           precision of the measured tensors
+    environment         the machine, the software and the date of the measurements
+    allocator_share     bytes that the caching allocator held beyond the allocated ones, over the
+                        allocated ones; None where nothing measured it
+    context_bytes       bytes of the device that a process takes before it has any tensor
+    communicator_bytes  bytes of the device that one communicator takes
+    granularity_bytes   bytes whose multiple the allocator rounds a tensor up to
     cluster             the machine, as in configs/clusters
     profile             the curves; their points are those of the records, where there are records
-    records             everything that was tried, with what came of it
+    records             all cases that were tried, with their outcomes
     """
 
     __pydantic_config__ = _FORBID
@@ -143,27 +150,28 @@ class UserProfile:
 
 
 def digest(text: str) -> str:
-    """A short fingerprint of a text."""
+    """Returns a short fingerprint of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 
 def prices_fingerprint(cluster: Cluster, stack: Stack) -> str:
-    """Of the constants that factors are relative to: the device's datasheet, its profile, its
-    links, and the stack.
+    """Returns the fingerprint of the constants that factors are relative to.
 
-    Not of the stack's name, its memory, nor of how many nodes there are.
+    They are the device's datasheet, its profile, its links and the speeds of the stack. The stack's
+    name, its memory and the number of nodes do not count.
     """
     machine = machine_for(replace(cluster, calibration=None))
     pace = (stack.kernel_slowdown, stack.host_operator_s, stack.transfer_share)
     curves = document(machine.profile)
-    del curves["host"]  # no factor is of offload
+    del curves["host"]  # no factor is for offload
     parts = (cluster.device, cluster.intra_node.bytes_per_s, cluster.nic.bytes_per_s, curves, pace)
     return digest(repr(parts))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Lists of numbers and words in one line, all else in blocks; a text of several lines stays
-    one.
+    """A dumper that writes lists of numbers and words in one line, and all else in blocks.
+
+    A text of several lines is one quoted text.
     """
 
 
@@ -183,7 +191,7 @@ _Dumper.add_representer(str, _text)
 
 
 def profile_to_yaml(profile: UserProfile) -> str:
-    """The file's text: each record is one line."""
+    """Returns the file's text: each record is one line."""
     body = profile_to_document(profile)
     records = body.pop("records", [])
     text = _HEADER + yaml.dump(body, Dumper=_Dumper, sort_keys=False, width=120)
@@ -197,7 +205,7 @@ def profile_to_yaml(profile: UserProfile) -> str:
 
 
 def profile_to_document(profile: UserProfile) -> dict[str, Any]:
-    """The file's content as plain values; what is None or empty is left out."""
+    """Returns the file's content as plain values, without empty ones."""
     body = document(replace(profile, cluster=None, records=()))
     if profile.profile is not None:
         _leave_out_points(body["profile"]["compute"], profile.records)
@@ -213,8 +221,9 @@ def profile_to_document(profile: UserProfile) -> dict[str, Any]:
 
 
 def _filled(value: Any) -> Any:
-    """Without what is None or empty, which is so by default; `points` stay where they are written
-    at all.
+    """Returns the value without None and empty parts, which are the defaults.
+
+    `points` stay even where they are empty.
     """
     if not isinstance(value, dict):
         return [_filled(item) for item in value] if isinstance(value, list) else value
@@ -226,7 +235,7 @@ def _filled(value: Any) -> Any:
 
 
 def _leave_out_points(compute: Mapping[str, Any], records: tuple[Record, ...]) -> None:
-    """Takes from the document of curves the points that the records have."""
+    """Removes from the document of curves the points that the records have."""
     points = points_of(records)
     for name, curve in _curve_documents(compute):
         if curve["points"] == [list(point) for point in points.get(name, ())]:
@@ -234,14 +243,16 @@ def _leave_out_points(compute: Mapping[str, Any], records: tuple[Record, ...]) -
 
 
 def _curve_documents(compute: object) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The documents of curves by the names of
-    `parplan.profiles.machines.measured_points.curves_of`; whatever is no mapping is passed over.
+    """Yields the documents of curves with the names of `measured_points.curves_of`.
+
+    It skips all values that are not mappings.
     """
     body = compute if isinstance(compute, dict) else {}
     named, dropped = body.get("named"), body.get("dropped_flash")
-    found = dict(body) | (named if isinstance(named, dict) else {})
-    found |= dict(zip(DROPPED_FLASH, dropped, strict=False)) if isinstance(dropped, list) else {}
-    for name, value in found.items():
+    documents = dict(body) | (named if isinstance(named, dict) else {})
+    if isinstance(dropped, list):
+        documents |= dict(zip(DROPPED_FLASH, dropped, strict=False))
+    for name, value in documents.items():
         if not isinstance(value, dict) or name in ("named", "flash_kernels"):
             continue
         if "kind" in value:
@@ -253,20 +264,23 @@ def _curve_documents(compute: object) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def write_profile(profile: UserProfile, path: Path) -> None:
-    """Write the file whole or not at all. Raises ConfigError."""
+    """Writes the file whole or not at all. Raises ConfigError."""
     write_text(profile_to_yaml(profile), path, hint="choose another file with -o")
 
 
 def read_profile(path: Path) -> UserProfile:
-    """The profile in a file. Raises ConfigError: not readable, not YAML, another version, unknown
-    or missing keys.
+    """Returns the profile in a file.
+
+    Raises ConfigError: not readable, not YAML, another version, unknown or missing keys.
     """
     body = read_yaml(path, hints=Hints(_MADE_BY, "make the profile again"))
-    found = body.get("profile_version") if isinstance(body, dict) else None
-    if found != PROFILE_VERSION:
+    version = body.get("profile_version") if isinstance(body, dict) else None
+    if version != PROFILE_VERSION:
+        stated = "missing" if version is None else repr(version)
         raise ConfigError(
-            f"{path}: profile_version is {'missing' if found is None else repr(found)}, this parplan reads {PROFILE_VERSION}",
-            hint="--profile takes a file of plan profile or plan calibrate: make it again with this version",
+            f"{path}: profile_version is {stated}, this parplan reads {PROFILE_VERSION}",
+            hint="--profile takes a file of plan profile or plan calibrate: make it again with "
+            "this version",
         )
     return _from_document(body, str(path))
 
@@ -289,35 +303,35 @@ def _from_document(body: Mapping[str, Any], where: str) -> UserProfile:
 
 
 def with_memory_facts(profile: UserProfile) -> UserProfile:
-    """The profile with what its records say of memory: the figures of the allocator, and of the
-    largest communicator.
+    """Returns the profile with the memory figures of its records.
+
+    They are those of the allocator and of the largest communicator.
     """
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for record in profile.records:
         for name, value in (record.measured.figures if record.measured else {}).items():
             if name in _FACTS:
                 fact = _FACTS[name]
-                found[fact] = max(
-                    found.get(fact, 0), round(value) if fact.endswith("_bytes") else value
-                )
-    return replace(profile, **found)
+                figure = round(value) if fact.endswith("_bytes") else value
+                facts[fact] = max(facts.get(fact, 0), figure)
+    return replace(profile, **facts)
 
 
 def merged(old: UserProfile, new: UserProfile) -> UserProfile:
-    """A profile with what another session on the same machine measured; a case that both have is
-    the new one's.
+    """Returns a profile with the measurements of another session on the same machine.
 
-    The curves are the new ones, if any, and to be fitted again to all records. Raises ConfigError:
-    another device, precision or major version of torch.
+    A case that both have is the new session's. The curves are the new ones, if any, and have to be
+    fitted again to all records. Raises ConfigError: another device, precision or major version of
+    torch.
     """
-    for what, there, here in (
+    for what, before, now in (
         ("device", old.device, new.device),
         ("precision", old.precision, new.precision),
         ("torch", _torch_major(old), _torch_major(new)),
     ):
-        if there is not None and here is not None and there != here:
+        if before is not None and now is not None and before != now:
             raise ConfigError(
-                f"the file was measured with {what} {there}, this session with {here}",
+                f"the file was measured with {what} {before}, this session with {now}",
                 hint="write another file with -o",
             )
     records = {record.case.key: record for record in (*old.records, *new.records)}
@@ -334,18 +348,21 @@ def _torch_major(profile: UserProfile) -> str | None:
 
 
 def profile_schema() -> dict[str, Any]:
-    """The JSON Schema of the file: records as its lines have them, the cluster as in a cluster
-    file.
+    """Returns the JSON Schema of the file.
+
+    Its records have the shape of their lines, and its cluster that of a cluster file.
     """
-    found, lines, cluster = json_schema(UserProfile), lines_schema(), cluster_schema()
-    definitions = found["$defs"] | lines["$defs"] | cluster.pop("$defs")
-    found["properties"] |= {
+    schema = json_schema(UserProfile)
+    lines = lines_schema()
+    cluster = cluster_schema()
+    definitions = schema["$defs"] | lines["$defs"] | cluster.pop("$defs")
+    schema["properties"] |= {
         "records": lines["properties"]["records"],
         "profile_version": {"const": PROFILE_VERSION},
         "cluster": {"$ref": "#/$defs/_ClusterDocument"},
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **found,
+        **schema,
         "$defs": definitions | {"_ClusterDocument": cluster},
     }

@@ -1,3 +1,1 @@
-"""The operator graph, the described families of models, and the sources of modules that are not
-described.
-"""
+"""The operator graph, the described families of models, and the sources of other modules."""

@@ -16,8 +16,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """What the members have in common; heads are as wide as they divide the hidden size, the
-    feed-forward network 4 times as it.
+    """The fields that all members have in common.
+
+    The heads divide the hidden size evenly, and the feed-forward network is 4 times as wide.
     """
 
     __pydantic_config__ = _FORBID
@@ -60,16 +61,15 @@ class _FamilyDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """Its members in the order of the file, smallest first; each is named `<family>-<member>`."""
+    """A family with its members, smallest first; a member is named `<family>-<member>`."""
 
     name: str
     members: tuple[ModelEntry, ...]
 
     def of_width(self, hidden_size: int, num_layers: int) -> ModelEntry:
-        """A model of the family's architecture that need not be a member: so many blocks of a
-        width.
+        """Returns a model of the family's architecture with the given width and number of blocks.
 
-        The heads are those of the member whose width is nearest. Raises ConfigError where they do
+        Its heads are those of the member whose width is nearest. Raises ConfigError where they do
         not divide the width.
         """
         nearest = min(self.members, key=lambda entry: abs(entry.spec.hidden_size - hidden_size))
@@ -80,7 +80,7 @@ class ModelFamily:
 
 
 def family_of(document: object, where: str) -> ModelFamily:
-    """The family that a file describes. Raises ConfigError with `where` and the key's path."""
+    """Returns the family that a file describes. Raises ConfigError with the key's path."""
     body = parse(_FamilyDocument, document, where)
     if not body.members:
         raise ConfigError(
@@ -90,14 +90,15 @@ def family_of(document: object, where: str) -> ModelFamily:
     for smaller, larger in pairwise(members):
         if _size(larger.spec) <= _size(smaller.spec):
             raise ConfigError(
-                f"{where}: members: {larger.spec.name} is not larger than {smaller.spec.name} before it",
+                f"{where}: members: {larger.spec.name} is not larger than {smaller.spec.name} "
+                "before it",
                 hint="order them by size",
             )
     return ModelFamily(name=body.name, members=members)
 
 
 def _size(spec: ModelSpec) -> int:
-    """What the parameters of the blocks grow with."""
+    """Returns a number in proportion to the parameters of the blocks."""
     return spec.num_layers * spec.hidden_size**2
 
 
@@ -123,7 +124,8 @@ def _resized(like: ModelEntry, name: str, shape: _Shape) -> ModelEntry:
 
 
 def _spec(name: str, shape: _Shape, where: str, **shared: Any) -> ModelSpec:
-    hidden, heads = shape.hidden_size, shape.num_heads
+    hidden = shape.hidden_size
+    heads = shape.num_heads
     if heads < 1 or hidden % heads:
         raise ConfigError(
             f"{where}: the hidden size {hidden} is not a multiple of the {heads} heads",

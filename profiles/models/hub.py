@@ -1,6 +1,4 @@
-"""The terms on which Hugging Face's libraries are used: no network unless it is asked for, and one
-error for what they refuse.
-"""
+"""Hugging Face's libraries: no network unless the user asks, one class for their errors."""
 
 from __future__ import annotations
 
@@ -12,29 +10,30 @@ from contextlib import contextmanager
 from parplan.profiles.errors import ConfigError, PlannerError
 
 _LONGEST_REASON = 400  # characters; transformers lists every model type that it knows
-_OFFLINE = "HF_HUB_OFFLINE"  # read when huggingface_hub is imported
+_OFFLINE = "HF_HUB_OFFLINE"  # huggingface_hub reads it when it is imported
 
 
 def stay_offline() -> None:
-    """Let no library fetch from the hub, in this process and those that it starts, and print
-    nothing beside our own errors.
+    """Keeps libraries from fetching from the hub, in this process and in those that it starts.
+
+    They print nothing beside our own errors.
     """
     os.environ.setdefault(_OFFLINE, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def allow_download() -> None:
-    """Undo `stay_offline`, where the user asked for a download."""
+    """Undoes `stay_offline`, where the user asked for a download."""
     os.environ[_OFFLINE] = "0"
 
 
 @contextmanager
 def hub_refusals(what: str, hint: str) -> Iterator[None]:
-    """A ConfigError of `what` for anything that the libraries raise: they check values late, each
-    model in its own way.
+    """Raises a ConfigError of `what` for any error of the libraries in the block.
 
-    Their errors share no class: validation has its own, models divide by zero or miss a key,
-    tokenizers raises bare `Exception`. Only calls of the libraries belong into the block.
+    The libraries check values late, each model in its own way, and their errors share no class:
+    validation has its own, models divide by zero or miss a key, tokenizers raises bare `Exception`.
+    Only calls of the libraries belong in the block.
     """
     try:
         yield
@@ -46,6 +45,5 @@ def hub_refusals(what: str, hint: str) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     text = textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" ...")
-    return (
-        text if " " in text else f"{type(error).__name__} {text}".rstrip()
-    )  # a KeyError says no more than the key
+    # the text of a KeyError is the key alone
+    return text if " " in text else f"{type(error).__name__} {text}".rstrip()

@@ -1,10 +1,9 @@
-"""Hugging Face `config.json` -> ModelEntry, for the families of `_FAMILIES`, those that the
-operator graph expresses.
+"""Hugging Face `config.json` -> ModelEntry, for the families that the operator graph expresses.
 
-What the file does not say follows the family's configuration class in transformers. Left out,
-because it changes no cost of the operator graph: the scaling of rotary positions and of embeddings,
-initialisation, token ids, which activation function it is. Attention windows shorter than the
-sequence are planned as full attention: an upper bound in time.
+A key that the file leaves out has the default of the family's configuration class in transformers.
+Left out, because it changes no cost of the operator graph: the scaling of rotary positions and of
+embeddings, initialisation, token ids, the choice of activation function. Attention windows shorter
+than the sequence are planned as full attention: an upper bound in time.
 """
 
 from __future__ import annotations
@@ -18,18 +17,20 @@ from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelEntry, ModelSpec, Norm, Positions
 
-# longer contexts are reached by a short last phase of a training, not by most of its steps
+# a training reaches longer contexts in a short last phase, not in most of its steps
 MAX_DEFAULT_SEQ_LENGTH = 8192
-DEFAULT_GLOBAL_BATCH_SIZE = (
-    512  # sequences: 4 M tokens at 8,192 a sequence, as Llama 3 starts (arXiv 2407.21783, 3.4.1)
-)
+# sequences: 4 M tokens at 8,192 a sequence, as Llama 3 starts (arXiv 2407.21783, 3.4.1)
+DEFAULT_GLOBAL_BATCH_SIZE = 512
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _EXPERT_FFN = ("moe_intermediate_size", "intermediate_size")
-_NOT_EVERY_BLOCK = ("n_shared_experts", "first_k_dense_replace")  # of other families of experts
+_NOT_EVERY_BLOCK = (
+    "n_shared_experts",
+    "first_k_dense_replace",
+)  # keys of other families of experts
 _FFN = ("intermediate_size", "n_inner", "ffn_dim")
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
 _EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
@@ -50,13 +51,13 @@ _RELU = ("relu",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What a model_type fixes, and the defaults of its configuration class for keys that a file may
-    leave out.
+    """The architecture of a model_type, and the defaults for keys that a file may leave out.
 
-    `qkv_bias` None: the key attention_bias decides (`attention_bias` where it is absent).
-    `extra_positions`: rows of the position table that no token of a sequence uses. `fixed`: keys
-    that would change the architecture, each with the only value that the graph expresses.
-    `dropout_key`: the key that `dropout` is the default of.
+    qkv_bias         None: the key attention_bias decides (`attention_bias` where it is absent)
+    extra_positions  rows of the position table that no token of a sequence uses
+    fixed            keys that would change the architecture, each with the only value that the
+                     graph expresses
+    dropout_key      the key whose default `dropout` is
     """
 
     norm: Norm
@@ -203,19 +204,21 @@ _FAMILIES = {
 
 
 def described(config: Mapping[str, Any]) -> bool:
-    """Whether the configuration names a family that the operator graph expresses; one that names
-    none is taken for a broken one.
+    """Returns True if the operator graph expresses the family that the configuration names.
+
+    A configuration without a family counts as a broken file of such a family.
     """
-    found = config.get("model_type")
-    return not isinstance(found, str) or found in _FAMILIES
+    model_type = config.get("model_type")
+    return not isinstance(model_type, str) or model_type in _FAMILIES
 
 
 def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
-    """The model of a Hugging Face configuration; sequences of its context, at most 8,192 tokens, in
-    batches of 512.
+    """Returns the model of a Hugging Face configuration.
 
-    Raises ConfigError with `where`: another model_type, a missing or wrong key, an architecture the
-    graph cannot express.
+    Its sequences have the length of the context, at most 8,192 tokens, and its batches have 512 of
+    them.
+    Raises ConfigError with `where`: an unknown model_type, a missing or wrong key, an architecture
+    that the graph cannot express.
     """
     reader = _Reader(config, where)
     family = _family(reader)
@@ -224,7 +227,10 @@ def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
         spec=spec,
         global_batch_size=DEFAULT_GLOBAL_BATCH_SIZE,
         seq_length=min(spec.max_seq_length - family.extra_positions, MAX_DEFAULT_SEQ_LENGTH),
-        source=f"Hugging Face configuration of a {config['model_type']} model; batch and sequence length are this reader's defaults",
+        source=(
+            f"Hugging Face configuration of a {config['model_type']} model; batch and "
+            "sequence length are this reader's defaults"
+        ),
     )
 
 
@@ -236,9 +242,7 @@ class _Reader:
         self.where = where
 
     def find(self, names: tuple[str, ...]) -> tuple[str, Any]:
-        """The first of `names` that is there, and its value; (the usual name, None) when none
-        is.
-        """
+        """Returns the first of `names` with a value, and the value; else the first and None."""
         return next(
             ((name, self.values[name]) for name in names if self.values.get(name) is not None),
             (names[0], None),
@@ -249,8 +253,8 @@ class _Reader:
         if value is None and default is not None:
             return default
         if value is None:
-            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
-            raise ConfigError(f"{self.where}: {name} is missing{others}", hint=f"add {name}")
+            aliases = f" (or {', '.join(names[1:])})" if names[1:] else ""
+            raise ConfigError(f"{self.where}: {name} is missing{aliases}", hint=f"add {name}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.wrong(name, value, "a positive integer")
         return value
@@ -272,8 +276,10 @@ class _Reader:
         return value
 
     def rotary(self) -> _Reader:
-        """Where the rotary settings are: at the top level, or inside `rope_parameters` as newer
-        transformers write them.
+        """Returns a reader of the rotary settings.
+
+        They are at the top level, or inside `rope_parameters` as newer versions of transformers
+        write them.
         """
         name, inner = self.find(("rope_parameters",))
         if inner is None:
@@ -289,21 +295,21 @@ class _Reader:
 
 
 def _family(reader: _Reader) -> _Family:
-    found = reader.find(("model_type",))[1]
+    model_type = reader.find(("model_type",))[1]
     supported = ", ".join(sorted(_FAMILIES))
-    if found is None:
+    if model_type is None:
         raise ConfigError(
             f"{reader.where}: model_type is missing (supported: {supported})",
             hint="give a Hugging Face config.json",
         )
-    if not isinstance(found, str):
-        raise reader.wrong("model_type", found, "a name")
-    if found not in _FAMILIES:
+    if not isinstance(model_type, str):
+        raise reader.wrong("model_type", model_type, "a name")
+    if model_type not in _FAMILIES:
         raise ConfigError(
-            f"{reader.where}: model_type is {found!r}, supported are {supported}",
+            f"{reader.where}: model_type is {model_type!r}, supported are {supported}",
             hint="describe the model in a YAML file, as those in configs/models",
         )
-    return _FAMILIES[found]
+    return _FAMILIES[model_type]
 
 
 def _spec(reader: _Reader, family: _Family) -> ModelSpec:
@@ -343,9 +349,7 @@ def _spec(reader: _Reader, family: _Family) -> ModelSpec:
 
 
 def _feed_forward(reader: _Reader, family: _Family, hidden: int) -> dict[str, int]:
-    """The width of the feed-forward network, or number and width of the experts, which every block
-    has.
-    """
+    """Returns the width of the feed-forward network, or number and width of the experts."""
     if not family.num_experts:
         return {"ffn_hidden_size": reader.integer(_FFN, None if family.gated_ffn else 4 * hidden)}
     for name in _NOT_EVERY_BLOCK:
@@ -372,7 +376,7 @@ def _head_dim(reader: _Reader, hidden: int, heads: int, default: int | None) -> 
 
 
 def _biases(reader: _Reader, family: _Family) -> tuple[bool, bool]:
-    """Whether the qkv product, and whether the other three linear layers of a block have a bias.
+    """Returns if the qkv product has a bias, and if the other three linear layers of a block do.
 
     attention_bias covers qkv and the attention output, so it must agree with the bias of the
     feed-forward layers.
@@ -383,31 +387,33 @@ def _biases(reader: _Reader, family: _Family) -> tuple[bool, bool]:
     attention = reader.flag("attention_bias", family.attention_bias)
     if attention != linear:
         raise ConfigError(
-            f"{reader.where}: attention_bias is {attention} and the feed-forward bias is {linear}: the operator graph has one flag for "
-            "the attention output and the feed-forward layers",
+            f"{reader.where}: attention_bias is {attention} and the feed-forward bias is {linear}: "
+            "the operator graph has one flag for the attention output and the feed-forward layers",
             hint="set attention_bias and mlp_bias alike",
         )
     return attention, linear
 
 
 def _check_activation(reader: _Reader, family: _Family) -> None:
-    name, found = reader.find(("hidden_act", "activation_function"))
-    if found is not None and found not in family.activations:
-        raise reader.wrong(name, found, f"one of {', '.join(family.activations)} in this family")
+    name, activation = reader.find(("hidden_act", "activation_function"))
+    if activation is not None and activation not in family.activations:
+        raise reader.wrong(
+            name, activation, f"one of {', '.join(family.activations)} in this family"
+        )
 
 
 def _check_fixed(reader: _Reader, family: _Family, hidden: int) -> None:
     """Raises ConfigError for a variant of the family that the operator graph does not have."""
-    for name, only in {**family.fixed, "word_embed_proj_dim": hidden}.items():
+    for name, needed in {**family.fixed, "word_embed_proj_dim": hidden}.items():
         value = reader.find((name,))[1]
-        if value is not None and value != only:
+        if value is not None and value != needed:
             raise reader.wrong(
-                name, value, f"{only}, the only one that the operator graph expresses"
+                name, value, f"{needed}, the only one that the operator graph expresses"
             )
 
 
 def _name(reader: _Reader) -> str:
-    """The name that the file was published under, else the folder it lies in, else the family."""
+    """Returns the published name of the model, else its folder's name, else its family."""
     published = str(reader.find(("_name_or_path",))[1] or "")
     return (
         PurePath(published).name

@@ -1,6 +1,4 @@
-"""Whose module a plan runs, where it is not the executor's own, and which tensor parallelism that
-module can have.
-"""
+"""The source of an external module, and the tensor parallelism that it can have."""
 
 from __future__ import annotations
 
@@ -12,17 +10,16 @@ from typing import Any
 from parplan.profiles.errors import ConfigError
 
 _FORBID = {"extra": "forbid"}
-_NAME = r"(?!__|\d)\w+"  # __class__ and its like are names of Python's own machinery
+_NAME = r"(?!__|\d)\w+"  # not __class__ and other names of Python's internals
 _FACTORY = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
 HUGGING_FACE = "huggingface"
-TENSOR_PARALLEL_FAMILIES = frozenset(
-    {"gpt_neox", "llama", "mistral", "qwen2", "starcoder2"}
-)  # by transformers' own plans
+# families with a tensor-parallel plan in transformers
+TENSOR_PARALLEL_FAMILIES = frozenset({"gpt_neox", "llama", "mistral", "qwen2", "starcoder2"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSource:
-    """Whose module the executor runs instead of its own, exactly one of:
+    """The source of a module that the executor runs instead of its own, exactly one of two.
 
     huggingface: all of a Hugging Face config.json, of which transformers makes the causal LM
     factory: package.module:function, which is called without arguments and returns the module
@@ -47,20 +44,16 @@ class ModuleSource:
     @property
     def text(self) -> str:
         """One phrase for a summary."""
-        return (
-            f"Hugging Face {self.huggingface.get('model_type')}"
-            if self.huggingface is not None
-            else str(self.factory)
-        )
+        if self.huggingface is not None:
+            return f"Hugging Face {self.huggingface.get('model_type')}"
+        return str(self.factory)
 
     @property
     def undivided(self) -> str | None:
-        """Why its layers cannot be divided over tensor-parallel ranks, or None."""
+        """The reason why tensor-parallel ranks cannot divide the layers, or None."""
         if self.huggingface is None:
             return "nothing says how the layers of a function's module could be divided"
         family = self.huggingface.get("model_type")
-        return (
-            None
-            if family in TENSOR_PARALLEL_FAMILIES
-            else f"no tensor-parallel plan is known for {family}"
-        )
+        if family in TENSOR_PARALLEL_FAMILIES:
+            return None
+        return f"no tensor-parallel plan is known for {family}"

@@ -1,10 +1,9 @@
-"""Whether a module that a plan file names may be imported: to import it runs its code, and a plan
-file may come from anyone.
+"""The check of a module that a plan file names, before its import runs code from anyone.
 
-Accepted are names that resolve in the current folder and in installed packages. Others, as those of
-the standard library and of folders that PYTHONPATH adds, need --trust-module. Only the outermost
-package is looked for, which imports nothing. A name on the command line is the user's own word and
-is not looked at here.
+Names that resolve in the current folder or in installed packages are accepted. Others, such as
+names of the standard library and of folders that PYTHONPATH adds, need --trust-module. Only the
+outermost package is located, which imports nothing. A name on the command line is the user's choice
+and is not checked here.
 """
 
 from __future__ import annotations
@@ -25,28 +24,24 @@ from urllib.parse import unquote, urlsplit
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 
-HERE, INSTALLED, STANDARD, ELSEWHERE = (
-    "the current folder",
-    "an installed package",
-    "the standard library",
-    "neither",
-)
+HERE = "the current folder"
+INSTALLED = "an installed package"
+STANDARD = "the standard library"
+ELSEWHERE = "neither"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a package would be imported from: a file or folder, and one of the four words for
-    it.
-    """
+    """The file or folder that a package would be imported from, and the word for its place."""
 
     path: str
     place: str
 
 
 def trusted_note(source: ModuleSource | None, plan_file: str, *, trust: bool) -> str | None:
-    """One line that says what the plan file imports from where; None where it imports nothing, or
-    where there is nothing of the name.
+    """Returns one line that says which code the plan file imports, and from where.
 
+    It is None where the plan file imports nothing, or where nothing has that name.
     Raises ConfigError for a name that resolves elsewhere than in the current folder and in
     installed packages, unless `trust`.
     """
@@ -56,23 +51,24 @@ def trusted_note(source: ModuleSource | None, plan_file: str, *, trust: bool) ->
     if origin is None:  # the import says what is missing
         return None
     if origin.place not in (HERE, INSTALLED) and not trust:
-        found = (
+        place = (
             f"in {STANDARD}"
             if origin.place == STANDARD
             else "outside of the current folder and of installed packages"
         )
         raise ConfigError(
-            f"{plan_file}: module: {source.factory} is {found} ({origin.path}), and a plan file runs only what is inside",
+            f"{plan_file}: module: {source.factory} is {place} ({origin.path}), and a "
+            "plan file runs only what is inside",
             hint="run from the folder that holds it, or add --trust-module if you trust that code",
         )
     return f"{plan_file} runs code: {source.factory}, imported from {origin.path}"
 
 
 def origin_of(package: str) -> Origin | None:
-    """Where the import of a dotted name would begin; None where there is no such name. Imports
-    nothing.
+    """Returns where the import of a dotted name would begin, None for an unknown name.
 
-    Folders without an __init__ are gone through, since one of that name may lie in several places.
+    Nothing is imported. A folder without an __init__ is passed through to the parts inside it,
+    since folders of one name may lie in several places.
     """
     spec, name = None, ""
     for part in package.split("."):
@@ -93,9 +89,9 @@ def origin_of(package: str) -> Origin | None:
 def _spec(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
     if name in sys.modules:
         module = sys.modules[name]
-        return (
-            None if module is None else module.__spec__ or ModuleSpec(name, None, origin="no file")
-        )  # __main__ may have none
+        if module is None:
+            return None
+        return module.__spec__ or ModuleSpec(name, None, origin="no file")  # __main__ has no spec
     if parent is None:
         return importlib.util.find_spec(name)
     return PathFinder.find_spec(name, list(parent.submodule_search_locations or ()))
@@ -121,16 +117,20 @@ def _inside(path: str, folders: Iterator[str] | tuple[str, ...]) -> bool:
 
 
 def _installed_folders() -> tuple[str, ...]:
-    """Where package managers of this interpreter and of its virtual environment install."""
-    own = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages())
-    return (*own, site.getusersitepackages()) if site.ENABLE_USER_SITE else own
+    """Returns the folders that package managers of this interpreter install into."""
+    folders = (
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        *site.getsitepackages(),
+    )
+    return (*folders, site.getusersitepackages()) if site.ENABLE_USER_SITE else folders
 
 
 def _editable_folders() -> Iterator[str]:
-    """The folders of packages that are installed as `pip install -e` does."""
+    """Yields the folders of packages that were installed by `pip install -e`."""
     for distribution in distributions(path=list(_installed_folders())):
         text = distribution.read_text("direct_url.json")
-        found = json.loads(text) if text else {}
-        url = urlsplit(found.get("url", ""))
-        if url.scheme == "file" and found.get("dir_info", {}).get("editable"):
+        origin = json.loads(text) if text else {}
+        url = urlsplit(origin.get("url", ""))
+        if url.scheme == "file" and origin.get("dir_info", {}).get("editable"):
             yield unquote(url.path)

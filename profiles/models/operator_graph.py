@@ -1,10 +1,8 @@
-"""The operator graph: what one layer computes, reads, keeps for the backward pass, and which dims
-it could be split along.
+"""The operator graph of a model: operators with their tensors, parameters and divisible dims.
 
 A model is a sequence of *layer classes* (embedding, block, head), each a networkx DAG of operators,
-repeated `count`
-times: identical layers are one class, never copies. Sizes are those of one micro-batch on an
-undivided model.
+repeated `count` times: identical layers are one class, never copies. Sizes are those of one
+micro-batch on an undivided model.
 """
 
 from __future__ import annotations
@@ -25,26 +23,24 @@ class OperatorKind(StrEnum):
     ELEMENTWISE = "elementwise"
     EMBEDDING = "embedding"
     CROSS_ENTROPY = "cross_entropy"
-    EXPERTS = "experts"  # a product by the matrix of each expert, of the tokens that chose it
-    DISPATCH = "dispatch"  # tokens to the ranks of their experts
-    COMBINE = "combine"  # and back, added up by weight
-    VIEW = "view"  # its input in another shape: no kernel
+    EXPERTS = "experts"  # tokens times the matrix of each expert that they chose
+    DISPATCH = "dispatch"  # sends tokens to the ranks of their experts
+    COMBINE = "combine"  # sends them back and adds them up by weight
+    VIEW = "view"  # its input in another shape, without a kernel
 
 
-PRODUCTS = (
-    OperatorKind.MATMUL,
-    OperatorKind.EXPERTS,
-)  # two gradients each, of the input and of the weight
-EXPERTS_DIM = "experts"  # of parameters: the dim that expert parallelism divides
+# products have two gradients, of the input and of the weight
+PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)
+EXPERTS_DIM = "experts"  # the dim of parameters that expert parallelism divides
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One index an operator runs over: `batch`, `sequence`, `hidden`, `heads`, `ffn`, `vocab`, ...
-    and its extent.
+    """One index that an operator runs over: `batch`, `sequence`, `hidden`, `heads`, `ffn`, `vocab`.
 
-    unit: how many neighbours stay together when the dim is divided, as the features of one group of
-    key-value heads
+    size: its extent
+    unit: how many neighbours stay together when the dim is divided, such as the features of one
+        group of key-value heads
     """
 
     name: str
@@ -54,8 +50,9 @@ class Dim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """An activation, by the dims it is laid out over; two tensors of one layer with the same name
-    are the same memory.
+    """An activation, with the dims that it is laid out over.
+
+    Two tensors of one layer with the same name are the same memory.
     """
 
     name: str
@@ -71,7 +68,7 @@ class Tensor:
         return self.num_elements * self.element_bytes
 
     def has(self, dim_name: str | None) -> bool:
-        """Whether the tensor is laid out over the dim of that name."""
+        """Returns True if the tensor is laid out over the dim of that name."""
         return any(dim.name == dim_name for dim in self.dims)
 
 
@@ -92,12 +89,12 @@ class Parameter:
         return math.prod(self.shape)
 
     def tensor_dim(self, dim_name: str | None) -> int | None:
-        """The position of the dim of that name in the shape, or None."""
+        """Returns the position of the dim of that name in the shape, or None."""
         return next((i for i, dim in enumerate(self.dims) if dim.name == dim_name), None)
 
     @property
     def of_experts(self) -> bool:
-        """Whether each expert has its own."""
+        """True if the parameter is one for each expert."""
         return self.tensor_dim(EXPERTS_DIM) is not None
 
 
@@ -105,17 +102,17 @@ class Parameter:
 class Operator:
     """One node of the graph.
 
-    dims           every index it runs over; a matmul does 2 * prod(dims) FLOPs
-    contracted     the dim a matmul sums over: splitting it leaves partial sums
-    parallel_dim   the dim tensor parallelism splits (heads, ffn, vocab); None: the operator has no
-                   such dim and is replicated over the tensor-parallel axis, or split along the
-                   sequence under sequence parallelism
-    saved          the activations its backward pass needs
-    undivided      dims that no mesh axis may split, each with the reason
-    flops_*        model FLOPs: causal attention counted in full (EQUATIONS K2, K4)
-    causal         attention only: the kernel may skip half of the scores
-    dropped        attention only: with dropout of the probabilities
-    gradient       whether it has a backward pass
+    dims          every index that it runs over; a matmul does 2 * prod(dims) FLOPs
+    contracted    the dim that a matmul sums over: dividing it leaves partial sums
+    parallel_dim  the dim that tensor parallelism divides (heads, ffn, vocab); None: the operator
+                  has no such dim and is replicated over the tensor-parallel axis, or divided along
+                  the sequence under sequence parallelism
+    saved         the activations that its backward pass needs
+    undivided     dims that no mesh axis may divide, each with the reason
+    flops_*       model FLOPs: causal attention counted in full (EQUATIONS K2, K4)
+    causal        attention only: the kernel may skip half of the scores
+    dropped       attention only: with dropout of the probabilities
+    gradient      True if it has a backward pass
     """
 
     name: str
@@ -136,15 +133,11 @@ class Operator:
 
     @property
     def function(self) -> str:
-        """The name without the module's and without the number behind: what a traced operator
-        calls.
-        """
+        """The function that a traced operator calls: its name without module and number."""
         return self.name.rpartition(".")[2].rstrip("0123456789").rstrip("_")
 
     def size(self, dim_name: str) -> int:
-        """The extent of the dim of that name. Raises KeyError when the operator does not run over
-        it.
-        """
+        """Returns the extent of the dim of that name. Raises KeyError."""
         for dim in self.dims:
             if dim.name == dim_name:
                 return dim.size
@@ -163,8 +156,9 @@ class LayerKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerClass:
-    """A layer that occurs `count` times in a row: a DAG whose nodes are operator names (attribute
-    `operator`).
+    """A layer that occurs `count` times in a row.
+
+    graph: a DAG whose nodes are operator names (attribute `operator`)
     """
 
     kind: LayerKind
@@ -173,11 +167,11 @@ class LayerClass:
 
     @cached_property
     def operators(self) -> tuple[Operator, ...]:
-        """The operators in a topological order (the order they were added in, which is one)."""
+        """The operators in a topological order, the one in which they were added."""
         return tuple(self.graph.nodes[name]["operator"] for name in self.graph.nodes)
 
     def operator(self, name: str) -> Operator:
-        """The operator of that name. Raises KeyError."""
+        """Returns the operator of that name. Raises KeyError."""
         operator: Operator = self.graph.nodes[name]["operator"]
         return operator
 
@@ -197,8 +191,9 @@ class LayerClass:
 
     @property
     def gradient_launches(self) -> int:
-        """How often the host launches an operator's backward pass: once, and twice for the two
-        gradients of a product.
+        """The number of launches of the layer's backward pass by the host.
+
+        Each operator has one launch, a product two, for its two gradients.
         """
         launched = [
             operator
@@ -223,9 +218,7 @@ class LayerClass:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGraph:
-    """The layer classes in the order of the forward pass, for one micro-batch of `micro_batch_size`
-    sequences.
-    """
+    """The layer classes in the order of the forward pass, for one micro-batch."""
 
     name: str
     micro_batch_size: int
@@ -256,7 +249,7 @@ class ModelGraph:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Those that one token passes: of the experts, the share that it chooses."""
+        """Parameters that one token passes: those of its chosen experts and all others."""
         idle = sum(
             layer.count
             * parameter.num_elements
@@ -275,8 +268,9 @@ class ModelGraph:
 
 
 def layer_class(kind: LayerKind, count: int, operators: tuple[Operator, ...]) -> LayerClass:
-    """A layer class from its operators in topological order; an edge joins the maker of a tensor
-    with each reader.
+    """Returns a layer class made of operators in topological order.
+
+    An edge joins the maker of a tensor with each reader.
     """
     graph: nx.DiGraph = nx.DiGraph()
     maker: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What is trained (ModelSpec) and how (TrainingSpec): the two inputs that are not hardware."""
+"""The model (ModelSpec) and its training (TrainingSpec): the two inputs that are not hardware."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from parplan.profiles.errors import ConfigError, choose
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
-
-
-FP8 = "fp8"  # the name of a device's peak
+FP8 = "fp8"  # the key of the fp8 peak of a device
 
 
 class Norm(StrEnum):
@@ -41,15 +39,15 @@ class Optimizer(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer, by its shape. `ffn_hidden_size` is the width of one of the two
-    gated halves.
+    """The shape of a decoder-only transformer.
 
-    num_experts: 0 for a dense model; else every block is a mixture of so many experts of width
-    `expert_ffn_hidden_size`, `experts_per_token` of which see a token, and there is no
-    `ffn_hidden_size`. None is shared, none has a bias
-    vocab_multiple: the vocabulary is padded to a multiple of it; 128 as Megatron's
-    --make-vocab-size-divisible-by, which makes every tensor parallel degree up to 128 legal; 1: not
-    padded
+    ffn_hidden_size: the width of one of the two halves, where the feed-forward network is gated
+    num_experts: 0 for a dense model; else every block is a mixture of that many experts of width
+        `expert_ffn_hidden_size`, each token passes `experts_per_token` of them, and there is no
+        `ffn_hidden_size`. No expert is shared, none has a bias
+    vocab_multiple: the vocabulary is padded to a multiple of it; 128, as Megatron's
+        --make-vocab-size-divisible-by, makes every tensor parallel degree up to 128 legal; 1: no
+        padding
     """
 
     __pydantic_config__ = _FORBID
@@ -82,20 +80,21 @@ class ModelSpec:
     def __post_init__(self) -> None:
         choose(self, "norm", Norm)
         choose(self, "positions", Positions)
-        of_blocks = (
+        block_fields = (
             ("num_experts", "experts_per_token", "expert_ffn_hidden_size")
             if self.num_experts
             else ("ffn_hidden_size",)
         )
         require_ranges(self, f"model {self.name}")
-        for field in of_blocks:
+        for field in block_fields:
             if getattr(self, field) < 1:
                 raise ConfigError(
                     f"model {self.name}: {field} is {getattr(self, field)}, it must be at least 1"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"model {self.name}: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+                f"model {self.name}: num_heads {self.num_heads} is not a multiple of "
+                f"num_kv_heads {self.num_kv_heads}"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model {self.name}: dropout is {self.dropout}, it must be in [0, 1)")
@@ -112,12 +111,17 @@ class ModelSpec:
             return
         if self.experts_per_token > self.num_experts:
             raise ConfigError(
-                f"model {self.name}: experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}"
+                f"model {self.name}: experts_per_token {self.experts_per_token} is more "
+                f"than num_experts {self.num_experts}"
             )
         if self.ffn_hidden_size:
             raise ConfigError(
-                f"model {self.name}: ffn_hidden_size is {self.ffn_hidden_size}, but every block is a mixture of experts",
-                hint="give expert_ffn_hidden_size alone; models with dense and expert blocks are not supported",
+                f"model {self.name}: ffn_hidden_size is {self.ffn_hidden_size}, but every "
+                "block is a mixture of experts",
+                hint=(
+                    "give expert_ffn_hidden_size alone; models with dense and expert blocks "
+                    "are not supported"
+                ),
             )
         if self.linear_bias:
             raise ConfigError(
@@ -143,12 +147,14 @@ class ModelSpec:
 class TrainingSpec:
     """One optimizer step: `global_batch_size` sequences of `seq_length` tokens.
 
-    `gradient_precision` is what gradients accumulate and are reduced in (fp32 by default, as
-    Megatron does for bf16). `overlap_grad_reduce`: the gradient reduction runs under the last
-    backward pass (FSDP2; Megatron's flag of that name). `fp8_matmuls`: the products of the blocks
-    run in fp8, their operands scaled by tensor and cast each time; all else in `precision`.
-    `stack`: the software that runs it, which decides what the rest leaves open. It has no default
-    here: parplan.commands.requests.described.question takes the one of the command.
+    gradient_precision: the type in which gradients accumulate and are reduced (fp32 by default, as
+        Megatron does for bf16)
+    overlap_grad_reduce: the gradient reduction runs under the last backward pass (FSDP2; Megatron's
+        flag of that name)
+    fp8_matmuls: the products of the blocks run in fp8, with operands that are scaled by tensor and
+        cast each time; all else runs in `precision`
+    stack: the software that runs the step. It has no default here:
+        parplan.commands.requests.described.question takes that of the command
     """
 
     __pydantic_config__ = _FORBID
@@ -183,9 +189,7 @@ class TrainingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model and the training defaults of its file: sequences in a step and tokens in a
-    sequence.
-    """
+    """A model with the default batch size and sequence length of its file."""
 
     spec: ModelSpec
     global_batch_size: int

@@ -1,11 +1,10 @@
-"""A model that was watched instead of described: every operator that a user's module ran, in order,
-from inputs to loss.
+"""A traced model: every operator that a user's module ran, in order, from inputs to loss.
 
 `profiles/tracing/` makes it of any module without the memory of its weights; the partitioner
 (planner/traced/) cuts it into shards. Sizes are those of one micro-batch; the operators are those
 of a built-in description (profiles/models/operator_graph.py), so that prices and search treat both
-alike. Tensors that share memory, as a view and what it views, have one name: that of the first; the
-first input of a view or of an operator in place is what it views or writes.
+alike. Tensors that share memory, such as a view and its base, have one name, that of the first; the
+first input of a view or of an operator in place is the tensor that it views or writes.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ BATCH = (
 class TracedOperator:
     """One call of the module.
 
-    operator    what it computes, reads, gives and keeps; its name is the calling module's with the
-                function and a number behind
-    path        the module that called it, '' for the outermost
-    line        file:line of the call in the user's code
-    in_place    whether its output is written into the memory of its first input
-    view        whether its output is the memory of an input, and nothing is computed
-    constant    whether it depends on the batch alone, on no parameter: any stage that needs its
-                output makes it itself
-    detached    the names of its outputs that have no gradient: a stage cannot hand them on
-    counts      of the buffers that it reads or writes the names of those that some call writes: all
-                such calls have one stage
+    operator  its computation and tensors; its name is the calling module's, the function and a
+              number
+    path      the module that called it, '' for the outermost
+    line      file:line of the call in the user's code
+    in_place  True if its output is written into the memory of its first input
+    view      True if its output is the memory of an input, and nothing is computed
+    constant  True if it depends on the batch alone, on no parameter: any stage that needs its
+              output computes it itself
+    detached  the names of its outputs that have no gradient: a stage cannot send them on
+    counts    the names of the buffers it reads or writes that some call writes: all calls with such
+              a buffer are in one stage
     """
 
     operator: Operator
@@ -52,19 +51,19 @@ class TracedOperator:
 
     @property
     def signature(self) -> Hashable:
-        """What it is without names: two that are alike cost the same."""
-        of = self.operator
+        """The operator without names: two operators with equal signatures cost the same."""
+        operator = self.operator
         return (
-            of.function,
-            of.kind,
-            of.dims,
-            *(_shapes(tensors) for tensors in (of.inputs, of.outputs, of.saved)),
-            tuple(parameter.shape for parameter in of.parameters),
-            of.flops_forward,
-            of.flops_backward,
-            of.causal,
-            of.dropped,
-            of.gradient,
+            operator.function,
+            operator.kind,
+            operator.dims,
+            *(_shapes(tensors) for tensors in (operator.inputs, operator.outputs, operator.saved)),
+            tuple(parameter.shape for parameter in operator.parameters),
+            operator.flops_forward,
+            operator.flops_backward,
+            operator.causal,
+            operator.dropped,
+            operator.gradient,
             self.in_place,
             self.view,
             self.constant,
@@ -73,13 +72,12 @@ class TracedOperator:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel:
-    """The operators of `source` for one micro-batch, in the order in which they ran; the last gives
-    the loss.
+    """The operators of `source` for one micro-batch, in execution order; the last gives the loss.
 
-    unit: what the batch counts and `seq_length` multiplies: tokens, or samples
+    unit: the word for the items of a batch: tokens, which `seq_length` multiplies, or samples
     inputs: the tensors of the batch
     shared: for each parameter that several modules hold, all its names; operators name it by the
-    first
+        first
     """
 
     name: str
@@ -92,8 +90,9 @@ class TracedModel:
 
     @cached_property
     def graph(self) -> nx.DiGraph:
-        """The operators by their place; an edge joins the maker of a tensor with each reader
-        (attribute `tensors`).
+        """The operators by their position in the order.
+
+        An edge joins the maker of a tensor with each reader (attribute `tensors`).
         """
         graph: nx.DiGraph = nx.DiGraph()
         maker: dict[str, int] = {}
@@ -108,26 +107,22 @@ class TracedModel:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Each parameter once, however often it is used."""
-        return sum(
-            {
-                p.name: p.num_elements
-                for traced in self.operators
-                for p in traced.operator.parameters
-            }.values()
-        )
+        """Parameters of the model, each counted once."""
+        parameters = (p for traced in self.operators for p in traced.operator.parameters)
+        return sum({p.name: p.num_elements for p in parameters}.values())
 
     @cached_property
     def model_flops(self) -> int:
-        """Forward and backward, without recompute."""
+        """Forward and backward FLOPs, without recompute."""
         return sum(
             traced.operator.flops_forward + traced.operator.flops_backward
             for traced in self.operators
         )
 
     def scaled(self, micro_batch_size: int) -> TracedModel:
-        """The same for another micro-batch size: every dim called `batch`, and all FLOPs, in
-        proportion.
+        """Returns the model for another micro-batch size.
+
+        Every dim called `batch` and all FLOPs change in proportion.
         """
         if micro_batch_size == self.micro_batch_size:
             return self
@@ -135,7 +130,7 @@ class TracedModel:
         operators = tuple(
             replace(traced, operator=_scaled(traced.operator, share)) for traced in self.operators
         )
-        inputs = tuple(_scaled_tensor(tensor, share) for tensor in self.inputs)
+        inputs = _scaled_tensors(self.inputs, share)
         return replace(self, micro_batch_size=micro_batch_size, inputs=inputs, operators=operators)
 
 
@@ -147,26 +142,19 @@ _Share = tuple[int, int]
 
 
 def _scaled(operator: Operator, share: _Share) -> Operator:
-    inputs, outputs, saved = (
-        tuple(_scaled_tensor(tensor, share) for tensor in tensors)
-        for tensors in (operator.inputs, operator.outputs, operator.saved)
-    )
-    flops_forward, flops_backward = (
-        flops * share[0] // share[1] for flops in (operator.flops_forward, operator.flops_backward)
-    )
     return replace(
         operator,
         dims=_scaled_dims(operator.dims, share),
-        inputs=inputs,
-        outputs=outputs,
-        saved=saved,
-        flops_forward=flops_forward,
-        flops_backward=flops_backward,
+        inputs=_scaled_tensors(operator.inputs, share),
+        outputs=_scaled_tensors(operator.outputs, share),
+        saved=_scaled_tensors(operator.saved, share),
+        flops_forward=operator.flops_forward * share[0] // share[1],
+        flops_backward=operator.flops_backward * share[0] // share[1],
     )
 
 
-def _scaled_tensor(tensor: Tensor, share: _Share) -> Tensor:
-    return replace(tensor, dims=_scaled_dims(tensor.dims, share))
+def _scaled_tensors(tensors: tuple[Tensor, ...], share: _Share) -> tuple[Tensor, ...]:
+    return tuple(replace(tensor, dims=_scaled_dims(tensor.dims, share)) for tensor in tensors)
 
 
 def _scaled_dims(dims: tuple[Dim, ...], share: _Share) -> tuple[Dim, ...]:

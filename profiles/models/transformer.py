@@ -1,12 +1,12 @@
-"""ModelSpec -> ModelGraph: the operators of a decoder-only transformer (GPT, NeoX, Llama, Mistral,
-Mixtral, Qwen families).
+"""ModelSpec -> ModelGraph: the operators of a decoder-only transformer.
 
-The saved tensors reproduce, term by term, the activation memory of Korthikanti et al. 2022, arXiv
-2205.05198 (EQUATIONS M3) and the FLOPs of Narayanan et al. 2021, arXiv 2104.04473 (EQUATIONS K4).
-Left out: the statistics that a norm keeps (8 bytes a token), token ids, and the rotary tables.
+The families are GPT, NeoX, Llama, Mistral, Mixtral and Qwen. The saved tensors reproduce, term by
+term, the activation memory of Korthikanti et al. 2022, arXiv 2205.05198 (EQUATIONS M3) and the
+FLOPs of Narayanan et al. 2021, arXiv 2104.04473 (EQUATIONS K4). Left out: the statistics that a
+norm saves (8 bytes a token), token ids, and the rotary tables.
 
-Experts: routing is taken as balanced, every rank and every expert gets the same number of tokens.
-The FLOPs are those of the experts that a token passes (*active*).
+Experts: routing is taken as balanced, so that every rank and every expert gets the same number of
+tokens. The FLOPs are those of the experts that a token passes (*active*).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parplan.profiles.stack import AttentionKernel
 
 MASK_BYTES = 1  # a dropout mask is one byte an element
 FP32_BYTES = 4
-CHOICE_BYTES = 12  # of one chosen expert: its number (int64) and its weight (fp32)
+CHOICE_BYTES = 12  # number (int64) and weight (fp32) of one chosen expert
 _POSITIONED = (("sequence", "positions are counted from the first token of a rank's part"),)
 _CHOICE = "the choice of a token's experts needs all of its scores"
 _WHOLE_EXPERTS = "tensor parallel ranks hold whole experts and divide their tokens"
@@ -38,9 +38,7 @@ _EXPERTS_UNDIVIDED = (
 
 
 class _Shapes:
-    """The dims and tensors that the operators of one model share, for micro-batches of `batch`
-    sequences.
-    """
+    """The dims and tensors that the operators share, for micro-batches of `batch` sequences."""
 
     def __init__(
         self, model: ModelSpec, training: TrainingSpec, batch: int, plain_dropout: bool
@@ -54,18 +52,13 @@ class _Shapes:
         self.sequence = Dim("sequence", training.seq_length)
         self.keys = Dim("keys", training.seq_length)
         self.hidden = Dim("hidden", model.hidden_size)
-        self.qkv = Dim(
-            "heads",
-            model.q_size + 2 * model.kv_size,
-            (model.q_size + 2 * model.kv_size) // model.num_kv_heads,
-        )
+        qkv_size = model.q_size + 2 * model.kv_size
+        self.qkv = Dim("heads", qkv_size, qkv_size // model.num_kv_heads)
         self.context = Dim("heads", model.q_size, model.q_size // model.num_kv_heads)
         self.heads = Dim("heads", model.num_heads, model.num_heads // model.num_kv_heads)
         self.head_dim = Dim("head_dim", model.head_dim)
-        halves, width = (
-            2 if model.gated_ffn else 1,
-            model.expert_ffn_hidden_size or model.ffn_hidden_size,
-        )
+        halves = 2 if model.gated_ffn else 1
+        width = model.expert_ffn_hidden_size or model.ffn_hidden_size
         self.fc1 = Dim("ffn", width * halves, halves)
         self.ffn = Dim("ffn", width)
         self.experts = Dim(EXPERTS_DIM, model.num_experts)
@@ -75,13 +68,14 @@ class _Shapes:
         self.positions = Dim("positions", model.max_seq_length)
 
     def tokens(self, name: str, feature: Dim, element_bytes: int | None = None) -> Tensor:
-        """A [batch, sequence, feature] activation."""
+        """Returns a [batch, sequence, feature] activation."""
         size = self.element_bytes if element_bytes is None else element_bytes
         return Tensor(name=name, dims=(self.batch, self.sequence, feature), element_bytes=size)
 
     def copies(self, name: str, feature: Dim) -> Tensor:
-        """A [batch, sequence, chosen experts, feature] activation: a token once for every expert
-        that it chose.
+        """Returns a [batch, sequence, chosen experts, feature] activation.
+
+        It has one copy of a token for every expert that the token chose.
         """
         return Tensor(
             name=name,
@@ -115,8 +109,9 @@ def _linear(
     bias: bool,
     undivided: tuple[tuple[str, str], ...] = (),
 ) -> Operator:
-    """out[b, s, o] = x[b, s, i] weight[o, i]^T (+ bias[o]); backward is two products of the same
-    size.
+    """Returns out[b, s, o] = x[b, s, i] weight[o, i]^T (+ bias[o]).
+
+    Its backward pass is two products of the same size.
     """
     features, contracted = out.dims[-1], x.dims[-1]
     weight = Parameter(name="weight", dims=(features, contracted))
@@ -141,27 +136,28 @@ def _linear(
 def _attention(
     qkv: Tensor, context: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes
 ) -> Operator:
-    """softmax(q k^T) v for every head. Unfused it keeps the scores: 5 a S^2 b bytes with dropout, 2
-    a S^2 b without.
+    """Returns softmax(q k^T) v for every head.
+
+    Unfused attention saves the scores: 5 a S^2 b bytes with dropout, 2 a S^2 b without.
     """
     rows = (shapes.batch, shapes.heads, shapes.sequence)
     scores = (*rows, shapes.keys)
     if not shapes.keeps_scores:
-        kept: tuple[Tensor, ...] = (
+        saved: tuple[Tensor, ...] = (
             qkv,
             Tensor(name="attention_logsumexp", dims=rows, element_bytes=FP32_BYTES),
         )
     else:
-        kept = (
+        saved = (
             qkv,
             Tensor(name="attention_softmax", dims=scores, element_bytes=shapes.element_bytes),
         )
         if model.dropout:
-            kept += (
+            saved += (
                 Tensor(name="attention_mask", dims=scores, element_bytes=shapes.mask_bytes),
                 Tensor(name="attention_dropped", dims=scores, element_bytes=shapes.element_bytes),
             )
-    kept += _attention_copies(context, model, training, shapes)
+    saved += _attention_copies(context, model, training, shapes)
     flops = 4 * shapes.batch.size * training.seq_length**2 * model.q_size
     return Operator(
         name="attention",
@@ -169,7 +165,7 @@ def _attention(
         dims=(*scores, shapes.head_dim),
         inputs=(qkv,),
         outputs=(context,),
-        saved=kept,
+        saved=saved,
         parallel_dim="heads",
         flops_forward=flops,
         flops_backward=2 * flops,
@@ -186,10 +182,12 @@ def _attention(
 def _attention_copies(
     context: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes
 ) -> tuple[Tensor, ...]:
-    """What the stack's attention keeps a second time: keys and values, and its output before batch
-    and sequence change places.
+    """Returns the copies that the stack's attention saves in addition.
+
+    They are copies of keys and values, and of its output before batch and sequence change places.
     """
-    stack, kv = training.stack, Dim("heads", 2 * model.kv_size)
+    stack = training.stack
+    kv = Dim("heads", 2 * model.kv_size)
     outputs = (
         stack.attention_output_copies
         if shapes.batch.size > 1 and training.attention is AttentionKernel.FLASH
@@ -225,7 +223,7 @@ def _elementwise(
 def _residual(
     name: str, inputs: tuple[Tensor, ...], out: Tensor, model: ModelSpec, shapes: _Shapes
 ) -> Operator:
-    """Dropout of a sublayer's output, added to the residual stream: keeps only the mask."""
+    """Returns the dropout of a sublayer's output added to the residual; it saves only the mask."""
     mask = (
         (shapes.tokens(f"{name}_mask", shapes.hidden, shapes.mask_bytes),) if model.dropout else ()
     )
@@ -274,22 +272,22 @@ def _block_operators(
     qkv, context = shapes.tokens("qkv", shapes.qkv), shapes.tokens("context", shapes.context)
     attended, middle = shapes.tokens("attention_out", hidden), shapes.tokens("residual1", hidden)
     normed2, out = shapes.tokens("norm2", hidden), shapes.tokens("block_output", hidden)
-    feed_forward = (_expert_operators if model.num_experts else _feed_forward_operators)(
-        normed2, model, training, shapes
-    )
+    feed_forward_operators = _expert_operators if model.num_experts else _feed_forward_operators
+    feed_forward = feed_forward_operators(normed2, model, training, shapes)
     fed = feed_forward[-1].outputs[0]
 
-    rotated = shapes.tokens("qkv_rotated", shapes.qkv)
-    rotary = model.positions is Positions.ROTARY
+    rotary: tuple[Operator, ...] = ()
+    rotated = qkv
+    if model.positions is Positions.ROTARY:
+        rotated = shapes.tokens("qkv_rotated", shapes.qkv)
+        rotary = (
+            _elementwise("rotary", (qkv,), rotated, parallel_dim="heads", undivided=_POSITIONED),
+        )
     attention = (
         _norm("norm1", x, normed1, model, shapes),
         _linear("qkv", normed1, qkv, parallel_dim="heads", bias=model.qkv_bias),
-        *(
-            (_elementwise("rotary", (qkv,), rotated, parallel_dim="heads", undivided=_POSITIONED),)
-            if rotary
-            else ()
-        ),
-        _attention(rotated if rotary else qkv, context, model, training, shapes),
+        *rotary,
+        _attention(rotated, context, model, training, shapes),
         _linear("attention_out", context, attended, parallel_dim="heads", bias=model.linear_bias),
     )
     ffn_input = x if model.parallel_residual else middle
@@ -311,11 +309,8 @@ def _block_operators(
 def _feed_forward_operators(
     x: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes
 ) -> tuple[Operator, ...]:
-    fc1, activated, fc2 = (
-        shapes.tokens("fc1", shapes.fc1),
-        shapes.tokens("activation", shapes.ffn),
-        shapes.tokens("fc2", shapes.hidden),
-    )
+    fc1, fc2 = shapes.tokens("fc1", shapes.fc1), shapes.tokens("fc2", shapes.hidden)
+    activated = shapes.tokens("activation", shapes.ffn)
     gate = (
         (shapes.tokens("activated_gate", shapes.ffn),)
         if model.gated_ffn and training.stack.keeps_activated_gate
@@ -331,11 +326,11 @@ def _feed_forward_operators(
 def _expert_operators(
     x: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes
 ) -> tuple[Operator, ...]:
-    """Router, choice of the experts, tokens to their ranks, the experts, and back: Mixtral, arXiv
-    2401.04088, section 2.1.
+    """Returns the mixture of experts of a block: Mixtral, arXiv 2401.04088, section 2.1.
 
-    The copies of the tokens are counted where balanced routing brings them: as many arrive at a
-    rank as leave it.
+    Its operators are the router, the choice of the experts, the dispatch of tokens to their ranks,
+    the experts, and the way back. The copies of the tokens are counted under balanced routing: as
+    many arrive at a rank as leave it.
     """
     scores = shapes.tokens("router", shapes.routes)
     probabilities = shapes.tokens("router_probabilities", shapes.routes, FP32_BYTES)
@@ -391,8 +386,9 @@ def _exchange(
 
 
 def _grouped(name: str, x: Tensor, out: Tensor, experts: Dim) -> Operator:
-    """out[token, o] = x[token, i] weight[expert of the token, o, i]^T for every token and expert it
-    chose.
+    """Returns out[token, o] = x[token, i] weight[expert of the token, o, i]^T.
+
+    It runs for every token and every expert that the token chose.
     """
     features, contracted = out.dims[-1], x.dims[-1]
     flops = 2 * x.num_elements * features.size
@@ -412,13 +408,12 @@ def _grouped(name: str, x: Tensor, out: Tensor, experts: Dim) -> Operator:
 
 
 def _head_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, ...]:
-    """The last norm, the product with the vocabulary, and the loss, which keeps its probabilities
-    in fp32 (EQUATIONS M5).
+    """Returns the last norm, the product with the vocabulary, and the loss.
+
+    The loss saves its probabilities in fp32 (EQUATIONS M5).
     """
-    x, normed = (
-        shapes.tokens("head_input", shapes.hidden),
-        shapes.tokens("head_norm", shapes.hidden),
-    )
+    x = shapes.tokens("head_input", shapes.hidden)
+    normed = shapes.tokens("head_norm", shapes.hidden)
     logits = shapes.tokens("logits", shapes.vocab)
     probabilities = shapes.tokens("probabilities", shapes.vocab, FP32_BYTES)
     loss = Tensor(name="loss", dims=(shapes.batch, shapes.sequence), element_bytes=FP32_BYTES)
@@ -456,11 +451,11 @@ def _head_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, ...]:
 def build_graph(
     model: ModelSpec, training: TrainingSpec, micro_batch_size: int, *, plain_dropout: bool = False
 ) -> ModelGraph:
-    """The operator graph of `model` for micro-batches of `micro_batch_size` sequences of
-    `training.seq_length` tokens.
+    """Returns the operator graph of `model` for micro-batches of `micro_batch_size` sequences.
 
-    plain_dropout: dropout is no fused kernel, it keeps a mask of its input's type; attention that
-    drops out keeps its scores
+    A sequence has `training.seq_length` tokens.
+    plain_dropout: dropout is no fused kernel, it saves a mask of its input's type; attention that
+    drops out saves its scores
     """
     shapes = _Shapes(model, training, micro_batch_size, plain_dropout)
     return ModelGraph(

@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster, Device
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.measurements import CaseOutcome, Record
 from parplan.profiles.machines.user_profile import ProfileEnvironment, digest
 from parplan.profiles.models.spec import Precision

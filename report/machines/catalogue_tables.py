@@ -10,18 +10,16 @@ from typing import Any
 from rich.console import Console
 
 from parplan.planner.plan.error_band import stack_band
-from parplan.profiles.catalog import (
+from parplan.profiles.documents.schema import document
+from parplan.profiles.machines.machine_catalog import (
     cluster_names,
-    family_members,
     load_cluster,
-    load_model,
     load_stack,
-    model_names,
     stack_names,
 )
-from parplan.profiles.documents.schema import document
 from parplan.profiles.machines.shipped_profiles import shipped_profile
 from parplan.profiles.machines.stack_terms import EVERY_STACK, shipped_terms
+from parplan.profiles.models.model_catalog import family_members, load_model, model_names
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import Kind

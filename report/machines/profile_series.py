@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parplan.profiles.catalog import cluster_from_document
 from parplan.profiles.machines.curves import (
     FLASH_BACKWARD_FLOPS,
     Chip,
@@ -21,6 +20,7 @@ from parplan.profiles.machines.curves import (
     matmul_s,
     memory_bound_s,
 )
+from parplan.profiles.machines.machine_catalog import cluster_from_document
 from parplan.profiles.machines.measured_points import curves_of
 from parplan.profiles.machines.user_profile import UserProfile
 from parplan.profiles.models.spec import Precision

@@ -21,7 +21,7 @@ from benchmarks.papers.patrickstar_published import (
     states_fit,
 )
 from parplan.costmodels.chunks.chunk_layout import SizedTensor, pack
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 
 STATED = {
     ("v100-32gb", 8): "18B",

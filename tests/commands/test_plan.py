@@ -26,7 +26,7 @@ from parplan.planner.plan.error_band import margin_text
 from parplan.planner.plan.plan import read_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import SolverName
-from parplan.profiles.catalog import load_stack, stack_names
+from parplan.profiles.machines.machine_catalog import load_stack, stack_names
 from parplan.profiles.machines.stack_terms import shipped_terms
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.stack import AttentionKernel, Stack

@@ -17,7 +17,7 @@ from parplan.costmodels.step import (
     receive_times,
     transfer_time,
 )
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, weakest

@@ -14,8 +14,9 @@ from parplan.costmodels.step import price_step
 from parplan.costmodels.step_breakdown import NAMES, StepParts, parts_of
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.search.estimate import uniform_strategy
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 

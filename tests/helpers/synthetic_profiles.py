@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parplan.profiles.catalog import load_cluster
 from parplan.profiles.machines.curves import (
     Chip,
     Product,
@@ -17,6 +16,7 @@ from parplan.profiles.machines.curves import (
     memory_bound_s,
 )
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.measured_points import NAMED
 from parplan.profiles.machines.measurements import (
     Case,

@@ -58,7 +58,7 @@ def test_an_unknown_name_lists_the_known_ones_in_order_when_none_is_near():
 
 
 @pytest.mark.parametrize(
-    ("found", "suggested"),
+    ("name", "suggested"),
     [
         ("b800-80gb", None),
         ("h800-80gb", "h100-80gb"),
@@ -71,7 +71,7 @@ def test_an_unknown_name_lists_the_known_ones_in_order_when_none_is_near():
         ("l4", "l4-24gb"),
     ],
 )
-def test_another_gpu_is_no_misspelling_of_one_that_is_known(found, suggested):
+def test_another_gpu_is_no_misspelling_of_one_that_is_known(name, suggested):
     known = (
         "a100-40gb",
         "a100-80gb",
@@ -83,4 +83,4 @@ def test_another_gpu_is_no_misspelling_of_one_that_is_known(found, suggested):
         "v100-32gb",
     )
 
-    assert did_you_mean(found, known) == (suggested and f"did you mean {suggested!r}?")
+    assert did_you_mean(name, known) == (suggested and f"did you mean {suggested!r}?")

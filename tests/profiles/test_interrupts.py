@@ -32,12 +32,12 @@ def _handlers_come_back() -> Iterator[None]:
 
 
 def noticed(*numbers: int) -> list[int]:
-    """Which signals reach the handler of those that are raised."""
-    found: list[int] = []
-    with on_ctrl_c(lambda number, _: found.append(number)):
+    """Returns the signals that reach the handler when `numbers` are raised."""
+    noticed_signals: list[int] = []
+    with on_ctrl_c(lambda number, _: noticed_signals.append(number)):
         for number in numbers:
             signal.raise_signal(number)
-    return found
+    return noticed_signals
 
 
 def test_both_signals_reach_the_handler():
@@ -67,12 +67,12 @@ def test_a_sigterm_is_a_keyboard_interrupt_where_nothing_else_handles_it():
     with sigterm_as_ctrl_c(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
 
-    found: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    noticed_signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: noticed_signals.append(number))
     with sigterm_as_ctrl_c():
         signal.raise_signal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, before)
-    assert found == [signal.SIGTERM]
+    assert noticed_signals == [signal.SIGTERM]
 
 
 def test_other_threads_change_no_handler():
@@ -89,13 +89,13 @@ def test_other_threads_change_no_handler():
 
 
 def test_signals_that_come_while_a_process_is_started_are_handled_afterwards():
-    found: list[object] = []
-    with on_ctrl_c(lambda number, _: found.append(number)), signals_later():
+    noticed_signals: list[object] = []
+    with on_ctrl_c(lambda number, _: noticed_signals.append(number)), signals_later():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
-        found.append("started")
+        noticed_signals.append("started")
 
-    assert found == ["started", signal.SIGINT, signal.SIGTERM]
+    assert noticed_signals == ["started", signal.SIGINT, signal.SIGTERM]
 
 
 def test_what_is_started_without_signals_ignores_both():

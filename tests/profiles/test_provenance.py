@@ -6,7 +6,9 @@ from parplan.profiles.provenance import ZERO, Kind, Seconds, weakest
 
 
 def test_a_sum_is_as_good_as_its_weakest_part_that_matters():
-    measured, interpolated, analytic = (Seconds(1.0, kind) for kind in Kind)
+    measured = Seconds(1.0, Kind.MEASURED)
+    interpolated = Seconds(1.0, Kind.INTERPOLATED)
+    analytic = Seconds(1.0, Kind.ANALYTIC)
 
     assert (measured + measured).kind is Kind.MEASURED
     assert (measured + interpolated).kind is Kind.INTERPOLATED

@@ -1,6 +1,4 @@
-"""The shipped table of published training steps: every row is cited, and no cell contradicts
-another.
-"""
+"""The shipped table of published steps: every row is cited, and no cell contradicts another."""
 
 from __future__ import annotations
 
@@ -146,23 +144,20 @@ def _batch_divides(row: dict[str, str]) -> bool:
 
 
 def _virtual_stages_divide(row: dict[str, str]) -> bool:
-    """The 126 layers of Llama 3.1 405B are split with the embedding and the head as one layer
-    each.
-    """
+    """Returns True if the layers fill the stages; for Llama 3.1 405B with embedding and head."""
     layers = int(row["layers"]) + (2 if "405B" in row["model"] else 0)
     return row["vpp"] in ("", "1") or layers % (int(row["pp"]) * int(row["vpp"])) == 0
 
 
 def _hardware_utilization(row: dict[str, str]) -> float:
-    """FLOPs of the blocks' products (recomputed ones too) and the head, over what the devices could
-    do in the step.
+    """Returns the FLOPs of products and head, recomputed ones too, over those of the devices.
 
-    Causal attention counts half: what a kernel that skips the other half must do at least.
+    Causal attention counts half, the least FLOPs of a kernel that skips the other half.
     """
-    layers, hidden, ffn, heads, head_dim = (
-        int(row[name]) for name in ("layers", "hidden", "ffn_hidden", "heads", "head_dim")
-    )
-    seq, batch, vocab = (int(row[name]) for name in ("seq_len", "global_batch", "vocab"))
+    layers, hidden = int(row["layers"]), int(row["hidden"])
+    ffn, vocab = int(row["ffn_hidden"]), int(row["vocab"])
+    heads, head_dim = int(row["heads"]), int(row["head_dim"])
+    seq, batch = int(row["seq_len"]), int(row["global_batch"])
     weights = hidden * head_dim * 2 * (heads + int(row["kv_heads"])) + hidden * ffn * (
         3 if row["gated_ffn"] == "true" else 2
     )

@@ -1,6 +1,4 @@
-"""What a software stack changes of a price: slower kernels, the host, what is hidden, how transfers
-are cut, networks.
-"""
+"""Effects of a software stack on prices: slow kernels, the host, overlap, transfers, networks."""
 
 from __future__ import annotations
 
@@ -18,18 +16,18 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import transfer_time
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.profiles.catalog import (
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import (
     cluster_names,
     load_cluster,
-    load_model,
     load_stack,
     stack_names,
     with_gpus,
 )
-from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.speeds import FlashSpeed
 from parplan.profiles.machines.stack_terms import Term, Terms
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -120,16 +118,14 @@ def test_input_gradients_are_reduced_under_the_weight_gradient_where_the_stack_d
 
 def test_across_nodes_only_what_the_weight_gradient_takes_is_hidden():
     slow = machine_for(replace(CLUSTER, nic=replace(CLUSTER.nic, bytes_per_s=1e9)), Terms())
-    waiting, hidden = (
-        block_time(stack, Sharding(16), slow)
-        for stack in (NO_HOST, replace(NO_HOST, async_tensor_parallel=True))
-    )
+    waiting = block_time(NO_HOST, Sharding(16), slow)
+    hidden = block_time(replace(NO_HOST, async_tensor_parallel=True), Sharding(16), slow)
     saved_s = waiting.tp_backward.value_s - hidden.tp_backward.value_s
 
     assert 0 < saved_s < hidden.backward.value_s / 2 < waiting.tp_backward.value_s
 
 
-def test_sequence_parallel_gathers_and_reductions_run_under_their_products_where_the_stack_does_so():
+def test_sequence_parallel_collectives_run_under_their_products_where_the_stack_does_so():
     sharding = Sharding(8, True)
     waiting, hidden = (
         block_time(sharding=sharding),
@@ -273,10 +269,8 @@ def test_every_packaged_gpu_says_its_compute_capability(name):
 
 
 def test_gradients_that_another_kernel_adds_cost_their_reads_and_writes():
-    fused, apart = (
-        replace(TRAINING, stack=replace(NO_HOST, fused_accumulation=value))
-        for value in (True, False)
-    )
+    fused = replace(TRAINING, stack=replace(NO_HOST, fused_accumulation=True))
+    apart = replace(TRAINING, stack=replace(NO_HOST, fused_accumulation=False))
     added_s = (
         operator("fc1", training=apart).backward.value_s
         - operator("fc1", training=fused).backward.value_s
@@ -297,7 +291,8 @@ def test_a_stack_may_share_the_terms_of_another():
 
 
 def test_a_vocabulary_with_an_odd_part_slows_the_head():
-    even, odd = (replace(GPT, vocab_size=size, vocab_multiple=1) for size in (50256, 50257))
+    even = replace(GPT, vocab_size=50256, vocab_multiple=1)
+    odd = replace(GPT, vocab_size=50257, vocab_multiple=1)
 
     def head(model):
         return operator(

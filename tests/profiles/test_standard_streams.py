@@ -15,7 +15,10 @@ from parplan.commands.style import fail, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 ESTIMATE = ("estimate", "--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "1", "-o", "plan.yaml")
-CLOSED = "import os, sys; os.closerange(1, 3); os.execv(sys.executable, [sys.executable, '-m', 'cli', *sys.argv[1:]])"
+CLOSED = (
+    "import os, sys; os.closerange(1, 3); os.execv(sys.executable, [sys.executable, '-m', "
+    "'cli', *sys.argv[1:]])"
+)
 
 
 @click.command()
@@ -43,7 +46,8 @@ def test_a_stdout_that_fails_is_one_error_after_the_work(monkeypatch, capsys):
 
     assert code == 2
     assert capsys.readouterr().err == (
-        "error: cannot write to stdout: Bad file descriptor\nhint: send stdout elsewhere; what goes to files was written\n"
+        "error: cannot write to stdout: Bad file descriptor\nhint: send stdout "
+        "elsewhere; what goes to files was written\n"
     )
     assert Path("done").exists()
 
@@ -188,6 +192,6 @@ def test_ctrl_c_before_a_command_begins_is_130(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cli_style.stay_offline", interrupted)
+    monkeypatch.setattr("parplan.commands.style.stay_offline", interrupted)
 
     assert run_command(lambda *args, **kwargs: 0, []) == 130

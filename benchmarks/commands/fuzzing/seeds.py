@@ -268,7 +268,7 @@ TRACED_PLANS: Mapping[str, Recipe] = {
 
 def _own_profile() -> bytes:
     """The profile of a machine that nobody has, with a few records of every kind."""
-    from parplan.profiles.catalog import cluster_document
+    from parplan.profiles.machines.machine_catalog import cluster_document
     from parplan.profiles.machines.shipped_profiles import shipped_profile
     from parplan.profiles.machines.user_profile import (
         PROFILE_VERSION,

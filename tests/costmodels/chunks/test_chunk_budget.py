@@ -16,7 +16,7 @@ from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import layer_activations, rank_memory
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.profiles.catalog import load_stack
+from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.operator_graph import LayerKind
 from tests.helpers.chunked import BOOKS, DEV, HOST, MIXED, chunked, schedule
 from tests.helpers.uniform_strategies import TINY, book_of

@@ -27,8 +27,9 @@ from parplan.costmodels.chunks.group_size import (
     widest_groups,
 )
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL

@@ -24,8 +24,8 @@ from parplan.costmodels.strategy import Strategy
 from parplan.costmodels.usage.rank_traffic import rank_traffic
 from parplan.costmodels.usage.rank_usage import predicted_use
 from parplan.costmodels.usage.redundancy import added, operator_redundancy
-from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec

@@ -21,9 +21,9 @@ from parplan.costmodels.communication.collectives import (
     tree_all_reduce_s,
 )
 from parplan.costmodels.communication.mesh import Placement
-from parplan.profiles.catalog import load_cluster
 from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.hardware import Link
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import Machine, machine_for
 from parplan.profiles.provenance import ZERO, Kind
 

@@ -14,7 +14,7 @@ from parplan.costmodels.communication.collectives import Collective, collective_
 from parplan.costmodels.communication.mesh import place_axis
 from parplan.costmodels.communication.redistribution import RedistributionStep, moves, redistribute
 from parplan.costmodels.operators.sharding import PARTIAL, placed_parts
-from parplan.profiles.catalog import load_cluster, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))

@@ -16,13 +16,13 @@ from parplan.costmodels.host.offload import (
     host_adam_time,
     host_time,
 )
-from parplan.profiles.catalog import (
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import (
     cluster_document,
     cluster_from_document,
     load_cluster,
     with_gpus,
 )
-from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.machines.speeds import HostSpeed

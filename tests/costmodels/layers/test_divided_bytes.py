@@ -13,8 +13,9 @@ from parplan.costmodels.layers.recompute import saved_bytes
 from parplan.costmodels.operators.sharding import Sharding, placements
 from parplan.planner.layer_options.layer_problem import layer_problem
 from parplan.planner.plan.plan import OperatorPlacement
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL, AttentionKernel

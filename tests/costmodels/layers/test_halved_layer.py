@@ -19,8 +19,9 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step, step_costs
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.costmodels.usage.rank_traffic import rank_traffic
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 

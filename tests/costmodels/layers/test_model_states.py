@@ -23,7 +23,7 @@ from parplan.costmodels.layers.model_states import (
     zero_buffer_bytes,
 )
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph

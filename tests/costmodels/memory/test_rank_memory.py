@@ -21,9 +21,10 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, Strategy
-from parplan.profiles.catalog import load_model, load_stack
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL, AttentionKernel

@@ -14,7 +14,6 @@ from parplan.costmodels.communication.mesh import Placement
 from parplan.costmodels.operators.compute import operator_time, optimizer_time
 from parplan.costmodels.operators.kernels import adam_bytes_per_parameter
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.catalog import load_cluster, load_model
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import (
     Chip,
@@ -27,6 +26,7 @@ from parplan.profiles.machines.curves import (
     matmul_s,
 )
 from parplan.profiles.machines.hardware import Cluster, Device, Link
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import (
     ASSUMED_SHARES,
     Machine,
@@ -34,6 +34,7 @@ from parplan.profiles.machines.shipped_profiles import (
     machine_for,
 )
 from parplan.profiles.machines.speeds import Compute, PassCurves
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph

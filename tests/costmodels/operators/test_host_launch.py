@@ -13,10 +13,11 @@ from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import LaunchCost, launch_cost_of, launch_s
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_problem import layer_problem
-from parplan.profiles.catalog import load_cluster, load_model
 from parplan.profiles.machines.calibration_factors import Calibration, Factor
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.speeds import InStep
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import PRODUCTS
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph

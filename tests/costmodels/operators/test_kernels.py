@@ -19,7 +19,7 @@ from parplan.costmodels.operators.kernels import (
     update_kernels,
 )
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph

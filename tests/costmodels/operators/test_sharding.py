@@ -11,7 +11,7 @@ import pytest
 from parplan.costmodels.communication.redistribution import moves
 from parplan.costmodels.layers.tensor_flow import tensor_flows_of
 from parplan.costmodels.operators.sharding import PARTIAL, Sharding, placements
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph

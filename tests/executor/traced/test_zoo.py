@@ -21,8 +21,8 @@ from parplan.executor.traced.program_cut import cut
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.planner.request import Constraints
 from parplan.planner.traced.shards import shard
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.tracing.record import record

@@ -22,7 +22,7 @@ from parplan.executor.training.train import Options, build_trainer
 from parplan.executor.watch.allocated import PeakBytes, _most, allocated_bytes
 from parplan.executor.watch.run_recorder import collect
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 
 CPU = torch.device("cpu")
 

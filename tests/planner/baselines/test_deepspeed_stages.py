@@ -9,8 +9,9 @@ import pytest
 
 from parplan.costmodels.price_cache import PriceCache
 from parplan.planner.baselines.deepspeed_stages import Partition, balanced, blocks_of_stages
-from parplan.profiles.catalog import load_cluster, load_model
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 

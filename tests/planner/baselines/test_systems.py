@@ -21,10 +21,11 @@ from parplan.planner.baselines.systems import ALL, Baseline, baseline_names, pri
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.request import SearchOptions
 from parplan.planner.search.estimate import uniform_strategy
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.planner.calibration.in_step import BLOCK, block_model, equations, in_step_of
-from parplan.profiles.catalog import load_cluster, load_stack
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.machines.measurements import (
     Case,
     CaseFigures,

@@ -15,10 +15,10 @@ from parplan.planner.calibration.profiling import (
     has_links,
     measure_operators,
 )
-from parplan.profiles.catalog import load_model, load_stack
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
+from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.measurements import (
     Case,
     CaseFigures,
@@ -28,6 +28,7 @@ from parplan.profiles.machines.measurements import (
     Timing,
 )
 from parplan.profiles.machines.user_profile import read_profile
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.profiler.environment import environment
 from parplan.profiles.profiler.journal import beside

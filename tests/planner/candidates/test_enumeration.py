@@ -23,9 +23,10 @@ from parplan.planner.candidates.enumeration import (
 )
 from parplan.planner.deadline import deadline_after
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.planning import enumerate_candidates

@@ -20,7 +20,7 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.lower_bounds import in_reach, redundancy_bound_bytes, time_bound
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.profiles.catalog import load_cluster, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.operator_graph import LayerKind
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import every_price, every_strategy, random_instance, redundant_bytes

@@ -26,8 +26,9 @@ from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SearchOptions, SolverName
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.columns import StageColumn
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import SolverError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.cases import named

@@ -20,8 +20,9 @@ from parplan.planner.layer_options.layer_front import layer_front, least_time_s
 from parplan.planner.layer_options.layer_problem import layer_problem
 from parplan.planner.layer_options.layer_program import LayerProgram, evaluate
 from parplan.planner.request import SolverName
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind, layer_class
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph

@@ -17,9 +17,10 @@ from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.assemble import _stage_memory, assemble, runner_up
 from parplan.planner.plan.plan import LayerRun, StagePlan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.stack_terms import Residuals, Terms
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import Kind, Seconds

@@ -9,7 +9,7 @@ import pytest
 from parplan.planner.plan.error_band import error_band, margin_text, memory_margin, stack_band
 from parplan.planner.plan.prediction import Band, ErrorBand
 from parplan.planner.request import SearchOptions
-from parplan.profiles.catalog import load_cluster, load_stack
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.stack_terms import FEWEST_ROWS, Residuals, Terms
 from parplan.profiles.stack import Stack

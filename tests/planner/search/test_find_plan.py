@@ -15,9 +15,10 @@ from parplan.planner.plan.plan import plan_to_yaml
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.stack_terms import Residuals, Terms
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL, Stack
 from parplan.profiles.units import GIB

@@ -26,8 +26,8 @@ from parplan.planner.search.largest_model import (
     members,
     widths,
 )
-from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.families import ModelFamily, family_of
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL

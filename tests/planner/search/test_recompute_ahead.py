@@ -20,8 +20,9 @@ from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -85,7 +86,7 @@ def test_columns_have_the_price_and_the_memory_of_the_strategy_that_they_become(
     schedule, pp, dp, stack
 ):
     from parplan.costmodels.price_cache import PriceCache
-    from parplan.profiles.catalog import load_stack
+    from parplan.profiles.machines.machine_catalog import load_stack
     from parplan.profiles.machines.shipped_profiles import machine_for
 
     training = TrainingSpec(global_batch_size=32, seq_length=1024, stack=load_stack(stack))

@@ -21,7 +21,7 @@ from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_prices import end_kinds
-from parplan.profiles.catalog import load_stack
+from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision
 from tests.helpers.cases import mostly_slow

@@ -24,8 +24,8 @@ from parplan.planner.traced.shards import Shard, Sharded, shard
 from parplan.planner.traced.shared_rank_master import solve_ranks
 from parplan.planner.traced.stage_rules import StageRule, parse_stages
 from parplan.planner.traced.traced_search import TracedSearch, to_shard_strategy
-from parplan.profiles.catalog import load_cluster
 from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec

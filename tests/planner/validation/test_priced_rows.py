@@ -15,8 +15,8 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.validation.configuration import OPTIONAL, configuration_of
 from parplan.planner.validation.priced_rows import price_row
 from parplan.planner.validation.step_rows import read_rows
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel, FlashKernel
 from tests.helpers.planning import estimate_plan

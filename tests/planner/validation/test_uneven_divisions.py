@@ -8,7 +8,7 @@ import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.validation.uneven_divisions import blocks_by_compute
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 
 # a block of 41.9 M weights, a head of 102.9 M: 2.45 blocks
 OLD_BENCH = replace(

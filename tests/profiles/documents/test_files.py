@@ -1,6 +1,4 @@
-"""Files are written whole, through links, with the mode that the umask leaves, and only where a
-file can be.
-"""
+"""Files are written whole, through links, with the umask's mode, only where a file can be."""
 
 from __future__ import annotations
 

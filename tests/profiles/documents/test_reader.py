@@ -1,6 +1,4 @@
-"""Every file from outside is read by one reader: what it takes, what it refuses and how little that
-costs.
-"""
+"""One reader reads every file from outside: the values it takes, its refusals and its cost."""
 
 import json
 import os
@@ -17,25 +15,20 @@ from parplan.executor.checkpoint.folder import read_document
 from parplan.executor.data.tokens import read_sidecar
 from parplan.planner.plan import plan
 from parplan.planner.runs import run_file as runs
-from parplan.profiles.catalog import (
-    load_cluster,
-    load_config,
-    load_family,
-    load_model,
-    load_stack,
-)
 from parplan.profiles.documents.reader import (
     MAX_BYTES,
     MAX_DEPTH,
     json_of,
+    parse_yaml,
     read_json,
     read_text,
     read_yaml,
-    yaml_of,
 )
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines import user_profile as own
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
+from parplan.profiles.models.model_catalog import load_config, load_family, load_model
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.profiler.communication import comm_file, nccl_tests
 from parplan.profiles.profiler.journal import open_journal
@@ -96,10 +89,10 @@ def test_what_is_shipped_reads_as_pyyaml_reads_it(path):
     ],
 )
 def test_a_scalar_has_the_type_that_json_has_for_it(text, value):
-    found = yaml_of(text, "f")
+    scalar = parse_yaml(text, "f")
 
-    assert found == value
-    assert type(found) is type(value)
+    assert scalar == value
+    assert type(scalar) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +116,7 @@ def test_a_scalar_has_the_type_that_json_has_for_it(text, value):
     ],
 )
 def test_what_pyyaml_writes_reads_back(value):
-    assert yaml_of(yaml.safe_dump({"key": [value]}, allow_unicode=True), "f") == {"key": [value]}
+    assert parse_yaml(yaml.safe_dump({"key": [value]}, allow_unicode=True), "f") == {"key": [value]}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +179,7 @@ def test_what_pyyaml_writes_reads_back(value):
 )
 def test_more_than_json_has_is_refused_with_the_line(text, message):
     with pytest.raises(ConfigError, match="^f" + message) as caught:
-        yaml_of(text, "f")
+        parse_yaml(text, "f")
 
     assert caught.value.hint
 
@@ -202,7 +195,7 @@ def test_more_than_json_has_is_refused_with_the_line(text, message):
     ],
 )
 def test_aliases_and_merge_keys_are_what_pyyaml_makes_of_them(text):
-    assert repr(yaml_of(text, "f")) == repr(yaml.load(text, Loader=yaml.SafeLoader))
+    assert repr(parse_yaml(text, "f")) == repr(yaml.load(text, Loader=yaml.SafeLoader))
 
 
 @pytest.mark.parametrize(

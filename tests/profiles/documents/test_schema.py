@@ -1,6 +1,4 @@
-"""Documents become dataclasses, or errors that name the file, the key's path and the nearest
-key.
-"""
+"""Documents become dataclasses, or errors that name the file, the key's path and a near key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What points add to a fitted form: exact at them, continuous, fading with distance, and marked for
-what it is.
-"""
+"""Corrections of a fitted form: exact at points, continuous, fading with distance."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.profiles.catalog import load_cluster
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster
 
 
 def test_a_peak_is_looked_up_by_precision():

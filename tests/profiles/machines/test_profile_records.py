@@ -1,6 +1,4 @@
-"""The file of a machine's own profile: what was measured comes back exactly, sessions are joined,
-and what is wrong is named.
-"""
+"""The file of a user's own profile: exact round trips, joined sessions, named faults."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from parplan.profiles.catalog import cluster_document
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import cluster_document
 from parplan.profiles.machines.measured_points import curves_of, points_of, with_curves
 from parplan.profiles.machines.measurements import (
     Case,
@@ -101,7 +99,7 @@ def test_points_stand_in_the_file_once_and_each_record_is_one_line(tmp_path):
 
 def test_points_that_are_not_those_of_the_records_are_written_out(tmp_path):
     compute = OWN.profile.compute
-    other = with_curves(
+    changed = with_curves(
         compute,
         curves_of(compute)
         | {
@@ -109,7 +107,7 @@ def test_points_that_are_not_those_of_the_records_are_written_out(tmp_path):
             "gelu.forward": replace(compute.named["gelu"].forward, points=()),
         },
     )
-    profile = replace(OWN, profile=replace(OWN.profile, compute=other))
+    profile = replace(OWN, profile=replace(OWN.profile, compute=changed))
 
     back = read_profile(file_of(profile, tmp_path)).profile.compute
 
@@ -170,16 +168,16 @@ def test_any_record_comes_back(record, tmp_path):
 
 def test_equal_sizes_are_one_point_and_failures_are_none():
     machine = Machine()
-    one, other = machine.linear(64, 64, 64), machine.linear(64, 64, 64)
+    first, second = machine.linear(64, 64, 64), machine.linear(64, 64, 64)
     slow = replace(
-        other.measured.times["forward"], median_us=3 * one.measured.times["forward"].median_us
+        second.measured.times["forward"], median_us=3 * first.measured.times["forward"].median_us
     )
-    other = replace(other, measured=replace(other.measured, times={"forward": slow}))
+    second = replace(second, measured=replace(second.measured, times={"forward": slow}))
 
-    points = points_of((one, other, machine.failed(CaseOutcome.HUNG, "")))
+    points = points_of((first, second, machine.failed(CaseOutcome.HUNG, "")))
 
     assert points["forward"] == (
-        (64, 64, 64, pytest.approx(2 * one.measured.times["forward"].median_us)),
+        (64, 64, 64, pytest.approx(2 * first.measured.times["forward"].median_us)),
     )
 
 
@@ -274,12 +272,14 @@ def test_times_are_kept_to_the_digits_that_repeats_can_tell_apart():
     figures = {"bytes_per_s": 1.23456789e9 + 0.5, "context_bytes": 254066688.0}
     measured = replace(record.measured, times={"forward": timing}, figures=figures)
 
-    found, failed = rounded_records(
+    rounded, failed = rounded_records(
         (replace(record, measured=measured), Machine().failed(CaseOutcome.HUNG, "slow"))
     )
 
-    assert found.measured.times == {"forward": Timing(median_us=12.3457, spread=0.0123, repeats=7)}
-    assert found.measured.figures == {"bytes_per_s": 1.23457e9, "context_bytes": 254066688.0}
+    assert rounded.measured.times == {
+        "forward": Timing(median_us=12.3457, spread=0.0123, repeats=7)
+    }
+    assert rounded.measured.figures == {"bytes_per_s": 1.23457e9, "context_bytes": 254066688.0}
     assert (failed.outcome, failed.detail) == (CaseOutcome.HUNG, "slow")
 
 
@@ -289,35 +289,35 @@ def test_facts_of_memory_are_those_that_were_measured():
         for n in (4, 8, 2)
     ]
 
-    found = with_memory_facts(replace(OWN, records=(*RECORDS, *communicators)))
+    profile = with_memory_facts(replace(OWN, records=(*RECORDS, *communicators)))
 
-    assert (found.allocator_share, found.context_bytes, found.granularity_bytes) == (
+    assert (profile.allocator_share, profile.context_bytes, profile.granularity_bytes) == (
         0.04,
         500_000_000,
         512,
     )
-    assert found.communicator_bytes == 8_000_000
+    assert profile.communicator_bytes == 8_000_000
     assert with_memory_facts(replace(OWN, communicator_bytes=7)).communicator_bytes == 7
 
 
 def test_a_second_session_adds_its_cases_and_replaces_those_it_measured_again():
-    again, added = Machine(noise=0.5).linear(512, 1024, 1024), Machine().linear(48, 48, 48)
+    repeated, added = Machine(noise=0.5).linear(512, 1024, 1024), Machine().linear(48, 48, 48)
     later = replace(HERE, date="2026-12-24")
 
     both = merged(
         replace(OWN, allocator_share=0.1),
-        replace(OWN, environment=later, profile=None, records=(again, added)),
+        replace(OWN, environment=later, profile=None, records=(repeated, added)),
     )
 
     assert len(both.records) == len(RECORDS) + 1
-    assert both.records[0] == again != RECORDS[0]
+    assert both.records[0] == repeated != RECORDS[0]
     assert both.records[1:-1] == RECORDS[1:]
     assert both.records[-1] == added
     assert (both.environment, both.allocator_share, both.profile) == (later, 0.1, OWN.profile)
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("profile", "message"),
     [
         pytest.param(
             replace(OWN, device="h100-80gb"),
@@ -336,9 +336,9 @@ def test_a_second_session_adds_its_cases_and_replaces_those_it_measured_again():
         ),
     ],
 )
-def test_points_of_another_machine_are_not_added(other, message):
+def test_points_of_another_machine_are_not_added(profile, message):
     with pytest.raises(ConfigError, match=message) as error:
-        merged(OWN, other)
+        merged(OWN, profile)
 
     assert "-o" in error.value.hint
 
@@ -356,13 +356,13 @@ def test_a_file_that_cannot_be_written_says_so(tmp_path):
 
 
 def test_the_schema_describes_every_key_of_a_file():
-    found = profile_schema()
+    schema = profile_schema()
     body = profile_to_document(OWN)
 
     assert yaml.load(TEXT, Loader=yaml.CSafeLoader) == json.loads(json.dumps(body))
-    assert json.loads(json.dumps(found)) == found
-    assert set(body) <= set(found["properties"])
-    line = found["$defs"][found["properties"]["records"]["items"]["$ref"].rsplit("/", 1)[1]]
+    assert json.loads(json.dumps(schema)) == schema
+    assert set(body) <= set(schema["properties"])
+    line = schema["$defs"][schema["properties"]["records"]["items"]["$ref"].rsplit("/", 1)[1]]
     assert all(set(record) <= set(line["properties"]) for record in body["records"])
-    references = {word.split('"')[0] for word in json.dumps(found).split("#/$defs/")[1:]}
-    assert references <= set(found["$defs"])
+    references = {word.split('"')[0] for word in json.dumps(schema).split("#/$defs/")[1:]}
+    assert references <= set(schema["$defs"])

@@ -8,9 +8,9 @@ from importlib import resources
 import pytest
 
 from parplan.profiles.build.__main__ import shipped_profile_to_yaml
-from parplan.profiles.catalog import load_cluster
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import Chip, Curve, Product, matmul_s
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import (
     analytic_profile,
     machine_for,

@@ -1,6 +1,4 @@
-"""Hugging Face's libraries: what they refuse is one error, and they use no network unless it is
-asked for.
-"""
+"""Hugging Face's libraries: one class for their errors, and no network unless the user asks."""
 
 from __future__ import annotations
 
@@ -61,16 +59,16 @@ REFUSED = [
 @pytest.fixture
 def no_network(monkeypatch):
     """Fails the test at the first look-up or connection."""
-    asked: list[object] = []
+    attempts: list[object] = []
 
     def refuse(*arguments: object, **options: object) -> None:
-        asked.append(arguments)
+        attempts.append(arguments)
         raise OSError("no network in tests")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket, "create_connection", refuse)
     yield
-    assert asked == []
+    assert attempts == []
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED)
@@ -164,8 +162,10 @@ def test_a_module_that_would_fetch_its_backbone_fails_without_the_network(no_net
 
 def test_the_libraries_are_told_to_stay_offline_before_they_are_imported():
     code = (
-        "import cli_style; cli_style.run_command(lambda *a, **o: 0, [], prog_name='plan')\n"
-        "from huggingface_hub import constants; raise SystemExit(0 if constants.HF_HUB_OFFLINE else 1)"
+        "from parplan.commands import style; style.run_command(lambda *a, **o: 0, [], "
+        "prog_name='plan')\n"
+        "from huggingface_hub import constants; raise SystemExit(0 if "
+        "constants.HF_HUB_OFFLINE else 1)"
     )
     environment = {
         name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"

@@ -1,6 +1,4 @@
-"""Hugging Face configurations give the shape, and exactly the parameter count, of the model that
-transformers builds.
-"""
+"""Hugging Face configurations give the shape and the exact parameter count of transformers."""
 
 from __future__ import annotations
 
@@ -9,13 +7,13 @@ import warnings
 
 import pytest
 
-from parplan.profiles.catalog import load_model
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.huggingface import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     MAX_DEFAULT_SEQ_LENGTH,
     entry_from_config,
 )
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
@@ -46,9 +44,7 @@ GPT2 = {"n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 384, "n_positions
 
 
 def config_of(class_name, keys):
-    """A configuration object of the installed transformers; importing it may warn about its own
-    dependencies.
-    """
+    """Returns a configuration of the installed transformers, whose import may warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
@@ -57,9 +53,7 @@ def config_of(class_name, keys):
 
 
 def torch_parameters(config):
-    """Parameters of the model that transformers builds, without memory for its weights; tied ones
-    count once.
-    """
+    """Returns the parameters of the model that transformers builds; tied ones count once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
@@ -138,14 +132,10 @@ def test_the_flops_of_experts_are_those_that_run_in_transformers():
         2 * 2 * 64 * 8
     )  # the angles of 64 positions and half of a head of 16, a product for each sequence
 
-    found = (
-        build_graph(
-            spec, TrainingSpec(global_batch_size=2, seq_length=64, stack=NEUTRAL), 2
-        ).model_flops
-        / 3
-    )
+    training = TrainingSpec(global_batch_size=2, seq_length=64, stack=NEUTRAL)
+    forward_flops = build_graph(spec, training, 2).model_flops / 3
 
-    assert found == pytest.approx(counted.get_total_flops(), rel=0, abs=positions)
+    assert forward_flops == pytest.approx(counted.get_total_flops(), rel=0, abs=positions)
 
 
 def test_a_vocabulary_is_the_only_thing_padded():
@@ -489,7 +479,8 @@ def test_a_model_is_named_after_its_publication_its_folder_or_its_family(keys, w
         ),
         pytest.param(
             {"attention_bias": True},
-            "c.json: attention_bias is True and the feed-forward bias is False: the operator graph has one "
+            "c.json: attention_bias is True and the feed-forward bias is False: the operator "
+            "graph has one "
             "flag for the attention output and the feed-forward layers",
             id="bias-on-half-of-the-linear-layers",
         ),

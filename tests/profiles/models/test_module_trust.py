@@ -1,6 +1,4 @@
-"""A plan file runs the code of the current folder and of installed packages, unless --trust-module
-is given; to read one runs nothing.
-"""
+"""Plan files run code of the current folder and of packages, unless --trust-module is given."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """The current folder, and another one that is on the path; code of both says that it was
-    imported.
-    """
+    """Returns the current folder and one on the path; code of both says that it was imported."""
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     for place in (here, elsewhere):
         (place / "loose").mkdir(parents=True)
@@ -144,9 +140,7 @@ def test_what_is_no_name_of_a_function_in_a_module_is_refused(factory):
 
 @pytest.fixture(scope="module")
 def plans():
-    """A plan of a traced module and one of a described model that runs as a module, both of code
-    from elsewhere.
-    """
+    """Returns plans of a traced module and of a described model, both with code from elsewhere."""
     source = ModuleSource(factory="elsewhere_models:build")
     return (
         dataclasses.replace(hand_plan("tests.helpers.traced_modules:shares"), module=source),
@@ -183,9 +177,9 @@ def test_a_check_refuses_code_from_elsewhere_and_says_what_it_runs_where_it_is_t
     trusted = run("check", *arguments, "--trust-module")
 
     assert (
-        f"{arguments[0]}: module: elsewhere_models:build is outside of the current folder and of installed packages"
-        in message
-    )
+        f"{arguments[0]}: module: elsewhere_models:build is outside of the current folder "
+        "and of installed packages"
+    ) in message
     assert refused
     assert trusted.stderr.startswith(
         f"note: {arguments[0]} runs code: elsewhere_models:build, imported from {files.parent}"
@@ -215,7 +209,8 @@ def test_a_run_refuses_code_from_elsewhere_and_says_what_it_runs_where_it_is_tru
 
 
 SUSPICIOUS = re.compile(
-    r"\b(pickle|marshal|shelve|dill|eval|exec|__import__|system|popen|shell|trust_remote_code|\w*load)\b *[.(=]"
+    r"\b(pickle|marshal|shelve|dill|eval|exec|__import__|system|popen|shell|trust_remote_code|\w*load)"
+    r"\b *[.(=]"
 )
 
 

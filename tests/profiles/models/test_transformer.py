@@ -1,6 +1,4 @@
-"""The operator graph reproduces the published activation memory (EQUATIONS M3), FLOPs (EQUATIONS
-K4) and parameter counts.
-"""
+"""The operator graph has the published activation memory (EQUATIONS M3), FLOPs and parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import networkx as nx
 import pytest
 
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerClass, LayerKind, OperatorKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -59,8 +57,9 @@ def block_of(model, training=UNFUSED, micro_batch_size=4) -> LayerClass:
 def stored_bytes(
     block: LayerClass, sharding: Sharding, recompute: frozenset[str] = frozenset()
 ) -> int:
-    """What one rank keeps of a block for its backward pass; a recomputed operator keeps its inputs,
-    a whole block its own.
+    """Returns the bytes of a block that one rank saves for its backward pass.
+
+    A recomputed operator saves its inputs, a block that is recomputed whole its own.
     """
     if recompute == frozenset(operator.name for operator in block.operators):
         assert block.input is not None
@@ -74,9 +73,7 @@ def stored_bytes(
 
 
 def megatron_parts(tensor, sharding):
-    """Korthikanti et al. 2022: features of heads and ffn over tp, everything else by token under
-    sequence parallelism.
-    """
+    """Korthikanti et al. 2022: features of heads and ffn over tp, all else by token under SP."""
     features = any(tensor.has(dim) for dim in ("heads", "ffn", "vocab"))
     return sharding.tp if features or (sharding.sequence_parallel and tensor.has("sequence")) else 1
 
@@ -96,7 +93,9 @@ def everything(block: LayerClass) -> frozenset[str]:
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_a_gpt_block_stores_what_korthikanti_counts_term_by_term(model, micro_batch_size, tp):
-    s, b, h, a, t = UNFUSED.seq_length, micro_batch_size, model.hidden_size, model.num_heads, tp
+    s, b = UNFUSED.seq_length, micro_batch_size
+    t = tp
+    h, a = model.hidden_size, model.num_heads
     block = block_of(model, UNFUSED, b)
     parallel, sequence_parallel = Sharding(tp=t), Sharding(tp=t, sequence_parallel=True)
     scores = 5 * a * s / h
@@ -110,7 +109,8 @@ def test_a_gpt_block_stores_what_korthikanti_counts_term_by_term(model, micro_ba
 
 
 def test_a_gpt_block_without_dropout_keeps_no_masks():
-    s, b, h, a = 256, 4, 512, 8
+    s, b = 256, 4
+    h, a = 512, 8
 
     assert (
         stored_bytes(block_of(replace(GPT, dropout=0.0)), Sharding())
@@ -123,7 +123,8 @@ def test_a_gpt_block_without_dropout_keeps_no_masks():
     [pytest.param(0.1, 34, id="dropout"), pytest.param(0.0, 32, id="none")],
 )
 def test_flash_attention_keeps_a_log_sum_exp_instead_of_the_scores(dropout, per_token):
-    s, b, h, a = 256, 4, 512, 8
+    s, b = 256, 4
+    h, a = 512, 8
     block = block_of(replace(GPT, dropout=dropout), FLASH)
 
     assert stored_bytes(block, Sharding()) == per_token * s * b * h + 4 * a * b * s
@@ -134,10 +135,12 @@ def test_flash_attention_keeps_a_log_sum_exp_instead_of_the_scores(dropout, per_
 
 
 def test_a_gated_block_with_grouped_queries_stores_what_a_hand_count_says():
-    s, b, h, a, q, kv, f = 256, 4, 512, 8, 512, 128, 1408
-    whole = (
-        2 * h + 2 * h + 2 * h + 2 * h
-    )  # block input, its norm, the middle of the block, its norm
+    s, b = 256, 4
+    h, a = 512, 8
+    q, kv = 512, 128
+    f = 1408
+    # block input, its norm, the middle of the block, its norm
+    whole = 2 * h + 2 * h + 2 * h + 2 * h
     heads = 2 * (q + 2 * kv) + 2 * q + 4 * a  # rotated q, k, v; the context; the log-sum-exp (fp32)
     ffn = 2 * 2 * f + 2 * f  # both halves of the gated product, and their product
 
@@ -159,7 +162,8 @@ def test_a_parallel_residual_block_shares_the_input_of_its_two_norms():
 
 
 def test_fp32_doubles_every_activation_but_the_masks():
-    s, b, h, a = 256, 4, 512, 8
+    s, b = 256, 4
+    h, a = 512, 8
     fp32 = replace(UNFUSED, precision=Precision.FP32)
 
     assert (
@@ -183,7 +187,7 @@ def test_savings_against_tensor_parallelism_match_korthikantis_figure_7(name):
     block = block_of(load_model(name).spec, replace(UNFUSED, seq_length=2048), 1)
     parallel, sequence_parallel = Sharding(tp=8), Sharding(tp=8, sequence_parallel=True)
     baseline = stored_bytes(block, parallel)
-    found = {
+    stored = {
         "sequence parallel": stored_bytes(block, sequence_parallel),
         "selective": stored_bytes(block, parallel, ATTENTION_CORE),
         "both": stored_bytes(block, sequence_parallel, ATTENTION_CORE),
@@ -191,7 +195,7 @@ def test_savings_against_tensor_parallelism_match_korthikantis_figure_7(name):
     }
 
     for technique, percent in PUBLISHED[name].items():
-        assert 100 * found[technique] / baseline == pytest.approx(percent, abs=0.15), technique
+        assert 100 * stored[technique] / baseline == pytest.approx(percent, abs=0.15), technique
 
 
 @pytest.mark.parametrize(
@@ -206,8 +210,9 @@ def test_savings_against_tensor_parallelism_match_korthikantis_figure_7(name):
 def test_first_stage_activations_equal_korthikantis_figure_1(
     name, pp, virtual_stages, micro_batch_size, none_gib, both_gib
 ):
-    """Figure 1: L (1 + (P - 1) / (P v)) layers in flight when interleaved, L when not, TP 8;
-    analytic in the paper, so exact.
+    """Figure 1: L (1 + (P - 1) / (P v)) layers in flight when interleaved, L when not, TP 8.
+
+    The figure is analytic in the paper, so the test is exact.
     """
     model = load_model(name).spec
     layers = (
@@ -226,8 +231,10 @@ def test_first_stage_activations_equal_korthikantis_figure_1(
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_model_flops_are_megatrons_formula_exactly(name, micro_batch_size):
     entry = load_model(name)
-    model, s, b = entry.spec, entry.seq_length, micro_batch_size
-    layers, h, v = model.num_layers, model.hidden_size, model.padded_vocab_size
+    model = entry.spec
+    s, b = entry.seq_length, micro_batch_size
+    layers, h = model.num_layers, model.hidden_size
+    v = model.padded_vocab_size
     graph = build_graph(model, TrainingSpec(global_batch_size=8, seq_length=s, stack=NEUTRAL), b)
 
     # 72 B S L h^2 (1 + S / (6 h) + V / (12 L h)), and 96 B S L h^2 (1 + S / (6 h) + V / (16 L h))
@@ -241,7 +248,9 @@ def test_model_flops_are_megatrons_formula_exactly(name, micro_batch_size):
 
 
 def test_flops_of_a_gated_block_with_grouped_queries_by_hand():
-    s, b, h, q, kv, f = 256, 4, 512, 512, 128, 1408
+    s, b = 256, 4
+    h, f = 512, 1408
+    q, kv = 512, 128
     forward = 2 * b * s * (h * (q + 2 * kv) + q * h + h * 2 * f + f * h) + 4 * b * s**2 * q
 
     block = block_of(LLAMA, FLASH)
@@ -275,16 +284,15 @@ def test_flops_of_a_gated_block_with_grouped_queries_by_hand():
     ],
 )
 def test_parameter_counts_are_the_published_ones(name, published, tolerance):
-    found = build_graph(load_model(name).spec, FLASH, 1).num_parameters
+    parameters = build_graph(load_model(name).spec, FLASH, 1).num_parameters
 
-    assert found == pytest.approx(published, rel=tolerance, abs=0)
+    assert parameters == pytest.approx(published, rel=tolerance, abs=0)
 
 
 def test_a_tied_head_counts_once_and_an_untied_one_twice():
     table = GPT.padded_vocab_size * GPT.hidden_size
-    tied, untied = (
-        build_graph(replace(GPT, tied_embeddings=choice), FLASH, 1) for choice in (True, False)
-    )
+    tied = build_graph(replace(GPT, tied_embeddings=True), FLASH, 1)
+    untied = build_graph(replace(GPT, tied_embeddings=False), FLASH, 1)
 
     assert untied.num_parameters - tied.num_parameters == table
     assert tied.head.num_parameters == untied.head.num_parameters

@@ -11,8 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from parplan.profiles.catalog import cluster_document, cluster_from_document, load_cluster
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import (
+    cluster_document,
+    cluster_from_document,
+    load_cluster,
+)
 from parplan.profiles.machines.user_profile import ProfileEnvironment
 from parplan.profiles.profiler import nvidia_smi as smi
 from parplan.profiles.profiler.environment import (

@@ -15,7 +15,7 @@ import pytest
 
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.catalog import load_cluster, load_stack
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.operator_graph import LayerClass, ModelGraph, Operator

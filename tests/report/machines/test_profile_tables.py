@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from parplan.profiles.catalog import cluster_document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import CollectiveCurve
+from parplan.profiles.machines.machine_catalog import cluster_document
 from parplan.profiles.machines.measurements import CaseOutcome
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.machines.user_profile import (

@@ -14,8 +14,8 @@ from parplan.costmodels.communication.collectives import (
     point_to_point_time,
 )
 from parplan.costmodels.communication.mesh import Placement
-from parplan.profiles.catalog import load_cluster
 from parplan.profiles.documents.schema import document, parse
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.machines.shipped_profiles import Machine, machine_for
 from parplan.profiles.machines.speeds import Profile

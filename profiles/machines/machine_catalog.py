@@ -1,0 +1,327 @@
+"""Cluster, GPU and stack names and files -> specs: the packaged configs, YAML files of that shape.
+
+Units leave the key names here: GiB (2**30), GB (10**9), TFLOP/s and microseconds in a file, bytes,
+bytes/s, FLOP/s and seconds in a spec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field
+
+from parplan.profiles.documents.packaged_configs import (
+    config_source,
+    label_of,
+    packaged_names,
+    read_config,
+)
+from parplan.profiles.documents.schema import document, json_schema, parse
+from parplan.profiles.errors import ConfigError, unknown_name_error
+from parplan.profiles.machines.calibration_factors import Calibration
+from parplan.profiles.machines.hardware import Cluster, Device, Link
+from parplan.profiles.machines.speeds import Profile
+from parplan.profiles.machines.stack_terms import Terms, shipped_terms
+from parplan.profiles.stack import Stack
+from parplan.profiles.units import GB, GIB, TERA, US_PER_S
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+_FORBID = {"extra": "forbid"}
+_Arithmetic = Literal["fp8", "bf16", "fp16", "fp32"]  # precisions that a device has a peak for
+_CLUSTER_ALIASES = {
+    "v100": "v100-32gb",
+    "a100": "a100-80gb",
+    "a800": "a800-80gb",
+    "h100": "h100-80gb",
+    "h200": "h200-141gb",
+    "gh200": "gh200-96gb",
+    "b200": "b200-180gb",
+    "gb200": "gb200-186gb",
+    "rtx3090": "rtx3090-24gb",
+    "3090": "rtx3090-24gb",
+    "a10g": "a10g-24gb",
+    "l4": "l4-24gb",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceDocument:
+    __pydantic_config__ = _FORBID
+
+    name: str
+    memory_gib: _Positive
+    memory_gb_per_s: _Positive
+    peak_tflops: Mapping[_Arithmetic, _Positive]
+    num_sms: _Count
+    context_gib: _NotNegative
+    source: str
+    compute_capability: _Positive | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinkDocument:
+    """A link; `gb_per_s` is in one direction, of one GPU in a node or of one NIC between nodes."""
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    gb_per_s: _Positive
+    latency_us: _NotNegative
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NodeDocument:
+    __pydantic_config__ = _FORBID
+
+    gpus: _Count
+    link: _LinkDocument
+    nics: _Count
+    nic: _LinkDocument
+    host_memory_gib: _Positive
+    pcie_gb_per_s: _Positive
+    pcie_node_gb_per_s: _Positive | None = None
+    host_gb_per_s: _Positive | None = None
+    numa_domains: _Count | None = None
+    gpus_per_numa: _Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClusterDocument:
+    __pydantic_config__ = _FORBID
+
+    name: str
+    device: _DeviceDocument
+    node: _NodeDocument
+    nodes: _Count = 1
+    calibration: Calibration | None = None
+    profile: Profile | None = None
+
+
+def cluster_names() -> tuple[str, ...]:
+    """Returns the names of the packaged clusters (one per device, with its usual node), sorted."""
+    return packaged_names("clusters")
+
+
+def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
+    """Returns a packaged cluster by name, or that of a YAML of the same shape.
+
+    what: the word for a cluster in the error for an unknown name
+    Raises ConfigError: unknown name, unreadable or broken file, unknown keys or wrong types.
+    """
+    name = name_or_path.lower().replace("_", "-")
+    name = _CLUSTER_ALIASES.get(name, name)
+    source = config_source("clusters", name, what, name_or_path)
+    return cluster_from_document(read_config(source), label_of(source))
+
+
+def cluster_from_document(document: object, where: str) -> Cluster:
+    """Returns the cluster that a document of the YAML shape describes.
+
+    Raises ConfigError with `where` and the key's path.
+    """
+    cluster = parse(_ClusterDocument, document, where)
+    device, node = cluster.device, cluster.node
+    return Cluster(
+        name=cluster.name,
+        device=Device(
+            name=device.name,
+            memory_bytes=_bytes(device.memory_gib),
+            memory_bytes_per_s=_per_s(device.memory_gb_per_s),
+            peak_flops_per_s={
+                str(precision): _flops(peak) for precision, peak in device.peak_tflops.items()
+            },
+            num_sms=device.num_sms,
+            context_bytes=_bytes(device.context_gib),
+            source=device.source,
+            compute_capability=device.compute_capability,
+        ),
+        nodes=cluster.nodes,
+        gpus_per_node=node.gpus,
+        intra_node=_link(node.link),
+        nics_per_node=node.nics,
+        nic=_link(node.nic),
+        host_memory_bytes=_bytes(node.host_memory_gib),
+        pcie_bytes_per_s=_per_s(node.pcie_gb_per_s),
+        pcie_node_bytes_per_s=_per_s_if_known(node.pcie_node_gb_per_s),
+        host_bytes_per_s=_per_s_if_known(node.host_gb_per_s),
+        numa_domains=node.numa_domains,
+        gpus_per_numa=node.gpus_per_numa,
+        calibration=cluster.calibration,
+        profile=cluster.profile,
+    )
+
+
+def cluster_document(cluster: Cluster) -> dict[str, Any]:
+    """Returns the YAML shape of `cluster`, with units in the key names.
+
+    It is the inverse of `cluster_from_document`.
+    """
+    device = cluster.device
+    body = _ClusterDocument(
+        name=cluster.name,
+        device=_DeviceDocument(
+            name=device.name,
+            memory_gib=_shortest(device.memory_bytes, GIB, _bytes),
+            memory_gb_per_s=_shortest(device.memory_bytes_per_s, GB, _per_s),
+            peak_tflops={
+                cast(_Arithmetic, name): _shortest(peak, TERA, _flops)
+                for name, peak in device.peak_flops_per_s.items()
+            },
+            num_sms=device.num_sms,
+            context_gib=_shortest(device.context_bytes, GIB, _bytes),
+            source=device.source,
+            compute_capability=device.compute_capability,
+        ),
+        node=_NodeDocument(
+            gpus=cluster.gpus_per_node,
+            link=_link_document(cluster.intra_node),
+            nics=cluster.nics_per_node,
+            nic=_link_document(cluster.nic),
+            host_memory_gib=_shortest(cluster.host_memory_bytes, GIB, _bytes),
+            pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s),
+            pcie_node_gb_per_s=_gb_per_s_if_known(cluster.pcie_node_bytes_per_s),
+            host_gb_per_s=_gb_per_s_if_known(cluster.host_bytes_per_s),
+            numa_domains=cluster.numa_domains,
+            gpus_per_numa=cluster.gpus_per_numa,
+        ),
+        nodes=cluster.nodes,
+        calibration=cluster.calibration,
+        profile=cluster.profile,
+    )
+    fields: dict[str, Any] = document(body)
+    return _known({**fields, "device": _known(fields["device"]), "node": _known(fields["node"])})
+
+
+def _per_s_if_known(gb_per_s: float | None) -> float | None:
+    return None if gb_per_s is None else _per_s(gb_per_s)
+
+
+def _gb_per_s_if_known(bytes_per_s: float | None) -> float | None:
+    return None if bytes_per_s is None else _shortest(bytes_per_s, GB, _per_s)
+
+
+def _known(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def cluster_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a cluster file."""
+    return json_schema(_ClusterDocument)
+
+
+def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None) -> Cluster:
+    """Returns a cluster of the same machines with `num_gpus` devices.
+
+    gpus_per_node: the devices of a node, those of the cluster's nodes by default
+
+    Fewer devices than a node make one node of that many. A node of another size has NICs in
+    proportion, at least one, and uplinks to the host, at least one lane: devices are taken in
+    order, and those behind one switch share its uplink. Raises ConfigError when the devices do not
+    fill whole nodes.
+    """
+    for flag, count in (("--gpus", num_gpus), ("--gpus-per-node", gpus_per_node)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{flag} is {count}, it must be at least 1")
+    per_node = min(num_gpus, gpus_per_node or cluster.gpus_per_node)
+    if num_gpus % per_node:
+        below = num_gpus // per_node * per_node
+        raise ConfigError(
+            f"{num_gpus} GPUs do not fill whole nodes of {per_node} {cluster.device.name}",
+            hint=f"use --gpus {below} or --gpus {below + per_node}, "
+            f"or set --gpus-per-node to a divisor of {num_gpus}",
+        )
+    nics = max(1, math.ceil(cluster.nics_per_node * per_node / cluster.gpus_per_node))
+    uplinks = cluster.pcie_node_bytes_per_s
+    if uplinks is not None:
+        part = per_node / cluster.gpus_per_node
+        uplinks = max(part * uplinks, min(uplinks, cluster.pcie_bytes_per_s))
+    return replace(
+        cluster,
+        nodes=num_gpus // per_node,
+        gpus_per_node=per_node,
+        nics_per_node=nics,
+        pcie_node_bytes_per_s=uplinks,
+    )
+
+
+def stack_names() -> tuple[str, ...]:
+    """Returns the names of the packaged software stacks, sorted."""
+    return packaged_names("stacks")
+
+
+def load_stack(
+    name_or_path: str, terms: Terms | None = None, *, without: str | None = None
+) -> Stack:
+    """Returns a packaged stack with its fitted terms, or that of a YAML of the same shape.
+
+    terms: the terms of another fit than the shipped one
+    without: a source; the terms are those of the fit that did not see it
+    Raises ConfigError, as `load_cluster` does.
+    """
+    name = name_or_path.lower().replace("_", "-")
+    source = config_source("stacks", name, "stack", name_or_path)
+    stated = cast(Mapping[str, Any], read_config(source))
+    stack = parse(Stack, stated, label_of(source))
+    if stack.terms_of and stack.terms_of not in stack_names():
+        raise unknown_name_error(
+            "stack", stack.terms_of, stack_names(), where=f"terms_of of {label_of(source)}"
+        )
+    fitted = (shipped_terms() if terms is None else terms).of_stack(stack, without)
+    return replace(fitted, **{key: getattr(stack, key) for key in stated})  # the file's values stay
+
+
+def _link(link: _LinkDocument) -> Link:
+    return Link(
+        name=link.name,
+        bytes_per_s=_per_s(link.gb_per_s),
+        latency_s=_seconds(link.latency_us),
+        source=link.source,
+    )
+
+
+def _link_document(link: Link) -> _LinkDocument:
+    return _LinkDocument(
+        name=link.name,
+        gb_per_s=_shortest(link.bytes_per_s, GB, _per_s),
+        latency_us=_shortest(link.latency_s, 1 / US_PER_S, _seconds),
+        source=link.source,
+    )
+
+
+def _bytes(gib: float) -> int:
+    return round(gib * GIB)
+
+
+def _per_s(gb_per_s: float) -> float:
+    return gb_per_s * GB
+
+
+def _flops(tflops: float) -> float:
+    return tflops * TERA
+
+
+def _seconds(microseconds: float) -> float:
+    return microseconds / US_PER_S
+
+
+def _shortest(inside: float, unit: float, convert: Callable[[float], float]) -> float:
+    """Returns the number with the fewest decimals that `convert` turns into exactly `inside`.
+
+    A file that is read and written again thus keeps its text.
+    """
+    outside = inside / unit
+    return next((short for short in _spellings(outside) if convert(short) == inside), outside)
+
+
+def _spellings(number: float) -> Iterator[float]:
+    yield round(number)
+    for decimals in range(1, 18):
+        yield round(number, decimals)
+    yield math.nextafter(number, math.inf)
+    yield math.nextafter(number, -math.inf)
