@@ -94,7 +94,7 @@ def max_model(
     Ctrl-C prints what is known.
     """
     from parplan.commands.requests.requests import constraints_of, request_about, with_flags
-    from parplan.profiles.catalog import load_family
+    from parplan.profiles.models.model_catalog import load_family
 
     require_output(result.output)
     models = load_family(family)

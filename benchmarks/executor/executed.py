@@ -33,7 +33,8 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.rules.all_rules import validate
-from parplan.executor.training.train import Options, build_trainer
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import build_trainer
 from parplan.executor.watch.state_bytes import Meter
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Objective

@@ -48,11 +48,16 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.data.batches import synthetic
-from parplan.executor.training.train import Options, build_trainer
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.estimate import UniformChoices, estimate_plan
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 SEQ_LENGTH, WARM_UP, PAIRS = 128, 1, 5

@@ -33,11 +33,17 @@ from benchmarks.prices.activations import GPT_100M
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import TP_OVERLAP_LEVELS, ParallelLayout
-from parplan.executor.training.train import Options, StepResult, build_trainer
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import StepResult, build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.estimate import UniformChoices, estimate_plan
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 WARM_UP, ROUNDS = 2, 10

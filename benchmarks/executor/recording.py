@@ -22,7 +22,8 @@ import torch.distributed as dist
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.executor.training.train import Options, Trainer, build_trainer
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import Trainer, build_trainer
 from parplan.executor.watch.run_recorder import RunRecorder
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import PlanRequest

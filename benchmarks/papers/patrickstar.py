@@ -58,7 +58,8 @@ from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_family, load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GB, GIB, MIB, tflops
-from parplan.report.searches.largest_table import flops_per_s, host_gib, peak_gib
+from parplan.report.searches.largest_table import flops_per_s, peak_gib
+from parplan.planner.plan.plan import host_gib
 from parplan.report.text import gib_text, print_table, say, seconds_text
 
 # software of the same year whose kernels were measured: un-fused attention, nothing hidden

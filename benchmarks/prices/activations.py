@@ -31,7 +31,8 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.executor.pipeline.stages import border_example
 from parplan.executor.placed_layers import stage_layers
 from parplan.executor.rules.all_rules import validate
-from parplan.executor.training.train import Options, build_trainer
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec

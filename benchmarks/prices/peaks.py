@@ -29,7 +29,12 @@ from parplan.planner.plan.plan import Plan
 from parplan.planner.request import PlanRequest
 from parplan.planner.runs import run_file as runs
 from parplan.planner.search.estimate import UniformChoices, estimate_plan
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.units import MIB
 

@@ -29,7 +29,8 @@ from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_family
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.units import GIB
-from parplan.report.searches.largest_table import host_gib, peak_gib
+from parplan.planner.plan.plan import host_gib
+from parplan.report.searches.largest_table import peak_gib
 from parplan.report.text import console, gib_text, print_table, say, seconds_text
 
 VOCABULARY = 256_000

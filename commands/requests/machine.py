@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from parplan.commands.options import TargetOptions
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import (
     precision_of,

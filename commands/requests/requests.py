@@ -27,7 +27,7 @@ from parplan.planner.request import (
     SearchOptions,
     SolverName,
 )
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import (

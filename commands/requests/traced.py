@@ -13,7 +13,7 @@ from parplan.commands.requests.machine import TrainingDefaults, cluster_of, trai
 from parplan.commands.requests.requests import constraints_of
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import ModuleRequest, PlanRequest
-from parplan.profiles.catalog import find_config
+from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
 from parplan.profiles.machines.user_profile import read_profile

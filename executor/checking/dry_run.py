@@ -25,7 +25,12 @@ from parplan.executor.checking.observed_rank import OTHER, Observed
 from parplan.executor.models.loss import Loss
 from parplan.executor.pipeline.stages import RankPlace
 from parplan.executor.tensors import part
-from parplan.executor.training.train import Options, Trainer, ranks_of, trainer_of
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import (
+    Trainer,
+    ranks_of,
+    trainer_of,
+)
 from parplan.executor.watch.state_bytes import Meter, optimizer_states
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Precision

@@ -25,7 +25,8 @@ from parplan.executor.pipeline import pipeline
 from parplan.executor.training import train
 from parplan.planner.plan.plan import Plan, write_plan
 from parplan.planner.runs.rank_checks import RankCheck, matches, sent_checks, worst
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB

@@ -26,7 +26,11 @@ from parplan.executor.watch.allocated import PeakBytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_chunks import rank_chunks_of
 from parplan.planner.search.estimate import ChunkRequest
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from tests.helpers.executor_plans import GPT, SEQ_LENGTH
 from tests.helpers.planning import estimate_plan

@@ -15,7 +15,12 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run, predict
 from parplan.planner.runs.run_file import RunEnvironment, RunFile
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.machines.calibration_factors import Calibration, Factor
 from parplan.profiles.models.spec import TrainingSpec
 from tests.helpers.planning import estimate_plan

@@ -22,7 +22,8 @@ from parplan.planner.host_options.activation_options import named_operators, wit
 from parplan.planner.plan.plan import plan_from_document, plan_to_document, read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
-from parplan.profiles.catalog import load_model, with_gpus
+from parplan.profiles.models.model_catalog import load_model
+from parplan.profiles.machines.machine_catalog import with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind

@@ -12,7 +12,7 @@ from parplan.costmodels.operators.sharding import Sharding, Split
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice
 from parplan.costmodels.usage.redundancy import RedundantBytes, added, operator_redundancy
-from parplan.profiles.catalog import with_gpus
+from parplan.profiles.machines.machine_catalog import with_gpus
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL

@@ -15,7 +15,8 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.checking.shrunk_plan import MOST_CHUNKS, shrunk
 from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.cases import mostly_slow

@@ -29,7 +29,8 @@ from parplan.executor.checkpoint import folder
 from parplan.executor.checkpoint.checkpoints import Checkpoints
 from parplan.executor.checkpoint.resume import CheckpointOptions
 from parplan.executor.data.batches import synthetic
-from parplan.executor.training.train import Options, build_trainer
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError, PlannerError
 from parplan.profiles.models.spec import Precision

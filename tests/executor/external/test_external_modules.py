@@ -16,7 +16,7 @@ from torch.multiprocessing import ProcessRaisedException
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.external.external_body import _StandIn
-from parplan.executor.external.external_stage import open_source
+from parplan.executor.external.external_source import open_source
 from parplan.executor.external.module_calls import _Watch
 from parplan.executor.external.structure import find_structure
 from parplan.executor.rules.all_rules import nearest_legal, validate

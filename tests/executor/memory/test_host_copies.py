@@ -37,7 +37,12 @@ from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan, layout_of
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.search.estimate import ChunkRequest
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerClass, LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph

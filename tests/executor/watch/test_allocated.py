@@ -18,7 +18,8 @@ import torch.multiprocessing as mp
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.prices.peaks import Case
-from parplan.executor.training.train import Options, build_trainer
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import build_trainer
 from parplan.executor.watch.allocated import PeakBytes, _most, allocated_bytes
 from parplan.executor.watch.run_recorder import collect
 from parplan.planner.plan.plan import Plan

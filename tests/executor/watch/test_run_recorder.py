@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from parplan.costmodels.schedules.schedule import Schedule, actions
-from parplan.executor.training.train import Options, build_trainer
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import build_trainer
 from parplan.executor.watch.run_recorder import Clock, RunRecorder, clock_offsets, collect
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.run_file import RunFile, read_run, write_run

@@ -18,7 +18,12 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.calibration.profile_cases import ProfiledWorkload, cases_of
 from parplan.planner.calibration.profile_coverage import coverage, missing_cases
 from parplan.planner.plan.plan import Plan, read_plan, write_plan
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.machines.speeds import InStep, Profile

@@ -14,7 +14,13 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.never_searched import left_out
 from parplan.planner.request import Constraints
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, stack_names, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    stack_names,
+    with_gpus,
+)
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import EVERY_RECOMPUTE, EVERY_SCHEDULE, NEUTRAL

@@ -25,7 +25,12 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.runs.rank_checks import priced
 from parplan.planner.search.estimate import ChunkRequest
-from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.units import GIB

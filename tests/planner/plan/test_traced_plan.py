@@ -12,7 +12,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.plan import plan_to_document, plan_to_yaml, write_plan
 from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan, traced_plan_from_document
 from parplan.planner.request import Constraints
-from parplan.profiles.catalog import load_cluster
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL

@@ -13,7 +13,8 @@ import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.command_runs import fail, run

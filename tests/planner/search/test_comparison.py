@@ -17,7 +17,8 @@ from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.prediction import Quantity
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.comparison import MEMORY_NAMES, Comparison, compare
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB

@@ -15,7 +15,8 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import even_split
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL

@@ -32,7 +32,8 @@ from parplan.profiles.models.families import ModelFamily, family_of
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB, tflops
-from parplan.report.searches.largest_table import flops_per_s, host_gib, tokens_per_s
+from parplan.report.searches.largest_table import flops_per_s, tokens_per_s
+from parplan.planner.plan.plan import host_gib
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.planning import find_plan
 

@@ -21,7 +21,7 @@ from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, SearchOptions
 from parplan.planner.search.comparison import compare
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.columns import MixTable
+from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.embedding_columns import EitherTable
 from parplan.profiles.units import GIB
 from tests.helpers.instances import (

@@ -21,13 +21,13 @@ from parplan.planner.plan.plan import plan_to_yaml as plan_yaml
 from parplan.planner.plan.plan import read_plan as read_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
-from parplan.profiles.catalog import (
+from parplan.profiles.machines.machine_catalog import (
     cluster_document,
     load_cluster,
-    load_model,
     load_stack,
     with_gpus,
 )
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
 from parplan.profiles.machines.calibration_factors import Calibration, Factor

@@ -11,7 +11,7 @@ import pytest
 from parplan.commands.options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.profiles import catalog
-from parplan.profiles.catalog import (
+from parplan.profiles.models.model_catalog import (
     family_members,
     family_names,
     load_family,

@@ -13,7 +13,8 @@ from parplan import cli
 from parplan.planner.master import Master
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.relaxations import Relaxation, Relaxations, relaxations
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.report.searches import infeasible_text as relaxations_report
