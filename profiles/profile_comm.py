@@ -1,5 +1,6 @@
-"""`torchrun --nproc-per-node N -m parplan.profiles.profile_comm -o comm.yaml`: times the
-communication of the ranks that were started.
+"""Times the communication of the ranks that torchrun started.
+
+torchrun --nproc-per-node N -m parplan.profiles.profile_comm -o comm.yaml
 """
 
 from __future__ import annotations
@@ -49,19 +50,21 @@ from parplan.profiles.units import (
 
 LARGEST_BYTES = {"cuda": GIB, "cpu": 64 * MIB}
 PRECISION = {"cuda": "bf16", "cpu": "fp32"}
-PRODUCT = {
-    "cuda": 4096,
-    "cpu": 512,
-}  # rows and columns of the product that overlap is measured with
-TIMEOUT_S = 120.0  # of one collective
+PRODUCT = {"cuda": 4096, "cpu": 512}  # rows and columns of the product in overlap cases
+TIMEOUT_S = 120.0  # for one collective
+HELP = (
+    "Time collectives and messages of the ranks that torchrun started, for each group that a mesh "
+    "can make of them."
+)
 EXAMPLE = (
     "\b\nExample:\n"
     "  torchrun --nproc-per-node 8 -m parplan.profiles.profile_comm -o comm.yaml\n"
-    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m parplan.profiles.profile_comm -o comm.yaml --minutes 5"
+    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m "
+    "parplan.profiles.profile_comm -o comm.yaml --minutes 5"
 )
 
 
-@click.command(epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(help=HELP, epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "-o",
     "--output",
@@ -105,9 +108,7 @@ def main(
     restart: bool,
     attempts: int,
 ) -> None:
-    """Time collectives and messages of the ranks that torchrun started, for each group that a mesh
-    can make of them.
-    """
+    """Times the communication of the ranks that torchrun started."""
     began_s = time.monotonic()
     if minutes is not None and not math.isfinite(minutes):
         raise ConfigError(
@@ -138,8 +139,9 @@ def main(
 
 
 def _measured_on(world: World, device: torch.device) -> dict[str, Any]:
-    """What records hold for."""
-    cuda, nccl = device.type == "cuda", cast(Any, torch.cuda.nccl)
+    """The machine that records hold for."""
+    cuda = device.type == "cuda"
+    nccl = cast(Any, torch.cuda.nccl)
     return {
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "backend": f"nccl {'.'.join(map(str, nccl.version()))}" if cuda else "gloo",
@@ -157,7 +159,7 @@ def _chief(
     *,
     restart: bool,
 ) -> Chief:
-    """Rank 0's part, with what an earlier run left."""
+    """Rank 0's part, with the records that an earlier run left."""
     journal = open_journal(beside(output), measured_on, restart=restart)
     for note in journal.notes:
         click.echo(f"note: {note}", err=True)
@@ -171,19 +173,20 @@ def _chief(
 
 
 def _tell(record: Record, done: int, number: int) -> None:
-    found = record.outcome.value
+    shown = record.outcome.value
     if record.measured is not None and "time" in record.measured.times:
         time_s = record.measured.times["time"].median_us / US_PER_S
-        found = f"{format_seconds(time_s)}, {format_number(record.case.size('bytes') / time_s / GB, 3)} GB/s"
+        speed = format_number(record.case.size("bytes") / time_s / GB, 3)
+        shown = f"{format_seconds(time_s)}, {speed} GB/s"
     elif record.measured is not None:
-        found = ", ".join(
+        shown = ", ".join(
             f"{name} {format_number(value, 4)}" for name, value in record.measured.figures.items()
         )
-    click.echo(f"{done}/{number}  {record.case.key}  {found}", err=True)
+    click.echo(f"{done}/{number}  {record.case.key}  {shown}", err=True)
 
 
 def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
-    """The file of what there is; the journal stays where cases are left."""
+    """Writes the file of all records; the journal stays while cases are left."""
     records = tuple(
         chief.journal.records[case.key] for case in chief.cases if case.key in chief.journal.records
     )
@@ -194,7 +197,8 @@ def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
     left = len(chief.left())
     if left:
         click.echo(
-            f"note: {left} of {len(chief.cases)} cases are left; the same command goes on with them",
+            f"note: {left} of {len(chief.cases)} cases are left; the same command goes on with "
+            "them",
             err=True,
         )
         chief.journal.close()
@@ -204,7 +208,7 @@ def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
 
 
 def run() -> int:
-    """The command with its exit code: 0, or that of the error."""
+    """Runs the command and returns its exit code: 0, or that of the error."""
     with sturdy_streams():
         try:
             with explained_file_errors():
@@ -223,8 +227,8 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    # the default action ends even a rank that waits inside a collective, without a traceback; a
-    # shell reports 130
+    # The default action ends even a rank that waits inside a collective, without a traceback; a
+    # shell reports 130.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = run()
-    os._exit(code)  # not sys.exit: gloo's threads may still run while the interpreter is torn down
+    os._exit(code)  # not sys.exit, because gloo's threads may still run during its teardown

@@ -73,9 +73,7 @@ class Deferred:
         self.at_least_bytes = at_least_bytes
         self.seed = seed  # for tensors read while the module is being made
         self._calls: list[_Call] = []
-        self._memory: dict[
-            int, torch.UntypedStorage
-        ] = {}  # alive, so that ids are unique
+        self._memory: dict[int, torch.UntypedStorage] = {}  # alive, so that ids are unique
         self._entered = ExitStack()
 
     def __enter__(self) -> Deferred:

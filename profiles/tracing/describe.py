@@ -1,9 +1,9 @@
 """Describes a Program as a TracedModel: the operators of its torch calls.
 
 Products and attention have dims and model FLOPs, a backward pass twice the forward's where both
-operands have gradients (EQUATIONS K2, K4); second operators are priced by their bytes. Saved tensors
-were observed while recording; tensors that share memory are saved once, under the name of the first
-one made.
+operands have gradients (EQUATIONS K2, K4); other operators are priced by their bytes. The tensors
+that autograd saves were observed while recording; tensors that share memory are saved once, under
+the name of the first one made.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MASK_BYTES, _FP32_BYTES = 1, 4
 def describe(program: Program, second: Program, *, on_cpu: bool = False) -> TracedModel:
     """Returns the operators of `program`.
 
-    A dim is the batch's if it is proportional to the micro-batch size in `second`, which has another
-    one. With `on_cpu` operators save the observed tensors, else dropout, attention and norms save
-    those of their GPU kernels. Raises ConfigError for a module that calls second functions for
+    A dim is the batch's if it is proportional to the micro-batch size, which differs in `second`.
+    With `on_cpu` operators save the observed tensors, else dropout, attention and norms save
+    those of their GPU kernels. Raises ConfigError for a module that calls other functions for
     another micro-batch size, or whose sizes are not proportional.
     """
     if [node.target for node in program.calls] != [node.target for node in second.calls]:
         raise ConfigError(
-            f"module: {program.workload.name} calls second functions in a larger micro-batch",
+            f"module: {program.workload.name} calls other functions in a larger micro-batch",
             hint="let the module do the same for every micro-batch size",
         )
     describer = _Describer(program, second, on_cpu)
@@ -197,7 +197,9 @@ class _Describer:
         whole = [each.untyped_storage().nbytes() // element for each in (tensor, counterpart)]
         if whole[0] == tensor.numel():
             return model.Tensor(
-                name=name, dims=self._scaled(tensor.shape, counterpart.shape, name), element_bytes=element
+                name=name,
+                dims=self._scaled(tensor.shape, counterpart.shape, name),
+                element_bytes=element,
             )
         return model.Tensor(
             name=name, dims=self._scaled(whole[:1], whole[1:], name), element_bytes=element
@@ -219,7 +221,9 @@ class _Describer:
             node = next(_outputs(node))
             value = node.meta["val"]
         return self._scaled(
-            value.shape, self.counterparts[node].meta["val"].shape, str(node.meta.get("name", node.name))
+            value.shape,
+            self.counterparts[node].meta["val"].shape,
+            str(node.meta.get("name", node.name)),
         )
 
     def _scaled(self, shape: Any, counterpart: Any, name: str) -> tuple[Dim, ...]:

@@ -123,9 +123,7 @@ class CallRecorder(TorchFunctionMode):
         self.written: set[str] = set()
         self.held: list[Tensor] = []
         self.counts: Counter[str] = Counter()
-        self.given: set[int] | None = (
-            None  # argument ids inside an autograd.Function
-        )
+        self.given: set[int] | None = None  # argument ids inside an autograd.Function
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -187,11 +185,11 @@ class CallRecorder(TorchFunctionMode):
                     f"module: {line_of_caller()}, in a torch.autograd.Function, reads a tensor "
                     "that it was not given",
                     hint="hand the tensor to its apply (of torch.utils.checkpoint use "
-                "the kind without reentry)",
+                    "the kind without reentry)",
                 )
 
     def _is_live(self, tensor: Tensor) -> bool:
-        """Tells whether it is no constant. Raises ConfigError for one that no recorded call made."""
+        """Tells whether it is no constant. Raises ConfigError for one that no call made."""
         if isinstance(tensor, FakeTensor):
             if id(tensor) in self.nodes or id(tensor) in self.attributes:
                 return True
@@ -236,7 +234,7 @@ class CallRecorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _never_below(self, left: Any, right: Any) -> bool:
-        """Tells whether `left < right` is false for a uniform draw, as in layer drop at probability 0."""
+        """Tells whether `left < right` is false for a uniform draw: layer drop with p = 0."""
         return (
             isinstance(right, int | float)
             and right <= 0

@@ -160,7 +160,7 @@ class _Making:
                 raise ConfigError(
                     f"module: parameter {name} is {parameter.dtype}, it must be fp32",
                     hint="let the function make fp32; the plan's precision decides "
-            "what it computes in",
+                    "what it computes in",
                 )
         return module.train()
 
