@@ -39,7 +39,7 @@ from parplan.profiles.errors import ConfigError
 
 FORMAT = 2
 DOCUMENT = "checkpoint.json"
-PARTS = ("model", "training", "mesh", "pipeline", "options")  # mappings that describe the run
+PARTS = ("model", "training", "mesh", "pipeline", "options")  # mappings that describe a run
 READ_BYTES = 1 << 24  # bytes read at a time for a checksum
 _NAME = re.compile(r"step-(\d{6,})")
 

@@ -43,7 +43,7 @@ Batch = Mapping[str, Tensor]
 
 
 class _TracedStep(PipelineStep):
-    """A pipeline stage whose output is a tuple of gathered tensors."""
+    """A pipeline stage whose output is a tuple of contiguous tensors, which need no copy."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self.submod(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Describes this machine: its devices, their software, and the cluster that it forms.
 
-It contains no host names, paths or serial numbers. Only this file of the profiler imports torch to
-describe the machine.
+The description contains no host names, paths or serial numbers. torch is imported only inside the
+functions that ask it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parplan.profiles.profiler.nvidia_smi import gpu_facts, links
 from parplan.profiles.units import GB, TERA, US_PER_S, format_number
 
 CPU = "cpu"
-ASSUMED_LINK = "a100-80gb-pcie"  # cluster whose node an unknown GPU gets: PCIe 4.0 x16, no NVLink
+ASSUMED_LINK = "a100-80gb-pcie"  # the node of an unknown GPU: PCIe 4.0 x16, no NVLink
 # torch's name of a GPU -> its cluster in configs/clusters. The whole name counts, because a part of
 # a GPU (MIG) is another device.
 CATALOGUE = {

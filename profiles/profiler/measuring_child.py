@@ -27,7 +27,7 @@ from parplan.profiles.machines.measurements import (
 # cuda:0), and raises UnsupportedCase for a case that does not exist there.
 Program = str | Callable[[Case, str], CaseFigures]
 
-MOST_CHARACTERS = 300  # in a detail
+MOST_CHARACTERS = 300  # characters of a detail
 _NO_MEMORY = (
     "MemoryError",
     "OutOfMemoryError",

@@ -6,8 +6,7 @@ Computations with it and writes into it are logged instead of done: constructors
 one tensor needs. Smaller tensors are made at once, because code reads them (`.tolist()`) and their
 memory is negligible. The random numbers of the i-th call are drawn with a seed of (seed, i), so a
 value depends neither on which tensors are made nor on the process that makes them; copies of one
-draw stay equal, as in the module. torchdistx's deferred_init does the same, in C++ for a torch that
-is no longer supported.
+draw stay equal, as in the module. torchdistx's deferred_init did the same in C++.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from parplan.profiles.units import KIB
 AT_LEAST_BYTES = 64 * KIB
 _META = torch.device("meta")
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-# The memory's contents before such a call are never read.
+# These calls overwrite memory without reading it.
 _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_"}
 )
@@ -102,7 +101,7 @@ class Deferred:
         made = func(*args, **{**kwargs, "device": _META})
         if made.nbytes < self.at_least_bytes:
             return func(*args, **kwargs)
-        self._write_down(func, args, {**kwargs, "device": torch.device("cpu")}, made)
+        self._log(func, args, {**kwargs, "device": torch.device("cpu")}, made)
         return made
 
     def knows(self, tensor: Tensor) -> bool:
@@ -134,7 +133,7 @@ class Deferred:
         out = func(*bare_args, **bare_kwargs)
         if "generator" in kwargs:
             kwargs = {**kwargs, "generator": None}
-        self._write_down(func, args, kwargs, out)
+        self._log(func, args, kwargs, out)
         return out
 
     def _read(self, leaf: Any) -> Any:
@@ -173,9 +172,9 @@ class Deferred:
         )
         return tensor
 
-    def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _log(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         written = _written(func, args, kwargs)
-        kept_args, kept_kwargs = tree_map(self._kept, (args, kwargs))
+        logged_args, logged_kwargs = tree_map(self._logged, (args, kwargs))
         makes = tuple(
             self._register(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(out)
         )
@@ -188,8 +187,8 @@ class Deferred:
                 number=len(self._calls),
                 func=func,
                 random=torch.Tag.nondeterministic_seeded in func.tags,
-                args=kept_args,
-                kwargs=kept_kwargs,
+                args=logged_args,
+                kwargs=logged_kwargs,
                 writes=frozenset(piece.memory for piece in pieces),
                 makes=makes,
                 overwrites=pieces[0].memory if whole else None,
@@ -204,7 +203,7 @@ class Deferred:
         self._memory[storage._cdata] = storage
         return self._piece(tensor)
 
-    def _kept(self, leaf: Any) -> Any:
+    def _logged(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if self.knows(leaf):

@@ -153,11 +153,11 @@ class _Describer:
         """
         fused = None if self.on_cpu or not node.meta["saved"] else fused_kernel(node)
         if fused is None:
-            yield from self._kept(
+            yield from self._saved_tensors(
                 node, list(node.meta["saved"]), list(self.counterparts[node].meta["saved"])
             )
             return
-        yield from self._kept(node, [each.meta["val"] for each in fused.kept], None)
+        yield from self._saved_tensors(node, [each.meta["val"] for each in fused.saved], None)
         if fused.rows:
             dims = (
                 computed.dims[:3]
@@ -174,7 +174,7 @@ class _Describer:
                 name=f"{node.meta['name']}:mask", dims=self._dims(node), element_bytes=_MASK_BYTES
             )
 
-    def _kept(
+    def _saved_tensors(
         self, node: fx.Node, tensors: list[Tensor], counterpart: list[Tensor] | None
     ) -> Iterator[model.Tensor]:
         seen: set[int] = set()

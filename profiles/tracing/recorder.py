@@ -78,7 +78,7 @@ _GROUPED: tuple[Any, ...] = (functional.grouped_mm, torch._grouped_mm)
 _BELOW = {torch.lt, Tensor.lt, Tensor.__lt__}
 
 
-def _never(kept: Any) -> Tensor:
+def _never(saved: Any) -> Tensor:
     raise RuntimeError("a recording has no backward pass")
 
 
@@ -189,7 +189,7 @@ class CallRecorder(TorchFunctionMode):
                 )
 
     def _is_live(self, tensor: Tensor) -> bool:
-        """Tells whether it is no constant. Raises ConfigError for one that no call made."""
+        """Tells whether a tensor is no constant. Raises ConfigError for one that no call made."""
         if isinstance(tensor, FakeTensor):
             if id(tensor) in self.nodes or id(tensor) in self.attributes:
                 return True
@@ -210,7 +210,7 @@ class CallRecorder(TorchFunctionMode):
         return changed is not None
 
     def _writes_buffer(self, name: str, tensors: list[Tensor]) -> bool:
-        """Tells whether a call without live tensors counts in a buffer, as batch norms do."""
+        """Tells whether a call without live tensors writes into a buffer, as batch norms do."""
         return (
             name.endswith("_")
             and not name.endswith("__")
@@ -234,7 +234,7 @@ class CallRecorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _never_below(self, left: Any, right: Any) -> bool:
-        """Tells whether `left < right` is false for a uniform draw: layer drop with p = 0."""
+        """Tells whether `left < right` is never true: a uniform draw below 0, as in layer drop."""
         return (
             isinstance(right, int | float)
             and right <= 0
@@ -399,7 +399,7 @@ class CallRecorder(TorchFunctionMode):
         self.held.append(tensor)
 
     def node(self, tensor: Tensor) -> fx.Node:
-        """The node of a fake tensor; attributes get theirs at first use."""
+        """The node of a fake tensor; an attribute gets its node at first use."""
         if id(tensor) not in self.nodes:
             name, origin = self.attributes[id(tensor)]
             node = self.graph.create_node("get_attr", name)
@@ -443,7 +443,7 @@ def _fused_attention(
 ) -> Tensor:
     """Attention as one kernel, whose output is laid out as its queries.
 
-    The CPU kernel supports neither dropout nor a mask with gradient; without those it runs, and
+    The CPU kernel supports neither dropout nor a mask with gradient, so both are left out;
     shapes and layouts are those of GPUs.
     """
     mask = attn_mask.detach() if attn_mask is not None else None

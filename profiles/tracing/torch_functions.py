@@ -108,7 +108,7 @@ def _rows(output: Dims) -> Dims:
 
 
 def _convolution(node: fx.Node, function: str, dims_of: DimsOf) -> Computation:
-    """Every output element is a sum over the window and the input channels of its group.
+    """A convolution: each output element sums over the window and its group's input channels.
 
     A transposed convolution instead spreads every input element.
     """
@@ -153,13 +153,13 @@ def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
 class SavedByFusedKernel:
     """Saved tensors of a GPU kernel where they differ from those of the recorded CPU kernel.
 
-    kept         nodes whose values it saves
+    saved        nodes whose values it saves
     rows         fp32 numbers that it saves for each row
     normalized   the number of dims that make a row
     mask         True if it saves one byte for each element
     """
 
-    kept: tuple[fx.Node, ...] = ()
+    saved: tuple[fx.Node, ...] = ()
     rows: int = 0
     normalized: int = 1
     mask: bool = False
@@ -181,11 +181,11 @@ def fused_kernel(node: fx.Node) -> SavedByFusedKernel | None:
             for place, name in enumerate(("query", "key", "value", "attn_mask"))
         )
         return SavedByFusedKernel(
-            kept=(*(each for each in given if isinstance(each, fx.Node)), node), rows=1
+            saved=(*(each for each in given if isinstance(each, fx.Node)), node), rows=1
         )
     if function in _STATISTICS:
         return SavedByFusedKernel(
-            kept=(argument(node, 0, "input"),),
+            saved=(argument(node, 0, "input"),),
             rows=_STATISTICS[function],
             normalized=len(argument(node, 1, "normalized_shape")),
         )

@@ -1,4 +1,4 @@
-"""Measures communication cases one after another, as rank 0 decides, which writes the journal.
+"""Measures communication cases one by one; rank 0 chooses them and writes the journal.
 
 Before each case rank 0 notes on disk that it is in flight. A collective that fails or passes its
 timeout ends the run, because its communicators cannot be used again: rank 0 records the case and

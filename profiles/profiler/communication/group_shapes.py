@@ -121,8 +121,8 @@ def group_members(shape: Shape, world: World) -> Members:
     local = world.ranks_per_node
     alone = shape.groups == 1 and shape.ranks_per_node < local
     sets = 1 if alone else world.nodes // shape.nodes
-    # A group's ranks are neighbours in one node, else as far apart as the node allows; `apart` is
-    # the distance between the first ranks of two groups.
+    # `stride` is the distance between ranks of a group: neighbours in one node, else as far apart
+    # as the node allows. `apart` is the distance between the first ranks of two groups.
     stride = 1 if shape.nodes == 1 else local // shape.ranks_per_node
     apart = shape.ranks_per_node if shape.nodes == 1 else 1
     return tuple(

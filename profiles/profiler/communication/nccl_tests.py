@@ -81,12 +81,12 @@ def nccl_tests_records(
     collective: str | None = None,
     where: str = "nccl-tests output",
 ) -> tuple[Record, ...]:
-    """Returns a record of every row, in place for all-reduce and else out of place, as torch calls.
+    """Returns a record of every row, with the times of the variant that torch calls.
 
-    The text is one or more outputs. The spread is that between the two halves of a row, because
-    nccl-tests prints means. Unless given, the nodes, ranks per node of a group and concurrent
-    groups (NCCL_TESTS_SPLIT) come from the list of ranks in the text, and the collective from the
-    program's name in it.
+    That variant is in place for all-reduce, else out of place. The text is one or more outputs. The
+    spread is that between the two halves of a row, because nccl-tests prints means. Unless given,
+    the nodes, ranks per node of a group and concurrent groups (NCCL_TESTS_SPLIT) come from the list
+    of ranks in the text, and the collective from the program's name in it.
 
     Raises ConfigError with `where` and the line for rows without a header, other columns, wrong
     results, another number of ranks than given, and facts that neither text nor caller gives.
