@@ -1,6 +1,6 @@
 """Times the communication of the ranks that torchrun started.
 
-`torchrun --nproc-per-node N -m parplan.profiles.profile_comm -o comm.yaml`
+torchrun --nproc-per-node N -m parplan.profiles.profile_comm -o comm.yaml
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ from parplan.profiles.units import (
 
 LARGEST_BYTES = {"cuda": GIB, "cpu": 64 * MIB}
 PRECISION = {"cuda": "bf16", "cpu": "fp32"}
-# rows and columns of the product that overlap is measured with
-PRODUCT = {"cuda": 4096, "cpu": 512}
-TIMEOUT_S = 120.0  # of one collective
+PRODUCT = {"cuda": 4096, "cpu": 512}  # rows and columns of the product in overlap cases
+TIMEOUT_S = 120.0  # for one collective
+HELP = (
+    "Time collectives and messages of the ranks that torchrun started, for each group that a mesh "
+    "can make of them."
+)
 EXAMPLE = (
     "\b\nExample:\n"
     "  torchrun --nproc-per-node 8 -m parplan.profiles.profile_comm -o comm.yaml\n"
@@ -61,12 +64,7 @@ EXAMPLE = (
 )
 
 
-@click.command(
-    help="Time collectives and messages of the ranks that torchrun started, for each group that a "
-    "mesh can make of them.",
-    epilog=EXAMPLE,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@click.command(help=HELP, epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "-o",
     "--output",
@@ -110,6 +108,7 @@ def main(
     restart: bool,
     attempts: int,
 ) -> None:
+    """Times the communication of the ranks that torchrun started."""
     began_s = time.monotonic()
     if minutes is not None and not math.isfinite(minutes):
         raise ConfigError(
@@ -140,8 +139,9 @@ def main(
 
 
 def _measured_on(world: World, device: torch.device) -> dict[str, Any]:
-    """Returns the machine and the software that records hold for."""
-    cuda, nccl = device.type == "cuda", cast(Any, torch.cuda.nccl)
+    """The machine that records hold for."""
+    cuda = device.type == "cuda"
+    nccl = cast(Any, torch.cuda.nccl)
     return {
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "backend": f"nccl {'.'.join(map(str, nccl.version()))}" if cuda else "gloo",
@@ -159,7 +159,7 @@ def _chief(
     *,
     restart: bool,
 ) -> Chief:
-    """Returns rank 0's part of the session, with the records that an earlier run left."""
+    """Rank 0's part, with the records that an earlier run left."""
     journal = open_journal(beside(output), measured_on, restart=restart)
     for note in journal.notes:
         click.echo(f"note: {note}", err=True)
@@ -173,20 +173,20 @@ def _chief(
 
 
 def _tell(record: Record, done: int, number: int) -> None:
-    text = record.outcome.value
+    shown = record.outcome.value
     if record.measured is not None and "time" in record.measured.times:
         time_s = record.measured.times["time"].median_us / US_PER_S
-        bandwidth = format_number(record.case.size("bytes") / time_s / GB, 3)
-        text = f"{format_seconds(time_s)}, {bandwidth} GB/s"
+        speed = format_number(record.case.size("bytes") / time_s / GB, 3)
+        shown = f"{format_seconds(time_s)}, {speed} GB/s"
     elif record.measured is not None:
-        text = ", ".join(
+        shown = ", ".join(
             f"{name} {format_number(value, 4)}" for name, value in record.measured.figures.items()
         )
-    click.echo(f"{done}/{number}  {record.case.key}  {text}", err=True)
+    click.echo(f"{done}/{number}  {record.case.key}  {shown}", err=True)
 
 
 def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
-    """Writes the file of all records; the journal stays where cases are left."""
+    """Writes the file of all records; the journal stays while cases are left."""
     records = tuple(
         chief.journal.records[case.key] for case in chief.cases if case.key in chief.journal.records
     )
@@ -197,8 +197,8 @@ def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
     left = len(chief.left())
     if left:
         click.echo(
-            f"note: {left} of {len(chief.cases)} cases are left; the same command goes on "
-            "with them",
+            f"note: {left} of {len(chief.cases)} cases are left; the same command goes on with "
+            "them",
             err=True,
         )
         chief.journal.close()
@@ -227,7 +227,8 @@ def run() -> int:
 
 
 if __name__ == "__main__":
-    # the default action ends even a rank that waits in a collective, without a traceback; exit 130
+    # The default action ends even a rank that waits inside a collective, without a traceback; a
+    # shell reports 130.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = run()
-    os._exit(code)  # not sys.exit: gloo's threads may run while the interpreter is torn down
+    os._exit(code)  # not sys.exit, because gloo's threads may still run during its teardown

@@ -1,10 +1,9 @@
-"""Checkpoints of a run: written beside the training, whole or not there at all, and read on any
-mesh or plan of the model.
+"""Saves and loads the checkpoints of a run, on any mesh or plan of the model.
 
-Every N steps the states are copied (that is all that training waits for) and
-torch.distributed.checkpoint writes the copy in a thread; a save waits for the one before it. A
-batch is a function of the step, so the step is the data's position. What cannot be written costs a
-warning and that checkpoint; at the end of a run, the exit code.
+Every N steps the states are copied, and training waits only for that; torch.distributed.checkpoint
+writes the copy in a thread. A save waits for the one before it, and a checkpoint is complete or
+absent. A batch is a function of the step, so the step is the position in the data. A failed save
+costs a warning and that checkpoint; at the end of a run it sets the exit code.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ from parplan.profiles.models.spec import Precision
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method is collective; rank 0 alone gives notes.
+    """The checkpoints of one run. Every method is collective; only rank 0 gives notes.
 
-    extra: further objects with state, the same on every rank, by name
+    extra   further objects with state, by name, the same on every rank
     """
 
     def __init__(
@@ -90,9 +89,7 @@ class Checkpoints:
         self._pending: tuple[int, Future[None]] | None = None
 
     def resume(self) -> int:
-        """Go on from a checkpoint, if there is one; returns the number of steps that are done.
-        Raises ConfigError.
-        """
+        """Loads a checkpoint, if any, and returns the number of steps done. Raises ConfigError."""
         choice: Choice = self._on_rank_0(lambda: choose(self.options, self.trainer.plan, self.note))
         for path, document in choice:
             if wrong := self._damage(path, document) or self._load(path, document):
@@ -112,14 +109,12 @@ class Checkpoints:
         return 0
 
     def after_step(self, step: int) -> None:
-        """Begin to save if it is time to, after `step` steps."""
+        """Starts a save if `step`, the number of steps done, is due."""
         if self.options.directory is not None and step % self.options.every == 0:
             self._save(step, self.options.directory)
 
     def finish(self, step: int) -> None:
-        """Save the end of the run, after `step` steps, and wait for it. Raises RunError if it
-        cannot be written.
-        """
+        """Saves the state after the last step and waits for it. Raises RunError on failure."""
         if self.options.directory is not None and self._saved != step:
             self._save(step, self.options.directory)
         failure = self._settled()
@@ -131,7 +126,7 @@ class Checkpoints:
             )
 
     def settle(self) -> None:
-        """Wait for the save that runs, where the run ends with an error."""
+        """Waits for a running save when the run ends with an error."""
         if failure := self._settled():
             self.note(failure)
 
@@ -155,7 +150,7 @@ class Checkpoints:
         self._saved = step
 
     def _settled(self) -> str:
-        """Wait for the save that runs; says what went wrong with it, if anything did."""
+        """Waits for a running save and returns why it failed, or ""."""
         if self._pending is None:
             return ""
         step, future = self._pending
@@ -170,19 +165,17 @@ class Checkpoints:
         return ""
 
     def _damage(self, path: Path, document: Document) -> str:
-        """What differs from the manifest in the files, "" if nothing does; each rank reads its
-        share of them. Collective.
-        """
+        """Compares the files with the manifest, a share on each rank; "" if equal. Collective."""
         progress = self.trainer.progress
         progress.at(f"reads the checksums of {path.name}")
-        own = damage(path, document, dist.get_rank(), dist.get_world_size(), progress.moved)
+        damage_here = damage(path, document, dist.get_rank(), dist.get_world_size(), progress.moved)
         progress.at(f"waits for the checksums of {path.name}")
         everyone = [""] * dist.get_world_size()
-        dist.all_gather_object(everyone, own, group=self.group)
+        dist.all_gather_object(everyone, damage_here, group=self.group)
         return next((f"it is not whole: {wrong}" for wrong in everyone if wrong), "")
 
     def _load(self, path: Path, document: Document) -> str:
-        """Load everything in place; says why it could not, on every rank, "" if it could."""
+        """Loads everything in place; returns on every rank why that failed, or ""."""
         try:
             self._load_all(path, document)
         except CheckpointException as error:
@@ -190,7 +183,7 @@ class Checkpoints:
         return ""
 
     def _load_all(self, path: Path, document: Document) -> None:
-        """Load everything in place. Raises CheckpointException, on every rank."""
+        """Loads everything in place. Raises CheckpointException on every rank."""
         device = self.trainer.ranks.device
         self.trainer.progress.at(f"reads {path.name}")
         make_optimizer_states(self.trainer.optimizer)
@@ -201,7 +194,7 @@ class Checkpoints:
         self._read(reader, {**self._own(), **scale, **random, **self.extra})
         if self.trainer.adam is not None:
             self.trainer.adam.settle()
-        if self.trainer.has_copies:  # on every rank: reading is collective
+        if self.trainer.has_copies:  # the same on every rank, because reading is collective
             self._read(reader, self._tensors(self.held.copies))
             self.trainer.settle_copies()
         if same:
@@ -216,24 +209,21 @@ class Checkpoints:
 
     def _own(self) -> dict[str, Any]:
         buffers = self.trainer.buffers()
-        outside, inside = (
-            self._tensors(self.held.own),
-            self.trainer.adam.tensors() if self.trainer.adam is not None else {},
-        )
+        adam = self.trainer.adam
+        outside = self._tensors(self.held.own)
+        inside = adam.tensors() if adam is not None else {}
         states = {part: tensors | inside.get(part, {}) for part, tensors in outside.items()}
         return {**states, **({"buffers": buffers} if buffers else {})}
 
     def _scale(self) -> Tensors:
-        """The loss scale of an fp16 run; one that goes on from another precision begins with its
-        own.
-        """
+        """The loss scale of an fp16 run; one resumed from another precision starts anew."""
         return {"loss_scale": self.trainer.scale.states} if self.trainer.scale is not None else {}
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> Tensors:
         return training_tensors(parameters, self.trainer.optimizer)
 
     def _on_rank_0(self, find: Callable[[], Any]) -> Any:
-        """What `find` returns on rank 0; or the PlannerError that it raises, on every rank."""
+        """Calls `find` on rank 0; returns its result or raises its PlannerError on every rank."""
         answer: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -247,7 +237,7 @@ class Checkpoints:
 
 
 def _silent(text: str) -> None:
-    """A note that rank 0 gives."""
+    """Drops a note, because rank 0 gives it."""
 
 
 def _reason(error: CheckpointException) -> str:

@@ -1,10 +1,9 @@
-"""A folder of checkpoints: `step-000120` is complete, for it got that name last;
-`step-000120.tmp-...` is not.
+"""A folder of checkpoints: `step-000120` is complete, `step-000120.tmp-...` is not.
 
-A checkpoint holds torch.distributed.checkpoint's files (one of each rank, `.metadata`), the index
-of their tensors and the manifest, `checkpoint.json`: what was trained, after how many steps, and
-the size and checksum of every file, by which a copy that went wrong is told from one that did not.
-Files that the manifest does not name are not read.
+The rename to the final name comes last. A checkpoint holds torch.distributed.checkpoint's files
+(one per rank, and `.metadata`), the index of their tensors and the manifest, `checkpoint.json`. The
+manifest describes the run, the number of steps, and the size and checksum of every file, by which a
+damaged copy is detected. Files that the manifest does not name are not read.
 """
 
 from __future__ import annotations
@@ -40,26 +39,20 @@ from parplan.profiles.errors import ConfigError
 
 FORMAT = 2
 DOCUMENT = "checkpoint.json"
-PARTS = (
-    "model",
-    "training",
-    "mesh",
-    "pipeline",
-    "options",
-)  # what it says of the run, each a mapping
-READ_BYTES = 1 << 24  # at a time, for a checksum
+PARTS = ("model", "training", "mesh", "pipeline", "options")  # mappings that describe a run
+READ_BYTES = 1 << 24  # bytes read at a time for a checksum
 _NAME = re.compile(r"step-(\d{6,})")
 
 Document = Mapping[str, Any]
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of the state after `step` optimizer steps."""
+    """The name of the folder with the state after `step` optimizer steps."""
     return f"step-{step:06}"
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, the newest first."""
+    """The checkpoints in `folder`, newest first."""
     return sorted(
         (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)),
         key=checkpoint_step,
@@ -68,14 +61,15 @@ def checkpoint_paths(folder: Path) -> list[Path]:
 
 
 def checkpoint_step(path: Path) -> int:
-    """The number of steps in the name of a checkpoint; -1 where there is none."""
+    """The number of steps in the name of a checkpoint; -1 for another name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def read_document(path: Path) -> Document:
-    """`checkpoint.json` of a checkpoint. Raises ValueError with what is wrong if the checkpoint is
-    not whole, checksums aside.
+    """Reads the manifest of a checkpoint.
+
+    Raises ValueError with the reason if the checkpoint is incomplete; checksums are not compared.
     """
     try:
         document: Any = read_json(path / DOCUMENT, DOCUMENT)
@@ -98,29 +92,27 @@ def read_document(path: Path) -> Document:
         raise ValueError(f"{DOCUMENT} is not that of a checkpoint") from None
     if document["step"] != checkpoint_step(path) != -1:
         raise ValueError(
-            f"{DOCUMENT} is of step {document['step']}, the folder's name says {checkpoint_step(path)}"
+            f"{DOCUMENT} is of step {document['step']}, the folder's name says "
+            f"{checkpoint_step(path)}"
         )
     if wrong:
-        found, written = (path / wrong[0]).stat().st_size, document["files"][wrong[0]]["bytes"]
-        raise ValueError(f"{wrong[0]} has {found} bytes, {written} were written")
+        actual = (path / wrong[0]).stat().st_size
+        written = document["files"][wrong[0]]["bytes"]
+        raise ValueError(f"{wrong[0]} has {actual} bytes, {written} were written")
     return dict(document)
 
 
 class _OtherFormatError(ValueError):
-    """A checkpoint of another version: without checksums nothing tells whether its files are of one
-    step.
-    """
+    """A checkpoint of another format; without checksums its files may be of different steps."""
 
-    def __init__(self, found: object) -> None:
-        super().__init__(f"its format is {found}, this parplan reads {FORMAT}, which has checksums")
+    def __init__(self, saved: object) -> None:
+        super().__init__(f"its format is {saved}, this parplan reads {FORMAT}, which has checksums")
 
 
 def _require_manifest(document: Any) -> None:
-    """Raises ValueError, KeyError, AttributeError or TypeError for what no checkpoint's writer
-    wrote.
-    """
+    """Raises ValueError, KeyError, AttributeError or TypeError for a malformed manifest."""
     for name, file in document["files"].items():
-        # a name alone, so that nothing outside of the folder is read
+        # A plain file name, so that nothing outside of the folder is read.
         if (
             name in (".", "..", "")
             or Path(name).name != name
@@ -137,20 +129,19 @@ def _require_manifest(document: Any) -> None:
 def damage(
     path: Path, document: Document, share: int, num_shares: int, on_read: Callable[[], None]
 ) -> str:
-    """What differs from the manifest in the files of one share of `num_shares`, "" where nothing
-    does; the shares are alike in bytes.
+    """Compares the files of one share of `num_shares` with the manifest; returns "" if they agree.
 
-    `on_read` is called after every part that was read.
+    The shares are about equal in bytes. `on_read` is called after every part that was read.
     """
     files = document["files"]
     by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     for name in by_size[share::num_shares]:
         try:
-            found = _checksum_of(path / name, on_read)
+            checksum = _checksum_of(path / name, on_read)
         except OSError as error:
             return f"{name}: {error.strerror}"
-        if found != files[name]["crc32"]:
-            return f"{name} has the checksum {found}, {files[name]['crc32']} was written"
+        if checksum != files[name]["crc32"]:
+            return f"{name} has the checksum {checksum}, {files[name]['crc32']} was written"
     return ""
 
 
@@ -168,22 +159,21 @@ def _text(checksum: int) -> str:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what dead runs left half written, or half removed."""
+    """Removes what dead runs left half written or half removed."""
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def temporary(final: Path, label: str) -> Path:
-    """Where a checkpoint lies until it is whole, or while it is removed."""
+    """The path of a checkpoint while it is incomplete or being removed."""
     return final.with_name(f"{final.name}.tmp-{label}")
 
 
 class AtomicWriter(FileSystemWriter):
-    """Writes into a temporary folder; its last act, on one rank and when the files of all are on
-    disk, is the rename.
+    """Writes into a temporary folder, which one rank renames when all files are on disk.
 
-    Then it removes all but the `keep` newest. What fails before fails on every rank, as
-    torch.distributed.checkpoint has it.
+    It then removes all checkpoints but the `keep` newest. A failure before the rename fails on
+    every rank, as torch.distributed.checkpoint does it.
     """
 
     def __init__(self, final: Path, document: Document, keep: int) -> None:
@@ -194,18 +184,17 @@ class AtomicWriter(FileSystemWriter):
         self.keep = keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the files of this rank; each result says the checksum of its file, which rank 0
-        learns so.
+        """Writes the files of this rank; each result carries the checksum of its file to rank 0.
 
-        Raises the system's error where there is one: torch raises its own text over it.
+        Raises the system's error where there is one, because torch hides it behind its own text.
         """
         try:
             results = super().write_data(plan, planner).wait()
         except RuntimeError as error:
-            found = error.__context__
-            while found is not None and not isinstance(found, OSError):
-                found = found.__context__
-            raise found or error from None
+            cause = error.__context__
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [replace(result, storage_data=self._summed(result.storage_data)) for result in results]
@@ -248,7 +237,7 @@ class AtomicWriter(FileSystemWriter):
 
 @dataclass
 class _Summed(_StorageInfo):
-    """Where a tensor lies, and the checksum of the whole file."""
+    """The place of a tensor, with the checksum of its whole file."""
 
     crc32: str = ""
 
@@ -258,7 +247,7 @@ class _Summed(_StorageInfo):
 
 
 class _SummedFiles(FileSystem):
-    """Files whose checksums are known, by name, when they are written."""
+    """A file system that records the checksum of every file it writes, by name."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, str] = {}
@@ -272,7 +261,7 @@ class _SummedFiles(FileSystem):
 
 
 class _SummedStream:
-    """A stream that is written in order, and the checksum of what was."""
+    """A stream that sums the checksum of the bytes written to it, in order."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -287,7 +276,7 @@ class _SummedStream:
 
 
 class CheckedReader(FileSystemReader):
-    """Reads the tensors of a checkpoint by its own index, and no pickle."""
+    """Reads the tensors of a checkpoint by parplan's index and loads no pickle."""
 
     def __init__(self, path: Path, document: Document) -> None:
         super().__init__(path)
@@ -304,9 +293,7 @@ class CheckedReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Where torch's own would unpickle whatever an object in a checkpoint says, this one reads
-    tensors and plain values alone.
-    """
+    """Loads only tensors and plain values; torch's planner would unpickle any object."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         set_element(
@@ -317,8 +304,9 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def _write_document(folder: Path, document: Document, checksums: Mapping[str, str]) -> None:
-    """The manifest, the last file; the files that are not among `checksums` are small, and were
-    written here.
+    """Writes the manifest, the last file.
+
+    Files missing in `checksums` are small and were written by this process.
     """
     files = {
         path.name: {
@@ -339,8 +327,9 @@ def _write_json(document: Document, path: Path, *, indent: int | None) -> None:
 
 
 def _replace(folder: Path, final: Path) -> None:
-    """Give `folder` its final name; one that has it (it was not whole, or the run did not start
-    from it) makes room.
+    """Gives `folder` its final name and removes a checkpoint that already has it.
+
+    Such a checkpoint was incomplete, or the run did not resume from it.
     """
     if final.exists():
         _remove(final)
@@ -349,7 +338,7 @@ def _replace(folder: Path, final: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; killed meanwhile, it leaves a temporary and not half a checkpoint."""
+    """Removes a checkpoint; if killed, it leaves only a temporary folder."""
     doomed = temporary(path, "old")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -357,7 +346,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in `folder` last."""
+    """Makes renames in `folder` durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

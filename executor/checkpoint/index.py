@@ -1,15 +1,11 @@
-"""The index of a checkpoint: which tensors it holds and where each part lies in its files, as JSON.
+"""The index of a checkpoint, as JSON: its tensors, and the place of each part in its files.
 
-    {"model.block0.qkv.weight": {"dtype": "float32", "shape": [96, 32], "parts": [{"offset": [0, 0],
-    "shape": [48, 32],
-                                                                                   "file":
-                                                                                   "__0_0.distcp",
-                                                                                   "start": 0,
-                                                                                   "bytes": 7361}]},
+    {"model.block0.qkv.weight": {"dtype": "float32", "shape": [96, 32], "parts": [
+        {"offset": [0, 0], "shape": [48, 32], "file": "__0_0.distcp", "start": 0, "bytes": 7361}]},
      "an.object": {"file": "__0_0.distcp", "start": 7361, "bytes": 512}}
 
-torch.distributed.checkpoint writes the same as a pickle, `.metadata`. Reading a pickle runs what it
-names, so it is never read here; it is there for torch's own tools.
+torch.distributed.checkpoint writes the same as a pickle, `.metadata`. Loading a pickle can run any
+code that it names, so parplan never reads it; it serves torch's tools.
 """
 
 from __future__ import annotations
@@ -39,17 +35,17 @@ Places = dict[MetadataIndex, _StorageInfo]
 
 
 def index_document(metadata: Metadata) -> dict[str, Any]:
-    """What `metadata`, of a checkpoint that is written, says of every name."""
+    """Returns the index of a written checkpoint with this `metadata`."""
     return {
-        name: _entry(name, found, metadata.storage_data)
-        for name, found in metadata.state_dict_metadata.items()
+        name: _entry(name, entry, metadata.storage_data)
+        for name, entry in metadata.state_dict_metadata.items()
     }
 
 
 def _entry(
-    name: str, found: TensorStorageMetadata | BytesStorageMetadata, places: Places
+    name: str, entry: TensorStorageMetadata | BytesStorageMetadata, places: Places
 ) -> dict[str, Any]:
-    if isinstance(found, BytesStorageMetadata):
+    if isinstance(entry, BytesStorageMetadata):
         return _place(places[MetadataIndex(name)])
     parts = [
         {
@@ -57,11 +53,11 @@ def _entry(
             "shape": list(part.sizes),
             **_place(places[MetadataIndex(name, part.offsets)]),
         }
-        for part in found.chunks
+        for part in entry.chunks
     ]
     return {
-        "dtype": str(found.properties.dtype).removeprefix("torch."),
-        "shape": list(found.size),
+        "dtype": str(entry.properties.dtype).removeprefix("torch."),
+        "shape": list(entry.size),
         "parts": parts,
     }
 
@@ -71,20 +67,18 @@ def _place(info: _StorageInfo) -> dict[str, Any]:
 
 
 def metadata_of(document: Any, sizes: Mapping[str, int]) -> Metadata:
-    """What torch.distributed.checkpoint needs to know of an index; `sizes` are the bytes of the
-    checkpoint's files.
+    """Returns the metadata of an index for torch.distributed.checkpoint.
 
-    Raises ValueError for what is not an index of parts inside of those files.
+    `sizes` are the bytes of the checkpoint's files. Raises ValueError for a document that is not an
+    index of parts inside those files.
     """
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: Places = {}
     try:
         for name, entry in document.items():
             if "parts" not in entry:
-                tensors[name], places[MetadataIndex(name)] = (
-                    BytesStorageMetadata(),
-                    _info(entry, sizes),
-                )
+                tensors[name] = BytesStorageMetadata()
+                places[MetadataIndex(name)] = _info(entry, sizes)
                 continue
             shape = _size(entry["shape"])
             chunks = [
@@ -101,19 +95,21 @@ def metadata_of(document: Any, sizes: Mapping[str, int]) -> Metadata:
     return Metadata(state_dict_metadata=tensors, storage_data=places)  # type: ignore[arg-type]
 
 
-def _size(found: Any, inside: torch.Size | None = None) -> torch.Size:
-    """A list of lengths, or of places inside of a tensor. Raises ValueError."""
-    if not all(type(length) is int and 0 <= length < 2**63 for length in found):
-        raise ValueError(found)
+def _size(lengths: Any, inside: torch.Size | None = None) -> torch.Size:
+    """Checks a list of lengths, or of offsets inside a tensor. Raises ValueError."""
+    if not all(type(length) is int and 0 <= length < 2**63 for length in lengths):
+        raise ValueError(lengths)
     if inside is not None and (
-        len(found) != len(inside) or any(a > b for a, b in zip(found, inside, strict=True))
+        len(lengths) != len(inside) or any(a > b for a, b in zip(lengths, inside, strict=True))
     ):
-        raise ValueError(found)
-    return torch.Size(found)
+        raise ValueError(lengths)
+    return torch.Size(lengths)
 
 
 def _info(entry: Mapping[str, Any], sizes: Mapping[str, int]) -> _StorageInfo:
-    file, start, num_bytes = entry["file"], entry["start"], entry["bytes"]
+    file = entry["file"]
+    start = entry["start"]
+    num_bytes = entry["bytes"]
     _size([start, num_bytes])
     if start + num_bytes > sizes[file]:
         raise ValueError(file)

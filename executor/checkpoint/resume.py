@@ -1,6 +1,4 @@
-"""From which checkpoint a run goes on, and what it says of differences between that run and
-itself.
-"""
+"""Chooses the checkpoint from which a run resumes and lists how the two runs differ."""
 
 from __future__ import annotations
 
@@ -25,15 +23,16 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
 
 AUTO, NEVER = "auto", "never"
-FREE = ("name", "dropout")  # of a model: what its parameters do not depend on
+FREE = ("name", "dropout")  # fields of a model that its parameters do not depend on
 
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
-    """Where checkpoints go, after how many steps, from which one to go on (`auto`, `never`, a
-    path), how many to keep.
+    """The checkpoint folder, the interval in steps, the resume choice and the number to keep.
+
+    `resume` is `auto`, `never` or a path.
     """
 
     directory: Path | None = None
@@ -46,7 +45,7 @@ Choice = tuple[tuple[Path, Document], ...]  # the checkpoints to try, the newest
 
 
 def described_run(plan: Plan | TracedPlan, options: object) -> dict[str, Any]:
-    """What a checkpoint says of its run; of a file of data its name and size."""
+    """Describes the run for its checkpoints; a data file is described by its name and size."""
     parts = {name: document(getattr(plan, name)) for name in ("training", "mesh", "pipeline")}
     parts["model"] = (
         {"module": document(plan.module)} if isinstance(plan, TracedPlan) else document(plan.model)
@@ -60,13 +59,15 @@ def described_run(plan: Plan | TracedPlan, options: object) -> dict[str, Any]:
 def _fingerprint(value: object) -> Any:
     if isinstance(value, Path):
         return f"{value.name}, {value.stat().st_size} bytes" if value.exists() else value.name
-    return value if isinstance(value, int | float | str) else None if value is None else str(value)
+    if value is None or isinstance(value, int | float | str):
+        return value
+    return str(value)
 
 
 def choose(options: CheckpointOptions, plan: Plan | TracedPlan, note: Note) -> Choice:
-    """Make the folder ready for writing and find what to go on from. Raises ConfigError.
+    """Makes the folder ready for writing and chooses the checkpoints to try. Raises ConfigError.
 
-    After a restart by torchrun that is always the newest checkpoint of the folder, if it has one.
+    After a restart by torchrun the newest checkpoint in the folder is used, if there is one.
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     present = _prepare(options.directory) if options.directory else []
@@ -83,7 +84,7 @@ def choose(options: CheckpointOptions, plan: Plan | TracedPlan, note: Note) -> C
 
 
 def _prepare(folder: Path) -> list[Path]:
-    """Its checkpoints, newest first; raises ConfigError where it cannot be written."""
+    """Returns the folder's checkpoints, newest first; raises ConfigError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
@@ -121,26 +122,21 @@ def no_whole_checkpoint(folder: Path | None) -> ConfigError:
 
 def _named(path: Path, present: list[Path], plan: Plan | TracedPlan) -> Choice:
     try:
-        found = _accepted(path, plan)
+        manifest = _accepted(path, plan)
     except ValueError as error:
         raise refused(path, f"it is not whole: {error}") from None
-    if present and checkpoint_step(present[0]) > found["step"]:
+    if present and checkpoint_step(present[0]) > manifest["step"]:
         raise ConfigError(
             f"--resume {path}: {present[0]} is newer and would be gone on from after a restart",
             hint="choose another --checkpoint-dir",
         )
-    return ((path, found),)
+    return ((path, manifest),)
 
 
 def refused(path: Path, wrong: str) -> ConfigError:
-    """The error for a checkpoint that was named and cannot be gone on from; the hint names the one
-    before it.
-    """
-    older = (
-        found
-        for found in checkpoint_paths(path.parent)
-        if checkpoint_step(found) < checkpoint_step(path)
-    )
+    """The error for a named checkpoint that cannot be used; its hint names the one before."""
+    step = checkpoint_step(path)
+    older = (each for each in checkpoint_paths(path.parent) if checkpoint_step(each) < step)
     before = next(filter(_is_whole, older), None)
     hint = "name a folder such as DIR/step-000120, or use --resume auto"
     return ConfigError(
@@ -158,14 +154,15 @@ def _is_whole(path: Path) -> bool:
 
 
 def _accepted(path: Path, plan: Plan | TracedPlan) -> Document:
-    """The document of a checkpoint of the plan's model. Raises ConfigError for another model,
-    ValueError if it is not whole.
+    """Returns the manifest of a checkpoint of the plan's model.
+
+    Raises ConfigError for another model, ValueError if the checkpoint is incomplete.
     """
-    found = read_document(path)
-    if isinstance(plan, TracedPlan) or "module" in found["model"]:
-        _require_module(path, found["model"], plan)
-        return found
-    saved = parse(ModelSpec, found["model"], f"{path}: model")
+    manifest = read_document(path)
+    if isinstance(plan, TracedPlan) or "module" in manifest["model"]:
+        _require_module(path, manifest["model"], plan)
+        return manifest
+    saved = parse(ModelSpec, manifest["model"], f"{path}: model")
     for field in dataclasses.fields(ModelSpec):
         was, now = getattr(saved, field.name), getattr(plan.model, field.name)
         if field.name not in FREE and was != now:
@@ -173,12 +170,14 @@ def _accepted(path: Path, plan: Plan | TracedPlan) -> Document:
                 f"{path} is of another model: its {field.name} is {was}, the plan's {now}",
                 hint="choose another --checkpoint-dir or plan",
             )
-    return found
+    return manifest
 
 
 def _require_module(path: Path, saved: Mapping[str, Any], plan: Plan | TracedPlan) -> None:
-    """Raises ConfigError for a checkpoint of another module; what is in the function is not looked
-    at, the parameters' names are read.
+    """Raises ConfigError for a checkpoint of another module.
+
+    The code of the module's function is not compared; the names of its parameters are checked on
+    load.
     """
     if not isinstance(plan, TracedPlan) or saved.get("module") != document(plan.module):
         raise ConfigError(
@@ -187,8 +186,9 @@ def _require_module(path: Path, saved: Mapping[str, Any], plan: Plan | TracedPla
 
 
 def differences(saved: Document, now: Mapping[str, Any]) -> Iterator[str]:
-    """What the run changes against the one it goes on from, as notes; another mesh or schedule
-    changes nothing but dropout.
+    """Yields notes on what this run changes against the run it resumes.
+
+    Another mesh or schedule changes only the dropout masks.
     """
     for part in ("training", "options"):
         for name, value in now[part].items():
@@ -201,8 +201,12 @@ def differences(saved: Document, now: Mapping[str, Any]) -> Iterator[str]:
     ):
         yield "the data goes on at this run's position of that step, which skips or repeats some"
     if now["model"].get("dropout") != saved["model"].get("dropout"):
-        yield f"dropout is {now['model']['dropout']}, until the checkpoint it was {saved['model'].get('dropout')}"
+        was = saved["model"].get("dropout")
+        yield f"dropout is {now['model']['dropout']}, until the checkpoint it was {was}"
     if now["model"].get("dropout") and any(
         now[part] != saved.get(part) for part in ("mesh", "pipeline")
     ):
-        yield "another mesh or schedule: the dropout masks are others than the run before would have drawn"
+        yield (
+            "another mesh or schedule: the dropout masks are others than the run before "
+            "would have drawn"
+        )

@@ -1,12 +1,13 @@
-"""Batches of tokens: synthetic, or from a memory-mapped file. A sequence depends on its global
-index alone, so every mesh trains on the same data and data-parallel rank r reads rows [r n, (r + 1)
-n) of every global batch.
+"""Batches of tokens, synthetic or from a memory-mapped file.
 
-The order of a file: it is cut into sequences, each from where the last ended (and one id on, for
-its targets). Row r of step s is global index s B + r, with B the global batch size. Every pass over
-the file takes each sequence once, in an order that the seed and the number of the pass decide
-(`parplan.executor.data.shuffle`), or in the file's with --no-shuffle. To go on after step s nothing
-has to be kept but s.
+A sequence depends only on its global index, so every mesh trains on the same data: data-parallel
+rank r reads rows [r n, (r + 1) n) of every global batch.
+
+A file is cut into consecutive sequences, each with one further id for its targets. Row r of step s
+is global index s B + r, where B is the global batch size. Every pass over the file takes each
+sequence once, in an order given by the seed and the number of the pass
+(`parplan.executor.data.shuffle`), or in file order with --no-shuffle. To resume after step s, only
+s has to be saved.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.documents.files import require_regular
 from parplan.profiles.errors import ConfigError, unknown_name_error
 
-ARRAY_TYPES = ("uint16", "uint32", "int32", "int64")  # of .npy files, whose headers say which
+ARRAY_TYPES = ("uint16", "uint32", "int32", "int64")  # in .npy files, whose headers name their type
 _OTHER_DATA = "check --data and --data-dtype"
-ASSUMED_TYPE = "uint16"  # of a .bin file with nothing beside it
+ASSUMED_TYPE = "uint16"  # for a .bin file without a .json file beside it
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
 
 def build_batches(plan: Plan, dp_rank: int, options: Options) -> Batches:
-    """step -> (ids, targets), each [sequences of this rank, sequence length]; targets are the ids
-    one token later.
+    """Returns a function from the step to (ids, targets), each [rows of this rank, seq_length].
+
+    Targets are the ids one token later.
     """
     if options.data is None:
         return synthetic(plan, dp_rank, options.seed)
@@ -63,8 +65,9 @@ def synthetic(plan: Plan, dp_rank: int, seed: int) -> Batches:
 def from_file(
     plan: Plan, dp_rank: int, path: Path, data_type: str | None = None, *, seed: int | None = None
 ) -> Batches:
-    """The sequences of a file of token ids; without a seed in the file's order. Raises
-    ConfigError.
+    """Batches of sequences from a file of token ids, in file order if `seed` is None.
+
+    Raises ConfigError.
     """
     length = plan.training.seq_length
     tokens = open_tokens(path, data_type, plan.model.vocab_size)
@@ -77,9 +80,9 @@ def from_file(
 
     def sequence(index: int) -> Tensor:
         epoch, place = divmod(index, num_sequences)
-        start = (
-            place if seed is None else shuffled(place, num_sequences, seed=seed, epoch=epoch)
-        ) * length
+        if seed is not None:
+            place = shuffled(place, num_sequences, seed=seed, epoch=epoch)
+        start = place * length
         ids = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64))
         _check_ids(int(ids.min()), int(ids.max()), plan.model.vocab_size, path)
         return ids
@@ -88,11 +91,11 @@ def from_file(
 
 
 def open_tokens(path: Path, data_type: str | None, vocab_size: int) -> np.ndarray:
-    """The ids, mapped into memory: a .npy by its header, anything else by what lies beside it or as
-    `data_type`.
+    """Maps the ids of a file into memory.
 
-    Raises ConfigError for a file that is not one row of ids, and for two statements about it that
-    differ.
+    The type of a .npy file is in its header; that of another file is in the .json file beside it or
+    is `data_type`. Raises ConfigError for a file that is not one row of ids, and for contradicting
+    types.
     """
     if data_type is not None and data_type not in TOKEN_TYPES:
         raise unknown_name_error("token type", data_type, TOKEN_TYPES, where="--data-dtype")
@@ -115,7 +118,7 @@ def open_tokens(path: Path, data_type: str | None, vocab_size: int) -> np.ndarra
 
 def _mapped_array(path: Path) -> np.ndarray:
     try:
-        # not np.load, which also opens archives and pickles
+        # np.load would also open archives and pickles.
         with np.errstate(over="ignore"):
             tokens = np.lib.format.open_memmap(path, mode="r")
     except (
@@ -126,13 +129,14 @@ def _mapped_array(path: Path) -> np.ndarray:
         SyntaxError,
         MemoryError,
         TokenError,
-    ) as error:  # numpy checks a header little
+    ) as error:  # numpy hardly validates a header
         raise ConfigError(
             f"cannot read {path} as a .npy file: {error}", hint="save the ids again with numpy.save"
         ) from None
     if tokens.dtype.name not in ARRAY_TYPES or tokens.ndim != 1:
         raise ConfigError(
-            f"{path}: {tokens.ndim} dimensions of {tokens.dtype.name}, it must be one row of {', '.join(ARRAY_TYPES)}",
+            f"{path}: {tokens.ndim} dimensions of {tokens.dtype.name}, it must be one row of "
+            f"{', '.join(ARRAY_TYPES)}",
             hint="save the ids as one flat array",
         )
     return tokens
@@ -173,9 +177,6 @@ def _check_ids(least: int, largest: int, vocab_size: int, path: Path) -> None:
 
 
 def _batches(plan: Plan, dp_rank: int, sequence: Callable[[int], Tensor]) -> Batches:
-    """step -> (ids, targets), each [sequences of this rank, sequence length]; targets are the ids
-    one token later.
-    """
     rows = plan.training.global_batch_size // plan.mesh.dp
 
     def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -1,30 +1,27 @@
-"""A shuffled order of n things in constant memory: where each goes is computed, no list of them is
-made.
-"""
+"""A shuffled order of n items in constant memory: each position is computed, no list is stored."""
 
 from __future__ import annotations
 
 import hashlib
 
-# Luby and Rackoff 1988, doi:10.1137/0217022: three make a Feistel network look random, four against
-# inverse queries
+# Luby and Rackoff 1988, doi:10.1137/0217022: three rounds make a Feistel network pseudorandom, four
+# also against inverse queries.
 _ROUNDS = 4
 
 
 def shuffled(place: int, num: int, *, seed: int, epoch: int) -> int:
-    """Which of `num` things comes at `place`: over all places each comes once, another order for
-    each seed and epoch.
+    """Returns the item at position `place` of a permutation of `num` items.
 
-    A Feistel network permutes the 4^b >= num numbers of 2 b bits; where it leaves the first `num`
-    it is applied again until it comes back (cycle walking: Black and Rogaway 2002,
-    doi:10.1007/3-540-45760-7_9), at most four times on average.
+    Each seed and epoch gives another permutation. A Feistel network permutes the 4^b >= num numbers
+    of 2 b bits; a result outside the first `num` is permuted again until it falls inside (cycle
+    walking: Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9), at most four times on average.
     """
     half_bits = max(1, ((num - 1).bit_length() + 1) // 2)
     key = f"{seed}/{epoch}/".encode()
-    found = _feistel(place, half_bits, key)
-    while found >= num:
-        found = _feistel(found, half_bits, key)
-    return found
+    item = _feistel(place, half_bits, key)
+    while item >= num:
+        item = _feistel(item, half_bits, key)
+    return item
 
 
 def _feistel(value: int, half_bits: int, key: bytes) -> int:

@@ -1,9 +1,9 @@
-"""Files of token ids: what lies beside them, and how text becomes one. Needs no torch.
+"""Reads and writes files of token ids and the JSON file beside them, without torch.
 
-A token file is the ids alone, little-endian, as nanoGPT and Megatron's readers have them;
-`tokens.bin.json` beside it says what they are. Every document is followed by the tokenizer's
-end-of-document id. Text is read and written in pieces, so a corpus of any size takes the same
-memory.
+A token file holds only ids, little-endian, as nanoGPT's and Megatron's readers expect;
+`tokens.bin.json` beside it describes them. Every document is followed by the tokenizer's
+end-of-document id. Text is read and written in pieces, so the memory needed does not depend on the
+size of the corpus.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _FORBID = {"extra": "forbid"}
 _AGAIN = "write it again: plan tokenize"
 _OTHER_FILE = "check --output"
 TOKEN_TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-PIECE = (
-    4 * MIB
-)  # characters or bytes of a document that are held at once; a longer document is cut after a newline
+# Characters or bytes of a document in memory at once; a longer document is cut after a newline.
+PIECE = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """What `tokens.bin.json` says: `count` ids of `dtype`, none above `largest_id`, of a tokenizer
-    with `vocab_size` ids.
+    """The contents of `tokens.bin.json`: `count` ids of `dtype`, each at most `largest_id`.
+
+    The tokenizer has `vocab_size` ids.
     """
 
     __pydantic_config__ = _FORBID
@@ -55,8 +55,9 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """`encode` turns a document, as an open binary file, into ids, piece by piece. Ids are below
-    `vocab_size`.
+    """A tokenizer whose ids are below `vocab_size`.
+
+    `encode` turns a document, given as an open binary file, into ids, piece by piece.
     """
 
     name: str
@@ -70,26 +71,27 @@ def sidecar_path(path: Path) -> Path:
 
 
 def read_sidecar(path: Path) -> TokenFile | None:
-    """What lies beside the token file at `path`, or None. Raises ConfigError for one that cannot be
-    read.
+    """Reads the JSON file beside the token file at `path`; None if there is none.
+
+    Raises ConfigError for a file that cannot be read.
     """
     beside = sidecar_path(path)
     if not os.path.lexists(beside):
         return None
-    found = read_json(beside, hints=Hints(_AGAIN, _AGAIN))
-    version = found.get("version") if isinstance(found, dict) else None
+    document = read_json(beside, hints=Hints(_AGAIN, _AGAIN))
+    version = document.get("version") if isinstance(document, dict) else None
     if version != SIDECAR_VERSION:
         raise ConfigError(
             f"{beside}: version {version}, this reads version {SIDECAR_VERSION}", hint=_AGAIN
         )
-    sidecar = parse(TokenFile, found, str(beside))
+    sidecar = parse(TokenFile, document, str(beside))
     if sidecar.dtype not in TOKEN_TYPES:
         raise unknown_name_error("dtype", str(sidecar.dtype), TOKEN_TYPES, where=str(beside))
     return sidecar
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Every byte is its own id, 256 ends a document."""
+    """A tokenizer by which every byte is an id and 256 ends a document."""
 
     def encode(document: IO[bytes]) -> Iterator[np.ndarray]:
         while piece := document.read(PIECE):
@@ -99,8 +101,10 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def load_tokenizer(name: str, *, download: bool = False) -> Tokenizer:
-    """`bytes`, or a Hugging Face tokenizer by its folder, with `download` also by its name on the
-    hub. Raises ConfigError.
+    """Loads `bytes` or a Hugging Face tokenizer.
+
+    The latter is named by its folder or, with `download`, by its name on the hub. Raises
+    ConfigError.
     """
     return bytes_tokenizer() if name == "bytes" else _hugging_face(name, download=download)
 
@@ -136,18 +140,17 @@ def _hugging_face(name: str, *, download: bool) -> Tokenizer:
         for piece in text_pieces(document):
             yield loaded(piece, add_special_tokens=False, verbose=False)["input_ids"]
 
-    vocab_size = max(loaded.get_vocab().values()) + 1  # not len(): ids may have gaps
+    vocab_size = max(loaded.get_vocab().values()) + 1  # not len(), because ids may have gaps
     return Tokenizer(
         name=name, vocab_size=vocab_size, end_of_document=loaded.eos_token_id, encode=encode
     )
 
 
 def text_pieces(document: IO[bytes], size: int = PIECE) -> Iterator[str]:
-    """The document's UTF-8 text in pieces that end where the next starts with no white space, after
-    a newline.
+    """Yields the document's UTF-8 text in pieces, cut after newlines that no white space follows.
 
-    That is where the tokenizers that split text into words (GPT-2's, Llama 3's) split it anyway; a
-    document shorter than `size` bytes is one piece. Raises ConfigError for other text.
+    Tokenizers that split text into words (GPT-2's, Llama 3's) split it there anyway. A document
+    shorter than `size` bytes is one piece. Raises ConfigError for other text.
     """
     held = document.read(size)
     while more := document.read(size):
@@ -159,9 +162,7 @@ def text_pieces(document: IO[bytes], size: int = PIECE) -> Iterator[str]:
 
 
 def _cut(held: bytes) -> int:
-    """Where `held` can be cut last: after a newline that something other than white space follows;
-    0 for nowhere.
-    """
+    """The last position in `held` after a newline that no white space follows, or 0."""
     end = len(held)
     while (end := held.rfind(b"\n", 0, end)) >= 0:
         if held[end + 1 : end + 2].strip():
@@ -180,10 +181,11 @@ def _text(piece: bytes, document: IO[bytes]) -> str:
 
 
 def documents(inputs: Iterable[Path], pattern: str) -> tuple[Path, ...]:
-    """The files among `inputs`, and those in folders that match `pattern`, each folder's in order.
+    """Returns the files among `inputs` and, sorted, those in folders that match `pattern`.
+
     Raises ConfigError.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in inputs:
         if os.path.isdir(path):
             inside = _matching(path, pattern)
@@ -192,18 +194,16 @@ def documents(inputs: Iterable[Path], pattern: str) -> tuple[Path, ...]:
                     f"{path}: no file matches --glob {pattern!r}",
                     hint="--glob '**/*.txt' looks in every folder below",
                 )
-            found += inside
+            files += inside
         elif os.path.isfile(path):
-            found.append(path)
+            files.append(path)
         else:
             raise ConfigError(f"{path}: no such file or folder", hint="check INPUT")
-    return tuple(found)
+    return tuple(files)
 
 
 def _matching(folder: Path, pattern: str) -> list[Path]:
-    """The files in a folder that match, in order. Raises ConfigError for what is no pattern of
-    names below it.
-    """
+    """Returns the matching files of a folder, sorted. Raises ConfigError for a bad pattern."""
     try:
         return sorted(file for file in folder.glob(pattern) if file.is_file())
     except (ValueError, NotImplementedError, IndexError):
@@ -216,10 +216,10 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
 def write_tokens(
     inputs: Sequence[Path], output: Path, tokenizer: Tokenizer, dtype: str = "auto"
 ) -> TokenFile:
-    """Write the ids of `inputs` to `output` and what they are beside it; neither is there before
-    both are whole.
+    """Writes the ids of `inputs` to `output` and their description beside it.
 
-    Empty documents are left out. Raises ConfigError, and then leaves `output` as it was.
+    Neither file appears before both are complete. Empty documents are left out. Raises ConfigError
+    and then leaves `output` unchanged.
     """
     name = _chosen_dtype(tokenizer, dtype)
     if output.suffix != ".bin":
@@ -234,7 +234,7 @@ def write_tokens(
         count, num_documents, largest = _write_documents(inputs, file, tokenizer, TOKEN_TYPES[name])
         if not count:
             raise ConfigError(f"all {len(inputs)} documents are empty", hint="check INPUT")
-        found = TokenFile(
+        description = TokenFile(
             version=SIDECAR_VERSION,
             dtype=name,
             count=count,
@@ -244,8 +244,8 @@ def write_tokens(
             end_of_document=tokenizer.end_of_document,
             tokenizer=tokenizer.name,
         )
-        beside.write(json.dumps(asdict(found), indent=2).encode() + b"\n")
-    return found
+        beside.write(json.dumps(asdict(description), indent=2).encode() + b"\n")
+    return description
 
 
 def _chosen_dtype(tokenizer: Tokenizer, dtype: str) -> str:
@@ -264,21 +264,20 @@ def _chosen_dtype(tokenizer: Tokenizer, dtype: str) -> str:
 def _write_documents(
     inputs: Sequence[Path], file: IO[bytes], tokenizer: Tokenizer, dtype: np.dtype[Any]
 ) -> tuple[int, int, int]:
-    """Ids written, documents that were not empty, the largest id."""
+    """Returns the ids written, the documents that were not empty, and the largest id."""
     count = num_documents = largest = 0
     end = np.array([tokenizer.end_of_document], dtype=dtype)
     for path in inputs:
         before = count
         for ids in _encoded(path, tokenizer, dtype):
             file.write(ids.tobytes())
-            count, largest = count + len(ids), max(largest, int(ids.max()))
+            count += len(ids)
+            largest = max(largest, int(ids.max()))
         if count > before:
             file.write(end.tobytes())
-            count, num_documents, largest = (
-                count + 1,
-                num_documents + 1,
-                max(largest, tokenizer.end_of_document),
-            )
+            count += 1
+            num_documents += 1
+            largest = max(largest, tokenizer.end_of_document)
     return count, num_documents, largest
 
 

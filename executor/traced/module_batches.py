@@ -1,6 +1,4 @@
-"""Batches of a traced module: what its own function draws, sample by sample, so that every layout
-trains on the same.
-"""
+"""Batches of a traced module, drawn by sample, so that every layout trains on the same data."""
 
 from __future__ import annotations
 
@@ -19,10 +17,11 @@ Batches = Callable[[int], dict[str, Tensor]]
 
 
 def module_batches(plan: TracedPlan, workload: TracedWorkload, dp_rank: int, seed: int) -> Batches:
-    """step -> the samples of a data-parallel rank, by key, floats in the plan's precision.
+    """Returns a function from the step to this rank's samples, floats in the plan's precision.
 
-    Sample i of step s has the seed of (seed, s B + i) with B the global batch size; rank r has
-    samples [r n, (r + 1) n). Raises ConfigError for samples that do not fit together.
+    Sample i of step s is seeded with (seed, s B + i), where B is the global batch size;
+    data-parallel rank r gets samples [r n, (r + 1) n). Raises ConfigError for samples of different
+    shapes.
     """
     rows = plan.training.global_batch_size // plan.mesh.dp
     dtype = compute_dtype(plan.training.precision)
@@ -48,7 +47,8 @@ def _joined(key: str, parts: list[Tensor]) -> Tensor:
     shapes = sorted({tuple(part.shape) for part in parts})
     if len(shapes) > 1:
         raise ConfigError(
-            f"module: {key} of batch(1) is of shape {list(shapes[0])} once and {list(shapes[1])} another time",
+            f"module: {key} of batch(1) is of shape {list(shapes[0])} once and {list(shapes[1])} "
+            "another time",
             hint="let the function pad to one shape",
         )
     return torch.cat(parts)

@@ -1,14 +1,16 @@
-"""A recorded program cut by the plan: which calls each shard makes, what it reads and gives, and
-what stages hand to each other.
+"""Cuts a recorded program into the stages and shards of a plan.
 
-    constants    calls that depend on the batch and on no parameter: every stage makes those that it
-                 needs, before its shards
-    views        of a value of another stage: made again of what is handed on, so that one piece of
-                 memory travels once
-    the rest     is made by the shard that the plan names; a value that a later stage reads goes
-                 through all stages between
+The cut says which calls each shard makes, which values it reads and gives, and which values stages
+send to each other. Three kinds of calls are treated differently:
 
-Only values with gradients travel: the gradient of each comes back the same way.
+    constants    calls that depend on the batch and on no parameter; every stage repeats the
+                 constants that it needs before its shards run
+    views        views of a value of another stage; the receiving stage makes them again, so that
+                 each piece of memory is sent once
+    the rest     calls made only by the shard that the plan names; a value that a later stage reads
+                 passes through all stages in between
+
+Only values with gradients are sent, because the gradient of each comes back the same way.
 """
 
 from __future__ import annotations
@@ -29,9 +31,7 @@ Nodes = tuple[fx.Node, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCut:
-    """`calls` in order; `reads` are values, and tensors of the batch, that others made; `gives`
-    values that others read.
-    """
+    """One shard: its calls in order, the values or batch tensors it reads, the values it gives."""
 
     name: str
     calls: Nodes
@@ -40,7 +40,7 @@ class ShardCut:
 
     @property
     def attributes(self) -> Nodes:
-        """The parameters, buffers and constants that it reads."""
+        """The parameters, buffers and constants that the shard reads."""
         return tuple(
             dict.fromkeys(
                 node
@@ -53,7 +53,7 @@ class ShardCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCut:
-    """One (virtual) stage; `constants` runs before its shards. The last gives the loss."""
+    """One (virtual) stage; `constants` runs before its shards. The last stage gives the loss."""
 
     constants: ShardCut
     shards: tuple[ShardCut, ...]
@@ -74,22 +74,24 @@ class StageCut:
 
 
 def cut(plan: TracedPlan, program: Program) -> tuple[StageCut, ...]:
-    """The stages of `plan`. Raises ConfigError for a plan of another program, and for a cut that
-    the program does not allow.
+    """Returns the stages of `plan`.
+
+    Raises ConfigError for a plan of another program, and for a cut that the program does not allow.
     """
     _check_same(plan, program)
     places = _Places(plan, program)
     _check_counting(places)
-    return tuple(_of_stage(places, stage) for stage in range(len(plan.stages)))
+    return tuple(_cut_stage(places, stage) for stage in range(len(plan.stages)))
 
 
 def _check_same(plan: TracedPlan, program: Program) -> None:
     calls, last = program.calls, 0
     for index, shard in enumerate(plan.shards):
-        found = calls[shard.first].meta["name"] if shard.first < len(calls) else "nothing"
-        if shard.first != last or shard.end < shard.first or shard.starts != found:
+        actual = calls[shard.first].meta["name"] if shard.first < len(calls) else "nothing"
+        if shard.first != last or shard.end < shard.first or shard.starts != actual:
             raise ConfigError(
-                f"shards.{index}: operator {shard.first} is {found} in this trace, the plan has {shard.starts} from {last} on",
+                f"shards.{index}: operator {shard.first} is {actual} in this trace, the plan has "
+                f"{shard.starts} from {last} on",
                 hint="make the plan again: the module, or torch, has changed",
             )
         last = shard.end
@@ -108,10 +110,10 @@ def _check_same(plan: TracedPlan, program: Program) -> None:
 
 
 class _Places:
-    """Where the plan puts the calls of the program.
+    """Assigns every call of the program to a stage of the plan.
 
-    shard, stage: by call, of those that are made once
-    constants: the calls that any stage may make, in order
+    shard, stage   the shard and the stage of each call that is made once
+    constants      the calls that any stage may make, in order
     """
 
     def __init__(self, plan: TracedPlan, program: Program) -> None:
@@ -145,17 +147,15 @@ class _Places:
         if node.meta["depends"]:
             return False
         if any(written.op == "get_attr" for written in node.meta.get("written", ())):
-            return False  # it counts in a buffer: once
+            return False  # it updates a buffer, so it must be made once
         return all(_is_leaf(each) or each in self.constants for each in node.all_input_nodes)
 
     def calls(self, stage: int) -> Iterator[fx.Node]:
-        """What stage `stage` makes and no other."""
+        """Yields the calls that only stage `stage` makes."""
         return (node for node, place in self.stage.items() if place == stage)
 
     def _last_readers(self) -> dict[fx.Node, int]:
-        """By value, the last stage that needs it; views of it that other stages make are reads of
-        it.
-        """
+        """Returns the last stage that needs each value, directly or through a view of it."""
         last: dict[fx.Node, int] = {}
         for stage in range(len(self.plan.stages)):
             for node in self.external(stage):
@@ -163,15 +163,15 @@ class _Places:
         return last
 
     def external(self, stage: int) -> Nodes:
-        """The values of earlier stages that this one needs handed on."""
+        """The values of earlier stages that `stage` receives."""
         return self._needed_of(stage)[0]
 
     def views(self, stage: int) -> Nodes:
-        """The views of values of earlier stages that this one makes again, in order."""
+        """The views of values of earlier stages that `stage` makes again, in order."""
         return self._needed_of(stage)[1]
 
     def _needed_of(self, stage: int) -> tuple[Nodes, Nodes]:
-        wanted = list(
+        pending = list(
             dict.fromkeys(
                 node
                 for call in self.calls(stage)
@@ -181,11 +181,11 @@ class _Places:
         )
         values: dict[fx.Node, None] = {}
         views: dict[fx.Node, None] = {}
-        while wanted:
-            node = wanted.pop()
+        while pending:
+            node = pending.pop()
             if _is_view(node):
                 views[node] = None
-                wanted += [
+                pending += [
                     each
                     for each in node.all_input_nodes
                     if self.stage.get(each, stage) != stage and each not in views
@@ -195,7 +195,7 @@ class _Places:
         return tuple(sorted(values)), tuple(sorted(views))
 
 
-def _of_stage(places: _Places, stage: int) -> StageCut:
+def _cut_stage(places: _Places, stage: int) -> StageCut:
     plan = places.plan
     receives = tuple(
         sorted(node for node, last in places.last.items() if places.stage[node] < stage <= last)
@@ -204,27 +204,27 @@ def _of_stage(places: _Places, stage: int) -> StageCut:
         sorted(node for node, last in places.last.items() if places.stage[node] <= stage < last)
     )
     _check_travel(sends)
-    own = plan.stages[stage]
-    calls: dict[int, list[fx.Node]] = {index: [] for index in range(own.first, own.end)}
+    planned = plan.stages[stage]
+    calls: dict[int, list[fx.Node]] = {index: [] for index in range(planned.first, planned.end)}
     for node in places.calls(stage):
         calls[places.shard[node]].append(node)
     _add_views(places.views(stage), calls)
-    _drop_unread_views(calls, {*sends, places.loss})
+    outputs = {*sends, places.loss}
+    _drop_unread_views(calls, outputs)
     _check_writes(places, stage)
     constants = _constants_of(places, [node for each in calls.values() for node in each])
-    wanted = {*sends, places.loss}
     parts = [
         ("constants", constants),
         *((plan.shards[index].name, tuple(sorted(each))) for index, each in calls.items()),
     ]
     cuts = [
-        _shard(name, each, [later for _, later in parts[i + 1 :]], wanted)
+        _shard(name, each, [later for _, later in parts[i + 1 :]], outputs)
         for i, (name, each) in enumerate(parts)
     ]
     return StageCut(constants=cuts[0], shards=tuple(cuts[1:]), receives=receives, sends=sends)
 
 
-def _shard(name: str, calls: Nodes, later: Sequence[Nodes], wanted: set[fx.Node]) -> ShardCut:
+def _shard(name: str, calls: Nodes, later: Sequence[Nodes], outputs: set[fx.Node]) -> ShardCut:
     made = set(calls)
     reads = dict.fromkeys(
         node
@@ -236,13 +236,13 @@ def _shard(name: str, calls: Nodes, later: Sequence[Nodes], wanted: set[fx.Node]
     gives = tuple(
         node
         for node in calls
-        if (node in read_later or node in wanted) and isinstance(node.meta["val"], Tensor)
+        if (node in read_later or node in outputs) and isinstance(node.meta["val"], Tensor)
     )
     return ShardCut(name=name, calls=calls, reads=tuple(reads), gives=gives)
 
 
 def _add_views(views: Nodes, calls: dict[int, list[fx.Node]]) -> None:
-    """Each view is made by the first shard that reads it, or a view of it."""
+    """Adds each view to the first shard that reads it, or a view of it."""
     for view in reversed(views):
         readers = (
             index
@@ -252,9 +252,10 @@ def _add_views(views: Nodes, calls: dict[int, list[fx.Node]]) -> None:
         calls[next(readers)].append(view)
 
 
-def _drop_unread_views(calls: dict[int, list[fx.Node]], wanted: set[fx.Node]) -> None:
-    """A view that only later stages read is theirs to make: with it goes a parameter that nobody
-    else here reads.
+def _drop_unread_views(calls: dict[int, list[fx.Node]], outputs: set[fx.Node]) -> None:
+    """Drops views that only later stages read, which make them again.
+
+    A parameter that only such a view reads is then not held by this stage.
     """
     read = {node: 0 for each in calls.values() for node in each}
     for node in read:
@@ -263,7 +264,7 @@ def _drop_unread_views(calls: dict[int, list[fx.Node]], wanted: set[fx.Node]) ->
                 read[before] += 1
     for index, each in reversed(calls.items()):
         for node in sorted(each, reverse=True):
-            if not read[node] and node not in wanted and _is_view(node):
+            if not read[node] and node not in outputs and _is_view(node):
                 calls[index].remove(node)
                 for before in node.all_input_nodes:
                     if before in read:
@@ -271,20 +272,20 @@ def _drop_unread_views(calls: dict[int, list[fx.Node]], wanted: set[fx.Node]) ->
 
 
 def _constants_of(places: _Places, calls: Sequence[fx.Node]) -> Nodes:
-    """The constants that `calls` read, with those that write into their memory, in order."""
+    """Returns the constants that `calls` read and the calls that write into them, in order."""
     needed = {node for call in calls for node in call.all_input_nodes if node in places.constants}
     if places.loss in places.constants:
         needed.add(places.loss)
     memory: set[int] = set()
-    found = []
+    constants = []
     for node in reversed(places.constants):
         if node in needed or memory & {
             each for written in node.meta.get("written", ()) for each in _memory(written)
         }:
-            found.append(node)
+            constants.append(node)
             needed |= {each for each in node.all_input_nodes if not _is_leaf(each)}
             memory |= _memory(node)
-    return tuple(reversed(found))
+    return tuple(reversed(constants))
 
 
 def _check_travel(values: Nodes) -> None:
@@ -298,7 +299,7 @@ def _check_travel(values: Nodes) -> None:
 
 
 def _check_writes(places: _Places, stage: int) -> None:
-    """A stage has a copy of what it received: to write into it would not be seen by the others."""
+    """Refuses a write into a received value: other stages hold copies that would not change."""
     received = {each for node in places.external(stage) for each in _memory(node)}
     for node in places.calls(stage):
         if any(received & _memory(written) for written in node.meta.get("written", ())):
@@ -309,8 +310,9 @@ def _check_writes(places: _Places, stage: int) -> None:
 
 
 def _check_counting(places: _Places) -> None:
-    """Raises ConfigError for a buffer that one stage writes and another reads: each has a copy of
-    its own.
+    """Raises ConfigError for a buffer that one stage writes and another uses.
+
+    Each stage would hold a separate copy of it.
     """
     written = {
         each
@@ -323,31 +325,33 @@ def _check_counting(places: _Places) -> None:
         for each in node.all_input_nodes:
             if each in written and held.setdefault(each, stage) != stage:
                 raise ConfigError(
-                    f"stages: {_where(node)} reads or writes buffer {each.target}, which another stage counts in",
+                    f"stages: {_where(node)} reads or writes buffer {each.target}, which another "
+                    "stage counts in",
                     hint="make the plan again: no stage may end between the two",
                 )
 
 
 def check_recompute(shard: ShardCut, plan: ShardPlan) -> None:
-    """Raises ConfigError for a shard that cannot run again, since it writes into what it read."""
+    """Raises ConfigError for a shard that writes into its input, which cannot be recomputed."""
     read = {each for node in shard.reads for each in _memory(node)}
     for node in shard.calls:
         if any(read & _memory(written) for written in node.meta.get("written", ())):
             raise ConfigError(
-                f"shards: {plan.name} writes into its input at {_where(node)}, so it cannot run again",
+                f"shards: {plan.name} writes into its input at {_where(node)}, so it cannot run "
+                "again",
                 hint="take it out of recompute",
             )
 
 
 def written_buffers(shard: ShardCut) -> Nodes:
-    """The buffers that it writes into, as batch norms do."""
-    found = (
+    """The buffers that the shard writes into, for example in batch norms."""
+    attributes = (
         node
         for call in shard.calls
         for node in call.meta.get("written", ())
         if node.op == "get_attr"
     )
-    return tuple(dict.fromkeys(node for node in found if node.meta["origin"] == BUFFER))
+    return tuple(dict.fromkeys(node for node in attributes if node.meta["origin"] == BUFFER))
 
 
 def _where(node: fx.Node) -> str:
@@ -359,18 +363,18 @@ def _is_leaf(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether it makes no memory of its own; picking an output of such a call as well."""
+    """Tells whether a call's value, or the item picked from it, shares memory with inputs."""
     if node.op != "call_function" or node.meta.get("random") or node.meta.get("written"):
         return False
     sources = {each for before in node.all_input_nodes for each in _memory(before)}
-    own = _memory(node)
+    memory = _memory(node)
     if node.target is operator.getitem:
         return _is_view(node.args[0])  # type: ignore[arg-type]
-    return bool(own) and own <= sources
+    return bool(memory) and memory <= sources
 
 
 def _memory(node: fx.Node) -> frozenset[int]:
-    """What tells the memory of a node's value; the fake tensors live as long as the program."""
+    """The identity of the storage of a node's value; fake tensors live as long as the program."""
     return frozenset(
         leaf.untyped_storage()._cdata
         for leaf in tree_leaves(node.meta.get("val"))

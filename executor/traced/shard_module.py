@@ -1,8 +1,7 @@
-"""A shard as a module: the calls of the user's code that the plan gives it, made again in their
-order, on parameters of its own.
+"""A shard as a module: it repeats the plan's part of the recorded calls on its parameters.
 
-The parameters have their full names behind `of.`, as submodules: what FSDP gathers, and a
-checkpoint runs again, is the shard.
+The parameters keep their full names behind `of.`, as submodules. FSDP gathers the shard, and
+recompute repeats it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Holder(nn.Module):
             owner.register_buffer(key, tensor)
 
     def place(self, name: str) -> tuple[nn.Module, str]:
-        """The module that holds `name`, and the name in it: FSDP puts other tensors there."""
+        """Returns the submodule that holds `name`, and its key there; FSDP replaces the tensor."""
         path, _, key = name.rpartition(".")
         return self.get_submodule(path), key
 
@@ -50,9 +49,7 @@ class Holder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One call: its target, its arguments with nodes in the place of tensors, and the values that
-    nobody reads after it.
-    """
+    """One call, with nodes in place of tensors, and the values that no later call reads."""
 
     node: fx.Node
     target: Any
@@ -63,7 +60,7 @@ class _Step:
 
 
 class ShardModule(nn.Module):
-    """`forward` takes the values of `cut.reads`, and gives those of `cut.gives`, in their order."""
+    """A shard; `forward` takes the values of `cut.reads` and returns those of `cut.gives`."""
 
     def __init__(
         self, cut: ShardCut, attributes: Mapping[str, Tensor], device: torch.device
@@ -86,25 +83,26 @@ class ShardModule(nn.Module):
 
     @property
     def holder(self) -> Holder:
-        found = getattr(self, OF)
-        assert isinstance(found, Holder)
-        return found
+        holder = getattr(self, OF)
+        assert isinstance(holder, Holder)
+        return holder
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by the names that they have in the user's module."""
+        """Yields the parameters by their names in the user's module."""
         for node, (owner, key) in self._places.items():
             if node.meta["origin"] == PARAMETER:
                 yield node.target, getattr(owner, key)
 
     def counted(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that its calls write into, as batch norms do."""
+        """Yields the buffers that its calls write into, for example in batch norms."""
         for node in written_buffers(self.cut):
             owner, key = self._places[node]
             yield node.target, getattr(owner, key)
 
     def once(self, layer: nn.Module) -> Callable[..., Any]:
-        """`layer`, which is this shard, for one forward pass; called again, it starts from the
-        buffers of the first call and counts in copies of them.
+        """Wraps `layer`, which is this shard, for one forward pass and its recompute.
+
+        The second call starts from the buffers of the first and updates copies of them.
         """
         if not written_buffers(self.cut):
             return layer
@@ -162,7 +160,7 @@ def _steps(cut: ShardCut, device: torch.device) -> Iterator[_Step]:
 
 
 def _context(call: fx.Node, device: torch.device) -> Any:
-    """What surrounded the call: no gradients, or torch.autocast."""
+    """The context of the recorded call: no gradients, torch.autocast, both or neither."""
     grad, autocast = call.meta.get("grad", True), call.meta.get("autocast")
     if grad and autocast is None:
         return nullcontext

@@ -1,6 +1,4 @@
-"""Parameters that several stages hold: a copy on each, and one gradient, the sum over the
-copies.
-"""
+"""Parameters that several stages hold as copies, whose gradients are summed."""
 
 from __future__ import annotations
 
@@ -21,42 +19,46 @@ from parplan.profiles.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """By name, this rank's copies of parameters that the same pipeline ranks hold, and the group of
-    those; None where it is one rank.
+    """This rank's copies, by name, of parameters that the same pipeline ranks hold.
+
+    `group` holds those ranks; it is None where all copies are on one rank.
     """
 
     copies: Mapping[str, tuple[nn.Parameter, ...]]
     group: dist.ProcessGroup | None
 
     def sum_gradients(self) -> None:
-        """Give every copy the sum of the gradients of all."""
-        own = [[_gradient(parameter) for parameter in copies] for copies in self.copies.values()]
-        for first, *others in own:
-            for other in others:
-                first.add_(other)
+        """Sets the gradient of every copy to the sum over all copies."""
+        gradients = [
+            [_gradient(parameter) for parameter in copies] for copies in self.copies.values()
+        ]
+        for first, *rest in gradients:
+            for gradient in rest:
+                first.add_(gradient)
         if self.group is not None:
-            all_reduce([each[0] for each in own], self.group)
-        for first, *others in own:
-            for other in others:
-                other.copy_(first)
+            all_reduce([each[0] for each in gradients], self.group)
+        for first, *rest in gradients:
+            for gradient in rest:
+                gradient.copy_(first)
 
 
 def shared_names(cuts: Sequence[StageCut]) -> dict[str, tuple[int, ...]]:
-    """The parameters that several stages hold, with those stages."""
-    found: dict[str, list[int]] = {}
+    """The parameters that several stages hold, with the indices of those stages."""
+    holders: dict[str, list[int]] = {}
     for index, cut in enumerate(cuts):
         for name in cut.parameters:
-            found.setdefault(name, []).append(index)
-    return {name: tuple(stages) for name, stages in found.items() if len(stages) > 1}
+            holders.setdefault(name, []).append(index)
+    return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
 
 def check_shared(plan: TracedPlan, cuts: Sequence[StageCut]) -> None:
-    """Raises ConfigError where the copies of a parameter would be held in different shards."""
+    """Raises ConfigError where the copies of a parameter would be sharded differently."""
     for name, stages in shared_names(cuts).items():
         zeros = sorted({min(plan.stages[k].zero, 1) for k in stages})
         if plan.mesh.dp > 1 and len(zeros) > 1:
             raise ConfigError(
-                f"stages: {name} is held by stages {', '.join(map(str, stages))}, some with zero 0 and some with more",
+                f"stages: {name} is held by stages {', '.join(map(str, stages))}, some with zero 0 "
+                "and some with more",
                 hint="use one zero for the stages that share a parameter",
             )
 
@@ -64,30 +66,28 @@ def check_shared(plan: TracedPlan, cuts: Sequence[StageCut]) -> None:
 def build_shared(
     plan: TracedPlan, cuts: Sequence[StageCut], stages: Sequence[TracedStage]
 ) -> tuple[Shared, ...]:
-    """What this rank shares; collective."""
+    """Builds this rank's shared parameters and their process groups; collective."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, owners in shared_names(cuts).items():
         by_ranks.setdefault(tuple(sorted({plan.stages[k].rank for k in owners})), []).append(name)
     here = [dict(stage.named()) for stage in stages]
-    found = []
+    shared = []
     for ranks, names in by_ranks.items():
         group = _group(plan, ranks) if len(ranks) > 1 else None
         copies = {name: tuple(named[name] for named in here if name in named) for name in names}
         if all(copies.values()):
-            found.append(Shared(copies=copies, group=group))
-    return tuple(found)
+            shared.append(Shared(copies=copies, group=group))
+    return tuple(shared)
 
 
 def _group(plan: TracedPlan, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The group of this rank among those of all data-parallel coordinates: every rank makes every
-    group.
-    """
-    own = None
+    """Returns this rank's group; every rank creates the groups of all data-parallel coordinates."""
+    here = None
     for place in range(plan.mesh.ranks_per_stage):
         members = [pp * plan.mesh.ranks_per_stage + place for pp in ranks]
         group = dist.new_group(members)
-        own = group if dist.get_rank() in members else own
-    return own
+        here = group if dist.get_rank() in members else here
+    return here
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

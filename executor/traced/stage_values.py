@@ -1,10 +1,10 @@
-"""The values of a module's parameters and buffers on this process: those of its own stages, and of
-no other.
+"""The values of parameters and buffers on this process, which holds only those of its stages.
 
-The module is made without memory (profiles/tracing/deferred.py); a parameter's value is a function
-of the seed and of what the module's code does with it, so that every layout, and one process that
-has the whole, starts from the same. What the code reads from files or takes from outside is there
-on every process until it has picked its own: `kept_bytes` says how much.
+The module is made without memory (profiles/tracing/deferred.py). The value of a parameter depends
+only on the seed and on the calls by which the module's code initializes it, so that every layout,
+and one process with the whole module, starts from the same values. Values that the code reads from
+files or takes from outside are on every process until it has picked the parameters of its stages;
+`kept_bytes` gives their size.
 """
 
 from __future__ import annotations
@@ -24,25 +24,22 @@ from parplan.profiles.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A workload whose buffers have their values, and whose parameters can be given theirs one by
-    one.
-    """
+    """A workload whose buffers have values and whose parameters can be materialized one by one."""
 
     workload: TracedWorkload
     deferred: Deferred
     seed: int
 
     def value(self, name: str) -> nn.Parameter:
-        """The parameter of that full name, on the CPU, in memory that no other parameter has.
-        Raises ConfigError.
-        """
+        """Returns the parameter `name`, on the CPU, in separate memory. Raises ConfigError."""
         parameter = self.workload.module.get_parameter(name)
         return nn.Parameter(self._value(name, parameter), parameter.requires_grad)
 
     @property
     def kept_bytes(self) -> int:
-        """Of parameters that the module's code did not make with calls of torch: every process has
-        them all while it starts.
+        """Bytes of parameters that torch calls in the module's code did not make.
+
+        Every process holds all of them while it starts.
         """
         return sum(
             p.nbytes
@@ -52,7 +49,7 @@ class Opened:
 
     @property
     def note(self) -> str | None:
-        """What to say where a process does not only hold its own."""
+        """A note if every process holds more than the parameters of its stages, else None."""
         kept = self.kept_bytes
         held = f"{format_bytes(kept)} of parameters come from outside of the module's code"
         return f"{held}: every process holds them while it starts" if kept else None
@@ -76,10 +73,10 @@ def open_values(
     attention: AttentionKernel = AttentionKernel.FLASH,
     at_least_bytes: int = AT_LEAST_BYTES,
 ) -> Opened:
-    """The module of `source`, made without the memory of its parameters. Raises ConfigError."""
+    """Opens the module of `source` without the memory of its parameters. Raises ConfigError."""
     deferred = Deferred(at_least_bytes, seed)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # of what is so small that it is made at once
+        torch.manual_seed(seed)  # for tensors so small that they are made at once
         workload = open_workload(
             source, seq_length=seq_length, attention=attention, deferred=deferred
         )

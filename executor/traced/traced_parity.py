@@ -1,6 +1,4 @@
-"""Train plans of a traced module in a forked world of gloo ranks, and the user's module as it is in
-one process; compare both.
-"""
+"""Compares a plan of a traced module, run by gloo ranks, with the user's module in one process."""
 
 from __future__ import annotations
 
@@ -35,23 +33,25 @@ from parplan.profiles.tracing.record import record
 from parplan.profiles.tracing.traced_source import TracedWorkload
 from parplan.profiles.tracing.user_code import users_code
 
-LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
-MOST_RANKS = 8  # of gloo processes on one machine
+LEAST_TO_FILL = 4  # micro-batches; the shifted critical path needs this many
+MOST_RANKS = 8  # gloo processes on one machine
 
 
 def comparable(plan: TracedPlan) -> TracedPlan:
-    """The plan in fp32, with no more micro-batches than fill its schedule. Raises ConfigError for
-    one that cannot be compared with one process.
+    """Returns the plan in fp32 with no more micro-batches than fill its schedule.
+
+    Raises ConfigError for a plan that cannot be compared with one process.
     """
     validate_traced_plan(plan)
     if plan.mesh.num_ranks > MOST_RANKS:
         raise ConfigError(
-            f"mesh: {plan.mesh} is {plan.mesh.num_ranks} ranks, a traced module is compared on up to {MOST_RANKS}",
+            f"mesh: {plan.mesh} is {plan.mesh.num_ranks} ranks, a traced module is compared on up "
+            f"to {MOST_RANKS}",
             hint="make a plan for fewer GPUs",
         )
     pipeline = plan.pipeline
     number = min(pipeline.num_micro_batches, max(LEAST_TO_FILL, 2 * plan.mesh.pp))
-    if pipeline.schedule is Schedule.CUSTOM:  # its lists name the micro-batches
+    if pipeline.schedule is Schedule.CUSTOM:  # its action lists name the micro-batches
         number = pipeline.num_micro_batches
     training = replace(
         plan.training,
@@ -65,21 +65,20 @@ def comparable(plan: TracedPlan) -> TracedPlan:
     ).calls:
         if call.meta["random"]:
             raise ConfigError(
-                f"module: {call.meta['line']} draws random numbers, which every rank draws for itself",
+                f"module: {call.meta['line']} draws random numbers, which every rank draws for "
+                "itself",
                 hint="set dropout to 0 for the comparison",
             )
     return small
 
 
 def run_traced_plans(plans: Sequence[TracedPlan]) -> list[TrainingOutcome]:
-    """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no
-    process is left.
-    """
+    """Trains the plans one by one, each in a new world of ranks, and ends all processes."""
     return [joined(results) for results in run_ranks(plans, train_traced)]
 
 
 def train_traced(plan: TracedPlan) -> Result:
-    """What this rank finds. Raises ConfigError, also for what the module's calls raise here."""
+    """Trains the plan on this rank. Raises ConfigError, also for errors in the module's calls."""
     with users_code("the module, run in stages,"):
         return observed(
             build_traced_trainer(plan, OPTIONS, torch.device("cpu")), whole_traced_gradients
@@ -87,39 +86,41 @@ def train_traced(plan: TracedPlan) -> Result:
 
 
 def whole_traced_gradients(trainer: TracedTrainer) -> dict[str, Tensor]:
-    """The gradient of every parameter on this rank, gathered over its data-parallel ranks, by the
-    name in the user's module.
+    """Returns the gradients of this rank, gathered over its data-parallel ranks.
+
+    The keys are the names in the user's module.
     """
-    found = {}
+    gradients = {}
     for stage in trainer.pipeline.stages:
         for name, parameter in stage.named():
-            if parameter.grad is not None:
-                gradient = parameter.grad
-                found[name] = (
-                    gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                ).clone()
-    return found
+            gradient = parameter.grad
+            if gradient is not None:
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                gradients[name] = whole.clone()
+    return gradients
 
 
 def run_traced_reference(plan: TracedPlan, *, by_micro_batch: bool = False) -> TrainingOutcome:
-    """The user's module in one process, without a mesh, wrappers or a trace, on whole batches.
+    """Trains the user's module in one process, without a mesh, wrappers or a trace.
 
-    by_micro_batch: or on the plan's micro-batches one after the other, whose losses are averaged:
-    for what depends on which
-        samples are together, as a batch norm and a loss that weighs samples do. Each data-parallel
-        rank has buffers of its own
+    It runs on whole batches, or with `by_micro_batch` on the plan's micro-batches, whose losses are
+    averaged. The latter serves modules whose loss depends on which samples are together, for
+    example through a batch norm; each data-parallel rank then has separate buffers.
     """
     opened = opened_of(plan, OPTIONS.seed)
     workload, module = opened.workload, with_values(opened)
     optimizer = _optimizer(module)
     size = plan.pipeline.micro_batch_size if by_micro_batch else plan.training.global_batch_size
-    one = module_batches(_alone(plan), workload, 0, OPTIONS.seed)
+    next_batch = module_batches(_alone(plan), workload, 0, OPTIONS.seed)
     ranks = _Buffers(module, plan.mesh.dp if by_micro_batch else 1)
-    losses, norms, first = [], [], {}
+    losses: list[float] = []
+    norms: list[float] = []
+    first: dict[str, Tensor] = {}
     for step in range(STEPS):
         optimizer.zero_grad()
         with users_code(f"{workload.name}, run in one process,"):
-            shares, whole = ranks.shares(one(step)), plan.training.global_batch_size
+            shares = ranks.shares(next_batch(step))
+            whole = plan.training.global_batch_size
             losses.append(sum(_backward(workload, module, part, size, whole) for part in shares))
         if step == 0:
             first = {
@@ -133,7 +134,7 @@ def run_traced_reference(plan: TracedPlan, *, by_micro_batch: bool = False) -> T
 
 
 def with_values(opened: Opened) -> nn.Module:
-    """The whole module with the values that the ranks of a plan have."""
+    """Returns the whole module with the values that the ranks of a plan start from."""
     module = opened.workload.module
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -147,9 +148,7 @@ def with_values(opened: Opened) -> nn.Module:
 
 
 class _Buffers:
-    """The buffers of a module as each of `count` data-parallel ranks has them, who count in them by
-    themselves.
-    """
+    """A module's buffers as each of `count` data-parallel ranks updates them."""
 
     def __init__(self, module: nn.Module, count: int) -> None:
         self.module, self.count = module, count
@@ -163,9 +162,7 @@ class _Buffers:
         ]
 
     def shares(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The part of the batch of one rank after the other, with the module's buffers as that rank
-        has them.
-        """
+        """Yields each rank's part of the batch, with the module's buffers set to that rank's."""
         split = {key: value.chunk(self.count) for key, value in batch.items()}
         for rank, held in enumerate(self.held):
             for part, buffers in zip(self.module.modules(), held, strict=True):
@@ -177,7 +174,7 @@ class _Buffers:
 def _backward(
     workload: TracedWorkload, module: nn.Module, batch: dict[str, Tensor], size: int, whole: int
 ) -> float:
-    """Of the samples of `batch`, which are some of the `whole` number of a step."""
+    """Runs `batch`, part of a step of `whole` samples, backward; returns its share of the loss."""
     total = 0.0
     for start in range(0, len(next(iter(batch.values()))), size):
         part = {key: value[start : start + size] for key, value in batch.items()}
@@ -188,7 +185,7 @@ def _backward(
 
 
 def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in torch's plain loop, without decay of vectors."""
+    """AdamW in torch's plain loop, without weight decay of vectors."""
     groups = [
         {
             "params": [p for p in module.parameters() if decays(p) is decay],
@@ -200,5 +197,5 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _alone(plan: TracedPlan) -> TracedPlan:
-    """The same batches, all on one rank."""
+    """The same plan with all samples on one rank."""
     return replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))

@@ -1,9 +1,9 @@
-"""The schedule of a traced module: the action lists of the plan through
-torch.distributed.pipelining, or a plain loop.
+"""The schedule of a traced module: the plan's action lists, or a plain loop without a pipeline.
 
-What is handed on between stages is a tuple of tensors; the batch reaches every stage by key. The
-loss of a micro-batch, the mean over its samples as the module has it, is divided by the number of
-micro-batches of the global batch, so that all reductions are sums.
+The action lists run through torch.distributed.pipelining. Stages send each other tuples of tensors;
+every stage gets the batch by key. The loss of a micro-batch is the mean over its samples, as the
+module computes it; it is divided by the number of micro-batches of the global batch, so that all
+reductions are sums.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Batch = Mapping[str, Tensor]
 
 
 class _TracedStep(PipelineStep):
-    """What a stage gives is a tuple, whose tensors it has made whole."""
+    """A pipeline stage whose output is a tuple of contiguous tensors, which need no copy."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self.submod(*args, **kwargs)
@@ -51,10 +51,10 @@ class _TracedStep(PipelineStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedPipeline:
-    """This rank's stages and what runs them.
+    """This rank's stages and the function that runs them.
 
-    copies: the names of parameters that several stages hold, with those stages; shared: this rank's
-    part in them
+    copies   the names of parameters that several stages hold, with the indices of those stages
+    shared   this rank's copies of such parameters
     """
 
     stages: tuple[TracedStage, ...]
@@ -66,7 +66,7 @@ class TracedPipeline:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank updates: shards between steps."""
+        """The parameters that this rank updates; they are sharded between steps."""
         return [
             parameter
             for stage in self.stages
@@ -76,7 +76,7 @@ class TracedPipeline:
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by name, without copies of what an earlier stage holds."""
+        """This rank's parameters by name, without copies of an earlier stage's parameters."""
         return {
             name: p
             for stage in self.stages
@@ -86,15 +86,11 @@ class TracedPipeline:
 
     @property
     def in_flight(self) -> dict[int, int]:
-        """By stage of this rank, the most micro-batches that it held at once; nothing without a
-        pipeline.
-        """
+        """The peak in-flight micro-batches by stage of this rank; empty without a pipeline."""
         return {step.stage_index: step.in_flight for step in self.steps}
 
     def step(self, batch: Batch) -> Tensor:
-        """Gradients of this rank's samples of a batch; returns this rank's share of the mean
-        loss.
-        """
+        """Computes the gradients of this rank's samples and returns its share of the mean loss."""
         for stage in self.stages:
             stage.begin_step()
         loss = self.run(batch)
@@ -116,7 +112,7 @@ def build_traced_pipeline(
     after_backward: After,
     span: Span = no_span,
 ) -> TracedPipeline:
-    """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
+    """Builds this rank's part of the plan, ready to step; collective. Raises ConfigError."""
     cuts = cut(plan, program)
     check_shared(plan, cuts)
     here = [k for k, stage in enumerate(plan.stages) if stage.rank == ranks.coordinate("pp")]
@@ -148,16 +144,14 @@ def build_traced_pipeline(
 
 
 def _share(plan: TracedPlan) -> int:
-    """The micro-batches of a step on all data-parallel ranks, of which a loss is one."""
+    """The number of micro-batches of a step over all data-parallel ranks."""
     return plan.pipeline.num_micro_batches * plan.mesh.dp
 
 
 def _loop(
     stage: TracedStage, plan: TracedPlan, after_backward: After, span: Span, batch: Batch
 ) -> Tensor:
-    """The schedule of one pipeline rank: forward and backward of one micro-batch after the
-    other.
-    """
+    """The schedule without a pipeline: forward and backward, one micro-batch after the other."""
     split = {key: value.split(plan.pipeline.micro_batch_size) for key, value in batch.items()}
     losses = []
     for index in range(plan.pipeline.num_micro_batches):
@@ -181,9 +175,8 @@ def _scheduled(
     losses: list[Tensor] = []
     ends = any(stage.ends_model for stage in stages)
     device = next(iter(batch.values())).device
-    no_targets = torch.empty(
-        plan.pipeline.num_micro_batches, device=device
-    )  # a part for each loss: it is made inside of the module
+    # The module computes its loss itself, but the runtime expects a target for each micro-batch.
+    no_targets = torch.empty(plan.pipeline.num_micro_batches, device=device)
     schedule.step(
         target=no_targets if ends else None,
         losses=losses,
@@ -201,23 +194,25 @@ def _step(
     after_backward: After,
     span: Span,
 ) -> _TracedStep:
-    """Shapes are given, so that torch runs no extra forward pass to find them."""
-    own = cuts[stage.index]
+    """Builds a stage with given shapes, so that torch runs no extra forward pass to infer them."""
+    stage_cut = cuts[stage.index]
     step = _TracedStep(
         stage,
         stage.index,
         len(cuts),
         ranks.device,
-        input_args=tuple(map(_example, own.receives)),
-        output_args=tuple(map(_example, own.sends))
+        input_args=tuple(map(_example, stage_cut.receives)),
+        output_args=tuple(map(_example, stage_cut.sends))
         or torch.empty((), device="meta", requires_grad=True),
         group=ranks.mesh["pp"].get_group(),
     )
-    step.after_backward, step.after_recompute, step.span = after_backward, nothing, span
+    step.after_backward = after_backward
+    step.after_recompute = nothing
+    step.span = span
     return step
 
 
 def _example(node: fx.Node) -> Tensor:
-    """The shape and type, without data, of a value that is handed on."""
+    """The shape and dtype of a sent value, without data."""
     value = node.meta["val"]
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=True)

@@ -1,6 +1,4 @@
-"""This rank's stages of a traced module: shards with their own values, recomputed and sharded as
-the plan says.
-"""
+"""This rank's stages of a traced module, with their parameters, recompute and ZeRO sharding."""
 
 from __future__ import annotations
 
@@ -34,8 +32,10 @@ def argument_names(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class TracedBody(nn.Module):
-    """The shards of one stage in order. `forward` takes what the stage before hands on and the
-    batch by key; it gives what the next stage needs, or the loss.
+    """The shards of one stage in order.
+
+    `forward` takes the values received from the previous stage and the batch by key; it returns the
+    values that the next stage needs, or the loss.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class TracedBody(nn.Module):
 
 
 class TracedStage(nn.Module):
-    """A stage for torch.distributed.pipelining; its `body` is the FSDP module, as in
-    parplan.executor.pipeline.stages.
+    """A stage for torch.distributed.pipelining.
+
+    Its `body` is the FSDP module, as in parplan.executor.pipeline.stages.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class TracedStage(nn.Module):
         self.body = body
         self.units = units
         self.index = index
-        self._shards = tuple(shards)  # not submodules a second time
+        self._shards = tuple(shards)  # a tuple, so that torch does not register them again
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Any:
-        """`batch` as `argument_names` has it."""
+        """Runs the stage; the keys of `batch` are those of `argument_names`."""
         out = self.body(
             *received, **{key.removeprefix(_BATCH): value for key, value in batch.items()}
         )
@@ -94,20 +95,18 @@ class TracedStage(nn.Module):
         reduce_gradients(self.body, self.units, None)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by the names that they have in the user's module, each once."""
+        """Yields the parameters by their names in the user's module, each once."""
         yield from dict(pair for shard in self._shards for pair in shard.named()).items()
 
     def counted(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that its calls write into."""
+        """Yields the buffers that its calls write into."""
         return (pair for shard in self._shards for pair in shard.counted())
 
 
 def build_stage(
     plan: TracedPlan, index: int, cut: StageCut, program: Program, opened: Opened, ranks: RankPlace
 ) -> TracedStage:
-    """Stage `index` of the plan, with the values of its parameters and no others. Raises
-    ConfigError.
-    """
+    """Builds stage `index` of the plan with the values of its parameters. Raises ConfigError."""
     planned = plan.stages[index]
     zero = planned.zero if plan.mesh.dp > 1 else 0
     values: dict[str, Tensor] = dict(program.constants)
@@ -118,18 +117,18 @@ def build_stage(
     modules: dict[int, nn.Module] = {}
     units = []
     for group in _groups(cut):
-        own = {
+        parameters = {
             name: _on(opened.value(name), ranks.device)
             for place in group
             for name in _parameters(cut.shards[place])
         }
         for place in group:
-            shards[place] = ShardModule(cut.shards[place], values | own, ranks.device)
+            shards[place] = ShardModule(cut.shards[place], values | parameters, ranks.device)
             modules[place] = shards[place]
             if planned.first + place in planned.recompute:
                 check_recompute(cut.shards[place], plan.shards[planned.first + place])
                 modules[place] = checkpointed(shards[place], shards[place].once)
-        if own:
+        if parameters:
             units.append(
                 Unit(
                     layers=tuple(modules[place] for place in group),
@@ -138,7 +137,7 @@ def build_stage(
                     casts_inputs=False,
                 )
             )
-            del own
+            del parameters
             shard_unit(units[-1], plan.training.precision)
     named = {f"shard{planned.first + place}": modules[place] for place in sorted(modules)}
     body = TracedBody(cut, ShardModule(cut.constants, values, ranks.device), named, _loss(program))
@@ -155,8 +154,9 @@ def _parameters(cut: ShardCut) -> tuple[str, ...]:
 
 
 def _groups(cut: StageCut) -> list[list[int]]:
-    """The places of the shards, those together that have a parameter in common: FSDP gathers and
-    reduces them as one.
+    """Returns the positions of the shards, grouped by common parameters.
+
+    FSDP gathers and reduces a group as one unit.
     """
     groups: list[tuple[set[str], list[int]]] = []
     for place, shard in enumerate(cut.shards):
@@ -176,7 +176,7 @@ def _run(
 
 
 def _drops(cut: StageCut, kept: set[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
-    """After each shard, the values that nobody reads any more."""
+    """Yields, for each shard, the values that no later shard reads."""
     last: dict[fx.Node, int] = {}
     for place, shard in enumerate(cut.shards):
         last.update(dict.fromkeys((*shard.reads, *shard.gives), place))
@@ -185,4 +185,5 @@ def _drops(cut: StageCut, kept: set[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
 
 
 def _loss(program: Program) -> fx.Node:
-    return next(node for node in program.graph.nodes if node.op == "output").args[0]  # type: ignore[return-value]
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    return output.args[0]  # type: ignore[return-value]

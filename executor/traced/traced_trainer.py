@@ -1,6 +1,4 @@
-"""The training loop of a traced module: parplan.executor.training.train's, with the module's own
-batches, values and names.
-"""
+"""The training loop of a traced module, with the module's batches, values and parameter names."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ class TracedTrainer(Trainer):
     pipeline: TracedPipeline  # type: ignore[assignment]
 
     def gradients(self, step: int) -> Tensor:
-        """Forward, backward and reduction of the batch of `step`; returns the mean loss of the
-        global batch.
+        """Runs forward, backward and reduction of the batch of `step`.
+
+        Returns the mean loss of the global batch.
         """
         self.progress.begin_step(step)
         with self.recorder.span("data", -1, -1):
@@ -50,12 +49,13 @@ class TracedTrainer(Trainer):
 
     @property
     def scale(self) -> None:
-        """None: plans in fp16 are refused."""
+        """None, because plans in fp16 are refused."""
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The 2-norm of the gradients of the whole model, each parameter counted once: the same on
-        every rank. Collective.
+        """The 2-norm of the whole model's gradients, the same on every rank; collective.
+
+        Each parameter is counted once.
         """
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in self.pipeline.own.values():
@@ -66,40 +66,35 @@ class TracedTrainer(Trainer):
         return self.shares.sum_norm(squared_norm(by_copies, self.ranks.device))
 
     def held(self) -> RankTensors:
-        """The parameters that a checkpoint has of this rank, and a copy of each that another rank
-        saves.
-        """
-        own = self.pipeline.own
-        others = {
+        """The parameters that this rank saves, and its copies of those that another rank saves."""
+        saved = self.pipeline.own
+        copies = {
             name: p
             for stage in self.pipeline.stages
             for name, p in stage.named()
-            if name not in own
+            if name not in saved
         }
-        return RankTensors(own=_learning(own), copies=_learning(others))
+        return RankTensors(own=_learning(saved), copies=_learning(copies))
 
     @property
     def has_copies(self) -> bool:
         return bool(self.pipeline.copies)
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that the module's calls write into, as the first data-parallel rank has
-        them.
-        """
+        """The buffers that the module's calls write, as the first data-parallel rank has them."""
         return dict(pair for stage in self.pipeline.stages for pair in stage.counted())
 
     def settle_copies(self) -> None:
-        """Give the further copies that this rank holds of one parameter what was loaded into the
-        first.
-        """
+        """Sets this rank's further copies of a parameter to the values loaded into the first."""
         for shared in self.pipeline.shared:
-            for first, *others in shared.copies.values():
-                for other in others:
-                    _copy(first, other, self.optimizer)
+            for first, *rest in shared.copies.values():
+                for copy in rest:
+                    _copy(first, copy, self.optimizer)
 
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
-        pp, dp = (self.ranks.coordinate(axis) for axis in ("pp", "dp"))
+        pp = self.ranks.coordinate("pp")
+        dp = self.ranks.coordinate("dp")
         return (
             (pp, dp, 0),
             predicted_states(self.plan, self.pipeline, dp),
@@ -119,9 +114,7 @@ def _copy(source: nn.Parameter, target: nn.Parameter, optimizer: torch.optim.Opt
 
 
 def predicted_states(plan: TracedPlan, pipeline: TracedPipeline, dp_rank: int) -> StateBytes:
-    """What the planner's memory model says a rank holds of the parameters of its stages (EQUATIONS
-    M2).
-    """
+    """Bytes that the memory model predicts for a rank's states of its stages (EQUATIONS M2)."""
     total = StateBytes()
     for stage in pipeline.stages:
         zero = plan.stages[stage.index].zero if plan.mesh.dp > 1 else 0
@@ -144,8 +137,9 @@ def build_traced_trainer(
     progress: RankProgress | None = None,
     opened: Opened | None = None,
 ) -> TracedTrainer:
-    """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises
-    ConfigError.
+    """Builds this rank's trainer; collective, in a group of `plan.mesh.num_ranks` ranks.
+
+    Raises ConfigError.
     """
     validate_traced_plan(plan, options)
     progress = progress or RankProgress()
@@ -156,13 +150,10 @@ def build_traced_trainer(
     )
     ranks = RankPlace(device=device, mesh=mesh)
     dp_rank = ranks.coordinate("dp")
-    torch.manual_seed(
-        derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
-    )  # dropout
-    recorder, meter = (
-        RunRecorder(device, options.steps if options.record else 0),
-        Meter(plan.training.precision),
-    )
+    dropout_stream = ranks.coordinate("pp") * plan.mesh.dp + dp_rank
+    torch.manual_seed(derived_seed(options.seed, dropout_stream))
+    recorder = RunRecorder(device, options.steps if options.record else 0)
+    meter = Meter(plan.training.precision)
 
     def after_backward() -> None:
         progress.end_micro_batch()
@@ -176,13 +167,14 @@ def build_traced_trainer(
         plan, program, opened, ranks, after_backward=after_backward, span=span
     )
     meter.watch(pipeline.stages, pipeline.parameters)
+    batches = module_batches(plan, opened.workload, dp_rank, options.seed)
     return TracedTrainer(
         plan=plan,
         options=options,
         ranks=ranks,
         pipeline=pipeline,
         optimizer=build_optimizer(pipeline.parameters, options),
-        batches=module_batches(plan, opened.workload, dp_rank, options.seed),  # type: ignore[arg-type]
+        batches=batches,  # type: ignore[arg-type]
         meter=meter,
         recorder=recorder,
         progress=progress,
@@ -190,7 +182,7 @@ def build_traced_trainer(
 
 
 def opened_of(plan: TracedPlan, seed: int) -> Opened:
-    """The plan's module without the memory of its parameters. Raises ConfigError."""
+    """Opens the plan's module without the memory of its parameters. Raises ConfigError."""
     return open_values(
         plan.module,
         seq_length=plan.training.seq_length,

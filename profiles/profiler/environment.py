@@ -1,6 +1,7 @@
-"""What this machine is: its devices and their software, and the cluster that it makes.
+"""Describes this machine: its devices, their software, and the cluster that it forms.
 
-No host names, no paths, no serial numbers. torch is imported here only.
+The description contains no host names, paths or serial numbers. torch is imported only inside the
+functions that ask it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,9 @@ from parplan.profiles.profiler.nvidia_smi import gpu_facts, links
 from parplan.profiles.units import GB, TERA, US_PER_S, format_number
 
 CPU = "cpu"
-ASSUMED_LINK = (
-    "a100-80gb-pcie"  # whose node an unknown GPU is taken to stand in: PCIe 4.0 x16, no NVLink
-)
-# What torch calls a GPU -> its cluster in configs/clusters. The whole name: one part of a GPU (MIG)
-# is another device.
+ASSUMED_LINK = "a100-80gb-pcie"  # the node of an unknown GPU: PCIe 4.0 x16, no NVLink
+# torch's name of a GPU -> its cluster in configs/clusters. The whole name counts, because a part of
+# a GPU (MIG) is another device.
 CATALOGUE = {
     "NVIDIA A100-SXM4-40GB": "a100-40gb",
     "A100-SXM4-40GB": "a100-40gb",
@@ -53,11 +52,11 @@ CATALOGUE = {
     "Tesla V100-SXM2-32GB": "v100-32gb",
     "Tesla V100-SXM3-32GB": "v100-32gb",
 }
-_PRODUCT, _COPY = "linear", "device_copy"  # works that say how fast a device is
-MEMORY_TOLERANCE = (
-    0.05  # between torch's total and the catalogue's: GPUs of one name exist with other memories
-)
-_IDENTITY = (  # what must agree for points to belong together
+_PRODUCT, _COPY = "linear", "device_copy"  # works that measure the speed of a device
+# Largest relative gap between torch's total memory and the catalogue's: GPUs of one name exist with
+# different memories.
+MEMORY_TOLERANCE = 0.05
+_IDENTITY = (  # fields that agree between points that belong together
     "device",
     "memory_bytes",
     "compute_capability",
@@ -74,7 +73,7 @@ _IDENTITY = (  # what must agree for points to belong together
 
 
 def environment(device: str) -> ProfileEnvironment:
-    """What `device` (cpu or cuda) of this machine is. Raises ConfigError: torch sees no GPU."""
+    """Describes `device` (cpu or cuda) of this machine. Raises ConfigError if torch sees no GPU."""
     import torch
 
     cores = (
@@ -96,7 +95,7 @@ def environment(device: str) -> ProfileEnvironment:
 
 
 def _with_gpu(here: ProfileEnvironment) -> ProfileEnvironment:
-    """The same machine with its GPUs, the first of which speaks for all that torch sees."""
+    """Adds the GPUs that torch sees, described by the first."""
     import torch
 
     if not torch.cuda.is_available():
@@ -107,9 +106,8 @@ def _with_gpu(here: ProfileEnvironment) -> ProfileEnvironment:
     first = torch.cuda.get_device_properties(0)
     libraries: Any = torch.backends
     cudnn = libraries.cudnn.version()
-    number = getattr(
-        first, "uuid", None
-    )  # asked by it, since nvidia-smi numbers GPUs otherwise than torch; not kept
+    # nvidia-smi and torch number GPUs differently, so it is asked by UUID, which is not stored.
+    number = getattr(first, "uuid", None)
     facts: dict[str, Any] = gpu_facts(None if number is None else f"GPU-{number}")
     joined = links()
     return replace(
@@ -132,12 +130,12 @@ def _nccl_version() -> str | None:
     import torch
 
     library: Any = torch.cuda.nccl
-    found = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return ".".join(map(str, library.version())) if found else None
+    available = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return ".".join(map(str, library.version())) if available else None
 
 
 def _host_memory_bytes() -> int | None:
-    """Of the host, or what its control group may take where that is less."""
+    """The host's memory, or the limit of its control group where that is lower."""
     try:
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
@@ -152,8 +150,8 @@ def _cpu_model() -> str | None:
 
 def cpu_model_of(text: str) -> str | None:
     """The name of the processor in /proc/cpuinfo."""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else None
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else None
 
 
 def _text(path: str) -> str:
@@ -164,18 +162,19 @@ def _text(path: str) -> str:
 
 
 def fingerprint(environment: ProfileEnvironment, precision: str = "") -> str:
-    """Of what must agree for points to belong together: device and software, neither the date nor
-    clocks of the moment.
+    """A digest of the fields that agree between points that belong together.
+
+    They are device and software, without the date and momentary clocks.
     """
     body = asdict(environment)
     return digest(repr([body[name] for name in _IDENTITY] + [precision]))
 
 
 def cluster_of(environment: ProfileEnvironment, records: Iterable[Record] = ()) -> Cluster:
-    """The cluster that this machine is, one node of the devices that torch sees.
+    """The cluster that this machine forms: one node with the devices that torch sees.
 
-    A GPU of the catalogue has its datasheet; the host, and a GPU that is not there, the best that
-    was measured of products and copies. Raises ConfigError: nothing of that was measured.
+    A GPU of the catalogue gets its datasheet; the host, and a GPU outside the catalogue, get their
+    best measured products and copies. Raises ConfigError if none was measured.
     """
     known = _catalogued(environment)
     if known is not None:
@@ -196,8 +195,9 @@ def cluster_of(environment: ProfileEnvironment, records: Iterable[Record] = ()) 
 
 
 def lacking(environment: ProfileEnvironment, records: Iterable[Record]) -> str | None:
-    """The work without which `records` do not say how fast this machine is; None where they do, or
-    the catalogue does.
+    """The work that `records` need to tell the speed of this machine.
+
+    None if they, or the catalogue, tell it.
     """
     measured = list(records)
     if _catalogued(environment) is not None:
@@ -208,13 +208,12 @@ def lacking(environment: ProfileEnvironment, records: Iterable[Record]) -> str |
 
 
 def _catalogued(environment: ProfileEnvironment) -> Cluster | None:
-    """The packaged cluster of a GPU that is what its name says, by its memory and
-    multiprocessors.
-    """
+    """The packaged cluster of a GPU whose memory and multiprocessors match its name."""
     name = CATALOGUE.get(environment.device)
     if name is None:
         return None
-    device = (cluster := load_cluster(name)).device
+    cluster = load_cluster(name)
+    device = cluster.device
     same_memory = (
         environment.memory_bytes is None
         or abs(environment.memory_bytes / device.memory_bytes - 1) < MEMORY_TOLERANCE
@@ -223,13 +222,13 @@ def _catalogued(environment: ProfileEnvironment) -> Cluster | None:
 
 
 def _device(environment: ProfileEnvironment, records: list[Record], assumed: Device) -> Device:
-    """A device whose datasheet is what was measured: the bandwidth of copies, the peak of products,
-    by precision.
-    """
-    peaks, bytes_per_s = _peaks(records), _best(records, _COPY, ("copied_bytes_per_s",))
+    """A device described by measurements: the bandwidth of copies, and peaks by precision."""
+    peaks = _peaks(records)
+    bytes_per_s = _best(records, _COPY, ("copied_bytes_per_s",))
     if not peaks or bytes_per_s is None:
         raise ConfigError(
-            f"{environment.device} is not in the catalogue and {_COPY if peaks else _PRODUCT} was not measured on it",
+            f"{environment.device} is not in the catalogue and {_COPY if peaks else _PRODUCT} was "
+            "not measured on it",
             hint="measure it: plan profile",
         )
     host = environment.device == CPU
@@ -248,7 +247,7 @@ def _device(environment: ProfileEnvironment, records: list[Record], assumed: Dev
 
 
 def _source(environment: ProfileEnvironment, peaks: Mapping[str, float], bytes_per_s: float) -> str:
-    """What the figures of a device without a datasheet are."""
+    """The source note of a device without a datasheet."""
     shown = ", ".join(
         f"{format_number(peak / TERA, 3)} {precision} TFLOP/s" for precision, peak in peaks.items()
     )
@@ -257,7 +256,8 @@ def _source(environment: ProfileEnvironment, peaks: Mapping[str, float], bytes_p
         if environment.device == CPU
         else environment.device
     )
-    return f"measured on {of}: {shown} of its fastest product, {format_number(bytes_per_s / GB, 3)} GB/s of its fastest copy; no datasheet"
+    copy = f"{format_number(bytes_per_s / GB, 3)} GB/s of its fastest copy"
+    return f"measured on {of}: {shown} of its fastest product, {copy}; no datasheet"
 
 
 def _peaks(records: Iterable[Record]) -> dict[str, float]:
@@ -269,27 +269,29 @@ def _peaks(records: Iterable[Record]) -> dict[str, float]:
             and record.outcome is CaseOutcome.MEASURED
             and record.measured
         ):
-            m, n, k = (record.case.size(name) for name in "mnk")
-            for one in record.measured.times.values():
+            m = record.case.size("m")
+            n = record.case.size("n")
+            k = record.case.size("k")
+            for timing in record.measured.times.values():
                 precision = str(Precision(record.case.precision))
                 peaks[precision] = max(
-                    peaks.get(precision, 0.0), 2.0 * m * n * k * US_PER_S / one.median_us
+                    peaks.get(precision, 0.0), 2.0 * m * n * k * US_PER_S / timing.median_us
                 )
     return peaks
 
 
 def _best(records: Iterable[Record], work: str, names: tuple[str, ...]) -> float | None:
     """The largest of the named figures of a work."""
-    found = [
+    figures = [
         record.measured.figures[name]
         for record in records
         if record.case.work == work and record.measured
         for name in names
         if name in record.measured.figures
     ]
-    return max(found, default=None)
+    return max(figures, default=None)
 
 
 def _context_bytes(records: Iterable[Record], assumed: Device) -> int:
-    found = _best(records, "allocator", ("context_bytes",))
-    return assumed.context_bytes if found is None else round(found)
+    measured = _best(records, "allocator", ("context_bytes",))
+    return assumed.context_bytes if measured is None else round(measured)

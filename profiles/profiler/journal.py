@@ -1,10 +1,9 @@
-"""The journal of a profile that is being measured: every finished record on disk at once, so that
-an interrupted one goes on.
+"""The journal of a running profile: every finished record on disk at once, so that it can resume.
 
-A text file beside the output: a header (what was measured on, and what was asked), then one line
-for each finished record, all of them JSON, a tab, and the CRC-32 of the JSON. A line is one write
-and one fsync. What a crash can leave is a torn last line, which is cut off; a damaged line in the
-middle costs its record alone, which is measured again.
+A text file beside the output: a header (what was measured on, and what was requested), then one
+line for each finished record: JSON, a tab, and the CRC-32 of the JSON. A line is one write and one
+fsync. A crash can tear the last line, which is then cut off; a damaged line in the middle loses
+only its record, which is measured again.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ _START = b'{"journal_version":'
 
 
 def beside(output: Path) -> Path:
-    """Where the journal of a profile file is."""
+    """The path of the journal of a profile file."""
     return output.with_name(output.name + ".journal")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Journal:
-    """An open journal, which no other process has. `records` by the key of their case; `notes` on
-    lines that were dropped.
+    """An open journal, locked by this process.
+
+    `records` are by the key of their case; `notes` report dropped lines.
     """
 
     path: Path
@@ -44,44 +44,42 @@ class Journal:
     notes: list[str] = field(default_factory=list)
 
     def append(self, record: Record) -> None:
-        """Keep the record; it is on disk when this returns. A later one of the same case replaces
-        it. Raises ConfigError.
-        """
+        """Writes the record to disk and replaces an earlier one of its case. Raises ConfigError."""
         _write(self.handle, _line(document(record)), self.path)
         self.records[record.case.key] = record
 
     def close(self) -> None:
-        """Leave the file for a later session."""
+        """Closes the file and leaves it for a later session."""
         if self.handle >= 0:
             os.close(self.handle)
         self.handle = -1
 
     def delete(self) -> None:
-        """Remove the file: what it holds has been written elsewhere, whole."""
+        """Removes the file after its records have been written elsewhere."""
         self.path.unlink(missing_ok=True)
         self.close()
 
 
-def open_journal(path: Path, asked: Mapping[str, Any], *, restart: bool = False) -> Journal:
-    """The journal at `path`, begun where there is none or with `restart`.
+def open_journal(path: Path, request: Mapping[str, Any], *, restart: bool = False) -> Journal:
+    """Opens the journal at `path`; starts a new one if there is none or with `restart`.
 
-    asked: what its records hold for (device, versions, precision, ...), of plain JSON values;
-    without dates and budgets, since a journal of anything else is refused
+    `request` describes the conditions of its records (device, versions, precision, ...) in plain
+    JSON values, without dates and budgets, because a journal with another request is refused.
 
-    Raises ConfigError: not readable, not a journal, in use, of another version, or of something
-    else than `asked`.
+    Raises ConfigError for a file that is not readable, not a journal, in use, of another version or
+    of another request.
     """
     journal = Journal(path=path, handle=_locked(path))
     try:
         lines = [] if restart else _whole_lines(journal)
         if lines:
-            _check_header(lines[0], asked, path)
+            _check_header(lines[0], request, path)
             _read(journal, lines[1:])
         else:
             os.ftruncate(journal.handle, 0)
             _write(
                 journal.handle,
-                _line({"journal_version": JOURNAL_VERSION, "asked": dict(asked)}),
+                _line({"journal_version": JOURNAL_VERSION, "asked": dict(request)}),
                 path,
             )
     except ConfigError:
@@ -105,13 +103,13 @@ def _locked(path: Path) -> int:
             f"{path} is in use: another session measures into it",
             hint="wait for it, or choose another -o",
         ) from None
-    except OSError:  # a file system without locks
+    except OSError:  # the file system has no locks
         pass
     return handle
 
 
 def _whole_lines(journal: Journal) -> list[bytes]:
-    """Its lines; what is torn off at the end is cut off in the file too. Raises ConfigError."""
+    """Returns its lines and cuts a torn last line off the file. Raises ConfigError."""
     body = _content(journal.handle)
     start = body[: len(_START)]
     if start != _START[: len(start)]:
@@ -133,7 +131,7 @@ def _content(handle: int) -> bytes:
         return file.read()
 
 
-def _check_header(line: bytes, asked: Mapping[str, Any], path: Path) -> None:
+def _check_header(line: bytes, request: Mapping[str, Any], path: Path) -> None:
     header = _body(line)
     if not isinstance(header, dict) or not isinstance(header.get("asked", {}), dict):
         raise _no_journal(path)
@@ -143,11 +141,13 @@ def _check_header(line: bytes, asked: Mapping[str, Any], path: Path) -> None:
             f"{path}: journal_version is {version}, this parplan reads {JOURNAL_VERSION}",
             hint=_again(),
         )
-    before, now = header.get("asked", {}), json.loads(json.dumps(dict(asked)))
+    before = header.get("asked", {})
+    now = json.loads(json.dumps(dict(request)))
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             raise ConfigError(
-                f"{path}: what it holds was measured for {name} {before.get(name)}, asked is {now.get(name)}",
+                f"{path}: what it holds was measured for {name} {before.get(name)}, asked is "
+                f"{now.get(name)}",
                 hint=_again(),
             )
 
@@ -166,7 +166,9 @@ def _read(journal: Journal, lines: list[bytes]) -> None:
     for number, line in enumerate(lines, start=2):
         where = f"{journal.path}, line {number}"
         try:
-            record = parse(Record, _body(line), where)  # a damaged line is None, which is no record
+            record = parse(
+                Record, _body(line), where
+            )  # a damaged line gives None, which is no record
         except ConfigError:
             journal.notes.append(f"{where}: damaged; what it was of is measured again")
         else:
@@ -179,13 +181,13 @@ def _line(content: Any) -> bytes:
 
 
 def _body(line: bytes) -> Any:
-    """What a line holds, None where it is not as it was written."""
+    """The content of a line, None if it is damaged."""
     body, _, checksum = line.rpartition(b"\t")
     if checksum != f"{zlib.crc32(body):08x}".encode():
         return None
     try:
         return json_of(body.decode(), "journal")
-    except (UnicodeDecodeError, ConfigError):  # somebody else's line with a checksum
+    except (UnicodeDecodeError, ConfigError):  # another program's line with a checksum
         return None
 
 

@@ -1,6 +1,4 @@
-"""Inside the process of one measurement: run the program on one case, and answer with a record
-whatever comes of it.
-"""
+"""Runs one measurement in its process: calls the program on one case and always sends a record."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ from parplan.profiles.machines.measurements import (
     UnsupportedCase,
 )
 
-# `module:function`, or a function that pickle can name; it takes a case and the device that it is
-# to use (cpu, cuda:0), and raises UnsupportedCase for what does not exist there
+# `module:function`, or a function that pickle can name. It takes a case and the device to use (cpu,
+# cuda:0), and raises UnsupportedCase for a case that does not exist there.
 Program = str | Callable[[Case, str], CaseFigures]
 
-MOST_CHARACTERS = 300  # of a detail
+MOST_CHARACTERS = 300  # characters of a detail
 _NO_MEMORY = (
     "MemoryError",
     "OutOfMemoryError",
@@ -38,8 +36,8 @@ _NO_MEMORY = (
     "can't allocate memory",
     "Cannot allocate memory",
     "bad_alloc",
-    "ALLOC_FAILED",
-)  # the last of cuBLAS and cuDNN
+    "ALLOC_FAILED",  # cuBLAS and cuDNN
+)
 
 
 def measure(
@@ -50,12 +48,10 @@ def measure(
     device: str,
     limit_s: float,
 ) -> None:
-    """What the process runs: sends one record as JSON to `answer`; all that is printed goes to
-    `output`.
-    """
+    """Measures one case, sends its record as JSON to `answer`, and prints to `output`."""
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
-    # of C: it ends a process that no Python thread can
+    # Written in C, so it also ends a process that no Python thread can end.
     faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
     _end_with_the_parent()
     _spare_the_others()
@@ -63,17 +59,17 @@ def measure(
 
 
 def out_of_memory(text: str) -> bool:
-    """Whether an error says that memory ran out."""
+    """Tells whether an error text says that memory ran out."""
     return any(word in text for word in _NO_MEMORY)
 
 
 def shortened(text: str) -> str:
-    """The text as a detail: one line of printable characters."""
+    """Returns the text as a detail: one line of printable characters."""
     return "".join(character for character in text if character.isprintable())[:MOST_CHARACTERS]
 
 
 def _end_with_the_parent() -> None:
-    """Leave no orphan: the process ends when the session does, however that ended."""
+    """Ends the process when the session ends, for whatever reason."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -86,9 +82,9 @@ def _end_with_the_parent() -> None:
 
 
 def _spare_the_others() -> None:
-    """No core files, and where memory runs out the kernel ends this process before any other."""
+    """Disables core files and makes the kernel end this process first when memory runs out."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    with contextlib.suppress(OSError):  # Linux alone has the file
+    with contextlib.suppress(OSError):  # exists only on Linux
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
@@ -99,8 +95,8 @@ def _answer(program: Program, case: Case, device: str) -> bytes:
                 case=case, outcome=CaseOutcome.MEASURED, measured=_measured(program, case, device)
             )
         )
-    except BaseException as error:  # whatever a program raises is what came of its case
-        error.__traceback__ = None  # whose frames hold its tensors
+    except BaseException as error:  # any error of a program is an outcome of its case
+        error.__traceback__ = None  # its frames hold tensors
         outcome, detail = outcome_of(error)
     return _json(Record(case=case, outcome=outcome, detail=detail))
 
@@ -116,8 +112,8 @@ def _loaded(program: Program) -> Callable[[Case, str], object]:
     if not isinstance(program, str):
         return program
     module, _, name = program.partition(":")
-    found: Callable[[Case, str], object] = getattr(importlib.import_module(module), name)
-    return found
+    function: Callable[[Case, str], object] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _json(record: Record) -> bytes:
@@ -125,10 +121,9 @@ def _json(record: Record) -> bytes:
 
 
 def outcome_of(error: BaseException) -> tuple[CaseOutcome, str]:
-    """What an exception means for a case, and its type with the first line of its message.
+    """Returns the outcome that an exception means, and its type with the first line of its message.
 
-    Allocators raise RuntimeErrors too, and so does an operator that has no kernel for a type of
-    tensors.
+    Allocators also raise RuntimeError, and so does an operator without a kernel for a dtype.
     """
     message = str(error).strip().splitlines()[:1]
     if isinstance(error, UnsupportedCase):

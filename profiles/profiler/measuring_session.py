@@ -1,9 +1,7 @@
-"""A session of measurements: cases in their order, one at a time on every device, until all are
-done or the time is over.
+"""Runs cases in order, one at a time on every device, until all are done or the time is over.
 
-Every record is in the journal before the next case starts. What the journal holds is not measured
-again, so that a session that was killed goes on where it was, and one that ran out of time where it
-stopped.
+Every record is in the journal before the next case starts. Cases in the journal are not measured
+again, so a session that was killed or ran out of time continues where it stopped.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from parplan.profiles.profiler.measuring_child import Program
 from parplan.profiles.profiler.session_progress import OnProgress, SessionProgress
 from parplan.profiles.profiler.worker import Child, end, finished, preload, start
 
-# works of the host and of its memory: another device's case at the same time would be measured with
-# them
+# Works that use the host and its memory; a concurrent case on another device would disturb them.
 ALONE = frozenset({"transfer", "host_adam", "launch"})
-_TICK_S = 0.5  # between two looks at the clock and at Ctrl-C
+_TICK_S = 0.5  # between two checks of the clock and of Ctrl-C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What a session leaves: records in the order of the cases, those that it did not reach, and
-    whether Ctrl-C ended it.
+    """The result of a session: records in the order of the cases, and the cases not reached.
+
+    `interrupted` is True if Ctrl-C ended it.
     """
 
     records: tuple[Record, ...]
@@ -51,16 +49,14 @@ def run_session(
     retry_failed: bool = False,
     modules: Sequence[str] = (),
 ) -> Measurements:
-    """Measure what the journal does not hold of `cases`, the first ones first, each in a process of
-    its own.
+    """Measures the cases that the journal does not hold, in order, each in its own process.
 
-    deadline_s      from now; no case starts after it, and one that has started is let finish
-    hang_limit_s    of one case, after which it counts as hung
-    retry_failed    measure again what the journal has without figures
-    modules         what the processes need that takes long to import (torch, the program's module);
-                    not its own
+        deadline_s      seconds from now after which no case starts; a running case may finish
+        hang_limit_s    seconds after which one case counts as hung
+        retry_failed    measures journal records without figures again
+        modules         slow imports of the processes (torch, the program's module), preloaded once
 
-    Raises ConfigError: the journal cannot be written, no process can be started.
+    Raises ConfigError if the journal cannot be written or no process can start.
     """
     preload(modules)
     tell = on_progress or (lambda progress: None)
@@ -77,7 +73,7 @@ def run_session(
 
 
 class _Session:
-    """What is waiting, what runs on which device, and what is known."""
+    """Waiting cases, running cases by device, and the journal."""
 
     def __init__(
         self, cases: Sequence[Case], journal: Journal, retry_failed: bool, over_s: float
@@ -88,15 +84,17 @@ class _Session:
             case for case in self._cases if not _settled(self._record(case), retry_failed)
         )
         self._running: dict[str, Child] = {}
-        self._finished, self._spent_s, self._num_devices = 0, 0.0, 1
+        self._finished = 0
+        self._spent_s = 0.0
+        self._num_devices = 1
 
     def _record(self, case: Case) -> Record | None:
-        """What is known of it: a journal's record of the same key may be of other passes."""
+        """The journal's record of exactly this case; one with its key may have other passes."""
         record = self._journal.records.get(case.key)
         return record if record is not None and record.case == case else None
 
     def start(self, program: Program, devices: Sequence[str], limit_s: float) -> bool:
-        """Give idle devices the next cases, while there is time. Whether anything runs."""
+        """Gives idle devices the next cases while there is time. Returns True if anything runs."""
         self._num_devices = len(devices)
         for device in devices:
             if device not in self._running and self._may_start():
@@ -110,7 +108,7 @@ class _Session:
         return not works or not ALONE & {self._waiting[0].work, *works}
 
     def collect(self) -> None:
-        """Wait for news, and keep what has finished."""
+        """Waits for news and appends finished records to the journal."""
         wait([news for child in self._running.values() for news in child.ready], _TICK_S)
         for device, child in list(self._running.items()):
             record = finished(child)
@@ -121,14 +119,13 @@ class _Session:
                 self._journal.append(record)
 
     def stop(self) -> None:
-        """End what runs; it is measured again."""
+        """Ends the running cases, which count as not measured."""
         for child in self._running.values():
             self._waiting.appendleft(child.case)
             end(child)
         self._running.clear()
 
     def progress(self) -> SessionProgress:
-        """Where it is."""
         records = [record for record in map(self._record, self._cases) if record is not None]
         left = len(self._waiting) + len(self._running)
         return SessionProgress(
@@ -143,7 +140,7 @@ class _Session:
         )
 
     def measurements(self, *, interrupted: bool) -> Measurements:
-        """What it leaves."""
+        """The result of the session."""
         records = [(case, self._record(case)) for case in self._cases]
         return Measurements(
             records=tuple(record for _, record in records if record is not None),
@@ -158,10 +155,10 @@ def _settled(record: Record | None, retry_failed: bool) -> bool:
 
 @contextlib.contextmanager
 def _noticed_ctrl_c() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C or SIGTERM came: looked at between two cases, so that no
-    record is lost half-way.
+    """Yields a list that is not empty once Ctrl-C or SIGTERM came.
 
-    The second one is the usual KeyboardInterrupt.
+    It is checked between two cases, so that no record is lost. A second signal raises
+    KeyboardInterrupt.
     """
     interrupts: list[int] = []
 

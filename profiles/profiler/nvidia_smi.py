@@ -1,8 +1,6 @@
-"""What nvidia-smi says of a GPU: clocks, power limit, driver, and by what kinds of links GPUs are
-joined. Parsers of its text.
+"""Reads clocks, power limit, driver and link kinds of GPUs from nvidia-smi.
 
-A machine without it, or one whose nvidia-smi fails or does not know a field, gives None there; it
-never ends a profile.
+A missing or failing nvidia-smi, or an unknown field, gives None; it never ends a profile.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 WAIT_S = 20.0  # a driver that is not loaded yet takes seconds
-_FIELDS = {  # as --query-gpu names them -> the field of an environment
+_FIELDS = {  # name in --query-gpu -> field of an environment
     "driver_version": "driver",
     "clocks.sm": "sm_clock_mhz",
     "clocks.max.sm": "max_sm_clock_mhz",
@@ -31,15 +29,16 @@ _SELF = "X"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """How many pairs are joined by a link of that kind: of GPUs, and of a GPU and a NIC."""
+    """The number of pairs joined by each kind of link, of GPUs and of a GPU and a NIC."""
 
     gpus: Mapping[str, int] = field(default_factory=dict)
     nics: Mapping[str, int] = field(default_factory=dict)
 
 
 def gpu_facts(gpu: str | None) -> dict[str, float | str]:
-    """Driver, clocks and power limit of one GPU, by the fields of `Environment`; `gpu`: what
-    nvidia-smi knows it by, None: the first.
+    """Returns driver, clocks and power limit of one GPU, by the fields of `Environment`.
+
+    `gpu` is nvidia-smi's name for it; None means the first.
     """
     which = () if gpu is None else (f"--id={gpu}",)
     return facts_of(
@@ -48,17 +47,17 @@ def gpu_facts(gpu: str | None) -> dict[str, float | str]:
 
 
 def facts_of(text: str) -> dict[str, float | str]:
-    """The first GPU of the answer to such a query; fields that it does not know are left out."""
+    """Parses the first GPU of the answer; fields that nvidia-smi does not know are left out."""
     rows = list(csv.reader(text.splitlines(), skipinitialspace=True))
     if not rows or len(rows[0]) != len(_FIELDS):
         return {}
-    found: dict[str, float | str] = {}
+    facts: dict[str, float | str] = {}
     for name, value in zip(_FIELDS.values(), rows[0], strict=True):
         if name in _TEXTS and not value.startswith("["):
-            found[name] = value
+            facts[name] = value
         elif re.fullmatch(r"\d+(\.\d+)?", value.strip()):
-            found[name] = float(value)
-    return found
+            facts[name] = float(value)
+    return facts
 
 
 def links() -> Links:
@@ -67,9 +66,7 @@ def links() -> Links:
 
 
 def nvidia_links_of(text: str) -> Links:
-    """The matrix of `nvidia-smi topo -m` reduced to kinds of links: each pair of GPUs, and each GPU
-    with each NIC, once.
-    """
+    """Counts each kind of link in the matrix of `nvidia-smi topo -m`, each pair of devices once."""
     lines = [_COLOUR.sub("", line).split() for line in text.splitlines()]
     heading = next((line for line in lines if line and _GPU.fullmatch(line[0])), [])
     columns = [name for name in heading if _GPU.fullmatch(name) or _NIC.fullmatch(name)]
@@ -84,18 +81,18 @@ def nvidia_links_of(text: str) -> Links:
 def _count(
     columns: Sequence[str], name: str, kinds: Sequence[str], gpus: Counter[str], nics: Counter[str]
 ) -> None:
-    """Adds one row; of the pairs of GPUs the half right of the diagonal."""
+    """Adds one row; of the GPU columns only those right of the diagonal."""
     right = False
-    for other, kind in zip(columns, kinds, strict=False):
-        if _NIC.fullmatch(other):
+    for column, kind in zip(columns, kinds, strict=False):
+        if _NIC.fullmatch(column):
             nics[kind] += 1
         elif right and kind != _SELF:
             gpus[kind] += 1
-        right = right or other == name
+        right = right or column == name
 
 
 def _said(*arguments: str) -> str:
-    """What nvidia-smi prints, nothing where it is missing or fails."""
+    """The output of nvidia-smi, empty where it is missing or fails."""
     try:
         return subprocess.run(
             ("nvidia-smi", *arguments), capture_output=True, text=True, timeout=WAIT_S, check=True

@@ -1,6 +1,4 @@
-"""What a session of measurements says of itself while it runs; whoever shows it needs nothing else
-of the profiler.
-"""
+"""The progress of a session of measurements, without imports from the rest of the profiler."""
 
 from __future__ import annotations
 
@@ -10,14 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionProgress:
-    """Where a session is.
+    """The progress of a session.
 
-    done, failed    cases with a record, those of earlier sessions among them; and of them those
-                    without figures
-    running         keys of the cases at work
-    expected_s      how long the rest takes, by the mean of this session's cases; None before its
-                    first is finished
-    budget_s        how much of the session's time is left
+    done, failed    cases with a record, of earlier sessions too; those without figures
+    running         keys of the running cases
+    expected_s      remaining time by the mean of this session's cases, None before its first
+    budget_s        the session's remaining time budget
     """
 
     done: int

@@ -1,9 +1,8 @@
-"""One measurement in one process: started from a server that has loaded what it needs, watched, and
-its end understood.
+"""Runs each measurement in a process of its own and turns every end of it into a record.
 
-A forkserver imports torch once and forks a process for every case in milliseconds; it has no CUDA
-context, which a fork would not survive. Whatever becomes of a process, the session that started it
-goes on; and when that is killed, its processes end.
+A forkserver imports torch once and forks a process for every case in milliseconds. It has no CUDA
+context, which would not survive a fork. A process that dies does not end its session; when the
+session is killed, its processes end.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ _TAIL_BYTES = 65536
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Child:
-    """A process that measures `case` on `device`. `kernel_kills`: of the whole machine, for lack of
-    memory, before it started.
+    """A process that measures `case` on `device`.
+
+    `kernel_kills` counts the machine's processes killed for lack of memory before it started.
     """
 
     case: Case
@@ -54,13 +54,14 @@ class Child:
 
     @property
     def ready(self) -> tuple[Connection, int]:
-        """What `multiprocessing.connection.wait` shows to be ready as soon as there is news."""
+        """The objects that `multiprocessing.connection.wait` reports ready when there is news."""
         return self.answer, self.process.sentinel
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Have the server import these before it forks, where it does not run yet: a process then
-    starts in milliseconds.
+    """Lets a server that is not running yet import these modules before it forks.
+
+    A process then starts in milliseconds.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["parplan.profiles.profiler.measuring_child", *modules]
@@ -68,19 +69,18 @@ def preload(modules: Sequence[str]) -> None:
 
 
 def start(program: Program, case: Case, device: str, limit_s: float) -> Child:
-    """Begin to measure; waits for the server where that is just starting. Raises ConfigError where
-    no process can be had.
-    """
+    """Starts a measurement, and the server if needed. Raises ConfigError on failure."""
     kills = _kernel_kills()
     try:
         try:
             process, ours, theirs, output = _started(program, case, device, limit_s)
-        except (EOFError, ConnectionError):  # the server died a moment ago, and seemed to be there
+        except (EOFError, ConnectionError):  # the server died a moment ago
             process, ours, theirs, output = _started(program, case, device, limit_s)
     except (OSError, EOFError) as error:
         raise ConfigError(
             f"cannot start a process to measure {case.key} in: {error or 'its server ended'}",
-            hint="see that memory and process slots are free, then run the command again: it goes on",
+            hint="see that memory and process slots are free, then run the command again: "
+            "it goes on",
         ) from None
     theirs.close()
     return Child(
@@ -98,7 +98,7 @@ def start(program: Program, case: Case, device: str, limit_s: float) -> Child:
 def _started(
     program: Program, case: Case, device: str, limit_s: float
 ) -> tuple[ForkServerProcess, Connection, Connection, Connection]:
-    """The process, both ends of the pipe for its answer, and the file for what it prints."""
+    """Returns the process, both ends of the pipe for its answer, and the file for its output."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     output = _no_file()
@@ -113,7 +113,7 @@ def _started(
 
 
 def finished(child: Child) -> Record | None:
-    """What came of it, and the process is gone; None while it is at work."""
+    """Returns the record of a process that has ended and cleans up; None while it is at work."""
     over = time.monotonic() >= child.started_s + child.limit_s + GRACE_S
     record = None
     if child.answer.poll():
@@ -130,7 +130,7 @@ def finished(child: Child) -> Record | None:
 
 
 def end(child: Child) -> None:
-    """Kill the process, if it is there; one that hangs in a driver is left to it."""
+    """Kills the process if it runs; one that hangs in a driver is left behind."""
     child.process.kill()
     child.process.join(GRACE_S)
     if child.process.exitcode is not None:
@@ -147,11 +147,10 @@ def _received(child: Child) -> Record | None:
 
 
 def _death(child: Child) -> tuple[CaseOutcome, str]:
-    """Of a process that ended without an answer, or has to be ended."""
+    """The outcome of a process that ended without an answer or has to be ended."""
     code, text = child.process.exitcode, _tail(child.output)
-    if code is None or (
-        code == 1 and re.search(r"^Timeout \(\d", text, re.MULTILINE)
-    ):  # its own clock ended it
+    # Exit code 1 with this text means that the process ended itself at its limit.
+    if code is None or (code == 1 and re.search(r"^Timeout \(\d", text, re.MULTILINE)):
         waited_s = min(child.limit_s, time.monotonic() - child.started_s)
         return CaseOutcome.HUNG, f"no answer in {format_seconds(waited_s)}{_last_seen(text)}"
     return _ended(code, text, _kernel_kills() != child.kernel_kills)
@@ -161,7 +160,7 @@ def _ended(code: int, text: str, kernel_killed: bool) -> tuple[CaseOutcome, str]
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     if code == -signal.SIGKILL and kernel_killed:
         return CaseOutcome.OUT_OF_MEMORY, "killed by the kernel, which was out of memory"
-    # an exception that could not be sent, or one of C++
+    # Either an exception that could not be sent or a C++ exception.
     if code in (1, -signal.SIGABRT) and out_of_memory(last):
         return CaseOutcome.OUT_OF_MEMORY, shortened(last)
     how = f"exit code {code}" if code >= 0 else _signal_name(-code)
@@ -176,15 +175,16 @@ def _signal_name(number: int) -> str:
 
 
 def _last_seen(text: str) -> str:
-    """Where the main thread was, of the traceback that is printed at the limit: its last block,
-    innermost frame first.
+    """The last position of the main thread, from the traceback that is printed at the limit.
+
+    Its block is the last one, with the innermost frame first.
     """
-    found = re.search(r'File "([^"\n]*)", line (\d+) in (\S+)', text[text.rfind("\nThread 0x") :])
-    return f", last seen in {found[3]} ({Path(found[1]).name}:{found[2]})" if found else ""
+    frame = re.search(r'File "([^"\n]*)", line (\d+) in (\S+)', text[text.rfind("\nThread 0x") :])
+    return f", last seen in {frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else ""
 
 
 def _tail(output: Connection) -> str:
-    """The end of what was printed."""
+    """The end of the process's output."""
     size = os.fstat(output.fileno()).st_size
     return os.pread(output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(
         errors="replace"
@@ -192,27 +192,23 @@ def _tail(output: Connection) -> str:
 
 
 def _no_file() -> Connection:
-    """A file without a name, as a thing that multiprocessing hands to a child."""
+    """Opens a file without a name as a Connection, which multiprocessing can pass to a child."""
     handle, name = tempfile.mkstemp(prefix="parplan-")
     os.unlink(name)
     return Connection(handle)
 
 
 def _kernel_kills() -> int | None:
-    """How many processes of this machine the kernel has killed for lack of memory; None where it
-    does not say.
-    """
+    """The number of processes that the kernel killed for lack of memory, or None if unknown."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^oom_kill (\d+)$", KERNEL_COUNTS.read_text(), re.MULTILINE)
-        return int(found[1]) if found else None
+        match = re.search(r"^oom_kill (\d+)$", KERNEL_COUNTS.read_text(), re.MULTILINE)
+        return int(match[1]) if match else None
     return None
 
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """A child would run the main script again for what is defined there, which takes longer than
-    most measurements.
-    """
+    """Keeps a child from running the main script, which would outlast most measurements."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

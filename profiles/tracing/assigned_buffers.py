@@ -1,5 +1,6 @@
-"""Buffers that a forward pass assigns instead of writing into them: what the next micro-batch
-begins with is written into the old one.
+"""Buffers that a forward pass assigns instead of writing into them.
+
+The assigned value is written into the old buffer, from which the next micro-batch starts.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from torch import Tensor, nn
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.tracing.recorder import CallRecorder
 
-Held = tuple[
-    nn.Module, str, Tensor
-]  # a module, the name of a buffer in it, and the buffer before the forward pass
+Held = tuple[nn.Module, str, Tensor]  # a module, a buffer's name, its tensor before the forward
 
 
 def keep_assigned(recorder: CallRecorder, before: Iterable[Held]) -> None:
-    """Record, inside of the recording, that each buffer takes the value that was assigned in its
-    place. Raises ConfigError.
+    """Records, inside the recording, a copy of each newly assigned buffer into the old buffer.
+
+    Raises ConfigError.
     """
     for part, key, old in before:
         new = part._buffers.get(key)
@@ -32,7 +32,8 @@ def keep_assigned(recorder: CallRecorder, before: Iterable[Held]) -> None:
                 old.copy_(new)
         elif new.shape != old.shape or not torch.equal(new, old):
             raise ConfigError(
-                f"module: buffer {name} gets another value in every forward pass, and nothing of the batch is in it",
+                f"module: buffer {name} gets another value in every forward pass, and nothing of "
+                "the batch is in it",
                 hint="write into it in place, as batch norms count: self.count.add_(1)",
             )
 
@@ -40,11 +41,13 @@ def keep_assigned(recorder: CallRecorder, before: Iterable[Held]) -> None:
 def _check_live(name: str, old: Tensor, new: Tensor) -> None:
     if new.requires_grad:
         raise ConfigError(
-            f"module: buffer {name} is assigned a value with gradient, which would last for all micro-batches",
+            f"module: buffer {name} is assigned a value with gradient, which would last for all "
+            "micro-batches",
             hint="assign value.detach()",
         )
     if new.shape != old.shape or new.dtype != old.dtype:
         raise ConfigError(
-            f"module: buffer {name} is {list(old.shape)} {old.dtype} and is assigned {list(new.shape)} {new.dtype}",
+            f"module: buffer {name} is {list(old.shape)} {old.dtype} and is assigned "
+            f"{list(new.shape)} {new.dtype}",
             hint="make it in the shape and type that it has later",
         )

@@ -1,14 +1,12 @@
-"""A module made without memory for its tensors, and the values of any one of them later: deferred
-initialisation.
+"""Deferred initialisation: makes a module without memory and computes any tensor's value later.
 
-Inside `Deferred` every tensor of `at_least_bytes` or more that the code makes has no memory, and
-what is computed with it or written into it is written down instead of done: constructors,
-torch.nn.init, `_init_weights` of Hugging Face and tensor methods alike. `value` does for one tensor
-what was written down, and nothing of what others need. Smaller tensors are made at once: code reads
-them (`.tolist()`), and they weigh nothing. Random numbers of the i-th call are drawn with a seed of
-(seed, i), so that a value depends neither on which others are made nor on who makes them; copies of
-one draw stay equal, as in the module. As torchdistx's deferred_init; there it is C++ for a torch
-that is no more.
+Inside `Deferred` every tensor of `at_least_bytes` or more that the code makes has no memory.
+Computations with it and writes into it are logged instead of done: constructors, torch.nn.init,
+`_init_weights` of Hugging Face and tensor methods alike. `value` replays the part of the log that
+one tensor needs. Smaller tensors are made at once, because code reads them (`.tolist()`) and their
+memory is negligible. The random numbers of the i-th call are drawn with a seed of (seed, i), so a
+value depends neither on which tensors are made nor on the process that makes them; copies of one
+draw stay equal, as in the module. torchdistx's deferred_init did the same in C++.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from parplan.profiles.units import KIB
 AT_LEAST_BYTES = 64 * KIB
 _META = torch.device("meta")
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-# what was in the memory before such a call is of no use to anyone
+# These calls overwrite memory without reading it.
 _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_"}
 )
@@ -40,7 +38,7 @@ _OVERWRITES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _DeferredTensor:
-    """A tensor as a part of a piece of memory that does not exist."""
+    """A tensor as a view of memory that is not allocated."""
 
     memory: int
     size: tuple[int, ...]
@@ -51,8 +49,10 @@ class _DeferredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """`func` with pieces for the tensors without memory; the memory that it writes into, and, by
-    output, that it makes.
+    """A logged call, with `_DeferredTensor`s in place of tensors without memory.
+
+    writes   the memory that it writes into
+    makes    for each output, the tensor that it makes in new memory, or None
     """
 
     number: int
@@ -66,15 +66,13 @@ class _Call:
 
 
 class Deferred:
-    """While it is entered, tensors are made without memory. What it wrote down stays readable
-    after.
-    """
+    """While entered, makes tensors without memory; its log stays readable afterwards."""
 
     def __init__(self, at_least_bytes: int = AT_LEAST_BYTES, seed: int = 0) -> None:
         self.at_least_bytes = at_least_bytes
-        self.seed = seed  # of what is read while the module is still being made
+        self.seed = seed  # for tensors read while the module is being made
         self._calls: list[_Call] = []
-        self._memory: dict[int, torch.UntypedStorage] = {}  # alive, so that no two have one number
+        self._memory: dict[int, torch.UntypedStorage] = {}  # alive, so that ids are unique
         self._entered = ExitStack()
 
     def __enter__(self) -> Deferred:
@@ -89,7 +87,7 @@ class Deferred:
         self._entered.close()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call of torch gives: done, or written down."""
+        """Does or logs a call of torch and returns its result."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(self.knows(tensor) for tensor in tensors):
             return self._follow(func, args, kwargs)
@@ -103,25 +101,26 @@ class Deferred:
         made = func(*args, **{**kwargs, "device": _META})
         if made.nbytes < self.at_least_bytes:
             return func(*args, **kwargs)
-        self._write_down(func, args, {**kwargs, "device": torch.device("cpu")}, made)
+        self._log(func, args, {**kwargs, "device": torch.device("cpu")}, made)
         return made
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is one without memory whose value can be made."""
+        """Tells whether `tensor` has no memory and its value can be made."""
         return tensor.device == _META and tensor.untyped_storage()._cdata in self._memory
 
     def value(self, tensor: Tensor, seed: int) -> Tensor:
-        """The value of `tensor`, which this `knows`, in memory of its own."""
+        """Returns the value of `tensor`, which this object knows, in separate memory."""
         piece = self._piece(tensor)
         whole = torch.random.fork_rng(devices=[])
         with whole, torch.no_grad():
             memory = self._replay(frozenset({piece.memory}), seed)
-            found = _view(piece, memory[piece.memory])
-        return found if found.nbytes == memory[piece.memory].nbytes() else found.clone()
+            value = _view(piece, memory[piece.memory])
+        return value if value.nbytes == memory[piece.memory].nbytes() else value.clone()
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call with a tensor without memory: it is written down, unless it asks for values or
-        writes into real memory.
+        """Logs a call with a tensor without memory, or does it on values.
+
+        It is done if it asks for values or writes into real memory.
         """
         written = _written(func, args, kwargs)
         if not _gives_tensors(func) or any(not self.knows(tensor) for tensor in written):
@@ -129,14 +128,12 @@ class Deferred:
             return func(*real_args, **real_kwargs)
         bare_args, bare_kwargs = tree_map(self._bare, (args, kwargs))
         if kwargs.get("device") is not None:
-            bare_kwargs, kwargs = (
-                {**bare_kwargs, "device": _META},
-                {**kwargs, "device": torch.device("cpu")},
-            )
+            bare_kwargs = {**bare_kwargs, "device": _META}
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         out = func(*bare_args, **bare_kwargs)
-        self._write_down(
-            func, args, {**kwargs, "generator": None} if "generator" in kwargs else kwargs, out
-        )
+        if "generator" in kwargs:
+            kwargs = {**kwargs, "generator": None}
+        self._log(func, args, kwargs, out)
         return out
 
     def _read(self, leaf: Any) -> Any:
@@ -145,7 +142,7 @@ class Deferred:
         )
 
     def _bare(self, leaf: Any) -> Any:
-        """A real tensor without its memory, to reckon shapes with; one that has none as it is."""
+        """Returns a real tensor without its memory, to compute shapes; other leaves unchanged."""
         if not isinstance(leaf, Tensor) or leaf.device == _META:
             return leaf
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_META)
@@ -157,9 +154,7 @@ class Deferred:
         _original: Any = init._no_grad_trunc_normal_,
         **kwargs: Any,
     ) -> Any:
-        """torch.nn.init's, which looks at what it draws until all is inside: written down as one
-        call.
-        """
+        """Logs torch.nn.init's truncated normal as one call, because it inspects its draws."""
         if not self.knows(tensor):
             return _original(tensor, *args, **kwargs)
         piece = self._piece(tensor)
@@ -177,14 +172,14 @@ class Deferred:
         )
         return tensor
 
-    def _write_down(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _log(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         written = _written(func, args, kwargs)
-        kept_args, kept_kwargs = tree_map(self._kept, (args, kwargs))
+        logged_args, logged_kwargs = tree_map(self._logged, (args, kwargs))
         makes = tuple(
             self._register(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(out)
         )
         if not written and not any(makes):
-            return  # a view: its piece says all
+            return  # a view, which its `_DeferredTensor` describes fully
         pieces = [self._piece(tensor) for tensor in written]
         whole = len(pieces) == 1 and _name(func) in _OVERWRITES and self._covers(pieces[0])
         self._calls.append(
@@ -192,8 +187,8 @@ class Deferred:
                 number=len(self._calls),
                 func=func,
                 random=torch.Tag.nondeterministic_seeded in func.tags,
-                args=kept_args,
-                kwargs=kept_kwargs,
+                args=logged_args,
+                kwargs=logged_kwargs,
                 writes=frozenset(piece.memory for piece in pieces),
                 makes=makes,
                 overwrites=pieces[0].memory if whole else None,
@@ -201,21 +196,21 @@ class Deferred:
         )
 
     def _register(self, tensor: Tensor) -> _DeferredTensor | None:
-        """The piece that `tensor` is of its memory, if that is new."""
+        """Returns the `_DeferredTensor` of `tensor` if its memory is new, else None."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._memory:
             return None
         self._memory[storage._cdata] = storage
         return self._piece(tensor)
 
-    def _kept(self, leaf: Any) -> Any:
+    def _logged(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if self.knows(leaf):
             return self._piece(leaf)
-        return (
-            leaf.clone() if leaf.nbytes < self.at_least_bytes else leaf
-        )  # a larger one is taken to stay as it is
+        if leaf.nbytes < self.at_least_bytes:
+            return leaf.clone()
+        return leaf  # assumed not to change later
 
     def _piece(self, tensor: Tensor) -> _DeferredTensor:
         return _DeferredTensor(
@@ -230,11 +225,9 @@ class Deferred:
         elements = torch.Size(piece.size).numel()
         return elements * piece.dtype.itemsize == self._memory[piece.memory].nbytes()
 
-    def _replay(self, wanted: frozenset[int], seed: int) -> dict[int, torch.UntypedStorage]:
-        """Do what gives the memory `wanted` its values, and forget on the way what nobody needs any
-        more.
-        """
-        calls, last = self._needed(wanted)
+    def _replay(self, targets: frozenset[int], seed: int) -> dict[int, torch.UntypedStorage]:
+        """Replays the calls that fill the memory `targets` and frees other memory early."""
+        calls, last = self._needed(targets)
         memory: dict[int, torch.UntypedStorage] = {}
         for call in calls:
             args, kwargs = tree_map(lambda leaf: self._real(leaf, memory), (call.args, call.kwargs))
@@ -247,18 +240,20 @@ class Deferred:
             for number in [
                 number
                 for number in memory
-                if last.get(number, 0) <= call.number and number not in wanted
+                if last.get(number, 0) <= call.number and number not in targets
             ]:
                 del memory[number]
-        for number in wanted - memory.keys():  # nothing was ever written into it
+        for number in targets - memory.keys():  # memory that no call writes
             memory[number] = _storage(self._memory[number].nbytes())
         return memory
 
-    def _needed(self, wanted: frozenset[int]) -> tuple[Sequence[_Call], dict[int, int]]:
-        """The calls that `wanted` memory depends on, in order; and by memory the number of the last
-        that touches it.
+    def _needed(self, targets: frozenset[int]) -> tuple[Sequence[_Call], dict[int, int]]:
+        """Returns the calls that the memory `targets` depends on, in order.
+
+        The second value is the number of the last call that touches each memory.
         """
-        needed, calls = set(wanted), []
+        needed = set(targets)
+        calls: list[_Call] = []
         last: dict[int, int] = {}
         for call in reversed(self._calls):
             touched = call.writes | {piece.memory for piece in call.makes if piece is not None}
@@ -277,8 +272,9 @@ class Deferred:
         return calls[::-1], last
 
     def _laid_out(self, made: Tensor, piece: _DeferredTensor) -> torch.UntypedStorage:
-        """The memory of what was `made`, as it was laid out without memory: a few of torch's calls
-        differ there.
+        """Returns the memory of `made`, laid out as `piece`.
+
+        A few of torch's calls lay their outputs out differently on meta tensors.
         """
         if made.stride() == piece.stride and made.storage_offset() == piece.offset:
             return made.untyped_storage()
@@ -306,7 +302,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Unnoticed(TorchFunctionMode):
-    """torch.nn.init leaves meta tensors alone: what `deferred` knows is none."""
+    """Hides from torch.nn.init, which skips meta tensors, that deferred tensors are on meta."""
 
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()
@@ -343,7 +339,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _makes_tensors(func: Any) -> bool:
-    """Whether it is a call like torch.empty: from nothing, on a device."""
+    """Tells whether `func` makes a tensor from nothing on a device, like torch.empty."""
     schema = func._schema
     return (
         any(argument.name == "device" for argument in schema.arguments)
@@ -360,9 +356,9 @@ def _gives_tensors(func: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that the call writes into."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    return tensors

@@ -1,10 +1,9 @@
-"""Program -> TracedModel: what each torch call computes, reads, gives and keeps, as operators of
-profiles/models/operator_graph.py.
+"""Describes a Program as a TracedModel: the operators of its torch calls.
 
-Products and attention have their dims and model FLOPs, a backward pass twice the forward's where
-both operands have gradients (EQUATIONS K2, K4); all else is priced by its bytes. What autograd
-keeps was observed while recording; tensors that share memory are kept once, under the name of the
-one that was made first.
+Products and attention have dims and model FLOPs, a backward pass twice the forward's where both
+operands have gradients (EQUATIONS K2, K4); other operators are priced by their bytes. The tensors
+that autograd saves were observed while recording; tensors that share memory are saved once, under
+the name of the first one made.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from parplan.profiles.tracing.torch_functions import Computation, computation, f
 _MASK_BYTES, _FP32_BYTES = 1, 4
 
 
-def describe(program: Program, other: Program, *, on_cpu: bool = False) -> TracedModel:
-    """The operators of `program`; a dim is the batch's where `other`, of another micro-batch size,
-    has it in proportion.
+def describe(program: Program, second: Program, *, on_cpu: bool = False) -> TracedModel:
+    """Returns the operators of `program`.
 
-    on_cpu: every operator keeps what was observed; else dropout, attention and norms keep what
-    their kernels on GPUs do Raises ConfigError for a module that calls other functions for another
-    micro-batch size, or whose sizes are not in proportion.
+    A dim is the batch's if it is proportional to the micro-batch size, which differs in `second`.
+    With `on_cpu` operators save the observed tensors, else dropout, attention and norms save
+    those of their GPU kernels. Raises ConfigError for a module that calls other functions for
+    another micro-batch size, or whose sizes are not proportional.
     """
-    if [node.target for node in program.calls] != [node.target for node in other.calls]:
+    if [node.target for node in program.calls] != [node.target for node in second.calls]:
         raise ConfigError(
             f"module: {program.workload.name} calls other functions in a larger micro-batch",
             hint="let the module do the same for every micro-batch size",
         )
-    describer = _Describer(program, other, on_cpu)
+    describer = _Describer(program, second, on_cpu)
     return TracedModel(
         name=program.workload.name,
         source=program.workload.source,
@@ -50,42 +49,43 @@ def describe(program: Program, other: Program, *, on_cpu: bool = False) -> Trace
 
 
 class _Describer:
-    """Names and dims of the tensors of a program, beside one of another micro-batch size."""
+    """Names and dims of a program's tensors, by comparison with another micro-batch size."""
 
-    def __init__(self, program: Program, other: Program, on_cpu: bool) -> None:
-        self.sizes = program.micro_batch_size, other.micro_batch_size
+    def __init__(self, program: Program, second: Program, on_cpu: bool) -> None:
+        self.sizes = program.micro_batch_size, second.micro_batch_size
         self.on_cpu = on_cpu
         nodes = [node for node in program.graph.nodes if node.op != "output"]
-        self.again = dict(
-            zip(nodes, (node for node in other.graph.nodes if node.op != "output"), strict=True)
+        self.counterparts = dict(
+            zip(nodes, (node for node in second.graph.nodes if node.op != "output"), strict=True)
         )
         self.counted = {
             each for node in program.calls for each in node.meta["written"] if each.op == "get_attr"
         }
-        self.first: dict[int, fx.Node] = {}  # by memory: the node that made it
+        self.first: dict[int, fx.Node] = {}  # by memory, the node that made it
         for node in nodes:
             if isinstance(node.meta.get("val"), Tensor):
                 self.first.setdefault(memory_of(node.meta["val"]), node)
 
     def inputs(self) -> tuple[model.Tensor, ...]:
-        return tuple(self._tensor(node) for node in self.again if node.op == "placeholder")
+        return tuple(self._tensor(node) for node in self.counterparts if node.op == "placeholder")
 
     def traced(self, node: fx.Node) -> TracedOperator:
         outputs = tuple(_outputs(node))
         view = self._is_view(node, outputs)
-        found = (
+        computed = (
             Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0]))
             if view
             else computation(node, self._dims)
         )
-        if found.products and sum(dim.name == BATCH for dim in found.dims) > 1:
+        if computed.products and sum(dim.name == BATCH for dim in computed.dims) > 1:
             raise ConfigError(
-                f"module: {node.meta['line']} multiplies samples by samples ({node.meta['name']}), its FLOPs are not in proportion to them",
+                f"module: {node.meta['line']} multiplies samples by samples ({node.meta['name']}), "
+                "its FLOPs are not in proportion to them",
                 hint="let the module treat the samples of a batch one by one",
             )
         writes_buffer = any(each.op == "get_attr" for each in node.meta["written"])
         return TracedOperator(
-            operator=self._operator(node, found, outputs),
+            operator=self._operator(node, computed, outputs),
             path=node.meta["path"],
             line=node.meta["line"],
             view=view,
@@ -103,38 +103,36 @@ class _Describer:
         return alias and not node.meta["written"] and not node.meta["random"]
 
     def _operator(
-        self, node: fx.Node, found: Computation, outputs: tuple[fx.Node, ...]
+        self, node: fx.Node, computed: Computation, outputs: tuple[fx.Node, ...]
     ) -> Operator:
-        read = (
-            () if found.kind is OperatorKind.VIEW else node.all_input_nodes
-        )  # who computes with the view has the parameter
-        parameters = dict.fromkeys(
-            root for each in read if (root := self._parameter(each)) is not None
-        )
+        # The call that computes with a view owns the parameter, not the view.
+        read = () if computed.kind is OperatorKind.VIEW else node.all_input_nodes
+        roots = (self._parameter(each) for each in read)
+        parameters = dict.fromkeys(root for root in roots if root is not None)
         gradient = any(out.meta["val"].requires_grad for out in outputs)
         operands = (
             sum(each.meta["val"].requires_grad for each in node.all_input_nodes[:2])
-            if found.products == 1
+            if computed.products == 1
             else 2
         )
         return Operator(
             name=node.meta["name"],
-            kind=found.kind,
-            dims=found.dims,
+            kind=computed.kind,
+            dims=computed.dims,
             inputs=self._inputs_of(node),
             outputs=tuple(self._tensor(each) for each in outputs),
-            contracted=found.contracted,
+            contracted=computed.contracted,
             parameters=tuple(_described(each) for each in parameters),
-            saved=tuple(self._saved(node, found)),
-            flops_forward=found.flops,
-            flops_backward=found.flops * operands if gradient else 0,
-            causal=found.causal,
-            dropped=found.dropped,
+            saved=tuple(self._saved(node, computed)),
+            flops_forward=computed.flops,
+            flops_backward=computed.flops * operands if gradient else 0,
+            causal=computed.causal,
+            dropped=computed.dropped,
             gradient=gradient,
         )
 
     def _inputs_of(self, node: fx.Node) -> tuple[model.Tensor, ...]:
-        """The activations that a call reads, those first whose memory it writes or gives again."""
+        """The activations that a call reads, first those whose memory it writes or returns."""
         first = (*node.meta["written"], *node.meta["aliases"])
         read = sorted(node.all_input_nodes, key=lambda each: each not in first)
         return tuple(
@@ -148,21 +146,22 @@ class _Describer:
         root = self.first.get(memory_of(node.meta["val"]))
         return root if root is not None and root.meta.get("origin") == PARAMETER else None
 
-    def _saved(self, node: fx.Node, found: Computation) -> Iterator[model.Tensor]:
-        """What autograd keeps, but for parameters, buffers, constants and the batch. Fused kernels
-        as they run on GPUs.
+    def _saved(self, node: fx.Node, computed: Computation) -> Iterator[model.Tensor]:
+        """Yields saved tensors without parameters, buffers, constants and the batch.
+
+        Fused kernels save what they save on GPUs.
         """
         fused = None if self.on_cpu or not node.meta["saved"] else fused_kernel(node)
         if fused is None:
-            yield from self._kept(
-                node, list(node.meta["saved"]), list(self.again[node].meta["saved"])
+            yield from self._saved_tensors(
+                node, list(node.meta["saved"]), list(self.counterparts[node].meta["saved"])
             )
             return
-        yield from self._kept(node, [each.meta["val"] for each in fused.kept], None)
+        yield from self._saved_tensors(node, [each.meta["val"] for each in fused.saved], None)
         if fused.rows:
             dims = (
-                found.dims[:3]
-                if found.kind is OperatorKind.ATTENTION
+                computed.dims[:3]
+                if computed.kind is OperatorKind.ATTENTION
                 else self._dims(node)[: -fused.normalized]
             )
             yield model.Tensor(
@@ -175,8 +174,8 @@ class _Describer:
                 name=f"{node.meta['name']}:mask", dims=self._dims(node), element_bytes=_MASK_BYTES
             )
 
-    def _kept(
-        self, node: fx.Node, tensors: list[Tensor], again: list[Tensor] | None
+    def _saved_tensors(
+        self, node: fx.Node, tensors: list[Tensor], counterpart: list[Tensor] | None
     ) -> Iterator[model.Tensor]:
         seen: set[int] = set()
         for place, tensor in enumerate(tensors):
@@ -187,25 +186,27 @@ class _Describer:
             seen.add(memory)
             if maker is not None:
                 yield self._whole(
-                    str(maker.meta["name"]), maker.meta["val"], self.again[maker].meta["val"]
+                    str(maker.meta["name"]), maker.meta["val"], self.counterparts[maker].meta["val"]
                 )
-            elif again is not None:
-                yield self._whole(f"{node.meta['name']}:kept{place}", tensor, again[place])
+            elif counterpart is not None:
+                yield self._whole(f"{node.meta['name']}:kept{place}", tensor, counterpart[place])
 
-    def _whole(self, name: str, tensor: Tensor, again: Tensor) -> model.Tensor:
-        """All of the memory that a tensor is of."""
+    def _whole(self, name: str, tensor: Tensor, counterpart: Tensor) -> model.Tensor:
+        """The whole memory that holds a tensor."""
         element = tensor.element_size()
-        whole = [each.untyped_storage().nbytes() // element for each in (tensor, again)]
+        whole = [each.untyped_storage().nbytes() // element for each in (tensor, counterpart)]
         if whole[0] == tensor.numel():
             return model.Tensor(
-                name=name, dims=self._scaled(tensor.shape, again.shape, name), element_bytes=element
+                name=name,
+                dims=self._scaled(tensor.shape, counterpart.shape, name),
+                element_bytes=element,
             )
         return model.Tensor(
             name=name, dims=self._scaled(whole[:1], whole[1:], name), element_bytes=element
         )
 
     def _tensor(self, node: fx.Node) -> model.Tensor:
-        """What a node gives, under the name of its memory."""
+        """The value of a node, under the name of its memory."""
         value = node.meta["val"]
         first = self.first[memory_of(value)]
         return model.Tensor(
@@ -216,29 +217,32 @@ class _Describer:
 
     def _dims(self, node: Any) -> tuple[Dim, ...]:
         value = node.meta["val"]
-        if not isinstance(value, Tensor):  # of a call with several outputs, the first that is used
+        if not isinstance(value, Tensor):  # the first used output of a call with several
             node = next(_outputs(node))
             value = node.meta["val"]
         return self._scaled(
-            value.shape, self.again[node].meta["val"].shape, str(node.meta.get("name", node.name))
+            value.shape,
+            self.counterparts[node].meta["val"].shape,
+            str(node.meta.get("name", node.name)),
         )
 
-    def _scaled(self, shape: Any, again: Any, name: str) -> tuple[Dim, ...]:
-        own, others = self.sizes
-        if len(shape) == len(again):
-            pairs = list(zip(shape, again, strict=True))
-            if all(n == m or n * others == m * own for n, m in pairs):
+    def _scaled(self, shape: Any, counterpart: Any, name: str) -> tuple[Dim, ...]:
+        size, other_size = self.sizes
+        if len(shape) == len(counterpart):
+            pairs = list(zip(shape, counterpart, strict=True))
+            if all(n == m or n * other_size == m * size for n, m in pairs):
                 return tuple(
                     Dim(f"dim{i}" if n == m else BATCH, n) for i, (n, m) in enumerate(pairs)
                 )
         raise ConfigError(
-            f"module: {name} is {list(shape)} for {own} samples and {list(again)} for {others}, its sizes must be in proportion",
+            f"module: {name} is {list(shape)} for {size} samples and {list(counterpart)} for "
+            f"{other_size}, its sizes must be in proportion",
             hint="let the module treat the samples of a batch one by one",
         )
 
 
 def _outputs(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of the tensors that a call gives: itself, or those that pick from it."""
+    """Yields the nodes of the tensors that a call returns: the call, or nodes that pick from it."""
     if isinstance(node.meta["val"], Tensor):
         yield node
         return

@@ -1,6 +1,4 @@
-"""What a recording gives: the torch calls of one micro-batch as a torch.fx graph that can be called
-again.
-"""
+"""The result of a recording: the torch calls of one micro-batch as a torch.fx graph."""
 
 from __future__ import annotations
 
@@ -16,31 +14,31 @@ from torch.fx.node import map_aggregate
 
 from parplan.profiles.tracing.traced_source import TracedWorkload
 
-PARAMETER, BUFFER, CONSTANT = "parameter", "buffer", "constant"
+PARAMETER = "parameter"
+BUFFER = "buffer"
+CONSTANT = "constant"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """The torch calls of `workload` for one micro-batch, in order.
 
-    graph: placeholders are the batch, by key; get_attr nodes parameters and buffers by their full
-    name, and `constants`; its output is
-        the loss. Targets of call_function nodes are called as they are; operator.getitem picks one
-        output of a call that has several
+    The placeholders of `graph` are the batch, by key; its get_attr nodes are parameters and buffers
+    by full name, and `constants`; its output is the loss. Targets of call_function nodes can be
+    called as they are; operator.getitem picks one output of a call that has several.
 
-    Meta of nodes: "val", the fake output; of get_attr "origin": PARAMETER, BUFFER or CONSTANT; of
-    calls as well
-        name, function  the operator's name, which no other has; torch's name of the function
-        path, line      the module that called, '' for the outermost; file:line in its code
-        grad            whether gradients were on
+    Meta of nodes: "val" is the fake output; "origin" of get_attr nodes is PARAMETER, BUFFER or
+    CONSTANT. Calls have also
+
+        name, function  the operator's unique name; torch's name of the function
+        path, line      the calling module, "" for the outermost; file:line in its code
+        grad            True where gradients were on
         autocast        the dtype of torch.autocast, or None
-        written         nodes whose memory the call writes (before it), () for a call that writes
-                        none
-        aliases         the nodes of its arguments whose memory an output shares, () for a call that
-                        makes new memory
-        saved           what autograd keeps for its backward pass: tensors
-        random          whether it draws random numbers
-        depends         whether it depends on a parameter or on random numbers
+        written         nodes whose memory the call writes, as they were before it; () if none
+        aliases         argument nodes whose memory an output shares; () for new memory
+        saved           tensors that autograd saves for the backward pass
+        random          True if the call draws random numbers
+        depends         True if the value depends on a parameter or on random numbers
     """
 
     workload: TracedWorkload
@@ -66,9 +64,7 @@ class Program:
         return tuple(tuple(each) for each in names.values() if len(each) > 1)
 
     def move(self, device: torch.device) -> None:
-        """Make it a program for `device`: the constants go there, and a call that names the
-        recording's device names that one.
-        """
+        """Moves the program to `device`: constants, and calls that name the recording's device."""
         self.constants.update({name: value.to(device) for name, value in self.constants.items()})
         recorded = torch.device("cpu")
 
@@ -76,14 +72,12 @@ class Program:
             return device if isinstance(leaf, torch.device) and leaf == recorded else leaf
 
         for node in self.calls:
-            node.args, node.kwargs = (
-                map_aggregate(node.args, moved),
-                map_aggregate(node.kwargs, moved),
-            )
+            node.args = map_aggregate(node.args, moved)
+            node.kwargs = map_aggregate(node.kwargs, moved)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in arguments or outputs of a call."""
+    """Yields every tensor in arguments or outputs of a call."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -97,5 +91,5 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What says that two tensors share memory, as long as one of them lives."""
+    """The identity of a tensor's memory, valid as long as a tensor in that memory lives."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,6 +1,4 @@
-"""Random batches: token ids for modules that read them, and what a Hugging Face model reads, by its
-main input, labels included.
-"""
+"""Random batches for modules that read token ids and for Hugging Face models, labels included."""
 
 from __future__ import annotations
 
@@ -26,13 +24,15 @@ _OTHER_TOKENS = ("MaskedLM", "ForConditionalGeneration")
 
 
 def next_token_batch(module: nn.Module, seq_length: int) -> Callable[[int], dict[str, Tensor]]:
-    """size -> ids and targets [size, seq_length], the targets one token later. Raises ConfigError
-    for a module without token table.
+    """Returns a function from size to ids [size, seq_length] and targets, one token later.
+
+    Raises ConfigError for a module without token table.
     """
     tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
     if not tables:
         raise ConfigError(
-            f"module: {type(module).__name__} has no torch.nn.Embedding, nothing says what its inputs are",
+            f"module: {type(module).__name__} has no torch.nn.Embedding, nothing says what its "
+            "inputs are",
             hint="let the function return (module, batch), batch(size) a dict of tensors",
         )
 
@@ -44,13 +44,12 @@ def next_token_batch(module: nn.Module, seq_length: int) -> Callable[[int], dict
 
 
 def next_token_loss(logits: Any, targets: Tensor) -> Tensor:
-    """Mean cross entropy of logits [b, S, V] and targets [b, S]. Raises ConfigError for other
-    logits.
-    """
+    """Mean cross entropy of logits [b, S, V] and targets [b, S]. Raises ConfigError."""
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != targets.shape:
-        found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        returned = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ConfigError(
-            f"module: it returned {found}, it must return logits {[*targets.shape, 'vocabulary']}, or something with .logits",
+            f"module: it returned {returned}, it must return logits "
+            f"{[*targets.shape, 'vocabulary']}, or something with .logits",
             hint="let the function return (module, batch, loss)",
         )
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -59,8 +58,9 @@ def next_token_loss(logits: Any, targets: Tensor) -> Tensor:
 def drawn_batch(
     module: nn.Module, config: Any, seq_length: int
 ) -> tuple[Callable[[int], dict[str, Tensor]], str]:
-    """Batches for a Hugging Face model, and their unit. Raises ConfigError: an input or a loss that
-    is not known here.
+    """Returns the batches of a Hugging Face model, and their unit.
+
+    Raises ConfigError for an input or a loss that this function does not know.
     """
     taken = inspect.signature(module.forward).parameters
     main = getattr(module, "main_input_name", "input_ids")
@@ -68,8 +68,8 @@ def drawn_batch(
     labels = _labels(type(module).__name__, config, taken)
 
     def batch(size: int) -> dict[str, Tensor]:
-        made = {main: inputs(size)}
-        return made | {key: draw(size, made[main]) for key, draw in labels.items()}
+        values = {main: inputs(size)}
+        return values | {key: draw(size, values[main]) for key, draw in labels.items()}
 
     return batch, unit
 
@@ -100,17 +100,18 @@ def _input(main: str, config: Any, seq_length: int) -> tuple[Callable[[int], Ten
 
 
 def _size(config: Any, name: str) -> Any:
-    found = getattr(config, name, None)
-    if found is None:
+    size = getattr(config, name, None)
+    if size is None:
         raise ConfigError(
-            f"module: {type(config).__name__} has no {name}, so nothing says how large its inputs are",
+            f"module: {type(config).__name__} has no {name}, so nothing says how large its inputs "
+            "are",
             hint="wrap the model in a function that returns (module, batch)",
         )
-    return found
+    return size
 
 
 def _labels(name: str, config: Any, taken: Any) -> dict[str, Callable[[int, Tensor], Tensor]]:
-    """By name, what draws the labels of `size` samples whose main input is given."""
+    """Returns functions by name that draw the labels of `size` samples and their main input."""
     if "start_positions" in taken:
         return {
             key: lambda size, main: torch.randint(main.shape[1], (size,))
@@ -119,7 +120,8 @@ def _labels(name: str, config: Any, taken: Any) -> dict[str, Callable[[int, Tens
     if "labels" not in taken:
         raise ConfigError(
             f"module: {name} takes no labels, so it has no loss",
-            hint='name a class with a head in architectures, as "architectures": ["BertForMaskedLM"]',
+            hint="name a class with a head in architectures, as "
+            '"architectures": ["BertForMaskedLM"]',
         )
     if name.endswith(_OF_SAMPLES):
         return {"labels": lambda size, main: torch.randint(config.num_labels, (size,))}
@@ -128,10 +130,8 @@ def _labels(name: str, config: Any, taken: Any) -> dict[str, Callable[[int, Tens
     if name.endswith(_NEXT_TOKEN):
         return {"labels": lambda size, main: main.clone()}
     if name.endswith(_OTHER_TOKENS):
-        vocab, length = (
-            _size(config.get_text_config(), "vocab_size"),
-            getattr(config, "max_target_positions", None),
-        )
+        vocab = _size(config.get_text_config(), "vocab_size")
+        length = getattr(config, "max_target_positions", None)
         return {"labels": lambda size, main: torch.randint(vocab, (size, length or main.shape[1]))}
     raise ConfigError(
         f"module: nothing says what the labels of {name} are",

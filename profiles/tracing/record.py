@@ -1,10 +1,10 @@
-"""One forward pass of a module as the list of torch calls that it makes, recorded on fake tensors:
-no memory, no arithmetic.
+"""Records one forward pass of a module on fake tensors, without memory or arithmetic.
 
 Every call of torch with a tensor that depends on the batch or on a parameter becomes a node of a
-torch.fx graph, at the level at which the module calls torch (functional.linear, Tensor.view, ...),
-so that calling them again runs with autograd as the module does. What depends on neither is
-computed at once, for real: a *constant*. A torch.autograd.Function is one call.
+torch.fx graph. Nodes are at the level at which the module calls torch (functional.linear,
+Tensor.view, ...), so that repeating them runs with autograd as the module does. A value that
+depends on neither is computed at once, for real, and is a *constant*. A torch.autograd.Function is
+one call.
 """
 
 from __future__ import annotations
@@ -45,21 +45,22 @@ def record(
     on_cpu: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Program:
-    """The calls of one micro-batch with parameters and float inputs in `precision`.
+    """Records one micro-batch with parameters and float inputs in `precision`.
 
-    on_cpu: tensors are laid out as a CPU's kernels lay them out, else a GPU's
-    check: called at every call of torch; may raise
-    Raises ConfigError with the line of the user's code: what it does depends on the values of
-    tensors, it uses a tensor that no call of torch made, its loss is not a scalar.
+        on_cpu   lays tensors out as a CPU's kernels do, else as a GPU's
+        check    is called at every call of torch and may raise
+
+    Raises ConfigError with the line of the user's code for control flow that depends on values of
+    tensors, for a tensor that no call of torch made, and for a loss that is not a scalar.
     """
-    first, counted = _recorded(
+    program, counted = _recorded(
         workload, micro_batch_size, precision, frozenset(), on_cpu=on_cpu, check=check
     )
-    return (
-        _recorded(workload, micro_batch_size, precision, counted, on_cpu=on_cpu, check=check)[0]
-        if counted
-        else first
-    )
+    if counted:
+        program, _ = _recorded(
+            workload, micro_batch_size, precision, counted, on_cpu=on_cpu, check=check
+        )
+    return program
 
 
 def _recorded(
@@ -71,8 +72,9 @@ def _recorded(
     on_cpu: bool,
     check: Callable[[], None],
 ) -> tuple[Program, frozenset[str]]:
-    """The program, in which the buffers `counted` are no constants, and those that were read as
-    constants and are none.
+    """Returns the program, and the buffers that were read as constants although calls write them.
+
+    The buffers in `counted` are not treated as constants.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = CallRecorder(fake, Paths(workload.module), on_cpu=on_cpu, check=check)
@@ -114,7 +116,8 @@ def _recorded(
         keep_assigned(recorder, buffers)
     if _generators() != before:
         raise ConfigError(
-            f"module: a forward pass of {workload.name} draws random numbers of Python or numpy, so it could differ between "
+            f"module: a forward pass of {workload.name} draws random numbers of Python or numpy, "
+            "so it could differ between "
             "micro-batches",
             hint="draw with torch, and use what is drawn in tensors alone",
         )
@@ -141,9 +144,10 @@ def _finished(
     workload: TracedWorkload, micro_batch_size: int, recorder: CallRecorder, loss: Any
 ) -> Program:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or id(loss) not in recorder.nodes:
-        found = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        actual = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(
-            f"module: the loss of {workload.name} is {found}, it must be a scalar tensor that depends on the batch",
+            f"module: the loss of {workload.name} is {actual}, it must be a scalar tensor that "
+            "depends on the batch",
             hint="let the function return (module, batch, loss)",
         )
     if not loss.requires_grad:
@@ -162,7 +166,7 @@ def _finished(
 
 
 def _drop_unused(graph: fx.Graph) -> None:
-    """Leave out what nothing reads, but for calls that write or draw."""
+    """Removes nodes that nothing reads, except calls that write or draw."""
     for node in reversed(graph.nodes):
         if (
             not node.users
@@ -174,15 +178,16 @@ def _drop_unused(graph: fx.Graph) -> None:
 
 
 def _generators() -> tuple[object, ...]:
-    """The states of the generators that are not torch's; of numpy's its place and what is printed
-    of its keys change with every draw.
+    """The states of the random generators of Python and numpy.
+
+    The position and the printed part of the keys of numpy's generator change with every draw.
     """
     return random.getstate(), repr(np.random.get_state())
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's log of calls that fail on fake tensors: their error says it."""
+    """Silences torch's log of calls that fail on fake tensors; their error has the same text."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -194,9 +199,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _functions_as_calls(recorder: CallRecorder) -> Iterator[None]:
-    """torch.autograd.Function.apply goes past __torch_function__: here it is handed to the
-    recorder.
-    """
+    """Routes torch.autograd.Function.apply, which bypasses __torch_function__, to the recorder."""
     noted = classmethod(lambda kind, *args, **kwargs: recorder.function(kind, args, kwargs))
     torch.autograd.Function.apply = noted  # type: ignore[assignment,method-assign]
     try:

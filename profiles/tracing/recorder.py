@@ -1,4 +1,4 @@
-"""The mode that turns torch calls on fake tensors into nodes of a graph, while a module runs."""
+"""Records the torch calls of a running module on fake tensors as nodes of a graph."""
 
 from __future__ import annotations
 
@@ -73,29 +73,30 @@ _RANDOM = {
     "gumbel_softmax",
 }
 _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
-_COMPOSED = {
-    functional.multi_head_attention_forward
-}  # whole layers: what they are made of is recorded
+_COMPOSED = {functional.multi_head_attention_forward}  # whole layers, recorded as their parts
 _GROUPED: tuple[Any, ...] = (functional.grouped_mm, torch._grouped_mm)
 _BELOW = {torch.lt, Tensor.lt, Tensor.__lt__}
 
 
-def _never(kept: Any) -> Tensor:
+def _never(saved: Any) -> Tensor:
     raise RuntimeError("a recording has no backward pass")
 
 
 def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
-    """tensor[index] = value, as a call that gives what it wrote."""
+    """Does tensor[index] = value as a call that returns the tensor."""
     tensor[index] = value
     return tensor
 
 
 class CallRecorder(TorchFunctionMode):
-    """nodes: by id, of every tensor that a call made or may read; each is held, so that no other
-    gets its id. attributes: name and origin of parameters and buffers, which become nodes where
-    they are used first. fakes: by id of a real tensor (a buffer or a constant) the one that stands
-    for it; reals: and back. changed: by memory, the real tensors that recorded calls write. read,
-    written: the names of the buffers that calls read as constants, and that recorded calls write.
+    """Records torch calls on fake tensors while it is entered.
+
+    nodes           by id, the node of every tensor that a call made or may read; `held` keeps each
+                    tensor alive, so that no other gets its id
+    attributes      name and origin of parameters and buffers, which become nodes at their first use
+    fakes, reals    by id of a real tensor (buffer or constant) its fake tensor, and the reverse
+    changed         by memory, the real tensors that recorded calls write
+    read, written   names of buffers that calls read as constants, and that recorded calls write
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class CallRecorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.check = check
-        self.fake, self.paths, self.on_cpu = fake, paths, on_cpu
+        self.fake = fake
+        self.paths = paths
+        self.on_cpu = on_cpu
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
         self.attributes: dict[int, tuple[str, str]] = {}
@@ -120,7 +123,7 @@ class CallRecorder(TorchFunctionMode):
         self.written: set[str] = set()
         self.held: list[Tensor] = []
         self.counts: Counter[str] = Counter()
-        self.given: set[int] | None = None  # inside a torch.autograd.Function: ids of its arguments
+        self.given: set[int] | None = None  # argument ids inside an autograd.Function
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -130,32 +133,29 @@ class CallRecorder(TorchFunctionMode):
         if func is Tensor.__iter__:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         name = getattr(func, "__name__", str(func))
-        found = list(tensors_of((args, kwargs)))
+        tensors = list(tensors_of((args, kwargs)))
         if self.given is not None:
-            self._check_given(name, found)
+            self._check_given(name, tensors)
             return func(*args, **kwargs)
-        live = [
-            self._is_live(tensor) for tensor in found
-        ]  # of each: one that nobody may read is an error beside others too
-        if not any(live) and name not in _RANDOM and not self._writes_buffer(name, found):
-            return self._constant(func, name, args, kwargs, found)
+        # Every tensor is checked, because one that no call may read is an error beside live ones.
+        live = [self._is_live(tensor) for tensor in tensors]
+        if not any(live) and name not in _RANDOM and not self._writes_buffer(name, tensors):
+            return self._constant(func, name, args, kwargs, tensors)
         if name in _READS_VALUES:
             raise self._depends_on_values(name)
         if func in _COMPOSED:
             return self._inside(func, args, kwargs)
         if func in _BELOW and self._never_below(*args):
             return torch.tensor(False)
-        if func in (Tensor.__setitem__, Tensor.__getitem__):
-            func, args = (
-                set_item if func is Tensor.__setitem__ else func,
-                (args[0], _without_masks(args[1]), *args[2:]),
-            )
+        if func is Tensor.__setitem__:
+            func = set_item
+            args = (args[0], _without_masks(args[1]), *args[2:])
+        elif func is Tensor.__getitem__:
+            args = (args[0], _without_masks(args[1]), *args[2:])
         return self._call(func, name, args, kwargs)
 
     def function(self, kind: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
-        """A torch.autograd.Function as one call; what it does inside is its own, but it may read
-        only what it is given.
-        """
+        """Records a torch.autograd.Function as one call; inside it may read only its arguments."""
         apply = MethodType(APPLY.__func__, kind)
         with torch._C.DisableTorchFunction():
             if self.given is None and any(
@@ -172,27 +172,30 @@ class CallRecorder(TorchFunctionMode):
         finally:
             self.given = None
 
-    def _check_given(self, name: str, found: list[Tensor]) -> None:
-        """Inside a torch.autograd.Function. Raises ConfigError."""
-        if name in _READS_VALUES and any(isinstance(tensor, FakeTensor) for tensor in found):
+    def _check_given(self, name: str, tensors: list[Tensor]) -> None:
+        """Checks a call inside a torch.autograd.Function. Raises ConfigError."""
+        if name in _READS_VALUES and any(isinstance(tensor, FakeTensor) for tensor in tensors):
             raise self._depends_on_values(name)
         given = self.given or set()
-        for tensor in found:
+        for tensor in tensors:
             if id(tensor) not in given and (
                 id(tensor) in self.nodes or id(tensor) in self.attributes
             ):
                 raise ConfigError(
-                    f"module: {line_of_caller()}, in a torch.autograd.Function, reads a tensor that it was not given",
-                    hint="hand the tensor to its apply (of torch.utils.checkpoint use the kind without reentry)",
+                    f"module: {line_of_caller()}, in a torch.autograd.Function, reads a tensor "
+                    "that it was not given",
+                    hint="hand the tensor to its apply (of torch.utils.checkpoint use "
+                    "the kind without reentry)",
                 )
 
     def _is_live(self, tensor: Tensor) -> bool:
-        """Whether it is no constant. Raises ConfigError for a tensor that no recorded call made."""
+        """Tells whether a tensor is no constant. Raises ConfigError for one that no call made."""
         if isinstance(tensor, FakeTensor):
             if id(tensor) in self.nodes or id(tensor) in self.attributes:
                 return True
             raise ConfigError(
-                f"module: {line_of_caller()} uses a tensor {list(tensor.shape)} that no call of torch made",
+                f"module: {line_of_caller()} uses a tensor {list(tensor.shape)} that no call of "
+                "torch made",
                 hint="make it with calls of torch in the forward pass",
             )
         changed = (
@@ -200,38 +203,38 @@ class CallRecorder(TorchFunctionMode):
         )
         if changed is not None and changed is not tensor:
             raise ConfigError(
-                f"module: {line_of_caller()} reads a constant into a part of which values of the batch were written",
+                f"module: {line_of_caller()} reads a constant into a part of which values of the "
+                "batch were written",
                 hint="make it with torch.cat or torch.where instead",
             )
         return changed is not None
 
-    def _writes_buffer(self, name: str, found: list[Tensor]) -> bool:
-        """Whether a call without live tensors counts in a buffer, as batch norms do."""
+    def _writes_buffer(self, name: str, tensors: list[Tensor]) -> bool:
+        """Tells whether a call without live tensors writes into a buffer, as batch norms do."""
         return (
             name.endswith("_")
             and not name.endswith("__")
-            and bool(found)
-            and id(found[0]) in self.attributes
+            and bool(tensors)
+            and id(tensors[0]) in self.attributes
         )
 
     def _constant(
-        self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, found: list[Tensor]
+        self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, tensors: list[Tensor]
     ) -> Any:
-        """What depends on no batch is computed; a constant that is read already keeps its values
-        for that.
+        """Computes a call that does not depend on the batch.
+
+        A constant that recorded calls already read keeps its values for them.
         """
         self.read |= {
-            self.attributes[id(tensor)][0] for tensor in found if id(tensor) in self.attributes
+            self.attributes[id(tensor)][0] for tensor in tensors if id(tensor) in self.attributes
         }
-        if found and id(found[0]) in self.fakes and (name.endswith("_") or "out" in kwargs):
-            read = self.fakes.pop(id(found[0]))
-            self.constants[self.attributes[id(read)][0]] = found[0].clone()
+        if tensors and id(tensors[0]) in self.fakes and (name.endswith("_") or "out" in kwargs):
+            read = self.fakes.pop(id(tensors[0]))
+            self.constants[self.attributes[id(read)][0]] = tensors[0].clone()
         return func(*args, **kwargs)
 
     def _never_below(self, left: Any, right: Any) -> bool:
-        """Whether it asks if a uniform random number is below 0, as for layers that are dropped
-        with probability 0.
-        """
+        """Tells whether `left < right` is never true: a uniform draw below 0, as in layer drop."""
         return (
             isinstance(right, int | float)
             and right <= 0
@@ -239,14 +242,14 @@ class CallRecorder(TorchFunctionMode):
         )
 
     def _inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a function of torch that is made of others so that each of those is recorded."""
+        """Runs a composed function of torch so that each function inside it is recorded."""
         torch_asks = functional.has_torch_function  # type: ignore[attr-defined]
 
-        def asked_once(_: Any) -> bool:
+        def no_once(_: Any) -> bool:
             functional.has_torch_function = torch_asks  # type: ignore[attr-defined]
             return False
 
-        functional.has_torch_function = asked_once  # type: ignore[attr-defined]
+        functional.has_torch_function = no_once  # type: ignore[attr-defined]
         with self:
             return func(*args, **kwargs)
 
@@ -272,16 +275,14 @@ class CallRecorder(TorchFunctionMode):
         return out
 
     def _run(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """What gives the fake output of `func`."""
+        """Returns a function that computes the fake output of `func`."""
         if isinstance(func, MethodType) and func.__func__ is APPLY.__func__:
             return partial(self._apply, func)
         if func in _GROUPED:
             return partial(_grouped_product, func)
-        return (
-            _fused_attention
-            if func is functional.scaled_dot_product_attention and not self.on_cpu
-            else func
-        )
+        if func is functional.scaled_dot_product_attention and not self.on_cpu:
+            return _fused_attention
+        return func
 
     def _note(
         self,
@@ -323,7 +324,7 @@ class CallRecorder(TorchFunctionMode):
         self._enter_outputs(node, out)
 
     def _where(self, function: str) -> dict[str, Any]:
-        """Name and place of a call."""
+        """The name and place of a call."""
         name = f"{self.paths.current}.{function.strip('_')}".lstrip(".")
         self.counts[name] += 1
         return {
@@ -338,18 +339,18 @@ class CallRecorder(TorchFunctionMode):
         }
 
     def _note_written(self, node: fx.Node, written: list[Tensor]) -> None:
-        """Constants and buffers that were written are none from now on; each micro-batch writes
-        into a copy of a constant.
+        """Marks written constants and buffers as live; a write into a constant goes to a copy.
 
-        Raises ConfigError for a parameter: a rank may hold a part of it, and a copy only for a
-        moment.
+        Raises ConfigError for a parameter: a rank may hold only a shard of it, and a copy only
+        briefly.
         """
         for tensor in written:
             name, origin = self.attributes.get(id(tensor), ("", ""))
             if origin == PARAMETER:
                 raise ConfigError(
                     f"module: {node.meta['line']} writes into parameter {name} in a forward pass",
-                    hint="compute with a changed copy of it, as torch.nn.utils.parametrize does; without max_norm",
+                    hint="compute with a changed copy of it, as torch.nn.utils.parametrize does; "
+                    "without max_norm",
                 )
             if origin == BUFFER:
                 self.written.add(name)
@@ -392,15 +393,13 @@ class CallRecorder(TorchFunctionMode):
                     self._enter_outputs(picked, each)
 
     def enter(self, tensor: Tensor, node: fx.Node) -> None:
-        """From now on `tensor` is what `node` gives."""
+        """Makes `node` the source of `tensor` from now on."""
         node.meta["val"] = tensor
         self.nodes[id(tensor)] = node
         self.held.append(tensor)
 
     def node(self, tensor: Tensor) -> fx.Node:
-        """The node of a fake tensor; of parameters, buffers and constants it is made where it is
-        used first.
-        """
+        """The node of a fake tensor; an attribute gets its node at first use."""
         if id(tensor) not in self.nodes:
             name, origin = self.attributes[id(tensor)]
             node = self.graph.create_node("get_attr", name)
@@ -409,7 +408,7 @@ class CallRecorder(TorchFunctionMode):
         return self.nodes[id(tensor)]
 
     def _faked(self, leaf: Any) -> Any:
-        """A real tensor, a buffer or a constant, as the fake one that stands for it."""
+        """Returns the fake tensor of a real one, a buffer or a constant; other leaves unchanged."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         if id(leaf) not in self.fakes:
@@ -426,7 +425,8 @@ class CallRecorder(TorchFunctionMode):
 
     def _depends_on_values(self, name: str) -> ConfigError:
         return ConfigError(
-            f"module: what {line_of_caller()} does depends on the values of a tensor ({name.strip('_')}), so it could differ between "
+            f"module: what {line_of_caller()} does depends on the values of a tensor "
+            f"({name.strip('_')}), so it could differ between "
             "micro-batches",
             hint="compute with torch.where or masks, on tensors of fixed shapes",
         )
@@ -441,9 +441,10 @@ def _fused_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Attention as one kernel, whose output is laid out as its queries. The kernel of CPUs drops
-    nothing out, and its mask has no gradient: without those it runs, and shapes and layouts are
-    those of GPUs.
+    """Attention as one kernel, whose output is laid out as its queries.
+
+    The CPU kernel supports neither dropout nor a mask with gradient, so both are left out;
+    shapes and layouts are those of GPUs.
     """
     mask = attn_mask.detach() if attn_mask is not None else None
     return functional.scaled_dot_product_attention(
@@ -452,7 +453,7 @@ def _fused_attention(
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """A grouped product without arithmetic: it keeps its operands."""
+    """A grouped product without arithmetic that saves its operands."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -467,8 +468,9 @@ def _grouped_product(
     offs: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Rows [r, k] times weights [groups, k, n], rows up to each of `offs` by one group. torch's
-    fake kernel knows bf16 alone, its real ones fp32 as well.
+    """Rows [r, k] times weights [groups, k, n]; each of `offs` ends the rows of one group.
+
+    torch's fake kernel supports only bf16, its real kernels also fp32.
     """
     if (
         rows.dtype is torch.bfloat16
@@ -483,12 +485,10 @@ def _grouped_product(
 
 
 def _draws(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws random numbers. One that drops nothing out does not."""
+    """Tells whether a call draws random numbers; dropout with probability 0 does not."""
     if "dropout" in name:
-        probability, training = (
-            (*args[1:], kwargs.get("p", 0.5))[0],
-            (*args[2:], kwargs.get("training", kwargs.get("train", True)))[0],
-        )
+        probability = (*args[1:], kwargs.get("p", 0.5))[0]
+        training = (*args[2:], kwargs.get("training", kwargs.get("train", True)))[0]
         return bool(probability and training)
     if name == "scaled_dot_product_attention":
         return bool((*args[4:], kwargs.get("dropout_p"))[0])
@@ -496,7 +496,7 @@ def _draws(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _counted(name: str, args: Any, kwargs: Any) -> list[Tensor]:
-    """The running statistics that a batch norm writes, which torch does not say of it."""
+    """The running statistics that a batch norm writes, which torch's schema does not tell."""
     training = args[5] if len(args) > 5 else kwargs.get("training", False)
     if name != "batch_norm" or not training:
         return []
@@ -508,9 +508,7 @@ def _counted(name: str, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _without_masks(index: Any) -> Any:
-    """An index whose masks, which are constants, are numbers: what a mask picks of a fake tensor
-    would be unknown.
-    """
+    """Replaces constant masks in an index by numbers, since masks give fake tensors no size."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(_is_mask(part) for part in parts):
         return index

@@ -1,4 +1,4 @@
-"""Where in the user's code a call of torch comes from: the module, and file:line."""
+"""Finds where in the user's code a call of torch comes from: the module, and file:line."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ _MODELS = _LIBRARY + "models" + os.sep
 
 
 def line_of_caller() -> str:
-    """file:line of the innermost frame that is neither torch nor transformers' machinery around its
-    models.
-    """
+    """The file:line of the innermost frame outside torch and transformers' shared code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
@@ -33,21 +31,19 @@ def line_of_caller() -> str:
 
 
 def line_of(trace: TracebackType | None) -> str:
-    """The same of an error: the innermost frame of its traceback that is the user's, '' where none
-    is.
-    """
-    found = ""
+    """The file:line of the innermost user frame of a traceback, "" if there is none."""
+    line = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not _is_machinery(file) and not file.startswith(_PROJECT):
-            found = f"{_short(file)}:{trace.tb_lineno}"
+            line = f"{_short(file)}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return line
 
 
 @functools.cache
 def _short(file: str) -> str:
-    """Relative where that is shorter."""
+    """Returns the relative path where that is shorter."""
     return min(file, os.path.relpath(file), key=len)
 
 
@@ -58,8 +54,9 @@ def _is_machinery(file: str) -> bool:
 
 
 class Paths:
-    """Inside this context, `current` is the full name in `module` of the module that runs, '' for
-    the outermost.
+    """Tracks the module that runs.
+
+    While entered, `current` is its full name in `module`, "" for the outermost.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""Other tensors in the places of a module's parameters, for one run.
+"""Replaces a module's parameters by other tensors for one run.
 
-torch.func.functional_call does so by name, and of a submodule that is registered under two names it
-puts the stand-in back as if it had been the parameter. Here every place is visited once, whatever
-its names, and gets back what it had.
+torch.func.functional_call does this by name; for a submodule registered under two names it puts the
+replacement back as if it had been the parameter. This file visits every place once, whatever its
+names, and restores its contents.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def stand_ins(module: nn.Module, found: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, each parameter of `module` is the tensor that `found` has under its first name, in
-    all of its places; after it, parameters and buffers are those from before, whatever the code
-    inside assigned.
+def stand_ins(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replaces parameters of `module`, in all their places, by `tensors` while entered.
+
+    The keys of `tensors` are first names. On exit the parameters and buffers are those from before,
+    whatever the code inside assigned.
     """
     parts = list(module.modules())
-    by_id = {id(parameter): found[name] for name, parameter in module.named_parameters()}
+    by_id = {id(parameter): tensors[name] for name, parameter in module.named_parameters()}
     before = [(dict(part._parameters), dict(part._buffers)) for part in parts]
     try:
         for part in parts:
@@ -38,5 +39,5 @@ def stand_ins(module: nn.Module, found: Mapping[str, Tensor]) -> Iterator[None]:
 def _put(part: nn.Module, parameters: Mapping[str, Tensor | None]) -> None:
     part._parameters.clear()
     part._parameters.update(parameters)  # type: ignore[arg-type]
-    if isinstance(part, nn.RNNBase):  # it holds them in a list besides
+    if isinstance(part, nn.RNNBase):  # it also holds them in a list
         part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]

@@ -1,9 +1,8 @@
-"""What a function of torch computes, by its name: the kind of operator, its dims and its model
-FLOPs.
+"""The kind of operator, the dims and the model FLOPs of a torch function, by its name.
 
 Dims of products are (rows..., features, contracted), of attention (batch, heads, sequence, keys,
-head_dim): as costmodels/operators/kernels.py reads them. A convolution is a product of its windows
-by its weight (implicit GEMM: Chetlur et al. 2014, arXiv 1410.0759).
+head_dim), as costmodels/operators/kernels.py reads them. A convolution is a product of its windows
+and its weight (implicit GEMM: Chetlur et al. 2014, arXiv 1410.0759).
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from parplan.profiles.models.operator_graph import Dim, OperatorKind
 from parplan.profiles.models.traced_model import BATCH
 
 Dims = tuple[Dim, ...]
-DimsOf = Callable[[Any], Dims]  # the dims of what a node gives
+DimsOf = Callable[[Any], Dims]  # the dims of a node's value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """kind, dims and contracted as in Operator; `products` how many products of these dims it is: 2
-    for attention.
+    """The kind, dims and contracted dim as in Operator, and the number of products of these dims.
+
+    Attention has two products.
     """
 
     kind: OperatorKind
@@ -57,7 +57,7 @@ _CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (
 
 
 def computation(node: fx.Node, dims_of: DimsOf) -> Computation:
-    """What the call of `node` computes; ELEMENTWISE what has no other kind."""
+    """The computation of a call; its kind is ELEMENTWISE if no other fits."""
     function = str(node.meta["function"])
     plain = function.replace("_", "").lower()
     output = dims_of(node)
@@ -78,18 +78,15 @@ def computation(node: fx.Node, dims_of: DimsOf) -> Computation:
 
 
 def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, by its place or name."""
+    """Returns an argument of a call, by its place or name."""
     return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
 
 
 def _product(node: fx.Node, function: str, output: Dims, dims_of: DimsOf) -> Computation:
-    first = 1 if function in _ADDED else 0
-    if function == "__rmatmul__":
-        first = 1
+    first = 1 if function in _ADDED or function == "__rmatmul__" else 0
     names = ("mat1", "batch1", "mat") if first else ("input", "mat_a")
-    left = dims_of(
-        next(found for name in names if (found := argument(node, first, name)) is not None)
-    )
+    candidates = (argument(node, first, name) for name in names)
+    left = dims_of(next(value for value in candidates if value is not None))
     contracted = _named(left[-1], "contracted")
     return Computation(
         kind=OperatorKind.MATMUL,
@@ -100,19 +97,20 @@ def _product(node: fx.Node, function: str, output: Dims, dims_of: DimsOf) -> Com
 
 
 def _named(dim: Dim, name: str) -> Dim:
-    """`dim` under a name of its own, unless it is the batch's."""
+    """Renames `dim`, unless it is the batch's."""
     return dim if dim.name == BATCH else Dim(name, dim.size)
 
 
 def _rows(output: Dims) -> Dims:
-    """The dims of an output of a product; one of vectors alone has rows or features of 1."""
+    """The dims of a product's output; a product of vectors gets rows or features of 1."""
     *rows, features = output or (Dim("features", 1),)
     return (*(rows or [Dim("dim0", 1)]), _named(features, "features"))
 
 
 def _convolution(node: fx.Node, function: str, dims_of: DimsOf) -> Computation:
-    """Every output element is a sum over the input channels of its group and the window;
-    transposed, every input element is spread.
+    """A convolution: each output element sums over the window and its group's input channels.
+
+    A transposed convolution instead spreads every input element.
     """
     weight = dims_of(argument(node, 1, "weight"))
     side = dims_of(argument(node, 0, "input")) if "transpose" in function else dims_of(node)
@@ -133,22 +131,15 @@ def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
     *outer, sequence, head_dim = query
     *batch, heads = outer if len(outer) > 1 else (*outer, Dim("heads", 1))
     dropout_p = argument(node, 4, "dropout_p", 0.0)
-    samples = Dim(
-        BATCH if any(dim.name == BATCH for dim in batch) else "rows",
-        math.prod(dim.size for dim in batch),
+    named = (
+        (heads, "heads"),
+        (sequence, "sequence"),
+        (keys[-2], "keys"),
+        (head_dim, "head_dim"),
     )
-    sizes = (
-        samples,
-        *(
-            _named(dim, name)
-            for dim, name in (
-                (heads, "heads"),
-                (sequence, "sequence"),
-                (keys[-2], "keys"),
-                (head_dim, "head_dim"),
-            )
-        ),
-    )
+    batch_name = BATCH if any(dim.name == BATCH for dim in batch) else "rows"
+    samples = Dim(batch_name, math.prod(dim.size for dim in batch))
+    sizes = (samples, *(_named(dim, name) for dim, name in named))
     return Computation(
         kind=OperatorKind.ATTENTION,
         dims=sizes,
@@ -160,25 +151,27 @@ def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedByFusedKernel:
-    """What a kernel of GPUs keeps where that of a CPU, which was recorded, keeps something else.
+    """Saved tensors of a GPU kernel where they differ from those of the recorded CPU kernel.
 
-    kept: the nodes whose values it keeps; rows: fp32 numbers for every row, where `normalized` dims
-    make a row; mask: a byte an element
+    saved        nodes whose values it saves
+    rows         fp32 numbers that it saves for each row
+    normalized   the number of dims that make a row
+    mask         True if it saves one byte for each element
     """
 
-    kept: tuple[fx.Node, ...] = ()
+    saved: tuple[fx.Node, ...] = ()
     rows: int = 0
     normalized: int = 1
     mask: bool = False
 
 
-_STATISTICS = {"layer_norm": 2, "rms_norm": 1}  # mean and reciprocal deviation, or that alone
+_STATISTICS = {"layer_norm": 2, "rms_norm": 1}  # mean and reciprocal deviation, or only the latter
 
 
 def fused_kernel(node: fx.Node) -> SavedByFusedKernel | None:
-    """The kernel of GPUs for a call that keeps something; None where it keeps what was recorded.
+    """The GPU kernel of a call that saves tensors; None where it saves the recorded tensors.
 
-    Attention keeps queries, keys, values, an additive mask, its output and one number a row (Dao
+    Attention saves queries, keys, values, an additive mask, its output and one number per row (Dao
     2023, arXiv 2307.08691, algorithm 1).
     """
     function = str(node.meta["function"])
@@ -188,16 +181,14 @@ def fused_kernel(node: fx.Node) -> SavedByFusedKernel | None:
             for place, name in enumerate(("query", "key", "value", "attn_mask"))
         )
         return SavedByFusedKernel(
-            kept=(*(each for each in given if isinstance(each, fx.Node)), node), rows=1
+            saved=(*(each for each in given if isinstance(each, fx.Node)), node), rows=1
         )
     if function in _STATISTICS:
         return SavedByFusedKernel(
-            kept=(argument(node, 0, "input"),),
+            saved=(argument(node, 0, "input"),),
             rows=_STATISTICS[function],
             normalized=len(argument(node, 1, "normalized_shape")),
         )
-    return (
-        SavedByFusedKernel(mask=True)
-        if "dropout" in function and isinstance(node.meta["val"], Tensor)
-        else None
-    )
+    if "dropout" in function and isinstance(node.meta["val"], Tensor):
+        return SavedByFusedKernel(mask=True)
+    return None

@@ -1,4 +1,4 @@
-"""A module's source -> TracedModel, by two recordings."""
+"""Traces a module's source into a TracedModel, by two recordings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def trace(
     on_cpu: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> TracedModel:
-    """The operators of `source`, for sequences of `seq_length` tokens where it reads tokens;
-    `on_cpu`: they keep what kernels of a CPU keep, else those of a GPU; `check` is called at every
-    call of torch, and may raise. Raises ConfigError.
+    """Returns the operators of `source`, on sequences of `seq_length` tokens if it reads tokens.
+
+    With `on_cpu` operators save the tensors of CPU kernels, else those of GPU kernels. `check` is
+    called at every call of torch and may raise. Raises ConfigError.
     """
     workload = open_workload(source, seq_length=seq_length, attention=attention)
-    first, second = (
-        record(workload, size, precision, on_cpu=on_cpu, check=check) for size in (2, 3)
-    )
+    first = record(workload, 2, precision, on_cpu=on_cpu, check=check)
+    second = record(workload, 3, precision, on_cpu=on_cpu, check=check)
     return describe(first, second, on_cpu=on_cpu)

@@ -1,9 +1,8 @@
-"""A user's module without memory for its parameters, its batches and its loss: what a trace runs,
-and the executor after it.
+"""A user's module without memory for its parameters, with its batches and its loss.
 
-A Hugging Face model is the class that its config.json names in `architectures`. A function
-package.module:function returns a module (token ids in, logits out), (module, batch) or (module,
-batch, loss): see `TracedWorkload`.
+The tracer and the executor run it. A Hugging Face model is the class that its config.json names in
+`architectures`. A function package.module:function returns a module (token ids in, logits out),
+(module, batch) or (module, batch, loss): see `TracedWorkload`.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ MAKING = (
 _FILE_DTYPES = ("dtype", "torch_dtype")
 TOKENS, SAMPLES = "tokens", "samples"
 
-MOST_HELD_BYTES = 4 * GIB  # of buffers, assumed: what a process may hold beside its part of a model
-_OF_TORCH = ("_parameters", "_buffers", "_modules")  # of a module's own attributes
+MOST_HELD_BYTES = 4 * GIB  # assumed bound on buffers, which every process holds in full
+_OF_TORCH = ("_parameters", "_buffers", "_modules")  # attributes of torch in a module
 _CANNOT: tuple[tuple[Callable[[nn.Module], bool], str, str], ...] = (
     (
         lambda part: isinstance(part, torch.jit.ScriptModule),
@@ -87,13 +86,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedWorkload:
-    """What is trained: `loss_of(module, batch)` is the scalar mean loss.
+    """A module with its batches and loss.
 
-    module: its parameters are on meta; buffers have their values
-    batch: size -> tensors by name, each with the batch as its first dim, drawn with torch's global
-    generator
-    loss_of: also of the module with other parameters in place, as inside of `stand_ins`
-    unit: what the batch counts: sequences of `seq_length` tokens, or samples (then seq_length is 1)
+    module    its parameters are on meta; its buffers have values
+    batch     size -> tensors by name, batch dim first, drawn with torch's global generator
+    loss_of   (module, batch) -> the scalar mean loss, also inside `stand_ins`
+    unit      TOKENS for sequences of `seq_length` tokens, or SAMPLES (then seq_length is 1)
     """
 
     name: str
@@ -112,39 +110,37 @@ def open_workload(
     attention: AttentionKernel = AttentionKernel.FLASH,
     deferred: Deferred | None = None,
 ) -> TracedWorkload:
-    """The module of `source` in training mode, for sequences of `seq_length` tokens where it reads
-    tokens.
+    """Opens the module of `source` in training mode.
 
-    deferred: writes down what gives the parameters their values, for who makes some of them later;
-    parameters that it finds to be
-        small, or that were made elsewhere, have their values
+    Sequences have `seq_length` tokens if the module reads tokens. `deferred` logs the computations
+    of parameter values, for later materialization of some of them; parameters that are small or
+    were made elsewhere have their values.
 
-    Raises ConfigError: no such function, one that returns something else, transformers is missing
-    or knows no such model.
+    Raises ConfigError for a missing function or one that returns something else, and for
+    transformers missing or without that model.
     """
     making = _Making(deferred or Deferred())
-    found = _hugging_face if source.huggingface is not None else _of_factory
-    return found(source, seq_length, attention, making)
+    opener = _hugging_face if source.huggingface is not None else _of_factory
+    return opener(source, seq_length, attention, making)
 
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """How a module is made: nothing of size has memory. `made`: by id, the parameters that it got
-    then.
-    """
+    """Makes a module without memory for large tensors; `made` are its parameters by id."""
 
     deferred: Deferred
     made: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def __call__(self, make: Callable[[], T]) -> T:
-        with self.deferred, registered() as found:
+        with self.deferred, registered() as parameters:
             made = make()
-        self.made.update(found)
+        self.made.update(parameters)
         return made
 
     def settle(self, module: nn.Module) -> nn.Module:
-        """Give values to what is no parameter. Raises ConfigError for parts that cannot be traced,
-        or that the executor does not train.
+        """Gives values to all tensors except parameters.
+
+        Raises ConfigError for parts that cannot be traced or that the executor does not train.
         """
         for name, part in module.named_modules():
             for cannot, why, hint in _CANNOT:
@@ -163,14 +159,16 @@ class _Making:
             if parameter.dtype is not torch.float32:
                 raise ConfigError(
                     f"module: parameter {name} is {parameter.dtype}, it must be fp32",
-                    hint="let the function make fp32; the plan's precision decides what it computes in",
+                    hint="let the function make fp32; the plan's precision decides "
+                    "what it computes in",
                 )
         return module.train()
 
 
 def give_values(module: nn.Module, deferred: Deferred) -> None:
-    """Buffers and other tensors that the module holds get their values. Raises ConfigError: more
-    than every process should hold.
+    """Gives values to buffers and other tensors that the module holds.
+
+    Raises ConfigError for more bytes than every process should hold.
     """
 
     def lacks(leaf: Any) -> bool:
@@ -179,7 +177,7 @@ def give_values(module: nn.Module, deferred: Deferred) -> None:
         )
 
     owners = [owner for part in module.modules() for owner in (part._buffers, part.__dict__)]
-    found = [
+    holders = [
         (owner, name, value)
         for owner in owners
         for name, value in owner.items()
@@ -188,17 +186,18 @@ def give_values(module: nn.Module, deferred: Deferred) -> None:
     held = sum(
         {
             id(leaf): leaf.nbytes
-            for *_, value in found
+            for *_, value in holders
             for leaf in tree_leaves(value)
             if lacks(leaf)
         }.values()
     )
     if held > MOST_HELD_BYTES:
         raise ConfigError(
-            f"module: its buffers are {format_bytes(held)}, every process holds all of them, {format_bytes(MOST_HELD_BYTES)} at most",
+            f"module: its buffers are {format_bytes(held)}, every process holds all of them, "
+            f"{format_bytes(MOST_HELD_BYTES)} at most",
             hint="compute them in the forward pass, or make them parameters",
         )
-    for owner, name, value in found:
+    for owner, name, value in holders:
         owner[name] = tree_map(
             lambda leaf: deferred.value(leaf, deferred.seed) if lacks(leaf) else leaf, value
         )
@@ -206,45 +205,49 @@ def give_values(module: nn.Module, deferred: Deferred) -> None:
 
 @contextlib.contextmanager
 def registered() -> Iterator[dict[int, nn.Parameter]]:
-    """The parameters that modules get inside, by id. Raises ConfigError for one whose size only a
-    forward pass says.
+    """Collects the parameters that modules register inside, by id.
+
+    Raises ConfigError for one whose size only a forward pass decides.
     """
-    register, found = nn.Module.register_parameter, dict[int, nn.Parameter]()
+    register = nn.Module.register_parameter
+    parameters: dict[int, nn.Parameter] = {}
 
     def noted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(
                 f"module: {type(module).__name__} makes its {name} in the first forward pass",
-                hint="give sizes to the constructor, as nn.Linear instead of nn.LazyLinear has them",
+                hint="give sizes to the constructor, as nn.Linear instead of "
+                "nn.LazyLinear has them",
             )
         if parameter is not None:
-            found[id(parameter)] = parameter
+            parameters[id(parameter)] = parameter
         register(module, name, parameter)
 
     nn.Module.register_parameter = noted  # type: ignore[method-assign,assignment]
     try:
-        yield found
+        yield parameters
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def function_of(factory: str) -> Callable[[], object]:
-    """The function that package.module:function names. Raises ConfigError."""
+    """Imports the function that package.module:function names. Raises ConfigError."""
     package, _, name = factory.partition(":")
     try:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name and not f"{package}.".startswith(f"{error.name}."):
-            raise  # the package is there, and misses something itself
+            raise  # the package exists and lacks another one
         raise ConfigError(
             f"module: there is no {error.name} to import for {factory}",
-            hint="run from the folder that holds it, or put that folder on PYTHONPATH and add --trust-module",
+            hint="run from the folder that holds it, or put that folder on PYTHONPATH "
+            "and add --trust-module",
         ) from None
     function = getattr(module, name, None)
     if not callable(function):
-        found = f"has no {name}" if function is None else f"has {name}, which is not callable"
+        problem = f"has no {name}" if function is None else f"has {name}, which is not callable"
         raise ConfigError(
-            f"module: {package} {found}",
+            f"module: {package} {problem}",
             hint="name a function without arguments: --module package.module:function",
         )
     made: Callable[[], object] = function
@@ -258,25 +261,23 @@ def _of_factory(
     with users_code(f"{source.factory}()"):
         made = making(function)
     parts = made if isinstance(made, tuple) else (made,)
-    module, *others = parts
+    module, *functions = parts
     if (
         not isinstance(module, nn.Module)
-        or len(others) > 2
-        or not all(callable(other) for other in others)
+        or len(functions) > 2
+        or not all(callable(each) for each in functions)
     ):
-        found = (
-            f"({', '.join(type(part).__name__ for part in parts)})"
-            if isinstance(made, tuple)
-            else type(made).__name__
-        )
+        returned = type(made).__name__
+        if isinstance(made, tuple):
+            returned = f"({', '.join(type(part).__name__ for part in parts)})"
         raise ConfigError(
-            f"module: {source.factory} returned {found}, it must return a torch.nn.Module",
+            f"module: {source.factory} returned {returned}, it must return a torch.nn.Module",
             hint="return module, (module, batch) or (module, batch, loss)",
         )
     _check_parameters(module, source, making)
     making.settle(module)
     name = type(module).__name__
-    if not others:
+    if not functions:
         return TracedWorkload(
             name=name,
             source=source,
@@ -286,12 +287,12 @@ def _of_factory(
             unit=TOKENS,
             seq_length=seq_length,
         )
-    loss_of = _with_loss(module, others[1]) if len(others) > 1 else _own_loss
+    loss_of = _with_loss(module, functions[1]) if len(functions) > 1 else _own_loss
     return TracedWorkload(
         name=name,
         source=source,
         module=module,
-        batch=_checked(others[0], source),
+        batch=_checked(functions[0], source),
         loss_of=loss_of,
         unit=SAMPLES,
         seq_length=1,
@@ -299,7 +300,7 @@ def _of_factory(
 
 
 def _check_parameters(module: nn.Module, source: ModuleSource, making: _Making) -> None:
-    """Copies of small ones are made without a module that gets them."""
+    """Raises ConfigError for large parameters made elsewhere; small copies need no module."""
     for name, parameter in module.named_parameters():
         if (
             not parameter.is_meta
@@ -307,7 +308,8 @@ def _check_parameters(module: nn.Module, source: ModuleSource, making: _Making) 
             and parameter.nbytes >= making.deferred.at_least_bytes
         ):
             raise ConfigError(
-                f"module: parameter {name} of {source.factory} was made before the call, it must be made in it",
+                f"module: parameter {name} of {source.factory} was made before the call, it must "
+                "be made in it",
                 hint="make the module inside of the function",
             )
 
@@ -315,24 +317,27 @@ def _check_parameters(module: nn.Module, source: ModuleSource, making: _Making) 
 def _checked(batch: Callable[[int], Any], source: ModuleSource) -> Callable[[int], Batch]:
     def made(size: int) -> Batch:
         with users_code(f"batch({size}) of {source.factory}"):
-            found = batch(size)
-        if not isinstance(found, Mapping) or not all(
-            isinstance(value, Tensor) for value in found.values()
+            values = batch(size)
+        if not isinstance(values, Mapping) or not all(
+            isinstance(value, Tensor) for value in values.values()
         ):
             raise ConfigError(
-                f"module: batch({size}) of {source.factory} gave {type(found).__name__}, it must give a dict of tensors"
+                f"module: batch({size}) of {source.factory} gave {type(values).__name__}, it must "
+                "give a dict of tensors"
             )
-        for key, value in found.items():
+        for key, value in values.items():
             if value.is_meta:
                 raise ConfigError(
-                    f"module: {key} of batch({size}) comes from a tensor that was made beside the module and has no values",
+                    f"module: {key} of batch({size}) comes from a tensor that was made beside the "
+                    "module and has no values",
                     hint="make what batches are drawn from inside of the batch function",
                 )
             if value.ndim == 0 or value.shape[0] != size:
                 raise ConfigError(
-                    f"module: {key} in batch({size}) of {source.factory} is {list(value.shape)}, its first dim must be {size}"
+                    f"module: {key} in batch({size}) of {source.factory} is {list(value.shape)}, "
+                    f"its first dim must be {size}"
                 )
-        return dict(found)
+        return dict(values)
 
     return made
 
@@ -350,7 +355,7 @@ def _own_loss(module: nn.Module, batch: Batch) -> Any:
 def _with_loss(
     module: nn.Module, loss: Callable[[Any, Batch], Any]
 ) -> Callable[[nn.Module, Batch], Any]:
-    """What the module's forward pass does not take, as targets, is for the loss alone."""
+    """Returns a loss function that passes the module only the batch keys its forward takes."""
     taken = inspect.signature(module.forward).parameters
     every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
 
@@ -400,9 +405,7 @@ def _hugging_face(
 
 
 def require_names(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a config.json whose model_type is not a name, or whose architectures
-    are not names.
-    """
+    """Raises ConfigError for a config.json whose model_type or architectures are not names."""
     kind, classes = values.get("model_type"), values.get("architectures")
     if not isinstance(kind, str):
         raise ConfigError(
@@ -423,16 +426,15 @@ def require_known_type(values: Mapping[str, Any], known: Collection[str]) -> Non
     kind = str(values["model_type"])
     if kind not in known:
         raise ConfigError(
-            f"module: model_type is {kind!r}, which is none of the {len(known)} that the installed transformers knows",
+            f"module: model_type is {kind!r}, which is none of the {len(known)} that the installed "
+            "transformers knows",
             hint=did_you_mean(kind, known)
             or "python -c 'import transformers; print(*transformers.CONFIG_MAPPING)' lists them",
         )
 
 
 def _in_fp32(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config.json, and of the configs inside it, without the type that its weights
-    are in as a file.
-    """
+    """The values of a config.json and its nested configs, without the dtype of weight files."""
     kept = {key: value for key, value in values.items() if key not in _FILE_DTYPES}
     return {
         key: _in_fp32(value) if isinstance(value, Mapping) and key.endswith("_config") else value
@@ -441,9 +443,7 @@ def _in_fp32(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settle(config: Any) -> None:
-    """What a training run needs beside the file: no cache, and the token that a decoder starts
-    from.
-    """
+    """Adds settings that training needs: no cache, and the token from which a decoder starts."""
     config.use_cache = False
     if (
         getattr(config, "is_encoder_decoder", False)
@@ -471,13 +471,13 @@ def _model_class(transformers: Any, values: Mapping[str, Any]) -> Any:
                 hint='name the class in architectures, as "architectures": ["BertForMaskedLM"]',
             )
         return known[config]
-    found = getattr(transformers, named, None)
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+    model = getattr(transformers, named, None)
+    if not isinstance(model, type) or not issubclass(model, transformers.PreTrainedModel):
         raise ConfigError(
             f"module: transformers has no model {named}, which architectures names",
             hint="check architectures, and the version of transformers",
         )
-    return found
+    return model
 
 
 def _name(values: Mapping[str, Any], config: Any) -> str:

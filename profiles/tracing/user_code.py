@@ -1,6 +1,4 @@
-"""What the code of a user raises while the planner or the executor calls it, as one error that says
-where.
-"""
+"""Turns any error of a user's code into one error with its line."""
 
 from __future__ import annotations
 
@@ -11,22 +9,23 @@ from types import TracebackType
 from parplan.profiles.errors import ConfigError, PlannerError
 from parplan.profiles.tracing.source_lines import line_of
 
-_ALONE = "call it once by itself, on tensors with values: where that works, it does what cannot be traced"
-_LONGEST = 300  # characters: torch's texts can be pages
+_ALONE = (
+    "call it once by itself, on tensors with values: where that works, "
+    "it does what cannot be traced"
+)
+_LONGEST = 300  # characters, because torch's texts can fill pages
 
 
 @contextmanager
 def users_code(doing: str, *, hint: str = _ALONE) -> Iterator[None]:
-    """Inside, code of a user is called, which may raise anything, and torch in it: that becomes a
-    ConfigError with its line.
-    """
+    """Turns errors of user code called inside into a ConfigError with the line."""
     try:
         yield
     except PlannerError:
         raise
     except MemoryError as error:
         raise _out_of_memory(doing, error.__traceback__) from error
-    except Exception as error:  # of others, so of any kind
+    except Exception as error:  # user code may raise any kind
         if "can't allocate memory" in str(error):
             raise _out_of_memory(doing, error.__traceback__) from error
         text = " ".join(str(error).split())
@@ -40,10 +39,11 @@ def users_code(doing: str, *, hint: str = _ALONE) -> Iterator[None]:
 def _out_of_memory(doing: str, trace: TracebackType | None) -> ConfigError:
     return ConfigError(
         f"module: {doing} needs more memory than there is{_at(trace)}",
-        hint="make large tensors with calls of torch, as parameters or buffers: those have no memory here",
+        hint="make large tensors with calls of torch, as parameters or buffers: "
+        "those have no memory here",
     )
 
 
 def _at(trace: TracebackType | None) -> str:
-    found = line_of(trace)
-    return f" at {found}" if found else ""
+    line = line_of(trace)
+    return f" at {line}" if line else ""

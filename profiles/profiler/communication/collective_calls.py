@@ -1,4 +1,4 @@
-"""The tensors and the torch call of one case of communication."""
+"""The tensors and the torch call of one communication case."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from parplan.profiles.profiler.communication.comm_cases import ALL_REDUCE, POINT
 
 Run = Callable[[], None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# the names of torch 2.13, and those before
+# The name since torch 2.13, or the one before.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def zeros(n_bytes: int, precision: str, device: torch.device) -> torch.Tensor:
-    """A vector of so many bytes. Zeros stay zeros in every sum; written, for pages that never were
-    are all one page of the host.
+    """A vector of `n_bytes` bytes of zeros, which stay zeros in every sum.
+
+    It is written, because pages that never were all map to one page of the host.
     """
     dtype = DTYPES[precision]
     return torch.empty(n_bytes // dtype.itemsize, dtype=dtype, device=device).fill_(0.0)
 
 
 def call(case: Case, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> Run:
-    """What one rank of `group` (of these `ranks`) calls. Raises RuntimeError when its tensors do
-    not fit the memory.
+    """Returns the call that one rank of `group` (of these `ranks`) makes.
 
-    A message goes there and back: two of them.
+    A message goes there and back, so it is two messages. Raises RuntimeError when its tensors do
+    not fit the memory.
     """
     n_bytes = case.size("bytes")
     whole = zeros(n_bytes, case.precision, device)
@@ -38,16 +39,16 @@ def call(case: Case, group: dist.ProcessGroup, ranks: Sequence[int], device: tor
     if case.work == ALL_REDUCE:
         return lambda: _done(dist.all_reduce(whole, group=group))
     part_bytes = n_bytes if case.work == "all_to_all" else n_bytes // len(ranks)
-    other = zeros(part_bytes, case.precision, device)
+    part = zeros(part_bytes, case.precision, device)
     if case.work == "all_to_all":
-        return lambda: _done(dist.all_to_all_single(other, whole, group=group))
+        return lambda: _done(dist.all_to_all_single(part, whole, group=group))
     if case.work == "all_gather":
-        return lambda: _done(_GATHER(whole, other, group=group))
-    return lambda: _done(_SCATTER(other, whole, group=group))
+        return lambda: _done(_GATHER(whole, part, group=group))
+    return lambda: _done(_SCATTER(part, whole, group=group))
 
 
 def _done(_: object) -> None:
-    """Calls that are not asynchronous return nothing."""
+    """Drops the result, because calls that are not asynchronous return nothing."""
 
 
 def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[int]) -> Run:
@@ -65,13 +66,16 @@ def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup, ranks: Seque
 
 
 class Products:
-    """Products of one size beside an all-reduce. Raises RuntimeError when their tensors do not fit
-    the memory.
+    """Products of one size, run beside an all-reduce.
+
+    Raises RuntimeError when their tensors do not fit the memory.
     """
 
     def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
         dtype = DTYPES[case.precision]
-        m, n, k = (case.size(name) for name in ("m", "n", "k"))
+        m = case.size("m")
+        n = case.size("n")
+        k = case.size("k")
         self.left = torch.empty(m, k, dtype=dtype, device=device).fill_(0.0)
         self.right = torch.empty(k, n, dtype=dtype, device=device).fill_(0.0)
         self.result = torch.empty(m, n, dtype=dtype, device=device)
@@ -80,16 +84,16 @@ class Products:
         self.count = 1
 
     def compute(self) -> None:
-        """`count` products."""
+        """Runs `count` products."""
         for _ in range(self.count):
             torch.mm(self.left, self.right, out=self.result)
 
     def communicate(self) -> None:
-        """One all-reduce."""
+        """Runs one all-reduce."""
         dist.all_reduce(self.reduced, group=self.group)
 
     def both(self) -> None:
-        """The products while the all-reduce is on its way."""
+        """Runs the products while the all-reduce is in progress."""
         work = dist.all_reduce(self.reduced, group=self.group, async_op=True)
         self.compute()
         if work is not None:

@@ -1,8 +1,7 @@
-"""Times one case of communication on this rank, together with all others.
+"""Times one communication case on this rank, together with all others.
 
-Every rank calls `measured` with the same case; ranks that are in none of its groups wait. A time is
-that of one call in a row of calls after a barrier, as nccl-tests takes it; of each repeat that of
-the slowest rank counts.
+Every rank calls `measured` with the same case; ranks outside its groups wait. A time is that of one
+call in a row of calls after a barrier, as in nccl-tests; the slowest rank of each repeat counts.
 """
 
 from __future__ import annotations
@@ -32,28 +31,23 @@ from parplan.profiles.units import US_PER_S
 Made = TypeVar("Made")
 WARM_UP_REPEATS = 2  # after the first call
 MIN_REPEATS = 5
-MEASURED_S = 0.2  # repeats go on for about so long,
-STEADY_SPREAD = 0.1  # longer where they spread more: what else the machine does comes in bursts
-REPEAT_S = 0.002  # a repeat takes at least about so long, in as many calls
-LEAD_S = 0.05  # a longer call does not notice how ranks leave a barrier
-MAX_CALLS = 20  # in one repeat, as nccl-tests has by default
-HIDDEN_FACTOR = 1.5  # products go on for so much longer than the all-reduce that they hide
+MEASURED_S = 0.2  # repeats go on for about this long,
+STEADY_SPREAD = 0.1  # longer if they spread more, because other work on the machine comes in bursts
+REPEAT_S = 0.002  # a repeat takes at least about this long, in several calls if needed
+LEAD_S = 0.05  # in longer calls the skew of ranks leaving a barrier is negligible
+MAX_CALLS = 20  # in one repeat, the default of nccl-tests
+HIDDEN_FACTOR = 1.5  # products run this much longer than the all-reduce that they hide
 MAX_PRODUCTS = 2000
-DEADLINE_SHARE = 0.8  # of a group's timeout
+DEADLINE_SHARE = 0.8  # share of a group's timeout
 MS_PER_S = 1e3
 _POLL_S = 5e-5
-_NOT_THERE = (
-    "not support",
-    "unsupported",
-    "not implement",
-)  # what torch says of a collective that a backend lacks
+# torch's words for a collective that a backend lacks.
+_NOT_THERE = ("not support", "unsupported", "not implement")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How many repeats a case gets at most at once, and how many seconds of them where they
-    spread.
-    """
+    """The most repeats of a case in one go, and the seconds of repeats if they spread."""
 
     repeats: int = 30
     patience_s: float = 1.0
@@ -71,54 +65,60 @@ class DoesNotFitError(Exception):
 
 
 def measured(case: Case, ranks: MeasuringRank, effort: Effort = FULL) -> Record:
-    """What came of `case`, the same on all ranks. Raises RuntimeError when a collective fails or
-    passes its timeout.
+    """Returns the record of `case`, the same on all ranks.
+
+    Raises RuntimeError when a collective fails or passes its timeout.
     """
     try:
-        found = _WORKS.get(case.work, _timed)(_Together(case, ranks), effort)
+        figures = _WORKS.get(case.work, _timed)(_Together(case, ranks), effort)
     except UnsupportedError as error:
         return Record(case=case, outcome=CaseOutcome.UNSUPPORTED, detail=str(error))
     except DoesNotFitError as error:
         return Record(case=case, outcome=CaseOutcome.OUT_OF_MEMORY, detail=str(error))
-    return Record(case=case, outcome=CaseOutcome.MEASURED, measured=found)
+    return Record(case=case, outcome=CaseOutcome.MEASURED, measured=figures)
 
 
 class _Together:
-    """The groups of a case that run at once, and the one that this rank is in, if any."""
+    """The concurrent groups of a case, and the index of this rank's group, if it is in one."""
 
     def __init__(self, case: Case, ranks: MeasuringRank) -> None:
         self.case, self.ranks = case, ranks
         self.members: Members = (pairs if case.work == POINT_TO_POINT else group_members)(
             shape_of(case), ranks.world
         )
-        self.own = next(
+        self.group_index = next(
             (index for index, group in enumerate(self.members) if ranks.rank in group), None
         )
         self.calls = 1
-        self.leads = False  # whether a call goes before those that are timed
+        self.leads = False  # True if an untimed call precedes the timed ones
 
     @property
     def limit_s(self) -> float:
-        """When to give a call up: before NCCL's own watch ends the process without a word."""
+        """Seconds after which a call is given up, before NCCL's watchdog ends the process."""
         return DEADLINE_SHARE * self.ranks.timeout.total_seconds()
 
     def made(self, make: Callable[[dist.ProcessGroup, tuple[int, ...]], Made]) -> Made | None:
-        """What this rank's group needs, None for a rank without one; for no rank where another has
-        no memory for it.
+        """Makes the tensors of this rank's group, or None for a rank without a group.
+
+        Raises DoesNotFitError on all ranks if one lacks the memory.
         """
-        groups, found, short = self.ranks.groups(self.members), None, False
+        groups = self.ranks.groups(self.members)
+        made = None
+        short = False
         self.ranks.make_barrier(self.members)
         try:
-            found = None if self.own is None else make(groups[self.own], self.members[self.own])
-        except RuntimeError:  # on CPUs torch has no error of its own for it
+            if self.group_index is not None:
+                made = make(groups[self.group_index], self.members[self.group_index])
+        except RuntimeError:  # torch has no separate error for it on CPUs
             short = True
         if self.ranks.any([short])[0]:
             raise DoesNotFitError(f"the tensors of {self.case.key} do not fit the memory of a rank")
-        return found
+        return made
 
     def first(self, run: Run | None) -> None:
-        """The first call, which connects. A backend without this collective says so here, on all
-        ranks of a group.
+        """Runs the first call, which connects.
+
+        A backend without this collective fails here, on all ranks of a group.
         """
         reason = ""
         try:
@@ -132,52 +132,46 @@ class _Together:
             raise UnsupportedError(reason or "another rank's backend lacks it")
 
     def seconds(self, run: Run | None, repeats: int) -> list[float]:
-        """Seconds of one call in each repeat, of the slowest rank; a rank without anything to run
-        waits.
-        """
-        own_s = [0.0] * repeats
+        """Seconds of one call in each repeat, of the slowest rank; a rank without a call waits."""
+        times_s = [0.0] * repeats
         for index in range(repeats if run is not None else 0):
             self.ranks.barrier(self.members)
             if run is not None and self.leads:
                 run()
-            own_s[index] = (
-                elapsed_s(run, self.calls, self.ranks.device, self.limit_s) / self.calls
-                if run is not None
-                else 0.0
-            )
-        return self.ranks.largest(own_s)
+            if run is not None:
+                elapsed = elapsed_s(run, self.calls, self.ranks.device, self.limit_s)
+                times_s[index] = elapsed / self.calls
+        return self.ranks.largest(times_s)
 
     def choose(self, call_s: float, repeats: int) -> int:
-        """How many repeats, of how many calls each, when a call takes `call_s`; the same on all
-        ranks where `call_s` is.
+        """Sets the calls per repeat and returns the number of repeats, for calls of `call_s`.
 
-        Short calls follow one that is not timed: ranks leave it closer together than a barrier.
+        All ranks choose alike if `call_s` is alike. Short calls follow an untimed one, after which
+        ranks are closer together than after a barrier.
         """
         self.leads = call_s < LEAD_S
         self.calls = max(1, min(MAX_CALLS, math.ceil(REPEAT_S / max(call_s, _POLL_S))))
-        wanted = math.ceil(MEASURED_S / max(call_s * self.calls, _POLL_S))
-        return min(repeats, max(MIN_REPEATS, wanted))
+        steady = math.ceil(MEASURED_S / max(call_s * self.calls, _POLL_S))
+        return min(repeats, max(MIN_REPEATS, steady))
 
 
 def _timed(together: _Together, effort: Effort) -> CaseFigures:
-    """A collective, or a message: half of there and back."""
+    """Times a collective, or a message as half of there and back."""
     case, device = together.case, together.ranks.device
     run = together.made(lambda group, ranks: call(case, group, ranks, device))
     together.first(run)
     turns = together.choose(together.seconds(run, WARM_UP_REPEATS)[-1], effort.repeats)
     share = 0.5 if case.work == POINT_TO_POINT else 1.0
-    found_s: list[float] = []
-    while not found_s or (
-        timing(found_s).spread > STEADY_SPREAD and together.calls * sum(found_s) < effort.patience_s
+    times_s: list[float] = []
+    while not times_s or (
+        timing(times_s).spread > STEADY_SPREAD and together.calls * sum(times_s) < effort.patience_s
     ):
-        found_s += together.seconds(run, turns)
-    return CaseFigures(times={"time": timing([share * seconds for seconds in found_s])})
+        times_s += together.seconds(run, turns)
+    return CaseFigures(times={"time": timing([share * seconds for seconds in times_s])})
 
 
 def _overlap(together: _Together, effort: Effort) -> CaseFigures:
-    """Seconds of an all-reduce alone, of as many products as hide it, and of both together, in
-    turns.
-    """
+    """Times an all-reduce alone, enough products to hide it alone, and both together, in turns."""
     case, device = together.case, together.ranks.device
     beside = together.made(lambda group, _: Products(case, group, device))
     runs = [
@@ -186,19 +180,16 @@ def _overlap(together: _Together, effort: Effort) -> CaseFigures:
     ]
     for run in runs:
         together.first(run)
-    product_s, reduce_s = (
-        statistics.median(together.seconds(run, MIN_REPEATS)) for run in runs[:2]
-    )
+    product_s = statistics.median(together.seconds(runs[0], MIN_REPEATS))
+    reduce_s = statistics.median(together.seconds(runs[1], MIN_REPEATS))
     count = max(1, min(MAX_PRODUCTS, math.ceil(HIDDEN_FACTOR * reduce_s / product_s)))
     if beside is not None:
         beside.count = count
     turns = max(
         MIN_REPEATS, min(effort.repeats, math.ceil(MEASURED_S / max(reduce_s, product_s * count)))
     )
-    found_s = [[together.seconds(run, 1)[0] for run in runs] for _ in range(turns)]
-    alone_s, communication_s, both_s = (
-        statistics.median(column) for column in zip(*found_s, strict=True)
-    )
+    times_s = [[together.seconds(run, 1)[0] for run in runs] for _ in range(turns)]
+    alone_s, communication_s, both_s = map(statistics.median, zip(*times_s, strict=True))
     figures = {
         "compute_alone_s": alone_s,
         "communication_alone_s": communication_s,
@@ -209,9 +200,7 @@ def _overlap(together: _Together, effort: Effort) -> CaseFigures:
 
 
 def _communicator(together: _Together, effort: Effort) -> CaseFigures:
-    """What the first collective of new groups takes of the device's memory, of the rank that has
-    least left after it.
-    """
+    """Device memory that the first collective of new groups takes, the most of all ranks."""
     ranks = together.ranks
     if ranks.device.type != "cuda":
         raise UnsupportedError(
@@ -221,13 +210,13 @@ def _communicator(together: _Together, effort: Effort) -> CaseFigures:
     groups = ranks.groups(together.members, fresh=True)
     torch.cuda.synchronize()
     before, _ = torch.cuda.mem_get_info(ranks.device)
-    if together.own is not None:
-        dist.all_reduce(tensor, group=groups[together.own])
+    if together.group_index is not None:
+        dist.all_reduce(tensor, group=groups[together.group_index])
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info(ranks.device)
     taken = ranks.largest([float(before - after)])[0]
-    if together.own is not None:
-        dist.destroy_process_group(groups[together.own])
+    if together.group_index is not None:
+        dist.destroy_process_group(groups[together.group_index])
     return CaseFigures(figures={"buffer_bytes": taken})
 
 
@@ -238,9 +227,9 @@ _WORKS: dict[str, Callable[[_Together, Effort], CaseFigures]] = {
 
 
 def elapsed_s(run: Run, calls: int, device: torch.device, limit_s: float) -> float:
-    """Seconds of `calls` in a row: between events of the device, or by the clock of the host.
+    """Seconds of `calls` in a row, between device events or by the host's clock.
 
-    Raises RuntimeError when the device is not done with them after `limit_s`.
+    Raises RuntimeError if the device does not finish them in `limit_s`.
     """
     if device.type == "cuda":
         return _device_elapsed_s(run, calls, limit_s)
@@ -252,7 +241,8 @@ def elapsed_s(run: Run, calls: int, device: torch.device, limit_s: float) -> flo
 
 def _device_elapsed_s(run: Run, calls: int, limit_s: float) -> float:
     make: Any = torch.cuda.Event
-    begin, end = (make(enable_timing=True) for _ in range(2))
+    begin = make(enable_timing=True)
+    end = make(enable_timing=True)
     begin.record()
     for _ in range(calls):
         run()
@@ -266,13 +256,11 @@ def _device_elapsed_s(run: Run, calls: int, limit_s: float) -> float:
 
 
 def timing(seconds: list[float]) -> Timing:
-    """The median of repeats, and half of their interquartile range over it."""
+    """The median of repeats, and half of their interquartile range relative to it."""
     median_s = statistics.median(seconds)
-    low_s, _, high_s = (
-        statistics.quantiles(seconds, n=4, method="inclusive")
-        if len(seconds) > 1
-        else (median_s,) * 3
-    )
+    low_s = high_s = median_s
+    if len(seconds) > 1:
+        low_s, _, high_s = statistics.quantiles(seconds, n=4, method="inclusive")
     return Timing(
         median_us=median_s * US_PER_S, spread=(high_s - low_s) / 2 / median_s, repeats=len(seconds)
     )

@@ -1,4 +1,4 @@
-"""What `profiles/profile_comm.py` measures on a world, most informative first."""
+"""The cases that `profiles/profile_comm.py` measures on a world, most informative first."""
 
 from __future__ import annotations
 
@@ -14,20 +14,14 @@ from parplan.profiles.profiler.communication.group_shapes import (
 )
 from parplan.profiles.units import KIB
 
-ALL_REDUCE, POINT_TO_POINT, OVERLAP, COMMUNICATOR = (
-    "all_reduce",
-    "point_to_point",
-    "overlap",
-    "communicator",
-)
-PARTED = (
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-)  # whose tensor is cut into a part for each rank
+ALL_REDUCE = "all_reduce"
+POINT_TO_POINT = "point_to_point"
+OVERLAP = "overlap"
+COMMUNICATOR = "communicator"
+PARTED = ("all_gather", "reduce_scatter", "all_to_all")  # their tensor has a part for each rank
 COLLECTIVES = (ALL_REDUCE, *PARTED)
 TIMED = (*COLLECTIVES, POINT_TO_POINT)
-SIZES = ("bytes", "nodes", "ranks_per_node", "groups")  # of what is timed
+SIZES = ("bytes", "nodes", "ranks_per_node", "groups")  # the sizes of timed cases
 _LEVEL = {ALL_REDUCE: 0, POINT_TO_POINT: 1, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}
 _OVERLAP_LEVEL = 1
 SMALLEST_BYTES = KIB
@@ -36,7 +30,7 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def ladder(largest_bytes: int) -> tuple[int, ...]:
-    """1 KiB, 4 KiB, ... and the largest. Raises ConfigError when that is smaller than the first."""
+    """The sizes 1 KiB, 4 KiB, ... and the largest. Raises ConfigError if that is below 1 KiB."""
     if largest_bytes < SMALLEST_BYTES:
         raise ConfigError(
             f"--largest is {largest_bytes} bytes, it must be at least 1 KiB",
@@ -51,9 +45,7 @@ def ladder(largest_bytes: int) -> tuple[int, ...]:
 
 
 def size_levels(count: int) -> tuple[int, ...]:
-    """Of each of `count` sizes when it comes: 0 for the ends, 1 for the middle, 2 for the quarters,
-    and so on.
-    """
+    """The level of each of `count` sizes: 0 for the ends, 1 the middle, 2 the quarters, ..."""
     levels = [0] * count
     spans = [(0, count - 1)]
     level = 0
@@ -69,19 +61,20 @@ def size_levels(count: int) -> tuple[int, ...]:
 def comm_cases(
     world: World, *, largest_bytes: int, precision: str, product: int
 ) -> tuple[Case, ...]:
-    """Every case on this world, most informative first. `product`: rows and columns of the product
-    under which overlap is measured.
+    """Every case on this world, most informative first.
+
+    `product` is the number of rows and columns of the product in overlap cases.
     """
-    found = [
+    cases = [
         *_timed(world, ladder(largest_bytes), precision),
         *_overlaps(world, largest_bytes, precision, product),
     ]
-    found += [
+    cases += [
         (level, 0, _communicator(shape, precision))
         for level, shape in _shapes(group_shapes(world))
         if shape.groups == 1
     ]
-    return tuple(case for _, _, case in sorted(found, key=lambda item: item[:2]))
+    return tuple(case for _, _, case in sorted(cases, key=lambda item: item[:2]))
 
 
 def _shapes(levels: Iterable[tuple[Shape, ...]]) -> Iterator[tuple[int, Shape]]:
@@ -103,8 +96,9 @@ def _timed(world: World, sizes: tuple[int, ...], precision: str) -> Iterator[tup
 
 
 def timed_case(work: str, n_bytes: int, shape: Shape, precision: str) -> Case:
-    """One collective or message; bytes as nccl-tests counts them, rounded up to whole elements of
-    every rank.
+    """One collective or message.
+
+    Bytes are counted as nccl-tests does and rounded up to whole elements of every rank.
     """
     step = ELEMENT_BYTES.get(precision, 1) * (shape.num_ranks if work in PARTED else 1)
     rounded = -(-n_bytes // step) * step
@@ -121,7 +115,7 @@ def timed_case(work: str, n_bytes: int, shape: Shape, precision: str) -> Case:
 def _overlaps(
     world: World, largest_bytes: int, precision: str, product: int
 ) -> Iterator[tuple[int, int, Case]]:
-    """An all-reduce under products, on whole nodes and on the whole world."""
+    """Yields an all-reduce under products, on whole nodes and on the whole world."""
     for shape in group_shapes(world)[0]:
         sizes = (largest_bytes, product, product, product, shape.nodes, shape.ranks_per_node)
         named = tuple(zip(("bytes", "m", "n", "k", "nodes", "ranks_per_node"), sizes, strict=True))
@@ -134,7 +128,7 @@ def _communicator(shape: Shape, precision: str) -> Case:
 
 
 def shape_of(case: Case) -> Shape:
-    """The shape of any case of this module."""
+    """The shape of any case of this file."""
     sizes = dict(case.sizes)
     return Shape(
         nodes=sizes["nodes"], ranks_per_node=sizes["ranks_per_node"], groups=sizes.get("groups", 1)

@@ -1,6 +1,4 @@
-"""The file of what `profiles/profile_comm.py` measured: what it was measured on, and every
-record.
-"""
+"""The file that `profiles/profile_comm.py` writes: the machine, and every record."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommFile:
-    """Records of communication on `nodes` nodes of `ranks_per_node` ranks. `date` is the day on
-    which the last was measured.
+    """Records of communication on `nodes` nodes of `ranks_per_node` ranks.
+
+    `date` is the day of the last measurement.
     """
 
     __pydantic_config__ = _FORBID
@@ -38,15 +37,19 @@ class CommFile:
     records: tuple[Record, ...]
 
 
-def write_comm_file(path: Path, found: CommFile) -> None:
-    """Write the file whole or not at all. Raises ConfigError."""
+def write_comm_file(path: Path, comm_file: CommFile) -> None:
+    """Writes the file whole or not at all. Raises ConfigError."""
     write_text(
-        yaml.safe_dump(document(found), sort_keys=False, width=120), path, hint="choose another -o"
+        yaml.safe_dump(document(comm_file), sort_keys=False, width=120),
+        path,
+        hint="choose another -o",
     )
 
 
 def read_comm_file(path: Path) -> CommFile:
-    """What `write_comm_file` wrote. Raises ConfigError: not readable, not YAML, another version,
+    """Reads a file of `write_comm_file`.
+
+    Raises ConfigError for a file that is not readable, not YAML, of another version, or with
     unknown or missing keys.
     """
     body = read_yaml(path, hints=Hints(_HINT, _HINT))
@@ -55,16 +58,14 @@ def read_comm_file(path: Path) -> CommFile:
         raise ConfigError(
             f"{path}: comm_version is {version}, this parplan reads {COMM_VERSION}", hint=_HINT
         )
-    found = parse(CommFile, body, str(path))
-    for index, record in enumerate(found.records):
+    comm_file = parse(CommFile, body, str(path))
+    for index, record in enumerate(comm_file.records):
         _require_timed(record, f"{path}: records.{index}")
-    return found
+    return comm_file
 
 
 def _require_timed(record: Record, where: str) -> None:
-    """Raises ConfigError for a timed collective without the sizes of its group, or without a time
-    above zero.
-    """
+    """Raises ConfigError for a timed collective without group sizes or a positive time."""
     if record.case.work not in TIMED:
         return
     missing = [name for name in SIZES if name not in dict(record.case.sizes)]
@@ -74,13 +75,14 @@ def _require_timed(record: Record, where: str) -> None:
         raise ConfigError(f"{where}: {record.case.work} was measured and has no time", hint=_HINT)
     if record.measured is not None and record.measured.times["time"].median_us <= 0:
         raise ConfigError(
-            f"{where}: {record.case.work} was measured in {record.measured.times['time'].median_us} us",
+            f"{where}: {record.case.work} was measured in "
+            f"{record.measured.times['time'].median_us} us",
             hint=_HINT,
         )
 
 
 def in_flight_of(output: Path) -> Path:
-    """Where the case that is being measured is noted."""
+    """The path of the note on the case that is being measured."""
     return output.with_name(output.name + ".in-flight")
 
 

@@ -1,5 +1,6 @@
-"""Starts `profiles/profile_comm.py` on this node, again after a case that ended it, and reads what
-it measured. Without torch.
+"""Starts `profiles/profile_comm.py` on this node and reads its records, without torch.
+
+A run that a case ended is started again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from pathlib import Path
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.profiler.communication.comm_file import CommFile, in_flight_of, read_comm_file
 
-LAST_LINES = 50  # of what it said: torchrun says much after an error
+LAST_LINES = 50  # lines of output kept, because torchrun prints much after an error
 ROOT = Path(__file__).resolve().parents[2]
-_ENDED = re.compile(r"^error: (?:hung|crashed|out of memory) in ")  # as comm_run says it
+_ENDED = re.compile(r"^error: (?:hung|crashed|out of memory) in ")  # the messages of comm_run
 
 
 def comm_records(
@@ -32,16 +33,14 @@ def comm_records(
     reruns: int = 5,
     told: Callable[[str], None] = lambda line: None,
 ) -> CommFile:
-    """What `num_ranks` ranks on this node measured of their communication, also written to
-    `output`.
+    """Measures the communication of `num_ranks` ranks on this node and writes it to `output`.
 
-    A run that a case ended is started again, without that case, up to `reruns` times. told: each
-    line of progress.
-
-    Raises PlannerError with what the run said when it failed otherwise, or once too often.
+    A run that a case ended is started again, without that case, up to `reruns` times. `told` is
+    called with each line of progress. Raises PlannerError with the run's message when it fails
+    otherwise, or once too often.
     """
     ends_at_s = None if minutes is None else time.monotonic() + 60 * minutes
-    again = ["--restart"] if restart else []
+    extra = ["--restart"] if restart else []
     lines: deque[str] = deque(maxlen=LAST_LINES)
     for _ in range(reruns + 1):
         left = None if ends_at_s is None else max(1.0, ends_at_s - time.monotonic()) / 60
@@ -49,26 +48,24 @@ def comm_records(
             num_ranks,
             {"--output": output, "--device": device, "--minutes": left, "--largest": largest},
         )
-        if _run([*command, *again], lines, told) == 0:
+        if _run([*command, *extra], lines, told) == 0:
             return read_comm_file(output)
         if not in_flight_of(output).exists() and not any(_ENDED.match(line) for line in lines):
             break
-        again = ["--attempts", "1"]  # what is in flight ended a run that nobody ended from outside
+        # No other process ended the run, so the case in flight did.
+        extra = ["--attempts", "1"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    own = _command(num_ranks, {"--output": output, "--device": device})
+    retry = _command(num_ranks, {"--output": output, "--device": device})
+    last_line = " ".join(list(lines)[-1:])
+    unmeasured = f"communication of {num_ranks} ranks was not measured: {last_line}"
     raise PlannerError(
-        (
-            errors
-            or [
-                f"communication of {num_ranks} ranks was not measured: {' '.join(list(lines)[-1:])}"
-            ]
-        )[-1],
-        hint=f"start it yourself to see all it says: {' '.join(['python', *own[1:]])}",
+        (errors or [unmeasured])[-1],
+        hint=f"start it yourself to see all it says: {' '.join(['python', *retry[1:]])}",
     )
 
 
 def _command(num_ranks: int, options: dict[str, object]) -> list[str]:
-    """The line that starts it; --standalone finds a port that is free."""
+    """The command line that starts it; --standalone finds a free port."""
     said = [
         part for name, value in options.items() if value is not None for part in (name, str(value))
     ]
@@ -84,7 +81,7 @@ def _command(num_ranks: int, options: dict[str, object]) -> list[str]:
 
 
 def _run(command: list[str], lines: deque[str], told: Callable[[str], None]) -> int:
-    """Run it and keep its last lines; its exit code."""
+    """Runs the command, stores its last lines and returns its exit code."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     lines.clear()
     with subprocess.Popen(
@@ -100,7 +97,7 @@ def _run(command: list[str], lines: deque[str], told: Callable[[str], None]) -> 
             for line in process.stderr:
                 lines.append(line.rstrip())
                 told(lines[-1])
-        except BaseException:  # torchrun, which would be waited for, ends its ranks
+        except BaseException:  # torchrun ends its ranks; else Popen would wait for it
             process.terminate()
             raise
     return process.returncode

@@ -1,10 +1,10 @@
-"""Measures cases of communication one after another: rank 0 decides which, keeps the journal, and
-says what came of them.
+"""Measures communication cases one by one; rank 0 chooses them and writes the journal.
 
 Before each case rank 0 notes on disk that it is in flight. A collective that fails or passes its
-timeout ends the run, for its communicators cannot be used again: rank 0 records the case and the
-next run goes on after it. A case that is still noted when a run begins had ended the one before, or
-was interrupted with it: it is tried again, and given up when that has happened too often.
+timeout ends the run, because its communicators cannot be used again: rank 0 records the case and
+the next run continues after it. A case that is still noted when a run begins has ended the run
+before, or was interrupted with it. It is tried again, and given up when that has happened too
+often.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from parplan.profiles.profiler.communication.measuring_ranks import MeasuringRan
 from parplan.profiles.profiler.journal import Journal
 
 STOP = -1
-ATTEMPTS = 3  # runs that may end in a case without a word: being killed from outside looks the same
+ATTEMPTS = 3  # runs that may end silently in a case; being killed from outside looks alike
 ENDED = {
     CaseOutcome.HUNG: "hung in",
     CaseOutcome.CRASHED: "crashed in",
     CaseOutcome.OUT_OF_MEMORY: "out of memory in",
 }
 AGAIN = "run the same command again: it goes on with what is left"
-LAST_WORD_S = (
-    3.0  # other ranks stay so long after an error, for torchrun ends all when the first goes
-)
+# Other ranks wait this long after an error, because torchrun ends all when the first exits.
+LAST_WORD_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A case by its key, and how many runs have begun it."""
+    """The key of a case, and the number of runs that have begun it."""
 
     case: str
     attempts: int
@@ -51,17 +50,17 @@ class _Note:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """The note of the case that is being measured, in a file beside the journal."""
+    """The note on the case that is being measured, in a file beside the journal."""
 
     path: Path
 
     def begin(self, case: Case) -> None:
-        """Note the case, and how often it was begun."""
+        """Notes the case and the number of runs that have begun it."""
         noted = json.dumps({"case": case.key, "attempts": self.attempts(case) + 1})
         write_text(noted, self.path, hint="make room, and run the command again: it goes on")
 
     def attempts(self, case: Case) -> int:
-        """How many runs ended in this case."""
+        """The number of runs that ended in this case."""
         noted = self._noted()
         return noted.attempts if noted is not None and noted.case == case.key else 0
 
@@ -77,17 +76,16 @@ class InFlight:
 
 @dataclass(kw_only=True)
 class Chief:
-    """What rank 0 has besides: the cases' order, the journal, the note of what is in flight, the
-    end of the budget.
+    """Rank 0's part: the order of cases, the journal, the note in flight and the end of the budget.
 
-    told: called with each record, how many cases have one, and of how many
-    parent: what started this process; without it there is nobody to measure for
+    told     called with each record, the number of cases with a record, and that of all cases
+    parent   the process that started this one; without it the run stops
     """
 
     cases: Sequence[Case]
     journal: Journal
     in_flight: InFlight
-    ends_at_s: float = math.inf  # of time.monotonic()
+    ends_at_s: float = math.inf  # by time.monotonic()
     told: Callable[[Record, int, int], None] = lambda record, done, number: None
     parent: int = field(default_factory=os.getppid)
 
@@ -96,7 +94,7 @@ class Chief:
         return tuple(case for case in self.cases if case.key not in self.journal.records)
 
     def give_up(self, attempts: int) -> None:
-        """Record the case in flight as crashed where so many runs have ended in it."""
+        """Records the case in flight as crashed if `attempts` runs have ended in it."""
         for case in self.left():
             if self.in_flight.attempts(case) >= attempts:
                 self.keep(
@@ -108,7 +106,7 @@ class Chief:
                 )
 
     def next_index(self) -> int:
-        """The case to measure now, STOP when there is none or no time."""
+        """The index of the next case, STOP when none or no time is left."""
         if os.getppid() != self.parent:
             return STOP
         for index, case in enumerate(self.cases):
@@ -117,7 +115,7 @@ class Chief:
         return STOP
 
     def keep(self, record: Record) -> None:
-        """The record is on disk when this returns."""
+        """Writes the record to disk and ends the note in flight."""
         self.journal.append(record)
         self.in_flight.end()
         self.told(record, len(self.cases) - len(self.left()), len(self.cases))
@@ -126,8 +124,9 @@ class Chief:
 def run_cases(
     cases: Sequence[Case], ranks: MeasuringRank, chief: Chief | None, effort: Effort = FULL
 ) -> None:
-    """Measure the cases that rank 0, which alone has a `chief`, chooses. Raises PlannerError when a
-    collective failed.
+    """Measures the cases that rank 0, which alone has a `chief`, chooses.
+
+    Raises PlannerError when a collective failed.
     """
     while (index := _next(ranks, chief)) != STOP:
         case = cases[index]
@@ -151,7 +150,7 @@ def _next(ranks: MeasuringRank, chief: Chief | None) -> int:
 
 
 def _failed(case: Case, error: RuntimeError, chief: Chief | None) -> PlannerError:
-    """The error of a run that cannot go on, once rank 0 has kept what came of the case."""
+    """Records the case on rank 0 and returns the error of a run that cannot go on."""
     reason = _first_line(error)
     outcome = CaseOutcome.CRASHED
     if isinstance(error, torch.OutOfMemoryError):

@@ -1,11 +1,10 @@
-"""Which groups of ranks a mesh can make on a world, and who is in them. Ranks fill the nodes in
-order.
+"""The shapes of groups that a mesh can form on a world, and their members.
 
-A shape says what prices ask for (costmodels/communication/mesh.py, Placement): ranks on each of
-some nodes, and how many such groups a node takes part in at once. Inside a node a group's ranks are
-neighbours, as tensor parallelism places them; across nodes they are as far apart as data
-parallelism over the rest of the node makes them. Strided groups inside a node are taken to be as
-fast as neighbours.
+Ranks fill the nodes in order. A shape has the quantities that prices need
+(costmodels/communication/mesh.py, Placement): ranks on each of some nodes, and the number of such
+groups that share a node. Inside a node a group's ranks are neighbours, as tensor parallelism places
+them; across nodes they are as far apart as data parallelism over the rest of the node makes them.
+Strided groups inside a node are assumed to be as fast as neighbours.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ class World:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1 or self.num_ranks < 2:
             raise ConfigError(
-                f"{self.nodes} nodes of {self.ranks_per_node} ranks: communication needs at least 2 ranks",
+                f"{self.nodes} nodes of {self.ranks_per_node} ranks: communication needs at least "
+                "2 ranks",
                 hint="start more of them: torchrun --nproc-per-node 2",
             )
 
@@ -40,8 +40,9 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A group of `ranks_per_node` ranks on each of `nodes` nodes, while every node that has any
-    takes part in `groups` of them.
+    """A group of `ranks_per_node` ranks on each of `nodes` nodes.
+
+    Every node with such ranks takes part in `groups` groups at once.
     """
 
     nodes: int
@@ -54,9 +55,10 @@ class Shape:
 
 
 def group_shapes(world: World) -> tuple[tuple[Shape, ...], ...]:
-    """The shapes of collectives, in levels, most informative first: whole nodes and the whole
-    world, then one rank a node and the parts of a node, all such groups at once; then fewer nodes;
-    then one group alone, which shows what sharing costs.
+    """The shapes of collectives, in levels, most informative first.
+
+    Whole nodes and the whole world come first; then one rank per node and the parts of a node, all
+    such groups at once; then fewer nodes; then one group alone, which shows the cost of sharing.
     """
     local, nodes = world.ranks_per_node, world.nodes
     levels = (
@@ -74,8 +76,9 @@ def group_shapes(world: World) -> tuple[tuple[Shape, ...], ...]:
 
 
 def pair_shapes(world: World) -> tuple[tuple[Shape, ...], ...]:
-    """The shapes of single messages, in levels: one inside a node, one between two nodes and one of
-    every rank at once; then the rest.
+    """The shapes of single messages, in levels, most informative first.
+
+    One message inside a node, one between two nodes and one from every rank at once come first.
     """
     local = world.ranks_per_node
     inside = (
@@ -102,7 +105,7 @@ def _alone(nodes: int, ranks: int) -> Shape:
 
 
 def _fresh(levels: Iterable[tuple[Shape, ...]]) -> Iterator[tuple[Shape, ...]]:
-    """The levels without groups of one rank and without what a level before has."""
+    """Yields the levels without groups of one rank and without shapes of earlier levels."""
     seen: set[Shape] = set()
     for level in levels:
         kept = tuple(
@@ -114,18 +117,14 @@ def _fresh(levels: Iterable[tuple[Shape, ...]]) -> Iterator[tuple[Shape, ...]]:
 
 
 def group_members(shape: Shape, world: World) -> Members:
-    """The groups that run at once, by their ranks; that of rank 0 first. Shapes of
-    `group_shapes`.
-    """
+    """The concurrent groups, by their ranks, rank 0's first. Takes shapes of `group_shapes`."""
     local = world.ranks_per_node
     alone = shape.groups == 1 and shape.ranks_per_node < local
     sets = 1 if alone else world.nodes // shape.nodes
-    stride = (
-        1 if shape.nodes == 1 else local // shape.ranks_per_node
-    )  # neighbours, or as far apart as the node allows
-    apart = (
-        shape.ranks_per_node if shape.nodes == 1 else 1
-    )  # from a group's first rank to the next group's
+    # `stride` is the distance between ranks of a group: neighbours in one node, else as far apart
+    # as the node allows. `apart` is the distance between the first ranks of two groups.
+    stride = 1 if shape.nodes == 1 else local // shape.ranks_per_node
+    apart = shape.ranks_per_node if shape.nodes == 1 else 1
     return tuple(
         tuple(
             (start * shape.nodes + node) * local + group * apart + rank * stride
@@ -138,10 +137,9 @@ def group_members(shape: Shape, world: World) -> Members:
 
 
 def pairs(shape: Shape, world: World) -> Members:
-    """The senders and receivers of single messages at once: neighbouring stages of a pipeline with
-    `groups` ranks each.
+    """The senders and receivers of concurrent messages, on the first node or between the first two.
 
-    On the first node, or between the first two. Shapes of `pair_shapes`.
+    They are neighbouring pipeline stages with `groups` ranks each. Takes shapes of `pair_shapes`.
     """
     apart = shape.groups if shape.nodes == 1 else world.ranks_per_node
     return tuple((rank, rank + apart) for rank in range(shape.groups))

@@ -1,6 +1,4 @@
-"""One rank of a world that measures its communication: its device, its groups, and what all ranks
-say to each other about it.
-"""
+"""One rank of a world that measures its communication: its device, groups and agreements."""
 
 from __future__ import annotations
 
@@ -15,13 +13,14 @@ import torch.distributed as dist
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.profiler.communication.group_shapes import Members, World
 
-CONTROL_FACTOR = 2  # ranks that are not in a group wait for it longer than it may take
+CONTROL_FACTOR = 2  # ranks outside a group wait longer for it than it may take
 
 
 @dataclass(kw_only=True)
 class MeasuringRank:
-    """The groups of one rank. Decisions and times go over `control`, a gloo group of all; `timeout`
-    is that of one collective.
+    """The groups of one rank, and its agreements with all others over `control`, a gloo group.
+
+    `timeout` is that of one collective.
     """
 
     world: World
@@ -36,15 +35,16 @@ class MeasuringRank:
         return self.rank == 0
 
     def groups(self, members: Members, *, fresh: bool = False) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of those ranks, each made once, or new ones. All ranks ask for the same in the
-        same order.
+        """Returns the groups of `members`, each made once, or new ones with `fresh`.
+
+        All ranks call this with the same arguments in the same order.
         """
         return tuple(
             (self._made if fresh else self._group)(ranks, self.device.type) for ranks in members
         )
 
     def barrier(self, members: Members) -> None:
-        """Wait for all ranks of those groups; others return at once."""
+        """Waits for all ranks of those groups; ranks outside them return at once."""
         ranks = tuple(sorted({rank for group in members for rank in group}))
         if len(ranks) == self.world.num_ranks:
             dist.barrier(self.control)
@@ -52,7 +52,7 @@ class MeasuringRank:
             dist.barrier(self._group(ranks, "cpu"))
 
     def make_barrier(self, members: Members) -> None:
-        """What `barrier` needs, made by all ranks."""
+        """Makes the group that `barrier` needs, on all ranks."""
         ranks = tuple(sorted({rank for group in members for rank in group}))
         if len(ranks) < self.world.num_ranks:
             self._group(ranks, "cpu")
@@ -69,25 +69,26 @@ class MeasuringRank:
         return made
 
     def decided(self, value: int) -> int:
-        """What rank 0 decided."""
+        """Returns rank 0's `value` on every rank."""
         told = torch.tensor([value], dtype=torch.int64)
         dist.broadcast(told, src=0, group=self.control)
         return int(told.item())
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of every value the largest of all ranks."""
+        """The largest of every value over all ranks."""
         told = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.control)
         return [float(value) for value in told]
 
     def any(self, flags: Iterable[bool]) -> list[bool]:
-        """Of every flag whether any rank raised it."""
+        """Tells for every flag whether any rank raised it."""
         return [value > 0 for value in self.largest([float(flag) for flag in flags])]
 
 
 def world_of_environment() -> World:
-    """The world as torchrun says it. Raises ConfigError without torchrun, and when nodes have
-    different numbers of ranks.
+    """Reads the world from torchrun's variables.
+
+    Raises ConfigError without torchrun, and when nodes have different numbers of ranks.
     """
     missing = [
         name
@@ -109,10 +110,9 @@ def world_of_environment() -> World:
 
 
 def chosen_device(name: str) -> torch.device:
-    """This rank's device: a GPU of its own, or the CPU. Raises ConfigError for cuda without enough
-    GPUs.
-    """
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    """This rank's device: its GPU, or the CPU. Raises ConfigError for cuda without enough GPUs."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and not count):
         return torch.device("cpu")
     if local >= count:
@@ -126,8 +126,9 @@ def chosen_device(name: str) -> torch.device:
 
 
 def joined(world: World, device: torch.device, timeout: timedelta) -> MeasuringRank:
-    """Join the other ranks. Without a device of its own for the default group, so that no
-    communicator is made before it is measured.
+    """Joins the other ranks.
+
+    The default group gets no device, so that no communicator is made before it is measured.
     """
     limit = CONTROL_FACTOR * timeout
     dist.init_process_group(

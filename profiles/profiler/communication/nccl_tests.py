@@ -1,10 +1,9 @@
-"""The text that nccl-tests prints (all_reduce_perf and the others; rccl-tests alike) -> records of
-communication.
+"""Parses the output of nccl-tests (all_reduce_perf and others, also rccl-tests) into records.
 
-Lines of other programs, and what mpirun and srun put before a line, are passed over. Columns are
-found by the header: older versions have no root or no redop (or leave it blank), `error` for
-`#wrong`; some programs have no in-place half. Sizes are those of nccl-tests since 2019, the larger
-of what a rank sends and receives (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+Lines of other programs, and the prefixes of mpirun and srun, are skipped. Columns are found by the
+header: older versions have no root or no redop (or leave it blank) and `error` for `#wrong`; some
+programs have no in-place half. Sizes are those of nccl-tests since 2019, the larger of the bytes
+that a rank sends and receives (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ PROGRAMS = {
     "sendrecv": POINT_TO_POINT,
 }
 PRECISIONS = {"float": "fp32", "half": "fp16", "bfloat16": "bf16"}
-LEAST_GB_PER_S = (
-    5.0  # bandwidths have two decimals: below it they do not tell numbers of ranks apart
-)
+# Bandwidths have two decimals; below this they do not tell numbers of ranks apart.
+LEAST_GB_PER_S = 5.0
 RATIO_TOLERANCE = 0.01
-ITERATIONS = 20  # nccl-tests' own default
-_PREFIX = re.compile(
-    r"^\s*(?:\[[^\]]*\]<std(?:out|err)>:|[0-9]+:\s)"
-)  # of mpirun --tag-output, of srun --label
+ITERATIONS = 20  # nccl-tests' default
+# Prefixes of mpirun --tag-output and of srun --label.
+_PREFIX = re.compile(r"^\s*(?:\[[^\]]*\]<std(?:out|err)>:|[0-9]+:\s)")
 _PROGRAM = re.compile(r"\b([a-z]+(?:_[a-z]+)?)_perf")
 _ITERATIONS = re.compile(r"(?<!warmup)(?<!agg) iters: ([0-9]+)")
 _RANK = re.compile(r"Rank\s+[0-9]+\s+(?:Group\s+([0-9]+)\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device")
@@ -52,8 +49,9 @@ _HINT = "take the whole output of nccl-tests, with its header"
 
 @dataclass(slots=True)
 class _TestHeader:
-    """What the lines before a row say: the program, its ranks as (group, host), iterations, and the
-    header's columns from `time` on.
+    """The facts from the lines before a row: program, ranks as (group, host), iterations, columns.
+
+    The columns start at `time`.
     """
 
     program: str = ""
@@ -64,8 +62,8 @@ class _TestHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What the caller says of a text, None where its lines do."""
+class _Given:
+    """The caller's facts about a text; None for facts that its lines tell."""
 
     where: str
     nodes: int | None
@@ -83,50 +81,51 @@ def nccl_tests_records(
     collective: str | None = None,
     where: str = "nccl-tests output",
 ) -> tuple[Record, ...]:
-    """A record of every row of one or more outputs, with the figures of what torch calls: in place
-    for all-reduce, else out of place.
+    """Returns a record of every row, with the times of the variant that torch calls.
 
-    A spread is that between the two halves of a row, for nccl-tests prints means. Nodes, ranks per
-    node of a group and groups at once (NCCL_TESTS_SPLIT) are those of the list of ranks in the text
-    unless said; the collective is that of the program's name in it.
+    That variant is in place for all-reduce, else out of place. The text is one or more outputs. The
+    spread is that between the two halves of a row, because nccl-tests prints means. Unless given,
+    the nodes, ranks per node of a group and concurrent groups (NCCL_TESTS_SPLIT) come from the list
+    of ranks in the text, and the collective from the program's name in it.
 
-    Raises ConfigError with `where` and the line: rows without a header, other columns, wrong
-    results, another number of ranks than said, and what neither the text nor the caller says.
+    Raises ConfigError with `where` and the line for rows without a header, other columns, wrong
+    results, another number of ranks than given, and facts that neither text nor caller gives.
     """
     if collective is not None and collective not in TIMED:
         raise unknown_name_error("collective", collective, TIMED)
-    asked = _Asked(
+    given = _Given(
         where=where,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         groups=groups,
         collective=collective,
     )
-    found = tuple(_records(text.splitlines(), asked))
-    if not found:
+    records = tuple(_records(text.splitlines(), given))
+    if not records:
         raise ConfigError(f"{where}: no row of nccl-tests in it", hint=_HINT)
-    return found
+    return records
 
 
 def read_nccl_tests(
     paths: Iterable[Path], nodes: int | None = None, ranks_per_node: int | None = None
 ) -> tuple[Record, ...]:
-    """The records of several files. Raises ConfigError: not readable, or as
-    `nccl_tests_records`.
+    """Returns the records of several files.
+
+    Raises ConfigError for an unreadable file and as `nccl_tests_records`.
     """
-    found: list[Record] = []
+    records: list[Record] = []
     for path in paths:
         text = read_text(path, hints=Hints(_HINT, _HINT), lossy=True)
-        found += nccl_tests_records(text, nodes, ranks_per_node, where=str(path))
-    return tuple(found)
+        records += nccl_tests_records(text, nodes, ranks_per_node, where=str(path))
+    return tuple(records)
 
 
-def _records(lines: list[str], asked: _Asked) -> Iterator[Record]:
+def _records(lines: list[str], given: _Given) -> Iterator[Record]:
     run = _TestHeader()
     for number, line in enumerate(lines, start=1):
         bare = _PREFIX.sub("", line)
         if _ROW.match(bare):
-            record = _record(bare, run, asked, f"{asked.where}, line {number}")
+            record = _record(bare, run, given, f"{given.where}, line {number}")
             if record is not None:
                 yield record
         else:
@@ -134,17 +133,15 @@ def _records(lines: list[str], asked: _Asked) -> Iterator[Record]:
 
 
 def _note(line: str, run: _TestHeader) -> None:
-    """Keep what a line says of the rows that follow."""
+    """Stores the facts that a line tells about the rows that follow."""
     program = _PROGRAM.search(line)
     if program:
         run.program = program[1]
     if "nThread" in line:  # the first line of every output
         iterations = _ITERATIONS.search(line)
-        run.ranks, run.columns, run.iterations = (
-            [],
-            [],
-            int(iterations[1]) if iterations else ITERATIONS,
-        )
+        run.ranks = []
+        run.columns = []
+        run.iterations = int(iterations[1]) if iterations else ITERATIONS
     rank = _RANK.search(line)
     if rank:
         run.ranks.append((rank[1] or "0", rank[2]))
@@ -153,12 +150,13 @@ def _note(line: str, run: _TestHeader) -> None:
         first = next(
             (index for index, name in enumerate(names) if name.endswith("time")), len(names)
         )
-        run.header, run.columns = first, [name for name in names[first:] if name != "timestamp"]
+        run.header = first
+        run.columns = [name for name in names[first:] if name != "timestamp"]
 
 
-def _record(line: str, run: _TestHeader, asked: _Asked, place: str) -> Record | None:
-    """The record of a row, None for one of no bytes."""
-    work, shape = _work(run, asked, place), _shape(run, asked, place)
+def _record(line: str, run: _TestHeader, given: _Given, place: str) -> Record | None:
+    """The record of a row, None for a row of zero bytes."""
+    work, shape = _work(run, given, place), _shape(run, given, place)
     if work == POINT_TO_POINT:
         shape = _message(shape, place)
     head, halves = _cells(line, run, place)
@@ -180,8 +178,9 @@ def _record(line: str, run: _TestHeader, asked: _Asked, place: str) -> Record | 
 
 
 def _cells(line: str, run: _TestHeader, place: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The cells before the first time, and those of each half by column. A blank redop or root is
-    no cell.
+    """Returns the cells before the first time, and the cells of each half by column.
+
+    A blank redop or root is no cell.
     """
     if not run.columns:
         raise ConfigError(f"{place}: a row before the header with its columns", hint=_HINT)
@@ -207,11 +206,11 @@ def _cells(line: str, run: _TestHeader, place: str) -> tuple[list[str], list[dic
 
 
 def _check(half: dict[str, str], work: str, shape: Shape, place: str) -> None:
-    """That results were right, and that the bandwidths are those of this collective on so many
-    ranks. Raises ConfigError.
-    """
+    """Raises ConfigError for wrong results, and for bandwidths of another number of ranks."""
     try:
-        time_us, algorithm, bus = (float(half[name]) for name in ("time", "algbw", "busbw"))
+        time_us = float(half["time"])
+        algorithm = float(half["algbw"])
+        bus = float(half["busbw"])
     except (KeyError, ValueError):
         raise ConfigError(
             f"{place}: found {half}, needed numbers for time, algbw and busbw", hint=_HINT
@@ -228,59 +227,60 @@ def _check(half: dict[str, str], work: str, shape: Shape, place: str) -> None:
         abs(bus / algorithm / factor - 1) <= RATIO_TOLERANCE for factor in expected
     ):
         raise ConfigError(
-            f"{place}: busbw is {bus / algorithm:.3g} times algbw, {work} on {shape.num_ranks} ranks has {expected[0]:.3g}",
+            f"{place}: busbw is {bus / algorithm:.3g} times algbw, {work} on {shape.num_ranks} "
+            f"ranks has {expected[0]:.3g}",
             hint="say which collective and how many nodes and ranks per node it was",
         )
 
 
 def _bus_factors(work: str, ranks: int) -> tuple[float, ...]:
-    """busbw over algbw of a ring; until 2020 gathers had 1."""
+    """The ratio busbw / algbw of a ring; until 2020 gathers had 1."""
     if work in PARTED:
         return (ranks - 1) / ranks, 1.0
     return (2 * (ranks - 1) / ranks,) if work == ALL_REDUCE else (1.0,)
 
 
-def _work(run: _TestHeader, asked: _Asked, place: str) -> str:
-    if asked.collective is not None:
-        return asked.collective
+def _work(run: _TestHeader, given: _Given, place: str) -> str:
+    if given.collective is not None:
+        return given.collective
     if run.program not in PROGRAMS:
-        found = f"of {run.program}_perf" if run.program else "of no program that is named before it"
+        row = f"of {run.program}_perf" if run.program else "of no program that is named before it"
         raise ConfigError(
-            f"{place}: a row {found}, needed one of {', '.join(f'{name}_perf' for name in PROGRAMS)}",
+            f"{place}: a row {row}, needed one of {', '.join(f'{name}_perf' for name in PROGRAMS)}",
             hint="name the collective, or leave the command line in the file",
         )
     return PROGRAMS[run.program]
 
 
-def _shape(run: _TestHeader, asked: _Asked, place: str) -> Shape:
-    """What the list of ranks says, under what the caller says. Raises ConfigError where they differ
-    or say nothing.
-    """
-    own = [host for group, host in run.ranks if group == "0"]
-    hosts = len(set(own))
-    nodes = asked.nodes or hosts
-    if not nodes or not (asked.ranks_per_node or own):
+def _shape(run: _TestHeader, given: _Given, place: str) -> Shape:
+    """The shape from the ranks or the caller. Raises ConfigError if they differ or lack it."""
+    group_hosts = [host for group, host in run.ranks if group == "0"]
+    hosts = len(set(group_hosts))
+    nodes = given.nodes or hosts
+    if not nodes or not (given.ranks_per_node or group_hosts):
         raise ConfigError(
             f"{place}: neither a list of ranks before it nor a number of nodes",
             hint="say how many nodes and ranks per node",
         )
-    ranks_per_node = asked.ranks_per_node or len(own) // nodes
-    if own and nodes * ranks_per_node != len(own):
+    ranks_per_node = given.ranks_per_node or len(group_hosts) // nodes
+    if group_hosts and nodes * ranks_per_node != len(group_hosts):
         raise ConfigError(
-            f"{place}: {len(own)} ranks in a group on {hosts} hosts, {nodes} nodes of {ranks_per_node} ranks were said",
+            f"{place}: {len(group_hosts)} ranks in a group on {hosts} hosts, {nodes} nodes of "
+            f"{ranks_per_node} ranks were said",
             hint="say as many as there were",
         )
-    beside = {group for group, host in run.ranks if own and host == own[0]}
+    beside = {group for group, host in run.ranks if group_hosts and host == group_hosts[0]}
     return Shape(
-        nodes=nodes, ranks_per_node=ranks_per_node, groups=asked.groups or max(1, len(beside))
+        nodes=nodes, ranks_per_node=ranks_per_node, groups=given.groups or max(1, len(beside))
     )
 
 
 def _message(shape: Shape, place: str) -> Shape:
-    """One message between two ranks, as curves of messages name it."""
+    """Checks that a message has two ranks, as the curves of messages do."""
     if shape.num_ranks != 2:
         raise ConfigError(
-            f"{place}: sendrecv_perf on {shape.num_ranks} ranks is a ring of messages, needed one between 2 ranks",
+            f"{place}: sendrecv_perf on {shape.num_ranks} ranks is a ring of messages, needed one "
+            "between 2 ranks",
             hint="run it on 2 GPUs of a node, or on one of each of 2 nodes",
         )
     return shape

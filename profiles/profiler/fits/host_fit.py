@@ -1,4 +1,4 @@
-"""Records of copies and of Adam on the host -> the rates of one device and of one process."""
+"""Fits the host rates of one device and one process to records of copies and of Adam."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RATES = {  # field of the rates -> work and figure of a record
 
 
 def host_speed(records: Sequence[Record]) -> HostSpeed | None:
-    """The best of each rate that was measured: that of the largest size. None where nothing was."""
-    found = {
+    """The best measured value of each rate, reached at the largest size; None without records."""
+    rates = {
         name: rate
         for name, (work, figure) in RATES.items()
         if (rate := _best(records, work, figure)) is not None
     }
-    return HostSpeed(**found) if found else None
+    return HostSpeed(**rates) if rates else None
 
 
 def _best(records: Sequence[Record], work: str, figure: str) -> float | None:

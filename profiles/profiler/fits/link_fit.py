@@ -1,5 +1,6 @@
-"""Records of communication -> curves of each collective and placement, the shares of the links for
-all else, and contention.
+"""Fits links to records of communication: curves of collectives, link shares and contention.
+
+A curve covers one collective at one placement; the shares price everything else.
 """
 
 from __future__ import annotations
@@ -24,19 +25,15 @@ from parplan.profiles.provenance import Kind
 from parplan.profiles.units import US_PER_S
 
 SOURCE = "plan profile: collectives and messages on this machine"
-RINGS = {
-    "all_gather": 1.0,
-    "reduce_scatter": 1.0,
-    ALL_REDUCE: 2.0,
-}  # how often a ring takes (p - 1)/p of the bytes round; best first
+# Factor of (p - 1)/p of the bytes that a ring sends through every link; the best collective first.
+RINGS = {"all_gather": 1.0, "reduce_scatter": 1.0, ALL_REDUCE: 2.0}
 Placed = tuple[str, int, int, int]
 
 
 def links_of(records: Iterable[Record], cluster: Cluster) -> tuple[Intra, Inter, float | None]:
-    """What records of communication say of the links of `cluster`, on which they were measured, and
-    its contention.
+    """Returns the links and the contention of `cluster`, on which `records` were measured.
 
-    What no record says is that of the device's shipped profile, or assumed.
+    Values without a record come from the device's shipped profile, or are assumed.
     """
     measured = [record for record in records if record.outcome is CaseOutcome.MEASURED]
     curves = curves_of(measured)
@@ -51,25 +48,24 @@ def links_of(records: Iterable[Record], cluster: Cluster) -> tuple[Intra, Inter,
 
 
 def curves_of(records: Iterable[Record]) -> tuple[CollectiveCurve, ...]:
-    """A curve through the measured sizes of each collective at each placement; of a size that is
-    there twice the median.
+    """A curve through the measured sizes of each collective at each placement.
+
+    A size that was measured twice has the median.
     """
-    found: dict[Placed, dict[int, list[Record]]] = {}
+    placements: dict[Placed, dict[int, list[Record]]] = {}
     for record in records:
         if record.case.work in TIMED and record.measured is not None:
-            n_bytes, nodes, ranks, groups = (
-                record.case.size(name) for name in ("bytes", "nodes", "ranks_per_node", "groups")
-            )
-            found.setdefault((record.case.work, nodes, ranks, groups), {}).setdefault(
-                n_bytes, []
-            ).append(record)
-    return tuple(_curve(placed, by_bytes) for placed, by_bytes in sorted(found.items()))
+            case = record.case
+            sizes = case.size("nodes"), case.size("ranks_per_node"), case.size("groups")
+            by_bytes = placements.setdefault((case.work, *sizes), {})
+            by_bytes.setdefault(case.size("bytes"), []).append(record)
+    return tuple(_curve(placed, by_bytes) for placed, by_bytes in sorted(placements.items()))
 
 
 def _curve(placed: Placed, by_bytes: Mapping[int, Sequence[Record]]) -> CollectiveCurve:
     work, nodes, ranks, groups = placed
     timings = {
-        n_bytes: [one.measured.times["time"] for one in same if one.measured]
+        n_bytes: [record.measured.times["time"] for record in same if record.measured]
         for n_bytes, same in sorted(by_bytes.items())
     }
     return CollectiveCurve(
@@ -89,8 +85,9 @@ def _curve(placed: Placed, by_bytes: Mapping[int, Sequence[Record]]) -> Collecti
 
 
 def _intra(curves: tuple[CollectiveCurve, ...], cluster: Cluster, base: Intra) -> Intra:
-    """The curves inside a node; what a large ring on the most ranks and a large message reach of
-    the link.
+    """The curves inside a node, with the link shares of large rings and messages.
+
+    The shares are those of a large ring on the most ranks, and of a large message.
     """
     link = cluster.intra_node.bytes_per_s
     rings = [_ring_bytes_per_s(curve) / link for curve in _best_rings(curves)]
@@ -111,11 +108,10 @@ def _intra(curves: tuple[CollectiveCurve, ...], cluster: Cluster, base: Intra) -
 
 
 def _inter(curves: tuple[CollectiveCurve, ...], cluster: Cluster, base: Inter) -> Inter:
-    """The curves across nodes; what large rings reach of their groups' part of the NICs, for
-    placements without a curve.
+    """The curves across nodes, with shares of the NICs for placements without a curve.
 
-    The median over groups that use whole nodes together, as a mesh's do; one group alone on part of
-    a node counts where there is no other.
+    The share is the median of large rings over groups that together use whole nodes, as a mesh's
+    do; a single group on part of a node counts only if there is no other.
     """
     best = _best_rings(curves)
     whole = [curve for curve in best if curve.ranks * curve.groups == cluster.gpus_per_node]
@@ -137,8 +133,9 @@ def _inter(curves: tuple[CollectiveCurve, ...], cluster: Cluster, base: Inter) -
 
 
 def _best_rings(curves: tuple[CollectiveCurve, ...]) -> list[CollectiveCurve]:
-    """Those of the best collective that is there (a switch that reduces moves fewer bytes than a
-    ring), by falling number of ranks.
+    """The curves of the best collective that was measured, by falling number of ranks.
+
+    A switch that reduces moves fewer bytes than a ring.
     """
     works = [work for work in RINGS if any(curve.collective == work for curve in curves)]
     same = [curve for curve in curves if curve.collective in works[:1]]
@@ -146,34 +143,33 @@ def _best_rings(curves: tuple[CollectiveCurve, ...]) -> list[CollectiveCurve]:
 
 
 def _bytes_per_s(curve: CollectiveCurve) -> float:
-    """At its largest size."""
+    """Bytes per second at the largest size."""
     return curve.bytes[-1] / (curve.time_us[-1] / US_PER_S)
 
 
 def _ring_bytes_per_s(curve: CollectiveCurve) -> float:
-    """Bytes per second through every link of a ring, at its largest size (what nccl-tests calls the
-    bus bandwidth).
+    """Bytes per second through every link of a ring, at its largest size.
+
+    nccl-tests calls this the bus bandwidth.
     """
     ranks = curve.ranks * curve.nodes
     return RINGS[curve.collective] * (ranks - 1) / ranks * _bytes_per_s(curve)
 
 
 def contention_of(records: Iterable[Record]) -> float | None:
-    """What a second of communication costs the compute that it runs under; the median of what was
-    measured, None without.
+    """The median slowdown of compute per second of concurrent communication, None without records.
 
-    both = max(0, c - w) + w + x min(c, w)          c: the communication alone, w: the compute
-    alone, x: the contention
+    both = max(0, c - w) + w + x min(c, w)
+
+    c   the communication alone
+    w   the compute alone
+    x   the contention
     """
-    found = []
+    contentions = []
     for record in records:
         if record.case.work == OVERLAP and record.measured is not None:
-            names = ("compute_alone_s", "communication_alone_s", "both_s")
-            compute_s, communication_s, both_s = (record.measured.figures[name] for name in names)
-            found.append(
-                max(
-                    0.0,
-                    (both_s - max(compute_s, communication_s)) / min(compute_s, communication_s),
-                )
-            )
-    return rounded(statistics.median(found)) if found else None
+            compute_s = record.measured.figures["compute_alone_s"]
+            communication_s = record.measured.figures["communication_alone_s"]
+            exposed_s = record.measured.figures["both_s"] - max(compute_s, communication_s)
+            contentions.append(max(0.0, exposed_s / min(compute_s, communication_s)))
+    return rounded(statistics.median(contentions)) if contentions else None

@@ -1,10 +1,10 @@
-"""The records of a machine -> its curves, in the forms of profiles/machines/curves.py.
+"""Fits a machine's curves, in the forms of profiles/machines/curves.py, to its records.
 
-Every constant is drawn towards what is assumed of a device that nobody measured, by as little as a
-fiftieth of a point: constants that the points say nothing of stay there, so one point is enough for
-a sane curve, and many decide alone. A curve without points is the assumption itself, ANALYTIC.
-Gradients are drawn towards the forward product. Repeats run back to back, so a power limit is in
-the times and no curve has a throttle of its own.
+Every constant is drawn towards its assumed value for an unmeasured device, with a fiftieth of the
+weight of a point. Constants that no point determines stay there, so one point gives a sane curve,
+and many points decide alone. A curve without points is the assumption itself, ANALYTIC. Gradients
+are drawn towards the forward product. Repeats run back to back, so the times include a power limit
+and curves have no throttle.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from parplan.profiles.provenance import Kind
 from parplan.profiles.units import US_PER_S
 
 HOST_K_HALF = 4.0  # 1.5 was fitted to products of a core of AMD EPYC (Genoa) with torch 2.13
-DRAW = 0.02  # weight of an assumption beside that of a point
-HALF_SPREAD = 0.1  # a point whose repeats are so far apart counts half
+DRAW = 0.02  # weight of an assumption relative to a point
+HALF_SPREAD = 0.1  # a point with this spread of repeats counts half
 AnyCurve = TypeVar("AnyCurve", bound=Curve)
 _PRODUCT = ("efficiency", "k_half", "bandwidth_share", "launch_s")
 _FLASH = ("efficiency", "keys_half", "head_half", "launch_s")
@@ -58,9 +58,7 @@ _MEMORY = ("bandwidth_share", "launch_s")
 
 @dataclass(frozen=True, slots=True)
 class TimedPoint:
-    """One timed pass: the curve and the case that it is of, its sizes in the order of its curve,
-    its seconds and their spread.
-    """
+    """One timed pass: curve, case, sizes in the order of the curve, time and spread."""
 
     curve: str
     case: Case
@@ -75,14 +73,14 @@ class TimedPoint:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What the fits of one device share."""
+    """Points and hardware shared by all fits of one device."""
 
     points: Mapping[str, Sequence[TimedPoint]]
     chip: Chip
     element_bytes: int
 
     def of(self, *names: str) -> list[TimedPoint]:
-        """The points of curves."""
+        """The points of the named curves."""
         return [point for name in names for point in self.points.get(name, ())]
 
 
@@ -96,7 +94,7 @@ def fit_profile(
     contention: float | None = None,
     in_step: InStep | None = None,
 ) -> Profile:
-    """The profile of the cluster's device: its curves fitted here, its links as given."""
+    """The profile of the cluster's device: fitted curves, and the given links."""
     compute = fit_compute(records, cluster, precision)
     return Profile(
         name=cluster.device.name,
@@ -109,16 +107,18 @@ def fit_profile(
 
 
 def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precision | str) -> Compute:
-    """Every curve of the cluster's device, with the points of the records. Raises ConfigError: it
-    has no such arithmetic.
+    """Fits every curve of the cluster's device and adds the points of the records.
+
+    Raises ConfigError for a precision that the device lacks.
     """
-    device, of = cluster.device, Precision(precision)
+    device = cluster.device
+    arithmetic = Precision(precision)
     chip = Chip(
-        peak_flops_per_s=device.peak(of),
+        peak_flops_per_s=device.peak(arithmetic),
         bytes_per_s=device.memory_bytes_per_s,
         num_sms=max(1, device.num_sms),
     )
-    form = _Form(_by_curve(records), chip, of.num_bytes)
+    form = _Form(_by_curve(records), chip, arithmetic.num_bytes)
     assumed = _assumed(form, device.name)
     classes = _classes(form, assumed)
     fitted: dict[str, Any] = {**_products(form, assumed), **classes}
@@ -136,9 +136,7 @@ def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precisio
 
 
 def _assumed(form: _Form, device_name: str) -> Compute:
-    """What is assumed of the device; the tiles of a host are too small to tell, and little k is
-    enough for them.
-    """
+    """The assumed curves; the tiles of a host are too small to matter and need little k."""
     compute = analytic_profile(device_name).compute
     if form.chip.num_sms > 1:
         return compute
@@ -155,18 +153,22 @@ def _assumed(form: _Form, device_name: str) -> Compute:
 
 
 def _by_curve(records: Sequence[Record]) -> dict[str, list[TimedPoint]]:
-    found: dict[str, list[TimedPoint]] = {}
+    points: dict[str, list[TimedPoint]] = {}
     for record in records:
         if record.outcome is not CaseOutcome.MEASURED or record.measured is None:
             continue
-        for one in record.case.passes:
-            if one.curve and one.name in record.measured.times:
-                timing = record.measured.times[one.name]
+        for timed in record.case.passes:
+            if timed.curve and timed.name in record.measured.times:
+                timing = record.measured.times[timed.name]
                 point = TimedPoint(
-                    one.curve, record.case, one.sizes, timing.median_us / US_PER_S, timing.spread
+                    timed.curve,
+                    record.case,
+                    timed.sizes,
+                    timing.median_us / US_PER_S,
+                    timing.spread,
                 )
-                found.setdefault(one.curve, []).append(point)
-    return found
+                points.setdefault(timed.curve, []).append(point)
+    return points
 
 
 def _fitted(
@@ -177,8 +179,10 @@ def _fitted(
     extent: Callable[[TimedPoint], tuple[int, ...]] = lambda point: point.sizes,
     beside: Sequence[TimedPoint] = (),
 ) -> AnyCurve:
-    """`base` with the named constants fitted to points, its errors there, and its bounds, also of
-    points `beside` that it is not fitted to; without any points ANALYTIC, as it is.
+    """Fits the named constants of `base` to points and sets errors and bounds.
+
+    The bounds also cover points `beside`, which are not fitted. Without points `base` stays
+    ANALYTIC.
     """
     if not points:
         return replace(
@@ -200,12 +204,12 @@ def _fitted(
         weights,
         _starts(names, start, times_s),
     )
-    found = rounded_curve(curve(constants))
-    errors = np.abs(priced(found) / times_s - 1)
+    fitted = rounded_curve(curve(constants))
+    errors = np.abs(priced(fitted) / times_s - 1)
     sizes = np.array([extent(point) for point in (*points, *beside)])
     works = ", ".join(sorted({point.case.work for point in points}))
     return replace(
-        found,
+        fitted,
         kind=Kind.INTERPOLATED,
         source=f"{works} on this machine, under steady load",
         bounds=SizeBounds(
@@ -218,8 +222,9 @@ def _fitted(
 
 
 def _starts(names: Sequence[str], start: Array, times_s: Array) -> tuple[Array, ...]:
-    """The assumption, and the same with a launch of half the shortest time, for a launch far above
-    it is not found from below.
+    """The assumption, and the same with a launch of half the shortest time.
+
+    The fit does not reach a launch far above the assumption from below.
     """
     slow = start.copy()
     slow[names.index("launch_s")] = times_s.min() / 2
@@ -238,9 +243,7 @@ def _least(
 
 
 def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
-    """The products of linear layers, and those of un-fused attention, which are bounded by sequence
-    and head_dim.
-    """
+    """Curves of linear layers' products, and of un-fused attention's by sequence and head_dim."""
 
     def price(point: TimedPoint, curve: MatmulCurve) -> float:
         m, n, k = point.sizes
@@ -283,8 +286,9 @@ def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
 
 
 def _aligned(form: _Form, name: str) -> list[TimedPoint]:
-    """The points of a product; on an accelerator those of matrices whose rows are whole loads, if
-    there are any.
+    """The points of a product; on an accelerator only those with aligned rows, if there are any.
+
+    Rows are aligned if they are whole loads.
     """
     points = form.of(name)
     if form.chip.num_sms == 1:
@@ -301,12 +305,12 @@ def _row_elements(point: TimedPoint) -> int:
 
 
 def _batched_sizes(point: TimedPoint) -> tuple[int, ...]:
-    """(batch, m, n, k) of a product of un-fused attention."""
+    """Returns (batch, m, n, k) of a product of un-fused attention."""
     return tuple(point.case.size(name) for name in ("batch", "m", "n", "k"))
 
 
 def _flash(form: _Form, base: FlashCurve, name: str, work: float) -> FlashCurve:
-    """Fused causal attention; its bounds are those of sequence and head_dim."""
+    """Fused causal attention, bounded by sequence and head_dim."""
 
     def price(point: TimedPoint, curve: FlashCurve) -> float:
         heads, seq, head_dim = point.sizes
@@ -325,9 +329,7 @@ def _flash(form: _Form, base: FlashCurve, name: str, work: float) -> FlashCurve:
 
 
 def _dropped(form: _Form, compute: Compute) -> tuple[FlashCurve, FlashCurve] | None:
-    """Fused attention with dropout, drawn towards the same without; None where nothing measured
-    it.
-    """
+    """Fused attention with dropout, drawn towards that without; None if it was not measured."""
     if not form.of(*DROPPED_FLASH):
         return None
     forward, backward = DROPPED_FLASH
@@ -345,7 +347,7 @@ def _memory(form: _Form, base: MemoryCurve, *names: str) -> MemoryCurve:
 
 
 def _classes(form: _Form, assumed: Compute) -> dict[str, PassCurves]:
-    """The classes of operations bound by memory, each over the points of all its members."""
+    """The classes of memory-bound operations, each fitted over the points of all its members."""
     return {
         name: PassCurves(
             **{
@@ -362,11 +364,12 @@ def _classes(form: _Form, assumed: Compute) -> dict[str, PassCurves]:
 
 
 def _named(form: _Form, classes: Mapping[str, PassCurves]) -> dict[str, PassCurves]:
-    """Single operations that have points, drawn towards their class, which also stands in for a
-    pass without any.
+    """Single operations with points, drawn towards their class.
+
+    The class also replaces a pass without points.
     """
-    found = {curve.rpartition(".")[0] for curve in form.points}
-    names = sorted(found - {"", *classes, *(name.rpartition(".")[0] for name in DROPPED_FLASH)})
+    measured = {curve.rpartition(".")[0] for curve in form.points}
+    names = sorted(measured - {"", *classes, *(name.rpartition(".")[0] for name in DROPPED_FLASH)})
     return {
         name: PassCurves(
             **{
