@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,12 +22,10 @@ from parplan.executor.external.parallel_styles import (
 from parplan.executor.external.structure import Place, Structure, find_structure
 from parplan.executor.memory.early_recompute import checkpointed
 from parplan.executor.placed_layers import PlacedLayer
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import Unit, compute_dtype, shard_root
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
-
-if TYPE_CHECKING:
-    from parplan.executor.pipeline.stages import RankPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

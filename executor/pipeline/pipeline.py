@@ -25,8 +25,9 @@ from parplan.executor.pipeline.runtime import (
     no_span,
     nothing,
 )
-from parplan.executor.pipeline.stages import RankPlace, Stage, border_example, build_stages
+from parplan.executor.pipeline.stages import Stage, border_example, build_stages
 from parplan.executor.placed_layers import action_rows, local_stages, stage_layers
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import local
 from parplan.planner.plan.plan import Plan

@@ -5,11 +5,9 @@ sharded as planned.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,10 +24,8 @@ from parplan.executor.models.mixture_of_experts import experts_of
 from parplan.executor.models.transformer_layers import Block, build_layer
 from parplan.executor.placed_layers import (
     PlacedLayer,
-    effective_zero,
     local_stages,
     stage_layers,
-    zero_ranks,
 )
 from parplan.executor.rules.divisions import local_shape
 from parplan.executor.sharding.overlap import (
@@ -40,6 +36,7 @@ from parplan.executor.sharding.overlap import (
     block_in_halves,
 )
 from parplan.executor.sharding.place import parse_placement, place_layer, place_parameters
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import (
     Unit,
     begin_step,
@@ -53,75 +50,6 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Positions
 from parplan.profiles.models.transformer import build_graph
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """Where this process sits: its device, the (pp, dp, tp) mesh of all processes, and its
-    coordinates in it.
-
-    `sharded` has by number of ranks that hold one copy of states the same mesh with dp as (copies,
-    shards).
-    """
-
-    device: torch.device
-    mesh: DeviceMesh
-    sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
-    expert_mesh: DeviceMesh | None = (
-        None  # the same ranks where experts are divided, dp as (copies, ep)
-    )
-
-    def coordinate(self, axis: str) -> int:
-        return int(self.mesh.get_local_rank(axis))
-
-    @property
-    def tp_mesh(self) -> DeviceMesh | None:
-        return self.mesh["tp"] if self.mesh["tp"].size() > 1 else None
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return (
-            *self.mesh.get_all_groups(),
-            *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()),
-        )
-
-    @property
-    def ep_mesh(self) -> DeviceMesh | None:
-        return self.expert_mesh["ep"] if self.expert_mesh is not None else None
-
-    @property
-    def dp_mesh(self) -> DeviceMesh:
-        return self.mesh["dp"]
-
-    def shard_mesh(self, num_ranks: int) -> DeviceMesh:
-        """The data-parallel ranks that hold one copy of a layer's states with this one, `num_ranks`
-        together.
-        """
-        return self.sharded[num_ranks]["shards"] if num_ranks in self.sharded else self.dp_mesh
-
-    def unit(
-        self,
-        plan: Plan,
-        placed: PlacedLayer,
-        layers: tuple[nn.Module, ...],
-        apart: tuple[nn.Module, ...] = (),
-    ) -> Unit:
-        """The modules of a layer, or of two that share a Parameter, sharded as planned."""
-        zero, held_by = effective_zero(placed, plan.mesh), zero_ranks(placed, plan.mesh)
-        unit = Unit(
-            layers=layers,
-            zero=zero,
-            mesh=self.shard_mesh(held_by) if zero else self.dp_mesh,
-            apart=apart,
-            copies=self.copies_mesh(held_by) if zero else None,
-            offloaded=Offload.STATES in placed.plan.offload,
-        )
-        shard_unit(unit, plan.training.precision)
-        return unit
-
-    def copies_mesh(self, num_ranks: int) -> DeviceMesh | None:
-        """The ranks that hold the same shard of other copies, if there are several."""
-        return self.sharded[num_ranks]["copies"] if num_ranks in self.sharded else None
 
 
 class Body(nn.Module):
