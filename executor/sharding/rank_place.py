@@ -1,4 +1,4 @@
-"""The place of this process among all ranks."""
+"""The device and the meshes of one process."""
 
 from __future__ import annotations
 
