@@ -93,7 +93,7 @@ class Ending(nn.Module):
 
 
 class ExternalBody(nn.Module):
-    """A stage of `model`, whose parameters have the module's names behind `model.`"""
+    """A stage of `model`; its parameters have the module's names after the prefix `model.`."""
 
     def __init__(
         self, model: nn.Module, tied: tuple[nn.Module, str] | None, ends_model: bool

@@ -41,7 +41,7 @@ class ExternalSource:
 
     model   the module
     fill    gives the parameters of the named part their values, on the host
-    styles  tensor-parallel styles of transformers for the linear layers of a block, by name inside it
+    styles  tensor-parallel styles of transformers for a block's linear layers, by name inside it
     """
 
     model: nn.Module
@@ -95,7 +95,10 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> ExternalS
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Makes modules without memory for parameters, large or small (as accelerate's init_empty_weights)."""
+    """Makes modules without memory for parameters inside this context.
+
+    It covers large and small parameters (as accelerate's init_empty_weights).
+    """
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
