@@ -25,7 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.model_states import StateBytes
-from parplan.executor.chunks.chunk_buffers import Buffer, Copies, Holds, Ledger, host_tensor
+from parplan.executor.chunks.chunk_buffers import (
+    Buffer,
+    ByteClass,
+    ChunkCopies,
+    DeviceLedger,
+    host_tensor,
+)
 from parplan.executor.tensors import local, memory_of
 
 # torch 2.13 deprecates the names that 2.9 has
@@ -34,7 +40,7 @@ _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ChunkSetting:
     """The properties that all chunks of a rank share.
 
     compute        type of parameters
@@ -48,8 +54,8 @@ class Setting:
     compute: torch.dtype
     gradient: torch.dtype
     in_parameters: bool
-    ledger: Ledger
-    copies: Copies
+    ledger: DeviceLedger
+    copies: ChunkCopies
     group: dist.ProcessGroup | None = None
     rank: int = 0
 
@@ -57,17 +63,17 @@ class Setting:
     def ranks(self) -> int:
         return self.group.size() if self.group is not None else 1
 
-    def buffer(self, elements: int, dtype: torch.dtype, holds: Holds) -> Buffer:
-        return Buffer(elements, dtype, self.device, self.ledger, holds)
+    def buffer(self, elements: int, dtype: torch.dtype, byte_class: ByteClass) -> Buffer:
+        return Buffer(elements, dtype, self.device, self.ledger, byte_class)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedPart:
-    """The elements of a parameter that a rank owns.
+    """A run of a parameter's elements that a rank owns.
 
-    first  the first of them in the parameter
-    count  their number
-    at     their place in the rank's chunk
+    first  its first element in the parameter
+    count  its length
+    at     its place in the rank's chunk
     """
 
     first: int
@@ -75,7 +81,7 @@ class OwnedPart:
     at: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """Returns their view [count] of `flat`, a state of the rank's chunk."""
+        """Returns the run as a view [count] of `flat`, a state of the rank's chunk."""
         return flat.narrow(0, self.at, self.count)
 
 
@@ -110,7 +116,7 @@ class ChunkedParameter:
     owned: OwnedPart
     over_tp: bool
 
-    def whole(self, part: Tensor) -> Tensor:
+    def placed(self, part: Tensor) -> Tensor:
         """Places this tensor-parallel rank's `part` of the parameter or of its gradient."""
         if not isinstance(self.parameter, DTensor):
             return part
@@ -134,17 +140,17 @@ class Chunk:
     The update writes `parameters`.
     """
 
-    def __init__(self, home: StateLocation, elements: int, setting: Setting) -> None:
+    def __init__(self, home: StateLocation, elements: int, setting: ChunkSetting) -> None:
         self.home = home
         self.elements = elements
         self.places: list[ChunkedParameter] = []
         self._setting = setting
-        self.chunk_buffer = setting.buffer(elements, setting.compute, Holds.CHUNKS)
+        self.chunk_buffer = setting.buffer(elements, setting.compute, ByteClass.CHUNKS)
         several = setting.ranks > 1
         self.group_buffer = self.chunk_buffer
         if several:
             gathered = elements * setting.ranks
-            self.group_buffer = setting.buffer(gathered, setting.compute, Holds.GATHERED)
+            self.group_buffer = setting.buffer(gathered, setting.compute, ByteClass.GATHERED)
         if self.on_device:
             self.chunk_buffer.bring(zero=True)
         self._make_gradients(several)
@@ -168,7 +174,7 @@ class Chunk:
         self._reduces = self._to_send = False
 
         def buffer(ranks: int = 1) -> Buffer:
-            return setting.buffer(self.elements * ranks, setting.gradient, Holds.GRADIENTS)
+            return setting.buffer(self.elements * ranks, setting.gradient, ByteClass.GRADIENTS)
 
         self._summed: Buffer | None = None
         if self.on_device:
@@ -188,11 +194,11 @@ class Chunk:
         plain = setting.compute is torch.float32
         if self.home is StateLocation.DEVICE:
             assert self._summed is not None
-            setting.ledger.take(Holds.OPTIMIZER, size * 4 * (2 if plain else 3))
+            setting.ledger.take(ByteClass.OPTIMIZER, size * 4 * (2 if plain else 3))
             self.parameters, self.gradient = self.chunk_buffer.flat, self._summed.flat
-            self.master = (
-                self.chunk_buffer.flat if plain else torch.zeros(size, device=setting.device)
-            )
+            self.master = self.parameters
+            if not plain:
+                self.master = torch.zeros(size, device=setting.device)
             self.moments = tuple(torch.zeros(size, device=setting.device) for _ in range(2))
             return
         self.master = host_tensor(size, torch.float32, setting.device)
@@ -252,7 +258,7 @@ class Chunk:
         if self.home is StateLocation.OPTIMIZER:
             self.chunk_buffer.flat.copy_(self.parameters)
 
-    def joined(self, place: ChunkedParameter, flat: Tensor) -> Tensor:
+    def join(self, place: ChunkedParameter, flat: Tensor) -> Tensor:
         """Joins all ranks' elements of a parameter in `flat`, a state of the chunk. Collective.
 
         With one rank this is a view of `flat`.

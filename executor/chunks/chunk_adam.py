@@ -1,10 +1,10 @@
-"""AdamW over chunks: each where its master and moments lie (PatrickStar, arXiv 2108.05818).
+"""AdamW over chunks: each is updated where its master and moments lie, on device or host.
 
-torch's fused loop runs over views of the flat states, tensor by tensor, so that every parameter
-gets the same values as outside of chunks, to the last bit. Where a parameter crosses the border
-between two ranks' chunks, each rank updates its elements. Gradients of 16 bits are cast chunk by
-chunk; the parameters in the compute type are written from the master where that is, and come to the
-device by the schedule.
+PatrickStar calls it hybrid Adam (arXiv 2108.05818). torch's fused loop runs over views of the flat
+states, tensor by tensor, so that every parameter gets the same values as outside of chunks, to the
+last bit. Where a parameter crosses the border between two ranks' chunks, each rank updates its
+elements. Gradients of 16 bits are cast chunk by chunk; the parameters in the compute type are
+written from the master where that is, and come to the device by the schedule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.chunks.chunk import Chunk, ChunkedParameter
-from parplan.executor.chunks.chunk_buffers import Holds
+from parplan.executor.chunks.chunk_buffers import ByteClass
 from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.run_options import Options
 from parplan.executor.sharding.tensor_boxes import Box, Boxes, boxes_of
@@ -81,9 +81,9 @@ class ChunkAdam:
             yield self._cast_on_host(chunk.gradient)
             return
         ledger, num_bytes = self.manager.ledger, chunk.elements * torch.float32.itemsize
-        ledger.take(Holds.GRADIENTS, num_bytes)
+        ledger.take(ByteClass.GRADIENTS, num_bytes)
         yield chunk.gradient.float()
-        ledger.give(Holds.GRADIENTS, num_bytes)
+        ledger.give(ByteClass.GRADIENTS, num_bytes)
 
     def _cast_on_host(self, gradient: Tensor) -> Tensor:
         """Casts into permanent memory, since all chunks have one size.
@@ -176,7 +176,7 @@ def _named(place: ChunkedParameter, part: Tensor) -> Tensor:
         return _in_boxes(place, part)
     part = part.view(place.shape)
     # torch's stager takes a DTensor with an offset for a plain tensor
-    whole = place.whole(part.as_strided(part.shape, part.stride(), 0))
+    whole = place.placed(part.as_strided(part.shape, part.stride(), 0))
     if not isinstance(whole, DTensor):
         return part
     whole._local_tensor = part

@@ -24,7 +24,7 @@ from parplan.profiles.units import format_bytes
 PORTABLE = 1  # cudaHostRegisterPortable
 
 
-class Holds(StrEnum):
+class ByteClass(StrEnum):
     """Classes of the device bytes of chunks; `GATHERED` is groups of chunks of parameters."""
 
     CHUNKS = "chunks"
@@ -38,7 +38,7 @@ class BudgetError(PlannerError):
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
+class DeviceLedger:
     """The device bytes of chunks, by class, under a limit.
 
     The limit is the schedule's count for the current pass, else the budget. most_bytes is the
@@ -46,32 +46,32 @@ class Ledger:
     """
 
     limit_bytes: int
-    held: Counter[Holds] = field(default_factory=Counter)
+    held: Counter[ByteClass] = field(default_factory=Counter)
     most_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         return self.held.total()
 
-    def take(self, holds: Holds, num_bytes: int) -> None:
+    def take(self, byte_class: ByteClass, num_bytes: int) -> None:
         """Counts bytes before they are allocated. Raises BudgetError above the limit."""
         if self.total_bytes + num_bytes > self.limit_bytes:
             held = ", ".join(f"{each} {count}" for each, count in self.held.items() if count)
             raise BudgetError(
-                f"{holds} of {format_bytes(num_bytes)} ({num_bytes} bytes) are needed on the "
+                f"{byte_class} of {format_bytes(num_bytes)} ({num_bytes} bytes) are needed on the "
                 f"device beside {self.total_bytes} bytes "
                 f"({held or 'nothing'}), the budget is {self.limit_bytes} bytes",
                 hint="make the plan again, or give it more device memory",
             )
-        self.held[holds] += num_bytes
+        self.held[byte_class] += num_bytes
         self.most_bytes = max(self.most_bytes, self.total_bytes)
 
-    def give(self, holds: Holds, num_bytes: int) -> None:
-        self.held[holds] -= num_bytes
+    def give(self, byte_class: ByteClass, num_bytes: int) -> None:
+        self.held[byte_class] -= num_bytes
 
 
 @dataclass(slots=True, kw_only=True)
-class Counts:
+class CopyCounts:
     """Bytes and calls since the beginning of a step.
 
     They are counted to the device (`in`), from it (`out`), gathered and reduced.
@@ -94,11 +94,16 @@ class Buffer:
     """
 
     def __init__(
-        self, elements: int, dtype: torch.dtype, device: torch.device, ledger: Ledger, holds: Holds
+        self,
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: DeviceLedger,
+        byte_class: ByteClass,
     ) -> None:
         self.flat = torch.empty(elements, dtype=dtype, device=device)
         self.num_bytes = elements * dtype.itemsize
-        self._ledger, self._holds = ledger, holds
+        self._ledger, self._byte_class = ledger, byte_class
         self._ready: Callable[[], object] | None = None
         self.there = False
         self.flat.untyped_storage().resize_(0)
@@ -106,7 +111,7 @@ class Buffer:
     def bring(self, *, zero: bool = False) -> None:
         """Allocates the memory. Raises BudgetError."""
         assert not self.there, "it is there"
-        self._ledger.take(self._holds, self.num_bytes)
+        self._ledger.take(self._byte_class, self.num_bytes)
         self.flat.untyped_storage().resize_(self.num_bytes)
         self.there = True
         if zero:
@@ -117,7 +122,7 @@ class Buffer:
         self.wait()
         self._ready = None
         self.flat.untyped_storage().resize_(0)
-        self._ledger.give(self._holds, self.num_bytes)
+        self._ledger.give(self._byte_class, self.num_bytes)
         self.there = False
 
     def is_over(self, wait: Callable[[], object]) -> None:
@@ -187,14 +192,14 @@ class _Staged:
         self.target.add_(self.staging[: self.target.numel()])
 
 
-class Copies:
+class ChunkCopies:
     """Copies of whole chunks between host and device, counted.
 
     `staging_elements` are those of the largest gradient chunk that is added up.
     """
 
     def __init__(
-        self, device: torch.device, counts: Counts, staging_elements: int, dtype: torch.dtype
+        self, device: torch.device, counts: CopyCounts, staging_elements: int, dtype: torch.dtype
     ) -> None:
         self.counts = counts
         on_gpu = device.type == "cuda"

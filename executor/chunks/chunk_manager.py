@@ -31,8 +31,8 @@ from parplan.costmodels.chunks.chunk_states import ChunkStates
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import sent_precision
 from parplan.costmodels.schedules.actions import ActionKind
-from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, Setting, own_part
-from parplan.executor.chunks.chunk_buffers import Copies, Counts, Ledger
+from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, ChunkSetting, own_part
+from parplan.executor.chunks.chunk_buffers import ChunkCopies, CopyCounts, DeviceLedger
 from parplan.executor.sharding.place import parameters_summed_over_tp
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import DTYPES, local
@@ -67,19 +67,19 @@ class ChunkManager:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.schedule = schedule
-        self.counts = Counts()
-        self.ledger = Ledger(limit_bytes=schedule.device_bytes)
+        self.counts = CopyCounts()
+        self.ledger = DeviceLedger(limit_bytes=schedule.device_bytes)
         compute = DTYPES[training.precision]
         gradient = DTYPES[sent_precision(training, schedule.in_parameters)]
         on_host = (each for each in schedule.groups if each.home is StateLocation.HOST)
         staged = max((each.chunk_layout.chunk_elements for each in on_host), default=0)
-        self.setting = Setting(
+        self.setting = ChunkSetting(
             device=device,
             compute=compute,
             gradient=gradient,
             in_parameters=schedule.in_parameters,
             ledger=self.ledger,
-            copies=Copies(device, self.counts, staged, gradient),
+            copies=ChunkCopies(device, self.counts, staged, gradient),
             group=group,
             rank=group.rank() if group is not None else 0,
         )
@@ -153,7 +153,7 @@ class ChunkManager:
 
     def _joined(self, state: str) -> dict[str, Tensor]:
         return {
-            place.name: place.whole(chunk.joined(place, getattr(chunk, state)))
+            place.name: place.placed(chunk.join(place, getattr(chunk, state)))
             for chunk in self.chunks
             for place in chunk.places
         }
@@ -220,7 +220,7 @@ class ChunkManager:
     # a step
 
     def begin_step(self) -> None:
-        self.setting.copies.counts = self.counts = Counts()
+        self.setting.copies.counts = self.counts = CopyCounts()
         self._next = 0
         for chunk in self.chunks:
             chunk.begin_step()

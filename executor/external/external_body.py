@@ -129,13 +129,13 @@ class ExternalBody(nn.Module):
         return None if owner is None else getattr(*owner)
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
+def replace_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replaces the submodule of that name with `module`."""
     parent, _, key = name.rpartition(".")
     model.get_submodule(parent)._modules[key] = module
 
 
-def cut(
+def cut_model(
     body: ExternalBody,
     structure: Structure,
     held: set[str],
@@ -161,7 +161,7 @@ def cut(
         if not is_here[index]:
             hidden = _hidden(body, index, starts, ends, split)
             block = model.get_submodule(name)
-            put(model, name, _AbsentBlock(block, structure.trace.entries, hidden))
+            replace_submodule(model, name, _AbsentBlock(block, structure.trace.entries, hidden))
     if is_here[0] and (split or not has_embedding):
         # before FSDP's hook, which must see the actual input of the block
         enter = partial(_change_first, split if has_embedding and split else body.receive)
@@ -177,10 +177,11 @@ def _cut_ends(model: nn.Module, structure: Structure, held: set[str], dtype: tor
         if name not in held:
             shape, traced = structure.trace.shapes[name]
             part_dtype = dtype if traced.is_floating_point else traced
-            put(model, name, _AbsentEmbedding(model.get_submodule(name), shape, part_dtype))
+            part = model.get_submodule(name)
+            replace_submodule(model, name, _AbsentEmbedding(part, shape, part_dtype))
     for name in structure.head:
         if name not in held:
-            put(model, name, _AbsentHead(model.get_submodule(name)))
+            replace_submodule(model, name, _AbsentHead(model.get_submodule(name)))
 
 
 def _hidden(body: ExternalBody, index: int, starts: int, ends: int, split: Hidden | None) -> Hidden:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from parplan.executor.external.external_body import ExternalBody, cut, put
+from parplan.executor.external.external_body import ExternalBody, cut_model, replace_submodule
 from parplan.executor.external.external_source import ExternalSource, open_source
 from parplan.executor.external.parallel_styles import (
     place_block,
@@ -31,7 +31,7 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Site:
-    """The inputs for building the layers of one stage."""
+    """The shared inputs for building the layers of one stage."""
 
     plan: Plan
     ranks: RankPlace
@@ -63,7 +63,7 @@ def build_external(
     body = ExternalBody(source.model, _tied_here(site, held), ends_model)
     divided = ranks.tp_mesh is not None and layers[0].plan.sequence_parallel
     split = partial(split_sequence, ranks.tp_mesh) if divided else None
-    cut(body, site.structure, held, compute_dtype(plan.training.precision), split)
+    cut_model(body, site.structure, held, compute_dtype(plan.training.precision), split)
     _move_buffers(source.model, ranks.device)
     if ranks.tp_mesh is not None and hasattr(body, "head"):
         body.head.loss.group = ranks.tp_mesh.get_group()
@@ -83,7 +83,7 @@ def _build_unit(site: _Site, group: tuple[PlacedLayer, ...]) -> Unit:
             site.part(name).to(site.ranks.device)
         _divide(site, layer, [site.part(name) for name in names])
         if layer.plan.recompute:
-            put(site.model, names[0], checkpointed(site.part(names[0])))
+            replace_submodule(site.model, names[0], checkpointed(site.part(names[0])))
         modules += [site.part(name) for name in names]
     if len(group) > 1:
         _tie(site, fill=False)

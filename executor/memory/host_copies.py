@@ -70,7 +70,7 @@ class HostCopies:
             self._unsettled.let_go()
         self._unsettled = None
 
-    def copied(
+    def copy(
         self, tensor: Tensor, *, to_host: bool, after: torch.cuda.Event | None = None
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Returns a dense copy of `tensor` and the event of its end.
@@ -103,16 +103,14 @@ class HostTensor:
     def __init__(self, copies: HostCopies, tensor: Tensor) -> None:
         self._copies = copies
         self._host: Tensor | None
-        self._host, self.gone = copies.copied(tensor, to_host=True)
+        self._host, self.gone = copies.copy(tensor, to_host=True)
         self.stride = self._host.stride()
         self._back: Tensor | None = None
         self._there: torch.cuda.Event | None = None
 
     def start(self) -> None:
         if self._host is not None:
-            self._back, self._there = self._copies.copied(
-                self._host, to_host=False, after=self.gone
-            )
+            self._back, self._there = self._copies.copy(self._host, to_host=False, after=self.gone)
             self._host = None
 
     def tensor(self, index: int = 0) -> Tensor:
@@ -180,7 +178,7 @@ class Flight:
         self._sent.clear()
 
 
-class OnHost:
+class HostOffload:
     """Selects the saved tensors of one layer that go to the host: those of the operators `names`.
 
     The operators are in `layer`; those named in `recomputed` run again in the backward pass.

@@ -46,12 +46,12 @@ class HostTable(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Maps [batch, sequence] to [batch, sequence, hidden] on the device."""
-        all_ids = self._of_all_ranks(ids).cpu()
+        all_ids = self._gather_ids(ids).cpu()
         rows = functional.embedding(all_ids, local(self.weight)).to(self._dtype)
         looked_up: Tensor = _Rows.apply(rows.unflatten(0, (-1, len(ids))), self)
         return looked_up
 
-    def _of_all_ranks(self, ids: Tensor) -> Tensor:
+    def _gather_ids(self, ids: Tensor) -> Tensor:
         """Gathers the ids of all ranks as [ranks x batch, sequence]."""
         if self.group is None:
             return ids
@@ -59,7 +59,7 @@ class HostTable(nn.Module):
         _GATHER(gathered, ids.contiguous(), group=self.group)
         return gathered
 
-    def exchanged(self, parts: Tensor) -> Tensor:
+    def exchange(self, parts: Tensor) -> Tensor:
         """Sends part r of [ranks, ...] to rank r, and returns the parts received, by rank."""
         if self.group is None:
             return parts
@@ -67,12 +67,12 @@ class HostTable(nn.Module):
         dist.all_to_all_single(received, parts.contiguous(), group=self.group)
         return received
 
-    def moved(self, tensor: Tensor, *, to_host: bool) -> Tensor:
+    def copy_across(self, tensor: Tensor, *, to_host: bool) -> Tensor:
         """Copies a tensor to the other side.
 
         The copy is there when this returns (host) or before the next computation (device).
         """
-        copy, there = self.copies.copied(tensor, to_host=to_host)
+        copy, there = self.copies.copy(tensor, to_host=to_host)
         if there is not None and to_host:
             there.synchronize()
         elif there is not None:
@@ -89,9 +89,9 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: HostTable) -> Tensor:
         ctx.table, ctx.ranks = table, len(rows)
-        return table.exchanged(table.moved(rows, to_host=False)).movedim(0, -2).flatten(-2)
+        return table.exchange(table.copy_across(rows, to_host=False)).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         parts = gradient.unflatten(-1, (ctx.ranks, -1)).movedim(-2, 0).contiguous()
-        return ctx.table.moved(ctx.table.exchanged(parts), to_host=True), None
+        return ctx.table.copy_across(ctx.table.exchange(parts), to_host=True), None

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from parplan.executor.memory.early_recompute import EarlyRecompute
-from parplan.executor.memory.host_copies import HostTensor, OnHost, flattened
+from parplan.executor.memory.host_copies import HostOffload, HostTensor, flattened
 from parplan.executor.tensors import local, memory_of
 
 Make = Callable[..., Iterable[Any]]  # returns tensors, or packed ones
@@ -84,7 +84,7 @@ class Recipes:
     in_halves  whether the layer hands on sums under way, which cannot be saved as tensors
     """
 
-    def __init__(self, *, on_host: OnHost | None = None) -> None:
+    def __init__(self, *, on_host: HostOffload | None = None) -> None:
         self.on_host = on_host
         self.in_halves = False
         self.ahead = EarlyRecompute()

@@ -26,12 +26,12 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         scores = logits.to(torch.float32, copy=True)
         first = scores.shape[-1] * (dist.get_rank(group) if group else 0)
-        scores.sub_(_reduced(scores.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX, group))
+        scores.sub_(_all_reduce(scores.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX, group))
         index = (targets - first).unsqueeze(-1)
         on_this_rank = (index >= 0) & (index < scores.shape[-1])
         index = index.clamp(0, scores.shape[-1] - 1)
-        at_target = _reduced(scores.gather(-1, index) * on_this_rank, dist.ReduceOp.SUM, group)
-        total = _reduced(scores.exp_().sum(dim=-1, keepdim=True), dist.ReduceOp.SUM, group)
+        at_target = _all_reduce(scores.gather(-1, index) * on_this_rank, dist.ReduceOp.SUM, group)
+        total = _all_reduce(scores.exp_().sum(dim=-1, keepdim=True), dist.ReduceOp.SUM, group)
         scores.div_(total)
         ctx.save_for_backward(scores, index, on_this_rank)
         ctx.dtype = logits.dtype
@@ -45,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
         return probabilities.to(ctx.dtype), None, None
 
 
-def _reduced(
+def _all_reduce(
     tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> Tensor:
     if group:

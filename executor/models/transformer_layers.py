@@ -84,10 +84,10 @@ class LearnedPositions(nn.Module):
         self.dropout = model.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return _dropped(x + self.weight[: x.shape[1]], self.dropout if self.training else 0.0)
+        return _dropout(x + self.weight[: x.shape[1]], self.dropout if self.training else 0.0)
 
 
-def _dropped(x: Tensor, probability: float) -> Tensor:
+def _dropout(x: Tensor, probability: float) -> Tensor:
     """Drops out this rank's part of `x`; tensor-parallel ranks draw the same mask."""
     if not probability:
         return x

@@ -17,7 +17,7 @@ from parplan.costmodels.host.offload import Offload
 from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.external.external_body import ExternalBody
 from parplan.executor.external.external_stage import build_external
-from parplan.executor.memory.host_copies import HostCopies, OnHost
+from parplan.executor.memory.host_copies import HostCopies, HostOffload
 from parplan.executor.memory.host_table import HostTable
 from parplan.executor.memory.layer_recompute import recomputed
 from parplan.executor.memory.saved_tensors import Recipes
@@ -291,7 +291,9 @@ def _recipes(plan: Plan, placed: PlacedLayer, ranks: RankPlace, host: HostCopies
         return Recipes() if ranks.tp_mesh is not None else None
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     layer = graph.layer_class(placed.kind)
-    return Recipes(on_host=OnHost(placed.plan.keep_on_host, layer, placed.plan.recompute, host))
+    layer_plan = placed.plan
+    offload = HostOffload(layer_plan.keep_on_host, layer, layer_plan.recompute, host)
+    return Recipes(on_host=offload)
 
 
 def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ WHOLE = (Replicate(),)
 Change = Callable[[Tensor], Tensor]
 
 
-class _Both(torch.autograd.Function):
+class _ForwardBackward(torch.autograd.Function):
     """Applies `ahead` to its input in the forward pass and `back` to the gradient."""
 
     @staticmethod
@@ -61,16 +61,16 @@ class _Both(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _started(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Starts the sum of `x` over `group`, which must not be read before `_waited`."""
+def _start_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts the sum of `x` over `group`, which must not be read before `_wait`."""
     return torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group.group_name)
 
 
-def _waited(x: Tensor) -> Tensor:
+def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
 
 
@@ -88,20 +88,20 @@ class LastChoice:
     def __call__(self, x: Tensor, back: Change) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        return self._thread.submit(_Both.apply, x, _same, back).result()
+        return self._thread.submit(_ForwardBackward.apply, x, _identity, back).result()
 
 
 @dataclass(slots=True)
 class _Sum:
     """A sum over the ranks that is under way, and the bias to add to it.
 
-    `taken` hands over the total and drops the reference to it.
+    `take_total` hands over the total and drops the reference to it.
     """
 
     total: Tensor | None
     bias: Tensor | None
 
-    def taken(self) -> Tensor:
+    def take_total(self) -> Tensor:
         total, self.total = self.total, None
         return total
 
@@ -114,19 +114,19 @@ class _Sums:
     """
 
     def __init__(self, group: dist.ProcessGroup, recipes: Recipes) -> None:
-        self._start = partial(_started, group=group)
+        self._start = partial(_start_sum, group=group)
         self._recipes = recipes
         self._begun: list[_Sum] = []
 
     def start(self, x: Tensor, bias: Tensor | None = None) -> _Sum:
-        total = _Both.apply(x, self._start, _same)
-        self._remember(total, lambda recomputed: _waited(self._start(recomputed)), x)
+        total = _ForwardBackward.apply(x, self._start, _identity)
+        self._remember(total, lambda recomputed: _wait(self._start(recomputed)), x)
         self._begun.append(_Sum(total, bias))
         return self._begun[-1]
 
     def end(self, begun: _Sum) -> Tensor:
         """Returns the sum with its bias; to be called once for each sum."""
-        total, bias = begun.taken(), begun.bias
+        total, bias = begun.take_total(), begun.bias
         whole = finished_sum(total, bias)
         if bias is not None:
             self._remember(whole, lambda recomputed: recomputed + bias, total)
@@ -147,12 +147,12 @@ class _Sums:
     ) -> None:
         for begun in self._begun if kind else ():
             if begun.total is not None:
-                _waited(begun.total.detach())
+                _wait(begun.total.detach())
 
 
 def finished_sum(total: Tensor, bias: Tensor | None) -> Tensor:
     """Waits for a sum that was started, and adds its bias."""
-    whole = _Both.apply(total, _waited, _same)
+    whole = _ForwardBackward.apply(total, _wait, _identity)
     return whole if bias is None else whole + bias
 
 
@@ -167,10 +167,9 @@ def linear_in_halves(module: Linear, group: dist.ProcessGroup, *, rows: bool) ->
 
 def _rows_in_halves(product: Change, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     # both waiting nodes are made first, so that the backward pass reaches them last
-    halves = [_Both.apply(half, _same, _waited) for half in x.chunk(2)]
-    return torch.cat(
-        [product(_Both.apply(half, _same, partial(_started, group=group))) for half in halves]
-    )
+    halves = [_ForwardBackward.apply(half, _identity, _wait) for half in x.chunk(2)]
+    start = partial(_start_sum, group=group)
+    return torch.cat([product(_ForwardBackward.apply(half, _identity, start)) for half in halves])
 
 
 def _columns_in_halves(product: Change, group: dist.ProcessGroup, x: Tensor) -> Tensor:
@@ -216,7 +215,7 @@ class SecondHalf:
         return self._half
 
 
-class _Program:
+class _HalvedBlock:
     """The forward pass of `block` at levels 2 and 3.
 
     All tensors except its parameters are local to this rank.
@@ -255,7 +254,7 @@ class _Program:
             del branch  # autograd alone holds it from here on
         first = block.residual2(middles[0], sums.end(fed[0]))
         if self._hands_on:
-            return HalvedOutput(first, middles[1], fed[1].taken(), biases[1], block.residual2)
+            return HalvedOutput(first, middles[1], fed[1].take_total(), biases[1], block.residual2)
         whole = torch.cat((first, block.residual2(middles[1], sums.end(fed[1]))))
         return DTensor.from_local(whole, self._mesh, WHOLE, run_check=False)
 
@@ -272,12 +271,12 @@ def block_in_halves(
 
     With `hands_on` it returns a `HalvedOutput`.
     """
-    start = partial(_started, group=mesh.get_group())
+    start = partial(_start_sum, group=mesh.get_group())
 
     def summed_gradient(_: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
-        return _Both.apply(last_choice(args[0], _waited), _same, start)
+        return _ForwardBackward.apply(last_choice(args[0], _wait), _identity, start)
 
     for linear in (block.qkv, block.fc1):
         linear.register_forward_pre_hook(summed_gradient)
     recipes.in_halves = True
-    block.forward = _Program(block, mesh, recipes, hands_on)
+    block.forward = _HalvedBlock(block, mesh, recipes, hands_on)
