@@ -40,7 +40,8 @@ class EarlyRecompute:
 
         Calling them in order recomputes all tensors for its backward pass.
         """
-        self._reruns = reruns = []
+        reruns: list[Rerun] = []
+        self._reruns = reruns
         try:
             yield reruns
         finally:

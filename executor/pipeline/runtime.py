@@ -144,7 +144,7 @@ def _add_recompute(
         completed.append(action)
     schedule.pipeline_order_with_comms[schedule.rank] = completed
 
-    def recompute(action: _Action, _: object) -> None:
+    def recompute(action: Any, _: object) -> None:
         by_index[action.stage_index].recompute_one_chunk(action.microbatch_index)
 
     schedule._comp_type_to_function_map[ActionKind.RECOMPUTE] = recompute
