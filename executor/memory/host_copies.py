@@ -181,7 +181,7 @@ class Flight:
 class HostOffload:
     """Selects the saved tensors of one layer that go to the host: those of the operators `names`.
 
-    The operators are in `layer`; those named in `recomputed` run again in the backward pass.
+    The operators are in `layer`; the operators `recomputed` run again in the backward pass.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ def shard_root(
 ) -> None:
     """Joins the units of a stage under one FSDP root, which shares their streams.
 
-    The root itself manages no parameter, and none of those `apart`.
+    The root manages no parameter itself, and the parameters `apart` stay out of FSDP.
     """
     managed = [unit for unit in units if _fsdp_modules(unit)]
     if not managed:
@@ -157,10 +157,10 @@ def gathered(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def settle_weight_gradients(body: nn.Module) -> None:
-    """Runs FSDP's end of a layer's backward pass: reduce, or accumulate in fp32.
+    """Runs FSDP's end of a layer's backward pass: reduce, or accumulate in fp32 (see `begin_step`).
 
-    `begin_step` sets which. FSDP's own hook runs with the gradient of the layer's input, before the
-    gradients of the weights are there.
+    FSDP's own hook runs with the gradient of the layer's input, before the gradients of the weights
+    are there.
     """
     if isinstance(body, FSDPModule):
         body._get_fsdp_state()._root_post_backward_final_callback()
