@@ -63,7 +63,7 @@ class RankPlace:
         layers: tuple[nn.Module, ...],
         apart: tuple[nn.Module, ...] = (),
     ) -> Unit:
-        """Shards the modules of a layer, or of two that share a Parameter, and returns their unit."""
+        """Returns the sharded unit of a layer's modules, or of two layers that share a Parameter."""
         zero = effective_zero(placed, plan.mesh)
         num_shards = zero_ranks(placed, plan.mesh)
         unit = Unit(
