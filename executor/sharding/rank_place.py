@@ -63,7 +63,7 @@ class RankPlace:
         layers: tuple[nn.Module, ...],
         apart: tuple[nn.Module, ...] = (),
     ) -> Unit:
-        """Returns the sharded unit of a layer's modules, or of two layers that share a Parameter."""
+        """Returns the sharded unit of a layer's modules, or of two tied layers' modules."""
         zero = effective_zero(placed, plan.mesh)
         num_shards = zero_ranks(placed, plan.mesh)
         unit = Unit(
