@@ -1,1 +1,1 @@
-"""Model states are moved in chunks between device and host."""
+"""Model states in chunks that move between device and host."""

@@ -1,11 +1,10 @@
-"""AdamW over chunks: each where its master and moments lie, on the device or on the host
-(PatrickStar's hybrid Adam, arXiv 2108.05818).
+"""AdamW over chunks: each is updated where its master and moments lie, on device or host.
 
-torch's fused loop runs over views of the flat states, tensor by tensor, so that every parameter
-gets the values that it gets outside of chunks, to the last bit; of one that crosses the border
-between two ranks' chunks each updates its own elements. Gradients of 16 bits are cast chunk by
-chunk; the parameters in the compute type are written from the master where that is, and come to the
-device by the schedule.
+PatrickStar calls it hybrid Adam (arXiv 2108.05818). torch's fused loop runs over views of the flat
+states, tensor by tensor, so that every parameter gets the same values as outside of chunks, to the
+last bit. Where a parameter crosses the border between two ranks' chunks, each rank updates its
+elements. Gradients of 16 bits are cast chunk by chunk; the parameters in the compute type are
+written from the master where that is, and come to the device by the schedule.
 """
 
 from __future__ import annotations
@@ -22,35 +21,31 @@ from torch.optim.adamw import adamw
 
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.model_states import StateBytes
-from parplan.executor.chunks.chunk import Chunk, Place
-from parplan.executor.chunks.chunk_buffers import Holds
+from parplan.executor.chunks.chunk import Chunk, ChunkedParameter
+from parplan.executor.chunks.chunk_buffers import ByteClass
 from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.run_options import Options
 from parplan.executor.sharding.tensor_boxes import Box, Boxes, boxes_of
 
-EPSILON = 1e-8  # torch.optim.AdamW's default, which the parameters outside of chunks have
+EPSILON = 1e-8  # torch.optim.AdamW's default, as for the parameters outside of chunks
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """What this rank owns of one parameter: flat views of its states, and its place in the chunk's
-    gradients. `step` counts updates.
-    """
+class _OwnedStates:
+    """Flat views of the states of one parameter's elements on this rank; `step` counts updates."""
 
-    place: Place
+    place: ChunkedParameter
     master: Tensor
     moments: tuple[Tensor, ...]
     step: Tensor
 
     def within(self, flat: Tensor) -> Tensor:
-        """[elements] that this rank owns of another state of the chunk."""
-        return self.place.own.of(flat)
+        """Returns these [elements] in another state of the chunk."""
+        return self.place.owned.of(flat)
 
 
 class ChunkAdam:
-    """The optimizer of what the chunks of a rank hold; `decays`: whether weight decay pulls on a
-    parameter.
-    """
+    """The optimizer of the parameters in a rank's chunks."""
 
     def __init__(self, manager: ChunkManager, options: Options) -> None:
         self.manager = manager
@@ -60,29 +55,25 @@ class ChunkAdam:
 
     @torch.no_grad()
     def step(self, learning_rate: float, factor: Tensor | None = None) -> None:
-        """Update every chunk for its gradient times `factor`; gradients are not kept."""
+        """Updates every chunk with its gradient times `factor`; gradients are overwritten."""
         for chunk, owned in self._owned:
             with self._single(chunk) as gradient:
                 if factor is not None:
                     gradient.mul_(factor.to(gradient.device))
                 for decay in (True, False):
-                    self._update(
-                        [each for each in owned if _decays(each.place) is decay],
-                        gradient,
-                        learning_rate,
-                        decay=decay,
-                    )
+                    updated = [each for each in owned if _decays(each.place) is decay]
+                    self._update(updated, gradient, learning_rate, decay=decay)
             _write(chunk)
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Leave out an update: what gradients were written over is written anew."""
+        """Leaves out an update; rewrites parameters that gradients were written over."""
         for chunk in self.manager.chunks:
             _write(chunk)
 
     @contextmanager
     def _single(self, chunk: Chunk) -> Iterator[Tensor]:
-        """The gradients of a chunk in fp32, where its master is."""
+        """Yields the gradients of a chunk in fp32, on the side of its master."""
         if chunk.gradient.dtype is torch.float32:
             yield chunk.gradient
             return
@@ -90,13 +81,14 @@ class ChunkAdam:
             yield self._cast_on_host(chunk.gradient)
             return
         ledger, num_bytes = self.manager.ledger, chunk.elements * torch.float32.itemsize
-        ledger.take(Holds.GRADIENTS, num_bytes)
+        ledger.take(ByteClass.GRADIENTS, num_bytes)
         yield chunk.gradient.float()
-        ledger.give(Holds.GRADIENTS, num_bytes)
+        ledger.give(ByteClass.GRADIENTS, num_bytes)
 
     def _cast_on_host(self, gradient: Tensor) -> Tensor:
-        """In memory that is kept, since all chunks have one size: the host takes several times as
-        long to find new pages as to cast.
+        """Casts into permanent memory, since all chunks have one size.
+
+        The host takes several times as long to find new pages as to cast.
         """
         if self._cast is None:
             self._cast = torch.empty(gradient.numel(), dtype=torch.float32)
@@ -104,11 +96,11 @@ class ChunkAdam:
 
     @property
     def host_bytes(self) -> int:
-        """What the host holds of chunks, and for their update."""
+        """Returns the host bytes of chunks and of their update."""
         return self.manager.host_bytes + (0 if self._cast is None else self._cast.nbytes)
 
     def _update(
-        self, tensors: list[_Tensor], gradient: Tensor, learning_rate: float, *, decay: bool
+        self, tensors: list[_OwnedStates], gradient: Tensor, learning_rate: float, *, decay: bool
     ) -> None:
         if not tensors:
             return
@@ -131,9 +123,7 @@ class ChunkAdam:
         )
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """After the backward passes: by parameter that is computed with, the gradient of those that
-        this rank owns.
-        """
+        """Returns the gradients of this rank's elements by parameter, after the backward passes."""
         return {
             each.place.parameter: each.within(chunk.gradient)
             for chunk, owned in self._owned
@@ -141,61 +131,60 @@ class ChunkAdam:
         }
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint has of this rank's chunks, by the names that parameters have outside of
-        them (executor/training/training_states.py).
+        """Returns the checkpoint tensors of this rank's chunks.
 
-        Call `settle` when something was loaded into them.
+        Their names are those of parameters outside of chunks
+        (executor/training/training_states.py). Call `settle` after loading into them.
         """
         states = [each for _, owned in self._owned for each in owned]
         optimizer: dict[str, Tensor] = {}
         for each in states:
-            first, second = (_named(each.place, moment) for moment in each.moments)
-            found = {"step": each.step, "exp_avg": first, "exp_avg_sq": second}
-            optimizer |= {f"{each.place.name}.{key}": value for key, value in found.items()}
+            name, place = each.place.name, each.place
+            optimizer[f"{name}.step"] = each.step
+            optimizer[f"{name}.exp_avg"] = _named(place, each.moments[0])
+            optimizer[f"{name}.exp_avg_sq"] = _named(place, each.moments[1])
         return {
             "model": {each.place.name: _named(each.place, each.master) for each in states},
             "optimizer": optimizer,
         }
 
     def settle(self) -> None:
-        """After a load: parameters follow their masters."""
+        """Rewrites the parameters from their masters after a load."""
         self.manager.built()
 
     def state_bytes(self) -> StateBytes:
-        """What chunks hold for good of device and host, whole chunks by class: no gathered group,
-        nothing that is fetched for a while.
+        """Returns the permanent bytes of chunks on device and host, whole chunks by class.
+
+        Gathered groups and temporary copies are left out.
         """
         return sum((chunk.state_bytes for chunk in self.manager.chunks), StateBytes())
 
 
-def _owned(chunk: Chunk) -> Iterator[_Tensor]:
+def _owned(chunk: Chunk) -> Iterator[_OwnedStates]:
     for place in chunk.owned:
         step = torch.zeros((), dtype=torch.float32, device=chunk.master.device)
-        yield _Tensor(
-            place, place.own.of(chunk.master), tuple(map(place.own.of, chunk.moments)), step
-        )
+        view = place.owned.of
+        yield _OwnedStates(place, view(chunk.master), tuple(map(view, chunk.moments)), step)
 
 
-def _named(place: Place, part: Tensor) -> Tensor:
-    """[elements] that this rank owns, as a checkpoint has them: the parameter as it is placed, or
-    of a part of it the boxes.
+def _named(place: ChunkedParameter, part: Tensor) -> Tensor:
+    """Returns this rank's [elements] in the form of a checkpoint.
+
+    A whole parameter is placed as such; a part of one is in boxes.
     """
-    if place.own.count < place.shape.numel():
+    if place.owned.count < place.shape.numel():
         return _in_boxes(place, part)
     part = part.view(place.shape)
-    whole = place.whole(
-        part.as_strided(part.shape, part.stride(), 0)
-    )  # torch's stager takes a DTensor with an offset for a plain tensor
+    # torch's stager takes a DTensor with an offset for a plain tensor
+    whole = place.placed(part.as_strided(part.shape, part.stride(), 0))
     if not isinstance(whole, DTensor):
         return part
     whole._local_tensor = part
     return whole
 
 
-def _in_boxes(place: Place, part: Tensor) -> Boxes:
-    """`part` of a parameter of which other ranks have the rest, where its elements lie in the
-    whole.
-    """
+def _in_boxes(place: ChunkedParameter, part: Tensor) -> Boxes:
+    """Returns `part` of a parameter, whose rest other ranks have, as boxes of the whole."""
     parameter = place.parameter
     begin, shape = (0,) * len(place.shape), place.shape
     if isinstance(parameter, DTensor):
@@ -203,19 +192,20 @@ def _in_boxes(place: Place, part: Tensor) -> Boxes:
         begin = compute_local_shape_and_global_offset(
             shape, parameter.device_mesh, parameter.placements
         )[1]
-    found = boxes_of(place.shape, place.own.first, place.own.first + place.own.count)
+    last = place.owned.first + place.owned.count
     boxes = tuple(
-        Box(tuple(map(sum, zip(begin, box.offset, strict=True))), box.shape) for box in found
+        Box(tuple(map(sum, zip(begin, box.offset, strict=True))), box.shape)
+        for box in boxes_of(place.shape, place.owned.first, last)
     )
     return Boxes(part, shape, boxes)
 
 
-def _decays(place: Place) -> bool:
-    """As outside of chunks (executor/training/optimizer.py): of matrices and tables."""
+def _decays(place: ChunkedParameter) -> bool:
+    """Decays matrices and tables, as outside of chunks (executor/training/optimizer.py)."""
     return len(place.shape) > 1
 
 
 def _write(chunk: Chunk) -> None:
-    """The parameters in the compute type from the master; in fp32 they are the master."""
+    """Writes the parameters in the compute type from the master; in fp32 both are the same."""
     if chunk.parameters is not chunk.master:
         chunk.parameters.copy_(chunk.master)

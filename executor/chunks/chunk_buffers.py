@@ -1,10 +1,8 @@
-"""Memory of chunks: flat buffers on the device that come and go, flat tensors on the host, and the
-copies between them.
+"""Memory of chunks: flat buffers on the device, flat tensors on the host, and copies between them.
 
-A GPU has a stream for each direction; the host's tensors are pinned there, and events say when a
-copy is over. On a CPU the "device" is memory of its own as well: copies are real copies, so that a
-wrong schedule gives wrong numbers. The streams were written against torch's documentation and have
-not been run.
+A GPU has a stream for each direction; the host's tensors are pinned, and events mark the end of a
+copy. On a CPU the "device" has separate memory as well: copies are real copies, so that a wrong
+schedule gives wrong numbers. The streams follow torch's documentation and have not been run.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ from parplan.profiles.units import format_bytes
 PORTABLE = 1  # cudaHostRegisterPortable
 
 
-class Holds(StrEnum):
-    """Classes of the device's bytes: chunks of parameters, groups of them that are gathered,
-    gradients, master and moments.
-    """
+class ByteClass(StrEnum):
+    """Classes of the device bytes of chunks; `GATHERED` is groups of chunks of parameters."""
 
     CHUNKS = "chunks"
     GATHERED = "gathered"
@@ -38,45 +34,47 @@ class Holds(StrEnum):
 
 
 class BudgetError(PlannerError):
-    """Chunks were to hold more of the device than their schedule says that there is."""
+    """Chunks need more device bytes than their schedule counts."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
-    """The device's bytes that chunks hold, by class, under a limit: in a pass what the schedule
-    counts for it, else the budget.
+class DeviceLedger:
+    """The device bytes of chunks, by class, under a limit.
 
-    most_bytes: at the fullest moment
+    The limit is the schedule's count for the current pass, else the budget. most_bytes is the
+    highest total so far.
     """
 
     limit_bytes: int
-    held: Counter[Holds] = field(default_factory=Counter)
+    held: Counter[ByteClass] = field(default_factory=Counter)
     most_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         return self.held.total()
 
-    def take(self, holds: Holds, num_bytes: int) -> None:
-        """Raises BudgetError above the limit, before anything is allocated."""
+    def take(self, byte_class: ByteClass, num_bytes: int) -> None:
+        """Counts bytes before they are allocated. Raises BudgetError above the limit."""
         if self.total_bytes + num_bytes > self.limit_bytes:
-            held = ", ".join(f"{each} {found}" for each, found in self.held.items() if found)
+            held = ", ".join(f"{each} {count}" for each, count in self.held.items() if count)
             raise BudgetError(
-                f"{holds} of {format_bytes(num_bytes)} ({num_bytes} bytes) are needed on the device beside {self.total_bytes} bytes "
+                f"{byte_class} of {format_bytes(num_bytes)} ({num_bytes} bytes) are needed on the "
+                f"device beside {self.total_bytes} bytes "
                 f"({held or 'nothing'}), the budget is {self.limit_bytes} bytes",
                 hint="make the plan again, or give it more device memory",
             )
-        self.held[holds] += num_bytes
+        self.held[byte_class] += num_bytes
         self.most_bytes = max(self.most_bytes, self.total_bytes)
 
-    def give(self, holds: Holds, num_bytes: int) -> None:
-        self.held[holds] -= num_bytes
+    def give(self, byte_class: ByteClass, num_bytes: int) -> None:
+        self.held[byte_class] -= num_bytes
 
 
 @dataclass(slots=True, kw_only=True)
-class Counts:
-    """What was moved since the beginning of a step: bytes and calls to the device (`in`), from it,
-    gathered and reduced.
+class CopyCounts:
+    """Bytes and calls since the beginning of a step.
+
+    They are counted to the device (`in`), from it (`out`), gathered and reduced.
     """
 
     in_bytes: int = 0
@@ -90,24 +88,30 @@ class Counts:
 
 
 class Buffer:
-    """[elements] on the device without memory until `bring`, and again after `free`; views of it
-    stay valid.
+    """[elements] on the device, with memory between `bring` and `free` only.
+
+    Views of it stay valid.
     """
 
     def __init__(
-        self, elements: int, dtype: torch.dtype, device: torch.device, ledger: Ledger, holds: Holds
+        self,
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: DeviceLedger,
+        byte_class: ByteClass,
     ) -> None:
         self.flat = torch.empty(elements, dtype=dtype, device=device)
         self.num_bytes = elements * dtype.itemsize
-        self._ledger, self._holds = ledger, holds
+        self._ledger, self._byte_class = ledger, byte_class
         self._ready: Callable[[], object] | None = None
         self.there = False
         self.flat.untyped_storage().resize_(0)
 
     def bring(self, *, zero: bool = False) -> None:
-        """Give it memory. Raises BudgetError."""
+        """Allocates the memory. Raises BudgetError."""
         assert not self.there, "it is there"
-        self._ledger.take(self._holds, self.num_bytes)
+        self._ledger.take(self._byte_class, self.num_bytes)
         self.flat.untyped_storage().resize_(self.num_bytes)
         self.there = True
         if zero:
@@ -118,29 +122,27 @@ class Buffer:
         self.wait()
         self._ready = None
         self.flat.untyped_storage().resize_(0)
-        self._ledger.give(self._holds, self.num_bytes)
+        self._ledger.give(self._byte_class, self.num_bytes)
         self.there = False
 
     def is_over(self, wait: Callable[[], object]) -> None:
-        """What is done with its memory is over when `wait`, which lets the current stream wait for
-        that, is through.
+        """Sets the wait for an operation on the memory.
+
+        `wait` makes the current stream wait for the operation, which runs elsewhere.
         """
         self._ready = wait
 
     def wait(self) -> None:
-        """Let what is computed from now on, on the current stream, wait until what is done with it
-        elsewhere is over.
-        """
+        """Makes later work on the current stream wait for operations on the memory elsewhere."""
         if self._ready is not None:
             self._ready()
 
     @contextmanager
     def viewed(self, offset: int, shape: torch.Size) -> Iterator[Tensor]:
-        """A tensor in its memory with a version of its own: what is copied here is no change to
-        autograd, which kept the view.
+        """Yields a tensor in the memory with a version counter of its own.
 
-        Views of views can be made inside only: there the memory has its size, though nobody may
-        count on what it holds.
+        Autograd does not see copies into the buffer as a change of the saved view. Views of views
+        can be made only inside: there the memory has its size, but its contents are undefined.
         """
         storage = self.flat.untyped_storage()
         storage.resize_(self.num_bytes)
@@ -150,8 +152,9 @@ class Buffer:
 
 
 def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [elements] of the host, pinned where `device` is a GPU. Raises ConfigError where the
-    host does not let so much be pinned.
+    """Returns zeros [elements] on the host, pinned where `device` is a GPU.
+
+    Raises ConfigError where the host refuses to pin that much.
     """
     tensor = torch.zeros(elements, dtype=dtype)
     if device.type == "cuda" and tensor.nbytes:
@@ -160,14 +163,16 @@ def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _pin(tensor: Tensor) -> None:
-    """Not by torch's allocator of pinned memory, which takes the next power of two: up to twice
-    what a plan says of the host.
+    """Pins a tensor without torch's allocator of pinned memory.
+
+    That allocator takes the next power of two: up to twice the host bytes of the plan.
     """
     address, runtime = tensor.data_ptr(), torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if error:
         raise ConfigError(
-            f"the host does not pin {format_bytes(tensor.nbytes)} for chunks (error {error} of CUDA)",
+            f"the host does not pin {format_bytes(tensor.nbytes)} for chunks "
+            f"(error {error} of CUDA)",
             hint="raise the limit of locked memory (ulimit -l), or keep less on the host",
         )
     weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
@@ -175,7 +180,7 @@ def _pin(tensor: Tensor) -> None:
 
 @dataclass(slots=True)
 class _Staged:
-    """A gradient on its way to the host, where it is added to `target` when it has come."""
+    """A gradient on its way to the host, which is added to `target` on arrival."""
 
     staging: Tensor
     target: Tensor
@@ -187,13 +192,14 @@ class _Staged:
         self.target.add_(self.staging[: self.target.numel()])
 
 
-class Copies:
-    """Copies of whole chunks between host and device, counted. `staging_elements`: of the largest
-    gradient chunk that is added up.
+class ChunkCopies:
+    """Copies of whole chunks between host and device, counted.
+
+    `staging_elements` are those of the largest gradient chunk that is added up.
     """
 
     def __init__(
-        self, device: torch.device, counts: Counts, staging_elements: int, dtype: torch.dtype
+        self, device: torch.device, counts: CopyCounts, staging_elements: int, dtype: torch.dtype
     ) -> None:
         self.counts = counts
         on_gpu = device.type == "cuda"
@@ -208,14 +214,14 @@ class Copies:
 
     @property
     def host_bytes(self) -> int:
-        return sum(
-            each.nbytes for each in (*self._stagings, *(staged.staging for staged in self._staged))
-        )
+        in_use = (staged.staging for staged in self._staged)
+        return sum(staging.nbytes for staging in (*self._stagings, *in_use))
 
     @contextmanager
     def aside(self) -> Iterator[bool]:
-        """Around a collective that compute need not wait for, where there are streams: its work is
-        to be waited for then.
+        """Surrounds a collective that runs beside the computation.
+
+        Yields whether there are streams: its work must then be waited for.
         """
         if self._aside is None:
             yield False
@@ -225,17 +231,16 @@ class Copies:
             yield True
 
     def fetch(self, host: Tensor, buffer: Buffer) -> None:
-        """To the device: `buffer` has memory, and may be used after its `wait`."""
+        """Copies to the device; `buffer` has memory and may be used after its `wait`."""
         self.counts.in_bytes += host.nbytes
         self.counts.in_calls += 1
         self._copy(buffer.flat, host, buffer, self._in)
 
     def send(self, buffer: Buffer, host: Tensor, *, add: bool, dropped: bool = False) -> None:
-        """Gradients in `buffer` to the host, written there or added to what is there; there after
-        `settle`.
+        """Copies gradients in `buffer` to the host or adds them there, until `settle`.
 
-        dropped: `buffer` is freed at once, and compute does not wait: its memory is not given to
-        anything else before that
+        With `dropped` the caller frees `buffer` at once, and the computation does not wait: its
+        memory is not reused before the copy ends.
         """
         self.counts.out_bytes += buffer.num_bytes
         self.counts.out_calls += 1
@@ -259,7 +264,7 @@ class Copies:
         *,
         dropped: bool = False,
     ) -> torch.cuda.Event | None:
-        """`buffer`: the one on the device, whose memory is the copy's until it is over."""
+        """Copies on `stream`; `buffer` is the side on the device, which waits for its end."""
         if stream is None:
             to.copy_(source)
             return None
@@ -278,7 +283,7 @@ class Copies:
         self._stagings.append(staged.staging)
 
     def settle(self) -> None:
-        """All that was sent is on the host, and added up."""
+        """Waits until all sent gradients are on the host and added up."""
         if self._out is not None:
             self._out.synchronize()
         while self._staged:

@@ -1,11 +1,11 @@
-"""The chunk manager of one rank: it holds the states of its blocks and does, around every pass of a
-block, what the schedule says.
+"""The chunk manager of one rank, which holds the states of its blocks in chunks.
 
-Parameters are views into a chunk (one data-parallel rank) or a gathered group of chunks, for good:
-their memory comes and goes. A block's forward pass begins and ends with its module's call. Its
-backward pass begins when the gradient of its output is there; it is over when that of its input is,
-or the action ends: autograd runs the nodes of a later block first, and accumulates a parameter's
-gradient before it goes on to what came before.
+Around every pass of a block it runs the operations of the schedule. Parameters are permanent views
+into a chunk (one data-parallel rank) or a gathered group of chunks; their memory comes and goes. A
+block's forward pass begins and ends with its module's call. Its backward pass begins with the
+gradient of its output and ends with the gradient of its input, or with the action: autograd runs
+the nodes of a later block first, and accumulates a parameter's gradient before it goes on to
+earlier nodes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from parplan.costmodels.chunks.chunk_states import ChunkStates
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import sent_precision
 from parplan.costmodels.schedules.actions import ActionKind
-from parplan.executor.chunks.chunk import Chunk, Place, Setting, own_part
-from parplan.executor.chunks.chunk_buffers import Copies, Counts, Ledger
+from parplan.executor.chunks.chunk import Chunk, ChunkedParameter, ChunkSetting, own_part
+from parplan.executor.chunks.chunk_buffers import ChunkCopies, CopyCounts, DeviceLedger
 from parplan.executor.sharding.place import parameters_summed_over_tp
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import DTYPES, local
@@ -40,22 +40,22 @@ from parplan.planner.runs.run_file import Beside, ChunkMoved
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.models.spec import TrainingSpec
 
-_OUTER = ("mixture", "experts")  # modules around operators, which the model graph has no names for
+_OUTER = ("mixture", "experts")  # modules around operators, without names in the model graph
 
 
 class OrderError(PlannerError):
-    """The passes run in another order than the one that the chunks' schedule was made for."""
+    """The passes run in another order than the chunks' schedule."""
 
 
 class ChunkManager:
     """All chunks of one pipeline rank, of all its virtual stages.
 
-    `take` every block, `watch` its module, then `built`; each step is `begin_step`, the passes
-    inside `action`, `end_step`, the update of every chunk in `chunks` where its `gradient` is
-    (`Chunk`), and `end_update`.
+    Call `take` for every block, `watch` for its module, then `built`; in each step `begin_step`,
+    the passes inside `action`, `end_step`, the update of every chunk in `chunks` where its
+    `gradient` is (`Chunk`), and `end_update`.
 
-    group: the data-parallel ranks, None where there is one. Raises BudgetError where there would be
-    more on the device than the schedule says, OrderError where passes run in another order,
+    `group` are the data-parallel ranks, None where there is one. Raises BudgetError where the
+    device would hold more than the schedule says, OrderError where passes run in another order, and
     TransitionError where a pass does not find its parameters.
     """
 
@@ -67,27 +67,19 @@ class ChunkManager:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.schedule = schedule
-        self.counts = Counts()
-        self.ledger = Ledger(limit_bytes=schedule.device_bytes)
-        compute, gradient = (
-            DTYPES[training.precision],
-            DTYPES[sent_precision(training, schedule.in_parameters)],
-        )
-        staged = max(
-            (
-                each.chunk_layout.chunk_elements
-                for each in schedule.groups
-                if each.home is StateLocation.HOST
-            ),
-            default=0,
-        )
-        self.setting = Setting(
+        self.counts = CopyCounts()
+        self.ledger = DeviceLedger(limit_bytes=schedule.device_bytes)
+        compute = DTYPES[training.precision]
+        gradient = DTYPES[sent_precision(training, schedule.in_parameters)]
+        on_host = (each for each in schedule.groups if each.home is StateLocation.HOST)
+        staged = max((each.chunk_layout.chunk_elements for each in on_host), default=0)
+        self.setting = ChunkSetting(
             device=device,
             compute=compute,
             gradient=gradient,
             in_parameters=schedule.in_parameters,
             ledger=self.ledger,
-            copies=Copies(device, self.counts, staged, gradient),
+            copies=ChunkCopies(device, self.counts, staged, gradient),
             group=group,
             rank=group.rank() if group is not None else 0,
         )
@@ -103,7 +95,8 @@ class ChunkManager:
     def _chunks_of(self, group: ChunkedBlocks) -> list[Chunk]:
         if group.chunk_layout.ranks != self.setting.ranks:
             raise OrderError(
-                f"chunks are laid out for {group.chunk_layout.ranks} data-parallel ranks, there are {self.setting.ranks}"
+                f"chunks are laid out for {group.chunk_layout.ranks} data-parallel ranks, "
+                f"there are {self.setting.ranks}"
             )
         return [
             Chunk(group.home, group.chunk_layout.chunk_elements, self.setting)
@@ -112,18 +105,19 @@ class ChunkManager:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Every communication group with the own chunk's states: what the update goes through."""
+        """Returns every communication group, with this rank's states for the update."""
         return tuple(chunk for group in self._groups for chunk in group)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those of all blocks as they are computed with: no optimizer may hold them."""
+        """Returns the parameters of all blocks, which no optimizer may hold."""
         return [place.parameter for chunk in self.chunks for place in chunk.places]
 
     @property
     def moved(self) -> ChunkMoved:
-        """What was moved since the beginning of the step, and the most that chunks held of the
-        device in any, beside the plan's.
+        """Returns the planned and the measured bytes of the step so far.
+
+        The device bytes are the most that chunks held in any step.
         """
         counts, schedule = self.counts, self.schedule
         return ChunkMoved(
@@ -140,24 +134,26 @@ class ChunkManager:
 
     @property
     def host_bytes(self) -> int:
-        """What the host holds: states of chunks, and where gradients land."""
+        """Returns the host bytes of chunks and of arriving gradients."""
         return sum(chunk.host_bytes for chunk in self.chunks) + self.setting.copies.host_bytes
 
     def values(self) -> dict[str, Tensor]:
-        """The fp32 parameters by name, as they are placed; views of the masters where one rank owns
-        all. Collective.
+        """Returns the placed fp32 parameters by name. Collective.
+
+        They are views of the masters where one rank owns all.
         """
         return self._joined("master")
 
     def gradients(self) -> dict[str, Tensor]:
-        """Between `end_step` and the update: the gradients of all parameters by name, as they are
-        placed. Collective.
+        """Returns the placed gradients of all parameters by name. Collective.
+
+        They are there between `end_step` and the update.
         """
         return self._joined("gradient")
 
     def _joined(self, state: str) -> dict[str, Tensor]:
         return {
-            place.name: place.whole(chunk.joined(place, getattr(chunk, state)))
+            place.name: place.placed(chunk.join(place, getattr(chunk, state)))
             for chunk in self.chunks
             for place in chunk.places
         }
@@ -165,8 +161,9 @@ class ChunkManager:
     # building
 
     def take(self, block: int, module: nn.Module) -> None:
-        """Own the parameters of block `block`, which is placed: their values go to the chunks, they
-        become views of them.
+        """Moves the parameters of the placed block `block` to the chunks.
+
+        They become views of the chunks.
         """
         named = {_short(name): name for name, _ in module.named_parameters()}
         summed = {
@@ -190,58 +187,58 @@ class ChunkManager:
     ) -> None:
         old = module.get_parameter(name)
         value = local(old.detach())
-        with chunk.used.viewed(offset, value.shape) as view:
+        with chunk.group_buffer.viewed(offset, value.shape) as view:
             parameter = nn.Parameter(_placed_as(old, view))
         path, _, last = name.rpartition(".")
         module.get_submodule(path).register_parameter(last, parameter)
-        place = Place(
+        place = ChunkedParameter(
             name=f"block{block}.{name}",
             block=block,
             parameter=parameter,
             offset=offset,
             shape=value.shape,
-            own=own_part(offset, value.numel(), chunk.elements, self.setting.rank),
+            owned=own_part(offset, value.numel(), chunk.elements, self.setting.rank),
             over_tp=id(old) in summed,
         )
         chunk.take(place, value)
-        if chunk not in (known := self._of_block.setdefault(block, [])):
-            known.append(chunk)
+        chunks = self._of_block.setdefault(block, [])
+        if chunk not in chunks:
+            chunks.append(chunk)
 
     def watch(self, block: int, module: nn.Module) -> None:
-        """Follow the passes of block `block`, whose outermost module is called once a forward
-        pass.
-        """
+        """Follows the passes of `block`, whose outermost module is called once a forward pass."""
         module.register_forward_pre_hook(
             lambda _, inputs: self._begin(ActionKind.FORWARD, self._micro_batch, block)
         )
         module.register_forward_hook(partial(self._forwarded, block))
 
     def built(self) -> None:
-        """All blocks were taken: parameters are cast from their masters."""
+        """Casts all parameters from their masters, after the last block was taken."""
         for chunk in self.chunks:
             chunk.cast_master()
 
     # a step
 
     def begin_step(self) -> None:
-        self.setting.copies.counts = self.counts = Counts()
+        self.setting.copies.counts = self.counts = CopyCounts()
         self._next = 0
         for chunk in self.chunks:
             chunk.begin_step()
 
     @contextmanager
     def action(self, work: str, stage: int, micro_batch: int) -> Iterator[None]:
-        """Around a pass of a stage, "F" or "B"; of no effect around anything else."""
+        """Surrounds a pass of a stage, "F" or "B"; it has no effect on other work."""
         self._action = (ActionKind(work), stage, micro_batch) if work in ("F", "B") else None
         yield
         self._end()
         self._action = None
 
     def end_step(self, tp_group: dist.ProcessGroup | None) -> None:
-        """After the last backward pass: all gradients are where the update is."""
+        """Brings all gradients to the side of their update, after the last backward pass."""
         if self._next != len(self.schedule.moments):
             raise OrderError(
-                f"the step ended after {self._next} of {len(self.schedule.moments)} passes of blocks"
+                f"the step ended after {self._next} of {len(self.schedule.moments)} "
+                "passes of blocks"
             )
         self.ledger.limit_bytes = self.schedule.device_bytes
         for op in self.schedule.closing[: self._updated]:
@@ -252,7 +249,7 @@ class ChunkManager:
         self.setting.copies.settle()
         if tp_group is not None:
             summed = [
-                place.own.of(chunk.gradient)
+                place.owned.of(chunk.gradient)
                 for chunk in self.chunks
                 for place in chunk.owned
                 if place.over_tp
@@ -260,18 +257,17 @@ class ChunkManager:
             all_reduce(summed, tp_group)
 
     def end_update(self) -> None:
-        """After the update: what the host has updated comes back to the device."""
+        """Returns parameters that the host has updated to the device."""
         for op in self.schedule.closing[self._updated :]:
             self._do(op)
         self._states.update()
 
     @property
     def _updated(self) -> int:
-        """The place of the update among what closes a step: before what returns from it."""
+        """Returns the place of the update in the closing operations: before the first RETURN."""
         closing = self.schedule.closing
-        return next(
-            (i for i, op in enumerate(closing) if op.does is ChunkAction.RETURN), len(closing)
-        )
+        returns = (i for i, op in enumerate(closing) if op.does is ChunkAction.RETURN)
+        return next(returns, len(closing))
 
     @property
     def _micro_batch(self) -> int:
@@ -284,48 +280,46 @@ class ChunkManager:
         micro_batch = self._micro_batch
         if output.requires_grad:
             output.register_hook(lambda _: self._begin(ActionKind.BACKWARD, micro_batch, block))
-        if (
-            inputs[0].grad_fn is not None
-        ):  # a leaf's gradient may come before those of parameters: there the action's end tells
+        # a leaf's gradient may come before those of parameters: then the action's end counts
+        if inputs[0].grad_fn is not None:
             inputs[0].register_hook(lambda _: self._end(block))
 
     def _begin(self, work: ActionKind, micro_batch: int, block: int) -> None:
-        """Before a block's pass: what its moment needs, and the copies for later ones that may
-        begin now.
+        """Begins a block's pass.
+
+        It runs the operations that the pass needs, and starts copies for later passes.
         """
         self._end()
         moment = self._expected(work, micro_batch, block)
         self.ledger.limit_bytes = min(moment.chunk_bytes, self.schedule.device_bytes)
-        for op in (
-            *(op for op in moment.before if not _is_early(op, self._next)),
-            *self._early.get(self._next, ()),
-        ):
+        on_time = [op for op in moment.before if not _is_early(op, self._next)]
+        for op in (*on_time, *self._early.get(self._next, ())):
             self._do(op)
         self._states.begin(block)
         for chunk in self._of_block[block]:
-            chunk.used.wait()
+            chunk.group_buffer.wait()
         self._open = moment
         self._next += 1
 
     def _expected(self, work: ActionKind, micro_batch: int, block: int) -> BlockPass:
-        """The next moment of the schedule, which must be this. Raises OrderError."""
+        """Returns the next pass of the schedule, which must be this. Raises OrderError."""
         stage = self._action[1] if self._action is not None else -1
-        found = (work, stage, micro_batch, block)
+        actual = (work, stage, micro_batch, block)
         moments = self.schedule.moments
         moment = moments[self._next] if self._next < len(moments) else None
-        wanted = (
-            (moment.work, moment.stage, moment.micro_batch, moment.block)
-            if moment is not None
-            else None
-        )
-        if moment is None or found != wanted or self._action is None or self._action[0] is not work:
+        expected = None
+        if moment is not None:
+            expected = (moment.work, moment.stage, moment.micro_batch, moment.block)
+        in_action = self._action is not None and self._action[0] is work
+        if moment is None or actual != expected or not in_action:
             raise OrderError(
-                f"pass {self._next} of the step is {_text(found)}, the chunks' schedule has {_text(wanted)}"
+                f"pass {self._next} of the step is {_text(actual)}, "
+                f"the chunks' schedule has {_text(expected)}"
             )
         return moment
 
     def _end(self, block: int | None = None) -> None:
-        """After a block's pass, if one is open: of `block`, or of any."""
+        """Ends the open pass, if it is of `block` or if no block is given."""
         moment = self._open
         if moment is None or block not in (None, moment.block):
             return
@@ -339,7 +333,7 @@ class ChunkManager:
             self._do(op)
 
     def _do(self, op: ChunkOp) -> None:
-        """`_late`: by moment what may still be under way during it, and is over behind it."""
+        """Runs an operation; `_late` has the ends of operations that may outlast it, by pass."""
         chunk = self._groups[op.group][op.number]
         self._states.do(op)
         {
@@ -364,22 +358,22 @@ class ChunkManager:
 
 
 def _is_early(op: ChunkOp, index: int) -> bool:
-    """Whether an op before moment `index` begins at a moment before that."""
+    """Returns True for an operation before pass `index` that is issued at an earlier pass."""
     return op.does in (ChunkAction.FETCH, ChunkAction.GATHER) and 0 <= op.issued < index
 
 
 def _issued_early(moments: Sequence[BlockPass]) -> dict[int, list[ChunkOp]]:
-    """By moment what is fetched, or gathered, there for a later one."""
-    found: dict[int, list[ChunkOp]] = {}
+    """Returns by pass the fetches and gathers that it issues for a later pass."""
+    issued: dict[int, list[ChunkOp]] = {}
     for index, moment in enumerate(moments):
         for op in moment.before:
             if _is_early(op, index):
-                found.setdefault(op.issued, []).append(op)
-    return found
+                issued.setdefault(op.issued, []).append(op)
+    return issued
 
 
 def _placed_as(whole: Tensor, part: Tensor) -> Tensor:
-    """`part`, this rank's of a tensor like `whole`, as that is placed."""
+    """Places this rank's `part` of a tensor as `whole` is placed."""
     if not isinstance(whole, DTensor):
         return part
     return DTensor.from_local(
@@ -393,12 +387,12 @@ def _placed_as(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def _short(name: str) -> str:
-    """The name of a parameter in the model graph: `fc1.weight` of `mixture.experts.fc1.weight`."""
+    """Returns the name in the model graph: `fc1.weight` for `mixture.experts.fc1.weight`."""
     return ".".join(part for part in name.split(".") if part not in _OUTER)
 
 
-def _text(found: tuple[Any, ...] | None) -> str:
-    if found is None:
+def _text(block_pass: tuple[Any, ...] | None) -> str:
+    if block_pass is None:
         return "no more"
-    work, stage, micro_batch, block = found
+    work, stage, micro_batch, block = block_pass
     return f"{stage}{work}{micro_batch} of block {block}"

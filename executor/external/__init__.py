@@ -1,1 +1,1 @@
-"""A module that is not the executor's own is cut, divided and run here."""
+"""External modules are cut, divided and run here."""

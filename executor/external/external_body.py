@@ -1,10 +1,9 @@
-"""One pipeline stage of a module: its own forward pass, with stand-ins for the parts that other
-stages own.
+"""One pipeline stage of a module: its forward pass, with stand-ins for the parts of other stages.
 
-A part of the embedding that is elsewhere gives zeros of the shape it would give. A block that is
-elsewhere hands on its input; the one right before this stage's first block gives what was received
-instead, and the one right after its last ends the forward pass there. So positions, masks and
-rotary tables are made on every stage as the module makes them.
+An absent part of the embedding returns zeros of its output shape. An absent block returns its
+input; the block right before this stage's first block returns the received tensor instead, and the
+one right after the last ends the forward pass. Every stage therefore computes positions, masks and
+rotary tables as the module does.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ Hidden = Callable[[Tensor], Tensor]
 
 
 class _StageEnds(BaseException):
-    """Carries a stage's output out of the module's forward pass; not an Exception, which the module
-    might catch.
+    """Carries a stage's output out of the module's forward pass.
+
+    It is not an Exception, which the module might catch.
     """
 
     def __init__(self, hidden: Tensor) -> None:
@@ -35,20 +35,19 @@ class _StageEnds(BaseException):
 
 
 class _StandIn(nn.Module):
-    """In the place of a part that another stage owns; whatever else the module asks of it, the part
-    says (on meta).
+    """Replaces a part that another stage owns.
+
+    All other attributes come from the part, whose parameters are moved to meta.
     """
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        object.__setattr__(
-            self, "part", part
-        )  # not a submodule: its parameters are not this stage's
+        # not a submodule: its parameters are not this stage's
+        object.__setattr__(self, "part", part)
         for module in part.modules():
             for key, parameter in module.named_parameters(recurse=False):
-                module._parameters[key] = nn.Parameter(
-                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
-                )
+                on_meta = torch.empty_like(parameter, device="meta")
+                module._parameters[key] = nn.Parameter(on_meta, parameter.requires_grad)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "part"), name)
@@ -60,9 +59,8 @@ class _AbsentEmbedding(_StandIn):
         self.shape, self.dtype = shape, dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros(
-            (), dtype=self.dtype, device=first_tensor(args, kwargs)[1].device
-        ).expand(self.shape)
+        device = first_tensor(args, kwargs)[1].device
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
 
 
 class _AbsentHead(_StandIn):
@@ -71,9 +69,7 @@ class _AbsentHead(_StandIn):
 
 
 class _AbsentBlock(_StandIn):
-    """Hands on its input, or what `hidden` makes of it, in the form in which the block returns
-    it.
-    """
+    """Returns `hidden` of its input, in the form in which the block returns its output."""
 
     def __init__(self, part: nn.Module, entries: int | None, hidden: Hidden) -> None:
         super().__init__(part)
@@ -89,7 +85,7 @@ def _end(hidden: Tensor) -> Tensor:
 
 
 class Ending(nn.Module):
-    """The loss of the logits; what it is called on is made by the module's own head."""
+    """The loss of the logits, which the module's head computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,20 +93,22 @@ class Ending(nn.Module):
 
 
 class ExternalBody(nn.Module):
-    """A stage of `model`, whose parameters keep the module's own names behind `model.`"""
+    """A stage of `model`; its parameters have the module's names after the prefix `model.`."""
 
     def __init__(
         self, model: nn.Module, tied: tuple[nn.Module, str] | None, ends_model: bool
     ) -> None:
         super().__init__()
         self.model = model
-        self._tied = (tied,)  # in a tuple: not a submodule a second time
+        self._tied = (tied,)  # a tuple, so that it is not registered as a submodule again
         self.received: Tensor | None = None
         if ends_model:
             self.head = Ending()
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """`x` are token ids on the first stage, else what the stage before handed on; `ids` those
+        """Runs the module's forward pass as far as this stage goes.
+
+        `x` are token ids on the first stage, else the output of the stage before; `ids` are those
         of the micro-batch.
         """
         self.received = x
@@ -122,78 +120,72 @@ class ExternalBody(nn.Module):
             self.received = None
 
     def receive(self, x: Tensor) -> Tensor:
-        """What this stage received, in the place of `x`."""
+        """Replaces `x` with the tensor that this stage received, if there is one."""
         return x if self.received is None else self.received
 
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of a tied embedding, if it holds one."""
+        """Returns this stage's copy of a tied embedding, if it holds one."""
         owner = self._tied[0]
         return None if owner is None else getattr(*owner)
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of the submodule of that name."""
+def replace_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replaces the submodule of that name with `module`."""
     parent, _, key = name.rpartition(".")
     model.get_submodule(parent)._modules[key] = module
 
 
-def cut(
+def cut_model(
     body: ExternalBody,
     structure: Structure,
-    own: set[str],
+    held: set[str],
     dtype: torch.dtype,
     split: Hidden | None,
 ) -> None:
-    """Replace the parts that are not among the names `own`. `dtype` is that of activations; `split`
-    is done to the output of the embedding, of which the module makes positions and masks, before it
-    enters a block or leaves the stage.
+    """Replaces all parts except those named in `held`.
+
+    `dtype` is that of activations. `split` is applied to the embedding's output before it enters a
+    block or leaves the stage; the module makes positions and masks of the whole output.
     """
-    _cut_ends(body.model, structure, own, dtype)
+    _cut_ends(body.model, structure, held, dtype)
     model, blocks = body.model, structure.blocks
-    has_embedding, has_head = (
-        bool(set(names) & own) for names in (structure.embedding, structure.head)
-    )
-    held = [name in own for name in blocks]
-    starts = held.index(True) if any(held) else len(blocks) if has_head and not has_embedding else 0
-    ends = starts + sum(held)
+    has_embedding = not held.isdisjoint(structure.embedding)
+    has_head = not held.isdisjoint(structure.head)
+    is_here = [name in held for name in blocks]
+    if any(is_here):
+        starts = is_here.index(True)
+    else:
+        starts = len(blocks) if has_head and not has_embedding else 0
+    ends = starts + sum(is_here)
     for index, name in enumerate(blocks):
-        if not held[index]:
+        if not is_here[index]:
             hidden = _hidden(body, index, starts, ends, split)
-            put(
-                model,
-                name,
-                _AbsentBlock(model.get_submodule(name), structure.trace.entries, hidden),
-            )
-    if held[0] and (split or not has_embedding):
-        # before FSDP's own hook, which must see what the block really reads
+            block = model.get_submodule(name)
+            replace_submodule(model, name, _AbsentBlock(block, structure.trace.entries, hidden))
+    if is_here[0] and (split or not has_embedding):
+        # before FSDP's hook, which must see the actual input of the block
         enter = partial(_change_first, split if has_embedding and split else body.receive)
-        model.get_submodule(blocks[0]).register_forward_pre_hook(
-            enter, with_kwargs=True, prepend=True
-        )
-    if held[-1] and not has_head:
-        model.get_submodule(blocks[-1]).register_forward_hook(
-            lambda module, args, out: _end(hidden_of(out))
-        )
+        first = model.get_submodule(blocks[0])
+        first.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    if is_here[-1] and not has_head:
+        last = model.get_submodule(blocks[-1])
+        last.register_forward_hook(lambda module, args, out: _end(hidden_of(out)))
 
 
-def _cut_ends(model: nn.Module, structure: Structure, own: set[str], dtype: torch.dtype) -> None:
+def _cut_ends(model: nn.Module, structure: Structure, held: set[str], dtype: torch.dtype) -> None:
     for name in structure.embedding:
-        if name not in own:
-            shape, made = structure.trace.shapes[name]
-            put(
-                model,
-                name,
-                _AbsentEmbedding(
-                    model.get_submodule(name), shape, dtype if made.is_floating_point else made
-                ),
-            )
+        if name not in held:
+            shape, traced = structure.trace.shapes[name]
+            part_dtype = dtype if traced.is_floating_point else traced
+            part = model.get_submodule(name)
+            replace_submodule(model, name, _AbsentEmbedding(part, shape, part_dtype))
     for name in structure.head:
-        if name not in own:
-            put(model, name, _AbsentHead(model.get_submodule(name)))
+        if name not in held:
+            replace_submodule(model, name, _AbsentHead(model.get_submodule(name)))
 
 
 def _hidden(body: ExternalBody, index: int, starts: int, ends: int, split: Hidden | None) -> Hidden:
-    """What the absent block `index` makes of its input."""
+    """Returns the function that the absent block `index` applies to its input."""
     if index >= ends:
         return (lambda x: _end(split(x))) if index == 0 and split else _end
     return body.receive if index == starts - 1 else lambda x: x
@@ -203,8 +195,6 @@ def _change_first(
     change: Hidden, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     where, hidden = first_tensor(args, kwargs)
-    return (
-        ((change(hidden), *args[1:]), kwargs)
-        if isinstance(where, int)
-        else (args, kwargs | {where: change(hidden)})
-    )
+    if isinstance(where, int):
+        return (change(hidden), *args[1:]), kwargs
+    return args, kwargs | {where: change(hidden)}

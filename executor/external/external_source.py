@@ -1,10 +1,9 @@
-"""The module that a plan names, unmodified: a Hugging Face causal LM from its config, or what a
-user's function returns.
+"""The unmodified module of a plan: a Hugging Face causal LM, or the result of a user's function.
 
-A Hugging Face model is made without memory for its parameters; `ExternalSource.fill` then makes
-those of one part, a function of the seed and the part's own names alone, with the family's own
-initialisation. A function's module comes with its values: every rank has the whole of it on the
-host until it keeps its own parts.
+A Hugging Face model is made from its config without memory for its parameters;
+`ExternalSource.fill` then makes those of one part with the family's own initialisation, a function
+of the seed and the part's names alone. A function's module comes with its values: every rank has
+the whole of it on the host until it takes its parts.
 """
 
 from __future__ import annotations
@@ -38,10 +37,11 @@ Fill = Callable[[str, nn.Module], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalSource:
-    """`fill(name, part)` gives the parameters of a part of `model` their values, on the host.
+    """A module and its source of values.
 
-    styles: how transformers divides the linear layers of a block over tensor-parallel ranks, by
-    name inside the block
+    model   the module
+    fill    gives the parameters of the named part their values, on the host
+    styles  tensor-parallel styles of transformers for a block's linear layers, by name inside it
     """
 
     model: nn.Module
@@ -50,8 +50,10 @@ class ExternalSource:
 
 
 def open_source(plan: Plan, seed: int) -> ExternalSource:
-    """The module of `plan`. Raises ConfigError: no such function, not a module, transformers is
-    missing or knows no such model.
+    """Returns the module of `plan`.
+
+    Raises ConfigError: no such function, not a module, transformers is missing or knows no such
+    model.
     """
     module = plan.module
     if module is None:
@@ -68,7 +70,8 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> ExternalS
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(
-            f"module: the plan runs a Hugging Face model, and transformers is not installed ({error})",
+            "module: the plan runs a Hugging Face model, and transformers is not installed "
+            f"({error})",
             hint="pip install transformers",
         ) from None
     require_names(values)
@@ -92,19 +95,17 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> ExternalS
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have no memory for parameters, large or small (as accelerate's
-    init_empty_weights).
+    """Makes modules without memory for parameters inside this context.
+
+    It covers large and small parameters (as accelerate's init_empty_weights).
     """
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if (
-            parameter is not None and parameter.device.type != "meta"
-        ):  # one that is there already is shared, and stays one
-            parameter = nn.Parameter(
-                torch.empty_like(parameter, dtype=torch.float32, device="meta"),
-                parameter.requires_grad,
-            )
+        # a parameter that is on meta already is shared, and stays one parameter
+        if parameter is not None and parameter.device.type != "meta":
+            on_meta = torch.empty_like(parameter, dtype=torch.float32, device="meta")
+            parameter = nn.Parameter(on_meta, parameter.requires_grad)
         register(module, name, parameter)
 
     nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
@@ -115,7 +116,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _check_positions(plan: Plan, config: Any) -> None:
-    length, positions = plan.training.seq_length, getattr(config, "max_position_embeddings", None)
+    length = plan.training.seq_length
+    positions = getattr(config, "max_position_embeddings", None)
     if plan.model.positions is Positions.LEARNED and positions is not None and length > positions:
         raise ConfigError(
             f"module: seq_length is {length}, the model learns {positions} positions",
@@ -134,17 +136,17 @@ class _Initializer:
         for module in part.modules():
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
-                    module.register_parameter(
-                        key,
-                        nn.Parameter(
-                            torch.empty_like(parameter, device="cpu"), parameter.requires_grad
-                        ),
-                    )
+                    memory = torch.empty_like(parameter, device="cpu")
+                    filled = nn.Parameter(memory, parameter.requires_grad)
+                    module.register_parameter(key, filled)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             self._visit(name, part, self.model._init_weights)
 
     def _visit(self, name: str, module: nn.Module, init: Callable[[nn.Module], None]) -> None:
-        """Children first, as transformers: a parent may give a child's weight another scale."""
+        """Initialises children first, as transformers does.
+
+        A parent may give a child's weight another scale.
+        """
         init = getattr(module, "_init_weights", init)
         for key, child in module.named_children():
             self._visit(f"{name}.{key}", child, init)
@@ -153,7 +155,7 @@ class _Initializer:
 
 
 def _call(factory: str, seed: int) -> nn.Module:
-    """What the function gives under `torch.manual_seed(seed)`: the same on every rank."""
+    """Calls the function under `torch.manual_seed(seed)`, so all ranks get the same module."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = function_of(factory)()
@@ -164,19 +166,19 @@ def _call(factory: str, seed: int) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float32 or parameter.is_meta:
             raise ConfigError(
-                f"module: parameter {name} is {parameter.dtype} on {parameter.device}, it must be fp32 and have values",
+                f"module: parameter {name} is {parameter.dtype} on {parameter.device}, "
+                "it must be fp32 and have values",
                 hint=f"let {factory} make fp32; the plan's precision decides what it computes in",
             )
     return model.train()
 
 
 def logits_of(output: object) -> Tensor:
-    """The logits [batch, sequence, vocabulary] that a module returned, or those inside. Raises
-    ConfigError.
-    """
+    """Returns the logits [batch, sequence, vocabulary] in a module's output. Raises ConfigError."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise ConfigError(
-            f"module: it returned {type(output).__name__}, it must return logits, or something with .logits"
+            f"module: it returned {type(output).__name__}, "
+            "it must return logits, or something with .logits"
         )
     return logits

@@ -1,5 +1,6 @@
-"""One stage of a foreign module on this rank: its parts filled, divided, recomputed and sharded as
-the plan says.
+"""One stage of an external module on this rank.
+
+Its parts get their values and are divided, recomputed and sharded as planned.
 """
 
 from __future__ import annotations
@@ -7,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from parplan.executor.external.external_body import ExternalBody, cut, put
+from parplan.executor.external.external_body import ExternalBody, cut_model, replace_submodule
 from parplan.executor.external.external_source import ExternalSource, open_source
 from parplan.executor.external.parallel_styles import (
     place_block,
@@ -20,20 +20,18 @@ from parplan.executor.external.parallel_styles import (
     place_head,
     split_sequence,
 )
-from parplan.executor.external.structure import Place, Structure, find_structure
+from parplan.executor.external.structure import Structure, find_structure
 from parplan.executor.memory.early_recompute import checkpointed
 from parplan.executor.placed_layers import PlacedLayer
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import Unit, compute_dtype, shard_root
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
 
-if TYPE_CHECKING:
-    from parplan.executor.pipeline.stages import RankPlace
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Site:
-    """What the layers of one stage are made from."""
+    """The shared inputs for building the layers of one stage."""
 
     plan: Plan
     ranks: RankPlace
@@ -51,27 +49,21 @@ class _Site:
 def build_external(
     plan: Plan, ranks: RankPlace, seed: int, groups: Sequence[tuple[PlacedLayer, ...]]
 ) -> tuple[ExternalBody, tuple[Unit, ...]]:
-    """The body of a stage that holds the layers of `groups`, which are gathered together. Raises
-    ConfigError.
+    """Builds the body of a stage with the layers of `groups`, each of which is one unit.
+
+    Raises ConfigError.
     """
     source = open_source(plan, seed)
-    site = _Site(
-        plan=plan, ranks=ranks, source=source, structure=find_structure(source.model, plan)
-    )
+    structure = find_structure(source.model, plan)
+    site = _Site(plan=plan, ranks=ranks, source=source, structure=structure)
     layers = [layer for group in groups for layer in group]
     units = [_build_unit(site, group) for group in groups]
-    own = {name for layer in layers for name in site.structure.names(layer.kind, layer.index)}
-    body = ExternalBody(
-        source.model, _tied_here(site, own), any(layer.kind is LayerKind.HEAD for layer in layers)
-    )
+    held = {name for layer in layers for name in site.structure.names(layer.kind, layer.index)}
+    ends_model = any(layer.kind is LayerKind.HEAD for layer in layers)
+    body = ExternalBody(source.model, _tied_here(site, held), ends_model)
     divided = ranks.tp_mesh is not None and layers[0].plan.sequence_parallel
-    cut(
-        body,
-        site.structure,
-        own,
-        compute_dtype(plan.training.precision),
-        partial(split_sequence, ranks.tp_mesh) if divided else None,
-    )
+    split = partial(split_sequence, ranks.tp_mesh) if divided else None
+    cut_model(body, site.structure, held, compute_dtype(plan.training.precision), split)
     _move_buffers(source.model, ranks.device)
     if ranks.tp_mesh is not None and hasattr(body, "head"):
         body.head.loss.group = ranks.tp_mesh.get_group()
@@ -91,7 +83,7 @@ def _build_unit(site: _Site, group: tuple[PlacedLayer, ...]) -> Unit:
             site.part(name).to(site.ranks.device)
         _divide(site, layer, [site.part(name) for name in names])
         if layer.plan.recompute:
-            put(site.model, names[0], checkpointed(site.part(names[0])))
+            replace_submodule(site.model, names[0], checkpointed(site.part(names[0])))
         modules += [site.part(name) for name in names]
     if len(group) > 1:
         _tie(site, fill=False)
@@ -99,8 +91,9 @@ def _build_unit(site: _Site, group: tuple[PlacedLayer, ...]) -> Unit:
 
 
 def _tie(site: _Site, *, fill: bool) -> None:
-    """Give the head the token table's Parameter; with `fill` that one's values, where the table is
-    on another stage.
+    """Gives the head the token table's Parameter.
+
+    With `fill` it also gives the table its values, where the table is on another stage.
     """
     if site.structure.tied is None:
         return
@@ -120,24 +113,19 @@ def _divide(site: _Site, layer: PlacedLayer, parts: list[nn.Module]) -> None:
     elif layer.kind is LayerKind.HEAD:
         place_head(parts, mesh, sequence=sequence)
     else:
-        place_block(
-            parts[0], site.source.styles, site.structure.trace.inputs, mesh, sequence=sequence
-        )
+        inputs = site.structure.trace.inputs
+        place_block(parts[0], site.source.styles, inputs, mesh, sequence=sequence)
 
 
-def _tied_here(site: _Site, own: set[str]) -> tuple[nn.Module, str] | None:
-    """The module of this stage that holds a tied weight, and its name in it: the table if it is
-    here, else the head's.
+def _tied_here(site: _Site, held: set[str]) -> tuple[nn.Module, str] | None:
+    """Returns the module of this stage that holds a tied weight, and the weight's name in it.
+
+    The token table comes first if it is here.
     """
-    places: tuple[Place, ...] = site.structure.tied or ()
-    return next(
-        (
-            (site.part(name), key)
-            for name, key in places
-            if any(f"{name}.".startswith(f"{part}.") for part in own)
-        ),
-        None,
-    )
+    for name, key in site.structure.tied or ():
+        if any(f"{name}.".startswith(f"{part}.") for part in held):
+            return site.part(name), key
+    return None
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

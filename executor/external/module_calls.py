@@ -1,10 +1,9 @@
-"""One forward pass of a module without data: when each part runs, what a block is called with, and
-what flows where.
+"""One forward pass of a module without data, which records the calls and the flow of tensors.
 
-A pipeline cuts between two blocks and hands on one tensor. So that a stage computes what the whole
-module would, the blocks must hand on just one tensor, unchanged in between, nothing else that a
-later part reads may come from an earlier one, and a parameter must be read by its own module. All
-of that is watched here, and refused where it is not so.
+A pipeline cuts between two blocks and hands on one tensor. For a stage to compute as the whole
+module does, the blocks must hand on just one tensor, unchanged in between, no later part may read
+anything else from an earlier one, and a parameter must be read by its own module. This pass refuses
+a module that violates one of these.
 """
 
 from __future__ import annotations
@@ -30,15 +29,18 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.tracing.stand_ins import stand_ins
 
 BEFORE, AFTER = 0, 1
-_NO_DATA = ("_like.", "new_")  # operators that read the shape of a tensor, not its values
+_NO_DATA = ("_like.", "new_")  # these read the shape of a tensor, not its values
 
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """order: the parts beside the blocks as they first ran, BEFORE the blocks or AFTER them.
-    shapes: of what each returned. entries: how many a block's tuple has, None where it returns a
-    tensor. inputs: of every module right inside the first block, how many positional arguments it
-    has, or the name of its first tensor.
+    """The record of one forward pass.
+
+    order    the parts outside the blocks as they first ran, BEFORE the blocks or AFTER them
+    shapes   shape and type of each part's output
+    entries  the length of a block's output tuple, None where it returns a tensor
+    inputs   by child of the first block: its number of positional arguments, or the keyword of
+             its first tensor
     """
 
     order: dict[str, int] = field(default_factory=dict)
@@ -48,8 +50,9 @@ class Trace:
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Any]:
-    """Where a module gets its first tensor: positional 0, or the name of a keyword; and what it
-    is.
+    """Returns the place and the value of a module's first tensor.
+
+    The place is 0, or the name of a keyword.
     """
     if args:
         return 0, args[0]
@@ -59,24 +62,25 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int 
 
 
 def hidden_of(output: Any) -> Any:
-    """The hidden state in what a block returned: that, or the first of a tuple."""
+    """Returns the hidden state of a block's output: the output, or the first of a tuple."""
     return output[0] if isinstance(output, tuple) else output
 
 
 class _Watch(TorchDispatchMode):
-    """Follows what parts gave: `flowed` is all that carries it, but for `hidden`, what the last
-    block handed on.
+    """Follows the tensors that parts return.
+
+    `flowed` are all tensors that depend on them, except `hidden`, the last block's output.
     """
 
     def __init__(self, blocks: tuple[str, ...]) -> None:
         super().__init__()
         self.blocks = blocks
-        self.found = Trace()
-        self.owners: dict[int, list[str]] = {}  # id of a parameter: the parts that may read it
+        self.trace = Trace()
+        self.owners: dict[int, list[str]] = {}  # id of a parameter -> the parts that may read it
         self.running: list[str] = []
         self.done = 0  # blocks that ran
         self.hidden: Tensor | None = None
-        self.flowed: dict[int, Tensor] = {}  # by id; held, so that no other tensor gets the id
+        self.flowed: dict[int, Tensor] = {}  # by id; held, so that no new tensor gets the id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = _tensors((args, kwargs))
@@ -106,9 +110,9 @@ class _Watch(TorchDispatchMode):
         return any(id(tensor) in self.flowed for tensor in _tensors(value))
 
     def enter_part(self, name: str, args: Any, kwargs: Any) -> None:
-        """A part beside the blocks is called."""
+        """Records the call of a part outside the blocks."""
         now = BEFORE if self.done == 0 else AFTER
-        if 0 < self.done < len(self.blocks) or self.found.order.setdefault(name, now) != now:
+        if 0 < self.done < len(self.blocks) or self.trace.order.setdefault(name, now) != now:
             raise ConfigError(
                 f"module: {name} runs between blocks, or both before and after them",
                 hint="keep what holds parameters before the blocks, in them, or after them",
@@ -121,9 +125,10 @@ class _Watch(TorchDispatchMode):
         self.running.pop()
         if not isinstance(output, Tensor):
             raise ConfigError(
-                f"module: {name} returned {type(output).__name__}, a part beside the blocks must return a tensor"
+                f"module: {name} returned {type(output).__name__}, "
+                "a part beside the blocks must return a tensor"
             )
-        self.found.shapes[name] = (output.shape, output.dtype)
+        self.trace.shapes[name] = (output.shape, output.dtype)
         if self.done == 0:
             self._mark(output)
 
@@ -134,13 +139,13 @@ class _Watch(TorchDispatchMode):
                 hint="blocks must run once and in order",
             )
         slot, hidden = first_tensor(args, kwargs)
-        others = [*args[1:], *(value for key, value in kwargs.items() if key != slot)]
+        rest = [*args[1:], *(value for key, value in kwargs.items() if key != slot)]
         if self.done and hidden is not self.hidden:
             raise ConfigError(
                 f"module: {name} does not start from what the block before it returned",
                 hint="a pipeline cuts between two blocks, nothing may run there",
             )
-        if self._reads(others) or any(tensor is self.hidden for tensor in _tensors(others)):
+        if self._reads(rest) or any(tensor is self.hidden for tensor in _tensors(rest)):
             raise _several_tensors(name)
         self.running.append(name)
 
@@ -150,12 +155,13 @@ class _Watch(TorchDispatchMode):
         hidden = hidden_of(output)
         if not isinstance(hidden, Tensor):
             raise ConfigError(
-                f"module: {name} returned {type(output).__name__}, it must return a tensor or a tuple that starts with one"
+                f"module: {name} returned {type(output).__name__}, "
+                "it must return a tensor or a tuple that starts with one"
             )
         self._mark((self.hidden, output))
         self.flowed.pop(id(hidden), None)
         self.hidden = hidden
-        self.found.entries = len(output) if isinstance(output, tuple) else None
+        self.trace.entries = len(output) if isinstance(output, tuple) else None
 
 
 def _several_tensors(who: str) -> ConfigError:
@@ -170,22 +176,24 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def trace_module(
-    model: nn.Module, blocks: tuple[str, ...], others: tuple[str, ...], plan: Plan
+    model: nn.Module, blocks: tuple[str, ...], outside: tuple[str, ...], plan: Plan
 ) -> Trace:
-    """Run `model` on one micro-batch of the plan without data. Raises ConfigError for what a
-    pipeline could not cut.
+    """Runs `model` on one micro-batch of the plan without data.
+
+    `outside` are the parts outside the blocks. Raises ConfigError for a module that a pipeline
+    cannot cut.
     """
     watch = _Watch(blocks)
     shape = (plan.pipeline.micro_batch_size, plan.training.seq_length)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _watching(model, watch, blocks, others), torch.no_grad(), fake:
+    with _watching(model, watch, blocks, outside), torch.no_grad(), fake:
         state = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype)
             for name, tensor in model.named_parameters()
         }
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            owner = next(part for part in (*blocks, *others) if name.startswith(f"{part}."))
+            owner = next(part for part in (*blocks, *outside) if name.startswith(f"{part}."))
             watch.owners.setdefault(id(state[names[id(parameter)]]), []).append(owner)
         ids = torch.zeros(shape, dtype=torch.int64)
         try:
@@ -198,19 +206,20 @@ def trace_module(
             ) from None
     if logits.shape != (*shape, plan.model.padded_vocab_size):
         raise ConfigError(
-            f"module: it returned {list(logits.shape)}, it must return logits {[*shape, plan.model.padded_vocab_size]}"
+            f"module: it returned {list(logits.shape)}, "
+            f"it must return logits {[*shape, plan.model.padded_vocab_size]}"
         )
-    return watch.found
+    return watch.trace
 
 
 @contextlib.contextmanager
 def _watching(
-    model: nn.Module, watch: _Watch, blocks: tuple[str, ...], others: tuple[str, ...]
+    model: nn.Module, watch: _Watch, blocks: tuple[str, ...], outside: tuple[str, ...]
 ) -> Iterator[None]:
-    """Hooks on the parts, for as long as this lasts."""
+    """Puts hooks on the parts in this context."""
     handles = []
     for names, enter, leave in (
-        (others, watch.enter_part, watch.leave_part),
+        (outside, watch.enter_part, watch.leave_part),
         (blocks, watch.enter_block, watch.leave_block),
     ):
         for name in names:
@@ -228,7 +237,7 @@ def _watching(
     for key, child in model.get_submodule(blocks[0]).named_children():
         handles.append(
             child.register_forward_pre_hook(
-                lambda _, a, k, key=key: _note_input(watch.found, key, a, k), with_kwargs=True
+                lambda _, a, k, key=key: _note_input(watch.trace, key, a, k), with_kwargs=True
             )
         )
     try:
@@ -238,5 +247,5 @@ def _watching(
             handle.remove()
 
 
-def _note_input(found: Trace, key: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    found.inputs[key] = len(args) or first_tensor(args, kwargs)[0]
+def _note_input(trace: Trace, key: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    trace.inputs[key] = len(args) or first_tensor(args, kwargs)[0]

@@ -1,9 +1,8 @@
-"""Tensor parallelism of a module by torch's own styles, as transformers names them for the linear
-layers of a block.
+"""Tensor parallelism of a module by torch's styles, as transformers names them for a block.
 
 A region is the child of a block that holds divided layers: attention, feed-forward. It reads whole
-sequences and its row-divided layer gives whole sums; under sequence parallelism its input is
-gathered, its sums are scattered, and the norms beside the regions run on this rank's tokens. The
+sequences, and its row-divided layer returns whole sums. Under sequence parallelism its input is
+gathered, its sums are scattered, and the norms outside the regions run on this rank's tokens. The
 token table and the head are divided over the vocabulary.
 """
 
@@ -39,14 +38,15 @@ def place_block(
     *,
     sequence: bool,
 ) -> None:
-    """Divide a block over `mesh`; `inputs` says how its children are called. Raises ConfigError for
-    what no style covers.
+    """Divides a block over `mesh`; `inputs` says how its children are called.
+
+    Raises ConfigError for layers that no style covers.
     """
     unknown = sorted(set(styles.values()) - _KNOWN)
     if not styles or unknown:
-        found = f"has the style {unknown[0]}" if unknown else "is not there"
+        problem = f"has the style {unknown[0]}" if unknown else "is not there"
         raise ConfigError(
-            f"module: the tensor-parallel plan of {type(block).__name__} in transformers {found}",
+            f"module: the tensor-parallel plan of {type(block).__name__} in transformers {problem}",
             hint="plan with --tp 1",
         )
     stream: Placement = Shard(1) if sequence else Replicate()
@@ -73,8 +73,9 @@ def place_block(
 
 
 def _gather(where: int | str, stream: Placement) -> ParallelStyle:
-    """The region's input as a whole DTensor: the gradients of all that reads it are then reduced
-    once.
+    """Makes the region's input a whole DTensor.
+
+    The gradients of all its readers are then reduced once.
     """
     if isinstance(where, str):
         return PrepareModuleInput(
@@ -95,37 +96,34 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def place_embedding(parts: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Divide the token table over the vocabulary; its output is whole. Raises ConfigError for
-    anything but one table.
+    """Divides the token table over the vocabulary; its output is whole.
+
+    Raises ConfigError unless `parts` is one table.
     """
     if len(parts) != 1 or type(parts[0]) is not nn.Embedding:
         raise ConfigError(
-            f"module: an embedding of {', '.join(type(part).__name__ for part in parts)} has no tensor-parallel plan",
+            f"module: an embedding of {', '.join(type(part).__name__ for part in parts)} "
+            "has no tensor-parallel plan",
             hint="plan with --tp 1",
         )
     table = parts[0]
-    table.register_parameter(
-        "weight",
-        nn.Parameter(distribute_tensor(table.weight.data, mesh, (Shard(0),), src_data_rank=None)),
-    )
+    shard = distribute_tensor(table.weight.data, mesh, (Shard(0),), src_data_rank=None)
+    table.register_parameter("weight", nn.Parameter(shard))
     table.forward = partial(_look_up, table, mesh)  # type: ignore[method-assign]
 
 
 def _look_up(table: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
     weight = table.weight
-    # DTensor gives the gradient of a vocabulary shard whole; through this no-op it is cut to the
-    # shard at once
+    # DTensor makes the gradient of a vocabulary shard whole; this no-op cuts it at once
     weight = weight.redistribute(placements=weight.placements)
-    return (
-        functional.embedding(as_dtensor(ids, mesh), weight, table.padding_idx)
-        .redistribute(mesh, (Replicate(),))
-        .to_local()
-    )
+    embedded = functional.embedding(as_dtensor(ids, mesh), weight, table.padding_idx)
+    return embedded.redistribute(mesh, (Replicate(),)).to_local()
 
 
 def place_head(parts: list[nn.Module], mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Divide the last product over the vocabulary: every rank gets its own logits. The other parts
-    are norms.
+    """Divides the last product over the vocabulary: every rank gets its slice of the logits.
+
+    The other parts are norms.
     """
     *norms, product = parts
     if type(product) is not nn.Linear:
@@ -133,17 +131,14 @@ def place_head(parts: list[nn.Module], mesh: DeviceMesh, *, sequence: bool) -> N
             f"module: a head that ends with {type(product).__name__} has no tensor-parallel plan",
             hint="plan with --tp 1",
         )
-    for norm in norms:
-        if sequence:
+    if sequence:
+        for norm in norms:
             parallelize_module(norm, mesh, _on_tokens(), src_data_rank=None)
     stream: Placement = Shard(1) if sequence else Replicate()
     parallelize_module(product, mesh, ColwiseParallel(input_layouts=stream), src_data_rank=None)
 
 
 def split_sequence(mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """This rank's tokens of a whole [batch, sequence, hidden]."""
-    return (
-        DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
-        .redistribute(mesh, (Shard(1),))
-        .to_local()
-    )
+    """Returns this rank's tokens of a whole [batch, sequence, hidden]."""
+    whole = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+    return whole.redistribute(mesh, (Shard(1),)).to_local()

@@ -1,10 +1,10 @@
-"""Recompute of a layer ahead of the gradient: what the backward pass would make again when it asks
-is made before it begins.
+"""Recompute of a layer ahead of the gradient.
 
-torch's checkpoint makes all that a layer saved when the first of it is asked for, once in a
-GraphExecGroup. A tensor that the layer saves before anything else and no backward pass needs is
-what is asked for ahead; inside the same group the backward pass takes the rest, each tensor the
-last time it is needed.
+Tensors that the backward pass would recompute on demand are recomputed before it begins. torch's
+checkpoint recomputes all saved tensors of a layer at the first access to one of them, once in a
+GraphExecGroup. The layer therefore saves a mark before anything else, which no backward pass needs;
+reading the mark triggers the recompute. Inside the same group the backward pass takes the rest,
+each tensor at its last use.
 """
 
 from __future__ import annotations
@@ -23,37 +23,39 @@ Rerun = Callable[[], object]
 Each = Callable[[nn.Module], Callable[..., Any]]
 
 
-def _as_it_is(layer: nn.Module) -> Callable[..., Any]:
+def _unchanged(layer: nn.Module) -> Callable[..., Any]:
     return layer
 
 
 class EarlyRecompute:
-    """What one layer can run again of a forward pass; its module has it as `ahead`."""
+    """The reruns of one layer's forward passes; its module has it as `ahead`."""
 
-    def __init__(self, each: Each = _as_it_is) -> None:
+    def __init__(self, each: Each = _unchanged) -> None:
         self._each = each
-        self._found: list[Rerun] | None = None
+        self._reruns: list[Rerun] | None = None
 
     @contextmanager
     def collected(self) -> Iterator[list[Rerun]]:
-        """Around a forward pass: what to call, in this order, to have all that its backward pass
-        makes again.
+        """Surrounds a forward pass and collects its reruns.
+
+        Calling them in order recomputes all tensors for its backward pass.
         """
-        self._found = found = []
+        reruns: list[Rerun] = []
+        self._reruns = reruns
         try:
-            yield found
+            yield reruns
         finally:
-            self._found = None
+            self._reruns = None
 
     def add(self, rerun: Rerun) -> None:
-        """Of no effect but inside `collected`."""
-        if self._found is not None:
-            self._found.append(rerun)
+        """Adds a rerun; it has no effect outside `collected`."""
+        if self._reruns is not None:
+            self._reruns.append(rerun)
 
     def checkpoint(self, layer: nn.Module, *inputs: Any, **named: Any) -> Any:
-        """`layer(*inputs)`, of which nothing is kept but the inputs."""
+        """Returns `layer(*inputs)`, which saves only its inputs."""
         run = self._each(layer)
-        if self._found is None:
+        if self._reruns is None:
             return checkpoint(run, *inputs, use_reentrant=False, **named)
         return checkpoint(partial(self._marked, run), *inputs, use_reentrant=False, **named)
 
@@ -63,9 +65,10 @@ class EarlyRecompute:
         return layer(*inputs, **named)
 
 
-def checkpointed(layer: nn.Module, each: Each = _as_it_is) -> nn.Module:
-    """`layer` run again as a whole in its backward pass, or ahead of it; `each` gives what is
-    called for one forward pass and its rerun.
+def checkpointed(layer: nn.Module, each: Each = _unchanged) -> nn.Module:
+    """Wraps `layer` so that all of it is recomputed, in its backward pass or ahead of it.
+
+    `each` returns the callable for one forward pass and its rerun.
     """
     ahead = EarlyRecompute(each)
     wrapped = checkpoint_wrapper(layer, checkpoint_fn=ahead.checkpoint)

@@ -1,18 +1,17 @@
-"""What operators keep for the backward pass, on the host in between: copies out as it is made, and
-back ahead of need.
+"""Saved tensors on the host: copied out as they are made, and back ahead of the backward pass.
 
 torch's save_on_cpu copies in the order of the kernels, so nothing hides it. Here each direction has
-a stream of its own; as in torchtune's OffloadActivations what is on its way out is held until the
-computation has waited for the copy, not given to the allocator with record_stream, whose memory
-comes back only when the host looks. The window is one block: what a block sends is let go of when
-the next block has run forward, and when a block's backward pass begins what the block before it
-sent starts to come back. On a CPU the same copies are made at the same places, at once. Pinned
-memory is that of torch's caching allocator, which uses it again when the copies that were under way
-have ended (in blocks of powers of two).
+a separate stream. As in torchtune's OffloadActivations, a tensor on its way out is held until the
+computation has waited for the copy; record_stream would return its memory only when the host looks.
+The window is one block: the tensors that a block sends are released when the next block has run
+forward, and when a block's backward pass begins, the tensors of the block before it start to come
+back. On a CPU the same copies are made at the same places, at once. Pinned memory comes from
+torch's caching allocator, which reuses it when the copies under way have ended (in blocks of powers
+of two).
 
-A tensor that several operators keep goes to the host if the first of them is named
-(`recompute.host_bytes_by_operator`); of what autograd keeps, what the graph knows nothing of
-(statistics of norms, tables, causal masks, random states) stays.
+A tensor that several operators save goes to the host if the first of them is named
+(`recompute.host_bytes_by_operator`). Saved tensors that the graph does not know (statistics of
+norms, tables, causal masks, random states) stay on the device.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from parplan.executor.tensors import local, memory_of
 from parplan.profiles.models.operator_graph import LayerClass
 
 _Key = tuple[int, ...]
-# of an activation: batch, sequence or heads, features; masks and states that no batch has have
-# fewer
+# batch, sequence or heads, features of an activation; masks and states without a batch have fewer
 FEWEST_DIMS = 3
 
 
 class HostCopies:
-    """The copies between one rank's device and its host; how many bytes went out and came back
-    since the start.
+    """The copies between one rank's device and its host.
+
+    `out_bytes` and `back_bytes` count the bytes in each direction since the start.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,30 +51,31 @@ class HostCopies:
         )
 
     def begin_pass(self) -> None:
-        """A micro-batch begins with the first layer of a stage: no layer runs before it."""
+        """Begins a micro-batch with the first layer of a stage: no layer runs before it."""
         self._last = None
 
     def flight(self) -> Flight:
-        """For what the next layer sends of a micro-batch."""
+        """Opens the flight of the next layer's tensors of a micro-batch."""
         self._last = Flight(self, self._last)
         return self._last
 
     def ended(self, flight: Flight) -> None:
-        """A layer has run forward: what the one that ran before it sent is let go of."""
+        """Ends a layer's forward pass: the tensors of the layer before it are released."""
         self.settle()
         self._unsettled = flight
 
     def settle(self) -> None:
-        """Wait for what is on its way out, and let go of it."""
+        """Waits for the tensors on their way out, and releases them."""
         if self._unsettled is not None:
             self._unsettled.let_go()
         self._unsettled = None
 
-    def copied(
+    def copy(
         self, tensor: Tensor, *, to_host: bool, after: torch.cuda.Event | None = None
     ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy of `tensor`, dense, and when it is there; it begins after what was computed, and
-        after `after`.
+        """Returns a dense copy of `tensor` and the event of its end.
+
+        It begins after the computation so far, and after `after`.
         """
         if to_host:
             self.out_bytes += tensor.nbytes
@@ -93,29 +93,28 @@ class HostCopies:
                 stream.wait_event(after)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             copy.copy_(tensor, non_blocking=True)
-        return copy, stream.record_event() if stream is not None else None
+        event = stream.record_event() if stream is not None else None
+        return copy, event
 
 
 class HostTensor:
-    """A tensor that is on the host until it is asked for, or `start` says that it will be."""
+    """A tensor on the host until it is read, or until `start` announces that."""
 
     def __init__(self, copies: HostCopies, tensor: Tensor) -> None:
         self._copies = copies
         self._host: Tensor | None
-        self._host, self.gone = copies.copied(tensor, to_host=True)
+        self._host, self.gone = copies.copy(tensor, to_host=True)
         self.stride = self._host.stride()
         self._back: Tensor | None = None
         self._there: torch.cuda.Event | None = None
 
     def start(self) -> None:
         if self._host is not None:
-            self._back, self._there = self._copies.copied(
-                self._host, to_host=False, after=self.gone
-            )
+            self._back, self._there = self._copies.copy(self._host, to_host=False, after=self.gone)
             self._host = None
 
     def tensor(self, index: int = 0) -> Tensor:
-        """The tensor, on the device again; as a recipe's (executor/memory/saved_tensors.py)."""
+        """Returns the tensor on the device, as a recipe does (executor/memory/saved_tensors.py)."""
         self.start()
         self._wait()
         assert self._back is not None
@@ -127,11 +126,14 @@ class HostTensor:
             self._there = None
 
     def __del__(self) -> None:
-        self._wait()  # its memory may be used again by what the computation does next
+        self._wait()  # the next computation may reuse its memory
 
 
 class Flight:
-    """What one layer sent of one micro-batch; `before`: what the layer before it did."""
+    """The tensors that one layer sent of one micro-batch.
+
+    `before` is the flight of the layer before it.
+    """
 
     def __init__(self, copies: HostCopies, before: Flight | None) -> None:
         self._copies = copies
@@ -152,16 +154,15 @@ class Flight:
         self._on_the_way.clear()
 
     def follow(self, output: Any) -> None:
-        """The layer's backward pass begins when the gradient of its output is there, or of a part
-        of it.
-        """
+        """Starts the copies back with the gradient of the layer's output, or of a part of it."""
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self.begin_backward)
 
     def begin_backward(self, _: Tensor | None = None) -> None:
-        """The layer's backward pass begins: its own copies come back, and those of the layer before
-        it.
+        """Begins the layer's backward pass.
+
+        Its copies come back, and so do those of the layer before it.
         """
         self._copies.settle()
         for flight in (self, self._before):
@@ -170,25 +171,25 @@ class Flight:
         self._before = None
 
     def start(self) -> None:
-        for found in (reference() for reference in self._sent):
-            if found is not None:
-                found.start()
+        for reference in self._sent:
+            tensor = reference()
+            if tensor is not None:
+                tensor.start()
         self._sent.clear()
 
 
-class OnHost:
-    """Which of the tensors that one layer keeps go to the host: those of the operators `names`,
-    which are in `layer`.
+class HostOffload:
+    """Selects the saved tensors of one layer that go to the host: those of the operators `names`.
 
-    again: the operators that run again in the backward pass
+    The operators are in `layer`; the operators `recomputed` run again in the backward pass.
     """
 
     def __init__(
-        self, names: Iterable[str], layer: LayerClass, again: Iterable[str], copies: HostCopies
+        self, names: Iterable[str], layer: LayerClass, recomputed: Iterable[str], copies: HostCopies
     ) -> None:
         self._named = frozenset(names)
         self._copies = copies
-        reruns = frozenset(again)
+        reruns = frozenset(recomputed)
         self._reads = {
             op.name
             for op in layer.operators
@@ -197,7 +198,7 @@ class OnHost:
         self._makes = {
             op.name for op in layer.operators if op.name not in reruns and made_inside(op)
         }
-        # what runs again as a whole keeps its input for the first of its operators
+        # a layer that is recomputed whole saves its input for the first of its operators
         self._whole = layer.operators[0].name if len(reruns) == len(layer.operators) else None
         self._operators: Mapping[str, tuple[str, ...]] = {}
         self._flight: Flight | None = None
@@ -207,8 +208,9 @@ class OnHost:
         self._known: dict[_Key, HostTensor | None] = {}
 
     def follow(self, layer: nn.Module) -> None:
-        """From now on know which operator of `layer` runs; after all other hooks were
-        registered.
+        """Tracks which operator of `layer` runs.
+
+        It must be called after all other hooks are registered.
         """
         for name, module in layer.named_children():
             operators = tuple(getattr(module, "operators", (name,)))
@@ -217,7 +219,7 @@ class OnHost:
             module.register_forward_hook(self._ends)
 
     def begin(self, layer: nn.Module) -> Flight:
-        """A forward pass of `layer` begins."""
+        """Begins a forward pass of `layer`."""
         self._flight = self._copies.flight()
         self._running = (self._whole,) if self._whole else ()
         self._parameters = {memory_of(parameter) for parameter in layer.parameters()}
@@ -240,35 +242,38 @@ class OnHost:
         self._running = ()
 
     def read(self, tensor: Tensor) -> HostTensor | None:
-        """What came of an input that the running operator keeps, None where it stays."""
+        """Returns the host tensor of an input of the running operator, None where it stays."""
         if self._flight is None or self._reads.isdisjoint(self._running):
             return None
-        return self._kept(tensor)
+        return self._sent(tensor)
 
     def saved(self, tensor: Tensor) -> HostTensor | None:
-        """The same of a tensor that autograd keeps of the running operator."""
+        """Returns the host tensor of a tensor that autograd saves, None where it stays."""
         if self._flight is None or memory_of(tensor) in self._parameters:
             return None
         reads = memory_of(tensor) in self._inputs and not self._reads.isdisjoint(self._running)
-        fewest = (
-            FEWEST_DIMS if len(self._running) == 1 else FEWEST_DIMS - 1
-        )  # a mixture of experts has its tokens in a row
+        # a mixture of experts, which is several operators, has its tokens in one dimension
+        fewest = FEWEST_DIMS if len(self._running) == 1 else FEWEST_DIMS - 1
         makes = not self._makes.isdisjoint(self._running) and tensor.dim() >= fewest
-        return self._kept(tensor) if reads or makes or self._running == (self._whole,) else None
+        if reads or makes or self._running == (self._whole,):
+            return self._sent(tensor)
+        return None
 
-    def _kept(self, tensor: Tensor) -> HostTensor | None:
+    def _sent(self, tensor: Tensor) -> HostTensor | None:
         flat = flattened(local(tensor.detach()))
         key = memory_of(flat), int(flat.storage_offset()), *flat.size(), *flat.stride()
         if key not in self._known:
             assert self._flight is not None
-            self._known[key] = (
-                None if self._named.isdisjoint(self._running) else self._flight.send(flat)
-            )
+            stays = self._named.isdisjoint(self._running)
+            self._known[key] = None if stays else self._flight.send(flat)
         return self._known[key]
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """The memory of a tensor that has no gaps, in its order there; another tensor as it is."""
+    """Returns a tensor without gaps as one dimension, in the order of memory.
+
+    A tensor with gaps is returned unchanged.
+    """
     ordered = sorted(zip(tensor.stride(), tensor.size(), strict=True))
     expected = 1
     for stride, size in ordered:

@@ -1,11 +1,10 @@
-"""The token table on the host (`Offload.LOOKUP`): its rows come to the device, their gradients go
-back, the table stays where it is.
+"""The token table on the host (`Offload.LOOKUP`): rows come to the device, gradients go back.
 
-As costmodels/host/host_embedding.py prices it: of D data-parallel ranks each has h / D columns of
-the table, all rows of them, in fp32. A rank looks up its columns of the tokens of all ranks, and an
-all-to-all gives every rank all columns of its own tokens; backward the same way. So no gradient of
-the table is reduced, and the optimizer updates it on the host. Copies are counted and waited for:
-the pass behind needs them. On a CPU the "device" gets copies as well.
+costmodels/host/host_embedding.py prices it: each of D data-parallel ranks has h / D columns of all
+rows of the table, in fp32. A rank looks up its columns of the tokens of all ranks, and an
+all-to-all gives every rank all columns of its tokens; the backward pass does the same in reverse.
+No gradient of the table is reduced, and the optimizer updates it on the host. Copies are counted
+and waited for, because the next pass needs them. On a CPU the "device" gets copies as well.
 """
 
 from __future__ import annotations
@@ -27,55 +26,53 @@ _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 class HostTable(nn.Module):
-    """Looks ids up in a table of the host. weight: [vocabulary, hidden], of which this rank has its
-    columns.
+    """Looks ids up in a table on the host.
 
-    table: the whole, before training, on the device; dtype: what that computes in
-    copies: counts the bytes of rows that came, and of gradients that went
+    weight  [vocabulary, hidden], of which this rank has its columns
+    table   the whole table on the device, before training
+    dtype   the compute type
+    copies  counts the bytes of rows that came and of gradients that went
     """
 
     def __init__(self, table: Tensor, dp_mesh: DeviceMesh, dtype: torch.dtype) -> None:
         super().__init__()
-        own = (
-            table.detach()
-            .chunk(dp_mesh.size(), dim=1)[dp_mesh.get_local_rank()]
-            .to("cpu", copy=True)
-            .contiguous()
-        )
-        self.weight = nn.Parameter(DTensor.from_local(own, dp_mesh, (Shard(1),), run_check=False))
+        columns = table.detach().chunk(dp_mesh.size(), dim=1)[dp_mesh.get_local_rank()]
+        columns = columns.to("cpu", copy=True).contiguous()
+        divided = DTensor.from_local(columns, dp_mesh, (Shard(1),), run_check=False)
+        self.weight = nn.Parameter(divided)
         self.group = dp_mesh.get_group() if dp_mesh.size() > 1 else None
         self._dtype = dtype
         self.copies = HostCopies(table.device)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[batch, sequence] -> [batch, sequence, hidden] on the device."""
-        rows = functional.embedding(self._of_all_ranks(ids).cpu(), local(self.weight)).to(
-            self._dtype
-        )
-        found: Tensor = _Rows.apply(rows.unflatten(0, (-1, len(ids))), self)
-        return found
+        """Maps [batch, sequence] to [batch, sequence, hidden] on the device."""
+        all_ids = self._gather_ids(ids).cpu()
+        rows = functional.embedding(all_ids, local(self.weight)).to(self._dtype)
+        looked_up: Tensor = _Rows.apply(rows.unflatten(0, (-1, len(ids))), self)
+        return looked_up
 
-    def _of_all_ranks(self, ids: Tensor) -> Tensor:
-        """[ranks x batch, sequence]."""
+    def _gather_ids(self, ids: Tensor) -> Tensor:
+        """Gathers the ids of all ranks as [ranks x batch, sequence]."""
         if self.group is None:
             return ids
         gathered = ids.new_empty((self.group.size() * len(ids), *ids.shape[1:]))
         _GATHER(gathered, ids.contiguous(), group=self.group)
         return gathered
 
-    def exchanged(self, parts: Tensor) -> Tensor:
-        """[ranks, ...]: the r-th part goes to rank r, which has it as the part of this rank."""
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Sends part r of [ranks, ...] to rank r, and returns the parts received, by rank."""
         if self.group is None:
             return parts
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts.contiguous(), group=self.group)
         return received
 
-    def moved(self, tensor: Tensor, *, to_host: bool) -> Tensor:
-        """A copy on the other side, which is there when this returns, or before what is computed
-        next.
+    def copy_across(self, tensor: Tensor, *, to_host: bool) -> Tensor:
+        """Copies a tensor to the other side.
+
+        The copy is there when this returns (host) or before the next computation (device).
         """
-        copy, there = self.copies.copied(tensor, to_host=to_host)
+        copy, there = self.copies.copy(tensor, to_host=to_host)
         if there is not None and to_host:
             there.synchronize()
         elif there is not None:
@@ -84,16 +81,17 @@ class HostTable(nn.Module):
 
 
 class _Rows(torch.autograd.Function):
-    """[ranks, batch, sequence, columns] on the host, tokens by rank -> [batch, sequence, hidden] of
-    this rank's on the device.
+    """Maps rows [ranks, batch, sequence, columns] on the host to [batch, sequence, hidden].
+
+    The rows are by rank of the tokens; the result has this rank's tokens and is on the device.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: HostTable) -> Tensor:
         ctx.table, ctx.ranks = table, len(rows)
-        return table.exchanged(table.moved(rows, to_host=False)).movedim(0, -2).flatten(-2)
+        return table.exchange(table.copy_across(rows, to_host=False)).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         parts = gradient.unflatten(-1, (ctx.ranks, -1)).movedim(-2, 0).contiguous()
-        return ctx.table.moved(ctx.table.exchanged(parts), to_host=True), None
+        return ctx.table.copy_across(ctx.table.exchange(parts), to_host=True), None

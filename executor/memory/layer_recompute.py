@@ -1,12 +1,12 @@
 """Activation recompute of one layer: nothing, a list of operators, or everything.
 
-What a list frees is what `parplan.costmodels.layers.recompute.kept_tensors` says: the outputs of
-the named operators are not kept for the operators that read them, but made again from the named
-operators' own inputs when the backward pass asks for them, through as many operators as the list
-names in a row. torch's selective checkpointing keeps the outputs of all other operators instead,
-views and sums included: more than no recompute at all. The attention core, whose backward pass
-needs more than its input, runs again as a whole; its output stays for an output projection that is
-not recomputed, as in Korthikanti's selective recompute.
+`parplan.costmodels.layers.recompute.kept_tensors` gives the tensors that a list frees: the outputs
+of the named operators are not saved for their readers. When the backward pass reads one, it is
+recomputed from the named operators' inputs, through as many operators as the list names in a row.
+torch's selective checkpointing saves the outputs of all other operators instead, views and sums
+included: more than no recompute at all. The attention core, whose backward pass needs more than its
+input, is recomputed as a whole; its output stays for an output projection that is not recomputed,
+as in Korthikanti's selective recompute.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from parplan.executor.tensors import local, memory_of
 from parplan.profiles.errors import ConfigError
 
 ATTENTION = "attention"
-AFTER_ATTENTION = "attention_out"  # the one operator that reads what attention gives
+AFTER_ATTENTION = "attention_out"  # the only operator that reads the output of attention
 
 
 def recomputed(
     layer: nn.Module, operators: tuple[str, ...], where: str, recipes: Recipes | None = None
 ) -> nn.Module:
-    """`layer` so that the named operators run again in its backward pass. Raises ConfigError where
-    that cannot be.
+    """Returns `layer` with recompute of the named operators in its backward pass.
 
-    `recipes` are those of the layer's gathered inputs; without a full recompute they are followed
-    as well.
+    `recipes` are those of the layer's gathered inputs; they apply too, except under a full
+    recompute. Raises ConfigError where an operator cannot be recomputed.
     """
     names = [
         name
@@ -55,10 +54,10 @@ def recomputed(
     _discard_outputs(layer, discarded, recipes)
     attention = getattr(layer, ATTENTION, None)
     if ATTENTION in operators:
-        again = partial(
+        rerun = partial(
             recipes.rerun, output_too=AFTER_ATTENTION in operators, random=bool(attention.dropout)
         )
-        attention.forward = partial(again, attention.forward)
+        attention.forward = partial(rerun, attention.forward)
     elif attention is not None:
         _follow_copies(attention, recipes)
     if recipes.on_host is not None:
@@ -67,15 +66,16 @@ def recomputed(
 
 
 def _checkpointed(layer: nn.Module, recipes: Recipes | None) -> nn.Module:
-    """`layer` run again as a whole: by torch, or where inputs are gathered by `recipes`, which then
-    need not keep them whole.
+    """Recomputes `layer` as a whole.
+
+    Recipes of gathered inputs do so without saving them whole; without recipes torch does.
     """
     if recipes is not None and not recipes.in_halves:
         layer.forward = partial(recipes.checkpoint, layer.forward)
         return _watched(layer, recipes)
     layer = checkpointed(layer)
     if recipes is not None and recipes.on_host is not None:
-        recipes.watch(layer)  # its input is all that it keeps
+        recipes.watch(layer)  # it saves only its input
     return layer
 
 
@@ -86,8 +86,9 @@ def _watched(layer: nn.Module, recipes: Recipes) -> nn.Module:
 
 
 def _check_random(layer: nn.Module, operators: list[str], where: str) -> None:
-    """An output that is made again must be the same: an operator that draws a dropout mask would
-    draw another.
+    """Refuses an operator that draws a dropout mask.
+
+    A recomputed output must be identical, and the operator would draw another mask.
     """
     random = [name for name in operators if getattr(_operator(layer, name), "dropout", 0.0)]
     if random:
@@ -98,16 +99,14 @@ def _check_random(layer: nn.Module, operators: list[str], where: str) -> None:
 
 
 def _operator(layer: nn.Module, name: str) -> nn.Module:
-    """The module of an operator: of the layer, or of its experts."""
-    return (
-        getattr(layer, name) if hasattr(layer, name) else layer.mixture.experts.get_submodule(name)
-    )
+    """Returns the module of an operator, from the layer or from its experts."""
+    if hasattr(layer, name):
+        return getattr(layer, name)
+    return layer.mixture.experts.get_submodule(name)
 
 
 def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -> None:
-    """Let the operators of `layer` keep a recipe where they would keep an output of one of
-    `operators`.
-    """
+    """Saves recipes in place of the outputs of `operators`."""
 
     def remember(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         recipes.remember((output,), lambda *tensors: (local(module(*tensors)),), *inputs)
@@ -117,17 +116,19 @@ def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -
 
 
 def _follow_copies(attention: Attention, recipes: Recipes) -> None:
-    """Attention keeps queries, keys and values, copies of its input where they do not lie in it as
-    they are needed: when that input is not kept, neither are they.
+    """Gives the copies that attention makes of its input the recipe of that input.
+
+    Attention saves queries, keys and values, which are copies where the input does not hold them in
+    the layout of the kernel. They are saved only where the input is.
     """
     split = attention.split
 
     def followed(qkv: Tensor) -> tuple[Tensor, ...]:
         parts = split(qkv)
         if recipes.active and recipes.knows(qkv):
-            own = tuple(part for part in parts if memory_of(part) != memory_of(qkv))
-            places = [i for i, part in enumerate(parts) if any(part is copied for copied in own)]
-            recipes.remember(own, lambda again: tuple(split(again)[i] for i in places), qkv)
+            copied = [i for i, part in enumerate(parts) if memory_of(part) != memory_of(qkv)]
+            copies = tuple(parts[i] for i in copied)
+            recipes.remember(copies, lambda made: tuple(split(made)[i] for i in copied), qkv)
         return parts
 
     attention.split = followed

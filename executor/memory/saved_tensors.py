@@ -1,10 +1,9 @@
-"""What autograd keeps of a layer: for a tensor that can be made again in the backward pass, a
-recipe instead of the tensor.
+"""Recipes in place of saved tensors: the backward pass recomputes a tensor with its recipe.
 
-A recipe keeps of each of its inputs the tensor, or that tensor's own recipe: chains of any length
-hold what enters them. What a recipe made stays for everybody who still asks for it and goes with
-the last of them: autograd drops what it kept as soon as the backward pass of an operator is over,
-so nothing is made twice in a backward pass.
+A recipe holds each of its inputs as a tensor or as that tensor's recipe, so a chain of any length
+holds only its first inputs. A recomputed tensor lives until its last reader drops it: autograd
+drops saved tensors at the end of an operator's backward pass, so no tensor is recomputed twice in a
+backward pass.
 """
 
 from __future__ import annotations
@@ -24,46 +23,47 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from parplan.executor.memory.early_recompute import EarlyRecompute
-from parplan.executor.memory.host_copies import HostTensor, OnHost, flattened
+from parplan.executor.memory.host_copies import HostOffload, HostTensor, flattened
 from parplan.executor.tensors import local, memory_of
 
-Make = Callable[..., Iterable[Any]]  # tensors, or what was kept of them
+Make = Callable[..., Iterable[Any]]  # returns tensors, or packed ones
 
 
 class _Recipe:
-    """`make(*inputs)`, run once, when one of its tensors is asked for first, or ahead of that.
+    """Runs `make(*inputs)` once, at the first read of one of its tensors or ahead of that.
 
-    once: each of them is asked for once, and let go then
+    With `once` each tensor is read once and released then.
     """
 
-    def __init__(self, make: Make, inputs: tuple[Kept, ...], *, once: bool = False) -> None:
+    def __init__(self, make: Make, inputs: tuple[Packed, ...], *, once: bool = False) -> None:
         self._make = make
         self._inputs = inputs
         self._once = once
-        self._made: list[Kept | None] = []
+        self._made: list[Packed | None] = []
 
     def tensor(self, index: int) -> Tensor:
-        """This rank's part of what `make` gives at `index`."""
+        """Returns this rank's part of output `index` of `make`."""
         self.run()
         made = self._made[index]
         assert made is not None, "asked for twice"
         if self._once:
             self._made[index] = None
-        return local(with_recipes(made))
+        return local(unpack(made))
 
     def run(self) -> None:
         if not self._made:
             self._made = [
-                made if isinstance(made, _Again) else local(made)
-                for made in self._make(*map(with_recipes, self._inputs))
+                made if isinstance(made, _Recomputed) else local(made)
+                for made in self._make(*map(unpack, self._inputs))
             ]
             self._inputs = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Again:
-    """A view of this rank's part of what a recipe makes at `index`, or of what comes back from the
-    host, and that view's wrapping.
+class _Recomputed:
+    """A view of this rank's part of output `index` of a recipe, or of a tensor on the host.
+
+    `wrapped` turns that view into the tensor that was saved.
     """
 
     recipe: _Recipe | HostTensor
@@ -74,18 +74,17 @@ class _Again:
     wrapped: Callable[[Tensor], Tensor]
 
 
-Kept = Tensor | _Again
+Packed = Tensor | _Recomputed
 
 
 class Recipes:
-    """The recipes of one layer. A tensor is known by its memory for as long as that lives.
+    """The recipes of one layer; a tensor is identified by its memory while that lives.
 
-    on_host: what of it the host keeps
-    in_halves: whether the layer hands on sums that are still under way, which are no tensors to
-    keep
+    on_host    selects the saved tensors that go to the host
+    in_halves  whether the layer hands on sums under way, which cannot be saved as tensors
     """
 
-    def __init__(self, *, on_host: OnHost | None = None) -> None:
+    def __init__(self, *, on_host: HostOffload | None = None) -> None:
         self.on_host = on_host
         self.in_halves = False
         self.ahead = EarlyRecompute()
@@ -94,14 +93,14 @@ class Recipes:
         self._watching = False
 
     def watch(self, layer: nn.Module) -> None:
-        """From now on the forward pass of `layer` keeps recipes where it has them."""
+        """Makes the forward pass of `layer` save recipes where it has them."""
         layer.forward = partial(self._run, layer, layer.forward)
 
     def _run(self, layer: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         self._watching = True
         flight = self.on_host.begin(layer) if self.on_host is not None else None
         try:
-            with saved_tensors_hooks(self._save, with_recipes):
+            with saved_tensors_hooks(self._pack_saved, unpack):
                 output = forward(*inputs)
         finally:
             self._watching = False
@@ -114,85 +113,81 @@ class Recipes:
 
     @property
     def active(self) -> bool:
-        """Whether a recipe that is made now can be of use: inside a watched forward pass, with
-        gradients.
-        """
+        """True inside a watched forward pass with gradients, where recipes are used."""
         return self._watching and torch.is_grad_enabled()
 
     def remember(
         self, outputs: tuple[Tensor, ...], make: Make, *inputs: Tensor, ahead: bool = True
     ) -> None:
-        """`make(*inputs)`, without gradients, gives `outputs` once more. Of no effect where recipes
-        are not `active`.
+        """Records that `make(*inputs)`, without gradients, recomputes `outputs`.
 
-        ahead: whether a recompute ahead of the gradient makes them
+        It has no effect where recipes are not `active`. With `ahead` a recompute ahead of the
+        gradient includes them.
         """
         if self.active:
-            recipe = _Recipe(torch.no_grad()(make), tuple(self.keep(tensor) for tensor in inputs))
+            recipe = _Recipe(
+                torch.no_grad()(make), tuple(self.pack_input(tensor) for tensor in inputs)
+            )
             if ahead:
                 self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
             for index, output in enumerate(outputs):
                 self._enter(output, recipe, index)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has a recipe."""
-        return self._again(tensor) is not None
+        """Returns True for a tensor that has a recipe."""
+        return self._recomputed(tensor) is not None
 
     def rerun(
         self, forward: Callable[..., Tensor], *inputs: Tensor, output_too: bool, random: bool
     ) -> Tensor:
-        """`forward(*inputs)` that keeps nothing but its inputs: what it saves is made by running it
-        again as a whole.
+        """Runs `forward(*inputs)` and saves only its inputs.
 
-        With `output_too` its output is made so as well; `random` says that it draws random numbers,
-        the same ones then.
+        The tensors that it would save are recomputed by one run of all of it. With `output_too` its
+        output is recomputed as well; with `random` the rerun draws the same random numbers.
         """
         if not self.active:
             return forward(*inputs)
-        wanted = [tensor.requires_grad for tensor in inputs]
-        make = partial(
-            _run_again, forward, wanted, _random_states(inputs) if random else None, output_too
-        )
-        recipe = _Recipe(make, tuple(self.keep(tensor) for tensor in inputs))
+        requires_grad = [tensor.requires_grad for tensor in inputs]
+        states = _random_states(inputs) if random else None
+        make = partial(_rerun_saved, forward, requires_grad, states, output_too)
+        recipe = _Recipe(make, tuple(self.pack_input(tensor) for tensor in inputs))
         self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
         indices = count(int(output_too))
 
-        def keep(tensor: Tensor) -> _Again:
+        def pack(tensor: Tensor) -> _Recomputed:
             return _view(recipe, next(indices), tensor)
 
-        with saved_tensors_hooks(keep, with_recipes):
+        with saved_tensors_hooks(pack, unpack):
             output = forward(*inputs)
         if output_too:
             self._enter(output, recipe, 0)
         return output
 
     def checkpoint(self, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`forward(*inputs)` of the whole layer, which keeps nothing but its inputs.
+        """Runs the whole layer, `forward(*inputs)`, and saves only its inputs.
 
-        As torch's checkpoint; but run ahead it keeps of a gathered input what a layer without
-        recompute does.
+        It works like torch's checkpoint, but a rerun ahead of the gradient saves gathered inputs in
+        parts, like a layer without recompute.
         """
         if not self.active:
             return forward(*inputs)
-        wanted, states, num_saved = (
-            [tensor.requires_grad for tensor in inputs],
-            _random_states(inputs),
-            0,
-        )
-        recipe = _Recipe(
-            lambda *made: self._all_saved(forward, wanted, states, num_saved, *made),
-            tuple(map(self.keep, inputs)),
-            once=True,
-        )
+        requires_grad = [tensor.requires_grad for tensor in inputs]
+        states = _random_states(inputs)
+        num_saved = 0
+
+        def make(*made: Tensor) -> list[Packed]:
+            return self._all_saved(forward, requires_grad, states, num_saved, *made)
+
+        recipe = _Recipe(make, tuple(map(self.pack_input, inputs)), once=True)
         self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
 
-        def keep(tensor: Tensor) -> _Again:
+        def pack(tensor: Tensor) -> _Recomputed:
             nonlocal num_saved
             num_saved += 1
             return _view(recipe, num_saved - 1, tensor)
 
         self._watching = False
-        with saved_tensors_hooks(keep, with_recipes):
+        with saved_tensors_hooks(pack, unpack):
             return forward(*inputs)
 
     def _all_saved(
@@ -202,14 +197,15 @@ class Recipes:
         states: _States,
         number: int,
         *inputs: Tensor,
-    ) -> list[Kept]:
-        """The `number` tensors that `forward(*inputs)` saves, in order; it ends with the last of
-        them.
-        """
-        saved: list[Kept] = []
+    ) -> list[Packed]:
+        """Returns the `number` tensors that `forward(*inputs)` saves, in order.
 
-        def keep(tensor: Tensor) -> None:
-            saved.append(self._again(tensor) or tensor.detach())
+        The run stops at the last of them.
+        """
+        saved: list[Packed] = []
+
+        def pack(tensor: Tensor) -> None:
+            saved.append(self._recomputed(tensor) or tensor.detach())
             if len(saved) == number:
                 raise _AllSavedError
 
@@ -218,7 +214,7 @@ class Recipes:
             with (
                 suppress(_AllSavedError),
                 _as_before(inputs, requires_grad, states) as leaves,
-                saved_tensors_hooks(keep, lambda _: None),
+                saved_tensors_hooks(pack, lambda _: None),
             ):
                 forward(*leaves)
         finally:
@@ -227,7 +223,7 @@ class Recipes:
         return saved
 
     def _run_ahead(self, reference: weakref.ref[_Recipe]) -> None:
-        """Run a recipe, if something still needs it."""
+        """Runs a recipe, if it is still needed."""
         recipe = reference()
         self._runs_ahead = True
         try:
@@ -236,64 +232,58 @@ class Recipes:
         finally:
             self._runs_ahead = False
 
-    def keep(self, tensor: Tensor) -> Kept:
-        """What to keep of an input: itself, here or on the host, or the recipe of the tensor it is
-        a view of.
-        """
-        return self._again(tensor) or _here_or(
-            self.on_host.read(tensor) if self.on_host is not None else None, tensor
-        )
+    def pack_input(self, tensor: Tensor) -> Packed:
+        """Packs an input: a recipe, a copy on the host, or the tensor itself."""
+        sent = self.on_host.read if self.on_host is not None else _not_sent
+        return self._recomputed(tensor) or _here_or(sent(tensor), tensor)
 
-    def _save(self, tensor: Tensor) -> Kept:
-        """The same of what autograd keeps."""
-        return self._again(tensor) or _here_or(
-            self.on_host.saved(tensor) if self.on_host is not None else None, tensor
-        )
+    def _pack_saved(self, tensor: Tensor) -> Packed:
+        """Packs a tensor that autograd saves, like `pack_input`."""
+        sent = self.on_host.saved if self.on_host is not None else _not_sent
+        return self._recomputed(tensor) or _here_or(sent(tensor), tensor)
 
-    def _again(self, tensor: Tensor) -> _Again | None:
+    def _recomputed(self, tensor: Tensor) -> _Recomputed | None:
         reference, recipe, index = self._made.get(memory_of(tensor), (None, None, 0))
-        if (
-            reference is None or recipe is None or reference.expired()
-        ):  # memory that is gone left its address to another tensor
+        # the address of freed memory may be that of another tensor
+        if reference is None or recipe is None or reference.expired():
             return None
         return _view(recipe, index, tensor)
 
     def _enter(self, tensor: Tensor, recipe: _Recipe, index: int) -> None:
-        self._made[memory_of(tensor)] = (
-            StorageWeakRef(local(tensor.detach()).untyped_storage()),
-            recipe,
-            index,
-        )
+        storage = StorageWeakRef(local(tensor.detach()).untyped_storage())
+        self._made[memory_of(tensor)] = (storage, recipe, index)
 
 
-def with_recipes(kept: Kept) -> Tensor:
-    """The tensor of what was kept."""
-    if not isinstance(kept, _Again):
-        return kept
-    made = kept.recipe.tensor(kept.index)
-    return kept.wrapped(made.as_strided(kept.size, kept.stride, kept.offset))
+def _not_sent(tensor: Tensor) -> None:
+    return None
 
 
-def _view(recipe: _Recipe, index: int, tensor: Tensor) -> _Again:
+def unpack(packed: Packed) -> Tensor:
+    """Returns the tensor of a packed one."""
+    if not isinstance(packed, _Recomputed):
+        return packed
+    made = packed.recipe.tensor(packed.index)
+    return packed.wrapped(made.as_strided(packed.size, packed.stride, packed.offset))
+
+
+def _view(recipe: _Recipe, index: int, tensor: Tensor) -> _Recomputed:
     part = local(tensor.detach())
-    return _Again(
-        recipe, index, part.size(), part.stride(), int(part.storage_offset()), _wrapping(tensor)
-    )
+    offset = int(part.storage_offset())
+    return _Recomputed(recipe, index, part.size(), part.stride(), offset, _wrapping(tensor))
 
 
-def _here_or(sent: HostTensor | None, tensor: Tensor) -> Kept:
-    """What to keep of a tensor that was sent to the host, or else of one that stays."""
+def _here_or(sent: HostTensor | None, tensor: Tensor) -> Packed:
+    """Packs a tensor that was sent to the host, or else the tensor itself."""
     if sent is None:
         return tensor.detach()
     part = local(tensor.detach())
-    stride = (
-        part.stride() if flattened(part) is not part else sent.stride
-    )  # one with gaps was copied without them
-    return _Again(sent, 0, part.size(), stride, 0, _wrapping(tensor))
+    # a tensor with gaps was copied without them
+    stride = part.stride() if flattened(part) is not part else sent.stride
+    return _Recomputed(sent, 0, part.size(), stride, 0, _wrapping(tensor))
 
 
 def _wrapping(tensor: Tensor) -> Callable[[Any], Tensor]:
-    """What makes a tensor like `tensor` of this rank's part of it."""
+    """Returns the call that wraps this rank's part like `tensor`."""
     if not isinstance(tensor, DTensor):
         return lambda part: part
     return partial(
@@ -310,18 +300,19 @@ _States = dict[torch.device, Tensor]
 
 
 class _AllSavedError(Exception):
-    """What is run again has saved all that is needed of it."""
+    """Ends a rerun that has saved all needed tensors."""
 
 
-def _run_again(
+def _rerun_saved(
     forward: Callable[..., Tensor],
     requires_grad: Sequence[bool],
     states: _States | None,
     output_too: bool,
     *inputs: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The output of `forward(*inputs)` if it is wanted, and what its backward pass needs in the
-    order in which it is saved.
+    """Returns the tensors that `forward(*inputs)` saves, in order.
+
+    With `output_too` its output comes first.
     """
     saved: list[Tensor] = []
     hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None)
@@ -334,20 +325,21 @@ def _run_again(
 def _as_before(
     inputs: Sequence[Tensor], requires_grad: Sequence[bool], states: _States | None
 ) -> Iterator[list[Tensor]]:
-    """Around a forward pass that is run again: with gradients, from leaves, and with the random
-    numbers that it had.
+    """Surrounds a rerun of a forward pass and yields its inputs as leaves.
+
+    It runs with gradients and draws the random numbers of the first run.
     """
     devices = [device for device in states or {} if device.type != "cpu"]
     with torch.random.fork_rng(devices, enabled=states is not None), torch.enable_grad():
         _set_random_states(states or {})
         yield [
-            tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(inputs, requires_grad, strict=True)
+            tensor.detach().requires_grad_(required)
+            for tensor, required in zip(inputs, requires_grad, strict=True)
         ]
 
 
 def _random_states(inputs: tuple[Tensor, ...]) -> _States:
-    """The states of the generators of the CPU and of the devices of `inputs`."""
+    """Returns the states of the generators of the CPU and of the devices of `inputs`."""
     states = {torch.device("cpu"): torch.get_rng_state()}
     return states | {
         x.device: torch.cuda.get_rng_state(x.device) for x in inputs if x.device.type == "cuda"

@@ -1,1 +1,1 @@
-"""The modules that run: GPT, Llama and experts."""
+"""The built-in models: GPT, Llama and mixtures of experts."""

@@ -1,9 +1,8 @@
-"""Cross entropy over a vocabulary that tensor-parallel ranks may share, in the memory that the
-price counts.
+"""Cross entropy over a vocabulary that tensor-parallel ranks may share.
 
-Four bytes a logit are kept for the backward pass, which turns them into the gradient in place:
-torch's own cross entropy holds a second fp32 copy of the logits, and a third for their gradient
-(EQUATIONS M5; Shoeybi et al. 2019, section 3).
+The forward pass saves four bytes a logit, and the backward pass turns them into the gradient in
+place. torch's own cross entropy holds a second fp32 copy of the logits, and a third for their
+gradient (EQUATIONS M5; Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """sum over tokens of log(sum_v exp x_v) - x_target, for this rank's slice of v; three
-    reductions over `group`.
+    """Sums log(sum_v exp x_v) - x_target over the tokens, each rank with its slice of v.
+
+    The forward pass takes three reductions over `group`.
     """
 
     @staticmethod
@@ -26,25 +26,26 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         scores = logits.to(torch.float32, copy=True)
         first = scores.shape[-1] * (dist.get_rank(group) if group else 0)
-        scores.sub_(_reduced(scores.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX, group))
+        scores.sub_(_all_reduce(scores.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX, group))
         index = (targets - first).unsqueeze(-1)
-        mine = (index >= 0) & (index < scores.shape[-1])
+        on_this_rank = (index >= 0) & (index < scores.shape[-1])
         index = index.clamp(0, scores.shape[-1] - 1)
-        at_target = _reduced(scores.gather(-1, index) * mine, dist.ReduceOp.SUM, group)
-        total = _reduced(scores.exp_().sum(dim=-1, keepdim=True), dist.ReduceOp.SUM, group)
+        at_target = _all_reduce(scores.gather(-1, index) * on_this_rank, dist.ReduceOp.SUM, group)
+        total = _all_reduce(scores.exp_().sum(dim=-1, keepdim=True), dist.ReduceOp.SUM, group)
         scores.div_(total)
-        ctx.save_for_backward(scores, index, mine)
+        ctx.save_for_backward(scores, index, on_this_rank)
         ctx.dtype = logits.dtype
         return (total.log() - at_target).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, index, mine = ctx.saved_tensors
-        probabilities.scatter_add_(-1, index, -mine.to(probabilities.dtype)).mul_(gradient)
+        probabilities, index, on_this_rank = ctx.saved_tensors
+        minus_one = -on_this_rank.to(probabilities.dtype)
+        probabilities.scatter_add_(-1, index, minus_one).mul_(gradient)
         return probabilities.to(ctx.dtype), None, None
 
 
-def _reduced(
+def _all_reduce(
     tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> Tensor:
     if group:
@@ -53,11 +54,11 @@ def _reduced(
 
 
 class Loss(nn.Module):
-    """Cross entropy summed over the tokens; with `group` its ranks hold equal slices of the
-    vocabulary, in rank order.
+    """Cross entropy summed over the tokens.
 
-    logits [batch, sequence, vocabulary of this rank], targets [batch, sequence] -> a scalar in
-    fp32. The backward pass can run once: it works in place.
+    The ranks of `group` hold equal slices of the vocabulary, in rank order. logits [batch,
+    sequence, vocabulary of this rank], targets [batch, sequence] -> a scalar in fp32. The backward
+    pass works in place, so it can run only once.
     """
 
     on_shards = True

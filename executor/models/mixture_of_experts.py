@@ -1,10 +1,9 @@
-"""A mixture of experts: router, tokens to the ranks of their experts, the experts, and back
-(Mixtral, arXiv 2401.04088).
+"""A mixture of experts: router, dispatch, experts, combination (Mixtral, arXiv 2401.04088).
 
-Each rank of an expert-parallel group holds as many experts, in rank order. A token goes to
-`experts_per_token` of them, none is dropped, and however many arrive at a rank are multiplied
-there: the parts that are exchanged are as uneven as the routing is. A copy of a token is its row in
-the order of (expert, rank it came from, place there), so every run adds in the same order.
+Every rank of an expert-parallel group holds the same number of experts, in rank order. A token goes
+to `experts_per_token` of them, and none is dropped: a rank multiplies all rows that arrive, so the
+exchanged parts are as uneven as the routing. Rows are ordered by (expert, source rank, position
+there), so every run adds in the same order.
 
 The experts' matrices lie one under the other in a parameter of [experts * features, contracted];
 over an expert-parallel mesh it is a DTensor divided by rows. Left out: a load-balancing loss, a
@@ -31,7 +30,7 @@ from parplan.profiles.models.spec import ModelSpec
 
 
 class Grouped(nn.Module):
-    """The product of rows, sorted by expert, with the matrix of each one's expert."""
+    """Multiplies rows, which are sorted by expert, with the matrix of their expert."""
 
     def __init__(self, num_experts: int, contracted: int, features: int) -> None:
         super().__init__()
@@ -42,14 +41,14 @@ class Grouped(nn.Module):
         matrices = local(self.weight).unflatten(0, (self.num_experts, -1)).unbind()
         return torch.cat(
             [
-                functional.linear(own, matrix)
-                for own, matrix in zip(rows.split(counts), matrices, strict=True)
+                functional.linear(part, matrix)
+                for part, matrix in zip(rows.split(counts), matrices, strict=True)
             ]
         )
 
 
 class Experts(nn.Module):
-    """The feed-forward networks of the experts that a rank holds: a unit of its own for ZeRO."""
+    """The feed-forward networks of the experts on one rank; ZeRO shards them as a separate unit."""
 
     def __init__(self, model: ModelSpec, held: range, activation: nn.Module) -> None:
         super().__init__()
@@ -65,8 +64,12 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exchange:
-    """How many rows go to each rank of the group and come from it, the arrived ones' order by
-    expert, and how many each has.
+    """The rows that this rank exchanges with the ranks of its group.
+
+    sent       rows for each rank
+    received   rows from each rank
+    by_expert  order of the received rows by expert
+    counts     received rows of each expert
     """
 
     sent: list[int]
@@ -76,10 +79,10 @@ class _Exchange:
 
 
 class MixtureOfExperts(nn.Module):
-    """[batch, sequence, hidden] -> the same; computes on what a rank holds of it. `group`: who
-    shares the experts, if not alone.
+    """Maps [batch, sequence, hidden] to the same shape, on this rank's tokens.
 
-    operators: those of the graph that run here
+    operators  the operators of the model graph that run here
+    group      the ranks that share the experts; None where one rank holds them all
     """
 
     on_shards = True
@@ -104,28 +107,26 @@ class MixtureOfExperts(nn.Module):
         else:
             exchange = self._exchange(sizes, self.group)
             rows = all_to_all_single_autograd(rows, exchange.received, exchange.sent, self.group)
-            rows = self.experts(rows[exchange.by_expert], exchange.counts)[
-                exchange.by_expert.argsort()
-            ]
+            rows = self.experts(rows[exchange.by_expert], exchange.counts)
+            rows = rows[exchange.by_expert.argsort()]
             rows = all_to_all_single_autograd(rows, exchange.sent, exchange.received, self.group)
-        mine = rows[by_expert.argsort()].unflatten(0, (-1, self.experts_per_token))
-        return torch.bmm(weights.to(mine.dtype).unsqueeze(1), mine).view(x.shape)
+        by_token = rows[by_expert.argsort()].unflatten(0, (-1, self.experts_per_token))
+        return torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).view(x.shape)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, experts per token]: the experts of a token, best first, and their weights, which
-        add up to one.
+        """Returns the experts of each token and their weights, both [tokens, experts per token].
+
+        The best expert comes first; the weights of a token add up to one.
         """
         probabilities = self.router(tokens).float().softmax(dim=-1)
         weights, chosen = probabilities.topk(self.experts_per_token, dim=-1)
         return chosen, weights / weights.sum(dim=-1, keepdim=True)
 
     def _exchange(self, sizes: Tensor, group: dist.ProcessGroup) -> _Exchange:
-        """What the ranks of `group` send each other when this one has `sizes` rows for every
-        expert.
-        """
+        """Exchanges the rows per expert, `sizes`, with the ranks of `group`."""
         arriving = torch.empty_like(sizes)
         dist.all_to_all_single(arriving, sizes, group=group)
-        from_rank = arriving.view(group.size(), -1)  # [rank it comes from, expert of this rank]
+        from_rank = arriving.view(group.size(), -1)  # [source rank, expert of this rank]
         experts = torch.arange(from_rank.shape[1], device=sizes.device).repeat(group.size())
         return _Exchange(
             sent=sizes.view(group.size(), -1).sum(dim=1).tolist(),
@@ -135,42 +136,42 @@ class MixtureOfExperts(nn.Module):
         )
 
     def placement(self, operators: Mapping[str, OperatorPlacement]) -> OperatorPlacement:
-        """From where it reads to where it leaves: all its operators are placed alike
-        (executor/rules/expert_rules.py).
+        """Returns the input placement of the router and the output placement of the combination.
+
+        All operators of a mixture are placed alike (executor/rules/expert_rules.py).
         """
-        return OperatorPlacement(
-            input=operators["router"].input, output=operators["combine"].output
-        )
+        first, last = operators["router"], operators["combine"]
+        return OperatorPlacement(input=first.input, output=last.output)
 
     def sum_over_tensor_parallel(self) -> None:
-        """Its weights are whole and its tokens divided: the weights' gradients are this rank's
-        summands.
+        """Marks the weights: their gradients are this rank's summands.
+
+        The weights are whole and the tokens divided.
         """
         for module in (self.router, self.experts.fc1, self.experts.fc2):
             module.summed_over_tp = ("weight",)
 
 
 def held_experts(model: ModelSpec, ep_mesh: DeviceMesh | None) -> range:
-    """The experts that this rank of `ep_mesh` holds; without a mesh all of them."""
+    """Returns the experts on this rank of `ep_mesh`, or all experts without a mesh."""
     if ep_mesh is None:
         return range(model.num_experts)
     share = model.num_experts // ep_mesh.size()
-    return range(share * ep_mesh.get_local_rank(), share * (ep_mesh.get_local_rank() + 1))
+    first = share * ep_mesh.get_local_rank()
+    return range(first, first + share)
 
 
 def divide_experts(layer: nn.Module, ep_mesh: DeviceMesh) -> None:
-    """Say that the experts of `layer` are one part of those that the ranks of `ep_mesh` hold
-    together.
-    """
+    """Declares the experts of `layer` to be this rank's part of those on `ep_mesh`."""
     for module in layer.modules():
         if isinstance(module, MixtureOfExperts):
             module.group = ep_mesh.get_group()
         if isinstance(module, Grouped):
-            module.weight = nn.Parameter(
-                DTensor.from_local(module.weight.data, ep_mesh, (Shard(0),), run_check=False)
-            )
+            local_rows = module.weight.data
+            divided = DTensor.from_local(local_rows, ep_mesh, (Shard(0),), run_check=False)
+            module.weight = nn.Parameter(divided)
 
 
 def experts_of(layer: nn.Module) -> tuple[Experts, ...]:
-    """The experts inside `layer`, without what chooses among them."""
+    """Returns the experts inside `layer`, without their routers."""
     return tuple(module for module in layer.modules() if isinstance(module, Experts))

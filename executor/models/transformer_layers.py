@@ -1,10 +1,10 @@
-"""GPT and Llama as plain modules: one submodule per operator of
-`parplan.profiles.models.transformer`, with its name and parameters.
+"""GPT and Llama as plain modules.
 
-Layouts that let a tensor-parallel shard along dim 0 hold whole units: qkv rows are (kv groups,
-queries + 2, head_dim), gated fc1 rows are (ffn, gate and up). A module with `on_shards` computes on
-the local shards of its inputs and parameters; the others run on DTensors. Activations are [batch,
-sequence, feature].
+Every operator of `parplan.profiles.models.transformer` is a submodule with the same name and the
+same parameters. The layouts let a tensor-parallel shard along dim 0 hold whole units: qkv rows are
+(kv groups, queries + 2, head_dim), gated fc1 rows are (ffn, gate and up). A module with `on_shards`
+computes on the local shards of its inputs and parameters; the others run on DTensors. Activations
+are [batch, sequence, feature].
 """
 
 from __future__ import annotations
@@ -35,19 +35,17 @@ INIT_STD = 0.02  # GPT-2, Radford et al. 2019
 
 
 class Linear(nn.Linear):
-    """A product of whatever rows or columns of the weight a rank holds; the bias only where that
-    gives whole sums.
+    """A product with the rows or columns of the weight on this rank.
+
+    `adds_bias` is false where the product gives partial sums.
     """
 
     on_shards = True
     adds_bias = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(
-            x,
-            local(self.weight),
-            local(self.bias) if self.adds_bias and self.bias is not None else None,
-        )
+        bias = local(self.bias) if self.adds_bias and self.bias is not None else None
+        return functional.linear(x, local(self.weight), bias)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -72,8 +70,7 @@ class Tokens(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self.weight
         if isinstance(weight, DTensor):
-            # DTensor gives the gradient of a vocabulary shard whole; through this no-op it is cut
-            # to the shard at once
+            # DTensor makes the gradient of a vocabulary shard whole; this no-op cuts it at once
             weight = weight.redistribute(placements=weight.placements)
         return functional.embedding(ids, weight)
 
@@ -87,24 +84,21 @@ class LearnedPositions(nn.Module):
         self.dropout = model.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return _dropped(x + self.weight[: x.shape[1]], self.dropout if self.training else 0.0)
+        return _dropout(x + self.weight[: x.shape[1]], self.dropout if self.training else 0.0)
 
 
-def _dropped(x: Tensor, probability: float) -> Tensor:
-    """Dropout of what this rank holds; tensor-parallel ranks draw the same mask."""
+def _dropout(x: Tensor, probability: float) -> Tensor:
+    """Drops out this rank's part of `x`; tensor-parallel ranks draw the same mask."""
     if not probability:
         return x
     if not isinstance(x, DTensor):
         return functional.dropout(x, probability)
-    return DTensor.from_local(
-        functional.dropout(x.to_local(), probability), x.device_mesh, x.placements, run_check=False
-    )
+    dropped = functional.dropout(x.to_local(), probability)
+    return DTensor.from_local(dropped, x.device_mesh, x.placements, run_check=False)
 
 
 class Rotary(nn.Module):
-    """Rotates the first `rotary_fraction` of every query and key head (rotate-half, as Llama and
-    NeoX).
-    """
+    """Rotates the first `rotary_fraction` of each head (rotate-half, as Llama and NeoX)."""
 
     on_shards = True
 
@@ -116,32 +110,32 @@ class Rotary(nn.Module):
         size = int(self.model.head_dim * self.model.rotary_fraction)
         groups = _groups(qkv, self.model)
         cos, sin = _rotary_tables(qkv.shape[1], size, self.model.rope_theta, qkv)
-        turned, kept = groups[..., :-1, :].split((size, self.model.head_dim - size), dim=-1)
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-        queries_keys = torch.cat((turned, kept), dim=-1)
+        rotated, rest = groups[..., :-1, :].split((size, self.model.head_dim - size), dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
+        rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+        queries_keys = torch.cat((rotated, rest), dim=-1)
         return torch.cat((queries_keys, groups[..., -1:, :]), dim=-2).flatten(2)
 
 
 def _groups(qkv: Tensor, model: ModelSpec) -> Tensor:
-    """[batch, sequence, features] as [batch, sequence, kv groups, queries per group + key + value,
-    head_dim].
+    """Views [batch, sequence, features] by head.
+
+    Returns [batch, sequence, kv groups, queries per group + key + value, head_dim].
     """
     return qkv.unflatten(-1, (-1, model.num_heads // model.num_kv_heads + 2, model.head_dim))
 
 
 def _rotary_tables(length: int, size: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of [sequence, 1, 1, size], computed in fp32."""
-    frequencies = theta ** -(
-        torch.arange(0, size, 2, device=like.device, dtype=torch.float32) / size
-    )
-    angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), frequencies)
+    """Returns cos and sin of [sequence, 1, 1, size], computed in fp32."""
+    even = torch.arange(0, size, 2, device=like.device, dtype=torch.float32)
+    positions = torch.arange(length, device=like.device, dtype=torch.float32)
+    angles = torch.outer(positions, theta ** -(even / size))
     angles = torch.cat((angles, angles), dim=-1)[:, None, None]
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention over the heads in its input, however many a rank holds."""
+    """Causal grouped-query attention over the heads on this rank."""
 
     on_shards = True
 
@@ -156,24 +150,24 @@ class Attention(nn.Module):
         return run(*self.split(qkv)).transpose(1, 2).flatten(2)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each [batch, heads, sequence, head_dim], as the kernel keeps
-        them.
+        """Returns queries, keys and values as the kernel saves them.
+
+        Each is [batch, heads, sequence, head_dim].
         """
         groups = _groups(qkv, self.model)
         query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
-        key, value = (groups[..., i, :].transpose(1, 2) for i in (-2, -1))
+        key = groups[..., -2, :].transpose(1, 2)
+        value = groups[..., -1, :].transpose(1, 2)
         if self.kernel is AttentionKernel.UNFUSED:
-            repeats = (
-                query.shape[1] // key.shape[1]
-            )  # repeat_interleave copies; a batched product would copy the queries
+            # repeat_interleave copies keys and values, the batched product would copy the queries
+            repeats = query.shape[1] // key.shape[1]
             return (
                 query.contiguous(),
                 key.repeat_interleave(repeats, dim=1),
                 value.repeat_interleave(repeats, dim=1),
             )
         if self.model.num_kv_heads != self.model.num_heads:
-            # the queries of several groups are copied together; views of the keys would keep the
-            # whole of qkv beside them
+            # the queries of several groups are one copy; views of the keys would save all of qkv
             key, value = key.contiguous(), value.contiguous()
         return query, key, value
 
@@ -188,16 +182,14 @@ class Attention(nn.Module):
         )
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return (
-            functional.dropout(
-                self.weights(query @ key.transpose(-2, -1)), self.dropout, self.training
-            )
-            @ value
-        )
+        weights = self.weights(query @ key.transpose(-2, -1))
+        weights = functional.dropout(weights, self.dropout, self.training)
+        return weights @ value
 
     def weights(self, products: Tensor) -> Tensor:
-        """The masked softmax of the products of queries and keys, [batch, heads, sequence,
-        sequence].
+        """Returns the masked softmax of the products of queries and keys.
+
+        Both are [batch, heads, sequence, sequence].
         """
         scores = products * self.model.head_dim**-0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -205,8 +197,9 @@ class Attention(nn.Module):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up that keeps only its input, as fused kernels do; autograd would also keep
-    silu(gate).
+    """Computes silu(gate) * up and saves only its input, as fused kernels do.
+
+    Autograd would also save silu(gate).
     """
 
     @staticmethod
@@ -254,7 +247,7 @@ class Residual(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids [batch, sequence] -> [batch, sequence, hidden]."""
+    """Maps token ids [batch, sequence] to [batch, sequence, hidden]."""
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
@@ -268,7 +261,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block; of a mixture it holds the `experts` given."""
+    """One pre-norm transformer block; `experts` are those on this rank of a mixture."""
 
     def __init__(self, model: ModelSpec, training: TrainingSpec, experts: range = range(0)) -> None:
         super().__init__()
@@ -285,9 +278,8 @@ class Block(nn.Module):
         self.norm2 = _norm(model)
         if model.num_experts:
             router = Linear(hidden, model.num_experts, bias=False)
-            self.mixture = MixtureOfExperts(
-                model, router, Experts(model, experts, Activation(model))
-            )
+            networks = Experts(model, experts, Activation(model))
+            self.mixture = MixtureOfExperts(model, router, networks)
         else:
             self.fc1 = Linear(hidden, ffn * (2 if model.gated_ffn else 1), bias=model.linear_bias)
             self.activation = Activation(model)
@@ -295,31 +287,30 @@ class Block(nn.Module):
         self.residual2 = Residual(model)
 
     def forward(self, x: Tensor) -> Tensor:
-        # without names for what is passed on: a name would keep it until the block is through
+        # a local name would hold an activation until the block ends
         if self.parallel_residual:
             return self.residual2(x, self.attend(x), self.feed_forward(x))
         middle = self.residual1(x, self.attend(x))
         return self.residual2(middle, self.feed_forward(middle))
 
     def attend(self, x: Tensor) -> Tensor:
-        """What attention adds to `x`."""
+        """Returns the attention branch of `x`, which the residual adds."""
         if hasattr(self, "rotary"):
             return self.attention_out(self.attention(self.rotary(self.qkv(self.norm1(x)))))
         return self.attention_out(self.attention(self.qkv(self.norm1(x))))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """What the feed-forward network, or the mixture, adds to `x`."""
+        """Returns the branch of the feed-forward network or of the mixture."""
         normed = self.norm2(x)
-        return (
-            self.mixture(normed)
-            if hasattr(self, "mixture")
-            else self.fc2(self.activation(self.fc1(normed)))
-        )
+        if hasattr(self, "mixture"):
+            return self.mixture(normed)
+        return self.fc2(self.activation(self.fc1(normed)))
 
 
 class Head(nn.Module):
-    """[batch, sequence, hidden] -> logits [batch, sequence, padded vocabulary]; `loss` is called on
-    them by the schedule.
+    """Maps [batch, sequence, hidden] to logits [batch, sequence, padded vocabulary].
+
+    The schedule calls `loss` on the logits.
     """
 
     def __init__(self, model: ModelSpec) -> None:
@@ -346,11 +337,11 @@ def build_layer(
     device: torch.device,
     ep_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """A whole fp32 layer on `device`, its values a function of `seed`, the layer's index and the
-    parameter alone.
+    """Builds a whole fp32 layer on `device`.
 
-    Every mesh therefore starts from the same model: each rank makes the layer and keeps its shard.
-    Over `ep_mesh` a rank makes only its own experts, each of which has its own values.
+    Its values are a function of `seed`, the layer's index and the parameter alone, so every mesh
+    starts from the same model: each rank builds the layer and retains its shard. Over `ep_mesh` a
+    rank builds only its share of the experts, each of which has separate values.
     """
     experts = held_experts(model, ep_mesh)
     with torch.device("meta"):
@@ -378,19 +369,19 @@ def build_layer(
 
 
 def _materialize(layer: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on `device`. Not `to_empty`, which cannot do it to fake tensors
-    (executor/checking/dry_run.py).
+    """Gives every parameter memory on `device`.
+
+    `to_empty` cannot do so for fake tensors (executor/checking/dry_run.py).
     """
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(
-                name, nn.Parameter(torch.empty_like(parameter, device=device))
-            )
+            memory = torch.empty_like(parameter, device=device)
+            module.register_parameter(name, nn.Parameter(memory))
 
 
 @torch.no_grad()
 def _init(parameter: Tensor, key: str) -> None:
-    """Matrices and tables are normal, norm weights one, biases zero."""
+    """Fills matrices and tables with normal values, norm weights with ones, biases with zeros."""
     if parameter.ndim == 1:
         parameter.fill_(0.0 if key.endswith("bias") else 1.0)
         return

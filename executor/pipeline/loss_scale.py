@@ -1,12 +1,11 @@
-"""The scale of an fp16 run's loss, without which small gradients are zero in 16 bits: dynamic, as
-torch.amp.GradScaler keeps it.
+"""The dynamic scale of an fp16 run's loss, as in torch.amp.GradScaler.
 
-Micikevicius et al. 2018, arXiv 1710.03740, section 3.2. The loss of every micro-batch is multiplied
-before its backward pass and the gradients are divided when they are reduced, in fp32. Whether all
-are finite is seen in the norm of the whole model's, which every rank has: all leave out the update,
-or none. torch's class looks at the gradients of one optimizer on one rank, and cannot be asked
-about others. The scale is a power of two, so that what it does to a gradient that is neither too
-small nor too large is undone to the last bit.
+Without it small gradients are zero in 16 bits (Micikevicius et al. 2018, arXiv 1710.03740, section
+3.2). The loss of every micro-batch is multiplied before its backward pass, and the gradients are
+divided after their reduction, in fp32. The norm of the whole model's gradients, which every rank
+has, tells whether all are finite: all ranks leave out the update, or none. torch's class looks only
+at the gradients of one optimizer on one rank. The scale is a power of two, so dividing restores
+every gradient that is neither too small nor too large to the last bit.
 """
 
 from __future__ import annotations
@@ -20,12 +19,16 @@ from parplan.executor.tensors import local
 from parplan.profiles.errors import RunError
 from parplan.profiles.models.spec import Precision
 
-INITIAL, LEAST = 2.0**16, 1.0
-GROWTH, GROWS_AFTER, BACKOFF = 2.0, 2000, 0.5  # torch.amp.GradScaler's defaults
+INITIAL = 2.0**16
+LEAST = 1.0
+# torch.amp.GradScaler's defaults
+GROWTH = 2.0
+GROWS_AFTER = 2000
+BACKOFF = 0.5
 
 
 class LossScale:
-    """What the loss is multiplied by; held in tensors, which a checkpoint is loaded into."""
+    """The factor of the loss; its tensors can be loaded from a checkpoint."""
 
     def __init__(self, value: float = INITIAL, *, grows_after: int = GROWS_AFTER) -> None:
         self.grows_after = grows_after
@@ -39,8 +42,10 @@ class LossScale:
         return self.states["value"].item()
 
     def settle(self, *, finite: bool) -> None:
-        """After a step: back off where a gradient was not finite, grow after `grows_after` steps in
-        a row. Raises RunError.
+        """Adjusts the scale after a step.
+
+        It shrinks after a gradient that is not finite, and grows after `grows_after` finite steps
+        in a row. Raises RunError.
         """
         if not finite and self.value <= LEAST:
             raise RunError(
@@ -50,17 +55,20 @@ class LossScale:
         good = self.states["good_steps"].item() + 1 if finite else 0
         grows = good == self.grows_after
         self.states["good_steps"].fill_(0 if grows else good)
-        self.states["value"].mul_(BACKOFF if not finite else GROWTH if grows else 1.0)
+        if not finite:
+            self.states["value"].mul_(BACKOFF)
+        elif grows:
+            self.states["value"].mul_(GROWTH)
 
 
 def loss_scale(precision: Precision) -> LossScale | None:
-    """fp16 alone needs one: bf16 has the exponents of fp32."""
+    """Returns a scale for fp16 only: bf16 has the exponents of fp32."""
     return LossScale() if precision is Precision.FP16 else None
 
 
 @torch.no_grad()
 def unscale(parameters: Iterable[nn.Parameter], scale: LossScale) -> None:
-    """Divide the gradients by what the loss was multiplied by."""
+    """Divides the gradients by the loss scale."""
     gradients: list[Tensor] = [
         local(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]

@@ -1,11 +1,10 @@
-"""A pipeline stage that holds the buffer of a message from when it is posted until its
-micro-batch's backward pass is over.
+"""A pipeline stage with message buffers only while they are needed.
 
-torch's own stage makes the buffers of all micro-batches, activations and gradients, before the
-first step and keeps them: as many again as a long step has messages, beside the few that the
-schedule has in flight. It also keeps logits, in GPipe those of all micro-batches, through a
-backward pass that starts from their loss, and the graph of every loss, with what the stage
-received, until the step is over.
+A buffer lives from the posting of its message until the end of the micro-batch's backward pass.
+torch's own stage allocates the buffers of all micro-batches, activations and gradients, before the
+first step and holds them: one per message of the step, where the schedule has few in flight. It
+also holds logits, in GPipe those of all micro-batches, through a backward pass that starts from
+their loss; and the graph of every loss, with the received tensors, until the end of the step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.distributed.pipelining._utils import _make_tensor_from_meta
 
 
 class LeanStage(PipelineStage):
-    """Memory of messages as the schedule needs it."""
+    """A pipeline stage that holds only the messages in flight."""
 
     def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> None:
         self._without_memory(super()._setup_forward_recv_info, *args, **kwargs)
@@ -28,9 +27,7 @@ class LeanStage(PipelineStage):
         self._without_memory(super()._setup_backward_recv_info, *args, **kwargs)
 
     def _without_memory(self, setup: Any, *args: Any, **kwargs: Any) -> None:
-        """Let torch write down shapes and sources; where it would put a buffer there is one without
-        memory.
-        """
+        """Lets torch record shapes and sources, with buffers that have no memory."""
         device, self.device = self.device, torch.device("meta")
         try:
             setup(*args, **kwargs)
@@ -45,7 +42,7 @@ class LeanStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if self.is_last:  # the backward pass starts from the loss: it needs no logits
+        if self.is_last:  # the backward pass starts from the loss and needs no logits
             self.fwd_cache[fwd_chunk_id] = ((), self.fwd_cache[fwd_chunk_id][1])
         return output
 
@@ -58,8 +55,7 @@ class LeanStage(PipelineStage):
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
         if loss is not None and full_backward:
-            # the schedule keeps it until the step is over, and with its graph what the stage
-            # received
+            # the schedule holds the loss until the step ends; its graph holds received tensors
             loss.detach_()
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None

@@ -1,5 +1,7 @@
-"""The schedule: its action lists through torch.distributed.pipelining's runtime, or a plain loop
-with one pipeline rank.
+"""One rank's schedule of a step.
+
+Several pipeline ranks run their action lists through torch.distributed.pipelining's runtime; one
+pipeline rank runs a plain loop.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from parplan.executor.pipeline.runtime import (
     no_span,
     nothing,
 )
-from parplan.executor.pipeline.stages import RankPlace, Stage, border_example, build_stages
+from parplan.executor.pipeline.stages import Stage, border_example, build_stages
 from parplan.executor.placed_layers import action_rows, local_stages, stage_layers
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import local
 from parplan.planner.plan.plan import Plan
@@ -37,12 +40,10 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPipeline:
-    """This rank's stages and what runs them: `run` does all forward and backward passes of (ids,
-    targets).
+    """This rank's stages; `run` does all forward and backward passes of (ids, targets).
 
-    scale: of the loss, which `run` returns scaled
-    chunks: what holds the states of the blocks, if they are held in chunks; their gradients stay
-    scaled
+    scale   of the loss; `run` returns the scaled loss
+    chunks  holds the states of the blocks, if they lie in chunks; their gradients stay scaled
     """
 
     stages: tuple[Stage, ...]
@@ -57,28 +58,20 @@ class RankPipeline:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank updates: shards between steps, and none that lies in
-        chunks.
-        """
+        """Returns the parameters that this rank updates outside of chunks: shards between steps."""
         apart = set(self.chunks.parameters) if self.chunks is not None else set()
-        return [
-            p
-            for p in dict.fromkeys(
-                parameter for stage in self.stages for parameter in stage.parameters()
-            )
-            if p not in apart
-        ]
+        in_order = dict.fromkeys(p for stage in self.stages for p in stage.parameters())
+        return [parameter for parameter in in_order if parameter not in apart]
 
     @property
     def in_flight(self) -> dict[int, int]:
-        """By pipeline stage, the most micro-batches of which it has held at once what a backward
-        pass needs.
-        """
+        """Returns by pipeline stage the most micro-batches in flight at once."""
         return {stage.stage_index: stage.in_flight for stage in self.piped}
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of one batch of [sequences, sequence length] ids; returns this rank's share of
-        the mean loss.
+        """Computes the gradients of one batch of [sequences, sequence length] ids.
+
+        Returns this rank's share of the mean loss.
         """
         for stage in self.stages:
             stage.begin_step()
@@ -89,7 +82,8 @@ class RankPipeline:
             for stage in self.stages:
                 stage.reduce_gradients(self.tp_mesh)
             if self.chunks is not None:
-                self.chunks.end_step(self.tp_mesh.get_group() if self.tp_mesh is not None else None)
+                tp_group = self.tp_mesh.get_group() if self.tp_mesh is not None else None
+                self.chunks.end_step(tp_group)
         with self.span("tied", -1, -1) if self.tied else nullcontext():
             self._sum_tied_gradients()
         if self.scale is None:
@@ -98,9 +92,7 @@ class RankPipeline:
         return loss / self.scale.value
 
     def _sum_tied_gradients(self) -> None:
-        """Add the gradients of the two copies of a tied embedding, in the model's first and its
-        last stage.
-        """
+        """Adds the gradients of a tied embedding's copies in the model's first and last stage."""
         copies = [
             local(weight.grad)
             for stage in self.stages
@@ -123,30 +115,22 @@ def build_pipeline(
     after_recompute: After = nothing,
     scale: LossScale | None = None,
 ) -> RankPipeline:
-    """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
+    """Builds this rank's part of the plan, ready to step. Collective. Raises ConfigError."""
     chunks = _chunk_manager(plan, ranks) if plan.chunks is not None else None
     stages = build_stages(plan, ranks, seed, chunks)
     if chunks is not None:
         chunks.built()
-        span = _also(span, chunks)
+        span = _with_chunks(span, chunks)
     piped: tuple[PipelineStep, ...] = ()
     if plan.mesh.pp == 1:
-        run = partial(
-            _loop,
-            stages[0],
-            partial(_mean_loss, stages[0], plan, scale),
-            plan,
-            after_backward,
-            span,
-        )
+        mean_loss = partial(_mean_loss, stages[0], plan, scale)
+        run = partial(_loop, stages[0], mean_loss, plan, after_backward, span)
     else:
         schedule, piped = _schedule(plan, ranks, stages, scale)
         for stage in piped:
-            stage.after_backward, stage.after_recompute, stage.span = (
-                after_backward,
-                after_recompute,
-                span,
-            )
+            stage.after_backward = after_backward
+            stage.after_recompute = after_recompute
+            stage.span = span
         run = partial(_scheduled, schedule, stages, plan.module is not None)
     return RankPipeline(
         stages=stages,
@@ -162,17 +146,17 @@ def build_pipeline(
 
 
 def _chunk_manager(plan: Plan, ranks: RankPlace) -> ChunkManager:
-    """Of this pipeline rank. Raises ConfigError, and BudgetError where what stays on the device is
-    too much.
+    """Builds the chunk manager of this pipeline rank.
+
+    Raises ConfigError, and BudgetError where the chunks on the device exceed the budget.
     """
     group = ranks.dp_mesh.get_group() if plan.mesh.dp > 1 else None
-    return ChunkManager(
-        rank_chunks_of(plan, ranks.coordinate("pp")), plan.training, ranks.device, group
-    )
+    schedule = rank_chunks_of(plan, ranks.coordinate("pp"))
+    return ChunkManager(schedule, plan.training, ranks.device, group)
 
 
-def _also(span: Span, chunks: ChunkManager) -> Span:
-    """Around each computation what `span` is, and inside what `chunks` must know of it."""
+def _with_chunks(span: Span, chunks: ChunkManager) -> Span:
+    """Returns spans that also tell `chunks` of each computation."""
 
     @contextmanager
     def around(work: str, stage: int, micro_batch: int) -> Iterator[None]:
@@ -185,8 +169,9 @@ def _also(span: Span, chunks: ChunkManager) -> Span:
 def _mean_loss(
     stage: Stage, plan: Plan, scale: LossScale | None, logits: Tensor, targets: Tensor
 ) -> Tensor:
-    """The micro-batch's share of the mean loss over all tokens of the global batch, so that every
-    reduction is a sum; scaled.
+    """Returns the micro-batch's share of the mean loss over all tokens of the global batch, scaled.
+
+    Every reduction of gradients is therefore a sum.
     """
     loss = local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
     return loss if scale is None else loss * scale.value
@@ -201,13 +186,10 @@ def _loop(
     ids: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """The schedule of one pipeline rank: forward and backward of one micro-batch after the
-    other.
-    """
+    """Runs forward and backward of one micro-batch after the other, on one pipeline rank."""
     total = torch.zeros((), device=ids.device)
-    micro_batches = zip(
-        *(x.split(plan.pipeline.micro_batch_size) for x in (ids, targets)), strict=True
-    )
+    size = plan.pipeline.micro_batch_size
+    micro_batches = zip(ids.split(size), targets.split(size), strict=True)
     for index, (micro_ids, micro_targets) in enumerate(micro_batches):
         with span("F", 0, index):
             loss = mean_loss(stage(micro_ids), micro_targets)
@@ -225,8 +207,10 @@ def _scheduled(
     ids: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """`ids_everywhere`: every stage of a foreign module runs the module's own forward pass, which
-    starts from the ids.
+    """Runs one step of the runtime.
+
+    With `ids_everywhere` every stage gets the ids, because each stage of an external module runs
+    the module's own forward pass.
     """
     losses: list[Tensor] = []
     ends_model = any(stage.ends_model for stage in stages)
@@ -248,10 +232,9 @@ def _schedule(
     modules: Sequence[Stage],
     scale: LossScale | None,
 ) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
-    """The runtime with the plan's action lists, which it completes with sends and receives, and
-    this rank's stages in it.
-    """
-    indices, rank = local_stages(plan, ranks.coordinate("pp")), ranks.coordinate("pp")
+    """Returns the runtime with the plan's action lists, and this rank's stages in it."""
+    rank = ranks.coordinate("pp")
+    indices = local_stages(plan, rank)
     stages = [
         _pipeline_stage(plan, ranks, k, module) for k, module in zip(indices, modules, strict=True)
     ]
@@ -261,13 +244,13 @@ def _schedule(
 
 
 def _spanned_loss(stage: PipelineStep, mean_loss: Run, logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss of the micro-batch that `stage`, which ends the model, has forwarded last."""
+    """Computes the loss of the micro-batch that `stage` forwarded last, in a span."""
     with stage.span("F", stage.stage_index, stage.forwarded):
         return mean_loss(logits, targets)
 
 
 def _pipeline_stage(plan: Plan, ranks: RankPlace, index: int, module: Stage) -> PipelineStep:
-    """Shapes are given, so that torch runs no extra forward pass to find them."""
+    """Builds a stage with given shapes, so that torch runs no extra forward pass."""
     layers = stage_layers(plan)
     ids = torch.empty(
         (plan.pipeline.micro_batch_size, plan.training.seq_length), dtype=torch.int64, device="meta"
@@ -284,15 +267,16 @@ def _pipeline_stage(plan: Plan, ranks: RankPlace, index: int, module: Stage) -> 
 
 
 def _tied_group(plan: Plan, ranks: RankPlace) -> dist.ProcessGroup | None:
-    """The pipeline ranks of the first and the last stage, in this rank's dp and tp coordinates,
-    where each holds a copy of a tied weight; None where one rank holds both.
+    """Returns the ranks of the first and the last stage that hold a tied weight with this rank.
+
+    They have this rank's dp and tp coordinates. Returns None where one rank holds both copies.
     """
     ends = [plan.stages[index].rank for index in (0, -1)]
     if not plan.model.tied_embeddings or ends[0] == ends[1]:
         return None
-    own, count = None, plan.mesh.ranks_per_stage
+    tied, count = None, plan.mesh.ranks_per_stage
     for place in range(count):
         pair = [end * count + place for end in ends]
         group = dist.new_group(pair)  # collective: every rank makes every group
-        own = group if dist.get_rank() in pair else own
-    return own
+        tied = group if dist.get_rank() in pair else tied
+    return tied

@@ -1,7 +1,6 @@
-"""The action R of a stage: its layers' recompute for one micro-batch before the gradient is there,
-and the backward pass after it.
+"""The action R of a stage: its layers' recompute for one micro-batch ahead of the gradient.
 
-The parameters of a layer of ZeRO 3 are gathered for it as for a forward pass, and freed again.
+The parameters of a ZeRO 3 layer are gathered for it as for a forward pass, and freed again.
 """
 
 from __future__ import annotations
@@ -15,25 +14,23 @@ from parplan.executor.memory.early_recompute import EarlyRecompute, Rerun
 from parplan.executor.sharding.zero_units import Unit, gathered
 
 
-class Early:
-    """What the layers of `units` run again before the backward pass of each micro-batch in
-    `micro_batches` begins.
-    """
+class StageRecompute:
+    """Recomputes the layers of `units` before the backward pass of each of `micro_batches`."""
 
     def __init__(self, units: Sequence[Unit], micro_batches: frozenset[int]) -> None:
         self._micro_batches = micro_batches
         self._layers = [
-            (_together(unit, units), layer.ahead)
+            (_with_experts(unit, units), layer.ahead)
             for unit in units
             for layer in unit.layers
-            if _can_run_again(layer)
+            if _has_recompute(layer)
         ]
         self._waiting: dict[int, list[tuple[Sequence[Unit], list[Rerun]]]] = {}
         self._done: dict[int, GraphExecGroup] = {}
 
     @contextmanager
     def forward(self, micro_batch: int) -> Iterator[None]:
-        """Around the stage's forward pass."""
+        """Surrounds the stage's forward pass."""
         with ExitStack() as stack:
             if micro_batch in self._micro_batches:
                 self._waiting[micro_batch] = [
@@ -42,7 +39,7 @@ class Early:
             yield
 
     def recompute(self, micro_batch: int) -> None:
-        """R: all that was not kept is there when this returns."""
+        """Runs R: recomputes all tensors for the backward pass."""
         group = self._done[micro_batch] = GraphExecGroup()
         for units, reruns in self._waiting.pop(micro_batch):
             with group, gathered(units if reruns else ()):
@@ -51,7 +48,7 @@ class Early:
 
     @contextmanager
     def backward(self, micro_batch: int) -> Iterator[None]:
-        """Around the stage's backward pass."""
+        """Surrounds the stage's backward pass."""
         group = self._done.pop(micro_batch, None)
         with ExitStack() as stack:
             if group is not None:
@@ -59,14 +56,14 @@ class Early:
             yield
 
 
-def _can_run_again(layer: object) -> bool:
+def _has_recompute(layer: object) -> bool:
     return isinstance(getattr(layer, "ahead", None), EarlyRecompute)
 
 
-def _together(unit: Unit, units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """The units that hold the parameters of a layer: its own, and that of its experts."""
+def _with_experts(unit: Unit, units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Returns the units that hold the parameters of a layer: its unit, and that of its experts."""
     return unit, *(
-        other
-        for other in units
-        if other is not unit and any(module in unit.apart for module in other.layers)
+        inner
+        for inner in units
+        if inner is not unit and any(module in unit.apart for module in inner.layers)
     )

@@ -1,9 +1,8 @@
-"""torch.distributed.pipelining's runtime with the action lists of a plan, and the stages that it
-runs.
+"""torch.distributed.pipelining's runtime for the action lists of a plan, and its stages.
 
 Where backwards are split, the runtime computes the gradient of a stage's input first and those of
-its weights later. A stage must not end in a view then, whose part of the graph it could not let go.
-It knows no recompute ahead of a gradient: that is put in.
+its weights later. A stage must then not end in a view, because the runtime could not free its part
+of the graph. The runtime knows no recompute ahead of a gradient; this file adds it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 
 from parplan.costmodels.schedules.actions import ActionKind, parse_row
 from parplan.executor.pipeline.messages import LeanStage
-from parplan.executor.pipeline.recompute_action import Early
+from parplan.executor.pipeline.recompute_action import StageRecompute
 from parplan.executor.sharding.zero_units import settle_weight_gradients
 
 After = Callable[[], None]
@@ -30,27 +29,28 @@ _Entry = tuple[int, ActionKind, int]  # virtual stage, work, micro-batch
 
 
 def nothing() -> None:
-    """What is called, by default, after what nobody asked about."""
+    """Does nothing; the default of a callback."""
 
 
 def no_span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
-    """What surrounds each computation ("F", "R", "B", "I" or "W" of a stage and micro-batch) by
-    default: nothing.
+    """Returns an empty context; the default around each computation of a stage and micro-batch.
 
-    A forward that ends in the loss has two spans: the stage's and the loss's.
+    The computations are "F", "R", "B", "I" and "W". A forward pass that ends in the loss has two
+    spans: the stage's and the loss's.
     """
     return nullcontext()
 
 
 class PipelineStep(LeanStage):
-    """A pipeline stage that says what it computes, and when the gradients of a micro-batch's
-    weights are there.
+    """A pipeline stage that reports its computations.
+
+    `after_backward` is called when the gradients of a micro-batch's weights are there.
     """
 
     after_backward: After
     after_recompute: After
     span: Span
-    early: Early
+    early: StageRecompute
     forwarded = -1
     in_flight = 0
 
@@ -66,9 +66,7 @@ class PipelineStep(LeanStage):
         return out.clone() if out._is_view() else out
 
     def recompute_one_chunk(self, chunk_id: int) -> None:
-        """What the backward pass of the micro-batch needs and the forward pass did not keep, ahead
-        of it.
-        """
+        """Recomputes unsaved tensors of the micro-batch ahead of its backward pass."""
         with self.span("R", self.stage_index, chunk_id):
             self.early.recompute(chunk_id)
         self.after_recompute()
@@ -98,31 +96,29 @@ def build_runtime(
     num_micro_batches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> _PipelineScheduleRuntime:
-    """The runtime of pipeline rank `rank`, which has `stages`, with all ranks' lists; it completes
-    them with sends and receives.
+    """Builds the runtime of pipeline rank `rank`, which has `stages`, from all ranks' lists.
+
+    The runtime completes the lists with sends and receives.
     """
     lists = [parse_row(row, index) for index, row in enumerate(rows)]
     for stage in stages:
-        stage.early = _early(stage, lists[rank])
+        stage.early = _stage_recompute(stage, lists[rank])
     schedule = _PipelineScheduleRuntime(list(stages), num_micro_batches, loss, scale_grads=False)
-    schedule._prepare_schedule_with_comms(  # what `_load_csv` does with a file
+    schedule._prepare_schedule_with_comms(  # as `_load_csv` does with a file
         {index: list(map(_action, filter(_is_of_torch, each))) for index, each in enumerate(lists)}
     )
     _add_recompute(schedule, stages, lists[rank])
     return schedule
 
 
-def _early(stage: PipelineStep, own: Sequence[_Entry]) -> Early:
-    return Early(
-        stage.submod.units,
-        frozenset(
-            i for k, work, i in own if k == stage.stage_index and work is ActionKind.RECOMPUTE
-        ),
-    )
+def _stage_recompute(stage: PipelineStep, entries: Sequence[_Entry]) -> StageRecompute:
+    here = [entry for entry in entries if entry[0] == stage.stage_index]
+    recomputed = (i for _, work, i in here if work is ActionKind.RECOMPUTE)
+    return StageRecompute(stage.submod.units, frozenset(recomputed))
 
 
 def _action(entry: _Entry) -> _Action:
-    """In torch's words."""
+    """Converts an entry to torch's type."""
     stage, work, micro_batch = entry
     return _Action(stage, _ComputationType(work.value), micro_batch)
 
@@ -132,24 +128,23 @@ def _is_of_torch(entry: _Entry) -> bool:
 
 
 def _add_recompute(
-    schedule: _PipelineScheduleRuntime, stages: Sequence[PipelineStep], own: Sequence[_Entry]
+    schedule: _PipelineScheduleRuntime, stages: Sequence[PipelineStep], entries: Sequence[_Entry]
 ) -> None:
-    """Put the recomputes of this rank's list where they are in it, before what the next computation
-    waits for.
+    """Inserts the recomputes of this rank's list, before the receives of the next computation.
 
-    torch's runtime has none; what it does not know it looks up by its type, and its own receives
-    only start there.
+    torch's runtime has none; it looks up an unknown action by its type, and starts its receives
+    only there.
     """
-    by_index, rest, completed = (
-        {stage.stage_index: stage for stage in stages},
-        iter(own),
-        list[_Action](),
-    )
+    by_index = {stage.stage_index: stage for stage in stages}
+    rest = iter(entries)
+    completed: list[_Action] = []
     for action in schedule.pipeline_order_with_comms[schedule.rank]:
         while action.is_compute_op and not _is_of_torch(entry := next(rest)):
             completed.append(_Action(entry[0], entry[1], entry[2]))
         completed.append(action)
     schedule.pipeline_order_with_comms[schedule.rank] = completed
-    schedule._comp_type_to_function_map[ActionKind.RECOMPUTE] = lambda action, _: by_index[
-        action.stage_index
-    ].recompute_one_chunk(action.microbatch_index)
+
+    def recompute(action: Any, _: object) -> None:
+        by_index[action.stage_index].recompute_one_chunk(action.microbatch_index)
+
+    schedule._comp_type_to_function_map[ActionKind.RECOMPUTE] = recompute

@@ -1,15 +1,14 @@
-"""One rank's part of the model: for each of its pipeline stages the layers, placed, recomputed and
-sharded as planned.
+"""One rank's part of the model: its pipeline stages.
+
+The layers of each stage are placed, recomputed and sharded as planned.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,7 +17,7 @@ from parplan.costmodels.host.offload import Offload
 from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.external.external_body import ExternalBody
 from parplan.executor.external.external_stage import build_external
-from parplan.executor.memory.host_copies import HostCopies, OnHost
+from parplan.executor.memory.host_copies import HostCopies, HostOffload
 from parplan.executor.memory.host_table import HostTable
 from parplan.executor.memory.layer_recompute import recomputed
 from parplan.executor.memory.saved_tensors import Recipes
@@ -26,20 +25,19 @@ from parplan.executor.models.mixture_of_experts import experts_of
 from parplan.executor.models.transformer_layers import Block, build_layer
 from parplan.executor.placed_layers import (
     PlacedLayer,
-    effective_zero,
     local_stages,
     stage_layers,
-    zero_ranks,
 )
 from parplan.executor.rules.divisions import local_shape
 from parplan.executor.sharding.overlap import (
     PER_LINEAR,
     PER_STAGE,
-    Handed,
+    HalvedOutput,
     LastChoice,
     block_in_halves,
 )
 from parplan.executor.sharding.place import parse_placement, place_layer, place_parameters
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import (
     Unit,
     begin_step,
@@ -55,75 +53,6 @@ from parplan.profiles.models.spec import Positions
 from parplan.profiles.models.transformer import build_graph
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """Where this process sits: its device, the (pp, dp, tp) mesh of all processes, and its
-    coordinates in it.
-
-    `sharded` has by number of ranks that hold one copy of states the same mesh with dp as (copies,
-    shards).
-    """
-
-    device: torch.device
-    mesh: DeviceMesh
-    sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
-    expert_mesh: DeviceMesh | None = (
-        None  # the same ranks where experts are divided, dp as (copies, ep)
-    )
-
-    def coordinate(self, axis: str) -> int:
-        return int(self.mesh.get_local_rank(axis))
-
-    @property
-    def tp_mesh(self) -> DeviceMesh | None:
-        return self.mesh["tp"] if self.mesh["tp"].size() > 1 else None
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return (
-            *self.mesh.get_all_groups(),
-            *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()),
-        )
-
-    @property
-    def ep_mesh(self) -> DeviceMesh | None:
-        return self.expert_mesh["ep"] if self.expert_mesh is not None else None
-
-    @property
-    def dp_mesh(self) -> DeviceMesh:
-        return self.mesh["dp"]
-
-    def shard_mesh(self, num_ranks: int) -> DeviceMesh:
-        """The data-parallel ranks that hold one copy of a layer's states with this one, `num_ranks`
-        together.
-        """
-        return self.sharded[num_ranks]["shards"] if num_ranks in self.sharded else self.dp_mesh
-
-    def unit(
-        self,
-        plan: Plan,
-        placed: PlacedLayer,
-        layers: tuple[nn.Module, ...],
-        apart: tuple[nn.Module, ...] = (),
-    ) -> Unit:
-        """The modules of a layer, or of two that share a Parameter, sharded as planned."""
-        zero, held_by = effective_zero(placed, plan.mesh), zero_ranks(placed, plan.mesh)
-        unit = Unit(
-            layers=layers,
-            zero=zero,
-            mesh=self.shard_mesh(held_by) if zero else self.dp_mesh,
-            apart=apart,
-            copies=self.copies_mesh(held_by) if zero else None,
-            offloaded=Offload.STATES in placed.plan.offload,
-        )
-        shard_unit(unit, plan.training.precision)
-        return unit
-
-    def copies_mesh(self, num_ranks: int) -> DeviceMesh | None:
-        """The ranks that hold the same shard of other copies, if there are several."""
-        return self.sharded[num_ranks]["copies"] if num_ranks in self.sharded else None
-
-
 class Body(nn.Module):
     """The layers of one stage by name, in order."""
 
@@ -134,24 +63,24 @@ class Body(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.children():
-            inputs = x.apart() if isinstance(x, Handed) else (x,)
-            del x  # a name would keep what is handed on until the layer is through
+            inputs = x.inputs() if isinstance(x, HalvedOutput) else (x,)
+            del x  # the name would hold the activation until the layer ends
             x = layer(*inputs)
         return x
 
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the token embedding, if it holds one."""
+        """Returns this stage's copy of the token embedding, if it holds one."""
         if hasattr(self, "embedding"):
             return self.embedding.tokens.weight
         return self.head.lm_head.weight if hasattr(self, "head") else None
 
 
 class Stage(nn.Module):
-    """A stage with local tensors at its borders: this rank's shard of [micro-batch, sequence,
-    hidden], or ids, or logits.
+    """A stage with local tensors at its borders.
 
-    It is not an FSDP module itself, its `body` is: torch.distributed.pipelining then leaves
-    gathering and reducing alone.
+    They are this rank's shard of [micro-batch, sequence, hidden], or ids, or logits. The stage is
+    not an FSDP module itself, its `body` is: torch.distributed.pipelining then leaves gathering and
+    reducing alone.
     """
 
     def __init__(
@@ -184,23 +113,21 @@ class Stage(nn.Module):
         reduce_gradients(self.body, self.units, tp_mesh)
 
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the token embedding, if it holds one."""
+        """Returns this stage's copy of the token embedding, if it holds one."""
         return self.body.tied_weight()
 
 
 def build_stages(
     plan: Plan, ranks: RankPlace, seed: int, chunks: ChunkManager | None = None
 ) -> tuple[Stage, ...]:
-    """The stages that this rank runs; without a pipeline all stages are one. `chunks` owns their
-    blocks. Raises ConfigError.
+    """Builds the stages that this rank runs; without a pipeline all stages are one.
+
+    `chunks` owns the blocks of the stages. Raises ConfigError.
     """
     stages, host = stage_layers(plan), HostCopies(ranks.device)
     if plan.mesh.pp == 1:
-        return (
-            _build_stage(
-                plan, ranks, seed, tuple(layer for stage in stages for layer in stage), host, chunks
-            ),
-        )
+        layers = tuple(layer for stage in stages for layer in stage)
+        return (_build_stage(plan, ranks, seed, layers, host, chunks),)
     return tuple(
         _build_stage(plan, ranks, seed, stages[k], host, chunks)
         for k in local_stages(plan, ranks.coordinate("pp"))
@@ -217,9 +144,8 @@ def _build_stage(
 ) -> Stage:
     ends = placed[0].kind is LayerKind.EMBEDDING, placed[-1].kind is LayerKind.HEAD
     if plan.module is not None:
-        return Stage(
-            *build_external(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends
-        )
+        external = build_external(plan, ranks, seed, _unit_layers(plan, placed))
+        return Stage(*external, lambda x: x, *ends)
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     tables: list[HostTable] = []
@@ -233,9 +159,9 @@ def _build_stage(
         _overlap(plan, ranks, built, recipes, placed, last_choice)
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
-        tables += _looked_up(plan, ranks, built, group[0])
-        in_chunks = chunks is not None and group[0].kind is LayerKind.BLOCK
-        if in_chunks:
+        tables += _host_tables(plan, ranks, built, group[0])
+        is_chunked = chunks is not None and group[0].kind is LayerKind.BLOCK
+        if is_chunked:
             chunks.take(group[0].block, built[group[0].name])
         whole = {
             layer.name: recomputed(
@@ -243,26 +169,24 @@ def _build_stage(
             )
             for layer in group
         }
-        if in_chunks:
+        if is_chunked:
             chunks.watch(group[0].block, whole[group[0].name])
         else:
             units += _units(plan, ranks, group[0], tuple(whole.values()), tuple(tables))
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
-    shard_root(
-        body,
-        units,
-        ranks.dp_mesh,
-        (*(chunks.parameters if chunks is not None else ()), *(table.weight for table in tables)),
-    )
+    in_chunks = chunks.parameters if chunks is not None else []
+    apart = (*in_chunks, *(table.weight for table in tables))
+    shard_root(body, units, ranks.dp_mesh, apart)
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
 
 
-def _looked_up(
+def _host_tables(
     plan: Plan, ranks: RankPlace, built: dict[str, nn.Module], placed: PlacedLayer
 ) -> tuple[HostTable, ...]:
-    """The token table on the host in place of the embedding's, where the plan says so: no unit has
-    it.
+    """Moves the token table to the host where the plan says so, and returns it.
+
+    No unit has the table then.
     """
     if Offload.LOOKUP not in placed.plan.offload:
         return ()
@@ -280,21 +204,21 @@ def _units(
     layers: tuple[nn.Module, ...],
     tables: tuple[HostTable, ...],
 ) -> tuple[Unit, ...]:
-    """The sharded unit of `layers` without `tables`, and one for the experts where not every
-    data-parallel rank holds them.
+    """Returns the sharded unit of `layers` without `tables`, and units of their experts.
+
+    Experts get a unit where not every data-parallel rank holds them.
     """
     experts = _expert_units(plan, ranks, placed, layers)
     for each in experts:
         shard_unit(each, plan.training.precision)
-    return ranks.unit(
-        plan, placed, layers, apart=(*tables, *(each.layers[0] for each in experts))
-    ), *experts
+    apart = (*tables, *(each.layers[0] for each in experts))
+    return ranks.unit(plan, placed, layers, apart=apart), *experts
 
 
 def _expert_units(
     plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tuple[nn.Module, ...]
 ) -> tuple[Unit, ...]:
-    """The experts of a layer are sharded and reduced over the ranks that hold the same."""
+    """Returns units of the experts, over the ranks that hold the same experts."""
     if ranks.expert_mesh is None:
         return ()
     copies = ranks.expert_mesh["copies"]
@@ -308,7 +232,7 @@ def _expert_units(
 
 
 def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[PlacedLayer, ...]]:
-    """Every layer alone, but embedding and head together where they are one Parameter."""
+    """Returns each layer alone, except embedding and head that share one Parameter."""
     ends = tuple(layer for layer in placed if layer.kind is not LayerKind.BLOCK)
     if not plan.model.tied_embeddings or len(ends) < 2:
         return [(layer,) for layer in placed]
@@ -348,12 +272,12 @@ def _overlap(
     stage: tuple[PlacedLayer, ...],
     last_choice: LastChoice,
 ) -> None:
-    """Let the blocks among `built` run as two halves, where the plan says so."""
-    level, following = (
-        plan.pipeline.tp_overlap,
-        {before.name: after.kind for before, after in itertools.pairwise(stage)},
-    )
-    for name, layer in built.items() if level > PER_LINEAR and ranks.tp_mesh is not None else ():
+    """Runs the blocks among `built` as two halves, where the plan says so."""
+    level = plan.pipeline.tp_overlap
+    if level <= PER_LINEAR or ranks.tp_mesh is None:
+        return
+    following = {before.name: after.kind for before, after in itertools.pairwise(stage)}
+    for name, layer in built.items():
         if isinstance(layer, Block):
             hands_on = level == PER_STAGE and following.get(name) is LayerKind.BLOCK
             block_in_halves(
@@ -362,19 +286,18 @@ def _overlap(
 
 
 def _recipes(plan: Plan, placed: PlacedLayer, ranks: RankPlace, host: HostCopies) -> Recipes | None:
-    """Where a layer has more to do with what autograd keeps than to keep it: gathered inputs, or
-    the host.
-    """
+    """Returns the recipes of a layer with gathered inputs or saved tensors on the host."""
     if not placed.plan.keep_on_host:
         return Recipes() if ranks.tp_mesh is not None else None
-    layer = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).layer_class(
-        placed.kind
-    )
-    return Recipes(on_host=OnHost(placed.plan.keep_on_host, layer, placed.plan.recompute, host))
+    graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
+    layer = graph.layer_class(placed.kind)
+    layer_plan = placed.plan
+    offload = HostOffload(layer_plan.keep_on_host, layer, layer_plan.recompute, host)
+    return Recipes(on_host=offload)
 
 
 def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
-    """The placement of the activation that `after`, the last layer of a stage, hands on."""
+    """Returns the placement of the activation that leaves a stage after the layer `after`."""
     embedding = "positions" if plan.model.positions is Positions.LEARNED else "tokens"
     name = {
         LayerKind.EMBEDDING: embedding,
@@ -385,7 +308,7 @@ def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
 
 
 def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor], Tensor]:
-    """What turns a stage's local input into the tensor its first layer expects."""
+    """Returns the conversion of a stage's local input to the input of its first layer."""
     mesh = ranks.tp_mesh
     if mesh is None:
         return lambda x: x
@@ -397,7 +320,7 @@ def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor
 
 
 def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
-    """The shape and type, without data, of the local tensor that leaves `after`."""
+    """Returns a tensor without data of the shape and type that leave `after` on this rank."""
     whole = (plan.pipeline.micro_batch_size, plan.training.seq_length, plan.model.hidden_size)
     shape = local_shape(whole, border(plan, after), plan.mesh.tp)
     return torch.empty(

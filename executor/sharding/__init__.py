@@ -1,1 +1,1 @@
-"""Parameters are placed, sharded and overlapped here."""
+"""Placement, ZeRO sharding and overlapped tensor parallelism of parameters."""

@@ -1,18 +1,17 @@
-"""Per-operator placements: every parameter a DTensor on the tensor-parallel mesh, every activation
-where the plan puts it.
+"""Per-operator placements over the tensor-parallel mesh.
 
-A module is placed by name with two hooks: inputs are redistributed before it runs, its output is
-given its placement after. Modules marked `on_shards` compute on local shards, and what that makes
-of their outputs and gradients is said here:
+Every parameter becomes a DTensor on the mesh, and every activation gets the placement of the plan.
+A module is placed by name with two hooks: its inputs are redistributed before it runs, and its
+output gets its placement afterwards. Modules marked `on_shards` compute on local shards; this file
+declares the placements of their outputs and gradients:
 
-- a weight divided by rows (`Shard(0)`) reads whole inputs, and their gradients on the ranks are
-partial sums;
-- a weight divided by columns (`Shard(1)`) gives partial sums, reduced to the output's placement
-before the bias is added;
-- a whole weight over divided sequences or tokens has partial sums as gradients. They are called
-whole until the end of
-  the step, where `parplan.executor.sharding.zero_units.reduce_gradients` adds them over the
-  tensor-parallel ranks, once.
+- a weight divided by rows (`Shard(0)`) reads whole inputs, whose gradients on the ranks are partial
+  sums;
+- a weight divided by columns (`Shard(1)`) gives partial sums, which are reduced to the output's
+  placement before the bias is added;
+- a whole weight over divided sequences or tokens has partial sums as gradients. They are declared
+  whole until the end of the step, where `parplan.executor.sharding.zero_units.reduce_gradients`
+  adds them over the tensor-parallel ranks, once.
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ Over = tuple[Placement, ...]  # one entry, for the tp axis
 
 
 def parse_placement(entries: tuple[str, ...], where: str) -> Over:
-    """The plan's `("Shard(0)@tp",)` as DTensor placements over the tp mesh; nothing is Replicate.
-    Raises ConfigError.
+    """Returns the plan's `("Shard(0)@tp",)` as DTensor placements over the tp mesh.
+
+    No entry means Replicate. Raises ConfigError.
     """
     if not entries:
         return (Replicate(),)
@@ -69,16 +69,16 @@ def place_layer(
     *,
     in_halves: bool = False,
 ) -> None:
-    """Give every operator of `layer` its placements over `mesh`. Raises ConfigError for a placement
-    it cannot have.
+    """Gives every operator of `layer` its placements over `mesh`.
 
-    `in_halves`: a product that is divided by rows or columns sums one half of a micro-batch under
-    the product of the other.
+    With `in_halves` a product that is divided by rows or columns sums one half of a micro-batch
+    under the product of the other.
 
-    With `recipes` an input that is gathered is kept as this rank's part and gathered again in the
-    backward pass, as Megatron-LM does under sequence parallelism (Korthikanti et al. 2022, section
-    4.2.2). Any other input is kept as the operator reads it, unless it is made again: then what
-    brought it there runs again too.
+    With `recipes` a gathered input is saved as this rank's part and gathered again in the backward
+    pass, as Megatron-LM does under sequence parallelism (Korthikanti et al. 2022, section 4.2.2).
+    Any other input is saved as the operator reads it, unless it is recomputed: then its
+    redistribution is recomputed too. Raises ConfigError for a placement that the operator cannot
+    have.
     """
     for name, module in layer.named_children():
         placement = (
@@ -92,8 +92,9 @@ def place_layer(
 def place_parameters(
     layer: nn.Module, operators: Mapping[str, OperatorPlacement], mesh: DeviceMesh, where: str
 ) -> None:
-    """The same for the parameters alone: the operators of `layer` compute on what this rank holds,
-    and nothing is sent.
+    """Places only the parameters of `layer`.
+
+    Its operators compute on this rank's shards, and nothing is sent.
     """
     for name, module in layer.named_children():
         weights = _place_parameters(module, operators[name], mesh, f"{where}.operators.{name}")
@@ -102,8 +103,9 @@ def place_parameters(
 
 
 def parameters_summed_over_tp(module: nn.Module) -> tuple[nn.Parameter, ...]:
-    """The parameters of a placed operator whose gradients are this rank's summands until the end of
-    the step.
+    """Returns the parameters of a placed operator that need a sum over tensor-parallel ranks.
+
+    Their gradients are this rank's summands until the end of the step.
     """
     return tuple(getattr(module, name) for name in getattr(module, "summed_over_tp", ()))
 
@@ -116,10 +118,8 @@ def _place_operator(
     recipes: Recipes,
     in_halves: bool,
 ) -> None:
-    inputs, output = (
-        parse_placement(placement.input, where),
-        parse_placement(placement.output, where),
-    )
+    inputs = parse_placement(placement.input, where)
+    output = parse_placement(placement.output, where)
     weights = _place_parameters(module, placement, mesh, where)
     if not getattr(module, "on_shards", False):
         _place_whole(module, mesh, inputs, output)
@@ -135,7 +135,7 @@ def _place_operator(
     gradients = (Partial(),) if rows and inputs == (Replicate(),) and not in_halves else inputs
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # a plain tensor is targets, or an operator's own inputs when it runs again
+        # a plain tensor is targets, or the local inputs of a recomputed operator
         return tuple(
             _part(arg, mesh, inputs, gradients, recipes) if isinstance(arg, DTensor) else arg
             for arg in args
@@ -143,9 +143,8 @@ def _place_operator(
 
     def after(_: nn.Module, args: Any, out: Tensor) -> DTensor:
         if columns:
-            sums = DTensor.from_local(
-                out, mesh, output if in_halves else (Partial(),), run_check=False
-            )
+            placements = output if in_halves else (Partial(),)
+            sums = DTensor.from_local(out, mesh, placements, run_check=False)
             return _with_bias(sums.redistribute(mesh, output), module.bias)
         return DTensor.from_local(out, mesh, output, run_check=False)
 
@@ -160,19 +159,17 @@ def _place_operator(
 def _place_parameters(
     module: nn.Module, placement: OperatorPlacement, mesh: DeviceMesh, where: str
 ) -> dict[str, Over]:
-    found = {}
+    placements = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
-        found[name] = parse_placement(placement.parameters.get(name, ()), where)
+        placements[name] = parse_placement(placement.parameters.get(name, ()), where)
         # src_data_rank=None: every rank made the same values, so nothing is broadcast
-        shard = distribute_tensor(parameter.data, mesh, found[name], src_data_rank=None)
+        shard = distribute_tensor(parameter.data, mesh, placements[name], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(shard))
-    return found
+    return placements
 
 
 def _place_whole(module: nn.Module, mesh: DeviceMesh, inputs: Over, output: Over) -> None:
-    """An operator on DTensors, which insert what their rules need: the token and position
-    tables.
-    """
+    """Places an operator that runs on DTensors: the token and position tables."""
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # a plain tensor is token ids, which no plan divides
@@ -186,43 +183,33 @@ def _place_whole(module: nn.Module, mesh: DeviceMesh, inputs: Over, output: Over
 
 
 def _part(
-    tensor: DTensor, mesh: DeviceMesh, wanted: Over, gradients: Over, recipes: Recipes
+    tensor: DTensor, mesh: DeviceMesh, target: Over, gradients: Over, recipes: Recipes
 ) -> Tensor:
-    """This rank's part of `tensor` where it is wanted, with a recipe if that gathered it or if
-    `tensor` has one.
+    """Returns this rank's part of `tensor` at the placement `target`.
+
+    It gets a recipe if the part was gathered or `tensor` has a recipe.
     """
-    had = tensor.placements
-    part = _moved(tensor, mesh, wanted, gradients)
-    if recipes.active and had != wanted and (wanted == (Replicate(),) or recipes.knows(tensor)):
-        recipes.remember(
-            (part,),
-            lambda again: (
-                _moved(
-                    DTensor.from_local(local(again), mesh, had, run_check=False),
-                    mesh,
-                    wanted,
-                    gradients,
-                ),
-            ),
-            tensor,
-            ahead=False,
-        )
+    source = tensor.placements
+    part = _moved(tensor, mesh, target, gradients)
+
+    def move_again(saved: Tensor) -> tuple[Tensor]:
+        placed = DTensor.from_local(local(saved), mesh, source, run_check=False)
+        return (_moved(placed, mesh, target, gradients),)
+
+    if recipes.active and source != target and (target == (Replicate(),) or recipes.knows(tensor)):
+        recipes.remember((part,), move_again, tensor, ahead=False)
     return part
 
 
-def _moved(tensor: DTensor, mesh: DeviceMesh, wanted: Over, gradients: Over) -> Tensor:
-    part = tensor.redistribute(mesh, wanted).to_local(grad_placements=gradients)
-    # Shard -> Shard(0) between CPUs gives a view of a gathered copy, which would be kept whole
-    return (
-        part.clone()
-        if tensor.placements != wanted and part.untyped_storage().nbytes() > part.nbytes
-        else part
-    )
+def _moved(tensor: DTensor, mesh: DeviceMesh, target: Over, gradients: Over) -> Tensor:
+    part = tensor.redistribute(mesh, target).to_local(grad_placements=gradients)
+    # Shard -> Shard(0) between CPUs gives a view of a gathered copy, which would be saved whole
+    is_view = tensor.placements != target and part.untyped_storage().nbytes() > part.nbytes
+    return part.clone() if is_view else part
 
 
 def _with_bias(x: DTensor, bias: Tensor | None) -> DTensor:
     if bias is None:
         return x
-    return DTensor.from_local(
-        x.to_local() + local(bias), x.device_mesh, x.placements, run_check=False
-    )
+    with_bias = x.to_local() + local(bias)
+    return DTensor.from_local(with_bias, x.device_mesh, x.placements, run_check=False)

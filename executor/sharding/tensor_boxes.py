@@ -1,9 +1,8 @@
-"""A part of a tensor's elements, in order, as torch.distributed.checkpoint can write and read it:
-cut into boxes.
+"""A run of a tensor's elements, cut into boxes for torch.distributed.checkpoint.
 
 A run of elements of a matrix is the end of one row, some whole rows and the beginning of another:
-at most three boxes, each of which is a view of the run. Checkpoints have them as they have the
-shards of any tensor, so that they are read whole or in any other parts.
+at most three boxes, each of which is a view of the run. Checkpoints store the boxes like the shards
+of any tensor, so they are read whole or in any other parts.
 """
 
 from __future__ import annotations
@@ -25,21 +24,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where it begins in a tensor, and how far it goes, by dimension."""
+    """The offset of a box in a tensor and its shape, by dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def boxes_of(shape: Sequence[int], first: int, last: int) -> Iterator[Box]:
-    """The fewest boxes with the elements `first` to `last` - 1 of a tensor of `shape`, in their
-    order.
-    """
+    """Yields, in order, the fewest boxes with the elements `first` to `last` - 1 of `shape`."""
     if len(shape) == 1:
         yield Box((first,), (last - first,))
         return
     row = math.prod(shape[1:])
-    begin, end = -(-first // row), last // row  # whole rows
+    begin, end = -(-first // row), last // row  # the whole rows
     if begin > end:
         yield from _in_row(shape, end, first, last)
         return
@@ -58,8 +55,7 @@ def _in_row(shape: Sequence[int], index: int, first: int, last: int) -> Iterator
 
 
 class Boxes(Tensor):
-    """Of a tensor of `shape` the elements `flat` that this rank has, which lie in `boxes` one after
-    the other.
+    """This rank's elements `flat` of a tensor of `shape`; they lie in `boxes` one after the other.
 
     It computes nothing. The methods with underscores are torch.distributed.checkpoint's protocol
     for tensors in parts.
@@ -69,17 +65,17 @@ class Boxes(Tensor):
     boxes: tuple[Box, ...]
 
     def __new__(cls, flat: Tensor, shape: Sequence[int], boxes: tuple[Box, ...]) -> Self:
-        found = Tensor._make_wrapper_subclass(
+        wrapper = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, torch.Size(shape), dtype=flat.dtype, device=flat.device
-        )  # type: ignore[attr-defined]
-        found.flat, found.boxes = flat, boxes
-        return found  # type: ignore[no-any-return]
+        )
+        wrapper.flat, wrapper.boxes = flat, boxes
+        return wrapper  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Boxes:
-        """A checkpoint's copy begins with `new_empty`, and takes the attributes over."""
+        """Copies the attributes at `new_empty`, with which a checkpoint's copy begins."""
         if func is not torch.ops.aten.new_empty.default:
             raise NotImplementedError(f"{func} of a part of a tensor")
         return Boxes(args[0].flat, args[1], args[0].boxes)

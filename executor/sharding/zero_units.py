@@ -1,5 +1,6 @@
-"""ZeRO through FSDP2: one unit per layer, one mechanism for the stages 1, 2 and 3, and one
-reduction per step for 0 and 1.
+"""ZeRO through FSDP2: one unit per layer and one mechanism for the stages 1, 2 and 3.
+
+Stages 0 and 1 take one reduction per step.
 
 stage | parameters during the step | gradients of a micro-batch
 0     | whole                      | accumulate whole, all-reduced at the end of the step
@@ -8,12 +9,12 @@ stage | parameters during the step | gradients of a micro-batch
 3     | gathered per micro-batch   | reduce-scattered after every micro-batch
 
 Gradients that are this rank's summands over the tensor-parallel axis too
-(`parplan.executor.sharding.place`) are added over it after that, at the end of the step and as they
-are held then: with ZeRO the shards. Experts that are divided over data-parallel ranks are units of
-their own, whose data-parallel ranks are those that hold the same experts.
+(`parplan.executor.sharding.place`) are added over it at the end of the step, in the form held then:
+with ZeRO the shards. Experts that are divided over data-parallel ranks are separate units; their
+mesh is the ranks that hold the same experts.
 
 Where fewer ranks than dp hold one copy of a layer's states together (hybrid sharding), the shards'
-gradients are added over the copies at the end of the step too, once: FSDP2's own hybrid mesh would
+gradients are also added over the copies once, at the end of the step: FSDP2's own hybrid mesh would
 do so after every micro-batch.
 
 bf16 and fp16 run on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is
@@ -52,14 +53,13 @@ BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default bucket_cap_mb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Layers that are gathered and reduced together: one layer, or embedding and head when they
-    share a Parameter.
+    """Layers that are gathered and reduced together: one layer, or tied embedding and head.
 
-    mesh: the ranks that hold one copy together, or with ZeRO 0 the same
-    apart: modules inside that are units of their own
-    copies: the ranks that hold the same shards of other copies, if there are any
-    offloaded: the host keeps the shards, their gradients and the optimizer's states
-    casts_inputs: whether what the layers are given is cast to the precision that they compute in
+    mesh          the ranks that hold one copy together, or with ZeRO 0 the same states
+    apart         modules inside the layers that are separate units
+    copies        the ranks that hold the same shards of other copies, if there are any
+    offloaded     whether the host holds the shards, their gradients and the optimizer's states
+    casts_inputs  whether the inputs of the layers are cast to the compute precision
     """
 
     layers: tuple[nn.Module, ...]
@@ -76,7 +76,7 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def shard_unit(unit: Unit, precision: Precision) -> None:
-    """Apply the unit's ZeRO stage; fp32 at stage 0 needs nothing."""
+    """Applies the unit's ZeRO stage; fp32 at stage 0 needs nothing."""
     if precision is Precision.FP32:
         policy = MixedPrecisionPolicy()
     else:
@@ -91,7 +91,7 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
         else OffloadPolicy()
     )
     modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
-    others = {parameter for module in unit.apart for parameter in module.parameters()}
+    ignored = {parameter for module in unit.apart for parameter in module.parameters()}
     if unit.zero:
         fully_shard(
             modules,
@@ -99,11 +99,15 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
             reshard_after_forward=unit.zero == 3,
             mp_policy=policy,
             offload_policy=offload,
-            ignored_params=others,
+            ignored_params=ignored,
         )
     elif precision is not Precision.FP32 or unit.offloaded:
         replicate(
-            modules, mesh=unit.mesh, mp_policy=policy, offload_policy=offload, ignored_params=others
+            modules,
+            mesh=unit.mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=ignored,
         )
     for module in _fsdp_modules(unit):
         module.set_gradient_divide_factor(1.0)
@@ -113,27 +117,25 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
 def shard_root(
     body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh, apart: Sequence[nn.Parameter] = ()
 ) -> None:
-    """Join the units of a stage under one FSDP root, which shares their streams; it manages no
-    parameter itself, nor those `apart`.
+    """Joins the units of a stage under one FSDP root, which shares their streams.
+
+    The root manages no parameter itself, and the parameters `apart` stay out of FSDP.
     """
     managed = [unit for unit in units if _fsdp_modules(unit)]
     if not managed:
         return
     ignored = {*apart, *(p for unit in units if unit not in managed for p in _parameters(unit))}
     fully_shard(body, mesh=dp_mesh, ignored_params=ignored)
-    # the first layer has none before it; by default it would gather the last layer of another
+    # no layer comes before the first; by default it would gather the last layer of another
     # micro-batch
-    for module in (
-        inside
-        for layer in managed[0].layers
-        for inside in layer.modules()
-        if isinstance(inside, FSDPModule)
-    ):
-        module.set_modules_to_backward_prefetch([module])
+    for layer in managed[0].layers:
+        for module in layer.modules():
+            if isinstance(module, FSDPModule):
+                module.set_modules_to_backward_prefetch([module])
 
 
 def begin_step(body: nn.Module, units: Sequence[Unit]) -> None:
-    """Set what happens after each micro-batch's backward pass."""
+    """Sets the action of FSDP after each micro-batch's backward pass."""
     for unit in units:
         for module in _fsdp_modules(unit):
             module.set_requires_gradient_sync(unit.zero >= 2, recurse=False)
@@ -144,7 +146,7 @@ def begin_step(body: nn.Module, units: Sequence[Unit]) -> None:
 
 @contextmanager
 def gathered(units: Sequence[Unit]) -> Iterator[None]:
-    """The parameters of `units` are whole inside, for what runs outside of FSDP's own passes."""
+    """Gathers the parameters of `units` for a computation outside FSDP's own passes."""
     sharded = [(module, unit.zero == 3) for unit in units for module in _fsdp_modules(unit)]
     for module, _ in sharded:
         module.unshard()
@@ -155,19 +157,19 @@ def gathered(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def settle_weight_gradients(body: nn.Module) -> None:
-    """Do what FSDP does when the backward pass of a layer is over: reduce, or accumulate in fp32,
-    as `begin_step` set.
+    """Runs FSDP's end of a layer's backward pass: reduce, or accumulate in fp32 (see `begin_step`).
 
-    FSDP's own hook runs with the gradient of the layer's input, when those of the weights are not
-    there yet.
+    FSDP's own hook runs with the gradient of the layer's input, before the gradients of the weights
+    are there.
     """
     if isinstance(body, FSDPModule):
         body._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def reduce_gradients(body: nn.Module, units: Sequence[Unit], tp_mesh: DeviceMesh | None) -> None:
-    """End the step's backward passes: reduce what accumulated whole, free the gathered
-    parameters.
+    """Ends the step's backward passes.
+
+    Reduces the gradients that accumulated whole and frees the gathered parameters.
     """
     if isinstance(body, FSDPModule):
         body.set_requires_gradient_sync(True)
@@ -179,27 +181,25 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], tp_mesh: DeviceMesh
         if not _fsdp_modules(unit):
             _settle(_parameters(unit))
     for mesh, summed in _summed_after(units).items():
-        # one that no loss depends on, or that does not learn, has none
-        all_reduce(
-            [local(parameter.grad) for parameter in summed if parameter.grad is not None],
-            mesh.get_group(),
-        )
+        # a parameter that no loss depends on, or that is not trained, has no gradient
+        gradients = [local(parameter.grad) for parameter in summed if parameter.grad is not None]
+        all_reduce(gradients, mesh.get_group())
     if tp_mesh is not None:
-        all_reduce(
-            [local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group()
-        )
+        gradients = [local(parameter.grad) for parameter in _summed_over_tp(units)]
+        all_reduce(gradients, tp_mesh.get_group())
 
 
 def _summed_after(units: Sequence[Unit]) -> dict[DeviceMesh, list[nn.Parameter]]:
-    """What is added up at the end of the step, by mesh: what no FSDP reduces, and the shards of
-    several copies.
+    """Returns by mesh the parameters whose gradients are added at the end of the step.
+
+    They are the parameters that no FSDP unit reduces, and the shards of several copies.
     """
-    found: dict[DeviceMesh, list[nn.Parameter]] = {}
+    by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
     for unit in units:
         mesh = unit.copies if _fsdp_modules(unit) else unit.mesh
         if mesh is not None and mesh.size() > 1:
-            found.setdefault(mesh, []).extend(_parameters(unit))
-    return found
+            by_mesh.setdefault(mesh, []).extend(_parameters(unit))
+    return by_mesh
 
 
 def _summed_over_tp(units: Sequence[Unit]) -> list[nn.Parameter]:
@@ -212,18 +212,13 @@ def _fsdp_modules(unit: Unit) -> list[FSDPModule]:
 
 
 def _parameters(unit: Unit) -> list[nn.Parameter]:
-    others = {parameter for module in unit.apart for parameter in module.parameters()}
-    return [
-        p
-        for p in dict.fromkeys(
-            parameter for layer in unit.layers for parameter in layer.parameters()
-        )
-        if p not in others
-    ]
+    apart = {parameter for module in unit.apart for parameter in module.parameters()}
+    in_order = dict.fromkeys(p for layer in unit.layers for p in layer.parameters())
+    return [parameter for parameter in in_order if parameter not in apart]
 
 
 def _settle(parameters: Iterable[nn.Parameter]) -> None:
-    """Bring the gradients of operators on DTensors to their parameter's placement."""
+    """Redistributes the gradients of operators on DTensors to their parameter's placement."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
@@ -231,8 +226,9 @@ def _settle(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum every tensor over `group`, in buckets of one device; what the host keeps goes to the
-    device of `group` for it.
+    """Sums every tensor over `group`, in buckets of one device.
+
+    Tensors on the host are copied to the device of `group` for it.
     """
     by_device = sorted(tensors, key=lambda tensor: tensor.device.type)
     for bucket in _buckets(by_device):

@@ -25,8 +25,8 @@ from parplan.executor.pipeline.runtime import (
     no_span,
     nothing,
 )
-from parplan.executor.pipeline.stages import RankPlace
 from parplan.executor.placed_layers import action_rows
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.traced.program_cut import StageCut, cut
 from parplan.executor.traced.shared_parameters import (
     Shared,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from parplan.executor.memory.early_recompute import checkpointed
-from parplan.executor.pipeline.stages import RankPlace
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.sharding.zero_units import (
     Unit,
     begin_step,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parplan.costmodels.layers.model_states import StateBytes, chunk_elements, states_of
-from parplan.executor.pipeline.stages import RankPlace
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options, derived_seed
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.tensors import local
 from parplan.executor.traced.module_batches import module_batches
 from parplan.executor.traced.stage_values import Opened, open_values

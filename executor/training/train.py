@@ -20,8 +20,8 @@ from parplan.executor.chunks.chunk_adam import ChunkAdam
 from parplan.executor.data.batches import Batches, build_batches
 from parplan.executor.pipeline.loss_scale import LossScale, loss_scale
 from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
-from parplan.executor.pipeline.stages import RankPlace
 from parplan.executor.run_options import Options, derived_seed
+from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.training.compiled import compile_blocks
 from parplan.executor.training.finite import RankLosses
 from parplan.executor.training.optimizer import (

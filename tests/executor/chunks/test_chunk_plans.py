@@ -21,7 +21,7 @@ from parplan.costmodels.host.state_location import Eviction
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.chunks import chunk_manager as manager
-from parplan.executor.chunks.chunk_buffers import BudgetError, Buffer, Copies
+from parplan.executor.chunks.chunk_buffers import BudgetError, Buffer, ChunkCopies
 from parplan.executor.data.batches import synthetic
 from parplan.executor.pipeline import pipeline
 from parplan.executor.training.train import ranks_of
@@ -194,7 +194,7 @@ class SlowCopy:
         self.stream.make(self.number)
 
 
-class SlowCopies(Copies):
+class SlowCopies(ChunkCopies):
     """A GPU's streams when they are as late as they can be."""
 
     made: ClassVar[list[SlowCopies]] = []
@@ -232,7 +232,7 @@ class SlowCopies(Copies):
 def test_copies_that_come_as_late_as_they_are_waited_for_give_the_same_gradients(
     step, choices, monkeypatch
 ):
-    monkeypatch.setattr(manager, "Copies", SlowCopies)
+    monkeypatch.setattr(manager, "ChunkCopies", SlowCopies)
 
     found = step(at(smallest(MIXED, **choices) + 100_000, **choices))
 

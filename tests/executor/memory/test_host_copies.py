@@ -26,7 +26,7 @@ from parplan.costmodels.memory.activation_copies import copied_bytes
 from parplan.costmodels.operators.sharding import Placements, Sharding, placed_splits
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.executor.memory.host_copies import HostCopies, OnHost
+from parplan.executor.memory.host_copies import HostCopies, HostOffload
 from parplan.executor.memory.layer_recompute import recomputed
 from parplan.executor.memory.saved_tensors import Recipes
 from parplan.executor.models.transformer_layers import build_layer
@@ -77,7 +77,9 @@ def _passed(
     """The copies of two blocks' passes, and all gradients."""
     copies, blocks = HostCopies(CPU), []
     for index in (1, 2):
-        recipes = None if names is None else Recipes(on_host=OnHost(names, graph, again, copies))
+        recipes = (
+            None if names is None else Recipes(on_host=HostOffload(names, graph, again, copies))
+        )
         blocks.append(
             recomputed(
                 build_layer(model, training, LayerKind.BLOCK, index, 0, CPU),
@@ -224,7 +226,7 @@ def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, again):
     priced = host_bytes_by_operator(graph, Sharding(TP, True, own=tuple(splits.items())), again)
     for names in (OF_GPT, ("attention", "fc2"), ("norm1", "attention_out", "fc1")):
         copies = HostCopies(CPU)
-        recipes = Recipes(on_host=OnHost(names, graph, again, copies))
+        recipes = Recipes(on_host=HostOffload(names, graph, again, copies))
         layer = build_layer(GPT, training, LayerKind.BLOCK, 1, 0, CPU)
         place_layer(layer, operators, mesh, "block0", recipes)
         layer = recomputed(layer, again, "block0", recipes)
@@ -253,7 +255,7 @@ def test_the_device_holds_what_two_blocks_sent_at_most():
             build_layer(GPT, training, LayerKind.BLOCK, i, 0, CPU),
             (),
             f"block{i}",
-            Recipes(on_host=OnHost(OF_GPT, graph, (), copies)),
+            Recipes(on_host=HostOffload(OF_GPT, graph, (), copies)),
         )
         for i in range(4)
     ]
@@ -274,7 +276,7 @@ def test_the_device_holds_what_two_blocks_sent_at_most():
 def test_what_was_kept_leaves_the_device_with_its_last_reader():
     training, graph = _graph(GPT)
     copies, held = HostCopies(CPU), []
-    recipes = Recipes(on_host=OnHost(("fc2",), graph, (), copies))
+    recipes = Recipes(on_host=HostOffload(("fc2",), graph, (), copies))
     block = recomputed(build_layer(GPT, training, LayerKind.BLOCK, 1, 0, CPU), (), "block", recipes)
     block.activation.register_forward_hook(
         lambda _, args, out: held.append(StorageWeakRef(out.untyped_storage()))

@@ -1,0 +1,82 @@
+"""The device and the meshes of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parplan.costmodels.host.offload import Offload
+from parplan.executor.placed_layers import PlacedLayer, effective_zero, zero_ranks
+from parplan.executor.sharding.zero_units import Unit, shard_unit
+from parplan.planner.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """The device and the meshes of this process.
+
+    mesh         all ranks as (pp, dp, tp)
+    sharded      number of ranks that hold one copy of the states -> dp as (copies, shards)
+    expert_mesh  all ranks with dp as (copies, ep), where experts are divided
+    """
+
+    device: torch.device
+    mesh: DeviceMesh
+    sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
+    expert_mesh: DeviceMesh | None = None
+
+    def coordinate(self, axis: str) -> int:
+        return int(self.mesh.get_local_rank(axis))
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        return self.mesh["tp"] if self.mesh["tp"].size() > 1 else None
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return (
+            *self.mesh.get_all_groups(),
+            *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()),
+        )
+
+    @property
+    def ep_mesh(self) -> DeviceMesh | None:
+        return self.expert_mesh["ep"] if self.expert_mesh is not None else None
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        return self.mesh["dp"]
+
+    def shard_mesh(self, num_ranks: int) -> DeviceMesh:
+        """Returns the `num_ranks` data-parallel ranks that hold one copy of the states together."""
+        return self.sharded[num_ranks]["shards"] if num_ranks in self.sharded else self.dp_mesh
+
+    def unit(
+        self,
+        plan: Plan,
+        placed: PlacedLayer,
+        layers: tuple[nn.Module, ...],
+        apart: tuple[nn.Module, ...] = (),
+    ) -> Unit:
+        """Returns the sharded unit of a layer's modules, or of two tied layers' modules."""
+        zero = effective_zero(placed, plan.mesh)
+        num_shards = zero_ranks(placed, plan.mesh)
+        unit = Unit(
+            layers=layers,
+            zero=zero,
+            mesh=self.shard_mesh(num_shards) if zero else self.dp_mesh,
+            apart=apart,
+            copies=self.copies_mesh(num_shards) if zero else None,
+            offloaded=Offload.STATES in placed.plan.offload,
+        )
+        shard_unit(unit, plan.training.precision)
+        return unit
+
+    def copies_mesh(self, num_ranks: int) -> DeviceMesh | None:
+        """Returns the ranks that hold this shard in each copy, if there are several copies."""
+        return self.sharded[num_ranks]["copies"] if num_ranks in self.sharded else None
