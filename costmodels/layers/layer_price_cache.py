@@ -13,13 +13,12 @@ from parplan.costmodels.communication.collectives import point_to_point_time
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.data_parallel import DataParallelTime, data_parallel_time
 from parplan.costmodels.layers.halved_layer import HalvedOperators
 from parplan.costmodels.layers.layer_price import (
     ENDLESS,
-    DataParallelTime,
     LayerOperators,
     LayerTime,
-    data_parallel_time,
     price_operators,
 )
 from parplan.costmodels.layers.model_states import (

@@ -27,10 +27,10 @@ from parplan.costmodels.operators.kernels import (
     StreamKernel,
     fused_kernel,
     fused_kernel_of,
-    operator_kernels,
     product_kernel,
     update_kernels,
 )
+from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.corrections import Corrections, corrections_of
 from parplan.profiles.machines.curves import (
