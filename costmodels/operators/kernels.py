@@ -1,10 +1,9 @@
-"""The kernels that one operator runs on one rank, forward and backward: shapes and bytes, no
-machine (EQUATIONS K1, K2, K3, K5).
+"""Kernels: their shapes and bytes, without a machine (EQUATIONS K1, K2, K3, K5).
 
-Prices (costmodels/operators/compute.py) and the cases that a profiler measures
-(planner/calibration/profile_cases.py) both read them, so each kernel says which curve it is a point
-of (`curve`) and at which sizes (`sizes`, in the curve's own order). FLOPs are those that run: a
-causal fused kernel does half of the model FLOPs that `Operator.flops_*` state.
+Prices (costmodels/operators/compute.py) and the profiler's cases
+(planner/calibration/profile_cases.py) both read them, so each kernel names its curve (`curve`) and
+its sizes in the order of that curve (`sizes`). FLOPs are those that run: a causal fused kernel does
+half of the model FLOPs that `Operator.flops_*` state.
 """
 
 from __future__ import annotations
@@ -19,30 +18,29 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import FlashKernel, Stack
 
 FORWARD, BACKWARD = "forward", "backward"
-PRODUCT_SIZES, BATCHED_SIZES, FUSED_SIZES, STREAM_SIZES = (
-    3,
-    4,
-    3,
-    1,
-)  # how many sizes a point of such a kernel has
+# number of sizes of a point on the curve of such a kernel
+PRODUCT_SIZES = 3
+BATCHED_SIZES = 4
+FUSED_SIZES = 3
+STREAM_SIZES = 1
 INPUT_GRADIENT, WEIGHT_GRADIENT = "input_gradient", "weight_gradient"
 BATCHED = ("batched_forward", "batched_backward")
 FP32_BYTES = 4
-# How many times as long a product takes whose rows are a multiple of fewer bytes. 2: what vTrain's
-# single-node A100 rows say of a head of 50,257 (odd) against one of 25,128; 4 and 8 are assumed
-# between.
+# Slowdown of a product whose rows are a multiple of only so many bytes. 2: from vTrain's
+# single-node A100 rows, a head of 50,257 (odd) against one of 25,128; 4 and 8 are assumed between.
 MISALIGNED = {16: 1.0, 8: 1.15, 4: 1.4, 2: 2.3}
 ADAM_STATE_BYTES = 24  # fp32 master copy and two moments, each read and written
 
 
 @dataclass(frozen=True, slots=True)
 class ProductKernel:
-    """A matrix product, `curve` a field of `Compute`: forward, input_gradient, weight_gradient,
-    batched_forward or batched_backward.
+    """A matrix product.
 
-    slower    how many times as long it takes for rows that are not aligned
-    fp8       whether its operands are
-    grouped   whether it is one product for all experts of a rank, which no curve is of
+    curve     a field of `Compute`: forward, input_gradient, weight_gradient, batched_forward or
+              batched_backward
+    slower    factor on its time for rows that are not aligned
+    fp8       true when its operands are in fp8
+    grouped   true for one product over all experts of a rank, which has no measured curve
     """
 
     curve: str
@@ -53,17 +51,17 @@ class ProductKernel:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(m, n, k); of un-fused attention's (batch, m, n, k), without which its time says nothing
-        of its speed.
-        """
-        of = self.product
-        return (of.batch, of.m, of.n, of.k) if self.curve in BATCHED else (of.m, of.n, of.k)
+        """(m, n, k), or (batch, m, n, k) for the batched products of un-fused attention."""
+        product = self.product
+        sizes = (product.m, product.n, product.k)
+        return (product.batch, *sizes) if self.curve in BATCHED else sizes
 
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """Fused attention of `heads` heads (batch included) of `seq` queries, each of which meets
-    `keys` keys in the mean.
+    """Fused attention of `heads` heads (batch included) of `seq` queries.
+
+    keys      mean number of keys that a query meets
     """
 
     way: str
@@ -86,14 +84,13 @@ class FusedKernel:
 
 @dataclass(frozen=True, slots=True)
 class StreamKernel:
-    """An operation bound by memory that moves `n_bytes`.
+    """A memory-bound operation that moves `n_bytes`.
 
-    name     of the operation, and of a machine's own curve of it
-    like     the class of operations (a field of `Compute`) whose curve it has on a machine without
-             its own
-    way      forward or backward; empty where the class has one curve only
-    times    how often it runs
-    parts    what is priced instead where the machine has no own curve of that name; None: itself
+    name     name of the operation, and of the machine's own curve of it
+    like     class of operations (a field of `Compute`), whose curve is the fallback
+    way      forward or backward; empty where the class has only one curve
+    times    number of times it runs
+    parts    kernels priced instead where the machine has no own curve of that name; None: itself
     """
 
     name: str
@@ -116,8 +113,10 @@ Kernel = ProductKernel | FusedKernel | StreamKernel
 
 
 def update_kernels(num_parameters: float, training: TrainingSpec) -> tuple[StreamKernel, ...]:
-    """One Adam step over `num_parameters` of a rank (EQUATIONS K5), after the norm of their
-    gradients and the clipping by it, which cost something only on a machine that measured them.
+    """The kernels of one Adam step over `num_parameters` of a rank (EQUATIONS K5).
+
+    The gradient norm and clipping come with it; they cost something only on a machine that measured
+    them.
     """
     return (
         StreamKernel(
@@ -134,18 +133,18 @@ def update_kernels(num_parameters: float, training: TrainingSpec) -> tuple[Strea
 
 
 def adam_bytes_per_parameter(training: TrainingSpec) -> int:
-    """Bytes that one Adam step touches per parameter (EQUATIONS K5): 28, or 30 with fp32 gradients
-    beside 16-bit weights.
+    """Bytes that one Adam step touches per parameter (EQUATIONS K5), 28 in most cases.
 
-    fp32 master and moments read and written, the gradient read, the 16-bit parameter written (fp32:
-    it is the master).
+    It reads and writes the fp32 master copy and the moments, reads the gradient and writes the
+    16-bit parameter (in fp32 the parameter is the master). With fp32 gradients beside 16-bit
+    weights they are 30.
     """
     parameter = 0 if training.precision is Precision.FP32 else training.precision.num_bytes
     return ADAM_STATE_BYTES + training.gradient_precision.num_bytes + parameter
 
 
 def misaligned(row_bytes: int) -> float:
-    """How many times as long a product takes whose matrices have rows of `row_bytes`."""
+    """The slowdown of a product whose matrices have rows of `row_bytes`."""
     return MISALIGNED[max(2, math.gcd(row_bytes, ALIGNED_BYTES))]
 
 
@@ -157,37 +156,33 @@ def product_kernel(
     *,
     fp8: bool = False,
 ) -> ProductKernel:
-    """The product of `curve` whose `sizes` are those; slower where rows of its weight are not
-    aligned.
-    """
+    """The product of `curve` with `sizes`, slower where rows of its weight are not aligned."""
     if len(sizes) == BATCHED_SIZES:
         batch, m, n, k = sizes
-        return ProductKernel(
-            curve,
-            Product(
-                m=m, n=n, k=k, batch=batch, operand_bytes=operand_bytes, result_bytes=result_bytes
-            ),
+        product = Product(
+            m=m, n=n, k=k, batch=batch, operand_bytes=operand_bytes, result_bytes=result_bytes
         )
+        return ProductKernel(curve, product)
     m, n, k = sizes
     weight = (m, n) if curve == WEIGHT_GRADIENT else (n, k)
-    of = Product(m=m, n=n, k=k, operand_bytes=operand_bytes, result_bytes=result_bytes)
-    return ProductKernel(curve, of, slower=misaligned(math.gcd(*weight) * operand_bytes), fp8=fp8)
+    product = Product(m=m, n=n, k=k, operand_bytes=operand_bytes, result_bytes=result_bytes)
+    slower = misaligned(math.gcd(*weight) * operand_bytes)
+    return ProductKernel(curve, product, slower=slower, fp8=fp8)
 
 
 def fused_kernel_of(stack: Stack, device: Device) -> FlashKernel:
-    """The fused attention kernel that a stack runs on a device. Raises ConfigError where it has
-    none for it.
+    """Returns the fused attention kernel that a stack runs on a device.
+
+    Raises ConfigError where the stack has none for it.
     """
     kernel = stack.flash_kernel_on(device.compute_capability)
     if kernel is None:
-        known = (
-            ", ".join(
-                f"{each.kernel} from {each.from_capability:g} on" for each in stack.flash_kernels
-            )
-            or "none"
+        known = ", ".join(
+            f"{each.kernel} from {each.from_capability:g} on" for each in stack.flash_kernels
         )
         raise ConfigError(
-            f"{stack.name} has no fused attention for {device.name} of compute capability {device.compute_capability} (it has {known})",
+            f"{stack.name} has no fused attention for {device.name} of compute capability "
+            f"{device.compute_capability} (it has {known or 'none'})",
             hint="use --attention unfused",
         )
     return kernel

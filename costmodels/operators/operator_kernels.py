@@ -13,6 +13,7 @@ from parplan.costmodels.operators.kernels import (
     FP32_BYTES,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
+    FusedKernel,
     Kernel,
     ProductKernel,
     StreamKernel,
@@ -30,12 +31,13 @@ TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and wr
 
 @dataclass(frozen=True, slots=True)
 class OperatorKernels:
-    """What an operator runs for one micro-batch on one rank, each pass in its order. The backward
-    pass is without recompute.
+    """The kernels of an operator for one micro-batch on one rank, each pass in its order.
 
-    inputs    of the backward pass, what computes the gradients of inputs, and those of norms'
-              parameters
-    weights   and of matrices and their biases: what a zero-bubble schedule runs later
+    The backward pass is without recompute.
+
+    inputs    kernels of the backward pass for the gradients of inputs and of norm parameters
+    weights   kernels of the backward pass for the gradients of matrices and their biases, which a
+              zero-bubble schedule runs later
     """
 
     forward: tuple[Kernel, ...]
@@ -50,16 +52,15 @@ class OperatorKernels:
 def operator_kernels(
     operator: Operator, sharding: Sharding, training: TrainingSpec
 ) -> OperatorKernels:
-    """The kernels of one rank's share of `operator`, without communication and without
-    recompute.
-    """
+    """The kernels of one rank's share of `operator`, without communication and recompute."""
     kernels = _KERNELS[operator.kind](operator, sharding, training)
     return kernels if operator.gradient else OperatorKernels(kernels.forward, ())
 
 
 def _accumulated_bytes(training: TrainingSpec) -> int:
-    """Bytes moved for one element of a weight gradient by its product: read and written where the
-    product adds to an fp32 one.
+    """Bytes that a product moves for one element of a weight gradient.
+
+    A product that adds to an fp32 gradient reads and writes it.
     """
     fused = (
         training.stack.fused_accumulation and training.gradient_precision.num_bytes == FP32_BYTES
@@ -68,7 +69,7 @@ def _accumulated_bytes(training: TrainingSpec) -> int:
 
 
 def _added(elements: int, training: TrainingSpec) -> tuple[Kernel, ...]:
-    """What adds a weight gradient to those of earlier micro-batches where its product does not."""
+    """The kernel that accumulates a weight gradient where its product does not."""
     if training.stack.fused_accumulation:
         return ()
     n_bytes = (training.precision.num_bytes + 2 * training.gradient_precision.num_bytes) * elements
@@ -76,8 +77,7 @@ def _added(elements: int, training: TrainingSpec) -> tuple[Kernel, ...]:
 
 
 def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """Forward y = x w; backward dx = dy w^T and dw = x^T dy, each with its own shape, and the bias
-    gradient (EQUATIONS K1).
+    """Forward y = x w; backward dx = dy w^T and dw = x^T dy, and the bias gradient (EQUATIONS K1).
 
     In fp8 the operands have one byte, and each is cast before its product (read for its largest
     value, read again and written): input and weight forward, the output's gradient backward. The
@@ -88,24 +88,21 @@ def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> O
     *token_dims, features, contracted = operator.dims
     m = math.prod(sharding.dim_size(operator, dim.name) for dim in token_dims)
     n, k = sharding.dim_size(operator, features.name), sharding.dim_size(operator, contracted.name)
-    fp8, element = training.fp8_matmuls and features.name != "vocab", training.precision.num_bytes
+    fp8 = training.fp8_matmuls and features.name != "vocab"
+    element = training.precision.num_bytes
     operand = 1 if fp8 else element
 
     def product(curve: str, m: int, n: int, k: int, result_bytes: int = element) -> ProductKernel:
         return product_kernel(curve, (m, n, k), operand, result_bytes, fp8=fp8)
 
     def cast(way: str, elements: int) -> tuple[Kernel, ...]:
-        return (
-            (StreamKernel("cast", "elementwise", way, (2 * element + operand) * elements),)
-            if fp8
-            else ()
-        )
+        if not fp8:
+            return ()
+        return (StreamKernel("cast", "elementwise", way, (2 * element + operand) * elements),)
 
-    bias = (
-        (StreamKernel("bias_gradient", "elementwise", BACKWARD, element * m * n),)
-        if len(operator.parameters) > 1
-        else ()
-    )
+    bias: tuple[Kernel, ...] = ()
+    if len(operator.parameters) > 1:
+        bias = (StreamKernel("bias_gradient", "elementwise", BACKWARD, element * m * n),)
     return OperatorKernels(
         (product(FORWARD, m, n, k), *cast(FORWARD, m * k + n * k)),
         (product(INPUT_GRADIENT, m, k, n), *cast(BACKWARD, m * n)),
@@ -120,50 +117,42 @@ def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> O
 def _activations_product(
     operator: Operator, sharding: Sharding, training: TrainingSpec
 ) -> OperatorKernels:
-    """A product of two activations, one for every index of the outer dims: as those of un-fused
-    attention (EQUATIONS K2).
+    """A product of two activations for every index of the outer dims (EQUATIONS K2).
+
+    It takes the curves of un-fused attention's products.
     """
-    *outer, m, n, k = (sharding.dim_size(operator, dim.name) for dim in operator.dims)
+    sizes = [sharding.dim_size(operator, dim.name) for dim in operator.dims]
+    *outer, m, n, k = sizes
     batch, element = math.prod(outer), training.precision.num_bytes
-    forward, inputs, others = (
-        ProductKernel(
-            curve,
-            Product(
-                m=sizes[0],
-                n=sizes[1],
-                k=sizes[2],
-                batch=batch,
-                operand_bytes=element,
-                result_bytes=element,
-            ),
-        )
-        for curve, sizes in (
-            ("batched_forward", (m, n, k)),
-            ("batched_backward", (m, k, n)),
-            ("batched_backward", (k, n, m)),
-        )
+
+    def product(curve: str, m: int, n: int, k: int) -> ProductKernel:
+        return product_kernel(curve, (batch, m, n, k), element, element)
+
+    forward_curve, backward_curve = BATCHED
+    return OperatorKernels(
+        (product(forward_curve, m, n, k),),
+        (product(backward_curve, m, k, n), product(backward_curve, k, n, m)),
     )
-    return OperatorKernels((forward,), (inputs, others))
 
 
 def _experts(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
     """One grouped product for all experts of a rank, forward and for both gradients (EQUATIONS K1).
 
-    Balanced: each of them has an equal part of as many copies of tokens as the rank sent. Grouped
-    products were not measured: the curve is that of single ones with the tiles of all experts in
-    the same waves. In 16 bits also under fp8.
+    Routing is balanced: each expert has an equal part of as many token copies as the rank sent.
+    Grouped products were not measured: they take the curve of single products, with the tiles of
+    all experts in the same waves. They stay in 16 bits under fp8.
     """
     *token_dims, features, contracted = operator.dims
-    experts, element = (
-        operator.parameters[0].dims[0].size // sharding.ep,
-        training.precision.num_bytes,
-    )
+    experts = operator.parameters[0].dims[0].size // sharding.ep
+    element = training.precision.num_bytes
     m = -(-math.prod(sharding.dim_size(operator, dim.name) for dim in token_dims) // experts)
     n, k = features.size, contracted.size
 
     def product(curve: str, m: int, n: int, k: int, result_bytes: int = element) -> ProductKernel:
-        of = Product(m=m, n=n, k=k, batch=experts, operand_bytes=element, result_bytes=result_bytes)
-        return ProductKernel(curve, of, grouped=True)
+        shape = Product(
+            m=m, n=n, k=k, batch=experts, operand_bytes=element, result_bytes=result_bytes
+        )
+        return ProductKernel(curve, shape, grouped=True)
 
     weights = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
     return OperatorKernels(
@@ -178,63 +167,48 @@ def _attention(operator: Operator, sharding: Sharding, training: TrainingSpec) -
 
 
 def _flash(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """Fused attention: half of the FLOPs when causal; the backward does 2.5 times the forward's
-    (EQUATIONS K2).
-    """
-    batch, heads, seq, keys, head_dim = (
-        sharding.dim_size(operator, dim.name) for dim in operator.dims
-    )
-    kernels = (
-        fused_kernel(
-            way,
-            batch * heads,
-            seq,
-            keys,
-            head_dim,
-            causal=operator.causal,
-            dropped=operator.dropped,
-        )
-        for way in (FORWARD, BACKWARD)
-    )
-    return OperatorKernels(*((kernel,) for kernel in kernels))
+    """Fused attention: half of the FLOPs when causal, 2.5 times as many backward (EQUATIONS K2)."""
+    batch, heads, seq, keys, head_dim = _attention_sizes(operator, sharding)
+
+    def kernel(way: str) -> FusedKernel:
+        causal, dropped = operator.causal, operator.dropped
+        return fused_kernel(way, batch * heads, seq, keys, head_dim, causal=causal, dropped=dropped)
+
+    return OperatorKernels((kernel(FORWARD),), (kernel(BACKWARD),))
+
+
+def _attention_sizes(operator: Operator, sharding: Sharding) -> list[int]:
+    """Batch, heads, queries, keys and head_dim on one rank."""
+    return [sharding.dim_size(operator, dim.name) for dim in operator.dims]
 
 
 def _unfused(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """q k^T, masked softmax, dropout where its mask is saved, and probabilities times v, each over
-    S x S scores (EQUATIONS K2).
+    """Two products over S x S scores, a masked softmax and a dropout (EQUATIONS K2).
 
-    Backward: dP = dO v^T has the shape of q k^T; dV, dQ and dK that of p v. Causal shortens the
-    softmax's reads only.
+    The products are q k^T and probabilities times v. Dropout runs where its mask is saved.
+    Backward: dP = dO v^T has the shape of q k^T; dV, dQ and dK that of p v. Causal attention
+    shortens only the softmax's reads.
     """
-    batch, heads, seq, keys, head_dim = (
-        sharding.dim_size(operator, dim.name) for dim in operator.dims
-    )
-    element, batch = training.precision.num_bytes, batch * heads
-    qk = Product(
-        m=seq, n=keys, k=head_dim, batch=batch, operand_bytes=element, result_bytes=element
-    )
-    pv = Product(
-        m=seq, n=head_dim, k=keys, batch=batch, operand_bytes=element, result_bytes=element
-    )
+    batch, heads, seq, keys, head_dim = _attention_sizes(operator, sharding)
+    batch *= heads
+    element = training.precision.num_bytes
     elements = batch * seq * keys
-    halves = (
-        (3, 4) if operator.causal else (4, 6)
-    )  # passes over the scores, of which causal skips half of each read
-    softmax = (
-        StreamKernel("softmax", "softmax", way, n * elements * element // 2)
-        for way, n in zip(_WAYS, halves, strict=True)
-    )
     dropped = any(tensor.element_bytes == 1 for tensor in operator.saved)
-    dropout = (
-        (StreamKernel("dropout", "dropout", way, (2 * element + 1) * elements),) if dropped else ()
-        for way in _WAYS
-    )
-    products = (
-        tuple(ProductKernel(curve, product) for product in run)
-        for curve, run in zip(BATCHED, ((qk, pv), (qk, pv, pv, pv)), strict=True)
-    )
+
+    def kernels(way: str, curve: str, half_passes: int, pv_products: int) -> tuple[Kernel, ...]:
+        qk = product_kernel(curve, (batch, seq, keys, head_dim), element, element)
+        pv = product_kernel(curve, (batch, seq, head_dim, keys), element, element)
+        softmax = StreamKernel("softmax", "softmax", way, half_passes * elements * element // 2)
+        run: tuple[Kernel, ...] = (qk, *(pv,) * pv_products, softmax)
+        if not dropped:
+            return run
+        return (*run, StreamKernel("dropout", "dropout", way, (2 * element + 1) * elements))
+
+    # half passes of the softmax over the scores; a causal one skips half of each read
+    forward_passes, backward_passes = (3, 4) if operator.causal else (4, 6)
     return OperatorKernels(
-        *((*a, b, *c) for a, b, c in zip(products, softmax, dropout, strict=True))
+        kernels(FORWARD, BATCHED[0], forward_passes, 1),
+        kernels(BACKWARD, BATCHED[1], backward_passes, 3),
     )
 
 
@@ -245,13 +219,13 @@ def _streaming(operator: Operator, sharding: Sharding, training: TrainingSpec) -
     tensors read, input gradients written. Rotary is priced as a fused kernel; PyTorch's un-fused
     one takes 2 (forward) to 5 times as long.
     """
-    read, written, kept, masks = _stream_bytes(operator, sharding)
-    if len(operator.inputs) > 1 and kept == masks:  # what else has several inputs keeps them
+    read, written, saved, masks = _stream_bytes(operator, sharding)
+    if len(operator.inputs) > 1 and saved == masks:  # other operators with several inputs save them
         return _residual(read, written, masks, len(operator.inputs) - 1)
     name, like = _named(operator, masks)
     return OperatorKernels(
         (StreamKernel(name, like, FORWARD, read + written + masks),),
-        (StreamKernel(name, like, BACKWARD, written + kept + read),),
+        (StreamKernel(name, like, BACKWARD, written + saved + read),),
     )
 
 
@@ -261,35 +235,31 @@ def _named(operator: Operator, masks: int) -> tuple[str, str]:
         return "layer_norm" if len(operator.parameters) > 1 else "rms_norm", "norm"
     name = operator.function.lower()
     if name == "activation":
-        name = (
-            "swiglu"
-            if operator.inputs[0].num_elements > operator.outputs[0].num_elements
-            else "gelu"
-        )
+        gated = operator.inputs[0].num_elements > operator.outputs[0].num_elements
+        name = "swiglu" if gated else "gelu"
     elif masks:
         name = f"dropped_{name}"
     return name, "elementwise"
 
 
 def _stream_bytes(operator: Operator, sharding: Sharding) -> tuple[int, int, int, int]:
-    """Bytes on one rank of the inputs, the outputs, the saved tensors, and the masks among
-    those.
-    """
-    kept = tuple(
+    """Bytes on one rank of inputs, outputs, saved tensors, and masks among them."""
+    saved = tuple(
         (tensor.element_bytes, sharding.tensor_bytes(operator, tensor)) for tensor in operator.saved
     )
     return (
         sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs),
         sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.outputs),
-        sum(n_bytes for _, n_bytes in kept),
-        sum(n_bytes for element_bytes, n_bytes in kept if element_bytes == 1),
+        sum(n_bytes for _, n_bytes in saved),
+        sum(n_bytes for element_bytes, n_bytes in saved if element_bytes == 1),
     )
 
 
 def _residual(read: int, written: int, masks: int, branches: int) -> OperatorKernels:
-    """Dropout of the branches, added to the residual stream. Their gradients pass as they are, or
-    through the mask; the gradient that comes back from the norm before each branch is added to the
-    stream's (two reads, one write).
+    """Dropout of the branches, added to the residual stream.
+
+    Gradients of the branches pass unchanged or through the mask. The gradient that comes back from
+    the norm before each branch is added to the stream's gradient (two reads, one write).
     """
     joined = StreamKernel("residual", "residual", BACKWARD, 3 * written, times=branches)
     if not masks:
@@ -309,10 +279,10 @@ def _residual(read: int, written: int, masks: int, branches: int) -> OperatorKer
 
 
 def _embedding(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """Look-up: the bytes of the output both ways, of which the share covers masking and the
-    scattered addition.
+    """Look-up: the bytes of the output in both passes, and the gradient of the table.
 
-    The backward also zeroes, reads and writes the gradient of this rank's part of the table.
+    The fitted share of the bandwidth covers masking and the scattered addition. The backward pass
+    also zeroes, reads and writes the gradient of this rank's part of the table.
     """
     n_bytes = sum(
         sharding.local_bytes(tensor, sharding.place_inside(operator, tensor))
@@ -334,19 +304,19 @@ def _embedding(operator: Operator, sharding: Sharding, training: TrainingSpec) -
 def _cross_entropy(
     operator: Operator, sharding: Sharding, training: TrainingSpec
 ) -> OperatorKernels:
-    """Vocabulary-parallel cross entropy of this rank's logits: their bytes, the share covers its
-    fp32 passes (un-fused).
+    """Vocabulary-parallel cross entropy: the bytes of this rank's logits.
+
+    The fitted share of the bandwidth covers its un-fused fp32 passes.
     """
     n_bytes = sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs)
     return _both("cross_entropy", "cross_entropy", n_bytes)
 
 
 def _permuting(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """Copies of the tokens written in the order of their experts, or read in it and added up by
-    weight.
+    """Token copies are written in the order of their experts, or read in it and summed by weight.
 
-    The larger side is read and written once, and once more behind an exchange to order what
-    arrived; so in both passes.
+    Both passes read and write the larger side once, and once more after an exchange to order what
+    arrived.
     """
     larger_bytes = max(
         sharding.tensor_bytes(operator, tensor) for tensor in (*operator.inputs, *operator.outputs)
@@ -355,15 +325,15 @@ def _permuting(operator: Operator, sharding: Sharding, training: TrainingSpec) -
 
 
 def _both(name: str, like: str, n_bytes: int) -> OperatorKernels:
-    """As many bytes in either pass."""
-    return OperatorKernels(*((StreamKernel(name, like, way, n_bytes),) for way in _WAYS))
+    """One kernel of `n_bytes` in each pass."""
+    return OperatorKernels(
+        (StreamKernel(name, like, FORWARD, n_bytes),),
+        (StreamKernel(name, like, BACKWARD, n_bytes),),
+    )
 
 
 def _view(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
     return OperatorKernels((), ())
-
-
-_WAYS = (FORWARD, BACKWARD)
 
 
 _KERNELS: dict[OperatorKind, Callable[[Operator, Sharding, TrainingSpec], OperatorKernels]] = {
