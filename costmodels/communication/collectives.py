@@ -1,6 +1,6 @@
 """Seconds of collectives and messages by measured curves or textbook forms.
 
-The textbook forms are EQUATIONS C1, C2, C3, C4, C5 and C6, the measured curves EQUATIONS C7.
+The textbook forms are EQUATIONS C1, C2, C3, C4, C5, C6; the measured curves are EQUATIONS C7.
 
 Inside a node a measured curve is read where the profile has one, else a ring over the link. Across
 nodes NCCL pipelines one ring through the nodes, so the slowest part decides: the part inside the
