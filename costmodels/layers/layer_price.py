@@ -1,6 +1,4 @@
-"""The price of one layer on one rank: compute, tensor-parallel communication, and what data
-parallelism adds to it.
-"""
+"""The price of one layer on one rank: compute and tensor-parallel communication."""
 
 from __future__ import annotations
 
@@ -29,13 +27,12 @@ from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 from parplan.profiles.stack import Stack
 
-# What a second of hidden communication costs the compute it runs under, where the machine's own
-# profile does not say: its kernels hold 16 to 24 of an A100's 108 multiprocessors, and memory
-# bandwidth. Assumed from that share.
+# Compute seconds lost to a second of hidden communication, where the machine's own profile has no
+# measurement: its kernels hold 16 to 24 of an A100's 108 multiprocessors, and memory bandwidth.
+# Assumed from that share.
 CONTENTION = 0.2
-LOSS_REDUCTIONS = (
-    3  # vocabulary-parallel cross entropy reduces the maximum, the target logit and the sum
-)
+# vocabulary-parallel cross entropy reduces the maximum, the target logit and the sum
+LOSS_REDUCTIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,41 +83,39 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class StageAxes:
-    """The axes inside a stage that divide its operators, on one machine, and what the stack runs
-    under compute.
-    """
+    """The axes inside a stage that divide its operators, on one machine with one software stack."""
 
     degrees: tuple[int, ...]
     machine: Machine
     stack: Stack
 
     def moved(self, tensor: Tensor, source: Place, target: Place) -> Seconds:
-        """Seconds to bring a tensor from one placement to another."""
+        """Seconds to redistribute a tensor from one placement to another."""
         return self.machine.corrected(
             "tensor",
             redistribute(tensor.num_bytes, source, target, self.degrees, self.machine).time,
         )
 
     def beside(self, whole: Seconds, product_s: float) -> Seconds:
-        """Gathers and reductions of divided activations: under their product where the stack does
-        so.
+        """Exposed seconds of a gather or reduction of divided activations beside their product.
+
+        It runs under the product where the stack does so.
         """
         return self.under(whole, product_s) if self.stack.overlap_tensor_parallel else whole
 
     def under(self, communication: Seconds, window_s: float) -> Seconds:
-        """What communication adds to the compute that hides it."""
+        """Seconds that communication adds to the compute that hides it."""
         return under(communication, window_s, self.machine)
 
 
 def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> OperatorTime:
-    """Collectives before a reader reads, and behind it in the backward pass (EQUATIONS T2).
+    """Collectives before a reader reads, and after it in the backward pass (EQUATIONS T2).
 
-    An input that is gathered is kept as this rank's part and gathered again for the weight
+    A gathered input is saved as this rank's part and gathered a second time for the weight
     gradient, under the product that gives the input gradient (Korthikanti et al. 2022, section
-    4.2.2). Input gradients that are all-reduced are so, in an asynchronous stack, under the product
-    that gives the weight gradient. A stack may also run gathers and reduce-scatters under their
-    products, in pieces. `alone` is the reader's compute, of whose backward each of two products
-    takes half.
+    4.2.2). An asynchronous stack all-reduces input gradients under the product that gives the
+    weight gradient. A stack may also run gathers and reduce-scatters under their products, in
+    pieces. `alone` is the reader's compute; each of two products takes half of its backward.
     """
     if edge.source == edge.target == edge.gradient:
         return FREE
@@ -131,9 +126,8 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
     if edge.gathers(inside.degrees) and edge.reader.saved:
         backward += inside.under(read, gradient_s)
     if PARTIAL in edge.gradient and not any(edge.source):
-        backward += (
-            inside.under(returned, gradient_s) if inside.stack.async_tensor_parallel else returned
-        )
+        asynchronous = inside.stack.async_tensor_parallel
+        backward += inside.under(returned, gradient_s) if asynchronous else returned
     else:
         backward += inside.beside(returned, gradient_s)
     return OperatorTime(inside.beside(read, alone.forward.value_s), backward)
@@ -142,14 +136,13 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
 def ending_time(
     operator: Operator, sharding: Sharding, alone: OperatorTime, inside: StageAxes
 ) -> OperatorTime:
-    """What ends the partial sums of an operator's output, and gathers the output's gradient again
-    in the backward pass.
-    """
+    """Collectives that end the partial sums of an output, and gather its gradient backward."""
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         return _loss_reductions(operator, sharding, inside)
     forward = backward = ZERO
     for tensor in operator.outputs:
-        summed, ended = sharding.place_inside(operator, tensor), sharding.place(operator, tensor)
+        summed = sharding.place_inside(operator, tensor)
+        ended = sharding.place(operator, tensor)
         if summed == ended:
             continue
         reduced = inside.moved(tensor, summed, ended)
@@ -160,8 +153,9 @@ def ending_time(
 
 
 def _loss_reductions(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
-    """Vocabulary-parallel cross entropy reduces per token the maximum, the target's logit and the
-    sum.
+    """Vocabulary-parallel cross entropy reduces three numbers per token.
+
+    They are the maximum, the target's logit and the sum.
     """
     partial = tuple(
         PARTIAL if split.dim == operator.parallel_dim else None
@@ -172,9 +166,7 @@ def _loss_reductions(operator: Operator, sharding: Sharding, inside: StageAxes) 
 
 
 def leaving_time(layer: LayerClass, sharding: Sharding, inside: StageAxes) -> OperatorTime:
-    """From where the last operator leaves the layer's output to the boundary, and its gradient
-    back.
-    """
+    """Redistribution of the layer's output to the boundary, and of its gradient back."""
     left = leaves(layer, sharding)
     if left is None or layer.kind is LayerKind.HEAD or left[1] == sharding.boundary:
         return FREE
@@ -187,29 +179,26 @@ def leaving_time(layer: LayerClass, sharding: Sharding, inside: StageAxes) -> Op
 def _communication(
     layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: StageAxes
 ) -> dict[str, OperatorTime]:
-    """By operator, the collectives before and after it over the axes inside the stage, and the
-    exchanges of experts' tokens.
-    """
+    """Collectives of each operator over the axes inside the stage, and exchanges of tokens."""
     exchanges = {op.name: _exchange_time(op, sharding, inside) for op in layer.operators}
     if sharding.tp == 1:
         return exchanges
-    found = {
+    times = {
         operator.name: ending_time(operator, sharding, compute[operator.name], inside)
         for operator in layer.operators
     }
     for (reader, _), edge in tensor_flows_of(layer, sharding).items():
-        found[reader] = found[reader].plus(edge_time(edge, compute[reader], inside))
+        times[reader] = times[reader].plus(edge_time(edge, compute[reader], inside))
     last = layer.operators[-1].name
-    found[last] = found[last].plus(leaving_time(layer, sharding, inside))
-    return {name: time.plus(exchanges[name]) for name, time in found.items()}
+    times[last] = times[last].plus(leaving_time(layer, sharding, inside))
+    return {name: time.plus(exchanges[name]) for name, time in times.items()}
 
 
 def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
-    """The all-to-all that brings copies of tokens to their experts' ranks, or back, and its reverse
-    going back (EQUATIONS C3, T3).
+    """The all-to-all of token copies to or from their experts' ranks (EQUATIONS C3, T3).
 
-    Balanced: every rank sends one ep-th of its copies to each rank of its group. Nothing is hidden
-    under it.
+    The backward pass runs the reverse. Routing is balanced: every rank sends one ep-th of its
+    copies to each rank of its group. Nothing hides it.
     """
     if sharding.ep == 1 or operator.kind not in (OperatorKind.DISPATCH, OperatorKind.COMBINE):
         return FREE
@@ -225,9 +214,7 @@ def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOperators:
-    """Every operator of one layer class priced once, from which the price under any recompute set
-    is a sum.
-    """
+    """Every operator of one layer class priced once; the price under any recompute set is a sum."""
 
     layer: LayerClass
     host_forward_s: float
@@ -236,26 +223,21 @@ class LayerOperators:
     tensor_parallel: dict[str, OperatorTime]
 
     def time(self, recompute: Iterable[str] = ()) -> LayerTime:
-        """One micro-batch through the layer when the operators named in `recompute` run again in
-        the backward pass.
+        """Prices one micro-batch through the layer; the backward pass recomputes `recompute`.
 
         No pass is faster than the host launches it: operators, collectives, and both gradients of a
         product.
         """
-        again = tuple(recompute)
         forward, tp_forward = self._forward(tuple(self.compute))
-        repeated, tp_repeated = self._forward(again)
+        repeated, tp_repeated = self._forward(tuple(recompute))
         backward = _sum(time.backward for time in self.compute.values())
         tp_backward = _sum(time.backward for time in self.tensor_parallel.values())
         collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
+        launches = self.layer.gradient_launches + collectives
         return LayerTime(
             forward=forward,
             recompute=repeated,
-            backward=launched(
-                backward,
-                tp_backward,
-                (self.layer.gradient_launches + collectives) * self.host_backward_s,
-            ),
+            backward=launched(backward, tp_backward, launches * self.host_backward_s),
             tp_forward=tp_forward,
             tp_backward=tp_backward,
             tp_recompute=tp_repeated,
@@ -263,9 +245,7 @@ class LayerOperators:
 
     @property
     def weight_s(self) -> float:
-        """Of the backward pass, the seconds of the gradients of weights: what a zero-bubble
-        schedule runs later.
-        """
+        """Seconds of the backward pass for gradients of weights, which zero-bubble defers."""
         return sum(time.weight.value_s for time in self.compute.values())
 
     def _forward(self, names: tuple[str, ...]) -> tuple[Seconds, Seconds]:
@@ -277,9 +257,7 @@ class LayerOperators:
 
 
 def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
-    """The compute, with what the device waits for the host where launching takes longer than
-    running.
-    """
+    """Adds to the compute the device's wait for the host where launching is slower than running."""
     waits_s = host_s - compute.value_s - communication.value_s
     return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
 
@@ -303,16 +281,15 @@ def price_operators(
 
 
 def contention(machine: Machine) -> float:
-    """What a second of communication costs the compute that hides it: as measured on the machine,
-    else CONTENTION.
-    """
+    """Compute seconds lost to a second of hidden communication: measured, else CONTENTION."""
     measured = machine.profile.contention
     return CONTENTION if measured is None else measured
 
 
 def under(communication: Seconds, window_s: float, machine: Machine) -> Seconds:
-    """What communication adds to the compute that hides it: max(0, c - window) + contention min(c,
-    window) (EQUATIONS C8).
+    """Seconds that communication adds to the compute that hides it (EQUATIONS C8).
+
+    max(0, c - window) + contention min(c, window)
     """
     if not communication.value_s:
         return ZERO

@@ -14,7 +14,7 @@ from parplan.costmodels.layers.data_parallel import (
     tied_reduction,
 )
 from parplan.costmodels.layers.layer_price import CONTENTION, contention, price_operators, under
-from parplan.costmodels.layers.model_states import owned_parameters
+from parplan.costmodels.layers.model_states import StateSharding, owned_parameters
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
@@ -52,7 +52,7 @@ def test_one_rank_communicates_exactly_nothing(kind):
             time,
             mesh=Mesh(pp=2, dp=1, tp=1),
             sharding=Sharding(),
-            zero=zero,
+            states=StateSharding(zero, 1),
             machine=MACHINE,
             training=TRAINING,
         )
@@ -67,7 +67,7 @@ def data_parallel(zero, *, dp=4, tp=1, training=TRAINING, layer=GPT.block, machi
         priced(layer, sharding, training),
         mesh=Mesh(pp=1, dp=dp, tp=tp),
         sharding=sharding,
-        zero=zero,
+        states=StateSharding(zero, dp),
         machine=machine,
         training=training,
     )
@@ -187,10 +187,9 @@ def test_a_tied_matrix_adds_to_the_reduction_only_where_it_is_a_copy(volumes):
             time,
             mesh=Mesh(pp=2, dp=4, tp=1),
             sharding=Sharding(),
-            zero=0,
+            states=StateSharding(0, 4, with_tied=tied),
             machine=MACHINE,
             training=TRAINING,
-            with_tied=tied,
         )
         for tied in (True, False)
     ]
