@@ -51,12 +51,12 @@ Splits = tuple[Split, ...]
 class Sharding:
     """The division of one layer over `tp` ranks.
 
-    sequence_parallel    activations between layers are split by token
-    own    the operators that are not divided as in Megatron
-    axes   the degrees of the axes that `tp` consists of; empty for one axis
-    ep     number of data-parallel ranks over which the experts are divided
-    overlap    sub-pipelining level of a block, 0 to 3: it divides the micro-batch in time, not over
-               ranks (costmodels/layers/halved_layer.py)
+    sequence_parallel  activations between layers are split by token
+    own                the operators that are not divided as in Megatron
+    axes               the degrees of the axes that `tp` consists of; empty for one axis
+    ep                 number of data-parallel ranks over which the experts are divided
+    overlap            sub-pipelining level of a block, 0 to 3: it divides the micro-batch in time,
+                       not over ranks (costmodels/layers/halved_layer.py)
     """
 
     tp: int = 1

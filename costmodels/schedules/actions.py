@@ -110,25 +110,25 @@ def check(
             hint=f"give {_CSV}",
         )
     parsed = [parse_row(text, rank) for rank, text in enumerate(rows)]
-    home = _homes(parsed, virtual_stages)
+    rank_of_stage = _ranks_of_stages(parsed, virtual_stages)
     for rank, actions in enumerate(parsed):
         _check_rank(actions, rank, num_micro_batches)
-    _check_ends(parsed, len(home))
-    return home
+    _check_ends(parsed, len(rank_of_stage))
+    return rank_of_stage
 
 
-def _homes(
+def _ranks_of_stages(
     parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], virtual_stages: int
 ) -> dict[int, int]:
     """Returns the rank of every virtual stage."""
     num_stages = len(parsed) * virtual_stages
-    home: dict[int, int] = {}
+    rank_of_stage: dict[int, int] = {}
     for rank, actions in enumerate(parsed):
         stages = sorted({stage for stage, _, _ in actions})
         for stage in stages:
-            if home.setdefault(stage, rank) != rank:
+            if rank_of_stage.setdefault(stage, rank) != rank:
                 raise ConfigError(
-                    f"pipeline.actions: virtual stage {stage} is on rank {home[stage]} "
+                    f"pipeline.actions: virtual stage {stage} is on rank {rank_of_stage[stage]} "
                     f"and on rank {rank}",
                     hint=_CORRECT,
                 )
@@ -143,7 +143,7 @@ def _homes(
                 f"not {virtual_stages} of them",
                 hint=_CORRECT,
             )
-    return home
+    return rank_of_stage
 
 
 def _check_rank(

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from parplan.costmodels.schedules.actions import Action, ActionKind
 
-# micro-batches of a step of SCP: three before the first backward of stage P - 2, and one after it
+# micro-batches of a step of SCP: three before the first backward of stage P - 2, one after it
 SHIFTED_FEWEST = 4
 SHIFTED_STASHES = 3  # stashes that stage P - 2 holds
 

@@ -243,11 +243,10 @@ def recomputed_step_s(
 ) -> float:
     """Seconds of one step of equal stages under full recompute, where communication is free.
 
-        early-recompute      (M + P - 1) (F + B) + M R
-        last-no-recompute    (M + P - 1) (F + B) + (M - 2) R                        for M >= max(3,
-                             P)
-        scp                  (M + P - 1) (F + B) + (M - 2) R - min(R, B - F)
-                             and at P = 2, min(R, B - R) in place of min(R, B - F)
+        early-recompute     (M + P - 1) (F + B) + M R
+        last-no-recompute   (M + P - 1) (F + B) + (M - 2) R                    for M >= max(3, P)
+        scp                 (M + P - 1) (F + B) + (M - 2) R - min(R, B - F)
+                            and at P = 2, min(R, B - R) in place of min(R, B - F)
 
     F, B and R of one micro-batch. Exact for B >= F >= R (EQUATIONS P4, but for the row at P = 2,
     which is derived: no stage before P - 2 delays its fourth forward, and the formula above is
