@@ -13,17 +13,13 @@ from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import BlockCost, Chunking, block_cost
+from parplan.costmodels.layers.data_parallel import DataParallelTime, has_tied_head, tied_reduction
 from parplan.costmodels.layers.halved_layer import (
     HalvedOperators,
     halved_workspace_bytes,
     price_halves,
 )
-from parplan.costmodels.layers.layer_price import (
-    DataParallelTime,
-    LayerOperators,
-    has_tied_head,
-    tied_reduction,
-)
+from parplan.costmodels.layers.layer_price import LayerOperators
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerStates
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators

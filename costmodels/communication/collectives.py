@@ -1,11 +1,12 @@
-"""Seconds of collectives and messages: textbook forms (EQUATIONS C1, C2, C3, C4, C5, C6) under
-measured curves (EQUATIONS C7).
+"""Seconds of collectives and messages by measured curves or textbook forms.
+
+The textbook forms are EQUATIONS C1, C2, C3, C4, C5, C6; the measured curves are EQUATIONS C7.
 
 Inside a node a measured curve is read where the profile has one, else a ring over the link. Across
 nodes NCCL pipelines one ring through the nodes, so the slowest part decides: the part inside the
 node or the group's share of the NICs, plus the latency of the hops between nodes. Three phases one
-after another would be too slow for that (EQUATIONS C5): on four 8-GPU nodes at 1 GiB and more they
-give 293 GB/s where 362-382 GB/s were measured (stas00/ml-engineering, compared only).
+after another would be too slow (EQUATIONS C5): on four 8-GPU nodes at 1 GiB and more they give 293
+GB/s where 362-382 GB/s were measured (stas00/ml-engineering, compared only).
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def ring_all_reduce_s(n_bytes: float, p: int, link: Link) -> float:
 
 
 def ring_all_gather_s(n_bytes: float, p: int, link: Link) -> float:
-    """Seconds to gather `n_bytes` (the whole output) on `p` ranks; a reduce-scatter of `n_bytes` of
-    input takes the same.
+    """Seconds to gather `n_bytes` (the whole output) on `p` ranks.
 
         t = (p - 1) (alpha + n / (p W))         (EQUATIONS C2)
 
-    Leaves out: contention. `p == 1` costs exactly 0.
+    A reduce-scatter of `n_bytes` of input takes as long. Leaves out: contention. `p == 1` costs
+    exactly 0.
     """
     return (p - 1) * (link.latency_s + n_bytes / (p * link.bytes_per_s))
 
@@ -104,7 +105,7 @@ def collective_time(
 
     `n_bytes` as nccl-tests counts: the tensor (all-reduce), the gathered output (all-gather), the
     whole input (reduce-scatter), the send buffer (all-to-all). A group of one rank costs exactly 0.
-    What the machine's own profile has a curve of at just this placement is read from it.
+    A curve of exactly this placement in the machine's own profile takes precedence.
     """
     if placement.num_ranks == 1:
         return ZERO
@@ -113,9 +114,9 @@ def collective_time(
         if placement.crosses_nodes
         else (machine.cluster.gpus_per_node // placement.ranks_per_node, 1)
     )
-    own = _placed(collective, placement.nodes, placement.ranks_per_node, groups, machine)
-    if own is not None:
-        return Seconds(spline_s(own, n_bytes), own.kind_at(n_bytes))
+    curve = _placed(collective, placement.nodes, placement.ranks_per_node, groups, machine)
+    if curve is not None:
+        return Seconds(spline_s(curve, n_bytes), curve.kind_at(n_bytes))
     inside = _inside_node(collective, n_bytes, placement.ranks_per_node, machine)
     if not placement.crosses_nodes:
         return inside
@@ -125,21 +126,25 @@ def collective_time(
 def _placed(
     name: str, nodes: int, ranks: int, groups: tuple[int, ...], machine: Machine
 ) -> CollectiveCurve | None:
-    """The machine's own curve of a placement, with the first of those numbers of groups at once
-    that was measured.
+    """Returns the machine's curve of a placement with the first measured number of groups at once.
 
     Inside a node all groups of an axis run at once, whatever a placement says: they share no NIC,
-    but the link on some machines.
+    but on some machines they share the link.
     """
     if not machine.placed_curves:
         return None
-    found = (machine.placed_curves.get((name, nodes, ranks, at_once)) for at_once in groups)
-    return next((curve for curve in found if curve is not None), None)
+    for at_once in groups:
+        curve = machine.placed_curves.get((name, nodes, ranks, at_once))
+        if curve is not None:
+            return curve
+    return None
 
 
 def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Machine) -> Seconds:
-    """The part on the links of one node: the curve of that many ranks, between two curves
-    (EQUATIONS C7), or a textbook form.
+    """Seconds of the part on the links of one node.
+
+    They are read from the curve of that many ranks, interpolated between two curves (EQUATIONS C7),
+    or computed by a textbook form.
     """
     if ranks == 1:
         return ZERO
@@ -161,16 +166,15 @@ def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Ma
 def _between_ranks(
     below: CollectiveCurve, above: CollectiveCurve, ranks: int, n_bytes: float
 ) -> float:
-    """Seconds between two curves, log-linear in the number of ranks; beyond the last curve time
-    grows as the latency does.
+    """Seconds between two curves, log-linear in the number of ranks.
+
+    Beyond the last curve time grows like the latency.
     """
     low_s = spline_s(below, n_bytes)
     if below.ranks == above.ranks:
-        return (
-            low_s * max(1.0, math.log2(ranks) / math.log2(below.ranks))
-            if ranks > below.ranks
-            else low_s
-        )
+        if ranks <= below.ranks:
+            return low_s
+        return low_s * max(1.0, math.log2(ranks) / math.log2(below.ranks))
     share = math.log(ranks / below.ranks) / math.log(above.ranks / below.ranks)
     high_s = spline_s(above, n_bytes)
     return math.exp((1 - share) * math.log(low_s) + share * math.log(high_s))
@@ -179,8 +183,8 @@ def _between_ranks(
 def group_nic_bytes_per_s(placement: Placement, machine: Machine) -> float:
     """Bytes per second with which one group leaves a node (EQUATIONS C6).
 
-    Its part of the NICs (Cluster.group_nic_bytes_per_s) times the share of their bandwidth that
-    NCCL reaches; the ring passes through the GPUs' own links.
+    They are its part of the NICs (Cluster.group_nic_bytes_per_s) times the share of their bandwidth
+    that NCCL reaches; the ring passes through the GPUs' own links.
     """
     cluster = machine.cluster
     shared = cluster.group_nic_bytes_per_s(placement.ranks_per_node, placement.groups_per_node)
@@ -190,8 +194,9 @@ def group_nic_bytes_per_s(placement: Placement, machine: Machine) -> float:
 def _across_nodes(
     collective: Collective, n_bytes: float, placement: Placement, inside: Seconds, machine: Machine
 ) -> Seconds:
-    """max(inside the node, bytes through the group's NICs / W) + hops alpha, of the best algorithm
-    (EQUATIONS C5, C6).
+    """max(inside the node, bytes through the group's NICs / W) + hops alpha.
+
+    It is the minimum over the algorithms (EQUATIONS C5, C6).
     """
     bytes_per_s = group_nic_bytes_per_s(placement, machine)
     alpha_s = machine.cluster.nic.latency_s
@@ -205,15 +210,15 @@ def _across_nodes(
 def _crossings(
     collective: Collective, n_bytes: float, placement: Placement
 ) -> tuple[tuple[float, int], ...]:
-    """(bytes that leave a node, hops between nodes one after another) of each algorithm; p ranks, k
-    nodes of g ranks.
+    """(bytes that leave a node, hops between nodes in sequence) of each algorithm.
 
-    Ring over all p ranks: 2 (p-1)/p n in 2 (k-1) hops (all-reduce), (p-1)/p n in k - 1. Tree over
-    nodes: 2 n in 2 ceil(log2 k) hops. All-to-all: what the g send buffers hold for the other nodes,
-    g n (k-1)/k.
+    p ranks, k nodes of g ranks. Ring over all p ranks: 2 (p-1)/p n in 2 (k-1) hops (all-reduce),
+    (p-1)/p n in k - 1. Tree over nodes: 2 n in 2 ceil(log2 k) hops. All-to-all: the part of the g
+    send buffers that is for other nodes, g n (k-1)/k.
     """
-    p, k, g = placement.num_ranks, placement.nodes, placement.ranks_per_node
+    p, k = placement.num_ranks, placement.nodes
     if collective is Collective.ALL_TO_ALL:
+        g = placement.ranks_per_node
         return ((g * n_bytes * (k - 1) / k, k - 1),)
     ring_bytes = n_bytes * (p - 1) / p
     if collective is Collective.ALL_REDUCE:
@@ -224,29 +229,22 @@ def _crossings(
 def point_to_point_time(
     n_bytes: int, *, crosses_nodes: bool, sharing: int, machine: Machine
 ) -> Seconds:
-    """Seconds of one message of `n_bytes` while `sharing` transfers leave the node at once
-    (EQUATIONS C4, C6).
+    """Seconds of one message while `sharing` transfers leave the node at once (EQUATIONS C4, C6).
 
-    Between nodes each transfer has min(one NIC, all NICs / sharing). Leaves out: what else uses the
-    NICs. What the machine's own profile has a curve of is read from it; inside a node, where no
-    such number of transfers was measured, that of one alone.
+    Between nodes each transfer has min(one NIC, all NICs / sharing). A curve in the machine's own
+    profile takes precedence; inside a node, where that number of transfers was not measured, the
+    curve of a single transfer is read. Leaves out: other traffic on the NICs.
     """
     cluster, profile = machine.cluster, machine.profile
     place, groups = ((2, 1), (sharing,)) if crosses_nodes else ((1, 2), (sharing, 1))
-    own = _placed(POINT_TO_POINT, *place, groups, machine)
-    if own is not None:
-        return Seconds(spline_s(own, n_bytes), own.kind_at(n_bytes))
+    curve = _placed(POINT_TO_POINT, *place, groups, machine)
+    if curve is not None:
+        return Seconds(spline_s(curve, n_bytes), curve.kind_at(n_bytes))
     if not crosses_nodes:
         link = cluster.intra_node
-        measured = (
-            profile.intra.kind
-            if machine.collective_curves and not machine.placed_curves
-            else Kind.ANALYTIC
-        )
-        return Seconds(
-            send_s(n_bytes, _scaled(link, link.bytes_per_s * profile.intra.point_to_point_share)),
-            measured,
-        )
+        measured = machine.collective_curves and not machine.placed_curves
+        slowed = _scaled(link, link.bytes_per_s * profile.intra.point_to_point_share)
+        return Seconds(send_s(n_bytes, slowed), profile.intra.kind if measured else Kind.ANALYTIC)
     share = min(1.0, cluster.nics_per_node / max(1, sharing))
     nic = _scaled(cluster.nic, cluster.nic.bytes_per_s * share * profile.inter.point_to_point_share)
     return Seconds(send_s(n_bytes, nic), profile.inter.kind)

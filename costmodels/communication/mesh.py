@@ -1,6 +1,4 @@
-"""The device mesh: degrees of the parallel axes, the ranks they give, and where the ranks of an
-axis sit (EQUATIONS C6).
-"""
+"""The device mesh: degrees of the parallel axes, and the nodes of their ranks (EQUATIONS C6)."""
 
 from __future__ import annotations
 
@@ -25,10 +23,11 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Degrees of pipeline, data and tensor parallelism. rank = (pp_rank * dp + dp_rank) * tp +
-    tp_rank.
+    """Degrees of pipeline, data and tensor parallelism.
 
-    ep: over how many of the dp ranks, neighbours, the experts of a block are divided; dp / ep ranks
+    rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+
+    ep: number of neighbouring dp ranks over which the experts of a block are divided; dp / ep ranks
     hold the same experts
     """
 
@@ -45,14 +44,14 @@ class Mesh:
                 raise ConfigError(f"mesh: {axis} is {self.degree(axis)}, it must be {DEVICES}")
         if self.ep < 1 or self.dp % self.ep:
             raise ConfigError(
-                f"mesh: ep {self.ep} does not divide dp {self.dp}, over whose ranks the experts are divided",
+                f"mesh: ep {self.ep} does not divide dp {self.dp}, "
+                "over whose ranks the experts are divided",
                 hint=f"use a divisor of {self.dp}",
             )
 
     def __str__(self) -> str:
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}" + (
-            f" (ep {self.ep})" if self.ep > 1 else ""
-        )
+        experts = f" (ep {self.ep})" if self.ep > 1 else ""
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}{experts}"
 
     @property
     def ranks_per_stage(self) -> int:
@@ -80,10 +79,10 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where one group of an axis sits: `ranks_per_node` of its ranks on each of `nodes` nodes.
+    """The placement of one group of an axis: `ranks_per_node` ranks on each of `nodes` nodes.
 
-    `groups_per_node` is how many groups of the same axis cross a node's boundary at once and share
-    its NICs.
+    `groups_per_node` is the number of groups of the same axis that cross a node's boundary at once
+    and share its NICs.
     """
 
     nodes: int
@@ -100,22 +99,21 @@ class Placement:
 
 
 def place(mesh: Mesh, axis: Axis, gpus_per_node: int) -> Placement:
-    """The placement of `axis` when ranks fill the nodes in order."""
+    """Returns the placement of `axis` when ranks fill the nodes in order."""
     return place_axis(mesh.degree(axis), mesh.stride(axis), mesh.num_ranks, gpus_per_node)
 
 
 def place_expert_copies(mesh: Mesh, gpus_per_node: int) -> Placement:
-    """The placement of the data-parallel ranks that hold the same experts: every ep-th of them."""
+    """The placement of the data-parallel ranks that hold the same experts: every ep-th rank."""
     return place_axis(mesh.expert_dp, mesh.ep * mesh.stride(Axis.DP), mesh.num_ranks, gpus_per_node)
 
 
 def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> Placement:
-    """The placement of an axis of `degree` ranks, each `stride` ranks after the one before, in a
-    mesh of `num_ranks`.
+    """The placement of an axis of `degree` ranks at a distance of `stride` ranks.
 
-    It keeps min(degree, max(1, gpus_per_node / stride)) ranks of a group on a node; the node's
-    other ranks belong to other groups of the axis. Degrees that do not divide a node are rounded to
-    the widest spread.
+    It puts min(degree, max(1, gpus_per_node / stride)) ranks of a group on a node; the node's other
+    ranks belong to other groups of the axis. Degrees that do not divide a node are rounded to the
+    widest spread.
     """
     local = min(gpus_per_node, num_ranks)
     ranks_per_node = math.gcd(degree, max(1, local // stride)) if stride < local else 1
@@ -128,7 +126,7 @@ def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> 
 
 
 def illegal_expert_parallel(mesh: Mesh, model: ModelSpec) -> str | None:
-    """Why the experts of this model cannot be divided over the `ep` of a mesh, or None."""
+    """Returns why the experts of this model cannot be divided over the `ep` of a mesh, or None."""
     if mesh.ep > 1 and not model.num_experts:
         return f"ep {mesh.ep} divides experts, {model.name} has none"
     if model.num_experts % mesh.ep:

@@ -1,19 +1,18 @@
-"""From one placement of a tensor to another: the collectives that run, their seconds and their
-temporary bytes.
+"""Redistribution of a tensor: its collectives, their seconds and their temporary bytes.
 
 On each axis of the mesh a tensor is whole, divided along one of its dims, or a partial sum
 (EQUATIONS S2):
 
-    whole   -> divided    a slice of what is there, nothing is sent
+    whole   -> divided    a slice of the local tensor, nothing is sent
     partial -> divided    reduce-scatter of the local bytes
     divided -> another    all-to-all of the local bytes
     partial -> whole      all-reduce of the local bytes
-    divided -> whole      all-gather to what is local afterwards
+    divided -> whole      all-gather to the bytes that are local afterwards
 
-axis by axis in the order of torch's DTensor, which a test counts. A dim that several axes divide is
-cut by the outer axis
-first: to take away an outer cut, the cuts inside it are gathered before and made again after.
-Between CPUs torch runs an all-gather where this says all-to-all.
+The axes follow each other in the order of torch's DTensor; a test counts its collectives. The outer
+axis cuts first a dim that several axes divide: to remove an outer cut, the cuts inside it are
+gathered before and made again after. Between CPUs torch runs an all-gather in place of the
+all-to-all.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ from parplan.profiles.provenance import ZERO, Seconds
 
 @dataclass(frozen=True, slots=True)
 class RedistributionStep:
-    """One collective over the axis `axis` of `num_bytes`, counted as `collective_time` counts them;
-    it leaves `left_bytes`.
+    """One collective of `num_bytes` over `axis`, counted as in `collective_time`.
+
+    `left_bytes` are the local bytes after it.
     """
 
     collective: Collective
@@ -43,9 +43,7 @@ class RedistributionStep:
 
 @dataclass(frozen=True, slots=True)
 class Redistribution:
-    """The collectives in order, their time, and the most bytes that a step writes beside its
-    input.
-    """
+    """Collectives in order, their time, and the most bytes that one writes beside its input."""
 
     moves: tuple[RedistributionStep, ...]
     time: Seconds
@@ -55,25 +53,27 @@ class Redistribution:
 def redistribute(
     num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...], machine: Machine
 ) -> Redistribution:
-    """A tensor of `num_bytes` in all, from `source` to `target` over the axes of `degrees`,
-    innermost last.
+    """Prices the redistribution of a tensor of `num_bytes` in all over the axes of `degrees`.
 
-    A target is never PARTIAL: in a backward pass a whole gradient serves as well.
+    The innermost axis is last. A target is never PARTIAL: a whole gradient serves as well in a
+    backward pass.
     """
-    found = tuple(moves(num_bytes, source, target, degrees))
-    time, total = ZERO, math.prod(degrees)
-    for move in found:
+    steps = tuple(moves(num_bytes, source, target, degrees))
+    time = ZERO
+    num_ranks = math.prod(degrees)
+    for move in steps:
         stride = math.prod(degrees[move.axis + 1 :])
-        where = place_axis(degrees[move.axis], stride, total, machine.cluster.gpus_per_node)
+        where = place_axis(degrees[move.axis], stride, num_ranks, machine.cluster.gpus_per_node)
         time += collective_time(move.collective, move.num_bytes, where, machine)
-    return Redistribution(found, time, max((move.left_bytes for move in found), default=0))
+    return Redistribution(steps, time, max((move.left_bytes for move in steps), default=0))
 
 
 def moves(
     num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...]
 ) -> Iterator[RedistributionStep]:
-    """The collectives from `source` to `target`, in the order of torch's DTensor; axes of one rank
-    take none.
+    """Yields the collectives from `source` to `target` in the order of torch's DTensor.
+
+    Axes of one rank take none.
     """
     here = [
         place if p > 1 else goal for p, place, goal in zip(degrees, source, target, strict=True)
@@ -82,29 +82,22 @@ def moves(
     def local() -> int:
         return -(-num_bytes // placed_parts(tuple(here), degrees))
 
-    for axis, goal in (
-        *_inward_out(tuple(here), target),
-        *((axis, goal) for axis, goal in enumerate(target)),
-    ):
+    for axis, goal in (*_inward_out(tuple(here), target), *enumerate(target)):
         if here[axis] == goal:
             continue
-        collective, before = _collective(here[axis], goal), local()
+        collective = _collective(here[axis], goal)
+        before = local()
         here[axis] = goal
         if collective is not None:
-            yield RedistributionStep(
-                collective,
-                axis,
-                local() if collective is Collective.ALL_GATHER else before,
-                local(),
-            )
+            num_bytes_sent = local() if collective is Collective.ALL_GATHER else before
+            yield RedistributionStep(collective, axis, num_bytes_sent, local())
 
 
 def _inward_out(source: Place, target: Place) -> Iterator[tuple[int, str | None]]:
-    """The first walk, from the innermost axis: to its target, or whole where axes outside cut the
-    target's dim in another way.
+    """Yields the first walk, from the innermost axis: each goes to its target or becomes whole.
 
-    Only a tensor that is divided somewhere is walked so: cuts inside one another are then taken
-    away before they are made.
+    It becomes whole where outer axes cut the target's dim in another way. Only a tensor that is
+    divided somewhere is walked so: nested cuts are removed before they are made.
     """
     here = list(source)
     if all(place in (None, PARTIAL) for place in source):
@@ -120,7 +113,7 @@ def _inward_out(source: Place, target: Place) -> Iterator[tuple[int, str | None]
 
 
 def _collective(place: str | None, goal: str | None) -> Collective | None:
-    """What one axis runs from `place` to `goal`, which differ; None: a slice."""
+    """Returns the collective of one axis from `place` to another `goal`; None for a slice."""
     if place is None:
         return None
     if place == PARTIAL:

@@ -1,1 +1,1 @@
-"""States and the token table are priced where the host holds them."""
+"""Model states and the token table in host memory are priced."""

@@ -1,5 +1,6 @@
-"""The token table on the host (`Offload.LOOKUP`, EQUATIONS O11): rows cross PCIe instead of the
-table, which never comes to a device.
+"""The token table on the host (`Offload.LOOKUP`, EQUATIONS O11).
+
+Rows cross PCIe instead of the table, which never comes to a device.
 
 Each of D data-parallel ranks has h / D columns of the table, of all V rows, in fp32 with their
 gradient and Adam's moments: 16 V h / D bytes of its host. In a micro-batch of n = b S tokens a rank
@@ -10,10 +11,10 @@ gradient and Adam's moments: 16 V h / D bytes of its host. In a micro-batch of n
     backward    exchanges the gradients, copies n h elements to the host and adds them to the rows
                 of its columns
 
-in the precision of compute. Adam updates all rows once a step. All of it is waited for: the pass
-behind it needs it, and the host is the process that launches kernels. The price of a look-up is
-that of its bytes. Left out: that rows lie apart in memory, and the zeros that the gradients start
-from. [derived]
+in the precision of compute. Adam updates all rows once a step. Nothing of it is hidden: the next
+pass needs it, and the host is the process that launches kernels. The price of a look-up is that of
+its bytes. Left out: the scattered rows in memory, and the zeros that the gradients start from.
+[derived]
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostEmbedding:
-    """Of one rank: bytes of its host; elements that a micro-batch moves each way and tokens that it
-    has; seconds by cause.
+    """Cost of the host's token table for one rank.
 
-    forward, backward: look-up, or sums, and the copy; exchange: of either pass; tokens: of the
-    forward pass alone
+    host_bytes  bytes of the rank's host
+    elements    elements that a micro-batch moves each way
+    num_tokens  tokens of a micro-batch
+    forward, backward  look-up, or sums, and the copy
+    exchange    all-to-all of either pass
+    tokens      gather of tokens in the forward pass
+    update      Adam of one step
     """
 
     host_bytes: int
@@ -57,13 +62,13 @@ class HostEmbedding:
 
 
 def table_of(embedding: LayerClass) -> tuple[Operator, Parameter]:
-    """The operator that looks tokens up, and its table."""
+    """Returns the operator that looks tokens up, and its table."""
     operator = next(op for op in embedding.operators if op.kind is OperatorKind.EMBEDDING)
     return operator, operator.parameters[0]
 
 
 def without_table(embedding: LayerClass) -> LayerClass:
-    """What is left of an embedding on the device: its output comes from the host."""
+    """Returns the part of an embedding on the device: its output comes from the host."""
     operator = table_of(embedding)[0]
     left = Operator(
         name=operator.name,
@@ -80,7 +85,7 @@ def without_table(embedding: LayerClass) -> LayerClass:
 
 
 def illegal_host_embedding(mesh: Mesh, hidden_size: int, tied: bool) -> str | None:
-    """Why the host cannot look tokens up on a mesh, or None."""
+    """Returns why the host cannot look tokens up on a mesh, or None."""
     if tied:
         return "the token table is tied to the head, which multiplies by it on the device"
     if mesh.tp > 1:
@@ -91,14 +96,11 @@ def illegal_host_embedding(mesh: Mesh, hidden_size: int, tied: bool) -> str | No
 
 
 def host_embedding_of(embedding: LayerClass, mesh: Mesh, machine: Machine) -> HostEmbedding:
-    """What the look-up of one micro-batch costs a rank; `embedding` with its table."""
+    """Prices the look-up of one micro-batch for a rank; `embedding` includes its table."""
     operator, table = table_of(embedding)
-    out, own = operator.outputs[0], table.num_elements // mesh.dp
-    width, cluster, num_tokens = (
-        out.element_bytes,
-        machine.cluster,
-        out.num_elements // table.shape[-1],
-    )
+    out, cluster = operator.outputs[0], machine.cluster
+    owned = table.num_elements // mesh.dp
+    num_tokens = out.num_elements // table.shape[-1]
     exchange = tokens = ZERO
     if mesh.dp > 1:
         where = place(mesh, Axis.DP, cluster.gpus_per_node)
@@ -109,12 +111,10 @@ def host_embedding_of(embedding: LayerClass, mesh: Mesh, machine: Machine) -> Ho
             Collective.ALL_GATHER, TOKEN_BYTES * num_tokens * mesh.dp, where, machine
         )
         tokens = machine.corrected("data", gathered)
-    read, summed = (
-        FP32_BYTES + width,
-        width + 2 * FP32_BYTES,
-    )  # rows are read and cast; gradients are read, rows read and written
+    read = FP32_BYTES + out.element_bytes  # rows are read and cast
+    summed = out.element_bytes + 2 * FP32_BYTES  # gradients are read, rows read and written
     return HostEmbedding(
-        host_bytes=HOST_STATE_BYTES * own,
+        host_bytes=HOST_STATE_BYTES * owned,
         elements=out.num_elements,
         num_tokens=num_tokens,
         forward=host_time(read * out.num_elements, cluster) + copy_time(out.num_bytes, cluster),
@@ -122,5 +122,5 @@ def host_embedding_of(embedding: LayerClass, mesh: Mesh, machine: Machine) -> Ho
         + host_time(summed * out.num_elements, cluster),
         exchange=exchange,
         tokens=tokens,
-        update=host_adam_time(own, cluster),
+        update=host_adam_time(owned, cluster),
     )

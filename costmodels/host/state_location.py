@@ -1,6 +1,4 @@
-"""Where the model states of a block lie when they are held in chunks (EQUATIONS O3), and what a
-full device evicts.
-"""
+"""Locations of model states held in chunks (EQUATIONS O3), and eviction from a full device."""
 
 from __future__ import annotations
 
@@ -10,13 +8,15 @@ from parplan.costmodels.host.offload import Offload
 
 
 class StateLocation(StrEnum):
-    """delta is the share of blocks at HOST, gamma that of those at HOST and OPTIMIZER together.
+    """The location of a block's model states.
+
+    delta is the share of blocks at HOST, gamma that of blocks at HOST and OPTIMIZER together.
 
     DEVICE      all on the device, which updates the parameters
     OPTIMIZER   parameters and gradients on the device; fp32 master and moments on the host, which
                 updates the parameters
-    HOST        all on the host; parameters come to the device to be used, gradients leave it as
-                soon as they are there
+    HOST        all on the host; parameters are copied to the device for use, gradients are copied
+                back as soon as they are computed
     """
 
     DEVICE = "device"
@@ -25,8 +25,11 @@ class StateLocation(StrEnum):
 
 
 class Eviction(StrEnum):
-    """Which chunk leaves a full device: the one whose next use is farthest (Belady), the one used
-    longest ago, the one there longest.
+    """The chunk that leaves a full device.
+
+    OPT    the chunk with the farthest next use (Belady)
+    LRU    the chunk whose last use is longest ago
+    FIFO   the chunk that is there longest
     """
 
     OPT = "opt"

@@ -1,10 +1,10 @@
-"""The price of a block whose micro-batch runs in two halves, all-reduces of one under the compute
-of the other (EQUATIONS P8).
+"""Price of a block whose micro-batch runs in two halves (EQUATIONS P8).
 
-What dividing costs is in the operators themselves, priced for half a micro-batch twice: smaller
-products are less efficient. Whole collectives enter the recursion
-(costmodels/layers/sub_pipeline.py), in place of what the stack hides by itself: nothing is hidden
-twice. Hidden communication slows compute down as everywhere (costmodels/layers/layer_price.py).
+All-reduces of one half run under the compute of the other. The cost of dividing is in the
+operators, priced for half a micro-batch twice: smaller products are less efficient. Whole
+collectives enter the recursion (costmodels/layers/sub_pipeline.py) in place of the overlap of the
+stack: nothing is hidden twice. Hidden communication slows compute down as everywhere
+(costmodels/layers/layer_price.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from parplan.profiles.stack import Stack
 
 @dataclass(frozen=True, slots=True)
 class _HalfOperator:
-    """One operator in one pass of half a micro-batch: its compute, that of a whole one, the
-    all-reduce after it, its launches.
+    """One operator in one pass of half a micro-batch.
+
+    compute    its compute; `whole` for a whole micro-batch
+    sent       the all-reduce after it
+    launches   operators that the host launches
     """
 
     compute: Seconds
@@ -43,9 +46,7 @@ class _HalfOperator:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Compute, what communication adds to it, and how many operators and collectives the host
-    launches.
-    """
+    """Compute, seconds that communication adds, and launches of operators and collectives."""
 
     compute: Seconds
     added: Seconds
@@ -60,11 +61,10 @@ Row = Callable[[Sequence[HalfTime]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvedOperators:
-    """Every operator of a block priced for half a micro-batch and for a whole one, without what the
-    stack hides.
+    """Operators of a block priced for half and whole micro-batches, without overlap of the stack.
 
-    level         of sub-pipelining, 1 to 3
-    contention    what a second of hidden communication costs
+    level         level of sub-pipelining, 1 to 3
+    contention    cost of a second of hidden communication
     """
 
     level: int
@@ -73,22 +73,14 @@ class HalvedOperators:
     contention: float
 
     def time(self, recompute: Iterable[str] = ()) -> LayerTime:
-        """One micro-batch through the block, as `LayerOperators.time`; at level 3 through one that
-        others surround.
+        """Prices one micro-batch through the block, at level 3 through one inside a row of blocks.
 
-        What runs again does so block by block, both halves of it, at level 2 at most.
+        Recompute runs block by block, both halves of it, at level 2 at most.
         """
-        ahead, again, back = (
-            self._forward(self.half.compute),
-            self._forward(recompute),
-            self._backward(),
-        )
         row_s = pace_s if self.level == 3 else block_s
-        forward, repeated, backward = (
-            self._through(ahead, row_s),
-            self._through(again, block_s),
-            self._through(back, row_s),
-        )
+        forward = self._through(self._forward(self.half.compute), row_s)
+        repeated = self._through(self._forward(recompute), block_s)
+        backward = self._through(self._backward(), row_s)
         return LayerTime(
             forward=forward.launched(self.half.host_forward_s),
             tp_forward=forward.added,
@@ -100,13 +92,11 @@ class HalvedOperators:
 
     @property
     def weight_s(self) -> float:
-        """Of the backward pass, the seconds of the gradients of weights."""
+        """Seconds of the backward pass for the gradients of weights."""
         return HALVES * self.half.weight_s
 
     def edges(self) -> tuple[Seconds, Seconds]:
-        """What the first and the last block of a row pay together beyond `time`, forward and
-        backward: at level 3 alone.
-        """
+        """Seconds that the ends of a row of blocks add, forward and backward, at level 3."""
         return self._edge(self._forward(self.half.compute)), self._edge(self._backward())
 
     def _edge(self, pieces: Sequence[_HalfOperator]) -> Seconds:
@@ -116,49 +106,43 @@ class HalvedOperators:
         return sent.scaled((1 - self.contention) * (block_s(parts) - pace_s(parts)) / sent.value_s)
 
     def _forward(self, names: Iterable[str]) -> list[_HalfOperator]:
-        half, whole, some = self.half, self.whole, frozenset(names)
+        half, whole = self.half, self.whole
+        selected = frozenset(names)
         return [
             _HalfOperator(
                 once.forward, whole.compute[name].forward, half.tensor_parallel[name].forward, 1
             )
             for name, once in half.compute.items()
-            if name in some
+            if name in selected
         ]
 
     def _backward(self) -> list[_HalfOperator]:
-        half, whole, kinds = (
-            self.half,
-            self.whole,
-            {op.name: op.kind for op in reversed(self.half.layer.operators)},
-        )
+        half, whole = self.half, self.whole
+        kinds = {op.name: op.kind for op in reversed(half.layer.operators)}
         return [
             _HalfOperator(
-                half.compute[n].backward,
-                whole.compute[n].backward,
-                half.tensor_parallel[n].backward,
+                half.compute[name].backward,
+                whole.compute[name].backward,
+                half.tensor_parallel[name].backward,
                 2 if kind in PRODUCTS else 1,
             )
-            for n, kind in kinds.items()
+            for name, kind in kinds.items()
         ]
 
     def _through(self, pieces: Sequence[_HalfOperator], row_s: Row) -> _Pass:
         """One pass through `pieces`, whose halves take `row_s` from level 2 on."""
         if self.level == 1:
             return self._linears(pieces)
-        compute, sent = (
-            _total(piece.compute for piece in pieces).scaled(HALVES),
-            _total(piece.sent for piece in pieces),
-        )
+        compute = _total(piece.compute for piece in pieces).scaled(HALVES)
+        sent = _total(piece.sent for piece in pieces)
         added = self._added(sent, row_s(_parts(pieces)) - compute.value_s)
-        return _Pass(
-            compute,
-            added,
-            HALVES * sum(piece.launches + (piece.sent.value_s > 0) for piece in pieces),
-        )
+        launches = sum(piece.launches + (piece.sent.value_s > 0) for piece in pieces)
+        return _Pass(compute, added, HALVES * launches)
 
     def _linears(self, pieces: Sequence[_HalfOperator]) -> _Pass:
-        """Level 1: the products whose results are all-reduced are divided, all else is whole."""
-        compute, added, launches = ZERO, ZERO, 0
+        """Level 1: products followed by all-reduces are divided, all else is whole."""
+        compute = added = ZERO
+        launches = 0
         for piece in pieces:
             parts = HALVES if piece.sent.value_s else 1
             launches += parts * (piece.launches + (piece.sent.value_s > 0))
@@ -168,16 +152,15 @@ class HalvedOperators:
         return _Pass(compute, added, launches)
 
     def _added(self, sent: Seconds, exposed_s: float) -> Seconds:
-        """What the all-reduces of two halves add, `sent` those of one, when so much of them is not
-        hidden.
+        """Seconds that the all-reduces of two halves add when `exposed_s` of them are exposed.
+
+        sent: the all-reduces of one half
         """
         both_s = HALVES * sent.value_s
         exposed_s = max(0.0, exposed_s)
-        return (
-            sent.scaled((exposed_s + self.contention * (both_s - exposed_s)) / sent.value_s)
-            if both_s
-            else ZERO
-        )
+        if not both_s:
+            return ZERO
+        return sent.scaled((exposed_s + self.contention * (both_s - exposed_s)) / sent.value_s)
 
 
 def _total(parts: Iterable[Seconds]) -> Seconds:
@@ -185,14 +168,14 @@ def _total(parts: Iterable[Seconds]) -> Seconds:
 
 
 def _parts(pieces: Iterable[_HalfOperator]) -> list[HalfTime]:
-    """Operators between all-reduces as one part each."""
-    found, compute_s = [], 0.0
+    """Joins the operators between all-reduces to one part each."""
+    parts, compute_s = [], 0.0
     for piece in pieces:
         compute_s += piece.compute.value_s
         if piece.sent.value_s:
-            found.append(HalfTime(compute_s, piece.sent.value_s))
+            parts.append(HalfTime(compute_s, piece.sent.value_s))
             compute_s = 0.0
-    return [*found, HalfTime(compute_s)]
+    return [*parts, HalfTime(compute_s)]
 
 
 def price_halves(
@@ -202,8 +185,9 @@ def price_halves(
     machine: Machine,
     training: TrainingSpec,
 ) -> HalvedOperators:
-    """A block at `sharding.overlap`, of whose operators `half` has those of half a micro-batch and
-    `whole` those of a whole one.
+    """Prices a block at `sharding.overlap`.
+
+    half, whole: its operators for half a micro-batch and for a whole one
     """
     bare = replace(
         training,
@@ -226,10 +210,11 @@ def halved_workspace_bytes(
 ) -> int:
     """Temporary bytes of such a block, as `recompute.workspace_bytes`.
 
-    What is recomputed is there for both halves. At level 1 all operators but the divided products
-    are whole, and one half of a result is beside it; above, only one half is computed at a time.
-    The other's gradient waits, and an all-reduce is under way: together one boundary tensor.
-    Measured on two CPU ranks, the peaks of full recompute are 0.6, 1.5 and -0.2 % below this.
+    Recomputed activations are there for both halves. At level 1 all operators but the divided
+    products are whole, and one half of a result is beside it; at higher levels only one half is
+    computed at a time. The gradient of the other half waits, and an all-reduce is under way:
+    together one boundary tensor. Measured on two CPU ranks, the peaks of full recompute are 0.6,
+    1.5 and -0.2 % below this.
     """
     assert whole.input is not None
     boundary = sharding.local_bytes(whole.input, sharding.boundary)

@@ -1,55 +1,38 @@
-"""The price of one layer on one rank: compute, tensor-parallel communication, and what data
-parallelism adds to it.
-"""
+"""The price of one layer on one rank: compute and tensor-parallel communication."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import (
-    Axis,
-    Mesh,
-    place,
     place_axis,
-    place_expert_copies,
 )
 from parplan.costmodels.communication.redistribution import redistribute
-from parplan.costmodels.host.offload import (
-    ADDED_BYTES,
-    COPIED_BYTES,
-    copy_time,
-    host_adam_time,
-    host_time,
-)
-from parplan.costmodels.layers.model_states import holders, owned_parameters
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaves, tensor_flows_of
-from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time, optimizer_time
-from parplan.costmodels.operators.host_launch import host, launch_s, layouts_of
-from parplan.costmodels.operators.kernels import FP32_BYTES
+from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
+from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
-    PRODUCTS,
     LayerClass,
     LayerKind,
     Operator,
     OperatorKind,
     Tensor,
 )
-from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 from parplan.profiles.stack import Stack
 
-# What a second of hidden communication costs the compute it runs under, where the machine's own
-# profile does not say: its kernels hold 16 to 24 of an A100's 108 multiprocessors, and memory
-# bandwidth. Assumed from that share.
+# Compute seconds lost to a second of hidden communication, where the machine's own profile has no
+# measurement: its kernels hold 16 to 24 of an A100's 108 multiprocessors, and memory bandwidth.
+# Assumed from that share.
 CONTENTION = 0.2
-LOSS_REDUCTIONS = (
-    3  # vocabulary-parallel cross entropy reduces the maximum, the target logit and the sum
-)
+# vocabulary-parallel cross entropy reduces the maximum, the target logit and the sum
+LOSS_REDUCTIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,32 +74,6 @@ ENDLESS = LayerTime(  # hides whatever can be hidden
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataParallelTime:
-    """What data parallelism and ZeRO add to one layer, as far as compute does not hide it.
-
-    forward, backward: in every micro-batch (gathers and reductions of ZeRO 2 and 3); step: once a
-    step (reduction of the gradients, gathering of the updated parameters); optimizer: the update of
-    the parameters this rank owns. host, host_step: of forward and backward, and of step, what
-    copies between device and host and the host's sums add.
-    """
-
-    forward: Seconds
-    backward: Seconds
-    step: Seconds
-    optimizer: Seconds
-    host: Seconds = ZERO
-    host_step: Seconds = ZERO
-
-    @property
-    def per_micro_batch_s(self) -> float:
-        return self.forward.value_s + self.backward.value_s
-
-    @property
-    def per_step_s(self) -> float:
-        return self.step.value_s + self.optimizer.value_s
-
-
 def _sum(parts: Iterable[Seconds]) -> Seconds:
     total = ZERO
     for part in parts:
@@ -126,41 +83,39 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class StageAxes:
-    """The axes inside a stage that divide its operators, on one machine, and what the stack runs
-    under compute.
-    """
+    """The axes inside a stage that divide its operators, on one machine with one software stack."""
 
     degrees: tuple[int, ...]
     machine: Machine
     stack: Stack
 
     def moved(self, tensor: Tensor, source: Place, target: Place) -> Seconds:
-        """Seconds to bring a tensor from one placement to another."""
+        """Seconds to redistribute a tensor from one placement to another."""
         return self.machine.corrected(
             "tensor",
             redistribute(tensor.num_bytes, source, target, self.degrees, self.machine).time,
         )
 
     def beside(self, whole: Seconds, product_s: float) -> Seconds:
-        """Gathers and reductions of divided activations: under their product where the stack does
-        so.
+        """Exposed seconds of a gather or reduction of divided activations beside their product.
+
+        It runs under the product where the stack does so.
         """
         return self.under(whole, product_s) if self.stack.overlap_tensor_parallel else whole
 
     def under(self, communication: Seconds, window_s: float) -> Seconds:
-        """What communication adds to the compute that hides it."""
+        """Seconds that communication adds to the compute that hides it."""
         return under(communication, window_s, self.machine)
 
 
 def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> OperatorTime:
-    """Collectives before a reader reads, and behind it in the backward pass (EQUATIONS T2).
+    """Collectives before a reader reads, and after it in the backward pass (EQUATIONS T2).
 
-    An input that is gathered is kept as this rank's part and gathered again for the weight
+    A gathered input is saved as this rank's part and gathered a second time for the weight
     gradient, under the product that gives the input gradient (Korthikanti et al. 2022, section
-    4.2.2). Input gradients that are all-reduced are so, in an asynchronous stack, under the product
-    that gives the weight gradient. A stack may also run gathers and reduce-scatters under their
-    products, in pieces. `alone` is the reader's compute, of whose backward each of two products
-    takes half.
+    4.2.2). An asynchronous stack all-reduces input gradients under the product that gives the
+    weight gradient. A stack may also run gathers and reduce-scatters under their products, in
+    pieces. `alone` is the reader's compute; each of two products takes half of its backward.
     """
     if edge.source == edge.target == edge.gradient:
         return FREE
@@ -171,9 +126,8 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
     if edge.gathers(inside.degrees) and edge.reader.saved:
         backward += inside.under(read, gradient_s)
     if PARTIAL in edge.gradient and not any(edge.source):
-        backward += (
-            inside.under(returned, gradient_s) if inside.stack.async_tensor_parallel else returned
-        )
+        asynchronous = inside.stack.async_tensor_parallel
+        backward += inside.under(returned, gradient_s) if asynchronous else returned
     else:
         backward += inside.beside(returned, gradient_s)
     return OperatorTime(inside.beside(read, alone.forward.value_s), backward)
@@ -182,14 +136,13 @@ def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> Opera
 def ending_time(
     operator: Operator, sharding: Sharding, alone: OperatorTime, inside: StageAxes
 ) -> OperatorTime:
-    """What ends the partial sums of an operator's output, and gathers the output's gradient again
-    in the backward pass.
-    """
+    """Collectives that end the partial sums of an output, and gather its gradient backward."""
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         return _loss_reductions(operator, sharding, inside)
     forward = backward = ZERO
     for tensor in operator.outputs:
-        summed, ended = sharding.place_inside(operator, tensor), sharding.place(operator, tensor)
+        summed = sharding.place_inside(operator, tensor)
+        ended = sharding.place(operator, tensor)
         if summed == ended:
             continue
         reduced = inside.moved(tensor, summed, ended)
@@ -200,8 +153,9 @@ def ending_time(
 
 
 def _loss_reductions(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
-    """Vocabulary-parallel cross entropy reduces per token the maximum, the target's logit and the
-    sum.
+    """Vocabulary-parallel cross entropy reduces three numbers per token.
+
+    They are the maximum, the target's logit and the sum.
     """
     partial = tuple(
         PARTIAL if split.dim == operator.parallel_dim else None
@@ -212,9 +166,7 @@ def _loss_reductions(operator: Operator, sharding: Sharding, inside: StageAxes) 
 
 
 def leaving_time(layer: LayerClass, sharding: Sharding, inside: StageAxes) -> OperatorTime:
-    """From where the last operator leaves the layer's output to the boundary, and its gradient
-    back.
-    """
+    """Redistribution of the layer's output to the boundary, and of its gradient back."""
     left = leaves(layer, sharding)
     if left is None or layer.kind is LayerKind.HEAD or left[1] == sharding.boundary:
         return FREE
@@ -227,29 +179,26 @@ def leaving_time(layer: LayerClass, sharding: Sharding, inside: StageAxes) -> Op
 def _communication(
     layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: StageAxes
 ) -> dict[str, OperatorTime]:
-    """By operator, the collectives before and after it over the axes inside the stage, and the
-    exchanges of experts' tokens.
-    """
+    """Collectives of each operator over the axes inside the stage, and exchanges of tokens."""
     exchanges = {op.name: _exchange_time(op, sharding, inside) for op in layer.operators}
     if sharding.tp == 1:
         return exchanges
-    found = {
+    times = {
         operator.name: ending_time(operator, sharding, compute[operator.name], inside)
         for operator in layer.operators
     }
     for (reader, _), edge in tensor_flows_of(layer, sharding).items():
-        found[reader] = found[reader].plus(edge_time(edge, compute[reader], inside))
+        times[reader] = times[reader].plus(edge_time(edge, compute[reader], inside))
     last = layer.operators[-1].name
-    found[last] = found[last].plus(leaving_time(layer, sharding, inside))
-    return {name: time.plus(exchanges[name]) for name, time in found.items()}
+    times[last] = times[last].plus(leaving_time(layer, sharding, inside))
+    return {name: time.plus(exchanges[name]) for name, time in times.items()}
 
 
 def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
-    """The all-to-all that brings copies of tokens to their experts' ranks, or back, and its reverse
-    going back (EQUATIONS C3, T3).
+    """The all-to-all of token copies to or from their experts' ranks (EQUATIONS C3, T3).
 
-    Balanced: every rank sends one ep-th of its copies to each rank of its group. Nothing is hidden
-    under it.
+    The backward pass runs the reverse. Routing is balanced: every rank sends one ep-th of its
+    copies to each rank of its group. Nothing hides it.
     """
     if sharding.ep == 1 or operator.kind not in (OperatorKind.DISPATCH, OperatorKind.COMBINE):
         return FREE
@@ -265,9 +214,7 @@ def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOperators:
-    """Every operator of one layer class priced once, from which the price under any recompute set
-    is a sum.
-    """
+    """Every operator of one layer class priced once; the price under any recompute set is a sum."""
 
     layer: LayerClass
     host_forward_s: float
@@ -276,26 +223,21 @@ class LayerOperators:
     tensor_parallel: dict[str, OperatorTime]
 
     def time(self, recompute: Iterable[str] = ()) -> LayerTime:
-        """One micro-batch through the layer when the operators named in `recompute` run again in
-        the backward pass.
+        """Prices one micro-batch through the layer; the backward pass recomputes `recompute`.
 
         No pass is faster than the host launches it: operators, collectives, and both gradients of a
         product.
         """
-        again = tuple(recompute)
         forward, tp_forward = self._forward(tuple(self.compute))
-        repeated, tp_repeated = self._forward(again)
+        repeated, tp_repeated = self._forward(tuple(recompute))
         backward = _sum(time.backward for time in self.compute.values())
         tp_backward = _sum(time.backward for time in self.tensor_parallel.values())
         collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
+        launches = self.layer.gradient_launches + collectives
         return LayerTime(
             forward=forward,
             recompute=repeated,
-            backward=launched(
-                backward,
-                tp_backward,
-                (self.layer.gradient_launches + collectives) * self.host_backward_s,
-            ),
+            backward=launched(backward, tp_backward, launches * self.host_backward_s),
             tp_forward=tp_forward,
             tp_backward=tp_backward,
             tp_recompute=tp_repeated,
@@ -303,9 +245,7 @@ class LayerOperators:
 
     @property
     def weight_s(self) -> float:
-        """Of the backward pass, the seconds of the gradients of weights: what a zero-bubble
-        schedule runs later.
-        """
+        """Seconds of the backward pass for gradients of weights, which zero-bubble defers."""
         return sum(time.weight.value_s for time in self.compute.values())
 
     def _forward(self, names: tuple[str, ...]) -> tuple[Seconds, Seconds]:
@@ -317,9 +257,7 @@ class LayerOperators:
 
 
 def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
-    """The compute, with what the device waits for the host where launching takes longer than
-    running.
-    """
+    """Adds to the compute the device's wait for the host where launching is slower than running."""
     waits_s = host_s - compute.value_s - communication.value_s
     return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
 
@@ -343,291 +281,17 @@ def price_operators(
 
 
 def contention(machine: Machine) -> float:
-    """What a second of communication costs the compute that hides it: as measured on the machine,
-    else CONTENTION.
-    """
+    """Compute seconds lost to a second of hidden communication: measured, else CONTENTION."""
     measured = machine.profile.contention
     return CONTENTION if measured is None else measured
 
 
 def under(communication: Seconds, window_s: float, machine: Machine) -> Seconds:
-    """What communication adds to the compute that hides it: max(0, c - window) + contention min(c,
-    window) (EQUATIONS C8).
+    """Seconds that communication adds to the compute that hides it (EQUATIONS C8).
+
+    max(0, c - window) + contention min(c, window)
     """
     if not communication.value_s:
         return ZERO
     hidden = min(1.0, window_s / communication.value_s)
     return communication.scaled(1 - hidden + contention(machine) * hidden)
-
-
-def data_parallel_time(
-    layer: LayerClass,
-    time: LayerTime,
-    *,
-    mesh: Mesh,
-    sharding: Sharding,
-    zero: int,
-    machine: Machine,
-    training: TrainingSpec,
-    with_tied: bool = True,
-    shards: int | None = None,
-    offloaded: bool = False,
-) -> DataParallelTime:
-    """Reductions, gathers and the optimizer step of one layer at ZeRO stage `zero` (EQUATIONS M2,
-    T1).
-
-    ZeRO 0 reduces gradients once a step by all-reduce, ZeRO 1 by reduce-scatter and gathers the
-    updated parameters; ZeRO 2 reduce-scatters after every micro-batch; ZeRO 3 also gathers in every
-    forward and every backward pass. A reduction hides under the backward pass of its own layer, a
-    gather under the forward pass (one-layer prefetch). Where `shards` ranks, fewer than dp, hold
-    one copy together, the copies' shards are all-reduced once a step, at its end.
-    offloaded: the host keeps the states (EQUATIONS O9); a gather then starts with a copy to the
-    device, a reduction ends with one back.
-    """
-    parameters = owned_parameters(layer, sharding, with_tied=with_tied)
-    shards = (shards or mesh.dp) if zero else 1
-    owned = owned_parameters(layer, sharding, shards, with_tied=with_tied) if zero else parameters
-    optimizer = (
-        host_adam_time(owned, machine.cluster)
-        if offloaded
-        else optimizer_time(owned, machine, training)
-    )
-    inside = summed_inside(layer, sharding, shards, machine, training)
-    if parameters and (sharding.tp > 1 or (zero and mesh.dp > 1)):
-        optimizer += _layout_cost("update", owned, machine, training)
-    if not parameters or (mesh.dp == 1 and not offloaded):
-        return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
-    gather, reduce, over_copies = _over_data(
-        layer, sharding, mesh, shards, machine, training, with_tied
-    )
-    if (
-        zero or training.precision is not Precision.FP32
-    ):  # without ZeRO in fp32 the gradients are reduced as they are
-        gather, reduce = (
-            sent + _layout_cost(name, parameters, machine, training)
-            for name, sent in (("gather", gather), ("reduce", reduce))
-        )
-    alone = _phases(
-        _DataParallelMoves(gather, reduce, over_copies, inside),
-        zero,
-        time,
-        optimizer,
-        machine,
-        training,
-    )
-    if not offloaded:
-        return alone
-    cluster = machine.cluster
-    moved = _DataParallelMoves(
-        gather,
-        reduce,
-        over_copies,
-        inside,
-        brought=copy_time(COPIED_BYTES * owned, cluster),
-        taken=copy_time(COPIED_BYTES * owned, cluster, to_host=True),
-        added=host_time(ADDED_BYTES * owned, cluster),
-    )
-    whole = _phases(moved, zero, time, optimizer, machine, training)
-    return replace(
-        whole,
-        host=_beyond(whole.forward + whole.backward, alone.forward + alone.backward),
-        host_step=_beyond(whole.step, alone.step),
-    )
-
-
-def _beyond(whole: Seconds, part: Seconds) -> Seconds:
-    return Seconds(max(0.0, whole.value_s - part.value_s), Kind.ANALYTIC)
-
-
-@dataclass(frozen=True, slots=True)
-class _DataParallelMoves:
-    """What data parallelism does for one layer: its collectives, the sums inside a stage, and where
-    the host keeps the states copies to the device (`brought`) and from it, and what the host adds
-    up.
-    """
-
-    gather: Seconds
-    reduce: Seconds
-    over_copies: Seconds
-    inside: Seconds
-    brought: Seconds = ZERO
-    taken: Seconds = ZERO
-    added: Seconds = ZERO
-
-
-def _phases(
-    moved: _DataParallelMoves,
-    zero: int,
-    time: LayerTime,
-    optimizer: Seconds,
-    machine: Machine,
-    training: TrainingSpec,
-) -> DataParallelTime:
-    """When it is done, and what of it compute does not hide."""
-
-    def exposed(communication: Seconds, window_s: float) -> Seconds:
-        return (
-            under(communication, window_s, machine)
-            if training.overlap_grad_reduce
-            else communication
-        )
-
-    gathered, reduced = (
-        exposed(moved.gather + moved.brought, time.forward_s),
-        exposed(moved.reduce + moved.taken, time.backward_s),
-    )
-    if zero < 2:
-        step = (
-            gathered
-            + exposed(moved.reduce + moved.over_copies + moved.taken, time.backward_s)
-            + moved.inside
-        )
-        return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
-    if zero == 2:
-        step = gathered + moved.over_copies + moved.inside
-        return DataParallelTime(
-            forward=ZERO, backward=reduced + moved.added, step=step, optimizer=optimizer
-        )
-    backward = (
-        exposed(moved.gather + moved.reduce + moved.brought + moved.taken, time.backward_s)
-        + moved.added
-    )
-    return DataParallelTime(
-        forward=gathered,
-        backward=backward,
-        step=moved.over_copies + moved.inside,
-        optimizer=optimizer,
-    )
-
-
-def _layout_cost(name: str, parameters: int, machine: Machine, training: TrainingSpec) -> Seconds:
-    """What a layout adds to one layer of so many parameters on a rank, beside what it sends
-    (parplan.profiles.machines.speeds.InStep).
-    """
-    added = layouts_of(machine, training.stack)
-    return (
-        ZERO
-        if added is None
-        else host(getattr(added, name).seconds(training.precision.num_bytes * parameters))
-    )
-
-
-def _over_data(
-    layer: LayerClass,
-    sharding: Sharding,
-    mesh: Mesh,
-    shards: int,
-    machine: Machine,
-    training: TrainingSpec,
-    with_tied: bool,
-) -> tuple[Seconds, Seconds, Seconds]:
-    """Of one layer: the gather of its parameters and the reduce-scatter of its gradients over the
-    `shards` neighbours that hold one copy, and the all-reduce of the shard over the copies. Of an
-    expert, one rank in ep holds a copy.
-    """
-    gpus_per_node, stride = machine.cluster.gpus_per_node, mesh.stride(Axis.DP)
-    groups = [
-        (
-            False,
-            place_axis(shards, stride, mesh.num_ranks, gpus_per_node),
-            place_axis(mesh.dp // shards, stride * shards, mesh.num_ranks, gpus_per_node),
-        )
-    ]
-    if owned_parameters(layer, sharding, of_experts=True):
-        alone, copies = (
-            place_axis(1, 1, mesh.num_ranks, gpus_per_node),
-            place_expert_copies(mesh, gpus_per_node),
-        )
-        groups.append((True, copies, alone) if shards > 1 else (True, alone, copies))
-    gather = reduce = over_copies = ZERO
-    for of_experts, neighbours, copies in groups:
-        whole, owned = (
-            owned_parameters(layer, sharding, n, with_tied=with_tied, of_experts=of_experts)
-            for n in (1, shards)
-        )
-        width = training.gradient_precision.num_bytes
-        gather += collective_time(
-            Collective.ALL_GATHER, training.precision.num_bytes * whole, neighbours, machine
-        )
-        reduce += collective_time(Collective.REDUCE_SCATTER, width * whole, neighbours, machine)
-        over_copies += collective_time(Collective.ALL_REDUCE, width * owned, copies, machine)
-    return (
-        machine.corrected("data", gather),
-        machine.corrected("data", reduce),
-        machine.corrected("data", over_copies),
-    )
-
-
-def summed_inside(
-    layer: LayerClass, sharding: Sharding, shards: int, machine: Machine, training: TrainingSpec
-) -> Seconds:
-    """All-reduces of weight gradients over the axes inside a stage that divide a product's tokens
-    but not its weight.
-
-    Once a step, after the reduction over data parallelism, of what one of `shards` ZeRO shards
-    holds, in fp32, as the executor runs them. Left out: the vectors of norms and biases, a few
-    kilobytes.
-    """
-    total, degrees = ZERO, sharding.degrees
-    divided = sharding.own or any(
-        operator.kind is OperatorKind.EXPERTS for operator in layer.operators
-    )
-    for operator in layer.operators if divided else ():
-        for parameter in operator.parameters if operator.kind in PRODUCTS else ():
-            axes = sharding.summed_axes(operator, parameter) if len(parameter.dims) > 1 else ()
-            if axes:
-                held = (
-                    -(
-                        -math.prod(sharding.parameter_shape(operator, parameter))
-                        // holders(parameter, sharding, shards)
-                    )
-                    * FP32_BYTES
-                )
-                partial = tuple(PARTIAL if axis in axes else None for axis in range(len(degrees)))
-                total += machine.corrected(
-                    "tensor",
-                    redistribute(held, partial, (None,) * len(degrees), degrees, machine).time,
-                )
-    return total
-
-
-def tied_reduction(
-    embedding: LayerClass,
-    *,
-    mesh: Mesh,
-    sharding: Sharding,
-    machine: Machine,
-    training: TrainingSpec,
-) -> Seconds:
-    """The all-reduce between the first and the last pipeline stage that sums the two gradients of a
-    tied embedding.
-    """
-    stride = mesh.stride(Axis.PP) * (mesh.pp - 1)
-    gpus_per_node = machine.cluster.gpus_per_node
-    crosses = stride >= gpus_per_node or mesh.num_ranks > gpus_per_node
-    ends = Mesh(pp=2, dp=gpus_per_node if crosses else 1, tp=1)
-    elements = (
-        sum(
-            p.num_elements
-            for op in embedding.operators
-            for p in op.parameters
-            if op.parallel_dim == "vocab"
-        )
-        // sharding.tp
-    )
-    return machine.corrected(
-        "data",
-        collective_time(
-            Collective.ALL_REDUCE,
-            training.gradient_precision.num_bytes * elements,
-            place(ends, Axis.PP, gpus_per_node),
-            machine,
-        ),
-    )
-
-
-def has_tied_head(head: LayerClass) -> bool:
-    """Whether the head's matrix shares its values with the token embedding."""
-    return head.kind is LayerKind.HEAD and any(
-        p.tied for op in head.operators for p in op.parameters
-    )

@@ -1,5 +1,6 @@
-"""The prices of layers of any kind, each made once per way of running it: of the parts of a
-described model, of shards of a traced one.
+"""Prices of layers of any kind, each computed once per way of running it.
+
+The kinds are parts of a described model or shards of a traced one.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from parplan.costmodels.communication.collectives import point_to_point_time
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.data_parallel import DataParallelTime, data_parallel_time
 from parplan.costmodels.layers.halved_layer import HalvedOperators
 from parplan.costmodels.layers.layer_price import (
     ENDLESS,
-    DataParallelTime,
     LayerOperators,
     LayerTime,
-    data_parallel_time,
     price_operators,
 )
 from parplan.costmodels.layers.model_states import (
     StateBytes,
+    StateSharding,
     ideal_states,
     layer_states,
     owned_parameters,
@@ -53,8 +54,12 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationBytes:
-    """Bytes of one layer and one micro-batch on one rank: kept for the backward pass, ideally kept,
-    temporary, kept by the host.
+    """Bytes of one layer and one micro-batch on one rank.
+
+    saved        held on the device for the backward pass
+    ideal_saved  without redundancy
+    workspace    temporary
+    host         held by the host
     """
 
     saved: int
@@ -65,11 +70,13 @@ class ActivationBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStates:
-    """Bytes of the states of one layer on one rank, without redundancy, ZeRO's buffers, and fp32
-    copies for the optimizer's step.
+    """Bytes of the states of one layer on one rank.
 
-    host: what the host keeps of them for this rank; `states` are the device's then, `ideal` is one
-    copy wherever it lies
+    states       on the device
+    ideal        one copy over all ranks, wherever it lies, by class
+    zero_buffer  ZeRO's buffers
+    step_copies  fp32 copies for the optimizer's step
+    host         on the host for this rank
     """
 
     states: StateBytes
@@ -80,12 +87,13 @@ class LayerStates:
 
 
 class LayerPriceCache(ABC, Generic[K]):
-    """Prices of layers of the kinds `K`, trained as `training` on `machine`, each made once.
+    """Prices of layers of the kinds `K`, trained as `training` on `machine`, each computed once.
 
-    zero_ranks: neighbours that hold one copy of sharded states together, on meshes whose dp it
-    divides; None for all of dp
-    offload: what the host keeps of the states of every layer
-    Raises ConfigError where the stack has no kernel for the attention that was asked for.
+    zero_ranks  neighbours that hold one copy of sharded states together, on meshes whose dp it
+                divides; None for all of dp
+    offload     parts of every layer that the host holds
+
+    Raises ConfigError where the stack has no kernel for the chosen attention.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class LayerPriceCache(ABC, Generic[K]):
         """The operators of a layer of `kind`."""
 
     def kept_layer(self, kind: K, micro_batch_size: int) -> LayerClass:
-        """The same with what the operators keep on this device."""
+        """The layer with the tensors that its operators save on this device."""
         return self.layer(kind, micro_batch_size)
 
     @abstractmethod
@@ -117,23 +125,20 @@ class LayerPriceCache(ABC, Generic[K]):
         """The operators that `level` recomputes in a layer of `kind`."""
 
     def counts_tied(self, mesh: Mesh) -> bool:
-        """Whether copies of parameters that other layers hold are counted: where stages are
-        apart.
-        """
+        """Returns true when copies of tied parameters are counted: stages are apart."""
         return mesh.pp > 1
 
     def shards(self, mesh: Mesh) -> int:
-        """How many data-parallel ranks hold one copy of sharded states together."""
-        return (
-            self.zero_ranks
-            if self.zero_ranks and mesh.dp % self.zero_ranks == 0 and mesh.ep == 1
-            else mesh.dp
-        )
+        """The number of data-parallel ranks that hold one copy of sharded states together."""
+        if self.zero_ranks and mesh.dp % self.zero_ranks == 0 and mesh.ep == 1:
+            return self.zero_ranks
+        return mesh.dp
+
+    def _state_sharding(self, mesh: Mesh, zero: int) -> StateSharding:
+        return StateSharding(zero, self.shards(mesh), self.counts_tied(mesh), self.offloads_states)
 
     def split_s(self, kind: K) -> float:
-        """Seconds that the host takes more for the backward pass of a layer in two parts, where
-        that was measured.
-        """
+        """Extra host seconds of a layer's backward pass in two parts, where they were measured."""
         added = layouts_of(self.machine, self.training.stack)
         return 0.0 if added is None else added.split_s * self.layer(kind, 1).gradient_launches
 
@@ -167,18 +172,17 @@ class LayerPriceCache(ABC, Generic[K]):
         )
 
     def weight_s(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
-        """Of the backward pass of one layer of `kind`, the seconds of the gradients of its
-        weights.
-        """
+        """Seconds of the backward pass of one layer of `kind` for the gradients of its weights."""
         return self._once(
             ("weight", kind, micro_batch_size, sharding),
             lambda: self._operators(kind, micro_batch_size, sharding).weight_s,
         )
 
     def waiting_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
-        """What one layer of `kind` holds of a micro-batch between the gradients of its input and of
-        its weights, besides the stash: the gradients of the outputs of operators with weights, as
-        torch.distributed.pipelining keeps them.
+        """Bytes that a layer holds between the gradients of its input and of its weights.
+
+        They are held besides the stash: the gradients of the outputs of operators with weights, as
+        torch.distributed.pipelining stores them.
         """
 
         def make() -> float:
@@ -199,25 +203,24 @@ class LayerPriceCache(ABC, Generic[K]):
         layer: LayerClass,
         micro_batch_size: int,
         sharding: Sharding,
-        again: tuple[str, ...],
+        recomputed: tuple[str, ...],
     ) -> int:
         stack = self.training.stack
         widest = self._once(
             ("widest", kind, micro_batch_size, sharding),
             lambda: max(backward_bytes(layer, sharding, stack)),
         )
-        whole, kept = (
-            self._saved_bytes(kind, micro_batch_size, sharding, names) for names in ((), again)
-        )
+        whole = self._saved_bytes(kind, micro_batch_size, sharding, ())
+        kept = self._saved_bytes(kind, micro_batch_size, sharding, recomputed)
         return workspace_of(whole, kept, widest, stack)
 
     def _saved_bytes(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]
+        self, kind: K, micro_batch_size: int, sharding: Sharding, recomputed: tuple[str, ...]
     ) -> int:
         return self._once(
-            ("saved", kind, micro_batch_size, sharding, again),
+            ("saved", kind, micro_batch_size, sharding, recomputed),
             lambda: saved_bytes(
-                self.kept_layer(kind, micro_batch_size), sharding, again, self.training.stack
+                self.kept_layer(kind, micro_batch_size), sharding, recomputed, self.training.stack
             ),
         )
 
@@ -229,18 +232,16 @@ class LayerPriceCache(ABC, Generic[K]):
         level: RecomputedOperators = Recompute.NONE,
         on_host: tuple[str, ...] = (),
     ) -> ActivationBytes:
-        """Saved and temporary bytes of one layer of `kind` for one micro-batch, of which the host
-        keeps those of the operators `on_host`.
+        """Saved and temporary bytes of one layer of `kind` for one micro-batch.
 
-        They are back on the device while the layer runs backward.
+        The host holds the saved tensors of the operators `on_host`; they are back on the device
+        while the layer runs backward.
         """
 
         def make() -> ActivationBytes:
-            layer, again = (
-                self.kept_layer(kind, micro_batch_size),
-                self.recompute_operators(kind, level),
-            )
-            ideal = ideal_saved_bytes(layer, sharding.tp, again, on_host)
+            layer = self.kept_layer(kind, micro_batch_size)
+            recomputed = self.recompute_operators(kind, level)
+            ideal = ideal_saved_bytes(layer, sharding.tp, recomputed, on_host)
             if on_host:
                 whole = self.activations(kind, micro_batch_size, sharding, level)
                 sent = self.host_bytes(kind, micro_batch_size, sharding, level)
@@ -252,9 +253,11 @@ class LayerPriceCache(ABC, Generic[K]):
                     host=host,
                 )
             return ActivationBytes(
-                saved=self._saved_bytes(kind, micro_batch_size, sharding, again),
+                saved=self._saved_bytes(kind, micro_batch_size, sharding, recomputed),
                 ideal_saved=ideal,
-                workspace=self._workspace_bytes(kind, layer, micro_batch_size, sharding, again),
+                workspace=self._workspace_bytes(
+                    kind, layer, micro_batch_size, sharding, recomputed
+                ),
                 host=0,
             )
 
@@ -263,51 +266,35 @@ class LayerPriceCache(ABC, Generic[K]):
     def host_bytes(
         self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
     ) -> dict[str, int]:
-        """Of one layer of `kind` and one micro-batch the bytes that each operator sends to the host
-        where it is one of those that do.
-        """
+        """Bytes that each operator of one layer sends to the host if it is among `on_host`."""
 
         def make() -> dict[str, int]:
-            layer, again = (
-                self.kept_layer(kind, micro_batch_size),
-                self.recompute_operators(kind, level),
-            )
-            return host_bytes_by_operator(layer, sharding, again, self.training.stack)
+            layer = self.kept_layer(kind, micro_batch_size)
+            recomputed = self.recompute_operators(kind, level)
+            return host_bytes_by_operator(layer, sharding, recomputed, self.training.stack)
 
         return self._once(("sent", kind, micro_batch_size, sharding, level), make)
 
     def remade_bytes(
         self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
     ) -> int:
-        """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch:
-        what it would keep without, less that.
+        """Extra bytes of a layer after a recompute ahead of the gradient.
+
+        They are its saved bytes without recompute, less those with it.
         """
-        whole, kept = (
-            self.activations(kind, micro_batch_size, sharding, again)
-            for again in (Recompute.NONE, level)
-        )
+        whole = self.activations(kind, micro_batch_size, sharding, Recompute.NONE)
+        kept = self.activations(kind, micro_batch_size, sharding, level)
         return max(0, whole.saved - kept.saved)
 
     def data_parallel(
         self, kind: K, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
-        """Gradient reduction, gathers and the optimizer step of one layer of `kind` at ZeRO stage
-        `zero`.
-        """
+        """Gradient reduction, gathers and the optimizer step of one layer at ZeRO stage `zero`."""
 
         def make() -> DataParallelTime:
-            return data_parallel_time(
-                self.layer(kind, micro_batch_size),
-                self.layer_time(kind, micro_batch_size, sharding),
-                mesh=mesh,
-                sharding=sharding,
-                zero=zero,
-                machine=self.machine,
-                training=self.training,
-                with_tied=self.counts_tied(mesh),
-                shards=self.shards(mesh),
-                offloaded=self.offloads_states,
-            )
+            layer = self.layer(kind, micro_batch_size)
+            time = self.layer_time(kind, micro_batch_size, sharding)
+            return self._data_parallel(layer, time, mesh, sharding, zero)
 
         return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
 
@@ -321,82 +308,70 @@ class LayerPriceCache(ABC, Generic[K]):
         *,
         to_host: bool,
     ) -> Seconds:
-        """What the activations of one layer and micro-batch that the host keeps take to get there,
-        or to come back.
-        """
+        """Seconds to copy a layer's host activations of one micro-batch to the host, or back."""
         host = self.activations(kind, micro_batch_size, sharding, level, on_host).host
         return copy_time(host, self.machine.cluster, to_host=to_host) if host else ZERO
 
     def hidden_data_parallel(
         self, kind: K, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
-        """The same under endless compute, which hides all that the stack can hide: no layer of
-        `kind` pays less.
-        """
+        """A lower bound of `data_parallel`: endless compute hides all that the stack can hide."""
 
         def make() -> DataParallelTime:
-            return data_parallel_time(
-                self.layer(kind, 1),
-                ENDLESS,
-                mesh=mesh,
-                sharding=sharding,
-                zero=zero,
-                machine=self.machine,
-                training=self.training,
-                with_tied=self.counts_tied(mesh),
-                shards=self.shards(mesh),
-                offloaded=self.offloads_states,
-            )
+            return self._data_parallel(self.layer(kind, 1), ENDLESS, mesh, sharding, zero)
 
         return self._once(("hidden dp", kind, mesh, sharding, zero), make)
 
+    def _data_parallel(
+        self, layer: LayerClass, time: LayerTime, mesh: Mesh, sharding: Sharding, zero: int
+    ) -> DataParallelTime:
+        return data_parallel_time(
+            layer,
+            time,
+            mesh=mesh,
+            sharding=sharding,
+            states=self._state_sharding(mesh, zero),
+            machine=self.machine,
+            training=self.training,
+        )
+
     def states(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
-        """State bytes of one layer of `kind`; a tied head holds its own copy only when stages are
-        apart.
+        """State bytes of one layer of `kind`.
+
+        A tied head holds its own copy only when stages are apart.
         """
 
         def make() -> LayerStates:
-            layer, with_tied, shards = (
-                self.layer(kind, 1),
-                self.counts_tied(mesh),
-                self.shards(mesh),
-            )
-            offloaded = self.offloads_states
+            layer = self.layer(kind, 1)
+            sharded = self._state_sharding(mesh, zero)
+            with_tied, shards = sharded.with_tied, sharded.shards
+            on_host = self.offloads_states
             owned = owned_parameters(layer, sharding, shards if zero else 1, with_tied=with_tied)
             local = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=False)
             of_experts = owned_parameters(layer, sharding, of_experts=True)
-            buffer = (
-                zero_buffer_bytes(local, zero, max(mesh.dp, 1 + offloaded), self.training)
-                + COPIED_BYTES * owned * offloaded
-            )
+            holding = max(mesh.dp, 2) if on_host else mesh.dp  # the host counts as a holder
+            buffer = zero_buffer_bytes(local, zero, holding, self.training)
+            if on_host:
+                buffer += COPIED_BYTES * owned
             if of_experts:
                 buffer += zero_buffer_bytes(of_experts, zero, mesh.expert_dp, self.training)
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
-                states=layer_states(
-                    layer,
-                    sharding,
-                    zero,
-                    shards,
-                    self.training,
-                    with_tied=with_tied,
-                    offloaded=offloaded,
-                ),
+                states=layer_states(layer, sharding, sharded, self.training),
                 ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
                 zero_buffer=buffer,
                 step_copies=step_copy_bytes(
                     layer, sharding, zero, shards, self.training, with_tied=with_tied
                 ),
-                host=HOST_STATE_BYTES * owned * offloaded,
+                host=HOST_STATE_BYTES * owned if on_host else 0,
             )
 
         return self._once(("states", kind, mesh, sharding, zero), make)
 
     def message(self, num_bytes: int, *, crosses_nodes: bool, sharing: int) -> Seconds:
         """One message between two pipeline ranks; `sharing` of them leave a node at once."""
-        as_slow_bytes = round(
-            num_bytes / self.training.stack.transfer_share
-        )  # as many take as long on the whole link
+        # that many bytes take as long on the whole link
+        as_slow_bytes = round(num_bytes / self.training.stack.transfer_share)
         return point_to_point_time(
             as_slow_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=self.machine
         )

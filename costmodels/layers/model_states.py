@@ -1,15 +1,13 @@
-"""Bytes of parameters, gradients and optimizer states on one rank (EQUATIONS M1, M2), exact to the
-row.
+"""Bytes of parameters, gradients and optimizer states on one rank (EQUATIONS M1, M2).
 
-Data-parallel shards are what torch.chunk gives along the first dim of each tensor-parallel shard,
-as FSDP2 lays them
-out: the prediction is compared with the bytes that the executor really holds.
+They are exact to the row. Data-parallel shards are those of torch.chunk along the first dim of each
+tensor-parallel shard, as FSDP2 lays them out: the prediction is compared with the bytes that the
+executor really holds.
 
 Held during a step, bytes per parameter, D data-parallel ranks:
 
     bf16/fp16   ZeRO 0        1           2           3
-    parameters  2             2           2           0 (the gathered copy of a layer is a
-                temporary)
+    parameters  2             2           2           0        gathered copies are temporary
     gradients   g             g           g/D         g/D
     optimizer   12            12/D        12/D        12/D     fp32 master weights and two moments
 
@@ -20,7 +18,7 @@ Held during a step, bytes per parameter, D data-parallel ranks:
 
 with g = 4 for fp32 gradients and 2 otherwise. Some stacks hold further whole copies of the
 gradients (`gradient_copy_bytes`). Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO
-stages; FSDP2 of torch 2.13 for what is resident.
+stages; FSDP2 of torch 2.13 for resident bytes.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 
 MASTER_BYTES = 4
 MOMENTS_BYTES = 8
-ZERO_2_COPIES, ZERO_3_COPIES = (
-    2,
-    4,
-)  # in fp32, of a layer's parameters that ZeRO holds beside them (`zero_buffer_bytes`)
+# fp32 copies of a layer's parameters that ZeRO holds beside them (`zero_buffer_bytes`)
+ZERO_2_COPIES, ZERO_3_COPIES = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,46 +48,64 @@ class StateBytes:
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
-    def __add__(self, other: StateBytes) -> StateBytes:
+    def __add__(self, added: StateBytes) -> StateBytes:
         return StateBytes(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
+            self.parameters + added.parameters,
+            self.gradients + added.gradients,
+            self.optimizer + added.optimizer,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StateSharding:
+    """The division of a layer's states over data-parallel ranks.
+
+    zero       ZeRO stage
+    shards     data-parallel ranks that hold one copy of sharded states together
+    with_tied  counts the head's copy of a tied embedding
+    offloaded  the host holds the states (EQUATIONS O9)
+    """
+
+    zero: int
+    shards: int
+    with_tied: bool = True
+    offloaded: bool = False
+
+
 def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
-    """Elements of part `index` when torch.chunk cuts `shape` into `parts` along its first dim; part
-    0 is the largest.
+    """Elements of part `index` when torch.chunk cuts `shape` into `parts` along its first dim.
+
+    Part 0 is the largest.
     """
     rows = -(-shape[0] // parts)
     return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
 
 
 def holders(parameter: Parameter, sharding: Sharding, dp: int) -> int:
-    """Of `dp` data-parallel ranks those that hold the same part of `parameter`: of an expert's one
-    in ep.
+    """The number of `dp` data-parallel ranks with the same part of `parameter`.
+
+    The parts of experts are held by one rank in ep.
     """
     return max(1, dp // sharding.ep) if parameter.of_experts else dp
 
 
 def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> StateBytes:
-    """States of `elements` tensor-parallel local parameters, `shard` of which this data-parallel
-    rank owns.
+    """States of `elements` parameters of a tensor-parallel rank.
+
+    shard: the parameters among them that this data-parallel rank owns
     """
-    own = elements if zero == 0 else shard
+    updated = elements if zero == 0 else shard
     gradients = training.gradient_precision.num_bytes * (shard if zero >= 2 else elements)
     gathered = elements if zero < 3 else 0
     if training.precision is Precision.FP32:
         parameters = 4 * (elements if zero == 0 else gathered + shard)
-        return StateBytes(parameters, gradients, MOMENTS_BYTES * own)
-    return StateBytes(
-        training.precision.num_bytes * gathered, gradients, (MASTER_BYTES + MOMENTS_BYTES) * own
-    )
+        return StateBytes(parameters, gradients, MOMENTS_BYTES * updated)
+    parameters = training.precision.num_bytes * gathered
+    return StateBytes(parameters, gradients, (MASTER_BYTES + MOMENTS_BYTES) * updated)
 
 
 def offloaded_states(elements: int, zero: int, training: TrainingSpec) -> StateBytes:
-    """What stays on the device of `elements` parameters whose states the host keeps (EQUATIONS O9).
+    """Bytes left on the device for `elements` parameters with states on the host (EQUATIONS O9).
 
     These are gathered copies of the parameters, and gradients that are not reduced.
     """
@@ -102,72 +116,55 @@ def offloaded_states(elements: int, zero: int, training: TrainingSpec) -> StateB
 
 
 def gradient_copy_bytes(dp: int, training: TrainingSpec) -> int:
-    """Bytes per parameter of gradients that the stack holds a second time, whole on every rank.
+    """Bytes per parameter of a second, whole copy of the gradients on every rank.
 
-    16-bit gradients beside fp32 ones, and the buckets of data parallelism, where the stack keeps
-    them (`Stack`).
+    16-bit gradients beside fp32 ones, and the buckets of data parallelism, where the stack has them
+    (`Stack`).
     """
     stack, width = training.stack, training.precision.num_bytes
-    beside = stack.keeps_low_precision_gradients and training.gradient_precision.num_bytes > width
-    return width * (beside + (stack.ddp_buckets and dp > 1))
+    copies = 0
+    if stack.keeps_low_precision_gradients and training.gradient_precision.num_bytes > width:
+        copies += 1
+    if stack.ddp_buckets and dp > 1:
+        copies += 1
+    return width * copies
 
 
 def layer_states(
     layer: LayerClass,
     sharding: Sharding,
-    zero: int,
-    dp: int,
+    states: StateSharding,
     training: TrainingSpec,
     *,
     dp_rank: int = 0,
-    with_tied: bool = True,
-    offloaded: bool = False,
 ) -> StateBytes:
-    """States of one `layer` on data-parallel rank `dp_rank` of the `dp` that hold one copy
-    together.
-
-    with_tied: count the head's copy of a tied embedding; offloaded: the host keeps them, what is on
-    the device is left
-    """
+    """States of one `layer` on data-parallel rank `dp_rank`."""
     total = StateBytes()
     for operator in layer.operators:
-        total += operator_states(
-            operator,
-            sharding,
-            zero,
-            dp,
-            training,
-            dp_rank=dp_rank,
-            with_tied=with_tied,
-            offloaded=offloaded,
-        )
+        total += operator_states(operator, sharding, states, training, dp_rank=dp_rank)
     return total
 
 
 def operator_states(
     operator: Operator,
     sharding: Sharding,
-    zero: int,
-    dp: int,
+    states: StateSharding,
     training: TrainingSpec,
     *,
     dp_rank: int = 0,
-    with_tied: bool = True,
-    offloaded: bool = False,
 ) -> StateBytes:
     """States of one operator's parameters on data-parallel rank `dp_rank`, as `layer_states`."""
     total = StateBytes()
     for parameter in operator.parameters:
-        if with_tied or not parameter.tied:
-            shape, same = (
-                sharding.parameter_shape(operator, parameter),
-                holders(parameter, sharding, dp),
-            )
-            elements, stage = math.prod(shape), zero if same > 1 or offloaded else 0
-            if offloaded:
+        if states.with_tied or not parameter.tied:
+            shape = sharding.parameter_shape(operator, parameter)
+            same = holders(parameter, sharding, states.shards)
+            elements = math.prod(shape)
+            stage = states.zero if same > 1 or states.offloaded else 0
+            if states.offloaded:
                 total += offloaded_states(elements, stage, training)
             else:
-                index = dp_rank * same // dp  # neighbours hold different experts
+                index = dp_rank * same // states.shards  # neighbours hold different experts
                 total += states_of(elements, chunk_elements(shape, same, index), stage, training)
             total += StateBytes(gradients=gradient_copy_bytes(same, training) * elements)
     return total
@@ -182,9 +179,7 @@ def step_copy_bytes(
     *,
     with_tied: bool = True,
 ) -> int:
-    """Bytes that the gradients of `layer` are copied to for the optimizer's step, where the stack
-    updates from fp32 copies.
-    """
+    """Bytes of the fp32 gradient copies for the optimizer's step, where the stack makes them."""
     if training.gradient_precision is Precision.FP32:
         return 0
     return training.stack.step_copy_bytes * owned_parameters(
@@ -200,10 +195,10 @@ def owned_parameters(
     with_tied: bool = True,
     of_experts: bool | None = None,
 ) -> int:
-    """Parameters of `layer` on one tensor-parallel rank, or the largest of `shards` data-parallel
-    shards of them.
+    """Parameters of `layer` on one tensor-parallel rank.
 
-    of_experts: only those of the experts, or only the others
+    shards: the largest of so many data-parallel shards of them; of_experts: only expert parameters,
+    or only the rest
     """
     return sum(
         chunk_elements(
@@ -218,11 +213,10 @@ def owned_parameters(
 def ideal_states(
     num_parameters: int, ranks: int, training: TrainingSpec
 ) -> tuple[float, float, float]:
-    """Parameter, gradient and optimizer bytes per rank when nothing is held twice over `ranks`
-    ranks (EQUATIONS R2).
+    """Parameter, gradient and optimizer bytes per rank without redundancy (EQUATIONS R2).
 
-    In mixed precision the fp32 master is the one copy of the weights, so the ideal has no 16-bit
-    copy besides.
+    They are divided over `ranks` ranks. In mixed precision the fp32 master is the one copy of the
+    weights, so the ideal has no 16-bit copy besides.
     """
     share = num_parameters / ranks
     if training.precision is Precision.FP32:
@@ -235,13 +229,12 @@ def ideal_states(
 
 
 def zero_buffer_bytes(num_parameters: int, zero: int, dp: int, training: TrainingSpec) -> int:
-    """Temporary bytes that ZeRO needs for a layer of `num_parameters` tensor-parallel local
-    parameters.
+    """Temporary bytes that ZeRO needs for a layer of `num_parameters` on a tensor-parallel rank.
 
     ZeRO 1 casts one layer for its reduce-scatter; ZeRO 2 and 3 also hold the layer's unreduced
     gradient; ZeRO 3 also the gathered parameters of the current and the prefetched layer (EQUATIONS
     M2). A stack whose gradients lie in one contiguous buffer reduces and gathers in place at ZeRO 1
-    and 2; one may flatten them into a bucket at any stage.
+    and 2; it may flatten them into a bucket at any stage.
     """
     bucket = training.stack.bucket_elements * training.gradient_precision.num_bytes
     if zero == 0 or dp == 1 or (zero < 3 and not training.stack.zero_buffers):

@@ -1,8 +1,8 @@
-"""One operator, one strategy, its whole price: how each axis divides it, kept or recomputed, at a
-ZeRO stage (EQUATIONS S1).
+"""The whole price of one strategy of one operator (EQUATIONS S1).
 
-What depends on the operators around it is the price of its edges (costmodels/layers/tensor_flow.py,
-`layer.edge_time`).
+A strategy is the split of each axis, saved or recomputed, at a ZeRO stage. Costs that depend on the
+operators around it are the price of its edges (costmodels/layers/tensor_flow.py,
+`layer_price.edge_time`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from parplan.costmodels.layers.layer_price import StageAxes, ending_time
-from parplan.costmodels.layers.model_states import StateBytes, operator_states
+from parplan.costmodels.layers.model_states import StateBytes, StateSharding, operator_states
 from parplan.costmodels.layers.recompute import gradient_bytes, made_inside
 from parplan.costmodels.operators.compute import OperatorTime, operator_time
 from parplan.costmodels.operators.sharding import Sharding, Splits
@@ -22,13 +22,13 @@ from parplan.profiles.provenance import Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorPrice:
-    """What one strategy of an operator costs on one rank and for one micro-batch.
+    """The cost of one strategy of an operator on one rank and for one micro-batch.
 
-    compute, ending     its kernels, and what ends its partial sums, forward and backward
+    compute, ending     its kernels, and the end of its partial sums, forward and backward
     recompute           forward once more, with its ending, where it is recomputed
     states              bytes of its parameters, gradients and optimizer states by class
-    saved_bytes         what it makes itself and keeps for its backward pass (masks, scores); 0
-                        where it is recomputed
+    saved_bytes         tensors made inside and saved for its backward pass (masks, scores); 0 where
+                        it is recomputed
     temporary_bytes     gradients of its inputs, outputs and parameters while its backward pass runs
     """
 
@@ -55,7 +55,7 @@ class OperatorPrice:
 def single(
     operator: Operator, splits: Splits, degrees: tuple[int, ...], *, sequence_parallel: bool = False
 ) -> Sharding:
-    """A sharding of the axes of `degrees` in which `operator` is divided by `splits`."""
+    """Returns a sharding of the axes of `degrees` that divides `operator` by `splits`."""
     return Sharding(
         math.prod(degrees),
         sequence_parallel,
@@ -70,11 +70,11 @@ def operator_price(
     inside: StageAxes,
     training: TrainingSpec,
     *,
-    again: bool = False,
+    recomputed: bool = False,
     zero: int = 0,
     dp: int = 1,
 ) -> OperatorPrice:
-    """The price of one strategy; `zero` shards the states over `dp` data-parallel ranks."""
+    """Prices one strategy; `zero` shards the states over `dp` data-parallel ranks."""
     sharding = single(operator, splits, inside.degrees)
     compute = operator_time(operator, sharding, inside.machine, training)
     ending = ending_time(operator, sharding, compute, inside)
@@ -82,8 +82,8 @@ def operator_price(
     return OperatorPrice(
         compute=compute,
         ending=ending,
-        recompute=compute.forward + ending.forward if again else None,
-        states=operator_states(operator, sharding, zero, dp, training),
-        saved_bytes=0 if again else made,
+        recompute=compute.forward + ending.forward if recomputed else None,
+        states=operator_states(operator, sharding, StateSharding(zero, dp), training),
+        saved_bytes=0 if recomputed else made,
         temporary_bytes=gradient_bytes(operator, sharding, training.stack),
     )

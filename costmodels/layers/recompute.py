@@ -1,6 +1,4 @@
-"""Which operators of a layer run again in the backward pass, and what the layer keeps because of
-it.
-"""
+"""Recomputed operators of a layer, and the saved and temporary bytes that follow from them."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from parplan.profiles.stack import NEUTRAL, Stack
 
 
 class Recompute(StrEnum):
-    """How much of a block runs again: nothing, the operators that hold many bytes for few FLOPs, or
-    everything.
+    """The recompute level of a block.
+
+    Selective recompute repeats the operators that hold many bytes for few FLOPs.
     """
 
     NONE = "none"
@@ -30,9 +29,7 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
-RecomputedOperators = (
-    Recompute | tuple[str, ...]
-)  # what runs again in the backward pass: a level, or operators by name
+RecomputedOperators = Recompute | tuple[str, ...]  # a level, or the operators by name
 
 
 def recompute_operators(layer: LayerClass, level: RecomputedOperators) -> tuple[str, ...]:
@@ -40,7 +37,7 @@ def recompute_operators(layer: LayerClass, level: RecomputedOperators) -> tuple[
 
     Selective is the attention core where it stores its scores (Korthikanti et al. 2022, section 5);
     with flash attention, which recomputes them by itself, it is the norms and activation functions
-    whose outputs a matmul keeps.
+    whose outputs a matmul saves.
     """
     if isinstance(level, tuple):
         return level
@@ -69,10 +66,10 @@ def _stores_scores(operator: Operator) -> bool:
 def kept_tensors(layer: LayerClass, recompute: Iterable[str]) -> tuple[Tensor, ...]:
     """The activations held from the forward to the backward pass, each once.
 
-    Everything some operator's backward needs and every input of a recomputed operator, except what
-    the recomputed operators make: their own internal tensors and their outputs. The output of a
-    recomputed attention core stays for an output projection that is not recomputed, as in
-    Korthikanti's selective recompute (34 S b h).
+    These are the tensors that some operator's backward needs and every input of a recomputed
+    operator, except tensors made by recomputed operators: their own internal tensors and their
+    outputs. The output of a recomputed attention core stays for an output projection that is not
+    recomputed, as in Korthikanti's selective recompute (34 S b h).
     """
     kept: dict[str, Tensor] = {}
     for _, tensor in keepers(layer, recompute):
@@ -81,25 +78,27 @@ def kept_tensors(layer: LayerClass, recompute: Iterable[str]) -> tuple[Tensor, .
 
 
 def keepers(layer: LayerClass, recompute: Iterable[str] = ()) -> Iterator[tuple[Operator, Tensor]]:
-    """Each kept tensor with every operator that needs it kept, in the order of the operators."""
-    again = frozenset(recompute)
+    """Yields each saved tensor with every operator that needs it, in the order of the operators."""
+    recomputed = frozenset(recompute)
     remade = {
         t.name
         for op in layer.operators
-        if op.name in again
-        for t in (*_remade_outputs(op, layer, again), *made_inside(op))
+        if op.name in recomputed
+        for t in (*_remade_outputs(op, layer, recomputed), *made_inside(op))
     }
     for operator in layer.operators:
-        needed = (*operator.saved, *operator.inputs) if operator.name in again else operator.saved
+        needed = (
+            (*operator.saved, *operator.inputs) if operator.name in recomputed else operator.saved
+        )
         yield from (
             (operator, tensor) for tensor in dict.fromkeys(needed) if tensor.name not in remade
         )
 
 
 def _remade_outputs(
-    operator: Operator, layer: LayerClass, again: frozenset[str]
+    operator: Operator, layer: LayerClass, recomputed: frozenset[str]
 ) -> tuple[Tensor, ...]:
-    stays = operator.kind is OperatorKind.ATTENTION and not again.issuperset(
+    stays = operator.kind is OperatorKind.ATTENTION and not recomputed.issuperset(
         layer.graph.successors(operator.name)
     )
     return () if stays else operator.outputs
@@ -118,11 +117,10 @@ def saved_bytes(
     stack: Stack = NEUTRAL,
     on_host: Iterable[str] = (),
 ) -> int:
-    """Bytes one rank keeps of `layer` for one micro-batch (EQUATIONS M3), without what the
-    operators `on_host` send to the host.
+    """Bytes that one rank saves of `layer` for one micro-batch (EQUATIONS M3).
 
-    A stack that keeps the gathered input of a column-parallel product holds it whole; the others
-    gather it again.
+    Bytes that the operators `on_host` send to the host are left out. A stack that saves the
+    gathered input of a column-parallel product holds it whole; the others gather it a second time.
     """
     return sum(saved_bytes_by_operator(layer, sharding, recompute, stack, on_host).values())
 
@@ -134,12 +132,14 @@ def saved_bytes_by_operator(
     stack: Stack = NEUTRAL,
     on_host: Iterable[str] = (),
 ) -> dict[str, int]:
-    """The same by operator.
+    """The terms of `saved_bytes` by operator.
 
-    A tensor that several operators read where it was made, or gather from there, is kept once and
-    counts at the first of them; one that reads it divided in another way keeps a copy of its own.
+    A tensor that several operators read where it was made, or gather from there, is saved once and
+    counts at the first of them; an operator that reads it divided in another way saves its own
+    copy.
     """
-    total, away = dict.fromkeys((op.name for op in layer.operators), 0), frozenset(on_host)
+    total = dict.fromkeys((op.name for op in layer.operators), 0)
+    away = frozenset(on_host)
     for copy in _copies(layer, sharding, frozenset(recompute), stack):
         if copy.holder not in away:
             total[copy.counted_at] += copy.num_bytes
@@ -152,12 +152,12 @@ def host_bytes_by_operator(
     recompute: Iterable[str] = (),
     stack: Stack = NEUTRAL,
 ) -> dict[str, int]:
-    """Bytes that each operator sends to the host where it is one of those `on_host`.
+    """Bytes that each operator sends to the host if it is among `on_host`.
 
-    A tensor that several operators keep goes there if the first of them is named, in the order in
-    which they run: fused attention keeps what it gives before the projection behind it does. They
-    add up to `saved_bytes`, but for copies of the input of a layer that runs again as a whole: it
-    is sent as it came, once.
+    A tensor that several operators save goes there if the first of them is named, in the order in
+    which they run: fused attention saves its output before the projection behind it does. They add
+    up to `saved_bytes`, but for copies of the input of a layer that is recomputed as a whole: it is
+    sent as it came, once.
     """
     total = dict.fromkeys((op.name for op in layer.operators), 0)
     for copy in _copies(layer, sharding, frozenset(recompute), stack):
@@ -168,8 +168,10 @@ def host_bytes_by_operator(
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A part of a tensor that is kept: the operator that it counts at, the first that keeps it
-    (None: it stays), and its bytes.
+    """A saved part of a tensor.
+
+    counted_at   the operator that it counts at
+    holder       the first operator that saves it; None: it stays on the device
     """
 
     counted_at: str
@@ -178,20 +180,26 @@ class _Copy:
 
 
 def _copies(
-    layer: LayerClass, sharding: Sharding, again: frozenset[str], stack: Stack
+    layer: LayerClass, sharding: Sharding, recomputed: frozenset[str], stack: Stack
 ) -> Iterator[_Copy]:
-    flow, counted = tensor_flows_of(layer, sharding), set[tuple[str, str]]()
-    for operator, tensor in keepers(layer, again):
+    flow = tensor_flows_of(layer, sharding)
+    counted = set[tuple[str, str]]()
+    for operator, tensor in keepers(layer, recomputed):
         edge = flow.get((operator.name, tensor.name))
         copy = (
             tensor.name,
             operator.name if edge is not None and edge.keeps_own_copy(sharding.degrees) else "",
         )
         if copy not in counted:
-            more = bool(counted) and len(again) == len(layer.operators)
+            more = bool(counted) and len(recomputed) == len(layer.operators)
             counted.add(copy)
             for stored in _stored(
-                operator, tensor, sharding, edge, whole=stack.keeps_gathered_inputs, again=again
+                operator,
+                tensor,
+                sharding,
+                edge,
+                whole=stack.keeps_gathered_inputs,
+                recomputed=recomputed,
             ):
                 yield replace(stored, holder=None) if more else stored
 
@@ -203,18 +211,18 @@ def _stored(
     edge: TensorFlow | None,
     *,
     whole: bool,
-    again: frozenset[str],
+    recomputed: frozenset[str],
 ) -> Iterator[_Copy]:
-    """What is kept of a tensor that an operator needs: an input as `TensorFlow.kept_place` says, or
-    gathered where the stack does so.
+    """Yields the saved copies of a tensor that an operator needs.
 
-    With it counts the copy of a maker that keeps its own output elsewhere, unless it is among
-    `again`.
+    An input is saved at `TensorFlow.kept_place`, or gathered where the stack saves it so. With it
+    counts the copy of a maker that saves its own output at another placement, unless the maker is
+    recomputed.
     """
     if edge is None:
         yield _Copy(operator.name, operator.name, sharding.tensor_bytes(operator, tensor))
         return
-    maker = edge.maker if edge.makers_own and edge.maker not in again else None
+    maker = edge.maker if edge.makers_own and edge.maker not in recomputed else None
     place = edge.target if whole else edge.kept_place(sharding.degrees)
     yield _Copy(
         operator.name,
@@ -228,25 +236,27 @@ def _stored(
 def ideal_saved_bytes(
     layer: LayerClass, tp: int, recompute: Iterable[str] = (), on_host: Iterable[str] = ()
 ) -> float:
-    """The same without any redundancy: every kept tensor divided over all `tp` ranks (EQUATIONS
-    R2).
-    """
+    """Saved bytes without redundancy: each tensor divided over all `tp` ranks (EQUATIONS R2)."""
     return sum(ideal_bytes_by_operator(layer, tp, recompute, on_host).values())
 
 
 def ideal_bytes_by_operator(
     layer: LayerClass, tp: int, recompute: Iterable[str] = (), on_host: Iterable[str] = ()
 ) -> dict[str, float]:
-    """The same by operator: a tensor that several operators need counts at the first of them."""
-    counted, total = set[str](), dict.fromkeys((operator.name for operator in layer.operators), 0.0)
-    again, away = frozenset(recompute), frozenset(on_host)
+    """The terms of `ideal_saved_bytes` by operator.
+
+    A tensor that several operators need counts at the first of them.
+    """
+    counted = set[str]()
+    total = dict.fromkeys((operator.name for operator in layer.operators), 0.0)
+    recomputed, away = frozenset(recompute), frozenset(on_host)
     makers = {
         t.name: op.name
         for op in layer.operators
-        if op.name not in again and keeps_output(op)
+        if op.name not in recomputed and keeps_output(op)
         for t in op.outputs
     }
-    for operator, tensor in keepers(layer, again):
+    for operator, tensor in keepers(layer, recomputed):
         if tensor.name not in counted:
             counted.add(tensor.name)
             if makers.get(tensor.name, operator.name) not in away:
@@ -257,30 +267,29 @@ def ideal_bytes_by_operator(
 def workspace_bytes(
     layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL
 ) -> int:
-    """Temporary bytes while one micro-batch passes `layer`, beyond what the layer keeps.
+    """Temporary bytes while one micro-batch passes `layer`, beyond its saved tensors.
 
-    What is recomputed, and the most that the backward pass of one operator needs: gradients of its
-    inputs, outputs and parameters, less what the operators after it kept, which is free by then. A
-    column-parallel operator holds its whole gathered input, a row-parallel one the whole gradient
-    of its output; the libraries' workspaces of the stack are there all the time. Left out:
-    workspaces inside kernels.
+    They are the recomputed tensors and the most that the backward pass of one operator needs:
+    gradients of its inputs, outputs and parameters, less the saved tensors of the operators after
+    it, which are free by then. A column-parallel operator holds its whole gathered input, a
+    row-parallel one the whole gradient of its output; the libraries' workspaces of the stack are
+    there all the time. Left out: workspaces inside kernels.
     """
-    whole, kept = (
-        saved_bytes(layer, sharding, stack=stack),
-        saved_bytes(layer, sharding, recompute, stack),
-    )
+    whole = saved_bytes(layer, sharding, stack=stack)
+    kept = saved_bytes(layer, sharding, recompute, stack)
     return workspace_of(whole, kept, max(backward_bytes(layer, sharding, stack)), stack)
 
 
 def workspace_of(whole_bytes: int, kept_bytes: int, backward_bytes: int, stack: Stack) -> int:
-    """The same of a layer that keeps `whole_bytes` without recompute and `kept_bytes` with it, by
-    the most that an operator adds.
+    """Workspace bytes of a layer by its saved bytes without recompute and with it.
+
+    backward_bytes: the most that the backward pass of one operator adds
     """
     return max(0, whole_bytes - kept_bytes) + backward_bytes + stack.workspace_bytes
 
 
 def backward_bytes(layer: LayerClass, sharding: Sharding, stack: Stack) -> Iterator[int]:
-    """For each operator of the layer the bytes its backward pass adds to what the layer keeps."""
+    """Yields for each operator the bytes that its backward pass adds to the saved bytes."""
     freed, kept = 0, saved_bytes_by_operator(layer, sharding)
     for operator in reversed(layer.operators):
         yield gradient_bytes(operator, sharding, stack) - freed
@@ -288,8 +297,9 @@ def backward_bytes(layer: LayerClass, sharding: Sharding, stack: Stack) -> Itera
 
 
 def gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
-    """Gradients of the operator's inputs, outputs and parameters; of stored scores two, after and
-    before the softmax.
+    """Gradients of the operator's inputs, outputs and parameters.
+
+    Stored scores have two, after and before the softmax.
     """
     inputs = sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs)
     outputs = sum(
@@ -306,7 +316,7 @@ def gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
 
 
 def _logit_copies_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
-    """What the stack's loss holds beyond its input and the fp32 probabilities that it saves."""
+    """Bytes of the stack's loss beyond its input and the fp32 probabilities that it saves."""
     if operator.kind is not OperatorKind.CROSS_ENTROPY:
         return 0
     logits, probabilities = operator.inputs[0], operator.saved[0]

@@ -1,18 +1,18 @@
-"""Sub-pipelined tensor parallelism: all-reduces of one half of a micro-batch run under the compute
-of the other (EQUATIONS P8).
+"""Sub-pipelined tensor parallelism of the two halves of a micro-batch (EQUATIONS P8).
 
-A pass through a block is a row of *parts*, each computed for the first half and then for the
-second, and each but the last ended by an all-reduce that its half waits for: attention A,
-feed-forward M, and what follows (a residual sum). One stream computes, one sends, both in order.
-With x the seconds of half a part and c those of its all-reduce,
+All-reduces of one half run under the compute of the other. A pass through a block is a row of
+*parts*, each computed for the first half and then for the second, and each but the last ended by an
+all-reduce that its half waits for: attention A, feed-forward M, and the rest (a residual sum). One
+stream computes, one sends, both in order. With x the seconds of half a part and c those of its
+all-reduce,
 
-    comp(j) = max(comp(j-1), ar of the same half, one part before) + x_j        j over A1, A2, M1,
-    M2 ar(j)   = max(ar(j-1), comp(j)) + c_j
+    comp(j) = max(comp(j-1), ar of the same half, one part before) + x_j   j over A1, A2, M1, M2
+    ar(j)   = max(ar(j-1), comp(j)) + c_j
 
 Level 1 divides only the product whose result is all-reduced, level 2 a block, level 3 the blocks of
 a stage without waiting between them. With X = sum of 2 x, and c at most half an attention or
 feed-forward: X + 4c undivided, X + 2c, X + c and X; where communication bounds level 3, 4c (Lai et
-al. 2022, "Merak", arXiv 2206.04959, section 4.3). Numbers in, seconds out. Left out: that hidden
+al. 2022, "Merak", arXiv 2206.04959, section 4.3). Numbers in, seconds out. Left out: hidden
 communication slows the compute down (costmodels/layers/halved_layer.py adds it).
 """
 
@@ -28,7 +28,7 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class HalfTime:
-    """Seconds of one half: what it computes, and the all-reduce that ends it (0 for none)."""
+    """Seconds of one half: its compute, and the all-reduce that ends it (0 for none)."""
 
     compute_s: float
     sent_s: float = 0.0
@@ -36,7 +36,7 @@ class HalfTime:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """When compute and link are free, and when each half may go on."""
+    """Times at which compute and link are free, and at which each half may go on."""
 
     compute_s: float = 0.0
     link_s: float = 0.0
@@ -48,7 +48,7 @@ class _State:
 
 
 def _after(parts: Iterable[HalfTime], state: _State) -> _State:
-    """The state when `parts` have run from `state`: the recursion."""
+    """The state after `parts` have run from `state`: the recursion."""
     for part in parts:
         ready_s = []
         for before_s in state.ready_s:
@@ -61,18 +61,15 @@ def _after(parts: Iterable[HalfTime], state: _State) -> _State:
 
 
 def block_s(parts: Sequence[HalfTime]) -> float:
-    """Seconds of one pass through a block that begins and ends with both halves together (level
-    2).
-    """
+    """Seconds of one pass through a block that begins and ends with both halves (level 2)."""
     return _after(parts, _State()).end_s
 
 
 def row_s(parts: Sequence[HalfTime], blocks: int) -> float:
-    """Seconds of one pass through so many equal blocks without waiting between them (level 3): the
-    recursion over all of them.
+    """Seconds of one pass through so many equal blocks without waiting between them (level 3).
 
-    What a half does behind the last all-reduce of a block and before the first of the next is one
-    part. It takes block_s + (blocks - 1) pace_s, exactly.
+    The recursion runs over all of them. The operators of a half between the last all-reduce of a
+    block and the first of the next are one part. It takes block_s + (blocks - 1) pace_s, exactly.
     """
     last = _last_sent(parts)
     return _after(
@@ -96,11 +93,10 @@ def pace_s(parts: Sequence[HalfTime]) -> float:
 
 
 def _row_of(parts: Sequence[HalfTime], begin: int) -> tuple[float, float, float]:
-    """When compute is free and the halves may go on after a block, if all began at 0 of which the
-    index is `begin`, the others never.
+    """Times at which compute is free and the halves may go on after a block.
 
-    Between blocks the link is free once the second half may go on, or before: it is no time of its
-    own.
+    Before the block the time with index `begin` is 0, the other two never come. Between blocks the
+    link is free once the second half may go on, or before: it has no time of its own.
     """
     times = [0.0 if index == begin else _NEVER for index in range(3)]
     after = _after(_sending_last(parts), _State(times[0], times[2], (times[1], times[2])))
@@ -112,22 +108,15 @@ def _last_sent(parts: Sequence[HalfTime]) -> int:
 
 
 def _sending_last(parts: Sequence[HalfTime]) -> list[HalfTime]:
-    """The block from all-reduce to all-reduce: what follows the last one joins what comes before
-    the first.
-    """
+    """The block from all-reduce to all-reduce: its end joins the beginning of the next."""
     last = _last_sent(parts)
-    first, *others = parts[: last + 1]
-    return [
-        replace(
-            first, compute_s=first.compute_s + sum(part.compute_s for part in parts[last + 1 :])
-        ),
-        *others,
-    ]
+    first = parts[0]
+    after_s = sum(part.compute_s for part in parts[last + 1 :])
+    return [replace(first, compute_s=first.compute_s + after_s), *parts[1 : last + 1]]
 
 
 def linear_s(product_s: float, sent_s: float) -> float:
-    """Seconds of one product whose result is all-reduced, when its halves are sent as they come
-    (level 1).
+    """Seconds of one all-reduced product whose halves are sent as they come (level 1).
 
     2 x + c + max(0, c - x)       x = `product_s` and c = `sent_s` of one half
     """

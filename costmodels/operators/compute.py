@@ -1,16 +1,15 @@
-"""Seconds of one operator on one rank, forward and backward, without communication (EQUATIONS K1,
-K2, K3, K5).
+"""Seconds of one operator on one rank, forward and backward, without communication.
 
-The sum of its kernels (costmodels/operators/kernels.py), each by the curve of the device's profile
-that it is a point of. Every function here is pure.
+They are the sum of its kernels (costmodels/operators/operator_kernels.py, EQUATIONS K1, K2, K3,
+K5), each priced by its curve in the device's profile. Every function here is pure.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from parplan.costmodels.operators.host_launch import launch_cost_of, layouts_of
 from parplan.costmodels.operators.kernels import (
@@ -27,10 +26,10 @@ from parplan.costmodels.operators.kernels import (
     StreamKernel,
     fused_kernel,
     fused_kernel_of,
-    operator_kernels,
     product_kernel,
     update_kernels,
 )
+from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.corrections import Corrections, corrections_of
 from parplan.profiles.machines.curves import (
@@ -51,22 +50,20 @@ from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 @dataclass(frozen=True, slots=True)
 class OperatorTime:
-    """Seconds of one micro-batch on one rank. The backward pass is without recompute.
+    """Seconds of one micro-batch on one rank; the backward pass is without recompute.
 
-    weight      of the backward, what computes the gradients of matrices and their biases (those of
-                norms come with the input's)
+    weight      part of `backward` for the gradients of matrices and their biases; gradients of
+                norms are computed together with the input gradient
     """
 
     forward: Seconds
     backward: Seconds
     weight: Seconds = ZERO
 
-    def plus(self, other: OperatorTime) -> OperatorTime:
-        return (
-            self
-            if other is FREE
-            else OperatorTime(self.forward + other.forward, self.backward + other.backward)
-        )
+    def plus(self, added: OperatorTime) -> OperatorTime:
+        if added is FREE:
+            return self
+        return OperatorTime(self.forward + added.forward, self.backward + added.backward)
 
 
 FREE = OperatorTime(ZERO, ZERO)
@@ -74,8 +71,9 @@ FREE = OperatorTime(ZERO, ZERO)
 
 @functools.lru_cache(maxsize=64)
 def chip_of(machine: Machine, precision: Precision) -> Chip:
-    """The datasheet figures at `precision`. Raises ConfigError when the device has no such
-    arithmetic.
+    """Returns the datasheet figures at `precision`.
+
+    Raises ConfigError when the device has no such arithmetic.
     """
     device = machine.cluster.device
     return Chip(
@@ -86,86 +84,93 @@ def chip_of(machine: Machine, precision: Precision) -> Chip:
 
 
 def operator_time(
-    of: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec
+    operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec
 ) -> OperatorTime:
-    """Seconds of one rank's share of an operator, forward and backward, without communication and
-    without recompute.
+    """Seconds of one rank's share of an operator, without communication and recompute.
 
-    The kernels' own time, times the factor by which they take longer in a step than alone, the
-    host's where it adds to them (costmodels/operators/host_launch.py), and the factors of a
-    calibration. Where the host launches ahead it is a bound of the layer
+    The sum is the kernels' own time times the factor by which kernels are slower in a step than
+    alone, plus the host's seconds where they add to it (costmodels/operators/host_launch.py), times
+    the factors of a calibration. Where the host launches ahead, its seconds bound the layer instead
     (costmodels/layers/layer_price.py). Raises ConfigError when the device lacks the precision.
     """
     chip_of(machine, training.precision)
-    runs = operator_kernels(of, sharding, training)
+    runs = operator_kernels(operator, sharding, training)
     if not runs.forward:
         return FREE
-    forward, inputs, weights = (
-        tuple(kernel_time(kernel, machine, training) for kernel in kernels)
-        for kernels in (runs.forward, runs.inputs, runs.weights)
-    )
+    forward = _kernel_times(runs.forward, machine, training)
+    inputs = _kernel_times(runs.inputs, machine, training)
+    weights = _kernel_times(runs.weights, machine, training)
     pace = launch_cost_of(machine, training.stack)
 
     def in_step(cause: str, parts: tuple[Seconds, ...], host_s: float) -> Seconds:
-        alone = _sum(parts)
-        slower = alone.scaled(pace.kernel_slowdown) if pace.kernel_slowdown != 1.0 else alone
-        return machine.corrected(
-            cause, slower + Seconds(host_s, Kind.INTERPOLATED) if pace.adds else slower
-        )
+        time = _sum(parts)
+        if pace.kernel_slowdown != 1.0:
+            time = time.scaled(pace.kernel_slowdown)
+        if pace.adds:
+            time = time + Seconds(host_s, Kind.INTERPOLATED)
+        return machine.corrected(cause, time)
 
-    gradients, added = 2 if of.kind in PRODUCTS else 1, layouts_of(machine, training.stack)
-    more_s = (
-        (added.divided_forward_s, added.divided_backward_s)
-        if added and sharding.tp > 1
-        else (0.0, 0.0)
-    )
+    gradients = 2 if operator.kind in PRODUCTS else 1
+    divided_forward_s = divided_backward_s = 0.0
+    layout_cost = layouts_of(machine, training.stack) if sharding.tp > 1 else None
+    if layout_cost is not None:
+        divided_forward_s = layout_cost.divided_forward_s
+        divided_backward_s = layout_cost.divided_backward_s
     return OperatorTime(
-        in_step("forward", forward, pace.forward_s + more_s[0]),
-        in_step("backward", inputs + weights, gradients * (pace.backward_s + more_s[1])),
+        in_step("forward", forward, pace.forward_s + divided_forward_s),
+        in_step("backward", inputs + weights, gradients * (pace.backward_s + divided_backward_s)),
         in_step("backward", weights, pace.backward_s) if weights else ZERO,
     )
 
 
+def _kernel_times(
+    kernels: Sequence[Kernel], machine: Machine, training: TrainingSpec
+) -> tuple[Seconds, ...]:
+    return tuple(kernel_time(kernel, machine, training) for kernel in kernels)
+
+
 def _sum(parts: Sequence[Seconds]) -> Seconds:
-    return functools.reduce(operator.add, parts) if parts else ZERO
+    return functools.reduce(add, parts) if parts else ZERO
 
 
 def kernel_time(kernel: Kernel, machine: Machine, training: TrainingSpec) -> Seconds:
     """Seconds of one kernel alone on a machine."""
     if isinstance(kernel, ProductKernel):
         return _product_time(kernel, machine, training)
-    return (
-        _fused_time(kernel, machine, training)
-        if isinstance(kernel, FusedKernel)
-        else _stream_time(kernel, machine)
-    )
+    if isinstance(kernel, FusedKernel):
+        return _fused_time(kernel, machine, training)
+    return _stream_time(kernel, machine)
 
 
 def _product_time(kernel: ProductKernel, machine: Machine, training: TrainingSpec) -> Seconds:
-    """In fp8 the peak is that of fp8 at the efficiency fitted in 16 bits. Of fp8 and of grouped
-    products no point was measured.
+    """Seconds of one matrix product.
+
+    The fp8 price is the fp8 peak at the efficiency fitted in 16 bits. No fp8 product and no grouped
+    product was measured.
     """
-    chip, of = chip_of(machine, training.precision), kernel.product
+    chip = chip_of(machine, training.precision)
+    product = kernel.product
     curve: MatmulCurve = getattr(machine.profile.compute, kernel.curve)
     if kernel.fp8:
         chip = replace(chip, peak_flops_per_s=machine.cluster.device.peak(FP8))
-    form_s = kernel.slower * matmul_s(of, curve, chip)
+    form_s = kernel.slower * matmul_s(product, curve, chip)
     if kernel.fp8 or kernel.grouped:
         return Seconds(form_s, Kind.ANALYTIC)
     if curve.points:
         return _corrected(
             form_s,
-            _product_corrections(curve, kernel.curve, chip, of.operand_bytes, of.result_bytes),
+            _product_corrections(
+                curve, kernel.curve, chip, product.operand_bytes, product.result_bytes
+            ),
             kernel.sizes,
         )
-    # the bounds of un-fused attention's curves are of sequence and head_dim
-    return Seconds(
-        form_s, curve.kind_at((of.m, min(of.n, of.k)) if kernel.curve in BATCHED else kernel.sizes)
-    )
+    if kernel.curve in BATCHED:  # these curves are bounded by sequence and head_dim
+        return Seconds(form_s, curve.kind_at((product.m, min(product.n, product.k))))
+    return Seconds(form_s, curve.kind_at(kernel.sizes))
 
 
 def _corrected(form_s: float, corrections: Corrections, sizes: tuple[float, ...]) -> Seconds:
-    """What a form says, as the points of its curve correct it."""
+    """The seconds of a fitted form, corrected by the measured points of its curve."""
     factor, kind = corrections.factor(sizes)
     return Seconds(form_s * factor, kind)
 
@@ -182,25 +187,28 @@ def _product_corrections(
 
 
 def _fused_time(kernel: FusedKernel, machine: Machine, training: TrainingSpec) -> Seconds:
-    """With dropout by the curve of that where there is one; else as without it, of which no point
-    is.
+    """Seconds of fused attention.
+
+    Dropout has its own curve where the profile has one; otherwise it is priced like attention
+    without dropout, and that price is analytic.
     """
     chip, compute = chip_of(machine, training.precision), machine.profile.compute
     speed = getattr(
         compute.flash_speed(fused_kernel_of(training.stack, machine.cluster.device)), kernel.way
     )
-    both, own = (compute.flash_forward, compute.flash_backward), not kernel.dropped
+    curves = (compute.flash_forward, compute.flash_backward)
+    measured = not kernel.dropped
     if kernel.dropped and compute.dropped_flash is not None:
-        both, own = compute.dropped_flash, True
-    curve = both[kernel.way == BACKWARD]
+        curves = compute.dropped_flash
+        measured = True
+    curve = curves[1] if kernel.way == BACKWARD else curves[0]
     form_s = _fused_s(kernel, curve, chip) / speed
     if not curve.points:
-        return Seconds(
-            form_s, curve.kind_at((kernel.seq, kernel.head_dim)) if speed == 1.0 else Kind.ANALYTIC
-        )
+        kind = curve.kind_at((kernel.seq, kernel.head_dim)) if speed == 1.0 else Kind.ANALYTIC
+        return Seconds(form_s, kind)
     price = (
         _corrected(form_s, _fused_corrections(curve, kernel.way, chip), kernel.sizes)
-        if own
+        if measured
         else Seconds(form_s, Kind.ANALYTIC)
     )
     return price if speed == 1.0 else Seconds(price.value_s, Kind.ANALYTIC)
@@ -220,7 +228,7 @@ def _fused_s(kernel: FusedKernel, curve: FlashCurve, chip: Chip) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _fused_corrections(curve: FlashCurve, way: str, chip: Chip) -> Corrections:
-    """They are of causal attention, as every model here has it."""
+    """Corrections from causal attention, the only kind that the models here run."""
 
     def form_s(sizes: tuple[float, ...]) -> float:
         heads, seq, head_dim = map(int, sizes)
@@ -230,25 +238,25 @@ def _fused_corrections(curve: FlashCurve, way: str, chip: Chip) -> Corrections:
 
 
 def _stream_time(kernel: StreamKernel, machine: Machine) -> Seconds:
-    """By the machine's own curve of that operation, else what it is made of by the curves of their
-    classes.
+    """Seconds of a memory-bound operation by its own measured curve, else by that of its class.
 
-    On a machine that measured single operations, one that it did not is analytic: points of its
-    class are of others.
+    An operation with `parts` and without its own curve is the sum of its parts. A machine that
+    measured single operations gives an analytic price for any other operation, because the points
+    of the class belong to different operations.
     """
     compute, bytes_per_s = machine.profile.compute, machine.cluster.device.memory_bytes_per_s
-    own = _own_curve(kernel, compute)
-    if own is None and kernel.parts is not None:
+    own_curve = _own_curve(kernel, compute)
+    if own_curve is None and kernel.parts is not None:
         return _sum([_stream_time(part, machine) for part in kernel.parts])
-    curve = own or _curve_of(getattr(compute, kernel.like), kernel.way)
+    curve = own_curve or _curve_of(getattr(compute, kernel.like), kernel.way)
     form_s = memory_bound_s(kernel.n_bytes, curve, bytes_per_s)
-    if own is not None and own.points:
-        once = _corrected(form_s, _stream_corrections(own, bytes_per_s), kernel.sizes)
+    if own_curve is not None and own_curve.points:
+        once = _corrected(form_s, _stream_corrections(own_curve, bytes_per_s), kernel.sizes)
     else:
-        of_another = own is None and (
+        unmeasured = own_curve is None and (
             curve.points or (compute.named and kernel.name != kernel.like)
         )
-        once = Seconds(form_s, Kind.ANALYTIC if of_another else curve.kind_at(kernel.sizes))
+        once = Seconds(form_s, Kind.ANALYTIC if unmeasured else curve.kind_at(kernel.sizes))
     return once if kernel.times == 1 else once.scaled(kernel.times)
 
 
@@ -260,15 +268,16 @@ def _stream_corrections(curve: MemoryCurve, bytes_per_s: float) -> Corrections:
 
 
 def _own_curve(kernel: StreamKernel, compute: Compute) -> MemoryCurve | None:
-    """The machine's own curve of exactly this operation: a named one, or that of a class of one
-    operation, with its points.
+    """Returns the machine's curve of exactly this operation, or None.
+
+    It is a named curve, or the curve of a class of one operation that has points.
     """
     if kernel.name in compute.named:
         return _curve_of(compute.named[kernel.name], kernel.way)
-    curve = (
-        _curve_of(getattr(compute, kernel.name), kernel.way) if kernel.name == kernel.like else None
-    )
-    return curve if curve is not None and curve.points else None
+    if kernel.name != kernel.like:
+        return None
+    curve = _curve_of(getattr(compute, kernel.name), kernel.way)
+    return curve if curve.points else None
 
 
 def _curve_of(passes: PassCurves | MemoryCurve, way: str) -> MemoryCurve:
@@ -280,8 +289,8 @@ def _curve_of(passes: PassCurves | MemoryCurve, way: str) -> MemoryCurve:
 def optimizer_time(num_parameters: float, machine: Machine, training: TrainingSpec) -> Seconds:
     """Seconds of one Adam step over `num_parameters` of this rank (EQUATIONS K5).
 
-    Leaves out the norm of the gradients and their clipping, where the machine's own profile has no
-    curve of it.
+    Leaves out the norm of the gradients and their clipping where the machine's profile has no curve
+    of them.
     """
     if num_parameters <= 0:
         return ZERO

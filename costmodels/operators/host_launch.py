@@ -1,8 +1,7 @@
-"""What a step adds to the times of its operators alone: by what factor kernels take longer in it,
-and what the host needs.
+"""Launch cost of operators: the slowdown of kernels within a step, and the host's seconds.
 
-One place decides whose figures these are: those that the machine's own profile has of this software
-stack, else the stack's.
+The figures come from the machine's own profile where it was measured with this software stack,
+otherwise from the stack.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from parplan.profiles.stack import Stack
 
 @dataclass(frozen=True, slots=True)
 class LaunchCost:
-    """The factor of kernels, and seconds of the host for one operator in the forward and in the
-    backward pass.
+    """The kernel slowdown, and the host's seconds for one operator forward and backward.
 
-    adds    the host's seconds are part of every operator (there is no other device, or it waits);
-            otherwise the host launches ahead, and they bound the layer from below
+    adds    the host's seconds are part of every operator, because the host is the device or waits
+            for it; otherwise the host launches ahead and its seconds bound the layer from below
     """
 
     kernel_slowdown: float
@@ -31,33 +29,38 @@ class LaunchCost:
 
 
 def launch_cost_of(machine: Machine, stack: Stack) -> LaunchCost:
-    """How operators run in a step of `stack` on `machine`."""
-    own = machine.profile.in_step
-    if own is None or own.stack != stack.name:
+    """Returns the launch cost of operators in a step of `stack` on `machine`."""
+    measured = machine.profile.in_step
+    if measured is None or measured.stack != stack.name:
         return LaunchCost(stack.kernel_slowdown, stack.host_operator_s, stack.host_operator_s)
-    return LaunchCost(own.kernel_slowdown, own.forward_s, own.backward_s, own.host_adds)
+    return LaunchCost(
+        measured.kernel_slowdown, measured.forward_s, measured.backward_s, measured.host_adds
+    )
 
 
 def launch_s(machine: Machine, stack: Stack) -> tuple[float, float]:
-    """Seconds in which the host launches one operator forward and backward, as far as these bound a
-    layer, after calibration.
+    """Calibrated seconds to launch one operator, forward and backward.
+
+    They are 0 where the host's seconds are part of every operator.
     """
     pace = launch_cost_of(machine, stack)
     if pace.adds:
         return 0.0, 0.0
-    return pace.forward_s * machine.launch_factor(
-        "forward"
-    ), pace.backward_s * machine.launch_factor("backward")
+    forward_s = pace.forward_s * machine.launch_factor("forward")
+    return forward_s, pace.backward_s * machine.launch_factor("backward")
 
 
 def layouts_of(machine: Machine, stack: Stack) -> InStep | None:
-    """What layouts add to a step of `stack` on `machine`; None where nobody measured it, or the
-    host launches ahead and hides it.
+    """Returns the measured extra costs of parallel layouts on `machine`.
+
+    None where nobody measured them with `stack`, or where the host launches ahead and hides them.
     """
-    own = machine.profile.in_step
-    return own if own is not None and own.stack == stack.name and own.host_adds else None
+    measured = machine.profile.in_step
+    if measured is None or measured.stack != stack.name or not measured.host_adds:
+        return None
+    return measured
 
 
 def host(seconds: float) -> Seconds:
-    """Seconds of the host, between measured ones."""
+    """Seconds of the host, interpolated between measured ones."""
     return Seconds(seconds, Kind.INTERPOLATED) if seconds else ZERO

@@ -1,11 +1,10 @@
-"""How the mesh axes inside a stage divide the operators of a layer (EQUATIONS S1), derived from the
-operators' dims.
+"""Sharding of a layer's operators over the mesh axes inside a stage (EQUATIONS S1).
 
-Each axis splits one of an operator's dims, or none. What follows is mechanical: a tensor that has
-the dim is divided along it, one that lacks it is whole on every rank; splitting the contracted dim
-leaves partial sums of the output, which an all-reduce or a reduce-scatter ends; an input that lacks
-the split dim has partial sums as its gradient, and so has a parameter. Megatron's tensor and
-sequence parallelism are the default: every axis splits the operator's parallel dim.
+Each axis splits one of an operator's dims, or none. The rest follows from the dims: a tensor that
+has the split dim is divided along it, and a tensor that lacks it is whole on every rank. Splitting
+the contracted dim leaves partial sums of the output, which an all-reduce or a reduce-scatter ends.
+An input or a parameter that lacks the split dim has partial sums as its gradient. Megatron's tensor
+and sequence parallelism are the default: every axis splits the operator's parallel dim.
 """
 
 from __future__ import annotations
@@ -24,20 +23,16 @@ from parplan.profiles.models.operator_graph import (
 )
 
 PARTIAL = "partial"  # a placement: every rank holds a summand
-SCATTERED = (
-    "batch",
-    "sequence",
-)  # what the reduce-scatter of partial sums may divide: the executor runs these
-Place = tuple[
-    str | None, ...
-]  # of a tensor, by axis: the dim that is divided, None where every rank holds it whole, or PARTIAL
+SCATTERED = ("batch", "sequence")  # dims that the executor can reduce-scatter partial sums over
+# placement of a tensor, by axis: the divided dim, None where every rank holds it whole, or PARTIAL
+Place = tuple[str | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What one mesh axis does with one operator.
+    """The split of one operator by one mesh axis.
 
-    dim      the operator's dim that it splits; None: every rank of the axis computes the same
+    dim      the operator's dim that the axis splits; None: every rank of the axis computes the same
     result   where `dim` is contracted: the dim of the output that a reduce-scatter splits, None for
              an all-reduce
     """
@@ -54,14 +49,14 @@ Splits = tuple[Split, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How one layer is divided over `tp` ranks; `sequence_parallel`: between layers activations are
-    split by token.
+    """The division of one layer over `tp` ranks.
 
-    own    the operators that are divided otherwise than in Megatron's way
-    axes   the degrees of the axes that `tp` is made of; empty for one axis
-    ep     over how many data-parallel ranks the experts are divided
-    overlap    of a block, the level of sub-pipelining, 0 to 3: it divides the micro-batch in time,
-               not over ranks (costmodels/layers/halved_layer.py)
+    sequence_parallel  activations between layers are split by token
+    own                the operators that are not divided as in Megatron
+    axes               the degrees of the axes that `tp` consists of; empty for one axis
+    ep                 number of data-parallel ranks over which the experts are divided
+    overlap            sub-pipelining level of a block, 0 to 3: it divides the micro-batch in time,
+                       not over ranks (costmodels/layers/halved_layer.py)
     """
 
     tp: int = 1
@@ -77,11 +72,11 @@ class Sharding:
 
     @property
     def boundary(self) -> Place:
-        """Where the activations between layers are."""
+        """The placement of activations between layers."""
         return ("sequence" if self.sequence_parallel else None,) * len(self.degrees)
 
     def splits(self, operator: Operator) -> Splits:
-        """What each axis does with `operator`."""
+        """The split of `operator` by each axis."""
         for name, splits in self.own:
             if name == operator.name:
                 return splits
@@ -90,7 +85,7 @@ class Sharding:
         )
 
     def parts(self, operator: Operator, dim_name: str) -> int:
-        """Into how many parts the operator's dim of that name is divided."""
+        """The number of parts into which the operator's dim of that name is divided."""
         if dim_name == EXPERTS_DIM:
             return self.ep
         return math.prod(
@@ -104,21 +99,15 @@ class Sharding:
         return -(-operator.size(dim_name) // self.parts(operator, dim_name))
 
     def place(self, operator: Operator, tensor: Tensor) -> Place:
-        """Where the operator reads, keeps or leaves one of its tensors; its output after the
-        partial sums are ended.
-        """
+        """The placement of one of the operator's tensors; partial sums of outputs are ended."""
         return tuple(_where(operator, tensor, split, ends=True) for split in self.splits(operator))
 
     def place_inside(self, operator: Operator, tensor: Tensor) -> Place:
-        """As `place`, with outputs as the operator computes them: PARTIAL where it sums over the
-        dim that is split.
-        """
+        """Like `place`, with outputs as computed: PARTIAL where the contracted dim is split."""
         return tuple(_where(operator, tensor, split, ends=False) for split in self.splits(operator))
 
     def gradient_place(self, operator: Operator, tensor: Tensor) -> Place:
-        """Where the operator leaves the gradient of one of its inputs: PARTIAL where the input
-        lacks the split dim.
-        """
+        """The placement of an input's gradient: PARTIAL where the input lacks the split dim."""
         return tuple(
             PARTIAL if s.dim and not tensor.has(s.dim) else s.dim for s in self.splits(operator)
         )
@@ -128,13 +117,11 @@ class Sharding:
         return -(-tensor.num_bytes // placed_parts(place, self.degrees))
 
     def tensor_bytes(self, operator: Operator, tensor: Tensor) -> int:
-        """Bytes on one rank of a tensor where the operator reads, keeps or leaves it."""
+        """Bytes on one rank of a tensor at its `place`."""
         return self.local_bytes(tensor, self.place(operator, tensor))
 
     def parameter_shape(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
-        """The shape of a parameter on one rank; the matrices of its experts lie one under the
-        other.
-        """
+        """The shape of a parameter on one rank; matrices of several experts are stacked by rows."""
         shape = tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
         return (shape[0] * shape[1], *shape[2:]) if parameter.of_experts else shape
 
@@ -146,9 +133,7 @@ class Sharding:
         )
 
     def summed_axes(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
-        """The axes over which the gradient of a parameter is a sum: those that split a dim which
-        the parameter lacks.
-        """
+        """The axes over which a parameter's gradient is a sum: they split a dim that it lacks."""
         return tuple(
             axis
             for axis, split in enumerate(self.splits(operator))
@@ -159,9 +144,7 @@ class Sharding:
 
 
 def _where(operator: Operator, tensor: Tensor, split: Split, *, ends: bool) -> str | None:
-    """Where `split` puts a tensor of the operator; `ends`: an output once its partial sums are
-    added up.
-    """
+    """The placement that `split` gives a tensor; `ends`: partial sums of outputs are ended."""
     if tensor.has(split.dim):
         return split.dim
     if (
@@ -174,14 +157,12 @@ def _where(operator: Operator, tensor: Tensor, split: Split, *, ends: bool) -> s
 
 
 def placed_parts(place: Place, degrees: tuple[int, ...]) -> int:
-    """Into how many parts a tensor at `place` is divided."""
+    """The number of parts into which a tensor at `place` is divided."""
     return math.prod(p for p, dim in zip(degrees, place, strict=True) if dim not in (None, PARTIAL))
 
 
 def megatron_split(operator: Operator, *, sequence_parallel: bool) -> Split:
-    """Megatron's tensor parallelism: the parallel dim is split, under sequence parallelism all else
-    by token.
-    """
+    """Megatron's split: the parallel dim; under sequence parallelism everything else by token."""
     tokens = "sequence" if sequence_parallel else None
     if operator.parallel_dim is None:
         return Split(tokens)
@@ -192,7 +173,7 @@ def megatron_split(operator: Operator, *, sequence_parallel: bool) -> Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A way to divide an operator that is not legal, and why."""
+    """An illegal way to divide an operator, and the reason."""
 
     splits: Splits
     reason: str
@@ -201,9 +182,7 @@ class Rejected:
 def operator_splits(
     operator: Operator, degrees: tuple[int, ...]
 ) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
-    """Every way to divide `operator` over axes of `degrees`: the legal ones, and the others with
-    their reason.
-    """
+    """Returns every legal way to divide `operator` over axes of `degrees`, and the rejected."""
     legal, rejected = [], []
     for splits in itertools.product(
         *(tuple(_axis_splits(operator)) if p > 1 else (Split(),) for p in degrees)
@@ -217,7 +196,7 @@ def operator_splits(
 
 
 def _axis_splits(operator: Operator) -> Iterator[Split]:
-    """What one axis can do: split nothing, or any dim; partial sums end whole or divided."""
+    """Yields the splits of one axis: no dim, or any dim; partial sums end whole or divided."""
     yield Split()
     for dim in operator.dims:
         yield Split(dim.name)
@@ -226,7 +205,7 @@ def _axis_splits(operator: Operator) -> Iterator[Split]:
 
 
 def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> str | None:
-    """Why the operator cannot be divided so, or None."""
+    """Returns the reason why the operator cannot be divided so, or None."""
     for split in splits:
         for name, reason in operator.undivided:
             if name == split.dim:
@@ -240,15 +219,16 @@ def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> st
             if dim.name in (split.dim, split.result)
         )
         if dim.size % (parts * dim.unit):
-            of = f", {dim.size // dim.unit} groups of {dim.unit}" if dim.unit > 1 else ""
-            return f"{parts} ranks do not divide {dim.name} {dim.size}{of}"
+            groups = f", {dim.size // dim.unit} groups of {dim.unit}" if dim.unit > 1 else ""
+            return f"{parts} ranks do not divide {dim.name} {dim.size}{groups}"
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placements:
-    """DTensor placements over the tensor-parallel axis, as `Shard(0)@tp`; an empty tuple is
-    Replicate.
+    """DTensor placements over the tensor-parallel axis, as `Shard(0)@tp`.
+
+    An empty tuple is Replicate.
     """
 
     parameters: dict[str, tuple[str, ...]]
@@ -257,8 +237,7 @@ class Placements:
 
 
 def placements(operator: Operator, sharding: Sharding) -> Placements:
-    """The placements that `sharding`, of one axis, gives an operator's parameters, input and
-    output.
+    """The placements of an operator's parameters, input and output under a sharding of one axis.
 
     Activations are [batch, sequence, feature]: `Shard(2)@tp` splits features, `Shard(1)@tp` tokens.
     """
@@ -268,28 +247,26 @@ def placements(operator: Operator, sharding: Sharding) -> Placements:
         (where,) = sharding.place(operator, tensors[0]) if tensors else (None,)
         return (f"Shard({[dim.name for dim in tensors[0].dims].index(where)})@tp",) if where else ()
 
-    def parameter(found: Parameter) -> tuple[str, ...]:
-        dim = found.tensor_dim(split.dim)
+    def parameter_placement(parameter: Parameter) -> tuple[str, ...]:
+        dim = parameter.tensor_dim(split.dim)
         return () if dim is None else (f"Shard({dim})@tp",)
 
     scalar = operator.kind is OperatorKind.CROSS_ENTROPY  # the loss of the tokens is one sum
     return Placements(
-        parameters={found.name: parameter(found) for found in operator.parameters},
+        parameters={each.name: parameter_placement(each) for each in operator.parameters},
         input=activation(operator.inputs),
         output=() if scalar else activation(operator.outputs),
     )
 
 
-def placed_splits(operator: Operator, tp: int, found: Placements) -> Splits | None:
-    """The legal way to divide `operator` over `tp` ranks that gives the placements `found`, or
-    None.
-    """
+def placed_splits(operator: Operator, tp: int, expected: Placements) -> Splits | None:
+    """Returns the legal way to divide `operator` over `tp` ranks that gives `expected`, or None."""
     legal, _ = operator_splits(operator, (tp,))
     return next(
         (
             splits
             for splits in legal
-            if placements(operator, Sharding(tp, own=((operator.name, splits),))) == found
+            if placements(operator, Sharding(tp, own=((operator.name, splits),))) == expected
         ),
         None,
     )

@@ -1,14 +1,13 @@
-"""What a pipeline rank does, one action after the other, and the text of it:
-torch.distributed.pipelining's compute-only CSV.
+"""Actions of pipeline ranks, and their text: the compute-only CSV of torch.distributed.pipelining.
 
     0F3     forward of virtual stage 0 and micro-batch 3
     0B3     its backward (with its recompute, unless 0R3 was before): gradients of the input and of
             the weights
-    0R3     its recompute ahead of the gradient, so that the rank does not wait for that idly
+    0R3     its recompute ahead of the gradient, while the rank waits for the gradient
     0I3     the gradient of its input alone, which the stage before waits for
     0W3     the gradients of its weights, some time after 0I3 on the same rank
 
-One line per pipeline rank, actions separated by commas.
+There is one line per pipeline rank, with actions separated by commas.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One pass of one micro-batch through the rank's local model chunk `chunk`; a backward has its
-    recompute in it unless R was before.
+    """One pass of one micro-batch through the rank's local model chunk `chunk`.
+
+    A backward includes its recompute unless R was before.
     """
 
     work: ActionKind
@@ -51,13 +51,13 @@ class Action:
 
 
 def row(order: Sequence[Action], stages: Sequence[int]) -> str:
-    """The CSV line of a rank whose chunk c is virtual stage `stages[c]`."""
+    """Returns the CSV line of a rank whose chunk c is virtual stage `stages[c]`."""
     return ",".join(f"{stages[action.chunk]}{action.work}{action.micro_batch}" for action in order)
 
 
 def parse_row(text: str, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
-    """(virtual stage, work, micro-batch) of every action of a rank. Raises ConfigError."""
-    found = []
+    """Returns (virtual stage, work, micro-batch) of every action of a rank. Raises ConfigError."""
+    parsed = []
     for place, entry in enumerate(text.split(","), start=1):
         match = _TEXT.fullmatch(entry.strip())
         if match is None:
@@ -65,12 +65,12 @@ def parse_row(text: str, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
                 f"pipeline.actions, rank {rank}, entry {place}: {entry.strip()!r} is no action",
                 hint=f"write {_CSV}",
             )
-        found.append((int(match[1]), ActionKind(match[2]), int(match[3])))
-    return tuple(found)
+        parsed.append((int(match[1]), ActionKind(match[2]), int(match[3])))
+    return tuple(parsed)
 
 
 def placement_of(rows: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """By rank the virtual stages that its line names, ascending. Raises ConfigError."""
+    """Returns by rank the virtual stages that its line names, ascending. Raises ConfigError."""
     return tuple(
         tuple(sorted({stage for stage, _, _ in parse_row(text, rank)}))
         for rank, text in enumerate(rows)
@@ -78,8 +78,9 @@ def placement_of(rows: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def orders_of(rows: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
-    """The action lists that CSV lines say, by rank; chunks are numbered as in `placement_of`.
-    Raises ConfigError.
+    """Returns the action lists of CSV lines, by rank. Raises ConfigError.
+
+    Chunks are numbered as in `placement_of`.
     """
     orders = []
     for rank, text in enumerate(rows):
@@ -96,12 +97,12 @@ def orders_of(rows: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
 def check(
     rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_batches: int
 ) -> dict[int, int]:
-    """The rank of every virtual stage. Raises ConfigError unless the CSV lines are a step that
-    every rank can finish.
+    """Returns the rank of every virtual stage of a step that every rank can finish.
 
-    Every virtual stage is on one rank, `virtual_stages` on each; every micro-batch passes through
-    every stage once forward and once backward, the backward whole (B), after its recompute (R,
-    later B) or in two parts (I, later W); and no rank waits for another that waits for it.
+    Raises ConfigError unless every virtual stage is on one rank, `virtual_stages` are on each,
+    every micro-batch passes through every stage once forward and once backward, the backward whole
+    (B), after its recompute (R, later B) or in two parts (I, later W), and no rank waits for
+    another that waits for it.
     """
     if len(rows) != num_ranks:
         raise ConfigError(
@@ -109,25 +110,26 @@ def check(
             hint=f"give {_CSV}",
         )
     parsed = [parse_row(text, rank) for rank, text in enumerate(rows)]
-    home = _homes(parsed, virtual_stages)
+    rank_of_stage = _ranks_of_stages(parsed, virtual_stages)
     for rank, actions in enumerate(parsed):
         _check_rank(actions, rank, num_micro_batches)
-    _check_ends(parsed, len(home))
-    return home
+    _check_ends(parsed, len(rank_of_stage))
+    return rank_of_stage
 
 
-def _homes(
+def _ranks_of_stages(
     parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], virtual_stages: int
 ) -> dict[int, int]:
-    """The rank of every virtual stage."""
+    """Returns the rank of every virtual stage."""
     num_stages = len(parsed) * virtual_stages
-    home: dict[int, int] = {}
+    rank_of_stage: dict[int, int] = {}
     for rank, actions in enumerate(parsed):
         stages = sorted({stage for stage, _, _ in actions})
         for stage in stages:
-            if home.setdefault(stage, rank) != rank:
+            if rank_of_stage.setdefault(stage, rank) != rank:
                 raise ConfigError(
-                    f"pipeline.actions: virtual stage {stage} is on rank {home[stage]} and on rank {rank}",
+                    f"pipeline.actions: virtual stage {stage} is on rank {rank_of_stage[stage]} "
+                    f"and on rank {rank}",
                     hint=_CORRECT,
                 )
             if stage >= num_stages:
@@ -137,16 +139,17 @@ def _homes(
                 )
         if len(stages) != virtual_stages:
             raise ConfigError(
-                f"pipeline.actions, rank {rank}: it has virtual stages {stages}, not {virtual_stages} of them",
+                f"pipeline.actions, rank {rank}: it has virtual stages {stages}, "
+                f"not {virtual_stages} of them",
                 hint=_CORRECT,
             )
-    return home
+    return rank_of_stage
 
 
 def _check_rank(
     actions: Sequence[tuple[int, ActionKind, int]], rank: int, num_micro_batches: int
 ) -> None:
-    """Each pass once, and the passes of one stage and micro-batch in order."""
+    """Checks that each pass runs once, and the passes of a stage and micro-batch in order."""
     done: dict[tuple[int, int], str] = {}
     for stage, work, micro_batch in actions:
         where = f"pipeline.actions, rank {rank}: {stage}{work}{micro_batch}"
@@ -158,7 +161,8 @@ def _check_rank(
         before = done.get((stage, micro_batch), "")
         if before + work not in ("F", "FB", "FR", "FRB", "FI", "FIW"):
             raise ConfigError(
-                f"{where} comes after {before or 'nothing'} of that stage and micro-batch; it must be {_PASSES}",
+                f"{where} comes after {before or 'nothing'} of that stage and micro-batch; "
+                f"it must be {_PASSES}",
                 hint=_CORRECT,
             )
         done[stage, micro_batch] = before + work
@@ -167,13 +171,14 @@ def _check_rank(
             had = done.get((stage, micro_batch), "")
             if had not in ("FB", "FRB", "FIW"):
                 raise ConfigError(
-                    f"pipeline.actions, rank {rank}: stage {stage} and micro-batch {micro_batch} have {had or 'nothing'}, not {_PASSES}",
+                    f"pipeline.actions, rank {rank}: stage {stage} and micro-batch {micro_batch} "
+                    f"have {had or 'nothing'}, not {_PASSES}",
                     hint=_CORRECT,
                 )
 
 
 def _check_ends(parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], num_stages: int) -> None:
-    """Run the lists without durations; what is left waits for ever."""
+    """Runs the lists without durations; the actions that are left wait forever."""
     over: set[tuple[str, int, int]] = set()
     todo = [list(reversed(actions)) for actions in parsed]
     moved = True
@@ -197,16 +202,14 @@ def _check_ends(parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], num_sta
 
 
 def _passed(work: ActionKind) -> str:
-    """What is over for the neighbours: a forward, or the gradient of the input; they do not ask for
-    the others.
-    """
+    """The pass that neighbours wait for: a forward or the gradient of the input."""
     return {ActionKind.BACKWARD: "I"}.get(work, work.value)
 
 
 def _arrived(
     action: tuple[int, ActionKind, int], over: set[tuple[str, int, int]], num_stages: int
 ) -> bool:
-    """Whether what the action needs from other stages is there."""
+    """Returns true when the inputs of the action from other stages have arrived."""
     stage, work, micro_batch = action
     if work is ActionKind.FORWARD:
         return stage == 0 or ("F", stage - 1, micro_batch) in over

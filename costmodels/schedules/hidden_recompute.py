@@ -1,11 +1,10 @@
-"""What a rank's pass of one micro-batch adds to the closed form of a step, where recompute may run
-ahead of the gradient (EQUATIONS P5).
+"""Recompute ahead of the gradient in the closed form of a step (EQUATIONS P5).
 
     T = (M - a - e) max_s t_s + e max_s n_s + a sum_s u_s + max_s tail_s
 
-t_s is the whole pass of rank s, n_s the pass without its recompute, u_s what of it is in the ramps,
-where only one rank works. Without recompute ahead e = 0 and n = u = t. With it (a = 1) a rank
-recomputes in the ramp while it waits, so u_s is n_s, but
+t_s is the whole pass of rank s, n_s the pass without its recompute, u_s the part of it in the
+ramps, where only one rank works. Without recompute ahead e = 0 and n = u = t. With it (a = 1) a
+rank recomputes in the ramp while it waits, so u_s is n_s, but
 
     early recompute      e = 0    u of the last rank is t: it waits for nobody
     last-no-recompute    e = 1
@@ -13,7 +12,7 @@ recomputes in the ramp while it waits, so u_s is n_s, but
                          recompute, backward and forward
 
 On equal ranks, the last of the last two without recompute, this is the table of EQUATIONS P4: e
-passes of the slowest rank have their recompute hidden. T is never below what the same ranks take
+passes of the slowest rank have their recompute hidden. T is never below the time of the same ranks
 without any recompute, (M - 1) max n + sum n. [derived]
 """
 
@@ -34,7 +33,7 @@ _Seconds = TypeVar("_Seconds", float, npt.NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True)
 class HiddenRecompute:
-    """Of a schedule with recompute ahead: e, and by rank n and u."""
+    """e of a schedule with recompute ahead (`hidden`), and n and u by rank."""
 
     hidden: int
     plain_s: Sequence[float]
@@ -42,7 +41,7 @@ class HiddenRecompute:
 
 
 def hidden_passes(schedule: Schedule) -> int:
-    """e: of how many passes of the slowest rank the recompute is hidden."""
+    """e: the number of passes of the slowest rank whose recompute is hidden."""
     return _HIDDEN.get(schedule, 0)
 
 
@@ -54,8 +53,9 @@ def plain_and_ramp(
     recompute_s: _Seconds,
     longer_s: _Seconds,
 ) -> tuple[_Seconds, _Seconds]:
-    """n and u of a rank, for one pass or for an array of them; longer_s: its backward pass less its
-    forward pass.
+    """Returns n and u of a rank, for one pass or for an array of them.
+
+    longer_s: its backward pass less its forward pass
     """
     if schedule not in AHEAD or (schedule is Schedule.EARLY_RECOMPUTE and rank == num_ranks - 1):
         return time_s, time_s

@@ -1,10 +1,9 @@
-"""Pipeline schedules: the list of actions each pipeline rank runs, and what follows from the lists
-in closed form.
+"""Pipeline schedules: the action list of each pipeline rank, and its consequences in closed form.
 
-Every schedule here has one shape (EQUATIONS P1, M4). A rank knows the order of its forwards and the
-order of its backwards; it runs `warm-up` forwards, then one forward and one backward in turn until
-the forwards are used up, then the remaining backwards. The schedules differ only in the two orders
-and in the length of the warm-up:
+Most schedules here have one shape (EQUATIONS P1, M4). A rank knows the order of its forwards and
+the order of its backwards; it runs `warm-up` forwards, then one forward and one backward in turn
+until the forwards are used up, then the remaining backwards. The schedules differ only in the two
+orders and in the length of the warm-up:
 
     GPipe         M                                 Huang et al. 2019, arXiv:1811.06965
     1F1B          min(M, P - rank - 1)              Narayanan et al. 2019 (PipeDream), 2021; with a
@@ -19,7 +18,7 @@ rank r is virtual stage c P + r of the P v stages that a micro-batch walks throu
 Early recompute, last-no-recompute and the shifted critical path are 1F1B with recompute ahead of
 the gradient, the last with one forward more on one stage (costmodels/schedules/merak_schedules.py).
 Two schedules have another shape: ZBV splits the backward and folds the stages into a V
-(costmodels/schedules/zero_bubble.py), and a custom one is whatever lists a plan carries
+(costmodels/schedules/zero_bubble.py), and a custom one is the lists in its plan
 (costmodels/schedules/actions.py).
 """
 
@@ -53,18 +52,17 @@ class Schedule(StrEnum):
 
 
 MOST_PASSES = 2_000_000  # of a step, which is simulated pass by pass: 10 to 20 s
-SPLIT = frozenset({Schedule.ZBV})  # their lists split backwards; a custom one may
-AHEAD = frozenset(
-    {Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP}
-)  # theirs recompute ahead; a custom one may
-LAST_KEEPS_ALL = frozenset(
-    {Schedule.LAST_NO_RECOMPUTE, Schedule.SCP}
-)  # of whose last stage nothing may be recomputed
+SPLIT = frozenset({Schedule.ZBV})  # schedules with split backwards; a custom one may have them
+# schedules that recompute ahead of the gradient; a custom one may
+AHEAD = frozenset({Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP})
+# schedules that forbid recompute on the last stage
+LAST_KEEPS_ALL = frozenset({Schedule.LAST_NO_RECOMPUTE, Schedule.SCP})
 
 
 def rank_of(schedule: Schedule, stage: int, num_ranks: int) -> int:
-    """The pipeline rank of a virtual stage: round and round, or down and up again (not for a custom
-    schedule).
+    """Returns the pipeline rank of a virtual stage; custom schedules are excluded.
+
+    Ranks follow each other round and round, in ZBV down and up again.
     """
     if schedule is Schedule.ZBV:
         return min(stage, 2 * num_ranks - 1 - stage)
@@ -74,7 +72,7 @@ def rank_of(schedule: Schedule, stage: int, num_ranks: int) -> int:
 def stages_of(
     schedule: Schedule, rank: int, num_ranks: int, virtual_stages: int
 ) -> tuple[int, ...]:
-    """The virtual stages of a pipeline rank, by chunk (not for a custom schedule)."""
+    """Returns the virtual stages of a pipeline rank, by chunk; custom schedules are excluded."""
     if schedule is Schedule.ZBV:
         return tuple(stage_of(chunk, rank, num_ranks) for chunk in range(virtual_stages))
     return tuple(range(rank, num_ranks * virtual_stages, num_ranks))
@@ -83,8 +81,7 @@ def stages_of(
 def csv_rows(
     schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1
 ) -> tuple[str, ...]:
-    """The action lists of all ranks as the lines of torch.distributed.pipelining's compute-only
-    CSV.
+    """Returns the action lists of all ranks as compute-only CSV of torch.distributed.pipelining.
 
     Raises ConfigError when the schedule is not `legal` for these counts.
     """
@@ -100,11 +97,10 @@ def csv_rows(
 def actions(
     schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1
 ) -> tuple[Action, ...]:
-    """The actions of pipeline rank `rank` in the order it runs them; those of a custom schedule are
-    in its plan.
+    """Returns the actions of pipeline rank `rank` in order; a custom schedule has them in its plan.
 
     Each (chunk, micro-batch) occurs once as a forward and once as a backward, whole or in two
-    parts, or after its recompute. Backwards run oldest micro-batch first, also in GPipe, as in
+    parts, or after its recompute. Backwards run oldest micro-batch first, in GPipe too, as in
     torch.distributed.pipelining (the GPipe paper draws them newest first; the step is as long).
     Raises ConfigError when the schedule is not `legal` for these counts.
     """
@@ -134,76 +130,82 @@ _AHEAD_LISTS = {
 def legal(
     schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int
 ) -> str | None:
-    """None when the schedule exists for these counts, else the reason why not, for people to read.
+    """Returns None when the schedule exists for these counts, else the reason in words.
 
     Interleaved: P >= 2, v >= 2 and M a multiple of P (Narayanan et al. 2021, section 2.2). GPipe
     and 1F1B: v = 1. ZBV: P >= 2 and v = 2. Early recompute, last-no-recompute, SCP: v = 1 and P >=
     2, since one rank waits for nobody and is 1F1B. SCP also M >= max(4, P), Merak's own rule and
     that of its closed form (EQUATIONS P4): stage P - 2 has three forwards before its first
-    backward, and the pipeline must fill. What a custom schedule needs says
-    `parplan.costmodels.schedules.actions.check`.
+    backward, and the pipeline must fill. `parplan.costmodels.schedules.actions.check` has the rules
+    of a custom schedule.
     """
     if min(num_ranks, num_micro_batches, virtual_stages) < 1:
         return (
-            f"a pipeline needs at least one rank, micro-batch and virtual stage, found {num_ranks} ranks, "
-            f"{num_micro_batches} micro-batches and {virtual_stages} virtual stages"
+            "a pipeline needs at least one rank, micro-batch and virtual stage, "
+            f"found {num_ranks} ranks, {num_micro_batches} micro-batches "
+            f"and {virtual_stages} virtual stages"
         )
     passes = 2 * num_ranks * virtual_stages * num_micro_batches
     if passes > MOST_PASSES:
         return (
-            f"a step of {num_micro_batches:,} micro-batches on {num_ranks * virtual_stages} stages is {passes:,} forward and backward "
-            f"passes, at most {MOST_PASSES:,} are planned"
+            f"a step of {num_micro_batches:,} micro-batches on {num_ranks * virtual_stages} stages "
+            f"is {passes:,} forward and backward passes, at most {MOST_PASSES:,} are planned"
         )
     if schedule is Schedule.CUSTOM:
         return None
     if schedule is Schedule.ZBV:
         if num_ranks < 2:
             return "zbv needs at least 2 pipeline ranks, found 1"
-        return (
-            None
-            if virtual_stages == 2
-            else f"zbv has 2 virtual stages per rank, found {virtual_stages}"
-        )
+        if virtual_stages != 2:
+            return f"zbv has 2 virtual stages per rank, found {virtual_stages}"
+        return None
     if schedule is not Schedule.INTERLEAVED:
         if virtual_stages != 1:
             return f"{schedule} has 1 virtual stage per rank, found {virtual_stages}"
-        return (
-            _no_recompute_ahead(schedule, num_ranks, num_micro_batches)
-            if schedule in AHEAD
-            else None
-        )
+        if schedule not in AHEAD:
+            return None
+        return _no_recompute_ahead(schedule, num_ranks, num_micro_batches)
     if num_ranks < 2:
         return "interleaved needs at least 2 pipeline ranks, found 1"
     if virtual_stages < 2:
         return "interleaved needs at least 2 virtual stages per rank, found 1"
     if num_micro_batches % num_ranks:
-        return f"interleaved needs micro-batches in multiples of the {num_ranks} pipeline ranks, found {num_micro_batches}"
+        return (
+            f"interleaved needs micro-batches in multiples of the {num_ranks} pipeline ranks, "
+            f"found {num_micro_batches}"
+        )
     return None
 
 
 def _no_recompute_ahead(schedule: Schedule, num_ranks: int, num_micro_batches: int) -> str | None:
-    """`legal` of Merak's schedules on one virtual stage a rank."""
+    """The `legal` of Merak's schedules with one virtual stage per rank."""
     if num_ranks < 2:
         return f"{schedule} needs at least 2 pipeline ranks, found 1"
     fewest = max(SHIFTED_FEWEST, num_ranks)
     if schedule is Schedule.SCP and num_micro_batches < fewest:
-        return f"{schedule} on {num_ranks} pipeline ranks needs at least {fewest} micro-batches, found {num_micro_batches}"
+        return (
+            f"{schedule} on {num_ranks} pipeline ranks needs at least {fewest} micro-batches, "
+            f"found {num_micro_batches}"
+        )
     return None
 
 
 def in_flight(
     schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1
 ) -> int:
-    """The largest number of (chunk, micro-batch) forwards whose stash the rank holds at once.
+    """The largest number of (chunk, micro-batch) stashes that the rank holds at once.
 
-        min(M v, warm-up + 1):   GPipe M;   1F1B min(M, P - rank);   interleaved min(M v, 2 (P -
-        rank - 1) + (v - 1) P + 1)
+        min(M v, warm-up + 1)
+
+        GPipe         M
+        1F1B          min(M, P - rank)
+        interleaved   min(M v, 2 (P - rank - 1) + (v - 1) P + 1)
 
     A steady-state forward comes before the backward of its turn, hence the + 1 (EQUATIONS M4; the
     count of `actions`). Interleaved counts chunk-stashes, each about 1/v of the rank's layers; so
-    does ZBV (`most_stashes`). Early recompute, last-no-recompute and SCP hold what 1F1B does, but
-    stage P - 2 of SCP holds 3. Not for a custom one. Raises ConfigError when the schedule is not
-    `legal` for these counts.
+    does ZBV (`most_stashes`). Early recompute, last-no-recompute and SCP hold as many as 1F1B, but
+    stage P - 2 of SCP holds 3. Custom schedules are excluded. Raises ConfigError when the schedule
+    is not `legal` for these counts.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
     if schedule is Schedule.ZBV:
@@ -219,13 +221,13 @@ def uniform_step_s(
 ) -> float:
     """Seconds of one step when all virtual stages cost the same and communication is free.
 
-        t = (M + (P - 1) / v) stage_s          stage_s = F + B + R of one micro-batch on the whole
-        rank (all its chunks)
+        t = (M + (P - 1) / v) stage_s
 
-    The bubble is (P - 1) / (v M) of the useful time. EQUATIONS P1; Narayanan et al. 2021,
-    arXiv:2104.04473, section 2.2. Not for schedules that split the backward or recompute ahead,
-    whose bubble depends on the parts (`recomputed_step_s`). Leaves out: transfers, gradient
-    synchronisation, optimizer. Raises ConfigError when the schedule is not `legal`.
+    stage_s = F + B + R of one micro-batch on the whole rank (all its chunks). The bubble is (P - 1)
+    / (v M) of the useful time. EQUATIONS P1; Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+    Schedules that split the backward or recompute ahead are excluded: their bubble depends on the
+    parts (`recomputed_step_s`). Leaves out: transfers, gradient synchronisation, optimizer. Raises
+    ConfigError when the schedule is not `legal`.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
     return (num_micro_batches + (num_ranks - 1) / virtual_stages) * stage_s
@@ -239,19 +241,18 @@ def recomputed_step_s(
     backward_s: float,
     recompute_s: float,
 ) -> float:
-    """Seconds of one step of equal stages under full recompute, F, B and R of one micro-batch,
-    where communication is free.
+    """Seconds of one step of equal stages under full recompute, where communication is free.
 
-        early-recompute      (M + P - 1) (F + B) + M R
-        last-no-recompute    (M + P - 1) (F + B) + (M - 2) R                             for M >=
-                             max(3, P)
-        scp                  (M + P - 1) (F + B) + (M - 2) R - min(R, B - F)             and at P =
-                             2, min(R, B - R)
+        early-recompute     (M + P - 1) (F + B) + M R
+        last-no-recompute   (M + P - 1) (F + B) + (M - 2) R                    for M >= max(3, P)
+        scp                 (M + P - 1) (F + B) + (M - 2) R - min(R, B - F)
+                            and at P = 2, min(R, B - R) in place of min(R, B - F)
 
-    Exact for B >= F >= R (EQUATIONS P4, but for the row at P = 2, which is derived: no stage before
-    P - 2 holds its fourth forward up, and the formula above is right there where B >= 2 F or R =
-    F). Other schedules that do not split the backward: as `uniform_step_s`. Raises ConfigError when
-    the schedule is not `legal`, or a formula does not hold for these values.
+    F, B and R of one micro-batch. Exact for B >= F >= R (EQUATIONS P4, but for the row at P = 2,
+    which is derived: no stage before P - 2 delays its fourth forward, and the formula above is
+    right there where B >= 2 F or R = F). Other schedules that do not split the backward: as
+    `uniform_step_s`. Raises ConfigError when the schedule is not `legal`, or a formula does not
+    hold for these values.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, 1)
     if schedule not in AHEAD:
@@ -262,44 +263,41 @@ def recomputed_step_s(
         schedule in LAST_KEEPS_ALL and num_micro_batches < max(3, num_ranks)
     ):
         raise ConfigError(
-            f"the step of {schedule} has a closed form for backward >= forward >= recompute and enough micro-batches, found "
-            f"{backward_s:g}, {forward_s:g}, {recompute_s:g} and {num_micro_batches}",
+            f"the step of {schedule} has a closed form for backward >= forward >= recompute "
+            f"and enough micro-batches, found {backward_s:g}, {forward_s:g}, {recompute_s:g} "
+            f"and {num_micro_batches}",
             hint="simulate its lists",
         )
     through_s = (num_micro_batches + num_ranks - 1) * (forward_s + backward_s)
     if schedule is Schedule.EARLY_RECOMPUTE:
         return through_s + num_micro_batches * recompute_s
-    spared_s = (
-        min(recompute_s, backward_s - (forward_s if num_ranks > 2 else recompute_s))
-        if schedule is Schedule.SCP
-        else 0.0
-    )
+    spared_s = 0.0
+    if schedule is Schedule.SCP:
+        spared_s = min(recompute_s, backward_s - (forward_s if num_ranks > 2 else recompute_s))
     return through_s + (num_micro_batches - 2) * recompute_s - spared_s
 
 
 def _warm_up(
     schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int
 ) -> int:
-    """Forwards the rank runs before its first steady-state pair; the table of the module
-    docstring.
-    """
+    """Forwards before the rank's first steady-state pair: the table of the module docstring."""
     assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
     after = num_ranks - rank - 1
-    wanted = {
+    warm_up = {
         Schedule.GPIPE: num_micro_batches,
         Schedule.INTERLEAVED: 2 * after + (virtual_stages - 1) * num_ranks,
     }.get(schedule, after)
-    return min(wanted, num_micro_batches * virtual_stages)
+    return min(warm_up, num_micro_batches * virtual_stages)
 
 
 @lru_cache(maxsize=16)
 def _orders(
     num_micro_batches: int, virtual_stages: int, group: int
 ) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """Forwards and backwards in order, the same on every rank: `group` micro-batches go through a
-    chunk, then the next.
+    """Forwards and backwards in order, the same on every rank.
 
-    Backwards visit the chunks from the last to the first.
+    `group` micro-batches go through a chunk, then through the next. Backwards visit the chunks from
+    the last to the first.
     """
 
     def order(work: ActionKind, chunks: range) -> Iterator[Action]:
@@ -308,9 +306,9 @@ def _orders(
                 for micro_batch in range(first, first + group):
                     yield Action(work, chunk, micro_batch)
 
-    return tuple(order(ActionKind.FORWARD, range(virtual_stages))), tuple(
-        order(ActionKind.BACKWARD, range(virtual_stages)[::-1])
-    )
+    chunks = range(virtual_stages)
+    forwards = tuple(order(ActionKind.FORWARD, chunks))
+    return forwards, tuple(order(ActionKind.BACKWARD, chunks[::-1]))
 
 
 def _require_legal(

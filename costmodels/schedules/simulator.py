@@ -1,5 +1,4 @@
-"""Event simulation of a pipeline step: the exact length of a schedule's action lists for unequal
-stages (EQUATIONS P2, I6).
+"""Event simulation of a pipeline step of unequal stages (EQUATIONS P2, I6).
 
 A rank runs its actions in list order. The forward of virtual stage k and micro-batch i waits for
 the forward of k - 1, the backward for that of k + 1, and the backward of the last virtual stage for
@@ -7,18 +6,19 @@ its own forward; so a micro-batch walks a chain of 2 K positions, K = P v: forwa
 backwards K-1..0. An action starts when its rank is free and the chain has arrived, and takes the
 exposed receive, then the forward or the recompute and backward:
 
-    end(action) = max(end of the rank's previous action, end of the chain's previous position) +
-    receive + work step = max over ranks of (end of its last action + tail)
+    end(action) = max(end of the rank's previous action, end of the chain's previous position)
+                  + receive + work
+    step        = max over ranks of (end of its last action + tail)
 
 Where the backward is in two parts, the input gradient (with the recompute) is the one in the chain;
 the weight gradient comes later on its rank and waits for nothing. On the first stage, whose input
 has no gradient, that part is the whole backward, as in torch. A stash stays until the weight
-gradient is over: autograd holds the graph of the micro-batch, and from the input gradient on also
-the gradients of the outputs of operators with weights.
+gradient is over: autograd holds the graph of the micro-batch, and from the input gradient on the
+gradients of the outputs of operators with weights as well.
 
 A recompute ahead of the gradient (R) waits for nothing but its turn in the list, and the gradient
-is received while it runs. The backward after it is the backward alone; what R made is held until
-that is over.
+is received while it runs. The backward after it is the backward alone; recomputed activations are
+held until that is over.
 
 Leaves out: sends that block the sender, links shared by several transfers.
 """
@@ -38,15 +38,14 @@ _NONE = (-1, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One micro-batch on one virtual stage. `receive_*_s` is the exposed transfer before the
-    action, on the receiver.
+    """One micro-batch on one virtual stage.
 
+    receive_*_s     exposed transfer before the action, on the receiver
     backward_s      without recompute
-    weight_s        of backward_s, what computes the gradients of weights
-    stash_bytes     what the forward keeps for the backward, held from the forward's start to the
-                    backward's end
-    waiting_bytes   what a weight gradient that waits holds besides
-    remade_bytes    what a recompute ahead of the gradient holds besides, until the backward
+    weight_s        part of backward_s for the gradients of weights
+    stash_bytes     activations that the forward saves, held from its start to the backward's end
+    waiting_bytes   further bytes of a weight gradient that waits
+    remade_bytes    further bytes of a recompute ahead of the gradient, held until the backward
     """
 
     forward_s: float
@@ -61,7 +60,7 @@ class StageCost:
 
     @property
     def hidden_s(self) -> float:
-        """Of the receive of a gradient what runs under the recompute ahead of it."""
+        """The part of a gradient's receive that runs under the recompute ahead of it."""
         return min(self.receive_backward_s, self.recompute_s)
 
 
@@ -76,13 +75,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimeline:
-    """What one rank did: busy_s + transfer_s + tail_s + bubble_s is the step, so bubble_s holds all
-    of its idle time.
+    """Sums over one rank: busy_s + transfer_s + tail_s + bubble_s is the step.
 
+    bubble_s            all idle time of the rank
     finish_s            end of its last action, before the tail
     peak_stash_bytes    the largest sum of stashes held at once
     in_flight           the largest number of (chunk, micro-batch) stashes held at once
-    events              in order, only when asked for
+    events              its actions in order, only on request
     """
 
     busy_s: float
@@ -110,12 +109,12 @@ def simulate(
     tail_s: Sequence[float] = (),
     keep_events: bool = False,
 ) -> SimulatedStep:
-    """Simulates one step of `schedule` (not a custom one) with the stage costs
-    `costs[rank][chunk]`.
+    """Simulates one step of `schedule` with the stage costs `costs[rank][chunk]`.
 
     tail_s      by rank: seconds after its last action (exposed gradient synchronisation,
                 optimizer); empty: none
-    Raises ConfigError when the schedule is not legal for these counts.
+    Custom schedules are excluded. Raises ConfigError when the schedule is not legal for these
+    counts.
     """
     num_ranks, virtual_stages = len(costs), len(costs[0])
     orders = [
@@ -133,18 +132,17 @@ def least_step_s(
     *,
     ahead: bool = False,
 ) -> float:
-    """A lower bound of the simulated step of GPipe, 1F1B and interleaved 1F1B, exact for equal
-    ranks:
+    """A lower bound of the simulated step of GPipe, 1F1B and interleaved, exact for equal ranks.
 
         max over q <= r of   sum_{i<r} f_i + M t_r + sum_{q<=i<r} b_i + tail_q
 
-    t_r all that rank r does for one micro-batch, f_i and b_i the forward and the backward of the
-    first chunk of rank i, each with what it receives. The first forward of rank r comes after those
-    of all ranks before it, and its last action, a backward of its first chunk, before those of the
+    t_r is all work of rank r for one micro-batch, f_i and b_i the forward and the backward of the
+    first chunk of rank i, each with its receive. The first forward of rank r comes after those of
+    all ranks before it, and its last action, a backward of its first chunk, before those of the
     ranks from r - 1 down to q; between the two it does M t_r of work. [derived]
 
-    ahead: for schedules that recompute ahead of the gradient, a bound alone: no recompute is in
-    b_i, and what it hides not in t_r
+    ahead: for schedules that recompute ahead of the gradient, a bound alone: b_i leaves out the
+    recompute, and t_r the hidden receive
     """
     forward_s = [row[0].receive_forward_s + row[0].forward_s for row in costs]
     backward_s = [
@@ -190,33 +188,49 @@ def replay(
         f"{len(orders)} lists, {len(costs)} ranks, {len(tails)} tails"
     )
     placed = placement or [
-        range(rank, len(costs) * len(own), len(costs)) for rank, own in enumerate(costs)
+        range(rank, len(costs) * len(chunks), len(costs)) for rank, chunks in enumerate(costs)
     ]
     num_stages = sum(map(len, costs))
-    slots = [
-        _slots(*one, num_stages, num_micro_batches)
-        for one in zip(orders, placed, costs, strict=True)
+    runs = [
+        _Run(
+            order=order,
+            costs=chunks,
+            slots=_slots(order, stages, chunks, num_stages, num_micro_batches),
+            ahead=_after_recompute(order),
+        )
+        for order, stages, chunks in zip(orders, placed, costs, strict=True)
     ]
-    ahead = [_after_recompute(order) for order in orders]
-    late_s = _hide(slots, orders, ahead, costs)
-    end_s = _sweep(slots, late_s, num_stages, num_micro_batches)
-    stuck = {rank: _unfinished(order, slots[rank], end_s) for rank, order in enumerate(orders)}
+    late_s = _hide(runs)
+    end_s = _sweep([run.slots for run in runs], late_s, num_stages, num_micro_batches)
+    stuck = {rank: _unfinished(run, end_s) for rank, run in enumerate(runs)}
     assert not any(stuck.values()), (
         f"deadlock, rank: next actions that never start: {_shown(stuck)}"
     )
-    finish_s = [end_s[own[-1][0]] for own in slots]
+    finish_s = [end_s[run.slots[-1][0]] for run in runs]
     step_s = max(finish + tail for finish, tail in zip(finish_s, tails, strict=True))
-    events = [
-        _events(order, own, end_s) if keep_events else ()
-        for order, own in zip(orders, slots, strict=True)
+    timelines = [
+        _timeline(
+            run, step_s, num_micro_batches, tail, finish, _events(run, end_s) if keep_events else ()
+        )
+        for run, tail, finish in zip(runs, tails, finish_s, strict=True)
     ]
-    timelines = zip(orders, ahead, costs, tails, finish_s, events, strict=True)
-    return SimulatedStep(
-        step_s=step_s, ranks=tuple(_timeline(step_s, num_micro_batches, *one) for one in timelines)
-    )
+    return SimulatedStep(step_s=step_s, ranks=tuple(timelines))
 
 
 _Slot = tuple[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """The actions of one rank with their slots.
+
+    ahead   places in `order` of the backwards whose recompute ran ahead
+    """
+
+    order: Sequence[Action]
+    costs: Sequence[StageCost]
+    slots: list[_Slot]
+    ahead: Sequence[int]
 
 
 def _slots(
@@ -226,16 +240,17 @@ def _slots(
     num_stages: int,
     num_micro_batches: int,
 ) -> list[_Slot]:
-    """The actions as slots (position + 1) M + micro-batch, so that `slot - M` is always the one it
-    waits for, and their seconds.
+    """The actions as slots, and their seconds.
 
+    A slot is (position + 1) M + micro-batch, so that `slot - M` is always the one it waits for.
     Position: virtual stage k for a forward, 2 K - 1 - k for a backward. Slots below M stand for
     "nothing to wait for"; each weight gradient, or recompute ahead, has a row of its own for that,
     and behind it the row in which it ends.
     """
     first: dict[tuple[ActionKind, int], _Slot] = {}
     for chunk, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
-        received, backward_s = cost.receive_backward_s, cost.recompute_s + cost.backward_s
+        received = cost.receive_backward_s
+        backward_s = cost.recompute_s + cost.backward_s
         apart_s = backward_s if stage == 0 else cost.weight_s
         at = (2 * num_stages - stage) * num_micro_batches
         first[ActionKind.FORWARD, chunk] = (
@@ -244,14 +259,9 @@ def _slots(
         )
         first[ActionKind.BACKWARD, chunk] = at, received + backward_s
         first[ActionKind.INPUT_GRADIENT, chunk] = at, received + backward_s - apart_s
-        first[ActionKind.WEIGHT_GRADIENT, chunk] = (
-            2 * (num_stages + stage + 1) * num_micro_batches,
-            apart_s,
-        )
-        first[ActionKind.RECOMPUTE, chunk] = (
-            2 * (num_stages + stage + 1) * num_micro_batches,
-            cost.recompute_s,
-        )
+        free = 2 * (num_stages + stage + 1) * num_micro_batches
+        first[ActionKind.WEIGHT_GRADIENT, chunk] = free, apart_s
+        first[ActionKind.RECOMPUTE, chunk] = free, cost.recompute_s
     slots = []
     for action in order:
         start, duration_s = first[action.work, action.chunk]
@@ -275,21 +285,17 @@ def _after_recompute(order: Sequence[Action]) -> list[int]:
     ]
 
 
-def _hide(
-    slots: Sequence[list[_Slot]],
-    orders: Sequence[Sequence[Action]],
-    ahead: Sequence[Sequence[int]],
-    costs: Sequence[Sequence[StageCost]],
-) -> dict[int, float]:
-    """By slot how much later than its gradient a backward whose recompute ran `ahead` can start;
-    its seconds become those that are left.
+def _hide(runs: Sequence[_Run]) -> dict[int, float]:
+    """Shortens the backwards after a recompute ahead; returns by slot their delay.
+
+    The delay is the time between the end of the awaited gradient and the earliest start.
     """
     late_s = dict[int, float]()
-    for own, order, chunks, places in zip(slots, orders, costs, ahead, strict=True):
-        for place in places:
-            slot, cost = own[place][0], chunks[order[place].chunk]
+    for run in runs:
+        for place in run.ahead:
+            slot, cost = run.slots[place][0], run.costs[run.order[place].chunk]
             late_s[slot] = cost.hidden_s
-            own[place] = slot, cost.receive_backward_s - cost.hidden_s + cost.backward_s
+            run.slots[place] = slot, cost.receive_backward_s - cost.hidden_s + cost.backward_s
     return late_s
 
 
@@ -299,22 +305,23 @@ def _sweep(
     num_stages: int,
     num_micro_batches: int,
 ) -> list[float]:
-    """The end of every slot; _PENDING for those that never ran. `late_s`: how long after what it
-    waits for a slot can start.
+    """The end of every slot; _PENDING for slots that never ran.
 
-    A rank runs until it meets a slot that is not there yet and leaves its name at it; whoever fills
-    the slot wakes it. Every action is visited once, and once more when it had to wait.
+    late_s: seconds between the end of the awaited slot and the earliest start of a slot
+
+    A rank runs until it meets a slot that is not there yet and leaves its name at it; the rank that
+    fills the slot wakes it. Every action is visited once, and once more when it had to wait.
     """
     nothing, row = [0.0] * num_micro_batches, [_PENDING] * num_micro_batches
     end_s = nothing + row * (2 * num_stages) + (nothing + row) * num_stages
-    todo = [iter(own) for own in slots]
+    todo = [iter(of_rank) for of_rank in slots]
     clock_s = [0.0] * len(slots)
     waiting: dict[int, tuple[int, _Slot]] = {}
     awake = [(rank, next(todo[rank])) for rank in reversed(range(len(slots)))]
     while awake:
         rank, (slot, duration_s) = awake.pop()
         clock = clock_s[rank]
-        own = todo[rank]
+        rest = todo[rank]
         while True:
             arrived = end_s[slot - num_micro_batches]
             if arrived < 0.0:
@@ -326,17 +333,16 @@ def _sweep(
             end_s[slot] = clock
             if slot in waiting:
                 awake.append(waiting.pop(slot))
-            slot, duration_s = next(own, _NONE)
+            slot, duration_s = next(rest, _NONE)
             if slot < 0:
                 break
         clock_s[rank] = clock
     return end_s
 
 
-def _unfinished(
-    order: Sequence[Action], own: Sequence[_Slot], end_s: Sequence[float]
-) -> list[Action]:
-    return [action for action, (slot, _) in zip(order, own, strict=True) if end_s[slot] == _PENDING]
+def _unfinished(run: _Run, end_s: Sequence[float]) -> list[Action]:
+    slots = zip(run.order, run.slots, strict=True)
+    return [action for action, (slot, _) in slots if end_s[slot] == _PENDING]
 
 
 def _shown(stuck: dict[int, list[Action]]) -> str:
@@ -346,43 +352,40 @@ def _shown(stuck: dict[int, list[Action]]) -> str:
     )
 
 
-def _events(
-    order: Sequence[Action], own: Sequence[_Slot], end_s: Sequence[float]
-) -> tuple[Event, ...]:
+def _events(run: _Run, end_s: Sequence[float]) -> tuple[Event, ...]:
     return tuple(
         Event(action, end_s[slot] - duration_s, end_s[slot])
-        for action, (slot, duration_s) in zip(order, own, strict=True)
+        for action, (slot, duration_s) in zip(run.order, run.slots, strict=True)
     )
 
 
 def _timeline(
+    run: _Run,
     step_s: float,
     num_micro_batches: int,
-    order: Sequence[Action],
-    ahead: Sequence[int],
-    costs: Sequence[StageCost],
     tail_s: float,
     finish_s: float,
     events: tuple[Event, ...],
 ) -> RankTimeline:
-    """Sums over one rank. Its actions never overlap, so the stash held at any time follows from the
-    order alone.
+    """Sums over one rank.
+
+    Its actions never overlap, so the stash held at any time follows from the order alone.
     """
     busy_s = num_micro_batches * sum(
-        cost.forward_s + cost.recompute_s + cost.backward_s for cost in costs
+        cost.forward_s + cost.recompute_s + cost.backward_s for cost in run.costs
     )
     transfer_s = num_micro_batches * sum(
-        cost.receive_forward_s + cost.receive_backward_s for cost in costs
+        cost.receive_forward_s + cost.receive_backward_s for cost in run.costs
     )
-    transfer_s -= sum(costs[order[place].chunk].hidden_s for place in ahead)
-    change = [_STASHES[action.work] for action in order]
+    transfer_s -= sum(run.costs[run.order[place].chunk].hidden_s for place in run.ahead)
+    change = [_STASHES[action.work] for action in run.order]
     return RankTimeline(
         busy_s=busy_s,
         transfer_s=transfer_s,
         tail_s=tail_s,
         bubble_s=max(0.0, step_s - busy_s - transfer_s - tail_s),
         finish_s=finish_s,
-        peak_stash_bytes=max(accumulate(_held_bytes(order, ahead, costs))),
+        peak_stash_bytes=max(accumulate(_held_bytes(run))),
         in_flight=max(accumulate(change)),
         events=events,
     )
@@ -397,22 +400,23 @@ _STASHES = {
 }
 
 
-def _held_bytes(
-    order: Sequence[Action], ahead: Sequence[int], costs: Sequence[StageCost]
-) -> list[float]:
-    """What each action adds to what the rank holds."""
+def _held_bytes(run: _Run) -> list[float]:
+    """Bytes that each action adds to the held bytes of the rank."""
     held = {
-        (work, chunk): _bytes(work, cost) for work in ActionKind for chunk, cost in enumerate(costs)
+        (work, chunk): _bytes(work, cost)
+        for work in ActionKind
+        for chunk, cost in enumerate(run.costs)
     }
-    added = [held[action.work, action.chunk] for action in order]
-    for place in ahead:
-        added[place] -= costs[order[place].chunk].remade_bytes
+    added = [held[action.work, action.chunk] for action in run.order]
+    for place in run.ahead:
+        added[place] -= run.costs[run.order[place].chunk].remade_bytes
     return added
 
 
 def _bytes(work: ActionKind, cost: StageCost) -> float:
-    """What an action adds to what the rank holds; a backward after a recompute ahead frees what
-    that made as well.
+    """Bytes that an action adds to the held bytes of the rank.
+
+    A backward after a recompute ahead also frees the recomputed activations (`_held_bytes`).
     """
     besides = {
         ActionKind.INPUT_GRADIENT: cost.waiting_bytes,

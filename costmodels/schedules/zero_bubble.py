@@ -1,23 +1,20 @@
-"""The zero-bubble schedule ZBV: backwards in two parts, and two chunks a rank that fold the
-pipeline into a V (EQUATIONS P6).
+"""The zero-bubble schedule ZBV: split backwards, two chunks a rank, folded into a V (EQUATIONS P6).
 
 Rank r of P holds virtual stages r and 2 P - 1 - r, so that the first and the last stage are on rank
 0 and a micro-batch comes back to the rank where it entered (Qi et al. 2024, Pipeline Parallelism
 with Controllable Memory, arXiv:2405.15362, section 4; the split of the backward: Qi et al. 2023,
 Zero Bubble Pipeline Parallelism, arXiv:2401.10241). With forwards, input gradients and weight
 gradients of equal length a step of M >= 2 P - 1 micro-batches takes 6 M + P - 1 of them: the useful
-6 M, and what the last rank waits at first.
+6 M, and the first wait of the last rank.
 
-The list of a rank, of which those papers give the pattern and this module its own making [derived]:
+Those papers give the pattern of a rank's list; its making here is [derived]:
 
 - order of forwards (a first chunk, b second) and input gradients (A, B): 2 (P - r) - 1 times a; r
-times b a; P - r times
-  b B; then a A b B in turn. What there is no micro-batch for is left out.
+  times b a; P - r times b B; then a A b B in turn. Actions without a micro-batch are left out.
 - a weight gradient follows its input gradient at once while the rank has forwards to run, on the
-stage that ends the model
-  (whose output is the largest there is), and when one stash more would be above the peak; else it
-  fills the time that the rank would wait, which is found by running all ranks in steps of equal
-  length.
+  stage that ends the model (its output is the largest of all), and when one stash more would be
+  above the peak; otherwise it fills the rank's waiting time, which is known from running all ranks
+  in steps of equal length.
 """
 
 from __future__ import annotations
@@ -37,20 +34,20 @@ def stage_of(chunk: int, rank: int, num_ranks: int) -> int:
 
 
 def most_stashes(rank: int, num_ranks: int, num_micro_batches: int) -> int:
-    """The largest number of chunk stashes that the rank holds at once: the count of `zbv_lists`, in
-    closed form.
+    """The largest number of chunk stashes that the rank holds at once, in closed form.
 
         min(2 P, M + min(M, r + 1))
 
-    A weight gradient that waits holds, besides its stash, the gradients of its operators' outputs;
-    stashes and waiting weight gradients together are never more than this and one.
+    It is the count of `zbv_lists`. A weight gradient that waits holds, besides its stash, the
+    gradients of its operators' outputs; stashes and waiting weight gradients together are never
+    more than this and one.
     """
     return min(2 * num_ranks, num_micro_batches + min(num_micro_batches, rank + 1))
 
 
 @lru_cache(maxsize=64)
 def zbv_lists(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """By rank the actions in the order it runs them."""
+    """Returns by rank the actions in the order it runs them."""
     ranks = [_Rank(rank, num_ranks, num_micro_batches) for rank in range(num_ranks)]
     over: set[tuple[ActionKind, int, int]] = set()
     running = True
@@ -65,8 +62,9 @@ def zbv_lists(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...
 
 
 def _order(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
-    """The forwards and input gradients of a rank in order, of as many micro-batches as the pattern
-    needs to fill.
+    """Yields the forwards and input gradients of a rank in order.
+
+    There are as many micro-batches as the pattern needs to fill.
     """
     count = max(num_micro_batches, 2 * num_ranks - 1)
     lead, second_alone = 2 * (num_ranks - rank) - 1, num_ranks - rank
@@ -85,9 +83,7 @@ def _order(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action
 
 
 class _Rank:
-    """One rank in steps of equal length: what it still has to run in order, and the weight
-    gradients that wait.
-    """
+    """One rank in steps of equal length: its remaining actions and waiting weight gradients."""
 
     def __init__(self, rank: int, num_ranks: int, num_micro_batches: int) -> None:
         self.todo = deque(
@@ -103,9 +99,7 @@ class _Rank:
         self._forwards, self._held = 2 * num_micro_batches, 0
 
     def start(self, over: set[tuple[ActionKind, int, int]]) -> tuple[ActionKind, int, int] | None:
-        """Start what is next, given what is over; None when the rank waits for this step, or has
-        nothing left.
-        """
+        """Starts the next action, given the passes that are over; None when the rank waits."""
         action = self._next(over)
         if action is None:
             return None

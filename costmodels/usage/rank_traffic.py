@@ -252,7 +252,7 @@ def _moved(
 
 def _summed_inside(layer: LayerClass, sharding: Sharding, shards: int) -> Iterator[int]:
     """Bytes of each weight gradient that is summed over the tensor-parallel axis once a step
-    (`parplan.costmodels.layers.layer_price.summed_inside`).
+    (`parplan.costmodels.layers.data_parallel.summed_inside`).
     """
     for operator in layer.operators if sharding.own else ():
         for parameter in operator.parameters if operator.kind is OperatorKind.MATMUL else ():
@@ -272,7 +272,7 @@ def _add_data_parallel(
     ahead: int,
 ) -> None:
     """Reductions and gathers of one layer
-    (`parplan.costmodels.layers.layer_price.data_parallel_time`), and those of its recomputes ahead
+    (`parplan.costmodels.layers.data_parallel.data_parallel_time`), and those of its recomputes ahead
     of the gradient.
     """
     mesh, sharding, with_tied = layout.mesh, layout.sharding_of(choice), layout.mesh.pp > 1

@@ -21,7 +21,12 @@ from dataclasses import dataclass, fields
 
 from parplan.costmodels.chunks.chunk_memory import prices_of
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
-from parplan.costmodels.layers.model_states import ideal_states, operator_states, owned_parameters
+from parplan.costmodels.layers.model_states import (
+    StateSharding,
+    ideal_states,
+    operator_states,
+    owned_parameters,
+)
 from parplan.costmodels.layers.recompute import (
     gradient_bytes,
     ideal_bytes_by_operator,
@@ -171,11 +176,10 @@ def _operator_states(
     states = operator_states(
         operator,
         sharding,
-        choice.zero,
-        price_cache.shards(mesh),
+        StateSharding(
+            choice.zero, price_cache.shards(mesh), mesh.pp > 1, price_cache.offloads_states
+        ),
         outside,
-        with_tied=mesh.pp > 1,
-        offloaded=price_cache.offloads_states,
     )
     return (states.parameters, states.gradients, states.optimizer), ideal_states(
         whole, mesh.ranks_per_stage, outside

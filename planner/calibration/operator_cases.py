@@ -15,12 +15,11 @@ from dataclasses import replace
 from parplan.costmodels.operators.kernels import (
     FusedKernel,
     Kernel,
-    OperatorKernels,
     ProductKernel,
     StreamKernel,
-    operator_kernels,
     update_kernels,
 )
+from parplan.costmodels.operators.operator_kernels import OperatorKernels, operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.measurements import Case, CasePass
 from parplan.profiles.models.operator_graph import Operator, OperatorKind

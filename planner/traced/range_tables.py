@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.layers.layer_price import DataParallelTime
+from parplan.costmodels.layers.data_parallel import DataParallelTime
 from parplan.costmodels.layers.layer_price_cache import LayerStates
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.traced.shard_classes import ShardKey

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from parplan.costmodels.layers.model_states import (
     StateBytes,
+    StateSharding,
     chunk_elements,
     gradient_copy_bytes,
     ideal_states,
@@ -91,7 +92,10 @@ def test_sharded_states_add_up_to_one_whole_copy_over_the_data_parallel_ranks(ki
     layer = GRAPH.layer_class(kind)
     local = owned_parameters(layer, sharding)
 
-    ranks = [layer_states(layer, sharding, 3, dp, BF16, dp_rank=rank) for rank in range(dp)]
+    ranks = [
+        layer_states(layer, sharding, StateSharding(3, dp), BF16, dp_rank=rank)
+        for rank in range(dp)
+    ]
 
     assert sum(rank.optimizer for rank in ranks) == 12 * local
     assert sum(rank.gradients for rank in ranks) == 4 * local
@@ -100,7 +104,10 @@ def test_sharded_states_add_up_to_one_whole_copy_over_the_data_parallel_ranks(ki
         == ranks[0].total
         == 16 * owned_parameters(layer, sharding, dp)
     )
-    fp32 = [layer_states(layer, sharding, 3, dp, FP32, dp_rank=rank) for rank in range(dp)]
+    fp32 = [
+        layer_states(layer, sharding, StateSharding(3, dp), FP32, dp_rank=rank)
+        for rank in range(dp)
+    ]
     assert sum(rank.total for rank in fp32) == (4 + 4 + 8) * local
 
 
@@ -111,7 +118,7 @@ def test_sharded_states_add_up_to_one_whole_copy_over_the_data_parallel_ranks(ki
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 4), (7, 1), (8, 4), (64, 2)])
 def test_no_class_of_states_is_below_its_share_of_one_copy(training, zero, dp, tp):
     for layer in GRAPH:
-        held = layer_states(layer, Sharding(tp=tp), zero, dp, training)
+        held = layer_states(layer, Sharding(tp=tp), StateSharding(zero, dp), training)
         whole = owned_parameters(layer, Sharding())
         ideal = ideal_states(whole, dp * tp, training)
 
@@ -130,27 +137,33 @@ def test_one_copy_of_everything_is_master_moments_and_gradient():
 
 
 def test_without_data_parallelism_every_zero_stage_is_zero_0():
-    plain = layer_states(GRAPH.block, Sharding(), 0, 1, FP32)
+    plain = layer_states(GRAPH.block, Sharding(), StateSharding(0, 1), FP32)
 
-    assert [layer_states(GRAPH.block, Sharding(), zero, 1, FP32) for zero in (1, 2, 3)] == [
-        plain
-    ] * 3
+    assert [
+        layer_states(GRAPH.block, Sharding(), StateSharding(zero, 1), FP32) for zero in (1, 2, 3)
+    ] == [plain] * 3
 
 
 def test_states_shrink_with_every_zero_stage_and_more_ranks():
-    by_stage = [layer_states(GRAPH.block, Sharding(), zero, 8, BF16).total for zero in range(4)]
+    by_stage = [
+        layer_states(GRAPH.block, Sharding(), StateSharding(zero, 8), BF16).total
+        for zero in range(4)
+    ]
 
     assert by_stage == sorted(by_stage, reverse=True)
     assert len(set(by_stage)) == 4
-    by_ranks = [layer_states(GRAPH.block, Sharding(), 1, dp, BF16).total for dp in (1, 2, 4, 64)]
+    by_ranks = [
+        layer_states(GRAPH.block, Sharding(), StateSharding(1, dp), BF16).total
+        for dp in (1, 2, 4, 64)
+    ]
     assert by_ranks == sorted(by_ranks, reverse=True)
 
 
 def test_a_tied_head_holds_its_matrix_only_where_it_is_a_copy_of_its_own():
     vocabulary = 512 * 60
 
-    with_copy = layer_states(GRAPH.head, Sharding(), 0, 1, BF16)
-    without = layer_states(GRAPH.head, Sharding(), 0, 1, BF16, with_tied=False)
+    with_copy = layer_states(GRAPH.head, Sharding(), StateSharding(0, 1), BF16)
+    without = layer_states(GRAPH.head, Sharding(), StateSharding(0, 1, with_tied=False), BF16)
 
     assert with_copy.total - without.total == 18 * vocabulary
     assert without.total == 18 * 2 * 60  # the norm
@@ -202,7 +215,7 @@ FP16 = replace(BF16, precision=Precision.FP16, gradient_precision=Precision.FP16
 )
 def test_a_stack_holds_whole_copies_of_the_gradients(training, dp, copies):
     held, plain = (
-        layer_states(GRAPH.block, Sharding(), 1, dp, of)
+        layer_states(GRAPH.block, Sharding(), StateSharding(1, dp), of)
         for of in (training, replace(training, stack=NEUTRAL))
     )
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.layers.layer_price import StageAxes
-from parplan.costmodels.layers.model_states import operator_states
+from parplan.costmodels.layers.model_states import StateSharding, operator_states
 from parplan.costmodels.layers.operator_price import operator_price, single
 from parplan.costmodels.operators.sharding import (
     PARTIAL,
@@ -199,13 +199,17 @@ def test_placements_say_how_an_operator_is_divided(graph):
 def test_the_price_of_a_strategy_is_compute_ending_states_and_bytes():
     fc2 = operator("fc2")
     kept, again = (
-        operator_price(fc2, (Split("ffn", "sequence"),), INSIDE, TRAINING, again=flag, zero=1, dp=2)
+        operator_price(
+            fc2, (Split("ffn", "sequence"),), INSIDE, TRAINING, recomputed=flag, zero=1, dp=2
+        )
         for flag in (False, True)
     )
 
     assert again.recompute_s == pytest.approx(kept.forward_s)
     assert kept.recompute_s == 0.0
-    assert kept.states == operator_states(fc2, single(fc2, (Split("ffn"),), (4,)), 1, 2, TRAINING)
+    assert kept.states == operator_states(
+        fc2, single(fc2, (Split("ffn"),), (4,)), StateSharding(1, 2), TRAINING
+    )
     assert kept.ending.forward.value_s > 0
     assert kept.ending.backward.value_s > 0  # the gradient of the output is gathered
     whole = operator_price(fc2, (Split(),), INSIDE, TRAINING)
@@ -220,7 +224,7 @@ def test_a_recomputed_operator_keeps_nothing_of_its_own():
     ).block.operator("residual1")
 
     kept, again = (
-        operator_price(dropout, (Split("sequence"),), INSIDE, TRAINING, again=flag)
+        operator_price(dropout, (Split("sequence"),), INSIDE, TRAINING, recomputed=flag)
         for flag in (False, True)
     )
 

@@ -11,7 +11,7 @@ import pytest
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Mesh, Placement
 from parplan.costmodels.host.offload import HOST_BYTES_PER_S, Offload
-from parplan.costmodels.layers.model_states import layer_states, owned_parameters
+from parplan.costmodels.layers.model_states import StateSharding, layer_states, owned_parameters
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import rank_layers
 from parplan.costmodels.operators.sharding import Sharding
@@ -79,7 +79,9 @@ def test_gathers_stay_inside_the_group_and_the_copies_are_reduced_once_across_th
 def test_a_group_holds_what_as_many_ranks_hold_alone(zero):
     held = book_of(zero_ranks=8).states(LayerKind.BLOCK, MESH, Sharding(), zero)
 
-    assert held.states == layer_states(book_of().graph(1).block, Sharding(), zero, 8, EXPOSED)
+    assert held.states == layer_states(
+        book_of().graph(1).block, Sharding(), StateSharding(zero, 8), EXPOSED
+    )
     assert (
         held.ideal == book_of().states(LayerKind.BLOCK, MESH, Sharding(), zero).ideal
     )  # one copy over all ranks is still the least

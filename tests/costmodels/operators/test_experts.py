@@ -11,7 +11,7 @@ import pytest
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Mesh, Placement, place_expert_copies
-from parplan.costmodels.layers.model_states import layer_states
+from parplan.costmodels.layers.model_states import StateSharding, layer_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
@@ -195,7 +195,7 @@ def test_states_are_those_of_a_rank_with_its_part_of_the_experts(zero, dp, ep):
         width = columns[0] if columns else 1
         own += hand_states(rows * width, -(-rows // dp) * width, zero if dp > 1 else 0)
 
-    assert layer_states(block, Sharding(ep=ep), zero, dp, TRAINING).total == own
+    assert layer_states(block, Sharding(ep=ep), StateSharding(zero, dp), TRAINING).total == own
 
 
 def hand_states(elements, shard, zero):

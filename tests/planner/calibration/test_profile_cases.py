@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.operators.compute import kernel_time
-from parplan.costmodels.operators.kernels import StreamKernel, operator_kernels
+from parplan.costmodels.operators.kernels import StreamKernel
+from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.calibration.operator_cases import operator_cases
 from parplan.planner.calibration.profile_cases import (

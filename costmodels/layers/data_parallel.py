@@ -1,0 +1,296 @@
+"""Data parallelism and ZeRO of one layer: reductions, gathers and the optimizer step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.mesh import (
+    Axis,
+    Mesh,
+    place,
+    place_axis,
+    place_expert_copies,
+)
+from parplan.costmodels.communication.redistribution import redistribute
+from parplan.costmodels.host.offload import (
+    ADDED_BYTES,
+    COPIED_BYTES,
+    copy_time,
+    host_adam_time,
+    host_time,
+)
+from parplan.costmodels.layers.layer_price import LayerTime, under
+from parplan.costmodels.layers.model_states import StateSharding, holders, owned_parameters
+from parplan.costmodels.operators.compute import optimizer_time
+from parplan.costmodels.operators.host_launch import host, layouts_of
+from parplan.costmodels.operators.kernels import FP32_BYTES
+from parplan.costmodels.operators.sharding import PARTIAL, Sharding
+from parplan.profiles.machines.shipped_profiles import Machine
+from parplan.profiles.models.operator_graph import (
+    PRODUCTS,
+    LayerClass,
+    LayerKind,
+    OperatorKind,
+)
+from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.provenance import ZERO, Kind, Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallelTime:
+    """Seconds that data parallelism and ZeRO add to one layer and compute does not hide.
+
+    forward, backward   in every micro-batch (gathers and reductions of ZeRO 2 and 3)
+    step                once a step (reduction of the gradients, gathering of the updated
+                        parameters)
+    optimizer           update of the parameters that this rank owns
+    host, host_step     part of forward and backward, and of step, for copies between device and
+                        host and the host's sums
+    """
+
+    forward: Seconds
+    backward: Seconds
+    step: Seconds
+    optimizer: Seconds
+    host: Seconds = ZERO
+    host_step: Seconds = ZERO
+
+    @property
+    def per_micro_batch_s(self) -> float:
+        return self.forward.value_s + self.backward.value_s
+
+    @property
+    def per_step_s(self) -> float:
+        return self.step.value_s + self.optimizer.value_s
+
+
+def data_parallel_time(
+    layer: LayerClass,
+    time: LayerTime,
+    *,
+    mesh: Mesh,
+    sharding: Sharding,
+    states: StateSharding,
+    machine: Machine,
+    training: TrainingSpec,
+) -> DataParallelTime:
+    """Reductions, gathers and the optimizer step of one layer (EQUATIONS M2, T1).
+
+    ZeRO 0 reduces gradients once a step by all-reduce, ZeRO 1 by reduce-scatter and gathers the
+    updated parameters; ZeRO 2 reduce-scatters after every micro-batch; ZeRO 3 also gathers in every
+    forward and every backward pass. A reduction hides under the backward pass of its own layer, a
+    gather under the forward pass (one-layer prefetch). Where fewer than dp ranks hold one copy
+    together, the shards of the copies are all-reduced once a step, at its end. With offloaded
+    states (EQUATIONS O9) a gather starts with a copy to the device, and a reduction ends with a
+    copy back.
+    """
+    zero, with_tied = states.zero, states.with_tied
+    parameters = owned_parameters(layer, sharding, with_tied=with_tied)
+    shards = states.shards if zero else 1
+    owned = owned_parameters(layer, sharding, shards, with_tied=with_tied) if zero else parameters
+    if states.offloaded:
+        optimizer = host_adam_time(owned, machine.cluster)
+    else:
+        optimizer = optimizer_time(owned, machine, training)
+    inside = summed_inside(layer, sharding, shards, machine, training)
+    if parameters and (sharding.tp > 1 or (zero and mesh.dp > 1)):
+        optimizer += _layout_cost("update", owned, machine, training)
+    if not parameters or (mesh.dp == 1 and not states.offloaded):
+        return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
+    gather, reduce, over_copies = _over_data(
+        layer, sharding, mesh, shards, machine, training, with_tied
+    )
+    # without ZeRO in fp32 the gradients are reduced as they are
+    if zero or training.precision is not Precision.FP32:
+        gather = gather + _layout_cost("gather", parameters, machine, training)
+        reduce = reduce + _layout_cost("reduce", parameters, machine, training)
+    moved = _DataParallelMoves(gather, reduce, over_copies, inside)
+    alone = _phases(moved, zero, time, optimizer, machine, training)
+    if not states.offloaded:
+        return alone
+    cluster = machine.cluster
+    moved = replace(
+        moved,
+        brought=copy_time(COPIED_BYTES * owned, cluster),
+        taken=copy_time(COPIED_BYTES * owned, cluster, to_host=True),
+        added=host_time(ADDED_BYTES * owned, cluster),
+    )
+    whole = _phases(moved, zero, time, optimizer, machine, training)
+    return replace(
+        whole,
+        host=_beyond(whole.forward + whole.backward, alone.forward + alone.backward),
+        host_step=_beyond(whole.step, alone.step),
+    )
+
+
+def _beyond(whole: Seconds, part: Seconds) -> Seconds:
+    return Seconds(max(0.0, whole.value_s - part.value_s), Kind.ANALYTIC)
+
+
+@dataclass(frozen=True, slots=True)
+class _DataParallelMoves:
+    """Collectives of data parallelism for one layer, sums inside a stage, and host copies.
+
+    brought, taken, added   with states on the host: copies to the device and from it, and the
+                            host's sums of gradients
+    """
+
+    gather: Seconds
+    reduce: Seconds
+    over_copies: Seconds
+    inside: Seconds
+    brought: Seconds = ZERO
+    taken: Seconds = ZERO
+    added: Seconds = ZERO
+
+
+def _phases(
+    moved: _DataParallelMoves,
+    zero: int,
+    time: LayerTime,
+    optimizer: Seconds,
+    machine: Machine,
+    training: TrainingSpec,
+) -> DataParallelTime:
+    """Sorts the communication by the time when it runs, without the part that compute hides."""
+
+    def exposed(communication: Seconds, window_s: float) -> Seconds:
+        if not training.overlap_grad_reduce:
+            return communication
+        return under(communication, window_s, machine)
+
+    gathered = exposed(moved.gather + moved.brought, time.forward_s)
+    if zero < 2:
+        reduced = exposed(moved.reduce + moved.over_copies + moved.taken, time.backward_s)
+        step = gathered + reduced + moved.inside
+        return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
+    if zero == 2:
+        reduced = exposed(moved.reduce + moved.taken, time.backward_s)
+        step = gathered + moved.over_copies + moved.inside
+        return DataParallelTime(
+            forward=ZERO, backward=reduced + moved.added, step=step, optimizer=optimizer
+        )
+    both = moved.gather + moved.reduce + moved.brought + moved.taken
+    return DataParallelTime(
+        forward=gathered,
+        backward=exposed(both, time.backward_s) + moved.added,
+        step=moved.over_copies + moved.inside,
+        optimizer=optimizer,
+    )
+
+
+def _layout_cost(name: str, parameters: int, machine: Machine, training: TrainingSpec) -> Seconds:
+    """Measured extra cost of a parallel layout for one layer of `parameters` on a rank.
+
+    It comes besides the communication (parplan.profiles.machines.speeds.InStep).
+    """
+    added = layouts_of(machine, training.stack)
+    if added is None:
+        return ZERO
+    return host(getattr(added, name).seconds(training.precision.num_bytes * parameters))
+
+
+def _over_data(
+    layer: LayerClass,
+    sharding: Sharding,
+    mesh: Mesh,
+    shards: int,
+    machine: Machine,
+    training: TrainingSpec,
+    with_tied: bool,
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Gather of parameters, reduce-scatter of gradients and all-reduce of the shard over copies.
+
+    The first two run over the `shards` neighbours that hold one copy. Each expert has a copy on one
+    rank in ep.
+    """
+    gpus_per_node, stride = machine.cluster.gpus_per_node, mesh.stride(Axis.DP)
+    groups = [
+        (
+            False,
+            place_axis(shards, stride, mesh.num_ranks, gpus_per_node),
+            place_axis(mesh.dp // shards, stride * shards, mesh.num_ranks, gpus_per_node),
+        )
+    ]
+    if owned_parameters(layer, sharding, of_experts=True):
+        alone = place_axis(1, 1, mesh.num_ranks, gpus_per_node)
+        copies = place_expert_copies(mesh, gpus_per_node)
+        groups.append((True, copies, alone) if shards > 1 else (True, alone, copies))
+    gather = reduce = over_copies = ZERO
+    width = training.gradient_precision.num_bytes
+    for of_experts, neighbours, copies in groups:
+        whole = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=of_experts)
+        owned = owned_parameters(
+            layer, sharding, shards, with_tied=with_tied, of_experts=of_experts
+        )
+        gather += collective_time(
+            Collective.ALL_GATHER, training.precision.num_bytes * whole, neighbours, machine
+        )
+        reduce += collective_time(Collective.REDUCE_SCATTER, width * whole, neighbours, machine)
+        over_copies += collective_time(Collective.ALL_REDUCE, width * owned, copies, machine)
+    return (
+        machine.corrected("data", gather),
+        machine.corrected("data", reduce),
+        machine.corrected("data", over_copies),
+    )
+
+
+def summed_inside(
+    layer: LayerClass, sharding: Sharding, shards: int, machine: Machine, training: TrainingSpec
+) -> Seconds:
+    """All-reduces of weight gradients over the axes inside a stage.
+
+    They run over axes that divide a product's tokens but not its weight: once a step, after the
+    reduction over data parallelism, over the part that one of `shards` ZeRO shards holds, in fp32,
+    as the executor runs them. Left out: the vectors of norms and biases, a few kilobytes.
+    """
+    total = ZERO
+    degrees = sharding.degrees
+    divided = sharding.own or any(
+        operator.kind is OperatorKind.EXPERTS for operator in layer.operators
+    )
+    for operator in layer.operators if divided else ():
+        for parameter in operator.parameters if operator.kind in PRODUCTS else ():
+            axes = sharding.summed_axes(operator, parameter) if len(parameter.dims) > 1 else ()
+            if axes:
+                elements = math.prod(sharding.parameter_shape(operator, parameter))
+                held = -(-elements // holders(parameter, sharding, shards)) * FP32_BYTES
+                partial = tuple(PARTIAL if axis in axes else None for axis in range(len(degrees)))
+                whole = (None,) * len(degrees)
+                reduced = redistribute(held, partial, whole, degrees, machine)
+                total += machine.corrected("tensor", reduced.time)
+    return total
+
+
+def tied_reduction(
+    embedding: LayerClass,
+    *,
+    mesh: Mesh,
+    sharding: Sharding,
+    machine: Machine,
+    training: TrainingSpec,
+) -> Seconds:
+    """The all-reduce of a tied embedding's two gradients between first and last pipeline stage."""
+    stride = mesh.stride(Axis.PP) * (mesh.pp - 1)
+    gpus_per_node = machine.cluster.gpus_per_node
+    crosses = stride >= gpus_per_node or mesh.num_ranks > gpus_per_node
+    ends = Mesh(pp=2, dp=gpus_per_node if crosses else 1, tp=1)
+    whole = sum(
+        p.num_elements
+        for op in embedding.operators
+        for p in op.parameters
+        if op.parallel_dim == "vocab"
+    )
+    num_bytes = training.gradient_precision.num_bytes * (whole // sharding.tp)
+    where = place(ends, Axis.PP, gpus_per_node)
+    reduced = collective_time(Collective.ALL_REDUCE, num_bytes, where, machine)
+    return machine.corrected("data", reduced)
+
+
+def has_tied_head(head: LayerClass) -> bool:
+    """Returns true when the head's matrix shares its values with the token embedding."""
+    return head.kind is LayerKind.HEAD and any(
+        p.tied for op in head.operators for p in op.parameters
+    )

@@ -1,0 +1,350 @@
+"""The kernels that one operator runs on one rank, forward and backward (EQUATIONS K1, K2, K3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parplan.costmodels.operators.kernels import (
+    BACKWARD,
+    BATCHED,
+    FORWARD,
+    FP32_BYTES,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    FusedKernel,
+    Kernel,
+    ProductKernel,
+    StreamKernel,
+    fused_kernel,
+    product_kernel,
+)
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.profiles.machines.curves import Product
+from parplan.profiles.models.operator_graph import Operator, OperatorKind
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.stack import AttentionKernel
+
+TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorKernels:
+    """The kernels of an operator for one micro-batch on one rank, each pass in its order.
+
+    The backward pass is without recompute.
+
+    inputs    kernels of the backward pass for the gradients of inputs and of norm parameters
+    weights   kernels of the backward pass for the gradients of matrices and their biases, which a
+              zero-bubble schedule runs later
+    """
+
+    forward: tuple[Kernel, ...]
+    inputs: tuple[Kernel, ...]
+    weights: tuple[Kernel, ...] = ()
+
+    @property
+    def backward(self) -> tuple[Kernel, ...]:
+        return self.inputs + self.weights
+
+
+def operator_kernels(
+    operator: Operator, sharding: Sharding, training: TrainingSpec
+) -> OperatorKernels:
+    """The kernels of one rank's share of `operator`, without communication and recompute."""
+    kernels = _KERNELS[operator.kind](operator, sharding, training)
+    return kernels if operator.gradient else OperatorKernels(kernels.forward, ())
+
+
+def _accumulated_bytes(training: TrainingSpec) -> int:
+    """Bytes that a product moves for one element of a weight gradient.
+
+    A product that adds to an fp32 gradient reads and writes it.
+    """
+    fused = (
+        training.stack.fused_accumulation and training.gradient_precision.num_bytes == FP32_BYTES
+    )
+    return 2 * FP32_BYTES if fused else training.precision.num_bytes
+
+
+def _added(elements: int, training: TrainingSpec) -> tuple[Kernel, ...]:
+    """The kernel that accumulates a weight gradient where its product does not."""
+    if training.stack.fused_accumulation:
+        return ()
+    n_bytes = (training.precision.num_bytes + 2 * training.gradient_precision.num_bytes) * elements
+    return (StreamKernel("accumulation", "elementwise", BACKWARD, n_bytes),)
+
+
+def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    """Forward y = x w; backward dx = dy w^T and dw = x^T dy, and the bias gradient (EQUATIONS K1).
+
+    In fp8 the operands have one byte, and each is cast before its product (read for its largest
+    value, read again and written): input and weight forward, the output's gradient backward. The
+    head stays in 16 bits.
+    """
+    if not operator.parameters:
+        return _activations_product(operator, sharding, training)
+    *token_dims, features, contracted = operator.dims
+    m = math.prod(sharding.dim_size(operator, dim.name) for dim in token_dims)
+    n, k = sharding.dim_size(operator, features.name), sharding.dim_size(operator, contracted.name)
+    fp8 = training.fp8_matmuls and features.name != "vocab"
+    element = training.precision.num_bytes
+    operand = 1 if fp8 else element
+
+    def product(curve: str, m: int, n: int, k: int, result_bytes: int = element) -> ProductKernel:
+        return product_kernel(curve, (m, n, k), operand, result_bytes, fp8=fp8)
+
+    def cast(way: str, elements: int) -> tuple[Kernel, ...]:
+        if not fp8:
+            return ()
+        return (StreamKernel("cast", "elementwise", way, (2 * element + operand) * elements),)
+
+    bias: tuple[Kernel, ...] = ()
+    if len(operator.parameters) > 1:
+        bias = (StreamKernel("bias_gradient", "elementwise", BACKWARD, element * m * n),)
+    return OperatorKernels(
+        (product(FORWARD, m, n, k), *cast(FORWARD, m * k + n * k)),
+        (product(INPUT_GRADIENT, m, k, n), *cast(BACKWARD, m * n)),
+        (
+            product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training)),
+            *_added(n * k, training),
+            *bias,
+        ),
+    )
+
+
+def _activations_product(
+    operator: Operator, sharding: Sharding, training: TrainingSpec
+) -> OperatorKernels:
+    """A product of two activations for every index of the outer dims (EQUATIONS K2).
+
+    It takes the curves of un-fused attention's products.
+    """
+    sizes = [sharding.dim_size(operator, dim.name) for dim in operator.dims]
+    *outer, m, n, k = sizes
+    batch, element = math.prod(outer), training.precision.num_bytes
+
+    def product(curve: str, m: int, n: int, k: int) -> ProductKernel:
+        return product_kernel(curve, (batch, m, n, k), element, element)
+
+    forward_curve, backward_curve = BATCHED
+    return OperatorKernels(
+        (product(forward_curve, m, n, k),),
+        (product(backward_curve, m, k, n), product(backward_curve, k, n, m)),
+    )
+
+
+def _experts(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    """One grouped product for all experts of a rank, forward and for both gradients (EQUATIONS K1).
+
+    Routing is balanced: each expert has an equal part of as many token copies as the rank sent.
+    Grouped products were not measured: they take the curve of single products, with the tiles of
+    all experts in the same waves. They stay in 16 bits under fp8.
+    """
+    *token_dims, features, contracted = operator.dims
+    experts = operator.parameters[0].dims[0].size // sharding.ep
+    element = training.precision.num_bytes
+    m = -(-math.prod(sharding.dim_size(operator, dim.name) for dim in token_dims) // experts)
+    n, k = features.size, contracted.size
+
+    def product(curve: str, m: int, n: int, k: int, result_bytes: int = element) -> ProductKernel:
+        shape = Product(
+            m=m, n=n, k=k, batch=experts, operand_bytes=element, result_bytes=result_bytes
+        )
+        return ProductKernel(curve, shape, grouped=True)
+
+    weights = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
+    return OperatorKernels(
+        (product(FORWARD, m, n, k),),
+        (product(INPUT_GRADIENT, m, k, n), weights, *_added(experts * n * k, training)),
+    )
+
+
+def _attention(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    kernels = _flash if training.attention is AttentionKernel.FLASH else _unfused
+    return kernels(operator, sharding, training)
+
+
+def _flash(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    """Fused attention: half of the FLOPs when causal, 2.5 times as many backward (EQUATIONS K2)."""
+    batch, heads, seq, keys, head_dim = _attention_sizes(operator, sharding)
+
+    def kernel(way: str) -> FusedKernel:
+        causal, dropped = operator.causal, operator.dropped
+        return fused_kernel(way, batch * heads, seq, keys, head_dim, causal=causal, dropped=dropped)
+
+    return OperatorKernels((kernel(FORWARD),), (kernel(BACKWARD),))
+
+
+def _attention_sizes(operator: Operator, sharding: Sharding) -> list[int]:
+    """Batch, heads, queries, keys and head_dim on one rank."""
+    return [sharding.dim_size(operator, dim.name) for dim in operator.dims]
+
+
+def _unfused(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    """Two products over S x S scores, a masked softmax and a dropout (EQUATIONS K2).
+
+    The products are q k^T and probabilities times v. Dropout runs where its mask is saved.
+    Backward: dP = dO v^T has the shape of q k^T; dV, dQ and dK that of p v. Causal attention
+    shortens only the softmax's reads.
+    """
+    batch, heads, seq, keys, head_dim = _attention_sizes(operator, sharding)
+    batch *= heads
+    element = training.precision.num_bytes
+    elements = batch * seq * keys
+    dropped = any(tensor.element_bytes == 1 for tensor in operator.saved)
+
+    def kernels(way: str, curve: str, half_passes: int, pv_products: int) -> tuple[Kernel, ...]:
+        qk = product_kernel(curve, (batch, seq, keys, head_dim), element, element)
+        pv = product_kernel(curve, (batch, seq, head_dim, keys), element, element)
+        softmax = StreamKernel("softmax", "softmax", way, half_passes * elements * element // 2)
+        run: tuple[Kernel, ...] = (qk, *(pv,) * pv_products, softmax)
+        if not dropped:
+            return run
+        return (*run, StreamKernel("dropout", "dropout", way, (2 * element + 1) * elements))
+
+    # half passes of the softmax over the scores; a causal one skips half of each read
+    forward_passes, backward_passes = (3, 4) if operator.causal else (4, 6)
+    return OperatorKernels(
+        kernels(FORWARD, BATCHED[0], forward_passes, 1),
+        kernels(BACKWARD, BATCHED[1], backward_passes, 3),
+    )
+
+
+def _streaming(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    """Norms, activations, rotary: the bytes of the tensors (EQUATIONS K3).
+
+    Forward: inputs read, outputs and the dropout mask written. Backward: output gradient and saved
+    tensors read, input gradients written. Rotary is priced as a fused kernel; PyTorch's un-fused
+    one takes 2 (forward) to 5 times as long.
+    """
+    read, written, saved, masks = _stream_bytes(operator, sharding)
+    if len(operator.inputs) > 1 and saved == masks:  # other operators with several inputs save them
+        return _residual(read, written, masks, len(operator.inputs) - 1)
+    name, like = _named(operator, masks)
+    return OperatorKernels(
+        (StreamKernel(name, like, FORWARD, read + written + masks),),
+        (StreamKernel(name, like, BACKWARD, written + saved + read),),
+    )
+
+
+def _named(operator: Operator, masks: int) -> tuple[str, str]:
+    """The name of a streaming operation, and its class."""
+    if operator.kind is OperatorKind.NORM:
+        return "layer_norm" if len(operator.parameters) > 1 else "rms_norm", "norm"
+    name = operator.function.lower()
+    if name == "activation":
+        gated = operator.inputs[0].num_elements > operator.outputs[0].num_elements
+        name = "swiglu" if gated else "gelu"
+    elif masks:
+        name = f"dropped_{name}"
+    return name, "elementwise"
+
+
+def _stream_bytes(operator: Operator, sharding: Sharding) -> tuple[int, int, int, int]:
+    """Bytes on one rank of inputs, outputs, saved tensors, and masks among them."""
+    saved = tuple(
+        (tensor.element_bytes, sharding.tensor_bytes(operator, tensor)) for tensor in operator.saved
+    )
+    return (
+        sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs),
+        sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.outputs),
+        sum(n_bytes for _, n_bytes in saved),
+        sum(n_bytes for element_bytes, n_bytes in saved if element_bytes == 1),
+    )
+
+
+def _residual(read: int, written: int, masks: int, branches: int) -> OperatorKernels:
+    """Dropout of the branches, added to the residual stream.
+
+    Gradients of the branches pass unchanged or through the mask. The gradient that comes back from
+    the norm before each branch is added to the stream's gradient (two reads, one write).
+    """
+    joined = StreamKernel("residual", "residual", BACKWARD, 3 * written, times=branches)
+    if not masks:
+        return OperatorKernels(
+            (StreamKernel("residual", "residual", FORWARD, read + written),), (joined,)
+        )
+    name = "dropped_residual"
+    parts = (joined, StreamKernel(name, "residual", BACKWARD, 2 * written + masks))
+    return OperatorKernels(
+        (StreamKernel(name, "residual", FORWARD, read + written + masks),),
+        (
+            StreamKernel(
+                name, "residual", BACKWARD, (3 * branches + 2) * written + masks, parts=parts
+            ),
+        ),
+    )
+
+
+def _embedding(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    """Look-up: the bytes of the output in both passes, and the gradient of the table.
+
+    The fitted share of the bandwidth covers masking and the scattered addition. The backward pass
+    also zeroes, reads and writes the gradient of this rank's part of the table.
+    """
+    n_bytes = sum(
+        sharding.local_bytes(tensor, sharding.place_inside(operator, tensor))
+        for tensor in operator.outputs
+    )
+    table_bytes = (
+        TABLE_PASSES * training.precision.num_bytes * sharding.parameter_elements(operator)
+    )
+    parts = (
+        StreamKernel("embedding", "embedding", BACKWARD, n_bytes),
+        StreamKernel("table", "elementwise", BACKWARD, table_bytes),
+    )
+    return OperatorKernels(
+        (StreamKernel("embedding", "embedding", FORWARD, n_bytes),),
+        (StreamKernel("embedding", "embedding", BACKWARD, n_bytes + table_bytes, parts=parts),),
+    )
+
+
+def _cross_entropy(
+    operator: Operator, sharding: Sharding, training: TrainingSpec
+) -> OperatorKernels:
+    """Vocabulary-parallel cross entropy: the bytes of this rank's logits.
+
+    The fitted share of the bandwidth covers its un-fused fp32 passes.
+    """
+    n_bytes = sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs)
+    return _both("cross_entropy", "cross_entropy", n_bytes)
+
+
+def _permuting(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    """Token copies are written in the order of their experts, or read in it and summed by weight.
+
+    Both passes read and write the larger side once, and once more after an exchange to order what
+    arrived.
+    """
+    larger_bytes = max(
+        sharding.tensor_bytes(operator, tensor) for tensor in (*operator.inputs, *operator.outputs)
+    )
+    return _both(operator.kind.value, "elementwise", (4 if sharding.ep > 1 else 2) * larger_bytes)
+
+
+def _both(name: str, like: str, n_bytes: int) -> OperatorKernels:
+    """One kernel of `n_bytes` in each pass."""
+    return OperatorKernels(
+        (StreamKernel(name, like, FORWARD, n_bytes),),
+        (StreamKernel(name, like, BACKWARD, n_bytes),),
+    )
+
+
+def _view(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    return OperatorKernels((), ())
+
+
+_KERNELS: dict[OperatorKind, Callable[[Operator, Sharding, TrainingSpec], OperatorKernels]] = {
+    OperatorKind.MATMUL: _matmul,
+    OperatorKind.ATTENTION: _attention,
+    OperatorKind.NORM: _streaming,
+    OperatorKind.ELEMENTWISE: _streaming,
+    OperatorKind.EMBEDDING: _embedding,
+    OperatorKind.CROSS_ENTROPY: _cross_entropy,
+    OperatorKind.EXPERTS: _experts,
+    OperatorKind.DISPATCH: _permuting,
+    OperatorKind.COMBINE: _permuting,
+    OperatorKind.VIEW: _view,
+}
