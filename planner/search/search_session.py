@@ -30,9 +30,10 @@ from parplan.planner.master import MasterChoice
 from parplan.planner.request import Constraints, OnProgress, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.chunk_columns import Columns, rank_columns
-from parplan.planner.stage_columns.columns import RankColumns, StageColumn
+from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import ColumnMaker
 from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec

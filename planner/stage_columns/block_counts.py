@@ -10,8 +10,8 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.host_options.state_locations import at_locations
-from parplan.planner.stage_columns.columns import StageColumn
 from parplan.planner.stage_columns.dealing import dealt
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.models.operator_graph import LayerKind
 
 

@@ -24,15 +24,11 @@ from parplan.planner.dominance import Array, Ints, undominated_rows
 from parplan.planner.host_options.chunk_mixes import ChunkMixes, OffloadedActivations
 from parplan.planner.host_options.location_costs import LocationCosts, Tensors
 from parplan.planner.layer_options.mixes import Mixes, column_of, pure_mixes, skyline
-from parplan.planner.stage_columns.columns import (
-    PricedMixes,
-    RankColumns,
-    RankTimeLimit,
-    StageColumn,
-    unbeaten_rows,
-)
+from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import EitherTable
+from parplan.planner.stage_columns.mix_prices import MixPrices, PricedMixes
 from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn, unbeaten_rows
 from parplan.planner.stage_columns.stage_prices import end_kinds
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -57,7 +53,7 @@ class ChunkColumns:
             rank,
             layout,
             table,
-            RankColumns(rank, layout, table, ends),
+            MixPrices(rank, layout, table, ends),
         )
         (self.zero,) = table.zero_stages(layout)
         self.fixed = self.compute.fixed[self.zero]

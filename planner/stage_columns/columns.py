@@ -1,62 +1,38 @@
 """Stage columns: for one pipeline rank, every block count with its best ways to run, priced and
 within memory.
 
-A rank runs its blocks on a mix of the catalogue's options, each at a ZeRO stage
-(planner/layer_options/mixes.py). The price is a sum over layers, so the mixes of n blocks are
-priced at once, vectorised. Only the points that no other point of the same rank and count beats
-become columns of the master (EQUATIONS I4).
+Only the mixes that no other mix of the same rank and block count beats become columns of the
+master (EQUATIONS I4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.memory.peak_candidates import PeakCandidate, moments
+from parplan.costmodels.memory.peak_candidates import PeakCandidate
 from parplan.costmodels.memory.rank_memory import (
-    gradients_come_and_go,
-    occupied_bytes,
-    peaks,
-    stashes,
     usable_bytes,
 )
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.hidden_recompute import plain_and_ramp
-from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints, undominated_rows
-from parplan.planner.host_options.state_locations import NOTHING, BlockLocations
-from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.mixes import (
-    Mixes,
     all_tried,
-    chains,
-    column_of,
-    near_mixes,
     pure_mixes,
-    widest_mixes,
 )
-from parplan.planner.stage_columns.mix_peaks import MixPeak, MixPeaks
-from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.mix_peaks import MixPeak
+from parplan.planner.stage_columns.mix_prices import MixPrices, PricedMixes
 from parplan.planner.stage_columns.relaxed_pairs import (
     RelaxedPairs,
     corners_of_lines,
     least_shares,
 )
+from parplan.planner.stage_columns.stage_column import StageColumn, unbeaten_rows
 from parplan.planner.stage_columns.stage_prices import (
-    BlockCosts,
-    EndCosts,
-    MixCosts,
-    end_kinds,
-    fixed_price,
-    sums_of,
     tied_ends,
 )
-from parplan.profiles.models.operator_graph import LayerKind
 
 MOST_MIXED, MOST_LEAN = (
     8,
@@ -73,299 +49,10 @@ _TAIL_POWERS = (
     4,
     6,
 )  # of two: the weights of the tail at which the relaxation is solved, over one micro-batch
-Mix = tuple[tuple[LayerOption, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StageColumn:
-    """One way to run one rank: how many of its blocks on which option, and the ZeRO stage of its
-    embedding and head.
-
-    time_s of one micro-batch; tail_s after the last one; memory_bytes the peak of a device;
-    redundant_bytes per device. plain_s, ramp_s: of time_s what there is without recompute, and in
-    the ramps of the pipeline (costmodels/schedules/hidden_recompute.py)
-    homes: where the states of its blocks lie, of a layout in chunks
-    looks_up: whether the host has its token table
-    corner: of a bound, whether averages with the other corners of `group` stand for plans, and not
-    the column by itself
-    """
-
-    mix: Mix
-    zero: int
-    time_s: float
-    tail_s: float
-    memory_bytes: float
-    redundant_bytes: float
-    plain_s: float
-    ramp_s: float
-    homes: BlockLocations = NOTHING
-    looks_up: bool = False
-    corner: bool = False
-
-    @property
-    def group(self) -> tuple[int, int, bool]:
-        """Number of blocks, ZeRO stage of the ends and place of the token table: what no average is
-        over.
-        """
-        return self.num_blocks, self.zero, self.looks_up
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(count for _, count in self.mix)
-
-    def alone_s(self, num_micro_batches: int) -> float:
-        """Seconds of all micro-batches of the rank and of its tail, whatever the other ranks
-        take.
-        """
-        return num_micro_batches * self.time_s + self.tail_s
-
-
-@dataclass(frozen=True, slots=True)
-class RankTimeLimit:
-    """What a rank may take in a plan of a layout: `repeats` micro-batches and its tail in `room_s`
-    seconds.
-    """
-
-    repeats: float
-    room_s: float
-
-    def within(self, time_s: Array, tail_s: Array | float) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = self.repeats * time_s + tail_s <= self.room_s
-        return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedMixes:
-    """Mixes of one block count, by row: seconds as in `StageColumn`, bytes to allocate, redundant
-    bytes.
-
-    zero     the ZeRO stage of embedding and head
-    mixed    whether the blocks of a mix may have two ZeRO stages
-    """
-
-    mixes: Mixes
-    zero: int
-    mixed: bool
-    time_s: Array
-    tail_s: Array
-    plain_s: Array
-    ramp_s: Array
-    allocated: Array
-    redundant: Array
-
-
-class RankColumns:
-    """The columns of one pipeline rank of a layout, made for one block count at a time; `ends`: the
-    prices of its embedding and head.
-    """
-
-    def __init__(
-        self, rank: int, layout: ParallelLayout, table: MixTable, ends: PriceCache | None = None
-    ) -> None:
-        self.rank, self.layout, self.table, self.ends = (
-            rank,
-            layout,
-            table,
-            ends or table.price_cache,
-        )
-        self.stages = table.zero_stages(layout)
-        self.fixed = {zero: fixed_price(rank, layout, zero, self.ends) for zero in self.stages}
-        self.block = table.per_block(layout, rank)
-        self.stashes = stashes(LayerKind.BLOCK, rank, layout)
-        self._of_moments = KeyedCache()
-        self._peaks = peaks(rank, layout) if layout.splits_backward else ()
-        self._moments = (
-            moments(rank, layout) if layout.recomputes_ahead else (PeakCandidate(self.stashes),)
-        )
-
-    @cached_property
-    def _freed(self) -> MixPeaks | None:
-        """What is not there at once where gradients come and go; chunks have their own account of
-        it (costmodels/chunks/chunk_budget.py).
-        """
-        come_and_go = gradients_come_and_go(self.layout, self.ends) and not self.layout.chunked
-        return (
-            MixPeaks(self.rank, self.layout, self.block, self.fixed, self.ends)
-            if come_and_go
-            else None
-        )
-
-    @property
-    def looks_up(self) -> bool:
-        return self.ends is not self.table.price_cache
-
-    @property
-    def end_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages that embedding and head may have; where the rank has neither, one says
-        all.
-        """
-        return self.stages if end_kinds(self.rank, self.layout) else self.stages[-1:]
-
-    def candidates(self, num_blocks: int) -> list[PricedMixes]:
-        """Mixes at one ZeRO stage, with embedding and head, and those of two stages, where there
-        are several.
-        """
-        found = [
-            self.priced(self.table.get(self.layout, self.rank, num_blocks, zero), zero)
-            for zero in self.stages
-        ]
-        if len(self.stages) > 1:
-            mixes = self._mixed(num_blocks)
-            sums = sums_of(mixes, self.block)
-            found += [self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages]
-        return found
-
-    def _mixed(self, num_blocks: int) -> Mixes:
-        return self.table.once(
-            (
-                "mixed",
-                self._unbeaten_blocks.options,
-                self._chains,
-                self.layout.virtual_stages,
-                num_blocks,
-            ),
-            lambda: near_mixes(
-                self._unbeaten_blocks.options, self._chains, num_blocks, self.layout.virtual_stages
-            ),
-        )
-
-    @cached_property
-    def _unbeaten_blocks(self) -> BlockCosts:
-        return self.table.unbeaten_blocks(self.layout, self.rank)[0]
-
-    @cached_property
-    def _chains(self) -> tuple[tuple[int, ...], ...]:
-        """The chains of what a block adds to the step of this rank, and of what it adds to the peak
-        of its device.
-        """
-        block = self._unbeaten_blocks
-        step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
-        in_flight = self.stashes / self.layout.virtual_stages
-        held = (
-            block.states
-            + self._spare(block.step_copies)
-            + in_flight * column_of(block.options, "saved_bytes")
-        )
-        return tuple(map(tuple, chains(block.options, step_s, held)))
-
-    def _spare(self, step_copies: Array | float) -> Array:
-        """Bytes for the copies of the optimizer's step, which are no part of what the allocator
-        keeps a share of besides.
-        """
-        found: Array = np.asarray(
-            step_copies / (1 + self.table.price_cache.training.stack.allocator_share)
-        )
-        return found
-
-    def priced(
-        self, mixes: Mixes, zero: int, *, mixed: bool = False, sums: MixCosts | None = None
-    ) -> PricedMixes:
-        """The prices of mixes with embedding and head at stage `zero`; sums: of the mixes' blocks,
-        where they are known.
-        """
-        fixed, own = self.fixed[zero], sums or sums_of(mixes, self.block)
-        running = self.running(mixes, zero, own)
-        buffers = np.maximum(own.zero_buffer, fixed.zero_buffer)
-        held = fixed.states + own.states + self.stashes * mixes.saved_bytes + fixed.held
-        ideal = (
-            fixed.ideal_states
-            + own.ideal_states
-            + self.stashes * mixes.ideal_saved_bytes
-            + fixed.ideal_held
-        )
-        allocated = held + running + buffers
-        time_s = own.time_s + fixed.time_s + mixes.last_s
-        plain_s, ramp_s = plain_and_ramp(
-            self.layout.schedule,
-            self.rank,
-            self.layout.mesh.pp,
-            time_s,
-            own.recompute_s,
-            own.longer_s,
-        )
-        apart = self._freed.apart_bytes(mixes, zero, running + buffers) if self._freed else 0.0
-        return PricedMixes(
-            mixes=mixes,
-            zero=zero,
-            mixed=mixed,
-            time_s=time_s,
-            tail_s=own.tail_s + fixed.tail_s,
-            plain_s=plain_s,
-            ramp_s=ramp_s,
-            allocated=allocated - apart + self._spare(fixed.step_copies + own.step_copies),
-            redundant=allocated - ideal,
-        )
-
-    def running(self, mixes: Mixes, zero: int, own: MixCosts | None = None) -> Array:
-        """What the fullest moment holds beyond states and the most stashes
-        (costmodels/memory/peak_candidates.py).
-        """
-        fixed, own = self.fixed[zero], own or sums_of(mixes, self.block)
-        saved, whole = mixes.saved_bytes, own.whole_saved
-        inside = (
-            self._temporaries(mixes.workspace_bytes, saved, own.waiting, fixed) + mixes.window_bytes
-        )
-        if not self.layout.recomputes_ahead:
-            return inside
-        alone = self._temporaries(
-            widest_mixes(mixes.counts, self.block.of(mixes.options).whole_workspace),
-            whole,
-            np.zeros_like(saved),
-            fixed,
-        )
-        levels = [
-            (one.stashes - self.stashes) * (saved + fixed.saved)
-            + one.remade * (whole - saved)
-            + (alone if one.alone else inside)
-            for one in self._moments
-        ]
-        found: Array = np.max(levels, axis=0)
-        return found
-
-    def _temporaries(
-        self, workspace: Array, saved: Array, waiting: Array, fixed: EndCosts
-    ) -> Array:
-        """The largest of a layer, and with a split backward what weight gradients that wait hold
-        (costmodels/memory/rank_memory.py).
-        """
-        freed = 0.0 if self._peaks else saved
-        of_layers = np.maximum(workspace, fixed.embedding_workspace - freed) - fixed.used_up
-        found: Array = np.maximum(of_layers, fixed.head_workspace)
-        if not self._peaks:
-            return found
-        fullest: Array = np.max(
-            [held * saved + waits * waiting for held, waits in self._peaks], axis=0
-        )
-        return found + fullest - self.stashes * saved + fixed.waiting
-
-    def host_fits(self, mixes: Mixes) -> npt.NDArray[np.bool_]:
-        """Which mixes a device's share of the host holds."""
-        fixed = self.fixed[self.stages[0]].host
-        found: npt.NDArray[np.bool_] = (
-            self.stashes * mixes.host_bytes + fixed <= self.table.host_share_bytes
-        )
-        return found
-
-    def column(self, priced: PricedMixes, row: int) -> StageColumn:
-        memory = occupied_bytes(
-            float(priced.allocated[row]), self.layout.mesh, self.table.price_cache
-        )
-        mix = tuple(
-            (option, int(n))
-            for option, n in zip(priced.mixes.options, priced.mixes.counts[row], strict=True)
-            if n
-        )
-        return StageColumn(
-            mix,
-            priced.zero,
-            float(priced.time_s[row]),
-            float(priced.tail_s[row]),
-            float(memory),
-            float(priced.redundant[row]),
-            float(priced.plain_s[row]),
-            float(priced.ramp_s[row]),
-            looks_up=self.looks_up,
-        )
+class RankColumns(MixPrices):
+    """The columns of one pipeline rank of a layout, made for one block count at a time."""
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
         """The mixes within `limit_bytes` that no other beats in time and in tail, nor in what
@@ -654,16 +341,6 @@ class RankColumns:
         return min((self.column(p, row) for p, row in rows), key=lambda column: column.memory_bytes)
 
 
-def same_ends(rank: int, layout: ParallelLayout, one: StageColumn, other: StageColumn) -> bool:
-    """Whether either column may take the other's place beside tied ends and a token table that is
-    where it is.
-    """
-    return not end_kinds(rank, layout) or (one.zero > 0, one.looks_up) == (
-        other.zero > 0,
-        other.looks_up,
-    )
-
-
 def _some(rows: Ints, most: int) -> Ints:
     """At most so many of the rows, evenly, with the first and the last."""
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
@@ -673,26 +350,3 @@ def _of_equal_tail(priced: PricedMixes, rows: Ints) -> list[Ints]:
     """`rows` in groups: the tail is that of a layout of the weights, of which there are few."""
     _, group = np.unique(np.round(priced.tail_s[rows], PICOSECOND), return_inverse=True)
     return [rows[group == one] for one in range(group.max(initial=-1) + 1)]
-
-
-def unbeaten_rows(values: Array) -> list[int]:
-    """The rows that no other beats or equals in every column but the last; of rows that are equal
-    the one with the least last.
-    """
-    kept: list[int] = []
-    best = np.empty((len(values), values.shape[1] - 1))
-    for row in np.lexsort(values.T[::-1]):
-        if not (best[: len(kept)] <= values[row, :-1]).all(axis=1).any():
-            best[len(kept)] = values[row, :-1]
-            kept.append(int(row))
-    return kept
-
-
-def unbeaten(found: Sequence[StageColumn]) -> list[StageColumn]:
-    """The columns that no other beats or equals in time, in tail and in what counts in the ramps;
-    of equals the one with least memory.
-    """
-    values = np.array(
-        [[c.time_s, c.tail_s, c.plain_s, c.ramp_s, c.memory_bytes] for c in found]
-    ).reshape(-1, 5)
-    return [found[index] for index in unbeaten_rows(values)]

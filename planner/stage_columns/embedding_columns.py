@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from parplan.planner.stage_columns.columns import StageColumn, unbeaten
+from parplan.planner.stage_columns.stage_column import StageColumn, unbeaten
 
 
 class ColumnMaker(Protocol):

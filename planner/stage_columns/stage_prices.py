@@ -13,7 +13,7 @@ import numpy as np
 from parplan.costmodels.chunks.chunk_memory import prices_of
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes, zero_passes_bytes
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.step import rank_edges, rank_receives
+from parplan.costmodels.stage_costs import rank_edges, rank_receives
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.layer_options.catalogue import LayerOption

@@ -26,7 +26,7 @@ from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SearchOptions, SolverName
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.solver import Unsolved
-from parplan.planner.stage_columns.columns import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import SolverError
 from parplan.profiles.models.spec import TrainingSpec

@@ -24,8 +24,8 @@ from parplan.planner.search.comparison import compare
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.columns import MixTable
 from parplan.planner.stage_columns.embedding_columns import EitherTable
+from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.units import GIB
 from tests.helpers.instances import (
     PINS,
