@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from parplan.costmodels.chunks.chunk_budget import SHARD_GRADIENT_BYTES, numbers_bytes
+from parplan.costmodels.chunks.chunk_budget import SHARD_GRADIENT_BYTES, uncounted_bytes
 from parplan.costmodels.layers.model_states import ideal_states, owned_parameters
 from parplan.costmodels.memory.rank_memory import occupied_bytes, usable_bytes
 from parplan.costmodels.operators.sharding import Sharding
@@ -237,7 +237,7 @@ class ChunkColumns:
         no ideal activation together.
         """
         priced, used = self.compute.priced(mixes, self.zero), mixes.counts > 0
-        numbers = numbers_bytes(self.layout, self.rank, num_blocks, self.table.price_cache)
+        numbers = uncounted_bytes(self.layout, self.rank, num_blocks, self.table.price_cache)
         allocated, kinds = (
             self._in_blocks(priced),
             [self.table.tensors(option.sharding) for option in mixes.options],
