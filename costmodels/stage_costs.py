@@ -1,4 +1,7 @@
-"""The costs of each stage of a strategy and the tail of each rank, which a schedule replays."""
+"""Costs of each stage of a strategy and tails of its ranks, the input of a schedule's replay.
+
+They include the transfers between pipeline ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,7 @@ SCALAR_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a simulation of a strategy starts from: `stages[rank][chunk]`, and by rank the seconds
-    after its last action, `tail_s`.
+    """The input of a strategy's simulation: `stages[rank][chunk]`, and tails by rank.
 
     reduced_s      exposed reductions and gathers of the step, and copies between device and host
     tied_s         the reduction of a tied embedding's two gradients
@@ -43,16 +45,17 @@ class StepCosts:
 
     @property
     def tail_s(self) -> tuple[float, ...]:
+        """Seconds after each rank's last action."""
         return tuple(map(sum, zip(self.reduced_s, self.tied_s, self.optimizer_s, strict=True)))
 
 
 def step_costs(strategy: Strategy, price_cache: PriceCache) -> StepCosts:
-    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is
-    replayed.
+    """Returns the costs of every stage of `strategy` and the tails of its ranks.
 
-    Raises ConfigError where the last stage recomputes under a schedule that has no time for it.
+    Raises ConfigError if the last stage recomputes under a schedule that has no time for it.
     """
-    layout, ranks = strategy.layout, range(strategy.layout.mesh.pp)
+    layout = strategy.layout
+    ranks = range(layout.mesh.pp)
     if layout.schedule in LAST_KEEPS_ALL and any(
         price_cache.recompute_operators(choice.kind, choice.recompute)
         for choice in strategy.stages[-1]
@@ -66,17 +69,18 @@ def step_costs(strategy: Strategy, price_cache: PriceCache) -> StepCosts:
         for rank in ranks
     )
     tails = [_tail(strategy, rank, price_cache) for rank in ranks]
-    reduced_s, tied_s, optimizer_s = (
-        tuple(part.value_s for part in parts) for parts in zip(*tails, strict=True)
+    return StepCosts(
+        stages,
+        reduced_s=tuple(reduced.value_s for reduced, _, _ in tails),
+        tied_s=tuple(tied.value_s for _, tied, _ in tails),
+        optimizer_s=tuple(optimizer.value_s for _, _, optimizer in tails),
     )
-    return StepCosts(stages, reduced_s, tied_s, optimizer_s)
 
 
 def _stage_cost(strategy: Strategy, stage: int, price_cache: PriceCache) -> StageCost:
     layout, chunk = strategy.layout, strategy.stages[stage]
-    forward_s = backward_s = recompute_s = weight_s = stash_bytes = waiting_bytes = remade_bytes = (
-        0.0
-    )
+    forward_s = backward_s = recompute_s = weight_s = 0.0
+    stash_bytes = waiting_bytes = remade_bytes = 0.0
     for choice in chunk:
         time = price_cache.layer_time(
             choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
@@ -93,10 +97,10 @@ def _stage_cost(strategy: Strategy, stage: int, price_cache: PriceCache) -> Stag
             choice.on_host,
         ).saved
         if layout.splits_backward:
-            own_s = price_cache.weight_s(
+            layer_weight_s = price_cache.weight_s(
                 choice.kind, layout.micro_batch_size, layout.sharding_of(choice)
             )
-            weight_s += min(own_s, time.backward_s) + data.backward.value_s
+            weight_s += min(layer_weight_s, time.backward_s) + data.backward.value_s
             backward_s += price_cache.split_s(choice.kind)
             waiting_bytes += price_cache.waiting_bytes(
                 choice.kind, layout.micro_batch_size, layout.sharding_of(choice)
@@ -106,21 +110,23 @@ def _stage_cost(strategy: Strategy, stage: int, price_cache: PriceCache) -> Stag
                 choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
             )
     out, back = exposed_copies(chunk, layout, price_cache)
-    forward_s, backward_s = forward_s + out.value_s, backward_s + back.value_s
+    forward_s += out.value_s
+    backward_s += back.value_s
     if any(choice.kind is LayerKind.BLOCK for choice in chunk):
         edges = price_cache.row_edges(layout.micro_batch_size, layout.sharding)
-        forward_s, backward_s = forward_s + edges[0].value_s, backward_s + edges[1].value_s
+        forward_s += edges[0].value_s
+        backward_s += edges[1].value_s
     if layout.chunked:
         added = chunk_time(strategy, layout.rank_of(stage), price_cache)
-        forward_s, backward_s = (
-            own_s + added.of_pass(work, stage).value_s
-            for work, own_s in ((ActionKind.FORWARD, forward_s), (ActionKind.BACKWARD, backward_s))
-        )
+        forward_s += added.of_pass(ActionKind.FORWARD, stage).value_s
+        backward_s += added.of_pass(ActionKind.BACKWARD, stage).value_s
     receive_forward, receive_backward = receive_times(stage, layout, price_cache)
-    if layout.mesh.pp > 1 and (
-        layouts := layouts_of(price_cache.machine, price_cache.training.stack)
-    ):
-        forward_s, backward_s = forward_s + layouts.action_s, backward_s + layouts.action_s
+    layouts = None
+    if layout.mesh.pp > 1:
+        layouts = layouts_of(price_cache.machine, price_cache.training.stack)
+    if layouts:
+        forward_s += layouts.action_s
+        backward_s += layouts.action_s
     return StageCost(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -137,8 +143,9 @@ def _stage_cost(strategy: Strategy, stage: int, price_cache: PriceCache) -> Stag
 def data_parallel(
     choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
 ) -> DataParallelTime:
-    """What data parallelism adds to one layer; of a block in chunks only the sums inside the stage,
-    the rest is `chunk_time`.
+    """Returns the data-parallel time of one layer.
+
+    A block in chunks has only the sums inside the stage; `chunk_time` has the rest.
     """
     sharding = layout.sharding_of(choice)
     if not in_chunks(choice, layout):
@@ -158,17 +165,21 @@ def data_parallel(
 def _tail(
     strategy: Strategy, rank: int, price_cache: PriceCache
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """What follows the last backward pass of a rank: exposed reductions, the tied embedding's, and
-    the optimizer.
+    """Returns the seconds after the last backward pass of a rank.
+
+    They are exposed reductions, the reduction of a tied embedding, and the optimizer.
     """
-    layout, reduced, updated = strategy.layout, ZERO, ZERO
+    layout = strategy.layout
+    reduced = ZERO
+    updated = ZERO
     for choice in rank_layers(strategy, rank):
         data = data_parallel(choice, layout, price_cache)
         reduced += data.step
         updated += data.optimizer
     if layout.chunked:
         added = chunk_time(strategy, rank, price_cache)
-        reduced, updated = reduced + added.step + added.host_step, updated + added.optimizer
+        reduced = reduced + added.step + added.host_step
+        updated += added.optimizer
     return (
         reduced,
         tied_reduction(layout, rank, price_cache),
@@ -177,20 +188,18 @@ def _tail(
 
 
 def tied_reduction(layout: ParallelLayout, rank: int, price_cache: PriceCache) -> Seconds:
-    ends = {
-        layout.rank_of(0),
-        layout.rank_of(layout.num_virtual_stages - 1),
-    }  # one rank that holds both adds without sending
-    return (
-        prices_of(layout, price_cache).tied_reduction(layout.mesh, layout.sharding)
-        if price_cache.tied and len(ends) > 1 and rank in ends
-        else ZERO
-    )
+    # a rank that holds both copies adds without sending
+    """Seconds of the reduction of a tied embedding's gradients on a rank."""
+    ends = {layout.rank_of(0), layout.rank_of(layout.num_virtual_stages - 1)}
+    if not price_cache.tied or len(ends) == 1 or rank not in ends:
+        return ZERO
+    return prices_of(layout, price_cache).tied_reduction(layout.mesh, layout.sharding)
 
 
 def norm_and_loss(layout: ParallelLayout, price_cache: LayerPriceCache[Any]) -> Seconds:
-    """The sums over all ranks of the gradients' norm and of the loss, where the machine's own
-    profile has what so small messages take.
+    """Seconds of the sums of the gradient norm and of the loss over all ranks.
+
+    Zero unless the machine's own profile measured such small messages.
     """
     if layouts_of(price_cache.machine, price_cache.training.stack) is None:
         return ZERO
@@ -205,24 +214,24 @@ def norm_and_loss(layout: ParallelLayout, price_cache: LayerPriceCache[Any]) -> 
 def receive_times(
     stage: int, layout: ParallelLayout, price_cache: PriceCache
 ) -> tuple[Seconds, Seconds]:
-    """What virtual stage `stage` waits for its forward input and for its output gradient, each as
-    long as one transfer.
+    """Returns the seconds that virtual stage `stage` waits for its input and its output gradient.
+
+    Each is one transfer.
     """
     here = layout.rank_of(stage)
-    forward = (
-        time_between(layout.rank_of(stage - 1), here, layout, price_cache) if stage > 0 else ZERO
-    )
-    backward = (
-        time_between(layout.rank_of(stage + 1), here, layout, price_cache)
-        if stage < layout.num_virtual_stages - 1
-        else ZERO
-    )
+    forward = ZERO
+    backward = ZERO
+    if stage > 0:
+        forward = time_between(layout.rank_of(stage - 1), here, layout, price_cache)
+    if stage < layout.num_virtual_stages - 1:
+        backward = time_between(layout.rank_of(stage + 1), here, layout, price_cache)
     return forward, backward
 
 
 def rank_receives(rank: int, layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
-    """What all chunks of a rank wait for in one micro-batch: the sum of `receive_times` over its
-    virtual stages.
+    """Seconds that all chunks of a rank wait for transfers in one micro-batch.
+
+    They are the sum of `receive_times` over its virtual stages.
     """
     if layout.schedule in (Schedule.ZBV, Schedule.CUSTOM):
         total = ZERO
@@ -230,28 +239,31 @@ def rank_receives(rank: int, layout: ParallelLayout, price_cache: PriceCache) ->
             forward, backward = receive_times(stage, layout, price_cache)
             total += forward + backward
         return total
-    pp, chunks = layout.mesh.pp, layout.virtual_stages
+    pp = layout.mesh.pp
+    chunks = layout.virtual_stages
     forward = transfer_time((rank - 1) % pp, layout, price_cache).scaled(chunks - (rank == 0))
     return forward + transfer_time(rank, layout, price_cache).scaled(chunks - (rank == pp - 1))
 
 
 def transfer_time(rank: int, layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
-    """One micro-batch's boundary activation (or its gradient) from pipeline rank `rank` to the next
-    one, cyclically.
+    """Seconds of one micro-batch's boundary activation from pipeline rank `rank` to the next.
+
+    The last rank sends to the first. A gradient takes as long.
     """
     return time_between(rank, (rank + 1) % layout.mesh.pp, layout, price_cache)
 
 
 def time_between(here: int, there: int, layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
-    """The same from one pipeline rank to another, nothing from a rank to itself.
+    """Seconds of one boundary activation between two pipeline ranks, zero for equal ranks.
 
-    Where the stack hides transfers of the interleaved schedule, what they slow down is left
-    (costmodels/layers/layer_price.py). The ranks of a stage that sits inside a node send together
-    and share its NICs. What each sends: `PriceCache.transfer`.
+    If the stack hides transfers of the interleaved schedule, only their slowdown of compute remains
+    (costmodels/layers/layer_price.py). The ranks of a stage inside a node send together and share
+    its NICs. `PriceCache.transfer` prices the messages.
     """
-    gpus_per_node, stride = price_cache.machine.cluster.gpus_per_node, layout.mesh.stride(Axis.PP)
     if here == there:
         return ZERO
+    gpus_per_node = price_cache.machine.cluster.gpus_per_node
+    stride = layout.mesh.stride(Axis.PP)
     crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
     sent = price_cache.transfer(
         layout.micro_batch_size,
@@ -264,8 +276,9 @@ def time_between(here: int, there: int, layout: ParallelLayout, price_cache: Pri
 
 
 def rank_edges(layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
-    """What the chunks of a rank, each of which has blocks, pay for a micro-batch where halves go
-    from block to block.
+    """Seconds per micro-batch that the chunks of a rank pay at the ends of rows of halves.
+
+    Every chunk has blocks.
     """
     forward, backward = price_cache.row_edges(layout.micro_batch_size, layout.sharding)
     return (forward + backward).scaled(layout.virtual_stages)

@@ -1,15 +1,14 @@
-"""The price of a whole step: time with its breakdown, memory by class and pipeline rank, redundancy
-over the cluster.
+"""The price of a step: time with its breakdown, memory by class, redundancy over the cluster.
 
-Two times are given. The *closed form* is what the integer program minimises (EQUATIONS P3, I4):
+There are two times. The integer program minimises the *closed form* (EQUATIONS P3, I4):
 
     T = (M - a) max_s t_s + a sum_s t_s + max_s tail_s
 
-with a = 1/v, or for schedules that split the backward what their list says (`bubble_share`), t_s
-the seconds of one micro-batch on rank s (compute, recompute, exposed communication) and tail_s what
-follows its last backward pass (exposed gradient reduction, optimizer). Where recompute runs ahead
-of the gradient, part of it is hidden (costmodels/schedules/hidden_recompute.py). The *simulated*
-time replays the schedule's action list and is the one reported.
+a is 1/v, or the share of the action list for schedules that split the backward pass
+(`bubble_share`). t_s are the seconds of one micro-batch on rank s (compute, recompute, exposed
+communication), tail_s those after its last backward pass (exposed gradient reduction, optimizer).
+Recompute ahead of the gradient is partly hidden (costmodels/schedules/hidden_recompute.py). The
+*simulated* time replays the schedule's action list and is the one reported.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
 
-STEPS = 50  # of the proportions that a bubble is replayed with: 2 % of a micro-batch
+STEPS = 50  # a bubble is replayed with proportions in steps of 2 % of a micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTime:
-    """Seconds of one pipeline rank in one step; all but the bubble, by cause.
+    """Seconds of one pipeline rank in one step by cause, without the bubble.
 
-    host_comm: copies between device and host that nothing hides, and what the host adds up
+    host_comm    exposed copies between device and host, and sums on the host
     """
 
     compute: Seconds
@@ -77,10 +76,9 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrice:
-    """What a strategy costs. `ranks`, `memory` and `redundant` (per device) are by pipeline rank.
+    """The price of a strategy; `ranks`, `memory` and `redundant` (per device) are by pipeline rank.
 
-    bubble_share    what equal ranks wait, of the seconds of one micro-batch and by each rank but
-                    one
+    bubble_share    wait of equal ranks, as a share of a micro-batch's seconds for each rank but one
     """
 
     closed_form_s: float
@@ -102,14 +100,15 @@ def closed_form_s(
     share: float,
     ahead: HiddenRecompute | None = None,
 ) -> float:
-    """(M - a - e) max t + e max n + a sum u + max tail, a = `share`: exact for equal ranks without
-    transfers (EQUATIONS P3, P5).
+    """Seconds of a step, exact for equal ranks without transfers (EQUATIONS P3, P5).
+
+        (M - a - e) max t + e max n + a sum u + max tail        a = `share`
 
     Without recompute ahead e = 0 and u = t.
     """
-    hidden, plain_s, ramp_s = (
-        (ahead.hidden, ahead.plain_s, ahead.ramp_s) if ahead else (0, rank_s, rank_s)
-    )
+    hidden = ahead.hidden if ahead else 0
+    plain_s = ahead.plain_s if ahead else rank_s
+    ramp_s = ahead.ramp_s if ahead else rank_s
     return (
         (num_micro_batches - share - hidden) * max(rank_s)
         + hidden * max(plain_s)
@@ -123,48 +122,42 @@ def _ahead(
 ) -> HiddenRecompute:
     recompute_s = [sum(c.recompute_s for c in row) for row in stages]
     longer_s = [sum(c.backward_s - c.forward_s for c in row) for row in stages]
-    found = [
+    seconds_by_rank = [
         plain_and_ramp(layout.schedule, rank, len(stages), *seconds)
         for rank, seconds in enumerate(zip(rank_s, recompute_s, longer_s, strict=True))
     ]
     return HiddenRecompute(
         hidden_passes(layout.schedule),
-        [plain_s for plain_s, _ in found],
-        [ramp_s for _, ramp_s in found],
+        [plain_s for plain_s, _ in seconds_by_rank],
+        [ramp_s for _, ramp_s in seconds_by_rank],
     )
 
 
 def bubble_share(layout: ParallelLayout, price_cache: PriceCache) -> float:
-    """What a rank but the first adds to the step of equal ranks, as a share of its seconds for one
-    micro-batch.
+    """Share of a micro-batch's seconds that each rank but the first adds to a step of equal ranks.
 
-        whole backwards   1/v (EQUATIONS P1)
-        split ones        (T - M t) / ((P - 1) t), T the step of the lists: 1/6 where all three
-                          parts are alike (EQUATIONS P6)
+        whole backward passes   1/v (EQUATIONS P1)
+        split backward passes   (T - M t) / ((P - 1) t), T the step of the action lists: 1/6 if all
+                                three parts are equal (EQUATIONS P6)
 
-    replayed with equal stages in the proportions of a block of `layout` without recompute. Leaves
-    out: ZeRO, transfers.
+    T is replayed with equal stages in the proportions of a block of `layout` without recompute.
+    Leaves out: ZeRO, transfers.
     """
     if not layout.splits_backward and layout.schedule is not Schedule.CUSTOM:
         return 1 / layout.virtual_stages
     time = price_cache.layer_time(LayerKind.BLOCK, layout.micro_batch_size, layout.sharding)
     weight_s = price_cache.weight_s(LayerKind.BLOCK, layout.micro_batch_size, layout.sharding)
-    parts = (
-        round(STEPS * part / time.total_s) / STEPS
-        for part in (time.forward_s, min(weight_s, time.backward_s))
-    )
-    # the bubble of a longer step is the same: every micro-batch more takes what it takes
-    enough = (
-        layout.num_micro_batches
-        if layout.actions
-        else min(layout.num_micro_batches, 2 * layout.mesh.pp)
-    )
-    return _replayed_share(replace(layout, num_micro_batches=enough), *parts)
+    forward = round(STEPS * time.forward_s / time.total_s) / STEPS
+    weight = round(STEPS * min(weight_s, time.backward_s) / time.total_s) / STEPS
+    enough = layout.num_micro_batches
+    if not layout.actions:  # more micro-batches do not change the bubble
+        enough = min(enough, 2 * layout.mesh.pp)
+    return _replayed_share(replace(layout, num_micro_batches=enough), forward, weight)
 
 
 @lru_cache(maxsize=256)
 def _replayed_share(layout: ParallelLayout, forward: float, weight: float) -> float:
-    pp, num_micro_batches = layout.mesh.pp, layout.num_micro_batches
+    pp = layout.mesh.pp
     share = 1 / layout.virtual_stages
     stage = StageCost(
         forward_s=forward * share,
@@ -176,7 +169,7 @@ def _replayed_share(layout: ParallelLayout, forward: float, weight: float) -> fl
         weight_s=weight * share,
     )
     step_s = replayed(layout, ((stage,) * layout.virtual_stages,) * pp, (0.0,) * pp).step_s
-    return max(0.0, step_s - num_micro_batches) / max(1, pp - 1)
+    return max(0.0, step_s - layout.num_micro_batches) / max(1, pp - 1)
 
 
 def replayed(
@@ -186,7 +179,10 @@ def replayed(
     *,
     keep_events: bool = False,
 ) -> SimulatedStep:
-    """The step of the layout's lists. Raises ConfigError when its schedule is not legal."""
+    """Replays the layout's action lists.
+
+    Raises ConfigError if its schedule is not legal.
+    """
     placement = [layout.stages_of(rank) for rank in range(layout.mesh.pp)]
     return replay(layout.orders(), layout.num_micro_batches, stages, tail_s, keep_events, placement)
 
@@ -194,15 +190,15 @@ def replayed(
 def simulated_step(
     strategy: Strategy, costs: StepCosts, *, keep_events: bool = False
 ) -> SimulatedStep:
-    """The schedule of `strategy` replayed with the costs of its stages."""
+    """Replays the schedule of `strategy` with the costs of its stages."""
     return replayed(strategy.layout, costs.stages, costs.tail_s, keep_events=keep_events)
 
 
 def price_step(strategy: Strategy, price_cache: PriceCache) -> StepPrice:
-    """Time, memory and redundancy of `strategy`.
+    """Returns time, memory and redundancy of `strategy`.
 
-    Raises AssertionError when the strategy is not legal for its schedule; legality is decided in
-    planner/candidates/enumeration.py.
+    Raises AssertionError if the strategy is not legal for its schedule;
+    planner/candidates/enumeration.py decides legality.
     """
     layout = strategy.layout
     ranks = range(layout.mesh.pp)
@@ -243,7 +239,8 @@ def price_step(strategy: Strategy, price_cache: PriceCache) -> StepPrice:
 
 def _rank_time(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankTime:
     layout = strategy.layout
-    compute = recompute = tp_comm = per_micro_batch = per_step = host = host_step = optimizer = ZERO
+    compute = recompute = tp_comm = optimizer = ZERO
+    per_micro_batch = per_step = host = host_step = ZERO
     for choice in rank_layers(strategy, rank):
         time = price_cache.layer_time(
             choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
@@ -254,24 +251,22 @@ def _rank_time(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankTi
         tp_comm += time.tp_forward + time.tp_backward + time.tp_recompute
         per_micro_batch += _without(data.forward + data.backward, data.host)
         per_step += _without(data.step, data.host_step)
-        host, host_step = host + data.host, host_step + data.host_step
+        host += data.host
+        host_step += data.host_step
         optimizer += data.optimizer
     if layout.chunked:
         added = chunk_time(strategy, rank, price_cache)
-        per_micro_batch, host = (
-            sum(added.collectives.values(), per_micro_batch),
-            sum(added.host.values(), host),
-        )
-        per_step, host_step, optimizer = (
-            per_step + added.step,
-            host_step + added.host_step,
-            optimizer + added.optimizer,
-        )
+        per_micro_batch = sum(added.collectives.values(), per_micro_batch)
+        host = sum(added.host.values(), host)
+        per_step += added.step
+        host_step += added.host_step
+        optimizer += added.optimizer
     for chunk in strategy.chunks(rank):
         out, back = exposed_copies(chunk, layout, price_cache)
         host += out + back
     tp_comm += rank_edges(layout, price_cache)
-    transfers, m = rank_receives(rank, layout, price_cache), layout.num_micro_batches
+    transfers = rank_receives(rank, layout, price_cache)
+    m = layout.num_micro_batches
     return RankTime(
         compute=compute.scaled(m),
         recompute=recompute.scaled(m),
@@ -288,19 +283,20 @@ def _without(whole: Seconds, part: Seconds) -> Seconds:
 
 
 def _less_hidden(time: RankTime, transfer_s: float) -> RankTime:
-    """The same with the seconds of transfers that the step has: without those under a recompute
-    ahead of a gradient.
+    """Returns `time` with the transfers that the simulated step exposes.
+
+    Transfers under a recompute ahead of a gradient are hidden.
     """
     whole_s = time.pp_comm.value_s
     return replace(time, pp_comm=time.pp_comm.scaled(transfer_s / whole_s)) if whole_s else time
 
 
 def model_flops_utilization(step_s: float, num_ranks: int, price_cache: PriceCache) -> float:
-    """MFU: model FLOPs of the step (EQUATIONS K4, causal attention in full, no recompute) over the
-    peak of all ranks.
+    """MFU: model FLOPs of the step over the peak of all ranks (EQUATIONS K4).
+
+    Attention counts as causal in full, recompute does not count.
     """
     training: TrainingSpec = price_cache.training
     flops = price_cache.graph(1).model_flops * training.global_batch_size
-    return flops / (
-        num_ranks * price_cache.machine.cluster.device.peak(training.precision) * step_s
-    )
+    peak = price_cache.machine.cluster.device.peak(training.precision)
+    return flops / (num_ranks * peak * step_s)

@@ -2,9 +2,9 @@
 
 The saved tensors of an operator in `LayerChoice.on_host` go to the host as soon as they exist, on a
 stream for that direction. A block's copies end with the forward pass of the next block, so that the
-device holds the offloaded tensors of two blocks at most (`rank_memory.rank_activations`). When a block's backward pass begins, the tensors of the previous
-block start to come back. A block that copies for C seconds, runs forward for F and backward for B
-(with recompute) makes compute wait
+device holds the offloaded tensors of two blocks at most (`rank_memory.rank_activations`). When a
+block's backward pass begins, the tensors of the previous block start to come back. A block that
+copies for C seconds, runs forward for F and backward for B (with recompute) makes compute wait
 
     out   max(0, C - F)                  back   max(0, C - B)
 

@@ -96,11 +96,11 @@ def rank_layers(strategy: Strategy, rank: int) -> list[LayerChoice]:
 
 
 def stashes(kind: LayerKind, rank: int, layout: ParallelLayout) -> int:
-    """Returns the peak number of micro-batches that a rank holds per model chunk (EQUATIONS M4).
+    """Returns the most micro-batches that a rank holds per model chunk (EQUATIONS M4).
 
     They are those of one layer of `kind`. With virtual stages the count is of chunk stashes, an
-    upper bound for any single chunk. The head's chunk is used up at once, except perhaps in a
-    custom schedule.
+    upper bound for any single chunk. The head's chunk is used up at once, except in some custom
+    schedules.
     """
     if layout.schedule is Schedule.CUSTOM:
         stage = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: layout.num_virtual_stages - 1}.get(kind)
@@ -113,7 +113,7 @@ def stashes(kind: LayerKind, rank: int, layout: ParallelLayout) -> int:
 
 
 def peaks(rank: int, layout: ParallelLayout) -> tuple[tuple[float, float], ...]:
-    """Returns (stashes, waiting weight gradients) pairs that include the peak for all sizes of both.
+    """Returns (stashes, waiting weight gradients) pairs that include the peak for all sizes.
 
     The pairs count any chunk of the rank. Whole backward passes: the most stashes. ZBV: stashes and
     waiting gradients together are at most one more (costmodels/schedules/zero_bubble.py). So the
@@ -181,23 +181,23 @@ def rank_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankM
     """Returns the peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
     layout = strategy.layout
     layers = rank_layers(strategy, rank)
-    kept = rank_activations(strategy, rank, price_cache)
+    sizes = rank_activations(strategy, rank, price_cache)
     table = price_cache.shared_table_bytes(layout.mesh, layout.sharding)
     held = [
         price_cache.states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero)
         for choice in layers
     ]
     states = sum((layer.states for layer in held), StateBytes())
-    between, running = _held_and_running(strategy, rank, kept, price_cache)
+    between, running = _held_and_running(strategy, rank, sizes, price_cache)
     activations = sent_bytes(rank, layout, price_cache) + between
     temporaries = (
         table
         + running
-        + _waiting_bytes(strategy, rank, kept, price_cache)
+        + _waiting_bytes(strategy, rank, sizes, price_cache)
         + max(layer.zero_buffer for layer in held)
     )
     apart = _apart_bytes(
-        strategy, rank, kept, price_cache, states.gradients + activations + temporaries
+        strategy, rank, sizes, price_cache, states.gradients + activations + temporaries
     )
     spare = price_cache.training.stack.allocator_share * (
         states.total + activations + temporaries - apart
@@ -211,14 +211,14 @@ def rank_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankM
         context=price_cache.machine.cluster.device.context_bytes,
         apart=apart,
         host=sum(layer.host for layer in held)
-        + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}),
+        + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in sizes.items()}),
     )
 
 
 def _held_and_running(
     strategy: Strategy,
     rank: int,
-    kept: dict[LayerChoice, ActivationBytes],
+    sizes: dict[LayerChoice, ActivationBytes],
     price_cache: PriceCache,
 ) -> tuple[float, float]:
     """Returns the peak bytes of activations between actions, and the excess of a backward pass.
@@ -226,14 +226,16 @@ def _held_and_running(
     The excess is that of the fullest backward pass (costmodels/memory/peak_candidates.py).
     """
     layout = strategy.layout
-    held = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
-    inside = _workspace_bytes(strategy, rank, kept)
+    held = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in sizes.items()})
+    inside = _workspace_bytes(strategy, rank, sizes)
     if not layout.recomputes_ahead:
         return held, inside
     chunks = strategy.chunks(rank)
     most = stashes(LayerKind.BLOCK, rank, layout)
     stash = max(
-        sum(kept[c].saved for c in chunk if layout.virtual_stages == 1 or c.kind is LayerKind.BLOCK)
+        sum(
+            sizes[c].saved for c in chunk if layout.virtual_stages == 1 or c.kind is LayerKind.BLOCK
+        )
         for chunk in chunks
     )
     made = max(
@@ -242,7 +244,7 @@ def _held_and_running(
     alone = _workspace_bytes(
         strategy,
         rank,
-        {choice: layer_activations(choice, layout, price_cache, ahead=True) for choice in kept},
+        {choice: layer_activations(choice, layout, price_cache, ahead=True) for choice in sizes},
     )
     levels = [
         (
@@ -263,15 +265,15 @@ def rank_activations(
     Copies of another layer to and from the host that may run at the same time count as temporaries.
     """
     layers = rank_layers(strategy, rank)
-    kept = {choice: layer_activations(choice, strategy.layout, price_cache) for choice in layers}
-    largest = sorted(kept[choice].host for choice in layers)[-2:]
+    sizes = {choice: layer_activations(choice, strategy.layout, price_cache) for choice in layers}
+    largest = sorted(sizes[choice].host for choice in layers)[-2:]
     if not largest[-1]:
-        return kept
+        return sizes
     return {
         choice: replace(
             size, workspace=size.workspace + largest[0 if size.host == largest[-1] else -1]
         )
-        for choice, size in kept.items()
+        for choice, size in sizes.items()
     }
 
 
@@ -316,7 +318,7 @@ def gradients_come_and_go(layout: ParallelLayout, price_cache: PriceCache) -> bo
 def _apart_bytes(
     strategy: Strategy,
     rank: int,
-    kept: dict[LayerChoice, ActivationBytes],
+    sizes: dict[LayerChoice, ActivationBytes],
     price_cache: PriceCache,
     together: float,
 ) -> float:
@@ -325,22 +327,22 @@ def _apart_bytes(
     Zero unless gradients come and go and the host holds no activations.
     """
     layout = strategy.layout
-    if not gradients_come_and_go(layout, price_cache) or any(size.host for size in kept.values()):
+    if not gradients_come_and_go(layout, price_cache) or any(size.host for size in sizes.values()):
         return 0.0
     held = {
         choice: price_cache.states(
             choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
         )
-        for choice in kept
+        for choice in sizes
     }
-    embedding = next((choice for choice in kept if choice.kind is LayerKind.EMBEDDING), None)
-    reduced = max(held[choice].zero_buffer if choice.zero == 1 else 0 for choice in kept)
+    embedding = next((choice for choice in sizes if choice.kind is LayerKind.EMBEDDING), None)
+    reduced = max(held[choice].zero_buffer if choice.zero == 1 else 0 for choice in sizes)
     return together - peak_bytes(
         strategy,
         rank,
         {
             choice: held_in_passes(choice, size, layout, price_cache)
-            for choice, size in kept.items()
+            for choice, size in sizes.items()
         },
         throughout(layout, None if embedding is None else embedding.zero, reduced, price_cache),
     )
@@ -405,27 +407,30 @@ def zero_passes_bytes(zero_buffer: float, zero: int) -> tuple[float, float]:
 
 
 def _workspace_bytes(
-    strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes]
+    strategy: Strategy, rank: int, sizes: dict[LayerChoice, ActivationBytes]
 ) -> float:
     """Peak temporaries of a layer, less the saved tensors of later layers, which are free by then.
 
     In a split backward pass they are free after the second part only.
     """
     if strategy.layout.splits_backward:
-        return max(size.workspace for size in kept.values())
+        return max(size.workspace for size in sizes.values())
     head = max(
-        (size.saved for choice, size in kept.items() if choice.kind is LayerKind.HEAD), default=0
+        (size.saved for choice, size in sizes.items() if choice.kind is LayerKind.HEAD), default=0
     )
     blocks = max(
-        sum(kept[c].saved for c in chunk if c.kind is LayerKind.BLOCK)
+        sum(sizes[c].saved for c in chunk if c.kind is LayerKind.BLOCK)
         for chunk in strategy.chunks(rank)
     )
     freed = {LayerKind.HEAD: 0, LayerKind.BLOCK: head, LayerKind.EMBEDDING: head + blocks}
-    return max(size.workspace - freed[choice.kind] for choice, size in kept.items())
+    return max(size.workspace - freed[choice.kind] for choice, size in sizes.items())
 
 
 def _waiting_bytes(
-    strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], price_cache: PriceCache
+    strategy: Strategy,
+    rank: int,
+    sizes: dict[LayerChoice, ActivationBytes],
+    price_cache: PriceCache,
 ) -> float:
     """Bytes of waiting weight gradients at the peak, beyond the most stashes of the largest chunk.
 
@@ -439,13 +444,13 @@ def _waiting_bytes(
         choice: price_cache.waiting_bytes(
             choice.kind, layout.micro_batch_size, layout.sharding_of(choice)
         )
-        for choice in kept
+        for choice in sizes
     }
     chunks = [
         [choice for choice in chunk if choice.kind is LayerKind.BLOCK]
         for chunk in strategy.chunks(rank)
     ]
-    stash = max(sum(kept[choice].saved for choice in chunk) for chunk in chunks)
+    stash = max(sum(sizes[choice].saved for choice in chunk) for chunk in chunks)
     apart = max(sum(waiting[choice] for choice in chunk) for chunk in chunks)
     head = sum(size for choice, size in waiting.items() if choice.kind is LayerKind.HEAD)
     fullest = max(held * stash + waits * apart for held, waits in peaks(rank, layout))
