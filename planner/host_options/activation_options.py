@@ -190,9 +190,8 @@ def _most_within(saved: Mapping[str, int], room_bytes: float) -> tuple[str, ...]
     reached: dict[int, tuple[str, ...]] = {0: ()}
     for name, n_bytes in saved.items():
         for held, names in list(reached.items()):
-            found = (*names, name)
-            if held + n_bytes <= room_bytes and len(found) < len(
-                reached.get(held + n_bytes, (*saved, name))
-            ):
-                reached[held + n_bytes] = found
+            longer = (*names, name)
+            total = held + n_bytes
+            if total <= room_bytes and len(longer) < len(reached.get(total, (*saved, name))):
+                reached[total] = longer
     return reached[max(reached)]
