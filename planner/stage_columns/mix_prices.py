@@ -1,4 +1,4 @@
-"""Prices of the mixes of one pipeline rank, with its embedding and head.
+"""The prices of a pipeline rank's mixes, with its embedding and head.
 
 A rank runs its blocks on a mix of the catalogue's options, each at a ZeRO stage
 (planner/layer_options/mixes.py). The price is a sum over layers, so the mixes of n blocks are
@@ -48,11 +48,12 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedMixes:
-    """Mixes of one block count, by row: seconds as in `StageColumn`, bytes to allocate, redundant
-    bytes.
+    """Prices of mixes of one block count, by row; seconds are those of `StageColumn`.
 
-    zero     the ZeRO stage of embedding and head
-    mixed    whether the blocks of a mix may have two ZeRO stages
+    zero         the ZeRO stage of embedding and head
+    mixed        the blocks of a mix may have two ZeRO stages
+    allocated    bytes of tensors at the peak
+    redundant    redundant bytes
     """
 
     mixes: Mixes
@@ -67,7 +68,7 @@ class PricedMixes:
 
 
 class MixPrices:
-    """The mixes of one pipeline rank of a layout and their prices.
+    """Prices the mixes of one pipeline rank of a layout.
 
     ends    the prices of its embedding and head
     """
@@ -75,71 +76,66 @@ class MixPrices:
     def __init__(
         self, rank: int, layout: ParallelLayout, table: MixTable, ends: PriceCache | None = None
     ) -> None:
-        self.rank, self.layout, self.table, self.ends = (
-            rank,
-            layout,
-            table,
-            ends or table.price_cache,
-        )
+        self.rank = rank
+        self.layout = layout
+        self.table = table
+        self.ends = ends or table.price_cache
         self.stages = table.zero_stages(layout)
         self.fixed = {zero: fixed_price(rank, layout, zero, self.ends) for zero in self.stages}
         self.block = table.per_block(layout, rank)
         self.stashes = stashes(LayerKind.BLOCK, rank, layout)
         self._of_moments = KeyedCache()
         self._peaks = peaks(rank, layout) if layout.splits_backward else ()
-        self._moments = (
-            moments(rank, layout) if layout.recomputes_ahead else (PeakCandidate(self.stashes),)
-        )
+        self._moments: tuple[PeakCandidate, ...] = (PeakCandidate(self.stashes),)
+        if layout.recomputes_ahead:
+            self._moments = moments(rank, layout)
 
     @cached_property
     def _freed(self) -> MixPeaks | None:
-        """What is not there at once where gradients come and go; chunks have their own account of
-        it (costmodels/chunks/chunk_budget.py).
+        """The peaks of mixes if gradients come and go, else None.
+
+        Chunks have a separate account of freed gradients (costmodels/chunks/chunk_budget.py).
         """
-        come_and_go = gradients_come_and_go(self.layout, self.ends) and not self.layout.chunked
-        return (
-            MixPeaks(self.rank, self.layout, self.block, self.fixed, self.ends)
-            if come_and_go
-            else None
-        )
+        if self.layout.chunked or not gradients_come_and_go(self.layout, self.ends):
+            return None
+        return MixPeaks(self.rank, self.layout, self.block, self.fixed, self.ends)
 
     @property
     def looks_up(self) -> bool:
+        """True if the host holds the token table of this rank."""
         return self.ends is not self.table.price_cache
 
     @property
     def end_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages that embedding and head may have; where the rank has neither, one says
-        all.
+        """The ZeRO stages that embedding and head may have.
+
+        A rank with neither has a single one.
         """
         return self.stages if end_kinds(self.rank, self.layout) else self.stages[-1:]
 
     def candidates(self, num_blocks: int) -> list[PricedMixes]:
-        """Mixes at one ZeRO stage, with embedding and head, and those of two stages, where there
-        are several.
+        """Returns mixes at one ZeRO stage, with embedding and head, and mixes of two stages.
+
+        The latter exist if there are several stages.
         """
-        found = [
+        candidates = [
             self.priced(self.table.get(self.layout, self.rank, num_blocks, zero), zero)
             for zero in self.stages
         ]
         if len(self.stages) > 1:
             mixes = self._mixed(num_blocks)
             sums = sums_of(mixes, self.block)
-            found += [self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages]
-        return found
+            candidates += [
+                self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages
+            ]
+        return candidates
 
     def _mixed(self, num_blocks: int) -> Mixes:
+        options = self._unbeaten_blocks.options
+        virtual_stages = self.layout.virtual_stages
         return self.table.once(
-            (
-                "mixed",
-                self._unbeaten_blocks.options,
-                self._chains,
-                self.layout.virtual_stages,
-                num_blocks,
-            ),
-            lambda: near_mixes(
-                self._unbeaten_blocks.options, self._chains, num_blocks, self.layout.virtual_stages
-            ),
+            ("mixed", options, self._chains, virtual_stages, num_blocks),
+            lambda: near_mixes(options, self._chains, num_blocks, virtual_stages),
         )
 
     @cached_property
@@ -148,9 +144,7 @@ class MixPrices:
 
     @cached_property
     def _chains(self) -> tuple[tuple[int, ...], ...]:
-        """The chains of what a block adds to the step of this rank, and of what it adds to the peak
-        of its device.
-        """
+        """The chains of the seconds and bytes that a block adds to the step and the peak."""
         block = self._unbeaten_blocks
         step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
         in_flight = self.stashes / self.layout.virtual_stages
@@ -162,39 +156,41 @@ class MixPrices:
         return tuple(map(tuple, chains(block.options, step_s, held)))
 
     def _spare(self, step_copies: Array | float) -> Array:
-        """Bytes for the copies of the optimizer's step, which are no part of what the allocator
-        keeps a share of besides.
+        """Bytes for the copies of the optimizer's step.
+
+        They are free of the share that the allocator holds in addition to tensors.
         """
-        found: Array = np.asarray(
-            step_copies / (1 + self.table.price_cache.training.stack.allocator_share)
-        )
-        return found
+        share = self.table.price_cache.training.stack.allocator_share
+        spare: Array = np.asarray(step_copies / (1 + share))
+        return spare
 
     def priced(
         self, mixes: Mixes, zero: int, *, mixed: bool = False, sums: MixCosts | None = None
     ) -> PricedMixes:
-        """The prices of mixes with embedding and head at stage `zero`; sums: of the mixes' blocks,
-        where they are known.
+        """Returns the prices of mixes with embedding and head at stage `zero`.
+
+        sums    the costs of the mixes' blocks, if they are known
         """
-        fixed, own = self.fixed[zero], sums or sums_of(mixes, self.block)
-        running = self.running(mixes, zero, own)
-        buffers = np.maximum(own.zero_buffer, fixed.zero_buffer)
-        held = fixed.states + own.states + self.stashes * mixes.saved_bytes + fixed.held
+        fixed = self.fixed[zero]
+        blocks = sums or sums_of(mixes, self.block)
+        running = self.running(mixes, zero, blocks)
+        buffers = np.maximum(blocks.zero_buffer, fixed.zero_buffer)
+        held = fixed.states + blocks.states + self.stashes * mixes.saved_bytes + fixed.held
         ideal = (
             fixed.ideal_states
-            + own.ideal_states
+            + blocks.ideal_states
             + self.stashes * mixes.ideal_saved_bytes
             + fixed.ideal_held
         )
         allocated = held + running + buffers
-        time_s = own.time_s + fixed.time_s + mixes.last_s
+        time_s = blocks.time_s + fixed.time_s + mixes.last_s
         plain_s, ramp_s = plain_and_ramp(
             self.layout.schedule,
             self.rank,
             self.layout.mesh.pp,
             time_s,
-            own.recompute_s,
-            own.longer_s,
+            blocks.recompute_s,
+            blocks.longer_s,
         )
         apart = self._freed.apart_bytes(mixes, zero, running + buffers) if self._freed else 0.0
         return PricedMixes(
@@ -202,71 +198,70 @@ class MixPrices:
             zero=zero,
             mixed=mixed,
             time_s=time_s,
-            tail_s=own.tail_s + fixed.tail_s,
+            tail_s=blocks.tail_s + fixed.tail_s,
             plain_s=plain_s,
             ramp_s=ramp_s,
-            allocated=allocated - apart + self._spare(fixed.step_copies + own.step_copies),
+            allocated=allocated - apart + self._spare(fixed.step_copies + blocks.step_copies),
             redundant=allocated - ideal,
         )
 
-    def running(self, mixes: Mixes, zero: int, own: MixCosts | None = None) -> Array:
-        """What the fullest moment holds beyond states and the most stashes
-        (costmodels/memory/peak_candidates.py).
+    def running(self, mixes: Mixes, zero: int, sums: MixCosts | None = None) -> Array:
+        """Bytes at the peak beyond states and the most stashes.
+
+        (costmodels/memory/peak_candidates.py)
         """
-        fixed, own = self.fixed[zero], own or sums_of(mixes, self.block)
-        saved, whole = mixes.saved_bytes, own.whole_saved
-        inside = (
-            self._temporaries(mixes.workspace_bytes, saved, own.waiting, fixed) + mixes.window_bytes
-        )
+        fixed = self.fixed[zero]
+        blocks = sums or sums_of(mixes, self.block)
+        saved = mixes.saved_bytes
+        whole = blocks.whole_saved
+        inside = self._temporaries(mixes.workspace_bytes, saved, blocks.waiting, fixed)
+        inside = inside + mixes.window_bytes
         if not self.layout.recomputes_ahead:
             return inside
-        alone = self._temporaries(
-            widest_mixes(mixes.counts, self.block.of(mixes.options).whole_workspace),
-            whole,
-            np.zeros_like(saved),
-            fixed,
-        )
+        workspace = widest_mixes(mixes.counts, self.block.of(mixes.options).whole_workspace)
+        alone = self._temporaries(workspace, whole, np.zeros_like(saved), fixed)
         levels = [
-            (one.stashes - self.stashes) * (saved + fixed.saved)
-            + one.remade * (whole - saved)
-            + (alone if one.alone else inside)
-            for one in self._moments
+            (moment.stashes - self.stashes) * (saved + fixed.saved)
+            + moment.remade * (whole - saved)
+            + (alone if moment.alone else inside)
+            for moment in self._moments
         ]
-        found: Array = np.max(levels, axis=0)
-        return found
+        peak: Array = np.max(levels, axis=0)
+        return peak
 
     def _temporaries(
         self, workspace: Array, saved: Array, waiting: Array, fixed: EndCosts
     ) -> Array:
-        """The largest of a layer, and with a split backward what weight gradients that wait hold
-        (costmodels/memory/rank_memory.py).
+        """Bytes of the largest layer's temporaries, and of waiting weight gradients.
+
+        The latter exist in a split backward pass (costmodels/memory/rank_memory.py).
         """
         freed = 0.0 if self._peaks else saved
         of_layers = np.maximum(workspace, fixed.embedding_workspace - freed) - fixed.used_up
-        found: Array = np.maximum(of_layers, fixed.head_workspace)
+        largest: Array = np.maximum(of_layers, fixed.head_workspace)
         if not self._peaks:
-            return found
+            return largest
         fullest: Array = np.max(
             [held * saved + waits * waiting for held, waits in self._peaks], axis=0
         )
-        return found + fullest - self.stashes * saved + fixed.waiting
+        return largest + fullest - self.stashes * saved + fixed.waiting
 
     def host_fits(self, mixes: Mixes) -> npt.NDArray[np.bool_]:
-        """Which mixes a device's share of the host holds."""
+        """Returns for each mix whether a device's share of the host holds its bytes."""
         fixed = self.fixed[self.stages[0]].host
-        found: npt.NDArray[np.bool_] = (
+        fits: npt.NDArray[np.bool_] = (
             self.stashes * mixes.host_bytes + fixed <= self.table.host_share_bytes
         )
-        return found
+        return fits
 
     def column(self, priced: PricedMixes, row: int) -> StageColumn:
         memory = occupied_bytes(
             float(priced.allocated[row]), self.layout.mesh, self.table.price_cache
         )
         mix = tuple(
-            (option, int(n))
-            for option, n in zip(priced.mixes.options, priced.mixes.counts[row], strict=True)
-            if n
+            (option, int(count))
+            for option, count in zip(priced.mixes.options, priced.mixes.counts[row], strict=True)
+            if count
         )
         return StageColumn(
             mix,
