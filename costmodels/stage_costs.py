@@ -188,8 +188,10 @@ def _tail(
 
 
 def tied_reduction(layout: ParallelLayout, rank: int, price_cache: PriceCache) -> Seconds:
-    # a rank that holds both copies adds without sending
-    """Seconds of the reduction of a tied embedding's gradients on a rank."""
+    """Seconds of the reduction of a tied embedding's gradients on a rank.
+
+    Zero for a rank that holds both copies, which it adds without sending.
+    """
     ends = {layout.rank_of(0), layout.rank_of(layout.num_virtual_stages - 1)}
     if not price_cache.tied or len(ends) == 1 or rank not in ends:
         return ZERO

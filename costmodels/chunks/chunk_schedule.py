@@ -163,8 +163,8 @@ def _fixed_bytes(chunk_bytes: Sequence[int], step: Slots, room: NonChunkBytes) -
 
     chunk_bytes    the part of them that chunks take
 
-    For a moment, the maximum of three times: the pass, the time when chunks take the gradients that
-    autograd made, and the reduction.
+    A moment counts at the maximum of three times: its pass, the time when chunks take the gradients
+    that autograd made, and the reduction.
     """
     besides = [0] * step.count
     reduced = step.reduced_bytes()

@@ -213,7 +213,7 @@ class ChunkColumns:
     def _mixes(
         self, mixes: Mixes, num_blocks: int, pace: RankTimeLimit | None = None
     ) -> Iterator[tuple[ChunkMixes, PricedMixes, Ints]]:
-        """Yields the front of the mixes for each way to divide the weights, and its rows of `priced`.
+        """Yields the front of the mixes for each division of the weights, and its rows of `priced`.
 
         All blocks of a mix share one way. Mixes that offload activations have a separate front.
         With a `pace`, the front is over the mixes within it: undominated in time, in allocated

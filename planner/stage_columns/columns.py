@@ -186,16 +186,15 @@ class RankColumns(MixPrices):
             plain_s, ramp_s = self._least_plain_and_ramp(
                 num_blocks, zero, shortest_s - self.fixed[zero].time_s
             )
-        mix = ((self.block.options[0], num_blocks),)
         return StageColumn(
-            mix,
-            zero,
-            time_s,
-            tail_s,
-            0.0,
-            0.0,
-            plain_s,
-            ramp_s,
+            mix=((self.block.options[0], num_blocks),),
+            zero=zero,
+            time_s=time_s,
+            tail_s=tail_s,
+            memory_bytes=0.0,
+            redundant_bytes=0.0,
+            plain_s=plain_s,
+            ramp_s=ramp_s,
             looks_up=self.looks_up,
             corner=True,
         )
@@ -210,7 +209,7 @@ class RankColumns(MixPrices):
     def _least_plain_and_ramp(
         self, num_blocks: int, zero: int, blocks_s: float
     ) -> tuple[float, float]:
-        """Returns lower bounds of `plain_s` and `ramp_s` of mixes whose blocks take `blocks_s`.
+        """Returns lower bounds of `plain_s` and `ramp_s` if blocks take `blocks_s` or more.
 
         The bound of the ramps is that of the seconds without recompute.
         """
