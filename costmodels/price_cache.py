@@ -208,7 +208,7 @@ class PriceCache(LayerPriceCache[LayerKind]):
 
     def chunked(
         self,
-        home: StateLocation,
+        location: StateLocation,
         micro_batch_size: int,
         mesh: Mesh,
         sharding: Sharding,
@@ -216,7 +216,7 @@ class PriceCache(LayerPriceCache[LayerKind]):
         in_parameters: bool,
         elements: int | None = None,
     ) -> BlockCost:
-        """Returns the cost of one block held in chunks at `home`.
+        """Returns the cost of one block held in chunks at `location`.
 
         elements    of its chunks on all data-parallel ranks together; without padding by default
         """
@@ -226,7 +226,7 @@ class PriceCache(LayerPriceCache[LayerKind]):
         def make() -> BlockCost:
             time = self.layer_time(LayerKind.BLOCK, micro_batch_size, sharding)
             return block_cost(
-                home,
+                location,
                 elements,
                 time,
                 mesh=mesh,
@@ -236,7 +236,7 @@ class PriceCache(LayerPriceCache[LayerKind]):
             )
 
         return self._once(
-            ("chunked", home, micro_batch_size, mesh, sharding, in_parameters, elements), make
+            ("chunked", location, micro_batch_size, mesh, sharding, in_parameters, elements), make
         )
 
     def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:

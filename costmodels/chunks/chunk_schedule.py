@@ -81,8 +81,8 @@ def rank_groups(
         price_cache.training.precision.num_bytes,
     )
     groups = []
-    for home in StateLocation:
-        here = [(block, choice) for block, choice in blocks if choice.home is home]
+    for location in StateLocation:
+        here = [(block, choice) for block, choice in blocks if choice.home is location]
         if here:
             named = [
                 SizedTensor(f"block{block}.{tensor.name}", tensor.elements)
@@ -91,7 +91,7 @@ def rank_groups(
             ]
             groups.append(
                 ChunkedBlocks(
-                    home=home,
+                    home=location,
                     blocks=tuple(block for block, _ in here),
                     chunk_layout=pack(named, elements, layout.mesh.dp, len(here)),
                 )

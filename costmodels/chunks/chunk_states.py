@@ -7,9 +7,9 @@
     HOLD_AFTER_BWD    on the device, not in use since a backward pass; it holds the gradient if
                       gradients overwrite parameters
 
-The parameters of one block in one communication group change together. They lie in the own chunk
-for one data-parallel rank, else in the gathered group; the own chunk then has a separate state,
-COMPUTE while it is gathered. PatrickStar, arXiv:2108.05818, section 6.
+The states are those of PatrickStar, arXiv:2108.05818, section 6. The parameters of one block in one
+communication group change together. They lie in the own chunk for one data-parallel rank, else in
+the gathered group; the own chunk then has a separate state, COMPUTE while it is gathered.
 """
 
 from __future__ import annotations

@@ -189,10 +189,12 @@ class _StreamClocks:
             if op.does is ChunkAction.RETURN
         }
         count = {
-            home: sum(
-                group.chunk_layout.num_groups for group in self._chunks.groups if group.home is home
+            location: sum(
+                group.chunk_layout.num_groups
+                for group in self._chunks.groups
+                if group.home is location
             )
-            for home in StateLocation
+            for location in StateLocation
         }
         sent_s = {key: self._done_s.get((ChunkAction.SEND, *key), 0.0) for key in returns}
         for key in sorted(returns, key=sent_s.__getitem__):

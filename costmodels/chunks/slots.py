@@ -214,14 +214,14 @@ class Slots:
 
         The latter may take until the end of the step.
         """
-        home = self.home(use)
+        location = self.home(use)
         size = self.sizes.gradients
-        if home is StateLocation.HOST:
+        if location is StateLocation.HOST:
             yield from (
                 (run.last, ChunkOp(ChunkAction.SEND, use.group, use.number, size, run.last))
                 for run in use.runs
             )
-        elif home is StateLocation.OPTIMIZER and use.runs:
+        elif location is StateLocation.OPTIMIZER and use.runs:
             op = ChunkOp(ChunkAction.SEND, use.group, use.number, size, self.num_moments)
             yield use.runs[-1].last, op
 

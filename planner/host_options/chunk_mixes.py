@@ -45,7 +45,7 @@ class OffloadedActivations:
 class ChunkMixes:
     """Mixes, fastest first, each with less memory than those before it.
 
-    Rows and locations (`home`) are indices.
+    Rows and locations are indices.
 
     compute_s    seconds of a micro-batch by row; with `share` also by share of the host
     share        by location, the index of its share in `compute_s`
@@ -63,19 +63,19 @@ class ChunkMixes:
     sent: OffloadedActivations | None = None
     share: Ints | None = None
 
-    def compute(self, row: Ints, home: Ints) -> Array:
+    def compute(self, row: Ints, location: Ints) -> Array:
         """Seconds of compute of a micro-batch."""
         seconds: Array = (
-            self.compute_s[row] if self.share is None else self.compute_s[row, self.share[home]]
+            self.compute_s[row] if self.share is None else self.compute_s[row, self.share[location]]
         )
         return seconds
 
-    def needed(self, row: Ints, home: Ints) -> Array:
+    def needed(self, row: Ints, location: Ints) -> Array:
         """Peak bytes of the device."""
-        working = self.costs.working_bytes[home]
+        working = self.costs.working_bytes[location]
         in_passes = np.maximum(self.allocated[row] + working, self.at_ends[row])
-        in_update = self.in_update + self.costs.update_bytes[home]
-        peak: Array = self.costs.always_bytes[home] + np.maximum(in_passes, in_update)
+        in_update = self.in_update + self.costs.update_bytes[location]
+        peak: Array = self.costs.always_bytes[location] + np.maximum(in_passes, in_update)
         return peak
 
     def best(self, usable: float, host_share_bytes: float) -> tuple[Ints, Ints, Array]:
@@ -86,19 +86,19 @@ class ChunkMixes:
         count = len(self.compute_s)
         if not count:
             return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
-        home = np.flatnonzero(self.costs.host_bytes <= host_share_bytes)
+        location = np.flatnonzero(self.costs.host_bytes <= host_share_bytes)
         if self.sent is not None:
-            host_bytes = self.sent.host_bytes[:, None] + self.costs.host_bytes[home]
-            return self._best_of_all(home, usable, host_bytes <= host_share_bytes)
-        home = home[self.needed(np.full(len(home), count - 1), home) <= usable]
-        fits = _first(count, len(home), lambda row: self.needed(row, home) <= usable)
+            host_bytes = self.sent.host_bytes[:, None] + self.costs.host_bytes[location]
+            return self._best_of_all(location, usable, host_bytes <= host_share_bytes)
+        location = location[self.needed(np.full(len(location), count - 1), location) <= usable]
+        fits = _first(count, len(location), lambda row: self.needed(row, location) <= usable)
         meet = np.maximum(
-            fits, _first(count, len(home), lambda row: self._waits(row, home, usable) <= 0)
+            fits, _first(count, len(location), lambda row: self._waits(row, location, usable) <= 0)
         )
         rows = np.stack([fits, np.maximum(fits, meet - 1), meet])
-        seconds = np.stack([self.seconds(row, home, usable) for row in rows])
-        least = seconds.argmin(axis=0), np.arange(len(home))
-        return rows[least], home, seconds[least]
+        seconds = np.stack([self.seconds(row, location, usable) for row in rows])
+        least = seconds.argmin(axis=0), np.arange(len(location))
+        return rows[least], location, seconds[least]
 
     def budgets(self, usable: float, host_share_bytes: float) -> tuple[Ints, Ints, Array, Array]:
         """Returns rows, locations, device bytes and seconds of all mixes and locations that fit.
@@ -106,66 +106,68 @@ class ChunkMixes:
         Each has a budget of the bytes that it needs, and a second one with room for copies beside
         compute, if that room makes copies overlap.
         """
-        count, num_homes = len(self.compute_s), len(self.costs.host)
-        row, home = np.indices((count, num_homes)).reshape(2, -1)
+        count, num_locations = len(self.compute_s), len(self.costs.host)
+        row, location = np.indices((count, num_locations)).reshape(2, -1)
         sent = self.sent.host_bytes[row] if self.sent else 0.0
-        within = self.costs.host_bytes[home] + sent <= host_share_bytes
-        needed = np.where(within, self.needed(row, home), np.inf)
-        ahead = self.costs.ahead_bytes[home]
+        within = self.costs.host_bytes[location] + sent <= host_share_bytes
+        needed = np.where(within, self.needed(row, location), np.inf)
+        ahead = self.costs.ahead_bytes[location]
         fits = np.flatnonzero(needed <= usable)
         roomy = np.flatnonzero((needed + ahead <= usable) & (ahead > 0))
         chosen = np.concatenate([fits, roomy])
         budget = np.concatenate([needed[fits], (needed + ahead)[roomy]])
-        row, home = row[chosen], home[chosen]
-        return row, home, budget, self.seconds(row, home, budget)
+        row, location = row[chosen], location[chosen]
+        return row, location, budget, self.seconds(row, location, budget)
 
     def _best_of_all(
-        self, home: Ints, usable: float, within: npt.NDArray[np.bool_]
+        self, location: Ints, usable: float, within: npt.NDArray[np.bool_]
     ) -> tuple[Ints, Ints, Array]:
-        rows = np.repeat(np.arange(len(self.compute_s)), len(home))
-        homes = np.tile(home, len(self.compute_s))
-        fits = within.ravel() & (self.needed(rows, homes) <= usable)
-        seconds = np.where(fits, self.seconds(rows, homes, usable), np.inf).reshape(-1, len(home))
+        rows = np.repeat(np.arange(len(self.compute_s)), len(location))
+        locations = np.tile(location, len(self.compute_s))
+        fits = within.ravel() & (self.needed(rows, locations) <= usable)
+        seconds = np.where(fits, self.seconds(rows, locations, usable), np.inf).reshape(
+            -1, len(location)
+        )
         some = np.isfinite(seconds).any(axis=0)
-        return seconds.argmin(axis=0)[some], home[some], seconds.min(axis=0)[some]
+        return seconds.argmin(axis=0)[some], location[some], seconds.min(axis=0)[some]
 
-    def seconds(self, row: Ints, home: Ints, usable: float | Array) -> Array:
+    def seconds(self, row: Ints, location: Ints, usable: float | Array) -> Array:
         """Seconds of a micro-batch: t of the formula at the top."""
-        added_s = (1 - 1 / self.layout.num_micro_batches) * self.costs.added_s[home]
+        added_s = (1 - 1 / self.layout.num_micro_batches) * self.costs.added_s[location]
         seconds: Array = (
-            self.compute(row, home)
-            + self.costs.gathered_s[home]
-            + np.maximum(0.0, self._waits(row, home, usable))
+            self.compute(row, location)
+            + self.costs.gathered_s[location]
+            + np.maximum(0.0, self._waits(row, location, usable))
             + added_s
         )
         return seconds
 
-    def _waits(self, row: Ints, home: Ints, usable: float | Array) -> Array:
+    def _waits(self, row: Ints, location: Ints, usable: float | Array) -> Array:
         """Seconds by which the copies of a micro-batch exceed its compute.
 
         They decrease from row to row.
         """
-        spare = usable - self.needed(row, home) - self.costs.ahead_bytes[home]
-        in_s = self._fetched_s(home, np.maximum(0.0, spare) / self.costs.block_bytes)
-        out_s = self.costs.send_s[home]
+        spare = usable - self.needed(row, location) - self.costs.ahead_bytes[location]
+        in_s = self._fetched_s(location, np.maximum(0.0, spare) / self.costs.block_bytes)
+        out_s = self.costs.send_s[location]
         back_s, away_s = (self.sent.back_s[row], self.sent.out_s[row]) if self.sent else (0.0, 0.0)
         beside_s = (
             np.maximum(in_s + back_s, out_s + away_s)
-            - self.compute(row, home)
-            - self.costs.gathered_s[home]
+            - self.compute(row, location)
+            - self.costs.gathered_s[location]
         )
         waits_s: Array = np.where(spare >= 0, beside_s, in_s + out_s)
         return waits_s
 
-    def _fetched_s(self, home: Ints, held: Array) -> Array:
+    def _fetched_s(self, location: Ints, held: Array) -> Array:
         """Seconds of copies to the device in a micro-batch.
 
         held    HOST blocks that the device has room for beside the block that runs
         """
         passes = self.layout.num_micro_batches
-        on_host = self.costs.host[home]
+        on_host = self.costs.host[location]
         swept = on_host + (2 * passes - 1) * np.maximum(0.0, on_host - 1 - held)
-        fetched_s: Array = swept / (np.maximum(on_host, 1) * passes) * self.costs.fetch_s[home]
+        fetched_s: Array = swept / (np.maximum(on_host, 1) * passes) * self.costs.fetch_s[location]
         return fetched_s
 
 

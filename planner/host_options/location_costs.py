@@ -94,10 +94,10 @@ def block_costs(
     """Returns the cost of one block without padding, by location that `offload` allows."""
     in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)
     return {
-        home: price_cache.chunked(
-            home, layout.micro_batch_size, layout.mesh, sharding, in_parameters=in_parameters
+        location: price_cache.chunked(
+            location, layout.micro_batch_size, layout.mesh, sharding, in_parameters=in_parameters
         )
-        for home in locations_allowed(offload)
+        for location in locations_allowed(offload)
     }
 
 
@@ -117,7 +117,8 @@ def once_s(
 
     def summed(name: str) -> Array:
         total: Array = np.sum(
-            [counts[home] * float(getattr(cost, name)) for home, cost in costs.items()], axis=0
+            [counts[location] * float(getattr(cost, name)) for location, cost in costs.items()],
+            axis=0,
         )
         return total
 
@@ -162,7 +163,7 @@ def location_costs(
 
     def summed(value: Callable[[BlockCost], float]) -> Array:
         total: Array = np.sum(
-            [padded[counts[home]] * value(cost) for home, cost in costs.items()], axis=0
+            [padded[counts[location]] * value(cost) for location, cost in costs.items()], axis=0
         )
         return total
 
@@ -182,7 +183,9 @@ def location_costs(
         fetch_s=summed(lambda cost: cost.fetch_s),
         send_s=summed(lambda cost: cost.send_s),
         added_s=summed(lambda cost: cost.added_s),
-        once_s=once_s({home: padded[count] for home, count in counts.items()}, costs, backward_s),
+        once_s=once_s(
+            {location: padded[count] for location, count in counts.items()}, costs, backward_s
+        ),
     )
 
 

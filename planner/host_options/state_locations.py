@@ -49,7 +49,11 @@ def has_chunks(offload: Collection[Offload] | None) -> bool:
 
 def locations_allowed(offload: Collection[Offload]) -> tuple[StateLocation, ...]:
     """Returns the locations of one block that `offload` allows."""
-    return tuple(home for home in StateLocation if home not in _NEEDS or _NEEDS[home] in offload)
+    return tuple(
+        location
+        for location in StateLocation
+        if location not in _NEEDS or _NEEDS[location] in offload
+    )
 
 
 @lru_cache(maxsize=256)
@@ -66,7 +70,7 @@ def counts_of_locations(num_blocks: int, allowed: Collection[StateLocation]) -> 
 
     allowed    the locations that a block may have
     """
-    return _counts(num_blocks, tuple(home for home in StateLocation if home in allowed))
+    return _counts(num_blocks, tuple(location for location in StateLocation if location in allowed))
 
 
 def illegal_chunks(
@@ -100,15 +104,15 @@ def illegal_chunks(
 def at_locations(
     stages: Sequence[tuple[LayerChoice, ...]],
     layout: ParallelLayout,
-    homes: Sequence[BlockLocations],
+    locations: Sequence[BlockLocations],
 ) -> tuple[tuple[LayerChoice, ...], ...]:
-    """Returns `stages` with the blocks of each pipeline rank at its locations in `homes`.
+    """Returns `stages` with the blocks of every pipeline rank at `locations[rank]`.
 
     They follow the order of the model over all virtual stages of the rank.
     """
     left = {
         rank: iter(
-            homes[rank].of(
+            locations[rank].of(
                 sum(
                     choice.kind is LayerKind.BLOCK
                     for stage in layout.stages_of(rank)

@@ -59,9 +59,9 @@ class ChunkColumns:
         every = self.table.get(self.layout, self.rank, num_blocks, self.zero)
         columns = []
         for mixes, priced, rows in self._mixes(every, num_blocks):
-            row, home, time_s = mixes.best(usable, self.host_share_bytes)
-            for i in undominated_rows(time_s, mixes.costs.once_s[home]):
-                cell = int(row[i]), int(home[i])
+            row, location, time_s = mixes.best(usable, self.host_share_bytes)
+            for i in undominated_rows(time_s, mixes.costs.once_s[location]):
+                cell = int(row[i]), int(location[i])
                 columns.append(self._column(mixes, priced, rows, cell, float(time_s[i])))
         return _unbeaten(columns)
 
@@ -83,17 +83,17 @@ class ChunkColumns:
         columns = []
         for mixes, priced, rows in self._mixes(every, num_blocks, pace):
             saved = self.fixed.ideal_held + self.compute.stashes * every.ideal_saved_bytes[rows]
-            row, home, budget, time_s = mixes.budgets(usable, self.host_share_bytes)
-            tail_s = mixes.costs.once_s[home] + self.fixed.tail_s
+            row, location, budget, time_s = mixes.budgets(usable, self.host_share_bytes)
+            tail_s = mixes.costs.once_s[location] + self.fixed.tail_s
             redundant = budget - saved[row] - ideal
             within = np.flatnonzero(pace.within(time_s, tail_s))
             if not len(within):
                 continue
             steps = np.ceil(redundant / step)
-            within = within[skyline(home[within], time_s[within], steps[within])]
+            within = within[skyline(location[within], time_s[within], steps[within])]
             values = np.stack([steps, time_s, tail_s, redundant], axis=1)
             for i in within[unbeaten_rows(values[within])]:
-                cell = int(row[i]), int(home[i])
+                cell = int(row[i]), int(location[i])
                 memory = occupied_bytes(float(budget[i]), self.layout.mesh, price_cache)
                 columns.append(
                     replace(
@@ -130,14 +130,14 @@ class ChunkColumns:
         for mixes, priced, rows in self._mixes(self._pure(num_blocks), num_blocks):
             last = len(rows) - 1
             sent_bytes = mixes.sent.host_bytes[last] if mixes.sent else 0.0
-            home = np.flatnonzero(mixes.costs.host_bytes + sent_bytes <= self.host_share_bytes)
-            if not len(home):
+            location = np.flatnonzero(mixes.costs.host_bytes + sent_bytes <= self.host_share_bytes)
+            if not len(location):
                 continue
-            row = np.full(len(home), last)
-            needed = mixes.needed(row, home)
+            row = np.full(len(location), last)
+            needed = mixes.needed(row, location)
             least = np.array([needed.argmin()])
-            time_s = float(mixes.seconds(row[least], home[least], needed[least])[0])
-            cell = int(row[least][0]), int(home[least][0])
+            time_s = float(mixes.seconds(row[least], location[least], needed[least])[0])
+            cell = int(row[least][0]), int(location[least][0])
             columns.append(self._column(mixes, priced, rows, cell, time_s))
         return min(columns, key=lambda column: column.memory_bytes)
 
@@ -168,10 +168,10 @@ class ChunkColumns:
                 -np.inf,
                 share=np.ceil(self._left(costs) * (compute_s.shape[1] - 1)).astype(np.int64),
             )
-            _, home, time_s = mixes.best(usable, self.host_share_bytes)
+            _, location, time_s = mixes.best(usable, self.host_share_bytes)
             columns += [
-                self._bound(num_blocks, costs, int(home[i]), float(time_s[i]))
-                for i in undominated_rows(time_s, costs.once_s[home])
+                self._bound(num_blocks, costs, int(location[i]), float(time_s[i]))
+                for i in undominated_rows(time_s, costs.once_s[location])
             ]
         return _unbeaten(columns)
 
@@ -344,32 +344,32 @@ class ChunkColumns:
         cell: tuple[int, int],
         time_s: float,
     ) -> StageColumn:
-        row, home = cell
-        needed = float(mixes.needed(np.array([row]), np.array([home]))[0])
+        row, location = cell
+        needed = float(mixes.needed(np.array([row]), np.array([location]))[0])
         return replace(
             self.compute.column(priced, int(rows[row])),
             time_s=time_s,
-            tail_s=float(mixes.costs.once_s[home]) + self.fixed.tail_s,
+            tail_s=float(mixes.costs.once_s[location]) + self.fixed.tail_s,
             plain_s=time_s,
             ramp_s=time_s,
-            homes=mixes.costs.homes(home),
+            homes=mixes.costs.homes(location),
             memory_bytes=occupied_bytes(needed, self.layout.mesh, self.table.price_cache),
         )
 
     def _bound(
-        self, num_blocks: int, costs: LocationCosts, home: int, time_s: float
+        self, num_blocks: int, costs: LocationCosts, location: int, time_s: float
     ) -> StageColumn:
         option = self.table.options(self.layout, self.rank)[0]
         return StageColumn(
             mix=((option, num_blocks),),
             zero=self.zero,
             time_s=time_s,
-            tail_s=float(costs.once_s[home]) + self.fixed.tail_s,
+            tail_s=float(costs.once_s[location]) + self.fixed.tail_s,
             memory_bytes=0.0,
             redundant_bytes=0.0,
             plain_s=time_s,
             ramp_s=time_s,
-            homes=costs.homes(home),
+            homes=costs.homes(location),
             looks_up=self.compute.looks_up,
         )
 
