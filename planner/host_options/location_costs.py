@@ -155,6 +155,7 @@ def location_costs(
     padded = groups * (size / sum(tensors))
     block_bytes = width * padded[-1] / num_blocks * sum(tensors) / ranks
     host, optimizer = counts_of_locations(num_blocks, costs)
+    has_host_blocks = (host > 0).astype(np.float64)
     counts = {
         StateLocation.HOST: host,
         StateLocation.OPTIMIZER: optimizer,
@@ -174,11 +175,11 @@ def location_costs(
         working_bytes=_working_bytes(tensors, num_blocks, size, counts, layout, price_cache),
         always_bytes=summed(lambda cost: cost.device.total),
         host_bytes=summed(lambda cost: cost.host.total)
-        + _staging_bytes(chunk, price_cache) * (host > 0),
+        + _staging_bytes(chunk, price_cache) * has_host_blocks,
         block_bytes=block_bytes,
         ahead_bytes=block_bytes
         * (1 + price_cache.training.gradient_precision.num_bytes / width)
-        * (host > 0),
+        * has_host_blocks,
         gathered_s=summed(lambda cost: cost.forward_s + cost.backward_s),
         fetch_s=summed(lambda cost: cost.fetch_s),
         send_s=summed(lambda cost: cost.send_s),
