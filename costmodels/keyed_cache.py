@@ -1,4 +1,4 @@
-"""What is asked for often and made once."""
+"""A cache that computes each key once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 class KeyedCache:
-    """`once(key, make)`: what `make` gives, made at the first call with a key.
+    """`once(key, make)` returns the result of `make`, computed at the first call with a key.
 
-    check: called before anything is made; may raise, when there is no time left for it
+    check    called before each computation; may raise if no time is left
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
@@ -22,5 +22,5 @@ class KeyedCache:
         if key not in self._made:
             self._check()
             self._made[key] = make()
-        found: T = self._made[key]
-        return found
+        value: T = self._made[key]
+        return value

@@ -1,6 +1,4 @@
-"""The price book: every layer of one described model on one machine, priced once per way of running
-it.
-"""
+"""The price cache: every layer of one model on one machine, priced once per way of running it."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ from parplan.profiles.provenance import ZERO, Seconds
 class PriceCache(LayerPriceCache[LayerKind]):
     """Prices of the layers of `model`; the head's recompute is always none.
 
-    chunking: how a device holds chunks, of layouts whose blocks are held in chunks; it does not
-    change any other price
+    chunking    how a device holds chunks in layouts with chunks; no other price depends on it
     """
 
     def __init__(
@@ -54,10 +51,10 @@ class PriceCache(LayerPriceCache[LayerKind]):
         self.chunking = chunking or Chunking()
 
     def within(self, chunking: Chunking) -> PriceCache:
-        """The same prices for devices that hold chunks in another way."""
-        found = copy(self)  # what is known of layers is shared
-        found.chunking = chunking
-        return found
+        """Returns the same prices for devices that hold chunks in another way."""
+        prices = copy(self)  # shares the cache of layers
+        prices.chunking = chunking
+        return prices
 
     def graph(self, micro_batch_size: int) -> ModelGraph:
         return self._once(
@@ -76,15 +73,17 @@ class PriceCache(LayerPriceCache[LayerKind]):
         )
 
     def _on_device(self, layer: LayerClass, key: tuple[str, int]) -> LayerClass:
-        """The layer, without the token table where the host looks it up."""
+        """Returns the layer, without the token table if the host looks it up."""
         if not self.looks_up(layer.kind):
             return layer
         return self._once(key, lambda: without_table(layer))
 
     @property
     def outside(self) -> PriceCache:
-        """Prices of embedding and head where blocks are in chunks: FSDP2 keeps and reduces
-        gradients of fp32 shards in fp32, of which precision those of the chunks may be.
+        """Prices of embedding and head if blocks are in chunks.
+
+        FSDP2 keeps and reduces gradients of fp32 shards in fp32; gradients of chunks may have the
+        training's gradient precision.
         """
         if self.training.gradient_precision is Precision.FP32:
             return self
@@ -101,27 +100,27 @@ class PriceCache(LayerPriceCache[LayerKind]):
         )
 
     def with_table(self, *, on_host: bool) -> PriceCache:
-        """The same with the token table on the host, or on the device."""
+        """Returns the same prices with the token table on the host, or on the device."""
         if self.looks_up(LayerKind.EMBEDDING) == on_host:
             return self
         offload = (
-            *(what for what in self.offload if what is not Offload.LOOKUP),
+            *(offloaded for offloaded in self.offload if offloaded is not Offload.LOOKUP),
             *((Offload.LOOKUP,) if on_host else ()),
         )
-        other = self._once(
+        moved = self._once(
             "other table",
             lambda: PriceCache(
                 self.model, self.training, self.machine, zero_ranks=self.zero_ranks, offload=offload
             ),
         )
-        return self._once(("other table", self.chunking), lambda: other.within(self.chunking))
+        return self._once(("other table", self.chunking), lambda: moved.within(self.chunking))
 
     def looks_up(self, kind: LayerKind) -> bool:
-        """Whether the host has the table of a layer of `kind`."""
+        """True if the host holds the table of a layer of `kind`."""
         return kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
 
     def lookup(self, micro_batch_size: int, mesh: Mesh) -> HostEmbedding:
-        """What the host's look-up costs (call only where it does so)."""
+        """Returns the cost of the host's look-up (call only if the host holds the table)."""
         return self._once(
             ("lookup", micro_batch_size, mesh),
             lambda: host_embedding_of(self.graph(micro_batch_size).embedding, mesh, self.machine),
@@ -130,24 +129,27 @@ class PriceCache(LayerPriceCache[LayerKind]):
     def data_parallel(
         self, kind: LayerKind, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
-        """As of any layer; of the embedding with the host's look-up, the exchange of what it gives,
-        and the update of the table.
+        """Returns the data-parallel time of a layer.
+
+        An embedding on the host adds its look-up, the exchange of activations and the update of the
+        table.
         """
         plain = super().data_parallel(kind, micro_batch_size, mesh, sharding, zero)
         if not self.looks_up(kind):
             return plain
-        own = self.lookup(micro_batch_size, mesh)
+        lookup = self.lookup(micro_batch_size, mesh)
         return replace(
             plain,
-            forward=plain.forward + own.forward + own.tokens + own.exchange,
-            backward=plain.backward + own.backward + own.exchange,
-            optimizer=plain.optimizer + own.update,
-            host=plain.host + own.forward + own.backward,
+            forward=plain.forward + lookup.forward + lookup.tokens + lookup.exchange,
+            backward=plain.backward + lookup.backward + lookup.exchange,
+            optimizer=plain.optimizer + lookup.update,
+            host=plain.host + lookup.forward + lookup.backward,
         )
 
     def states(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
-        """As of any layer, with the table that the host has, of which one copy counts wherever it
-        lies.
+        """Returns the states of a layer, with a token table on the host.
+
+        One copy of that table is ideal at any location.
         """
         plain = super().states(kind, mesh, sharding, zero)
         if not self.looks_up(kind):
@@ -157,8 +159,9 @@ class PriceCache(LayerPriceCache[LayerKind]):
 
     @property
     def plain_dropout(self) -> bool:
-        """Whether dropout is that of torch on a CPU, no fused kernel. Of memory alone: what an
-        operator takes is the price of GPUs.
+        """True if dropout is that of torch on a CPU, not a fused kernel.
+
+        It changes memory alone: the seconds of an operator are those of GPUs.
         """
         return (
             self.training.stack.plain_dropout_on_cpu
@@ -167,7 +170,7 @@ class PriceCache(LayerPriceCache[LayerKind]):
         )
 
     def kept_graph(self, micro_batch_size: int) -> ModelGraph:
-        """The graph with what the operators keep on this device."""
+        """Returns the graph with the saved tensors of this device."""
         if not self.plain_dropout:
             return self.graph(micro_batch_size)
         return self._once(
@@ -180,31 +183,28 @@ class PriceCache(LayerPriceCache[LayerKind]):
         return has_tied_head(self.graph(1).head)
 
     def recompute_operators(self, kind: LayerKind, level: RecomputedOperators) -> tuple[str, ...]:
-        """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
-        return (
-            recompute_operators(self.kept_graph(1).layer_class(kind), level)
-            if kind is LayerKind.BLOCK
-            else ()
-        )
+        """Returns the operators that `level` recomputes in a layer; only blocks recompute."""
+        if kind is not LayerKind.BLOCK:
+            return ()
+        return recompute_operators(self.kept_graph(1).layer_class(kind), level)
 
     def _operators(
         self, kind: LayerKind, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
-        """Those of blocks that run as two halves of the micro-batch are priced as such."""
+        """Prices operators; blocks with overlap run as two halves of the micro-batch."""
         if not (kind is LayerKind.BLOCK and sharding.overlap):
             return super()._operators(kind, micro_batch_size, sharding)
 
         def make() -> HalvedOperators:
-            half, whole = (
-                self.layer(kind, size) for size in (micro_batch_size // HALVES, micro_batch_size)
-            )
+            half = self.layer(kind, micro_batch_size // HALVES)
+            whole = self.layer(kind, micro_batch_size)
             return price_halves(half, whole, sharding, self.machine, self.training)
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
 
     def chunked(
         self,
-        home: StateLocation,
+        location: StateLocation,
         micro_batch_size: int,
         mesh: Mesh,
         sharding: Sharding,
@@ -212,20 +212,18 @@ class PriceCache(LayerPriceCache[LayerKind]):
         in_parameters: bool,
         elements: int | None = None,
     ) -> BlockCost:
-        """One block held in chunks at `home`. elements: of its chunks on all data-parallel ranks
-        together, without padding by default.
+        """Returns the cost of one block held in chunks at `location`.
+
+        elements    of its chunks on all data-parallel ranks together; without padding by default
         """
-        own = (
-            owned_parameters(self.layer(LayerKind.BLOCK, 1), sharding)
-            if elements is None
-            else elements
-        )
+        if elements is None:
+            elements = owned_parameters(self.layer(LayerKind.BLOCK, 1), sharding)
 
         def make() -> BlockCost:
             time = self.layer_time(LayerKind.BLOCK, micro_batch_size, sharding)
             return block_cost(
-                home,
-                own,
+                location,
+                elements,
                 time,
                 mesh=mesh,
                 in_parameters=in_parameters,
@@ -234,12 +232,13 @@ class PriceCache(LayerPriceCache[LayerKind]):
             )
 
         return self._once(
-            ("chunked", home, micro_batch_size, mesh, sharding, in_parameters, own), make
+            ("chunked", location, micro_batch_size, mesh, sharding, in_parameters, elements), make
         )
 
     def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
-        """What the blocks of a stage pay forward and backward beside `layer_time`: the ends of a
-        row of halves, at level 3 alone.
+        """Returns the seconds that blocks of a stage pay beside `layer_time`, forward and backward.
+
+        They are the ends of a row of halves, at level 3 alone.
         """
 
         def make() -> tuple[Seconds, Seconds]:
@@ -254,26 +253,28 @@ class PriceCache(LayerPriceCache[LayerKind]):
         layer: LayerClass,
         micro_batch_size: int,
         sharding: Sharding,
-        again: tuple[str, ...],
+        recomputed: tuple[str, ...],
     ) -> int:
         if not (kind is LayerKind.BLOCK and sharding.overlap):
-            return super()._workspace_bytes(kind, layer, micro_batch_size, sharding, again)
+            return super()._workspace_bytes(kind, layer, micro_batch_size, sharding, recomputed)
         half = self.kept_layer(kind, micro_batch_size // HALVES)
-        return halved_workspace_bytes(half, layer, sharding, again, self.training.stack)
+        return halved_workspace_bytes(half, layer, sharding, recomputed, self.training.stack)
 
     def transfer(
         self, micro_batch_size: int, sharding: Sharding, *, crosses_nodes: bool, sharing: int
     ) -> Seconds:
-        """One micro-batch's boundary activation from one pipeline rank to another; `sharing` of
-        them leave a node at once (EQUATIONS T4).
+        """Seconds of a micro-batch's boundary activation between two pipeline ranks (EQUATIONS T4).
 
-        Without sequence parallelism each tensor-parallel rank sends the whole tensor, or its part,
-        which the receivers gather (scatter/gather of Narayanan et al. 2021, section 4.1), where the
-        stack does so.
+        sharing    pipeline ranks that leave a node at once
+
+        Without sequence parallelism each tensor-parallel rank sends the whole tensor. If the stack
+        partitions transfers, it sends its part, which the receivers gather (scatter/gather of
+        Narayanan et al. 2021, section 4.1).
         """
 
         def make() -> Seconds:
-            boundary, machine = self.graph(micro_batch_size).block.input, self.machine
+            boundary = self.graph(micro_batch_size).block.input
+            machine = self.machine
             assert boundary is not None
             n_bytes = sharding.local_bytes(boundary, sharding.boundary)
             parted = (
@@ -293,21 +294,18 @@ class PriceCache(LayerPriceCache[LayerKind]):
         return self._once(("transfer", micro_batch_size, sharding, crosses_nodes, sharing), make)
 
     def sent_bytes(self, micro_batch_size: int, sharding: Sharding) -> int:
-        """What a stage sends of a micro-batch each way, where the stack keeps it until the end of
-        the step.
-        """
+        """Bytes of a stage's message, zero unless the stack keeps messages to the step's end."""
+        if not self.training.stack.keeps_sent:
+            return 0
         boundary = self.graph(micro_batch_size).block.input
         assert boundary is not None
-        return (
-            sharding.local_bytes(boundary, sharding.boundary)
-            if self.training.stack.keeps_sent
-            else 0
-        )
+        return sharding.local_bytes(boundary, sharding.boundary)
 
     def table_workspace_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
-        """Beside the embedding's gradient: the sum with the head's of a shared table, or before
-        that, where tensor parallelism divides the table and the stack makes its gradient whole
-        before it is cut, the whole one.
+        """Bytes of temporaries beside the embedding's gradient.
+
+        They are the sum with the head's gradient of a shared table, or the whole gradient of a
+        divided table, if the stack makes that before it is cut. The larger counts.
         """
         embedding = self.graph(1).embedding.operators[0]
         whole = sum(parameter.num_elements for parameter in embedding.parameters)
@@ -321,21 +319,22 @@ class PriceCache(LayerPriceCache[LayerKind]):
         )
 
     def shared_table_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
-        """The gradient of the token table as autograd makes it, where head and embedding are one
-        parameter.
+        """Bytes of the token table's gradient in autograd, if head and embedding are one parameter.
 
-        It holds the head's until it has the embedding's, and makes a third of both. Counted where
-        the stack frees gradients.
+        Autograd holds the head's gradient until the embedding's exists, and allocates a third
+        tensor for their sum. Zero unless the stack frees gradients.
         """
         if not self.tied or mesh.pp > 1 or not self.training.stack.frees_gradients:
             return 0
         head = self.graph(1).head
-        own = owned_parameters(head, sharding) - owned_parameters(head, sharding, with_tied=False)
-        return self.training.precision.num_bytes * own
+        elements = owned_parameters(head, sharding)
+        elements -= owned_parameters(head, sharding, with_tied=False)
+        return self.training.precision.num_bytes * elements
 
     def tied_reduction(self, mesh: Mesh, sharding: Sharding) -> Seconds:
-        """The once-a-step reduction of a tied embedding's two gradients (call only when `tied` and
-        pp > 1).
+        """Seconds of the reduction of a tied embedding's two gradients, once a step.
+
+        Call it only if `tied` and pp > 1.
         """
         return self._once(
             ("tied", mesh, sharding),

@@ -1,14 +1,13 @@
-"""Where a step goes, as the mean over all GPUs: parts that add up to the step and can be subtracted
-between two plans.
+"""Breakdown of a step by cause, as the mean over all GPUs; two plans' parts can be subtracted.
 
-The breakdown in a plan file is of the slowest pipeline rank. There, uneven stages show as more
-compute; in the mean over the ranks compute is what the model costs, whoever does it, and unevenness
-is waiting. That waiting has two parts:
+The breakdown in a plan file is that of the slowest pipeline rank, where uneven stages show as more
+compute. In the mean over the ranks, compute is the cost of the model for any division, and
+unevenness is waiting, in two parts:
 
-    bubble      (P - 1) a t          what equal stages of the same mean wait (EQUATIONS P1), t their
+    bubble      (P - 1) a t          wait of equal stages of the same mean (EQUATIONS P1), t their
                 micro-batch's seconds
-    imbalance   the rest             for slower stages, for unequal tails; it can be slightly
-                negative, where the first or the last stage has less to transfer than t says
+    imbalance   the rest             wait for slower stages and unequal tails; slightly negative if
+                the first or the last stage has less to transfer than t says
 
 P pipeline ranks, a = 1/v for v virtual stages (costmodels/step.py, `bubble_share`).
 """
@@ -21,6 +20,7 @@ from statistics import fmean
 from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout
 
+# names of the fields in reports
 NAMES = (
     "compute",
     "recompute",
@@ -30,13 +30,14 @@ NAMES = (
     "tensor",
     "p2p",
     "optimizer",
-)  # of the fields, for people
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """Seconds of one step of the mean GPU, by cause. Communication is what is exposed of it, by
-    axis: dp, with copies between device and host, tp, pp.
+    """Seconds of one step of the mean GPU, by cause.
+
+    Communication is its exposed part, by axis: dp with copies between device and host, tp, pp.
     """
 
     compute_s: float
@@ -50,12 +51,12 @@ class StepParts:
 
     @property
     def step_s(self) -> float:
-        """Their sum."""
+        """The sum of all parts."""
         return sum(self.values)
 
     @property
     def values(self) -> tuple[float, ...]:
-        """In the order of `NAMES`."""
+        """The parts in the order of `NAMES`."""
         return (
             self.compute_s,
             self.recompute_s,
@@ -69,14 +70,14 @@ class StepParts:
 
 
 def parts_of(layout: ParallelLayout, price: StepPrice) -> StepParts:
-    """The parts of a priced step; without a pipeline nothing waits."""
+    """Returns the parts of a priced step; without a pipeline no rank waits."""
     ranks = price.ranks
     waiting_s = price.step_s - fmean(rank.total.value_s for rank in ranks)
     timelines = price.simulated.ranks
     micro_batch_s = (
         fmean(line.busy_s + line.transfer_s for line in timelines) / layout.num_micro_batches
     )
-    if layout.recomputes_ahead:  # in the ramps, while a rank waits
+    if layout.recomputes_ahead:  # recompute runs in the ramps, while a rank waits
         micro_batch_s -= fmean(rank.recompute.value_s for rank in ranks) / layout.num_micro_batches
     bubble_s = (layout.mesh.pp - 1) * price.bubble_share * micro_batch_s
     return StepParts(

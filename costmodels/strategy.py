@@ -1,6 +1,4 @@
-"""A complete training strategy: everything a price needs besides the model, the machine and the
-batch.
-"""
+"""A training strategy: every input of a price but the model, the machine and the batch."""
 
 from __future__ import annotations
 
@@ -28,12 +26,12 @@ TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not
-    the layout's.
+    """One way to run a layer: its recompute, ZeRO stage and sharding.
 
-    home: of a block whose layout holds states in chunks, where they lie
-    on_host: operators of a block, in their order, whose kept tensors the host keeps
-    (costmodels/memory/activation_copies.py)
+    sharding    None for that of the layout
+    home        location of a block's states in a layout with chunks
+    on_host     operators of a block, in their order, whose saved tensors are offloaded
+                (costmodels/memory/activation_copies.py)
     """
 
     kind: LayerKind
@@ -46,16 +44,16 @@ class LayerChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """The outer choices that the layers of a strategy share (EQUATIONS I1).
+    """The choices that all layers of a strategy share (EQUATIONS I1).
 
-    sequence_parallel: between layers, activations are divided by token over the tensor-parallel
-    ranks
-    actions: of a custom schedule the lists, one CSV line per pipeline rank
-    (costmodels/schedules/actions.py)
-    tp_overlap: level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3 (EQUATIONS
-    P8)
-    chunked: whether the states of the blocks are held in chunks (EQUATIONS O3), which data-parallel
-    ranks own and gather as ZeRO 3
+    sequence_parallel    activations between layers are divided by token over the tensor-parallel
+                         ranks
+    actions              action lists of a custom schedule, one CSV line per pipeline rank
+                         (costmodels/schedules/actions.py)
+    tp_overlap           level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3
+                         (EQUATIONS P8)
+    chunked              states of the blocks lie in chunks (EQUATIONS O3), which data-parallel
+                         ranks own and gather as in ZeRO 3
     """
 
     mesh: Mesh
@@ -75,7 +73,7 @@ class ParallelLayout:
         )
 
     def sharding_of(self, choice: LayerChoice) -> Sharding:
-        """How a layer of this layout is divided."""
+        """Returns the sharding of a layer of this layout."""
         return choice.sharding or self.sharding
 
     @property
@@ -84,24 +82,25 @@ class ParallelLayout:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients may run apart from input gradients."""
+        """True if weight gradients may run apart from input gradients."""
         return self.schedule in SPLIT or any("W" in row for row in self.actions)
 
     @property
     def recomputes_ahead(self) -> bool:
-        """Whether recompute may run before the gradient is there that it is for."""
+        """True if recompute may run before the gradient that needs it exists."""
         return self.schedule in AHEAD or any("R" in row for row in self.actions)
 
     def keeps_all(self, rank: int) -> bool:
-        """Whether nothing may be recomputed on a pipeline rank."""
+        """True if nothing may be recomputed on a pipeline rank."""
         return self.splits_backward or (
             self.schedule in LAST_KEEPS_ALL and rank == self.mesh.pp - 1
         )
 
     @property
     def equal_ranks(self) -> bool:
-        """Whether all ranks and chunks hold the same number of blocks; else each rank may hold any,
-        at most one more on its first chunk.
+        """True if all ranks and chunks hold the same number of blocks.
+
+        Else each rank may hold any number, at most one more on its first chunk.
         """
         free = self.virtual_stages == 1 or (
             self.virtual_stages == 2 and self.schedule in (Schedule.ZBV, Schedule.CUSTOM)
@@ -109,7 +108,7 @@ class ParallelLayout:
         return not free
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that runs a virtual stage."""
+        """Returns the pipeline rank that runs a virtual stage."""
         if self.schedule is Schedule.CUSTOM:
             return next(
                 rank for rank, stages in enumerate(_placement(self.actions)) if stage in stages
@@ -117,14 +116,15 @@ class ParallelLayout:
         return rank_of(self.schedule, stage, self.mesh.pp)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The virtual stages of a pipeline rank, by chunk."""
+        """Returns the virtual stages of a pipeline rank, by chunk."""
         if self.schedule is Schedule.CUSTOM:
             return _placement(self.actions)[rank]
         return stages_of(self.schedule, rank, self.mesh.pp, self.virtual_stages)
 
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """The action lists of all pipeline ranks. Raises ConfigError when the schedule is not
-        legal.
+        """Returns the action lists of all pipeline ranks.
+
+        Raises ConfigError if the schedule is not legal.
         """
         if self.schedule is Schedule.CUSTOM:
             return _orders(self.actions)
@@ -136,9 +136,7 @@ class ParallelLayout:
 
 
 def in_chunks(choice: LayerChoice, layout: ParallelLayout) -> bool:
-    """Whether the states of a layer of `layout` are held in chunks: those of blocks, where any
-    are.
-    """
+    """True if the states of a layer of `layout` lie in chunks, as blocks of chunked layouts do."""
     return layout.chunked and choice.kind is LayerKind.BLOCK
 
 
@@ -148,13 +146,14 @@ _orders = lru_cache(maxsize=8)(orders_of)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A layout and the layers of every virtual stage in model order; stage k runs on pipeline rank
-    `layout.rank_of(k)`.
+    """A layout and the layers of every virtual stage in model order.
+
+    Stage k runs on pipeline rank `layout.rank_of(k)`.
     """
 
     layout: ParallelLayout
     stages: tuple[tuple[LayerChoice, ...], ...]
 
     def chunks(self, rank: int) -> tuple[tuple[LayerChoice, ...], ...]:
-        """The model chunks of one pipeline rank, first chunk first."""
+        """Returns the model chunks of one pipeline rank, first chunk first."""
         return tuple(self.stages[stage] for stage in self.layout.stages_of(rank))

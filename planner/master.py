@@ -31,7 +31,7 @@ from parplan.costmodels.step import closed_form_s
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, Unsolved, chosen, weighted
-from parplan.planner.stage_columns.columns import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.units import MIB, US_PER_S
 

@@ -1,9 +1,8 @@
-"""When a pipeline rank needs which chunks: its action list, pass by pass of every layer (EQUATIONS
-O7).
+"""The block passes of a pipeline rank and the chunks each pass accesses (EQUATIONS O7).
 
-A moment is the pass of one block, forward or backward with its recompute inside, of one
-micro-batch. All communication groups of chunks that hold a tensor of the block are accessed in it.
-Embedding and head pass between moments.
+A moment is the pass of one block, forward or backward with its recompute, of one micro-batch. It
+accesses every communication group of chunks that holds a tensor of the block. Embedding and head
+run between moments.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
-    """One layer, forward or backward, of one micro-batch. block: its number in the model, None for
-    embedding and head.
+    """The forward or backward pass of one layer for one micro-batch.
+
+    block    the block's number in the model, None for embedding and head
     """
 
     work: ActionKind
@@ -34,21 +34,22 @@ class LayerPass:
     def backward(self) -> bool:
         return self.work is ActionKind.BACKWARD
 
-    def same_action(self, other: LayerPass) -> bool:
-        """Whether one entry of the action list has both."""
+    def same_action(self, earlier: LayerPass) -> bool:
+        """True if both passes belong to one entry of the action list."""
         return (self.work, self.stage, self.micro_batch) == (
-            other.work,
-            other.stage,
-            other.micro_batch,
+            earlier.work,
+            earlier.stage,
+            earlier.micro_batch,
         )
 
     def __str__(self) -> str:
-        return f"{'backward' if self.backward else 'forward'} pass of block {self.block}, micro-batch {self.micro_batch}"
+        direction = "backward" if self.backward else "forward"
+        return f"{direction} pass of block {self.block}, micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)
 class MomentSpan:
-    """Moments in a row, the first and the last."""
+    """Consecutive moments, given by the first and the last."""
 
     first: int
     last: int
@@ -56,10 +57,13 @@ class MomentSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUses:
-    """Of the communication group `number` of `RankChunks.groups[group]`, when a rank needs it.
+    """The moments at which a rank uses one communication group of chunks.
 
-    touched: moments that use it; spans: when its parameters are needed without a gap; runs: when
-    gradients of it are made, which are sent, or reduced, behind each
+    group      index of `RankChunks.groups`
+    number     the communication group's number in it
+    touched    moments that use the group
+    spans      uninterrupted spans in which its parameters are needed
+    runs       spans in which its gradients are made; after each they are sent or reduced
     """
 
     group: int
@@ -70,43 +74,48 @@ class GroupUses:
 
 
 def numbered_layers(strategy: Strategy) -> tuple[tuple[tuple[LayerChoice, int | None], ...], ...]:
-    """By virtual stage its layers, blocks with their numbers in the model."""
-    stages, number = [], 0
+    """Returns the layers of each virtual stage; blocks have their numbers in the model."""
+    stages = []
+    number = 0
     for layers in strategy.stages:
-        found: list[tuple[LayerChoice, int | None]] = []
+        numbered: list[tuple[LayerChoice, int | None]] = []
         for layer in layers:
-            found.append((layer, number if layer.kind is LayerKind.BLOCK else None))
+            numbered.append((layer, number if layer.kind is LayerKind.BLOCK else None))
             number += layer.kind is LayerKind.BLOCK
-        stages.append(tuple(found))
+        stages.append(tuple(numbered))
     return tuple(stages)
 
 
 def layer_passes(strategy: Strategy, rank: int) -> Iterator[LayerPass]:
-    """All passes of a pipeline rank in order. Raises ConfigError for passes that chunks do not go
-    with.
+    """Yields all passes of a pipeline rank in order.
+
+    Raises ConfigError for passes that chunks do not support.
     """
     layout, layers = strategy.layout, numbered_layers(strategy)
     stages = layout.stages_of(rank)
     for action in layout.orders()[rank]:
         if action.work not in (ActionKind.FORWARD, ActionKind.BACKWARD):
             raise ConfigError(
-                f"blocks in chunks pass forward and backward (F and B), the schedule of pipeline rank {rank} has {action.work}",
-                hint="choose a schedule without a split backward or a recompute ahead, such as 1f1b",
+                "blocks in chunks pass forward and backward (F and B), "
+                f"the schedule of pipeline rank {rank} has {action.work}",
+                hint="choose a schedule without a split backward "
+                "or a recompute ahead, such as 1f1b",
             )
         stage = stages[action.chunk]
-        own = layers[stage] if action.work is ActionKind.FORWARD else reversed(layers[stage])
+        in_order = layers[stage] if action.work is ActionKind.FORWARD else reversed(layers[stage])
         yield from (
-            LayerPass(action.work, stage, action.micro_batch, layer, block) for layer, block in own
+            LayerPass(action.work, stage, action.micro_batch, layer, block)
+            for layer, block in in_order
         )
 
 
-def uses(
+def group_uses(
     groups: Sequence[ChunkedBlocks], moments: Sequence[LayerPass], *, in_parameters: bool
 ) -> tuple[GroupUses, ...]:
-    """By communication group when it is used, in order of groups and numbers.
+    """Returns the uses of every communication group, in order of groups and numbers.
 
-    in_parameters: gradients are written over parameters, which must not be given up, or fetched
-    again, between the first gradient of a group and the last
+    in_parameters    gradients overwrite parameters: a group stays on the device from its first
+                     gradient to its last
     """
     touched: dict[tuple[int, int], list[int]] = {
         (index, number): []
@@ -116,30 +125,25 @@ def uses(
     of_block = {
         block: keys for index, group in enumerate(groups) for block, keys in blocks_of(index, group)
     }
-    for moment, one in enumerate(moments):
-        assert one.block is not None, "moments are passes of blocks"
-        for key in of_block[one.block]:
+    for moment, block_pass in enumerate(moments):
+        assert block_pass.block is not None, "moments are passes of blocks"
+        for key in of_block[block_pass.block]:
             touched[key].append(moment)
-    return tuple(_uses(key, tuple(found), moments, in_parameters) for key, found in touched.items())
+    return tuple(_uses(key, tuple(used), moments, in_parameters) for key, used in touched.items())
 
 
 def blocks_of(
     index: int, group: ChunkedBlocks
 ) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
-    """By block of a group the communication groups that hold one of its tensors; all blocks have
-    the same number of tensors.
+    """Yields each block of a group with the communication groups that hold its tensors.
+
+    All blocks have the same number of tensors.
     """
-    chunk_layout, count = group.chunk_layout, len(group.chunk_layout.tensors) // len(group.blocks)
+    group_of = group.chunk_layout.group_of
+    count = len(group.chunk_layout.tensors) // len(group.blocks)
     for place, block in enumerate(group.blocks):
-        yield (
-            block,
-            tuple(
-                (index, number)
-                for number in dict.fromkeys(
-                    chunk_layout.group_of[place * count : (place + 1) * count]
-                )
-            ),
-        )
+        numbers = dict.fromkeys(group_of[place * count : (place + 1) * count])
+        yield block, tuple((index, number) for number in numbers)
 
 
 def _uses(

@@ -1,23 +1,22 @@
-"""What is on a device besides the blocks' chunks, moment by moment: outside layers' states,
-activations and temporaries (EQUATIONS M6).
+"""Device bytes outside the blocks' chunks, moment by moment (EQUATIONS M6).
 
-Its peak is R of EQUATIONS O3; that chunks may use what it leaves at every moment is EQUATIONS O7.
+Their peak is R of EQUATIONS O3. Chunks may use the rest of the device at every moment (EQUATIONS
+O7). The classes are those of `parplan.costmodels.memory.rank_memory.rank_memory`, each counted
+while it is on the device:
 
-The classes are those of `parplan.costmodels.memory.rank_memory.rank_memory`, each when it is there:
-
-    states of embedding and head        always, their gradients from the first backward pass on
-    where the stack frees them
-    what FSDP2 gathers and reduces      of embedding and head, in their passes; a unit that begins
-    and ends the passes stays gathered activations of a micro-batch        of each layer from its
-    forward pass to its backward pass
-    workspace of a layer                in its passes, in the backward pass with what it recomputes
-    gradients of a block                as autograd makes them, in the precision of compute, in its
-                                        backward pass, until chunks have them
-    ids and targets                     of all micro-batches, always; norms and the loss keep a few
-                                        numbers of every token besides
-    between two layers                  what the first hands to the second
-    what a stage sent                   to the end of the step, where the stack keeps it; the logits
-                                        of a pipeline to their backward pass
+    states of embedding and head        always; their gradients from the first backward pass on,
+                                        if the stack frees gradients
+    FSDP2 buffers of embedding, head    in their passes; a unit that begins and ends the passes
+                                        stays gathered
+    saved activations of a micro-batch  from a layer's forward pass to its backward pass
+    workspace of a layer                in its passes, in the backward pass with its recompute
+    gradients of a block                in its backward pass, in the compute precision, until
+                                        chunks take them
+    ids and targets                     of all micro-batches, always; norms and the loss also save
+                                        a few numbers of every token
+    output of a layer                   until the next layer has read it
+    sent messages                       to the end of the step, if the stack keeps them; logits in
+                                        a pipeline to their backward pass
     gradient of a shared token table    from the head's backward pass to the embedding's
 """
 
@@ -35,32 +34,29 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.models.operator_graph import LayerKind, OperatorKind
 
-# FSDP2 keeps the gradients of fp32 shards in fp32, and reduces them so: gradients of 16 bits are of
-# chunks
+# FSDP2 keeps and reduces the gradients of fp32 shards in fp32; only chunks have 16-bit gradients
 SHARD_GRADIENT_BYTES = 4
-IDS_BYTES = 16  # of a token: its id and its target, as int64
-# messages received: the gradient that a backward pass began with, and one for the next pass
+IDS_BYTES = 16  # id and target of a token, as int64
+# received messages: the gradient that a backward pass began with, and one for the next pass
 # (executor/pipeline/messages.py)
 POSTED = 2
-RANDOM_STATE_BYTES = (
-    5056  # of torch.get_rng_state, a CPU tensor that torch's checkpoint keeps for every pass
-)
-NORM_BYTES = 8  # of a token: mean and deviation in fp32
-LOSS_KEPT_BYTES, LOSS_MADE_BYTES = (
-    16,
-    24,
-)  # of a token: where its target is; its largest logit, its sum (executor/models/loss.py)
+# torch.get_rng_state: a CPU tensor that torch's checkpoint saves for every pass
+RANDOM_STATE_BYTES = 5056
+NORM_BYTES = 8  # per token: mean and deviation in fp32
+# per token (executor/models/loss.py): the place of its target; its largest logit and its sum
+LOSS_KEPT_BYTES = 16
+LOSS_MADE_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonChunkBytes:
-    """Bytes on a device besides chunks.
+    """Device bytes outside the chunks of blocks.
 
-    moments: during each; gaps: before each and behind the last, at their fullest, with the passes
-    of embedding and head
-    rests: behind each moment, when its temporaries are gone; made: the gradients that are there
-    then, until chunks have them
-    end: behind all passes
+    moments    during each moment
+    gaps       peak before each moment and after the last, including passes of embedding and head
+    rests      after each moment, without its temporaries
+    made       gradients on the device at that time, until chunks take them
+    end        after all passes
     """
 
     moments: tuple[int, ...]
@@ -72,12 +68,14 @@ class NonChunkBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """Bytes of one layer.
+    """Device bytes of one layer.
 
-    saved: kept of a micro-batch; forward, backward: temporary in its passes; made: gradients at the
-    end of a block's backward pass
-    lasting: from its backward pass to the end of the stage's; gradients: from its first backward
-    pass on
+    saved        saved tensors of a micro-batch
+    forward      temporaries of a forward pass
+    backward     temporaries of a backward pass
+    made         gradients at the end of a block's backward pass
+    lasting      from its backward pass to the end of the stage's backward pass
+    gradients    from its first backward pass on
     """
 
     saved: int
@@ -88,46 +86,47 @@ class _Layer:
     gradients: int = 0
 
 
-def besides_chunks(
+def non_chunk_bytes(
     strategy: Strategy, rank: int, passes: Iterable[LayerPass], price_cache: PriceCache
 ) -> NonChunkBytes:
-    """What is on a device of pipeline rank `rank` besides the chunks of its blocks."""
+    """Returns the bytes on a device of pipeline rank `rank` outside the chunks of its blocks."""
     layers = {
         choice: _layer(choice, size, strategy, price_cache)
         for choice, size in rank_activations(strategy, rank, price_cache).items()
     }
     sent = price_cache.sent_bytes(strategy.layout.micro_batch_size, strategy.layout.sharding)
     handed = _handed_bytes(strategy, price_cache)
-    moments, gaps, rests, made, begun = (
-        list[int](),
-        list[int](),
-        list[int](),
-        list[int](),
-        set[LayerChoice](),
-    )
+    moments = list[int]()
+    gaps = list[int]()
+    rests = list[int]()
+    made = list[int]()
+    begun = set[LayerChoice]()
     level = fullest = _always(strategy, rank, price_cache) - sum(
         layer.gradients for layer in layers.values()
     )
     lasting, before = 0, None
-    for one in passes:
-        own = layers[one.layer]
-        if before is not None and not one.same_action(before):
-            level += sent * _sends(before, strategy) - lasting
-            lasting, fullest = 0, max(fullest, level + handed)
-        before = one
-        if one.backward:
-            during = level + own.backward
-            level += own.lasting - own.saved + (0 if one.layer in begun else own.gradients)
-            lasting += own.lasting
-            begun.add(one.layer)
+    for layer_pass in passes:
+        layer = layers[layer_pass.layer]
+        if before is not None and not layer_pass.same_action(before):
+            level += (sent if _sends(before, strategy) else 0) - lasting
+            lasting = 0
+            fullest = max(fullest, level + handed)
+        before = layer_pass
+        if layer_pass.backward:
+            during = level + layer.backward
+            level += (
+                layer.lasting - layer.saved + (0 if layer_pass.layer in begun else layer.gradients)
+            )
+            lasting += layer.lasting
+            begun.add(layer_pass.layer)
         else:
-            level += own.saved
-            during = level + own.forward
-        if one.block is None:
+            level += layer.saved
+            during = level + layer.forward
+        if layer_pass.block is None:
             fullest = max(fullest, during)
             continue
         moments.append(during)
-        made.append(own.made if one.backward else 0)
+        made.append(layer.made if layer_pass.backward else 0)
         gaps.append(fullest)
         fullest = level + handed
         rests.append(fullest)
@@ -140,19 +139,22 @@ def besides_chunks(
     )
 
 
-def _sends(one: LayerPass, strategy: Strategy) -> bool:
-    """Whether a stage hands on what a pass of it made: activations to the next, gradients to the
-    one before.
+def _sends(layer_pass: LayerPass, strategy: Strategy) -> bool:
+    """True if a stage sends the output of this pass to another stage.
+
+    Activations go to the next stage, gradients to the previous one.
     """
-    return one.stage > 0 if one.backward else one.stage < strategy.layout.num_virtual_stages - 1
+    return (
+        layer_pass.stage > 0
+        if layer_pass.backward
+        else layer_pass.stage < strategy.layout.num_virtual_stages - 1
+    )
 
 
 def _handed_bytes(strategy: Strategy, price_cache: PriceCache) -> int:
-    """The activation between two layers, or its gradient."""
-    boundary, sharding = (
-        price_cache.graph(strategy.layout.micro_batch_size).block.input,
-        strategy.layout.sharding,
-    )
+    """Bytes of the activation between two layers, or of its gradient."""
+    boundary = price_cache.graph(strategy.layout.micro_batch_size).block.input
+    sharding = strategy.layout.sharding
     assert boundary is not None, "a block reads what the layer before it made"
     return sharding.local_bytes(boundary, sharding.boundary)
 
@@ -174,22 +176,18 @@ def _layer(
     )
     made = size.workspace + NORM_BYTES * tokens * len(norms)
     if choice.kind is LayerKind.BLOCK:
-        gradients = _parameter_bytes(
-            choice, strategy, price_cache
-        )  # the workspace has those of one operator again: more than there is
+        # the workspace counts the gradients of one operator a second time: an upper bound
+        gradients = _parameter_bytes(choice, strategy, price_cache)
         return _Layer(
             saved=size.saved + kept + _random_bytes(choice, price_cache),
             forward=made,
             backward=made + gradients,
             made=gradients,
         )
-    shared, of_loss = (
-        price_cache.shared_table_bytes(layout.mesh, layout.sharding),
-        tokens * (choice.kind is LayerKind.HEAD),
-    )
+    has_loss = choice.kind is LayerKind.HEAD
     freed = training.stack.frees_gradients and not price_cache.offloads_states
-    made += LOSS_MADE_BYTES * of_loss
-    if of_loss:
+    if has_loss:
+        made += LOSS_MADE_BYTES * tokens
         kept += LOSS_KEPT_BYTES * tokens + _logits_bytes(
             layout, layout.sharding_of(choice), price_cache
         )
@@ -197,7 +195,7 @@ def _layer(
         saved=size.saved + kept,
         forward=made,
         backward=made,
-        lasting=shared if of_loss else 0,
+        lasting=price_cache.shared_table_bytes(layout.mesh, layout.sharding) if has_loss else 0,
         gradients=_states(choice, strategy, price_cache).gradients if freed else 0,
     )
     if price_cache.offloads_states:
@@ -209,8 +207,9 @@ def _layer(
 
 
 def _logits_bytes(layout: ParallelLayout, sharding: Sharding, price_cache: PriceCache) -> int:
-    """Of a micro-batch in a pipeline, which keeps what its last stage gives as it keeps what others
-    send: to the backward pass.
+    """Bytes of the logits of one micro-batch in a pipeline.
+
+    The last stage keeps them until their backward pass, like any activation that was sent.
     """
     if layout.mesh.pp == 1 or not price_cache.training.stack.keeps_sent:
         return 0
@@ -219,23 +218,24 @@ def _logits_bytes(layout: ParallelLayout, sharding: Sharding, price_cache: Price
 
 
 def _random_bytes(choice: LayerChoice, price_cache: PriceCache) -> int:
-    """The state of the random numbers that a block is recomputed with, which on GPUs the host
-    keeps.
+    """Bytes of the random state that a block's recompute restores.
+
+    On GPUs the host keeps that state.
     """
-    on_host = price_cache.machine.cluster.device.is_host
-    return RANDOM_STATE_BYTES * (
-        on_host and bool(price_cache.recompute_operators(choice.kind, choice.recompute))
-    )
+    if not price_cache.machine.cluster.device.is_host:
+        return 0
+    recomputes = bool(price_cache.recompute_operators(choice.kind, choice.recompute))
+    return RANDOM_STATE_BYTES if recomputes else 0
 
 
 def _sharded(
     plain: _Layer, choice: LayerChoice, strategy: Strategy, price_cache: PriceCache
 ) -> _Layer:
-    """As FSDP2 runs it: gathered through a buffer as large as the parameters, given up before its
-    gradients are copied to be reduced.
+    """Returns a ZeRO-3 embedding or head as FSDP2 runs it.
 
-    The input of the reduction stays until the stage's backward pass is over. The workspace has the
-    gradient of the largest operator.
+    FSDP2 gathers through a buffer as large as the parameters, and frees the parameters before it
+    copies their gradients for the reduction. The reduction's input stays until the end of the
+    stage's backward pass. The workspace includes the gradient of the largest operator.
     """
     whole, layout = _parameter_bytes(choice, strategy, price_cache), strategy.layout
     width = price_cache.training.precision.num_bytes
@@ -255,12 +255,12 @@ def _sharded(
 
 
 def _joined(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> bool:
-    """Whether embedding and head are one unit of FSDP2, which begins the passes and ends them."""
+    """True if embedding and head are one FSDP2 unit, which begins and ends the passes."""
     return choice.zero == 3 and price_cache.tied and strategy.layout.mesh.pp == 1
 
 
 def _parameter_bytes(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> int:
-    """Of a whole layer on one tensor-parallel rank, in the precision of compute."""
+    """Bytes of a layer's parameters on one tensor-parallel rank, in the compute precision."""
     layout = strategy.layout
     owned = owned_parameters(
         price_cache.layer(choice.kind, 1),
@@ -270,46 +270,45 @@ def _parameter_bytes(choice: LayerChoice, strategy: Strategy, price_cache: Price
     return price_cache.training.precision.num_bytes * owned
 
 
-def numbers_bytes(
+def uncounted_bytes(
     layout: ParallelLayout, rank: int, num_blocks: int, price_cache: PriceCache
 ) -> int:
-    """At most what a device of a rank with `num_blocks` blocks holds that a peak without chunks
-    leaves out (`rank_memory`): the batch, received messages, logits of a pipeline, and the few
-    numbers of every token that norms and the loss keep.
+    """Upper bound of the bytes that a peak without chunks leaves out (`rank_memory`).
+
+    On a device of a rank with `num_blocks` blocks these are the batch, received messages, the
+    logits of a pipeline, and the few numbers of every token that norms and the loss save.
     """
     tokens = layout.micro_batch_size * price_cache.training.seq_length
     norms = sum(
         operator.kind is OperatorKind.NORM
         for operator in price_cache.layer(LayerKind.BLOCK, 1).operators
     )
-    random = RANDOM_STATE_BYTES * (price_cache.machine.cluster.device.is_host)
+    random = RANDOM_STATE_BYTES if price_cache.machine.cluster.device.is_host else 0
     in_flight = stashes(LayerKind.BLOCK, rank, layout) * -(-num_blocks // layout.virtual_stages) + 1
-    found = _batch_bytes(layout, price_cache) + (NORM_BYTES * norms * tokens + random) * in_flight
+    total = _batch_bytes(layout, price_cache) + (NORM_BYTES * norms * tokens + random) * in_flight
     if rank == layout.rank_of(layout.num_virtual_stages - 1):
         each = (2 * NORM_BYTES + LOSS_KEPT_BYTES) * tokens + _logits_bytes(
             layout, layout.sharding, price_cache
         )
-        found += stashes(LayerKind.HEAD, rank, layout) * each + LOSS_MADE_BYTES * tokens
-    return found
+        total += stashes(LayerKind.HEAD, rank, layout) * each + LOSS_MADE_BYTES * tokens
+    return total
 
 
 def _batch_bytes(layout: ParallelLayout, price_cache: PriceCache) -> int:
-    """Ids and targets of a step, and messages that are received."""
+    """Bytes of the ids and targets of a step, and of received messages."""
     batch = (
         IDS_BYTES
         * price_cache.training.seq_length
         * layout.micro_batch_size
         * layout.num_micro_batches
     )
-    return batch + POSTED * price_cache.sent_bytes(layout.micro_batch_size, layout.sharding) * (
-        layout.mesh.pp > 1
-    )
+    if layout.mesh.pp == 1:
+        return batch
+    return batch + POSTED * price_cache.sent_bytes(layout.micro_batch_size, layout.sharding)
 
 
 def _always(strategy: Strategy, rank: int, price_cache: PriceCache) -> int:
-    """States of embedding and head, what stays gathered of them, the batch, and messages that are
-    received.
-    """
+    """Bytes that stay all step: states of embedding and head, the batch, received messages."""
     outside = [
         choice for choice in rank_layers(strategy, rank) if choice.kind is not LayerKind.BLOCK
     ]
@@ -326,7 +325,7 @@ def _always(strategy: Strategy, rank: int, price_cache: PriceCache) -> int:
 
 
 def _states(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> StateBytes:
-    """Of embedding or head, with gradients as FSDP2 keeps them."""
+    """States of embedding or head, with fp32 gradients as FSDP2 has them."""
     layout = strategy.layout
     states = price_cache.states(
         choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero

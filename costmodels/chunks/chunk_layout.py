@@ -1,17 +1,18 @@
-"""Tensors in use order, packed into communication groups of one element count, of which each rank
-owns a chunk (EQUATIONS O1, O5).
+"""Tensors in use order, packed into communication groups of chunks (EQUATIONS O1, O5).
 
-    D = 1    a group is a chunk; no tensor is split, and a block begins where the one before it ends
-    D > 1    a group is one run of D chunks, which is gathered whole. No tensor is split over two
+All groups have one element count, and each rank owns a chunk of every group.
+
+    D = 1    a group is a chunk; no tensor is split, and a block begins where the previous one ends
+    D > 1    a group is one run of D chunks and is gathered whole. No tensor is split over two
              groups, but it may cross the border between two chunks of its group: one rank owns a
-             part of its elements, the next the others. Every block begins a group, so that a pass
-             gathers nothing of another block
+             part of its elements, the next rank the rest. Every block begins a group, so that a
+             pass gathers nothing of another block
 
-PatrickStar packs into chunks, each at least as large as the largest tensor, and D of them in a row
-are a group: D times the largest tensor is gathered at once, or, to save that memory, parameters are
-broadcast one by one, which sends 10 bytes a parameter instead of 6 (EQUATIONS O5). Here the group
-must hold the largest tensor and a chunk is a D-th of it: what is gathered does not grow with D, at
-6.
+In PatrickStar each chunk is at least as large as the largest tensor, and D chunks in a row are a
+group: it gathers D times the largest tensor at once, or, to save that memory, broadcasts parameters
+one by one, which sends 10 bytes per parameter instead of 6 (EQUATIONS O5). Here the group must hold
+the largest tensor and a chunk is a D-th of it: the gathered bytes do not grow with D, and the
+traffic stays at 6 bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from parplan.profiles.models.operator_graph import LayerClass
 
 @dataclass(frozen=True, slots=True)
 class SizedTensor:
-    """A tensor as one rank of a copy of the model has it, by name `block3.qkv.weight`."""
+    """A tensor of one rank of a model copy, with a name such as `block3.qkv.weight`."""
 
     name: str
     elements: int
@@ -38,10 +39,9 @@ class SizedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLayout:
-    """Where each tensor lies: in which communication group, and how many elements from its
-    beginning.
+    """The communication group of each tensor, and its offset in elements there.
 
-    ranks: data-parallel ranks, of which each owns one chunk of every group, in their order
+    ranks    data-parallel ranks; in their order, each owns one chunk of every group
     """
 
     group_elements: int
@@ -57,7 +57,7 @@ class ChunkLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Of all ranks."""
+        """The number of chunks on all ranks."""
         return self.num_groups * self.ranks
 
     @property
@@ -66,13 +66,14 @@ class ChunkLayout:
 
     @property
     def utilisation(self) -> float:
-        """Used elements of those that all groups have."""
+        """The share of all groups' elements that tensors use."""
         return self.used_elements / (self.num_groups * self.group_elements)
 
 
 def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[SizedTensor, ...]:
-    """The parameters of a layer in use order, as one tensor-parallel rank has them, by name
-    `qkv.weight`.
+    """Returns the parameters of a layer in use order, as one tensor-parallel rank has them.
+
+    Their names have the form `qkv.weight`.
     """
     return tuple(
         SizedTensor(
@@ -87,11 +88,12 @@ def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[SizedTensor, .
 def pack(
     tensors: Sequence[SizedTensor], group_elements: int, ranks: int = 1, num_blocks: int = 1
 ) -> ChunkLayout:
-    """Each tensor at the next place, in the next group where what is left of this one is too small
-    for it; none is split over two.
+    """Packs each tensor behind the previous one, or into the next group if it does not fit.
 
-    The tensors of `num_blocks` blocks, as many of each. Of several `ranks` every block begins a
-    group. Raises ConfigError: a tensor is larger than a group, there is none, or `ranks` do not
+    tensors    the tensors of `num_blocks` blocks, the same number for each block
+    ranks      with several ranks, every block begins a group
+
+    Raises ConfigError if there is no tensor, a tensor is larger than a group, or `ranks` do not
     divide a group.
     """
     if not tensors:
@@ -103,11 +105,15 @@ def pack(
         )
     largest = max(tensors, key=lambda tensor: tensor.elements)
     _require_room(largest.name, largest.elements, group_elements)
-    group, filled, places, per_block = 0, 0, [], len(tensors) // num_blocks
+    group = 0
+    filled = 0
+    places = []
+    per_block = len(tensors) // num_blocks
     for index, tensor in enumerate(tensors):
         begins = ranks > 1 and index > 0 and index % per_block == 0
         if begins or filled + tensor.elements > group_elements:
-            group, filled = group + 1, 0
+            group += 1
+            filled = 0
         places.append((group, filled))
         filled += tensor.elements
     group_of, offset_of = zip(*places, strict=True)
@@ -133,38 +139,45 @@ def _require_room(name: str, elements: int, group_elements: int) -> None:
 def first_tensors(
     block: tuple[int, ...], num_blocks: int, group_elements: int, ranks: int = 1
 ) -> tuple[int, ...]:
-    """With which tensor each group begins when `num_blocks` blocks of tensors of `block` elements
-    each are packed, as `pack` does.
+    """Returns the first tensor of each group, as `pack` lays out `num_blocks` equal blocks.
 
-    Tensors are counted through all blocks. How many go into a group depends only on which of a
-    block the first is.
+    block    elements of each tensor of a block
+
+    Tensors are counted through all blocks. The number of tensors in a group depends only on the
+    place of its first tensor in a block.
     """
     _require_room("a tensor", max(block), group_elements)
     if ranks > 1:
-        own = first_tensors(block, 1, group_elements)
-        return tuple(number * len(block) + first for number in range(num_blocks) for first in own)
-    ends, per_block, taken = (0, *accumulate(block)), len(block), []
+        starts = first_tensors(block, 1, group_elements)
+        return tuple(
+            number * len(block) + first for number in range(num_blocks) for first in starts
+        )
+    ends = (0, *accumulate(block))
+    per_block = len(block)
+    taken = []
     for first in range(per_block):
         blocks, rest = divmod(ends[first] + group_elements, ends[-1])
         taken.append(blocks * per_block + bisect_right(ends, rest) - 1 - first)
-    starts, first = [], 0
+    firsts = []
+    first = 0
     while first < num_blocks * per_block:
-        starts.append(first)
+        firsts.append(first)
         first += taken[first % per_block]
-    return tuple(starts)
+    return tuple(firsts)
 
 
 @lru_cache(maxsize=1024)
 def groups_after(
     block: tuple[int, ...], num_blocks: int, group_elements: int, ranks: int = 1
 ) -> tuple[int, ...]:
-    """By x = 0 .. `num_blocks`, the communication groups of x equal blocks that have one home.
+    """Returns the communication groups of x equal blocks at one location, x = 0 .. `num_blocks`.
 
-    Every run of blocks with one home is packed from a group's beginning, so that x counts blocks of
-    any run. O(blocks + groups).
+    Every run of blocks at one location is packed from the beginning of a group, so that x counts
+    the blocks of any run. O(blocks + groups).
     """
     starts = first_tensors(block, num_blocks, group_elements, ranks)
-    counts, begun = [0], 0
+    counts = [0]
+    begun = 0
     for end in range(len(block), num_blocks * len(block) + 1, len(block)):
         while begun < len(starts) and starts[begun] < end:
             begun += 1

@@ -1,14 +1,12 @@
-"""What a device of a pipeline rank holds whose blocks are in chunks, and what its host holds for it
-(EQUATIONS O2, O3).
+"""Peak memory of a device whose blocks are in chunks, and its host's bytes (EQUATIONS O2, O3).
 
-The device's peak is that of the chunk schedule, which knows what is there at every moment; here it
-is told apart by class:
+The peak is that of the chunk schedule, which counts every moment. It is reported by class:
 
-    states        what is always there: chunks of DEVICE and OPTIMIZER blocks with their padding,
+    states        bytes that stay: chunks of DEVICE and OPTIMIZER blocks with their padding,
                   embedding and head
-    activations   the most that is kept between two actions, as without chunks
-    temporaries   the rest of the fullest moment: parameters of HOST blocks, gathered groups,
-                  gradients on their way, workspace
+    activations   most saved bytes between two actions, as without chunks
+    temporaries   the rest of the peak: parameters of HOST blocks, gathered groups, gradients in
+                  transit, workspace
 """
 
 from __future__ import annotations
@@ -43,8 +41,9 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 
 def budget_bytes(rank: int, mesh: Mesh, price_cache: PriceCache) -> int:
-    """What tensors may fill of a device of pipeline rank `rank`: as stated, or what the memory
-    limit leaves beside context, communicators and allocator.
+    """Bytes that tensors may fill on a device of pipeline rank `rank`.
+
+    The budget is the stated one, or the memory limit less context, communicators and allocator.
     """
     chunking = price_cache.chunking
     if chunking.device_bytes is not None:
@@ -62,13 +61,14 @@ def budget_bytes(rank: int, mesh: Mesh, price_cache: PriceCache) -> int:
 
 
 def prices_of(layout: ParallelLayout, price_cache: PriceCache) -> PriceCache:
-    """Those of layers that are in no chunks."""
+    """Returns the prices of layers that are in no chunks."""
     return price_cache.outside if layout.chunked else price_cache
 
 
 def chunks_of_rank(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankChunks:
-    """The chunk schedule of a device under the price cache's eviction and budget. Raises
-    InfeasibleError with the smallest budget.
+    """Returns the chunk schedule of a device under the price cache's eviction and budget.
+
+    Raises InfeasibleError with the smallest budget.
     """
     return _chunks_of_rank(strategy, rank, price_cache, price_cache.chunking)
 
@@ -87,19 +87,25 @@ def _chunks_of_rank(
 
 
 def chunk_states(chunks: RankChunks, price_cache: PriceCache) -> tuple[StateBytes, StateBytes]:
-    """The states of all own chunks, padding included, that are always on the device, and those on
-    the host.
+    """Returns the states of all own chunks on the device and on the host, with padding.
+
+    The states on the device are those that stay there all step.
     """
-    device = host = StateBytes()
+    device = StateBytes()
+    host = StateBytes()
     for group in chunks.groups:
-        own = group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
+        elements = group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
         widths = state_widths(group.home, price_cache.training, chunks.in_parameters)
-        device, host = device + times(widths[0], own), host + times(widths[1], own)
+        device += times(widths[0], elements)
+        host += times(widths[1], elements)
     return device, host
 
 
 def staging_bytes(chunks: RankChunks, price_cache: PriceCache) -> int:
-    """Where gradients of HOST blocks land that the host adds to those before: two chunks."""
+    """Bytes of two chunks, in which the host receives gradients of HOST blocks.
+
+    The host adds them to the gradients of earlier micro-batches.
+    """
     width = sent_precision(price_cache.training, chunks.in_parameters).num_bytes
     return max(
         (
@@ -112,7 +118,7 @@ def staging_bytes(chunks: RankChunks, price_cache: PriceCache) -> int:
 
 
 def device_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
-    """Peak bytes of one device of a pipeline rank, by class, its blocks in chunks or not."""
+    """Returns the peak bytes of one device of a pipeline rank by class, with chunks or without."""
     return (
         chunked_memory(strategy, rank, price_cache)
         if strategy.layout.chunked
@@ -121,26 +127,24 @@ def device_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> Ran
 
 
 def chunked_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
-    """The same of a strategy whose blocks are in chunks. Raises InfeasibleError where the budget is
-    too small.
+    """Returns the peak bytes of one device by class, for blocks in chunks.
+
+    Raises InfeasibleError if the budget is too small.
     """
-    layout, layers, chunks = (
-        strategy.layout,
-        rank_layers(strategy, rank),
-        chunks_of_rank(strategy, rank, price_cache),
-    )
-    kept = rank_activations(strategy, rank, price_cache)
+    layout = strategy.layout
+    chunks = chunks_of_rank(strategy, rank, price_cache)
+    saved = rank_activations(strategy, rank, price_cache)
     outside = [
         price_cache.outside.states(
             choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
         )
-        for choice in layers
+        for choice in rank_layers(strategy, rank)
         if choice.kind is not LayerKind.BLOCK
     ]
     device, host = chunk_states(chunks, price_cache)
     states = sum((layer.states for layer in outside), device)
     activations = sent_bytes(rank, layout, price_cache) + held_bytes(
-        strategy, rank, {choice: float(size.saved) for choice, size in kept.items()}
+        strategy, rank, {choice: float(size.saved) for choice, size in saved.items()}
     )
     beyond = chunks.most_bytes - states.total - activations
     return RankMemory(
@@ -155,5 +159,5 @@ def chunked_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> Ra
         host=host.total
         + staging_bytes(chunks, price_cache)
         + sum(layer.host for layer in outside)
-        + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}),
+        + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in saved.items()}),
     )

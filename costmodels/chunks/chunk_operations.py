@@ -1,6 +1,4 @@
-"""The chunk schedule of one device: what is moved, gathered and reduced around every block's pass
-(EQUATIONS O4, O5, O7).
-"""
+"""The chunk schedule of one device: operations around every pass (EQUATIONS O4, O5, O7)."""
 
 from __future__ import annotations
 
@@ -13,16 +11,16 @@ from parplan.costmodels.schedules.actions import ActionKind
 
 
 class ChunkAction(StrEnum):
-    """What happens to the chunk that this rank owns of a communication group, or to the group.
+    """An action on the rank's own chunk of a communication group, or on the whole group.
 
-    DROP     the device's copy of a parameter chunk is given up; the host has the same, or is priced
-             to get it
-    FETCH    a parameter chunk comes to the device
-    GATHER   all chunks of the group come together on every rank; RELEASE: those are given up
-    REDUCE   the gradients of the group are reduced and scattered, each rank has those of its own
-             chunk
-    SEND     the gradients of the own chunk go to the host
-    RETURN   parameters that the host has updated come to the device
+    DROP       free the device's copy of a parameter chunk; the host has the same copy, or the price
+               counts the copy to the host
+    FETCH      copy a parameter chunk to the device
+    GATHER     collect all chunks of the group on every rank
+    RELEASE    free the gathered chunks
+    REDUCE     reduce-scatter the gradients of the group; each rank receives those of its own chunk
+    SEND       copy the gradients of the own chunk to the host
+    RETURN     copy parameters that the host has updated to the device
     """
 
     DROP = "drop"
@@ -36,13 +34,13 @@ class ChunkAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkOp:
-    """On communication group `number` of the chunks of `group` (an index of `RankChunks.groups`).
+    """An action on communication group `number` of the chunks of `group`.
 
-    num_bytes: that move between host and device, or of the whole group that is gathered or reduced
-    issued: the moment at which a FETCH or GATHER may begin at the earliest, one before that which
-    needs it where there is room; the last
-        moment under which a REDUCE or SEND may still run, one after that behind which it is done
-        where there is room for it to be late
+    group        index of `RankChunks.groups`
+    num_bytes    bytes copied between host and device, or bytes of the gathered or reduced group
+    issued       earliest moment at which a FETCH or GATHER may begin: one moment before its use if
+                 there is room; latest moment at which a REDUCE or SEND may still run: one moment
+                 after the gradients' pass if there is room
     """
 
     does: ChunkAction
@@ -54,15 +52,16 @@ class ChunkOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPass:
-    """One pass of a block of the rank, forward or backward, of one micro-batch, and what is done
-    before it and after it.
+    """One pass of a block for one micro-batch, with the operations before and after it.
 
-    Chunks take the gradients that autograd made behind the pass, before what is `after` it: only
-    then is there memory for them.
-    stage: the virtual stage; block: its number in the model; device_bytes: all that tensors hold of
-    the device during it
-    chunk_bytes: what chunks hold of it, their parameters, gathered groups, gradients and optimizer
-    states, until all behind it is done
+    Chunks take the gradients that autograd made after the pass, before the operations in `after`:
+    only then is there memory for them.
+
+    stage           the virtual stage
+    block           the block's number in the model
+    device_bytes    bytes of all tensors on the device during the pass
+    chunk_bytes     bytes of chunks until the operations after the pass are done: parameters,
+                    gathered groups, gradients and optimizer states
     """
 
     work: ActionKind
@@ -77,9 +76,7 @@ class BlockPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedBlocks:
-    """Blocks of one pipeline rank whose states have the same home, and where their parameters
-    lie.
-    """
+    """Blocks of one pipeline rank whose states have one location, and their chunk layout."""
 
     home: StateLocation
     blocks: tuple[int, ...]
@@ -88,14 +85,12 @@ class ChunkedBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankChunks:
-    """All chunks of one device and what happens to them in a step; alike on all data-parallel
-    ranks.
+    """All chunks of one device and their operations in a step, equal on all data-parallel ranks.
 
-    in_parameters: gradients are written over the parameters that they are of (one micro-batch a
-    step, 16-bit gradients)
-    closing: after the last backward pass, around the update
-    most_bytes: what tensors hold of the device at the fullest moment of the step, between passes
-    too
+    in_parameters    gradients overwrite their parameters (one micro-batch per step, 16-bit
+                     gradients)
+    closing          operations after the last backward pass, around the update
+    most_bytes       bytes of tensors on the device at the peak of the step, also between passes
     """
 
     groups: tuple[ChunkedBlocks, ...]
@@ -107,16 +102,16 @@ class RankChunks:
     most_bytes: int = 0
 
     def moved(self, does: ChunkAction) -> int:
-        """Bytes of all ops of a kind in a step."""
+        """Bytes of all operations with one action in a step."""
         inside = (op for moment in self.moments for op in (*moment.before, *moment.after))
         return sum(op.num_bytes for op in (*inside, *self.closing) if op.does is does)
 
     @property
     def in_bytes(self) -> int:
-        """From the host to the device in a step."""
+        """Bytes from the host to the device in a step."""
         return self.moved(ChunkAction.FETCH) + self.moved(ChunkAction.RETURN)
 
     @property
     def out_bytes(self) -> int:
-        """From the device to the host in a step."""
+        """Bytes from the device to the host in a step."""
         return self.moved(ChunkAction.SEND) + self.moved(ChunkAction.DROP)

@@ -1,16 +1,15 @@
-"""States of tensors and chunks on a device, and the transitions that are legal (EQUATIONS O7;
-PatrickStar, arXiv:2108.05818, section 6).
+"""States of tensors and chunks on a device, and the legal transitions (EQUATIONS O7).
 
     FREE              not on the device
-    HOLD              there, not in use: as it came, or as the update left it
-    COMPUTE           a pass uses it: it may not be given up
-    HOLD_AFTER_FWD    there, not in use, a forward pass was the last
-    HOLD_AFTER_BWD    the same of a backward pass; where gradients are written over parameters it
-                      holds the gradient
+    HOLD              on the device, not in use: as it came, or as the update left it
+    COMPUTE           a pass uses it: it may not be evicted
+    HOLD_AFTER_FWD    on the device, not in use since a forward pass
+    HOLD_AFTER_BWD    on the device, not in use since a backward pass; it holds the gradient if
+                      gradients overwrite parameters
 
-The parameters of one block that lie in one communication group change together. What holds them is
-the own chunk for one data-parallel rank, else the gathered group; the own chunk then has a state of
-its own, in COMPUTE while it is gathered.
+The states are those of PatrickStar, arXiv:2108.05818, section 6. The parameters of one block in one
+communication group change together. They lie in the own chunk for one data-parallel rank, else in
+the gathered group; the own chunk then has a separate state, COMPUTE while it is gathered.
 """
 
 from __future__ import annotations
@@ -46,34 +45,36 @@ LEGAL: Mapping[ChunkState, frozenset[ChunkState]] = {
     ChunkState.HOLD_AFTER_FWD: frozenset({ChunkState.COMPUTE, ChunkState.FREE}),
     ChunkState.HOLD_AFTER_BWD: frozenset({ChunkState.COMPUTE, ChunkState.FREE, ChunkState.HOLD}),
 }
-# a gradient in the parameter's place is no parameter: nothing computes with it until the update
+# a gradient that replaces its parameter: nothing computes with it until the update
 LEGAL_IN_PARAMETERS = {
     **LEGAL,
     ChunkState.HOLD_AFTER_BWD: frozenset({ChunkState.FREE, ChunkState.HOLD}),
 }
+# a fetch or gather makes HOLD from FREE alone; elsewhere an update leaves HOLD
 _COMING = {
     state: frozenset({ChunkState.HOLD} if state is ChunkState.FREE else ()) for state in ChunkState
-}  # HOLD otherwise is what an update leaves
+}
 
-Key = tuple[int, int]  # which of the groups, and the communication group's number in it
+Key = tuple[int, int]  # index of the group, and the communication group's number in it
 
 
 class TransitionError(PlannerError):
-    """A tensor was to go from one state to another that it cannot go to."""
+    """An illegal transition of a tensor from one state to another."""
 
 
 def chunk_state(tensors: Iterable[ChunkState]) -> ChunkState:
-    """The state of a chunk from those of its tensors: COMPUTE if one is in use, what all are, HOLD
-    where they differ.
+    """Returns the state of a chunk from the states of its tensors.
+
+    It is COMPUTE if one tensor is in use, the common state if there is one, else HOLD.
     """
-    found = set(tensors)
-    if ChunkState.COMPUTE in found:
+    states = set(tensors)
+    if ChunkState.COMPUTE in states:
         return ChunkState.COMPUTE
-    return found.pop() if len(found) == 1 else ChunkState.HOLD
+    return states.pop() if len(states) == 1 else ChunkState.HOLD
 
 
 class ChunkStates:
-    """The states of everything that holds parameters on one device, followed through a step."""
+    """The states of all memory for parameters on one device, followed through a step."""
 
     def __init__(self, groups: tuple[ChunkedBlocks, ...], *, in_parameters: bool) -> None:
         self._legal = LEGAL_IN_PARAMETERS if in_parameters else LEGAL
@@ -90,44 +91,33 @@ class ChunkStates:
                 self._tensors.setdefault(key, {})[block] = (
                     ChunkState.HOLD if there else ChunkState.FREE
                 )
-        self._own = (
-            {
-                key: ChunkState.FREE
-                if groups[key[0]].home is StateLocation.HOST
-                else ChunkState.HOLD
-                for key in self._tensors
-            }
-            if self._gathers
-            else {}
-        )
+        self._own: dict[Key, ChunkState] = {}
+        for key in self._tensors if self._gathers else ():
+            on_host = groups[key[0]].home is StateLocation.HOST
+            self._own[key] = ChunkState.FREE if on_host else ChunkState.HOLD
 
     def state(self, key: Key) -> ChunkState:
-        """Of what blocks compute with: the chunk, or the gathered group."""
+        """Returns the state of the memory that blocks use: the chunk or the gathered group."""
         return chunk_state(self._tensors[key].values())
 
     def own_state(self, key: Key) -> ChunkState:
-        """Of the own chunk."""
+        """Returns the state of the own chunk."""
         return self._own[key] if self._gathers else self.state(key)
 
     def begin(self, block: int) -> None:
-        """A pass of a block begins."""
+        """Begins a pass of a block."""
         for key in self._of_block[block]:
             self._to(key, (block,), ChunkState.COMPUTE, self._legal)
 
     def end(self, block: int, work: ActionKind) -> None:
-        """A pass of a block is over."""
+        """Ends a pass of a block."""
+        backward = work is ActionKind.BACKWARD
+        state = ChunkState.HOLD_AFTER_BWD if backward else ChunkState.HOLD_AFTER_FWD
         for key in self._of_block[block]:
-            self._to(
-                key,
-                (block,),
-                ChunkState.HOLD_AFTER_BWD
-                if work is ActionKind.BACKWARD
-                else ChunkState.HOLD_AFTER_FWD,
-                self._legal,
-            )
+            self._to(key, (block,), state, self._legal)
 
     def do(self, op: ChunkOp) -> None:
-        """What an op of the schedule does to the states; copies of gradients do nothing."""
+        """Applies an operation of the schedule; copies of gradients change no state."""
         key = op.group, op.number
         if op.does is ChunkAction.FETCH:
             self._own_to(key, ChunkState.HOLD, _COMING)
@@ -141,20 +131,13 @@ class ChunkStates:
             self._to(key, self._tensors[key], ChunkState.FREE, self._legal)
 
     def update(self) -> None:
-        """The step is over: what stays on the device holds updated parameters."""
+        """Ends the step: the device holds updated parameters."""
         for key, tensors in self._tensors.items():
             if self._gathers and self._own[key] is not ChunkState.FREE:
                 self._own[key] = ChunkState.HOLD
-            self._to(
-                key,
-                [
-                    block
-                    for block, state in tensors.items()
-                    if state not in (ChunkState.FREE, ChunkState.HOLD)
-                ],
-                ChunkState.HOLD,
-                self._legal,
-            )
+            settled = (ChunkState.FREE, ChunkState.HOLD)
+            used = [block for block, state in tensors.items() if state not in settled]
+            self._to(key, used, ChunkState.HOLD, self._legal)
 
     def _own_to(
         self, key: Key, state: ChunkState, legal: Mapping[ChunkState, frozenset[ChunkState]]
@@ -191,7 +174,10 @@ def _illegal(what: str, old: ChunkState, new: ChunkState) -> TransitionError:
 
 
 def check_states(chunks: RankChunks) -> None:
-    """Follow a step through its states. Raises TransitionError where its schedule is wrong."""
+    """Follows a step through its states.
+
+    Raises TransitionError if the schedule is wrong.
+    """
     states = ChunkStates(chunks.groups, in_parameters=chunks.in_parameters)
     for moment in chunks.moments:
         for op in moment.before:

@@ -1,12 +1,11 @@
-"""What chunks add to the time of a pipeline rank: waits for copies and collectives, and the update
-(EQUATIONS O6).
+"""Seconds that chunks add to a pipeline rank: waits and the update (EQUATIONS O6).
 
-The waits are those of the chunk schedule on streams (costmodels/chunks/copy_streams.py); a pass of
-a stage takes the mean over its micro-batches, of which the first fetches more. Where the device is
-the host nothing runs beside compute: every copy is waited for. A second of a collective that is not
-waited for costs the pass that it runs under what it does elsewhere
-(costmodels/layers/layer_price.py, `contention`); copies cost it nothing
-(costmodels/layers/chunked_layer.py). While the host adds gradients up nothing is launched.
+The waits for copies and collectives are those of the chunk schedule on streams
+(costmodels/chunks/copy_streams.py). A pass of a stage takes the mean over its micro-batches, of
+which the first fetches more. If the device is the host, no copy overlaps with compute and every
+copy is exposed. A hidden second of a collective slows its pass down like any other collective
+(costmodels/layers/layer_price.py, `contention`); copies slow nothing down
+(costmodels/layers/chunked_layer.py). The host launches nothing while it adds gradients up.
 Activations that come back from the host (costmodels/memory/activation_copies.py) share a direction
 of PCIe with chunks: a backward pass takes no less than both copies together.
 """
@@ -21,7 +20,7 @@ from functools import lru_cache
 from parplan.costmodels.chunks.accesses import numbered_layers
 from parplan.costmodels.chunks.chunk_memory import chunks_of_rank
 from parplan.costmodels.chunks.chunk_operations import BlockPass, ChunkAction, ChunkOp, RankChunks
-from parplan.costmodels.chunks.copy_streams import StreamCosts, exposed
+from parplan.costmodels.chunks.copy_streams import StreamCosts, run_streams
 from parplan.costmodels.host.offload import copy_time
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import (
@@ -47,14 +46,15 @@ COPIES = (ChunkAction.FETCH, ChunkAction.SEND, ChunkAction.RETURN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTime:
-    """Seconds that chunks add to one rank: to a pass of a stage, of the mean micro-batch, and after
-    the last backward pass.
+    """Seconds that chunks add to the passes of one rank, and after its last backward pass.
 
-    host: waits for copies, and the host's sums; collectives: waits for gathers and reductions, and
-    what they cost passes
-    step: reductions that end after the last pass; host_step: copies around the update that it does
-    not hide
-    optimizer: the update, on device and host at once
+    host           per pass of a stage, mean over micro-batches: waits for copies, and the host's
+                   sums
+    collectives    per pass of a stage: waits for gathers and reductions, and their slowdown of
+                   passes
+    step           reductions that end after the last pass
+    host_step      copies around the update that the update does not hide
+    optimizer      the update, on device and host at once
     """
 
     host: Mapping[PassKey, Seconds]
@@ -64,40 +64,40 @@ class ChunkTime:
     optimizer: Seconds
 
     def of_pass(self, work: ActionKind, stage: int) -> Seconds:
-        """All that is added to one pass of a stage."""
+        """Seconds added to one pass of a stage."""
         return self.host.get((work, stage), ZERO) + self.collectives.get((work, stage), ZERO)
 
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """Of a step, by pass the seconds that compute waits, and those from the last pass to the
-    end.
-    """
+    """Exposed seconds of a step by pass, and seconds from the last pass to the end."""
 
     by_pass: Mapping[PassKey, float]
     tail_s: float
 
 
 def chunk_time(strategy: Strategy, rank: int, price_cache: PriceCache) -> ChunkTime:
-    """What the chunks of pipeline rank `rank` add to its time. Raises InfeasibleError where the
-    budget is too small.
+    """Returns the seconds that the chunks of pipeline rank `rank` add.
+
+    Raises InfeasibleError if the budget is too small.
     """
     return _chunk_time(strategy, rank, price_cache, price_cache.chunking)
 
 
 @lru_cache(maxsize=64)
 def _chunk_time(strategy: Strategy, rank: int, price_cache: PriceCache, _: Chunking) -> ChunkTime:
-    chunks, m = chunks_of_rank(strategy, rank, price_cache), strategy.layout.num_micro_batches
-    mesh, elements = strategy.layout.mesh, strategy.layout.mesh.dp * chunk_elements(chunks)
+    layout = strategy.layout
+    chunks = chunks_of_rank(strategy, rank, price_cache)
     gather, reduce = group_collectives(
-        elements,
-        mesh,
+        layout.mesh.dp * chunk_elements(chunks),
+        layout.mesh,
         price_cache.machine,
         price_cache.training,
         in_parameters=chunks.in_parameters,
     )
     costs = stream_costs(strategy, rank, chunks, price_cache)
-    copies, updated = _waits(chunks, costs, price_cache), _update(chunks, costs, price_cache)
+    copies = _waits(chunks, costs, price_cache)
+    updated = _update(chunks, costs, price_cache)
     with_sent = replace(costs, gather_s=gather.value_s, reduce_s=reduce.value_s)
     both = (
         _waits(chunks, with_sent, price_cache)
@@ -106,12 +106,11 @@ def _chunk_time(strategy: Strategy, rank: int, price_cache: PriceCache, _: Chunk
     )
     waited = {key: max(0.0, both.by_pass[key] - copies.by_pass[key]) for key in copies.by_pass}
     crowded = _crowded(strategy, rank, chunks, costs, copies.by_pass, price_cache)
-    sent, added, kind, sent_kind = (
-        _spent(chunks, with_sent, COLLECTIVES),
-        _added(chunks, price_cache),
-        _kind(price_cache),
-        (gather + reduce).kind,
-    )
+    sent = _spent(chunks, with_sent, COLLECTIVES)
+    added = _added(chunks, price_cache)
+    kind = _kind(price_cache)
+    sent_kind = (gather + reduce).kind
+    m = layout.num_micro_batches
     return ChunkTime(
         host={
             key: Seconds((copies.by_pass[key] + added[key] + crowded[key]) / m, kind)
@@ -128,17 +127,20 @@ def _chunk_time(strategy: Strategy, rank: int, price_cache: PriceCache, _: Chunk
 
 
 def _longer_s(whole_s: float, part_s: float) -> float:
-    """What two sums of the same seconds in another order differ by is nothing."""
+    """Seconds by which a whole exceeds its part, zero for differences of rounding.
+
+    Two sums of the same seconds in another order count as equal.
+    """
     return max(0.0, round(whole_s - part_s, PICOSECOND))
 
 
 def chunk_elements(chunks: RankChunks) -> int:
-    """Of every chunk of a rank."""
+    """Elements of every chunk of a rank."""
     return chunks.groups[0].chunk_layout.chunk_elements
 
 
 def _paid_s(waited_s: float, sent_s: float, price_cache: PriceCache) -> float:
-    """What collectives that take `sent_s` add to passes that wait `waited_s` for them."""
+    """Seconds that collectives of `sent_s` add to passes that wait `waited_s` for them."""
     return (
         waited_s + contention(price_cache.machine) * max(0.0, sent_s - waited_s)
         if price_cache.training.overlap_grad_reduce
@@ -155,27 +157,21 @@ def stream_costs(
     strategy: Strategy, rank: int, chunks: RankChunks, price_cache: PriceCache
 ) -> StreamCosts:
     """Seconds of passes, copies and updates of one rank, without collectives."""
-    layout, cluster, elements, layers = (
-        strategy.layout,
-        price_cache.machine.cluster,
-        chunk_elements(chunks),
-        numbered_layers(strategy),
-    )
-    forward_s, backward_s, ends_s = (
-        dict[int, float](),
-        dict[int, float](),
-        defaultdict[tuple[ActionKind, int, bool], float](float),
-    )
+    layout = strategy.layout
+    cluster = price_cache.machine.cluster
+    elements = chunk_elements(chunks)
+    layers = numbered_layers(strategy)
+    forward_s = dict[int, float]()
+    backward_s = dict[int, float]()
+    ends_s = defaultdict[tuple[ActionKind, int, bool], float](float)
     for stage in layout.stages_of(rank):
         for choice, block in layers[stage]:
             time = price_cache.layer_time(
                 choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
             )
             if block is not None:
-                forward_s[block], backward_s[block] = (
-                    time.forward_s,
-                    time.backward_s + time.recompute_s,
-                )
+                forward_s[block] = time.forward_s
+                backward_s[block] = time.backward_s + time.recompute_s
                 continue
             first = choice.kind is LayerKind.EMBEDDING
             ends_s[ActionKind.FORWARD, stage, first] += time.forward_s
@@ -197,7 +193,7 @@ def stream_costs(
 def _waits(chunks: RankChunks, costs: StreamCosts, price_cache: PriceCache) -> _Waits:
     if price_cache.machine.cluster.device.is_host:
         return _one_by_one(chunks, costs)
-    run = exposed(chunks, costs)
+    run = run_streams(chunks, costs)
     by_pass = defaultdict[PassKey, float](float)
     for (work, stage, _), waited_s in run.actions_s.items():
         by_pass[work, stage] += waited_s
@@ -214,7 +210,7 @@ def _one_by_one(chunks: RankChunks, costs: StreamCosts) -> _Waits:
 
 
 def _ops(chunks: RankChunks) -> Iterator[tuple[BlockPass, ChunkOp]]:
-    """All that takes time around passes, and by which."""
+    """Yields every copy and collective around the passes, with its pass."""
     for moment in chunks.moments:
         yield from (
             (moment, op)
@@ -226,12 +222,12 @@ def _ops(chunks: RankChunks) -> Iterator[tuple[BlockPass, ChunkOp]]:
 def _spent(
     chunks: RankChunks, costs: StreamCosts, kinds: Sequence[ChunkAction]
 ) -> defaultdict[PassKey, float]:
-    """Seconds of a step that ops of these kinds take on their streams, by pass."""
-    found = defaultdict[PassKey, float](float)
+    """Seconds of a step that operations of these kinds take on their streams, by pass."""
+    spent_s = defaultdict[PassKey, float](float)
     for moment, op in _ops(chunks):
         if op.does in kinds:
-            found[moment.work, moment.stage] += costs.op_s(op)
-    return found
+            spent_s[moment.work, moment.stage] += costs.op_s(op)
+    return spent_s
 
 
 def _crowded(
@@ -242,16 +238,16 @@ def _crowded(
     waited: Mapping[PassKey, float],
     price_cache: PriceCache,
 ) -> defaultdict[PassKey, float]:
-    """Seconds of a step that backward passes wait beside `waited` because activations come to the
-    device as chunks do.
+    """Seconds of a step that backward passes wait beyond `waited`, by pass.
+
+    The cause is activations that come to the device at the same time as chunks.
     """
-    layout, fetched, found = (
-        strategy.layout,
-        _spent(chunks, costs, (ChunkAction.FETCH,)),
-        defaultdict[PassKey, float](float),
-    )
+    layout = strategy.layout
+    fetched = _spent(chunks, costs, (ChunkAction.FETCH,))
+    crowded_s = defaultdict[PassKey, float](float)
     for stage in layout.stages_of(rank):
-        layers, key = strategy.stages[stage], (ActionKind.BACKWARD, stage)
+        layers = strategy.stages[stage]
+        key = ActionKind.BACKWARD, stage
         back_s = sum(copies_s(choice, layout, price_cache)[1] for choice in layers)
         if back_s and key in waited:
             times = [
@@ -267,27 +263,27 @@ def _crowded(
                 sum(time.backward_s + time.recompute_s for time in times)
                 + exposed_copies(layers, layout, price_cache)[1].value_s
             )
-            found[key] = max(
+            crowded_s[key] = max(
                 0.0, layout.num_micro_batches * (back_s - passes_s) + fetched[key] - waited[key]
             )
-    return found
+    return crowded_s
 
 
 def _added(chunks: RankChunks, price_cache: PriceCache) -> defaultdict[PassKey, float]:
-    """Seconds of a step in which the host adds gradients of HOST blocks to those of micro-batches
-    before.
-    """
+    """Seconds of a step in which the host adds gradients of HOST blocks up, by pass."""
     once_s = added_time(chunk_elements(chunks), price_cache.machine, price_cache.training).value_s
-    found, before = defaultdict[PassKey, float](float), set[tuple[int, int]]()
+    added_s = defaultdict[PassKey, float](float)
+    before = set[tuple[int, int]]()
     for moment, op in _ops(chunks):
         if op.does is ChunkAction.SEND and chunks.groups[op.group].home is StateLocation.HOST:
-            found[moment.work, moment.stage] += once_s * ((op.group, op.number) in before)
+            if (op.group, op.number) in before:
+                added_s[moment.work, moment.stage] += once_s
             before.add((op.group, op.number))
-    return found
+    return added_s
 
 
 def _own_chunks(chunks: RankChunks) -> tuple[int, int]:
-    """How many chunks of a device the host updates, and how many the device."""
+    """Returns the numbers of chunks that the host and the device update."""
     device = sum(
         group.chunk_layout.num_groups
         for group in chunks.groups
@@ -297,7 +293,7 @@ def _own_chunks(chunks: RankChunks) -> tuple[int, int]:
 
 
 def _update(chunks: RankChunks, costs: StreamCosts, price_cache: PriceCache) -> Seconds:
-    """Of all chunks, on host and device at once."""
+    """Seconds of the update of all chunks, on host and device at once."""
     host, device = _own_chunks(chunks)
     elements = chunk_elements(chunks)
     on_host = host_update_time(elements, price_cache.machine, price_cache.training).scaled(host)

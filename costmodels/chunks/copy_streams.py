@@ -1,21 +1,23 @@
-"""A step of one device with chunks on four streams: compute, copies to the device, copies from it,
-collectives (EQUATIONS O6).
+"""One device's step with chunks on four streams (EQUATIONS O6).
 
-Each stream does one thing after the other, in the order of the schedule:
+The streams are compute, copies to the device, copies to the host, and collectives. Each runs its
+operations one after the other in the order of the schedule:
 
-    FETCH     begins when the moment begins at which it may, `ChunkOp.issued`
-    GATHER    the same, and not before the own chunk has come
-    a pass    begins when the pass before it is over and all that it needs has come
-    REDUCE    begins when its pass is over; SEND the same, and not before the gradients are reduced
-              both are over before the pass behind `ChunkOp.issued` begins: their memory is counted
-              until then
+    FETCH     begins with the moment `ChunkOp.issued`
+    GATHER    begins with that moment, and not before the own chunk has come
+    a pass    begins when the previous pass has ended and all its inputs have come
+    REDUCE    begins at the end of its pass
+    SEND      begins at the end of its pass, and not before the gradients are reduced
 
-Compute runs as if no other device were waited for: what it waits here for copies is what a pass of
-its stage takes longer than compute. In the update, host and device each go through their chunks; a
-chunk that was updated returns while the next one is.
+REDUCE and SEND end before the pass after `ChunkOp.issued` begins, since their memory is counted
+until then.
 
-Left out: what copies and collectives cost the compute that they run under; what the host takes to
-add gradients up.
+Compute runs as if it waited for no other device: its waits for copies here lengthen the pass of its
+stage. In the update, host and device update their chunks at the same time; an updated chunk returns
+during the update of the next one.
+
+Leaves out: the slowdown of compute by copies and collectives that run beside it, and the host's
+time to add gradients up.
 """
 
 from __future__ import annotations
@@ -44,21 +46,23 @@ _STREAM = {
     ChunkAction.GATHER: Stream.COLLECTIVES,
     ChunkAction.REDUCE: Stream.COLLECTIVES,
 }
-_BEFORE = {
-    ChunkAction.GATHER: ChunkAction.FETCH,
-    ChunkAction.SEND: ChunkAction.REDUCE,
-}  # what an op on the same group waits for
+# the earlier operation on the same group that an operation waits for
+_BEFORE = {ChunkAction.GATHER: ChunkAction.FETCH, ChunkAction.SEND: ChunkAction.REDUCE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCosts:
     """Seconds and rates of one device.
 
-    forward_s, backward_s: of one pass, by block number, backward with its recompute
-    ends_s: of passes of embedding and head, by (F or B, virtual stage): before the first block of
-    the stage's pass, and behind the last in_bytes_per_s, out_bytes_per_s: between host and device;
-    gather_s, reduce_s: of one communication group device_adam_s, host_adam_s: of one own chunk
-    waits_for_all: no chunk is updated before all gradients are there (clipping, loss scaling)
+    forward_s, backward_s              one pass, by block number; backward includes recompute
+    ends_s                             passes of embedding and head by (F or B, virtual stage):
+                                       before the first block of the stage's pass, and after the
+                                       last
+    in_bytes_per_s, out_bytes_per_s    copies to the device and to the host
+    gather_s, reduce_s                 one communication group
+    device_adam_s, host_adam_s         one own chunk
+    waits_for_all                      no chunk is updated before all gradients exist (clipping,
+                                       loss scaling)
     """
 
     forward_s: Mapping[int, float]
@@ -73,24 +77,21 @@ class StreamCosts:
     waits_for_all: bool = True
 
     def op_s(self, op: ChunkOp) -> float:
-        """Seconds of an op alone on its stream."""
+        """Seconds of an operation alone on its stream."""
         rates = {Stream.IN: self.in_bytes_per_s, Stream.OUT: self.out_bytes_per_s}
         stream = _STREAM[op.does]
-        return (
-            op.num_bytes / rates[stream]
-            if stream in rates
-            else {ChunkAction.GATHER: self.gather_s, ChunkAction.REDUCE: self.reduce_s}[op.does]
-        )
+        if stream in rates:
+            return op.num_bytes / rates[stream]
+        return {ChunkAction.GATHER: self.gather_s, ChunkAction.REDUCE: self.reduce_s}[op.does]
 
     def pass_s(self, moment: BlockPass) -> float:
-        return (self.backward_s if moment.work is ActionKind.BACKWARD else self.forward_s)[
-            moment.block
-        ]
+        by_block = self.backward_s if moment.work is ActionKind.BACKWARD else self.forward_s
+        return by_block[moment.block]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """An op as it ran."""
+    """One operation with its start and end."""
 
     op: ChunkOp
     stream: Stream
@@ -99,13 +100,14 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exposed:
-    """What the streams of one device did in a step.
+class StreamRun:
+    """Waits and transfers of one device in a step.
 
-    actions_s: by action of the rank's list, what compute waits in it beyond its own seconds
-    tail_s: from the last pass to the last chunk that was updated, or came back
-    compute_s: of all passes; step_s: compute, all waits and the tail
-    transfers: in the order in which they were begun, those of the update among them
+    actions_s    compute's waits by action of the rank's list, beyond its own seconds
+    tail_s       from the last pass to the last chunk that was updated or returned
+    compute_s    all passes
+    step_s       compute, all waits and the tail
+    transfers    operations in the order of their starts, including those of the update
     """
 
     actions_s: Mapping[ActionKey, float]
@@ -115,18 +117,18 @@ class Exposed:
     transfers: tuple[Transfer, ...]
 
     def busy_s(self, stream: Stream) -> float:
-        """Seconds in which a stream did something."""
+        """Seconds in which a stream is busy."""
         return sum(each.end_s - each.start_s for each in self.transfers if each.stream is stream)
 
 
-def exposed(chunks: RankChunks, costs: StreamCosts) -> Exposed:
-    """What compute waits for, action by action, and the tail around the update."""
+def run_streams(chunks: RankChunks, costs: StreamCosts) -> StreamRun:
+    """Returns compute's waits by action, and the tail around the update."""
     run = _StreamClocks(chunks, costs)
     for index in range(len(chunks.moments)):
         run.moment(index)
     passes_s = run.clock_s
     end_s = run.update()
-    return Exposed(
+    return StreamRun(
         actions_s=run.waited_s,
         tail_s=end_s - passes_s,
         compute_s=run.compute_s,
@@ -136,7 +138,7 @@ def exposed(chunks: RankChunks, costs: StreamCosts) -> Exposed:
 
 
 class _StreamClocks:
-    """The clocks of the streams, and what is under way."""
+    """The clocks of the streams and the operations that run."""
 
     def __init__(self, chunks: RankChunks, costs: StreamCosts) -> None:
         self.clock_s = self.compute_s = 0.0
@@ -144,67 +146,60 @@ class _StreamClocks:
         self.transfers: list[Transfer] = []
         self._chunks, self._costs = chunks, costs
         self._free_s = dict.fromkeys(Stream, 0.0)
-        self._done_s: dict[
-            tuple[ChunkAction, int, int], float
-        ] = {}  # when the last such op of a communication group was over
-        self._late_s: dict[
-            int, float
-        ] = {}  # by moment, when all is over that may run under it at the latest
+        # end of the last such operation of a communication group
+        self._done_s: dict[tuple[ChunkAction, int, int], float] = {}
+        # by moment, the end of the operations that may run under it at the latest
+        self._late_s: dict[int, float] = {}
         self._issued = _by_issue(chunks.moments)
         self._ends = _ends(chunks.moments)
 
     def moment(self, index: int) -> None:
-        """One pass of a block, and of embedding or head in the same action before or behind it."""
-        moment, (begins, ends) = self._chunks.moments[index], self._ends[index]
+        """Runs one pass of a block, with embedding or head before or after it in its action."""
+        moment = self._chunks.moments[index]
+        begins, ends = self._ends[index]
         key = moment.work, moment.stage, moment.micro_batch
         outside_s = self._costs.ends_s.get((moment.work, moment.stage), (0.0, 0.0))
         if begins:
             self._compute(outside_s[0])
         for op in self._issued[index]:
             self._start(op, self.clock_s)
-        self._wait(
-            key,
-            max(
-                (self._done_s[_key(op)] for op in moment.before if op.does in _STREAM), default=0.0
-            ),
-        )
+        done_s = (self._done_s[_key(op)] for op in moment.before if op.does in _STREAM)
+        self._wait(key, max(done_s, default=0.0))
         self._compute(self._costs.pass_s(moment))
         for op in moment.after:
             if op.does in _STREAM:
-                self._late_s[op.issued] = max(
-                    self._late_s.get(op.issued, 0.0), self._start(op, self.clock_s)
-                )
+                late_s = self._late_s.get(op.issued, 0.0)
+                self._late_s[op.issued] = max(late_s, self._start(op, self.clock_s))
         self._wait(key, self._late_s.get(index, 0.0))
         if ends:
             self._compute(outside_s[1])
 
     def update(self) -> float:
-        """When all chunks are updated and back: the host begins with those that return."""
+        """Returns the time when all chunks are updated and back.
+
+        The host begins with the chunks that return.
+        """
         begin_s = max(self.clock_s, self._free_s[Stream.COLLECTIVES])
         if self._costs.waits_for_all:
             begin_s = max(begin_s, self._free_s[Stream.OUT])
-        host_s, returns = (
-            begin_s,
-            {
-                (op.group, op.number): op
-                for op in self._chunks.closing
-                if op.does is ChunkAction.RETURN
-            },
-        )
-        count = {
-            home: sum(
-                group.chunk_layout.num_groups for group in self._chunks.groups if group.home is home
-            )
-            for home in StateLocation
+        host_s = begin_s
+        returns = {
+            (op.group, op.number): op
+            for op in self._chunks.closing
+            if op.does is ChunkAction.RETURN
         }
-        for (group, number), op in sorted(
-            returns.items(), key=lambda each: self._done_s.get((ChunkAction.SEND, *each[0]), 0.0)
-        ):
-            host_s = (
-                max(host_s, self._done_s.get((ChunkAction.SEND, group, number), 0.0))
-                + self._costs.host_adam_s
+        count = {
+            location: sum(
+                group.chunk_layout.num_groups
+                for group in self._chunks.groups
+                if group.home is location
             )
-            self._start(op, host_s)
+            for location in StateLocation
+        }
+        sent_s = {key: self._done_s.get((ChunkAction.SEND, *key), 0.0) for key in returns}
+        for key in sorted(returns, key=sent_s.__getitem__):
+            host_s = max(host_s, sent_s[key]) + self._costs.host_adam_s
+            self._start(returns[key], host_s)
         host_s = max(host_s, begin_s if self._costs.waits_for_all else self._free_s[Stream.OUT])
         host_s += self._costs.host_adam_s * count[StateLocation.HOST]
         return max(
@@ -223,7 +218,7 @@ class _StreamClocks:
         self.clock_s += waited_s
 
     def _start(self, op: ChunkOp, ready_s: float) -> float:
-        """Put an op on its stream; when it is over."""
+        """Starts an operation on its stream and returns its end."""
         before = _BEFORE.get(op.does)
         if before is not None:
             ready_s = max(ready_s, self._done_s.get((before, op.group, op.number), 0.0))
@@ -240,17 +235,17 @@ def _key(op: ChunkOp) -> tuple[ChunkAction, int, int]:
 
 
 def _by_issue(moments: Sequence[BlockPass]) -> list[list[ChunkOp]]:
-    """By moment what may begin with it, in the order in which it is needed."""
-    found: list[list[ChunkOp]] = [[] for _ in moments]
+    """Returns the operations that may begin with each moment, in the order of their use."""
+    issued: list[list[ChunkOp]] = [[] for _ in moments]
     for moment in moments:
         for op in moment.before:
             if op.does in _STREAM:
-                found[op.issued].append(op)
-    return found
+                issued[op.issued].append(op)
+    return issued
 
 
 def _ends(moments: Sequence[BlockPass]) -> list[tuple[bool, bool]]:
-    """By moment whether it is the first of its action, and the last."""
+    """Returns for each moment whether it is the first and the last of its action."""
     keys = [(moment.work, moment.stage, moment.micro_batch) for moment in moments]
     return [
         (index == 0 or keys[index - 1] != key, index == len(keys) - 1 or keys[index + 1] != key)

@@ -1,18 +1,18 @@
-"""What a device with too little room gives up: OPT (Belady), LRU or FIFO, with room that changes
-from slot to slot (EQUATIONS O7).
+"""Evictions of a device with too little room, by OPT (Belady), LRU or FIFO (EQUATIONS O7).
 
-All chunks are equally large. A slot needs some of them, and has room for so many; what is needed
-and not there is fetched, what is there and not needed may stay, as far as there is room. Where room
-shrinks, chunks are given up without a fetch. All is known before the step, so that what a policy
-gives up before its next use is given up behind its last one: the same fetches, and room in between.
+All chunks are equally large, and the room changes from slot to slot. A slot needs some chunks and
+has room for a number of them. A needed chunk that is absent is fetched; a chunk on the device that
+is not needed may stay if there is room. If the room shrinks, chunks are evicted without a fetch.
+Everything is known before the step, so that a chunk that a policy evicts before its next use is
+evicted after its last one: the number of fetches is the same, with more room in between.
 
-OPT gives up the chunk whose next use is farthest. A chunk that stays between two uses is an
-interval that takes one place of every slot between them and saves one fetch; in no slot may there
-be more intervals than places. Let slots be filled from the left, and one have too many. All of them
-began before it, where there is room for all, so that it only matters how far to the right they
-reach: giving up the one that ends last leaves at least as much room in every slot as giving up
-another. So no choice fetches less, whatever the room is. For room that does not change this is
-Belady's (1966, IBM Systems Journal 5(2), doi:10.1147/sj.52.0078).
+OPT evicts the chunk whose next use is farthest. A chunk that stays between two uses is an interval
+that takes one place of every slot between them and saves one fetch; no slot may have more intervals
+than places. Fill the slots from the left until one has too many intervals. All of them began in
+earlier slots, which have room for all, so that only their right ends matter: evicting the interval
+that ends last leaves at least as much room in every slot as evicting another one. So no choice
+fetches less, whatever the room is. For constant room this is Belady's algorithm (1966, IBM Systems
+Journal 5(2), doi:10.1147/sj.52.0078).
 """
 
 from __future__ import annotations
@@ -27,39 +27,41 @@ from parplan.costmodels.host.state_location import Eviction
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """A chunk comes for slot `first` and is there through its last use, in slot `last`."""
+    """A chunk that comes for slot `first` and stays until its last use, in slot `last`."""
 
     chunk: int
     first: int
     last: int
 
 
-def stays(
+def residencies(
     needs: Sequence[Sequence[int]], room: Sequence[int], policy: Eviction, *, forgets: bool = False
 ) -> tuple[Residency, ...]:
-    """What comes and how long it is there, in the order in which it comes.
+    """Returns the residencies of chunks, in the order in which the chunks come.
 
-    needs: by slot the chunks that are needed; room: how many can be there, at least as many as are
-    needed
-    forgets: a chunk takes no room behind its last use in the step, as OPT has it anyway
+    needs      by slot, the needed chunks
+    room       by slot, the number of chunks that fit, at least as many as are needed
+    forgets    a chunk takes no room after its last use in the step, as always with OPT
     """
-    assert all(len(set(own)) <= free for own, free in zip(needs, room, strict=True)), (
+    assert all(len(set(chunks)) <= free for chunks, free in zip(needs, room, strict=True)), (
         "a slot has no room for what it needs"
     )
     if not any(needs):
         return ()
     after = _next_uses(needs)
     pool = _POOLS[policy]()
-    first, last_use, found = dict[int, int](), dict[int, int](), list[Residency]()
+    first = dict[int, int]()
+    last_use = dict[int, int]()
+    left = list[Residency]()
 
     def leave(chunk: int) -> None:
-        found.append(Residency(chunk, first.pop(chunk), last_use[chunk]))
+        left.append(Residency(chunk, first.pop(chunk), last_use[chunk]))
 
-    for slot, own in enumerate(needs):
-        wanted = dict.fromkeys(own)
-        for _ in range(len(first) + sum(chunk not in first for chunk in wanted) - room[slot]):
-            leave(pool.victim(wanted))
-        for chunk in wanted:
+    for slot, chunks in enumerate(needs):
+        needed = dict.fromkeys(chunks)
+        for _ in range(len(first) + sum(chunk not in first for chunk in needed) - room[slot]):
+            leave(pool.victim(needed))
+        for chunk in needed:
             pool.use(chunk, after[slot][chunk], new=chunk not in first)
             first.setdefault(chunk, slot)
             last_use[chunk] = slot
@@ -68,21 +70,21 @@ def stays(
                 leave(chunk)
     for chunk in tuple(first):
         leave(chunk)
-    return tuple(sorted(found, key=lambda stay: (stay.first, stay.chunk)))
+    return tuple(sorted(left, key=lambda stay: (stay.first, stay.chunk)))
 
 
 def _next_uses(needs: Sequence[Sequence[int]]) -> list[dict[int, float]]:
-    """By slot, for each chunk that it needs, the next slot that does; infinite for none."""
+    """Returns for each chunk of a slot the next slot that needs it, infinity for none."""
     coming: dict[int, float] = {}
-    found = []
+    uses = []
     for slot in reversed(range(len(needs))):
-        found.append({chunk: coming.get(chunk, math.inf) for chunk in needs[slot]})
+        uses.append({chunk: coming.get(chunk, math.inf) for chunk in needs[slot]})
         coming.update(dict.fromkeys(needs[slot], slot))
-    return found[::-1]
+    return uses[::-1]
 
 
 class _Farthest:
-    """OPT: a heap of next uses, of which only the latest of a chunk counts."""
+    """OPT: a heap of next uses; only the latest entry of a chunk counts."""
 
     def __init__(self) -> None:
         self._next: dict[int, float] = {}
@@ -95,8 +97,8 @@ class _Farthest:
     def discard(self, chunk: int) -> None:
         del self._next[chunk]
 
-    def victim(self, wanted: dict[int, None]) -> int:
-        """Chunks that the slot wants have it as their next use, so that they come last."""
+    def victim(self, needed: dict[int, None]) -> int:
+        """Evicts the chunk with the farthest next use; needed chunks have the nearest."""
         while True:
             next_use, chunk = heappop(self._heap)
             if self._next.get(-chunk) == -next_use:
@@ -116,8 +118,8 @@ class _Oldest:
     def discard(self, chunk: int) -> None:
         del self._order[chunk]
 
-    def victim(self, wanted: dict[int, None]) -> int:
-        chunk = next(chunk for chunk in self._order if chunk not in wanted)
+    def victim(self, needed: dict[int, None]) -> int:
+        chunk = next(chunk for chunk in self._order if chunk not in needed)
         del self._order[chunk]
         return chunk
 

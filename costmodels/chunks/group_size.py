@@ -1,21 +1,20 @@
-"""How large communication groups should be, and with them chunks (EQUATIONS O1).
+"""The size of communication groups and their chunks (EQUATIONS O1).
 
-The score of a size are the bytes of a device that it costs, where every block of a pipeline rank
-has one home:
+The score of a size is its cost in device bytes, for a pipeline rank whose blocks have one location:
 
-    (12 + 2 w) / D * (elements of the groups - elements of their tensors)     all states of what is
-    empty + 2 w * (elements of the groups that the widest block's pass needs)       parameters and
-    their gradients, gathered
+    (12 + 2 w) / D * (elements of the groups - elements of their tensors)    states of empty places
+    + 2 w * (elements of the groups that the widest block's pass needs)      gathered parameters
+                                                                             and gradients
 
-w bytes a parameter. How many blocks have which home is no argument: a search knows the size before
-it chooses homes.
+w bytes a parameter. The number of blocks at each location is no argument, since a search needs the
+size before it chooses locations.
 
-    D = 1    a group is a chunk, searched among those that are moved well over PCIe
-    D > 1    a group is a block. A pass needs all of a block, so that smaller groups are gathered
-             all the same, with no less left empty, and a larger one would bring what the pass does
-             not need: no size has a lower score (a test)
+    D = 1    a group is a chunk; only sizes that copy well over PCIe are candidates
+    D > 1    a group is a block. A pass needs the whole block, so that smaller groups would all be
+             gathered, with no fewer empty places, and a larger group would bring tensors that the
+             pass does not need: no size has a lower score (a test checks it)
 
-PatrickStar scores the chunk whatever D is, which there is no smaller than a tensor.
+PatrickStar scores the chunk for every D, where a chunk is no smaller than a tensor.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from functools import lru_cache
 from parplan.costmodels.chunks.chunk_layout import first_tensors
 from parplan.profiles.machines.hardware import Cluster
 
-COPY_LATENCY_S = 1e-5  # assumed: to start one copy over PCIe, the launch included
+COPY_LATENCY_S = 1e-5  # assumed: start of one copy over PCIe, including the launch
 MOVED_WELL = 0.9  # share of the bandwidth that a transfer of one chunk must reach
-ALIGNED_ELEMENTS = (
-    64  # 128 bytes in 16 bits: a line of a GPU's cache, and what NCCL and copies move at once
-)
+# 128 bytes in 16 bits: a GPU's cache line, and the unit of NCCL and of copies
+ALIGNED_ELEMENTS = 64
 OPTIMIZER_BYTES = 12  # fp32 master and two moments (EQUATIONS M1)
 
 
@@ -42,26 +40,28 @@ def transfer_efficiency(n_bytes: float, latency_s: float, bytes_per_s: float) ->
 
 
 def widest_group(blocks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Of blocks whose tensors are divided in different ways, the largest of each tensor: its size
-    of group fits them all.
+    """Returns the largest size of each tensor over blocks that are divided in different ways.
+
+    A group size for these sizes fits all the blocks.
     """
     return tuple(map(max, zip(*blocks, strict=True)))
 
 
 def least_bytes(cluster: Cluster, share: float = MOVED_WELL) -> float:
-    """Bytes of a chunk with which a copy over PCIe reaches `share` of the bandwidth."""
+    """Bytes of a chunk whose copy over PCIe reaches `share` of the bandwidth."""
     return COPY_LATENCY_S * cluster.pcie_bytes_per_s * share / (1 - share)
 
 
 def candidate_sizes(block: tuple[int, ...], least_elements: float = 0) -> tuple[int, ...]:
-    """Sizes of a chunk one of which is the best on one rank: what consecutive tensors have, from
-    the largest to all of a block.
+    """Returns sizes of a chunk that include the best one for one rank.
 
-    Between two of them the same tensors share a chunk, and only its tail grows. Blocks are used
-    whole, so that a larger chunk would only bring what is not needed. Those under `least_elements`
-    are left out, but for the largest.
+    The sizes are those of consecutive tensors, from the largest tensor to a whole block. Between
+    two of them the same tensors share a chunk, and only its tail grows. Passes use whole blocks, so
+    that a larger chunk would only bring tensors that are not needed. Sizes under `least_elements`
+    are left out, except the largest.
     """
-    twice, count = block * 2, len(block)
+    twice = block * 2
+    count = len(block)
     sums = {
         sum(twice[first : first + length])
         for first in range(count)
@@ -72,7 +72,7 @@ def candidate_sizes(block: tuple[int, ...], least_elements: float = 0) -> tuple[
 
 
 def _aligned(elements: int, ranks: int) -> int:
-    """At least so many elements of a group each of whose chunks begins on a line of the cache."""
+    """Rounds a group up so that each of its chunks begins on a cache line."""
     unit = ALIGNED_ELEMENTS * ranks
     return -(-elements // unit) * unit
 
@@ -81,7 +81,8 @@ def widest_groups(
     block: tuple[int, ...], num_blocks: int, group_elements: int, ranks: int = 1
 ) -> int:
     """The most communication groups that the pass of one block needs."""
-    starts, count = first_tensors(block, num_blocks, group_elements, ranks), len(block)
+    starts = first_tensors(block, num_blocks, group_elements, ranks)
+    count = len(block)
 
     def group(tensor: int) -> int:
         return bisect_right(starts, tensor)
@@ -98,12 +99,9 @@ def score_bytes(
     ranks: int = 1,
     width_bytes: int = 2,
 ) -> float:
-    """Bytes of one device that a size costs: of its own chunks what is empty, and the groups that a
-    pass needs (see above).
-    """
-    empty = len(
-        first_tensors(block, num_blocks, group_elements, ranks)
-    ) * group_elements - num_blocks * sum(block)
+    """Device bytes that a size costs: empty places of own chunks, and groups that a pass needs."""
+    num_groups = len(first_tensors(block, num_blocks, group_elements, ranks))
+    empty = num_groups * group_elements - num_blocks * sum(block)
     needed = widest_groups(block, num_blocks, group_elements, ranks) * group_elements
     return (OPTIMIZER_BYTES + 2 * width_bytes) * empty / ranks + 2 * width_bytes * needed
 
@@ -119,12 +117,14 @@ def _best(block: tuple[int, ...], num_blocks: int, least_elements: float, width_
 def group_size_of(
     block: tuple[int, ...], num_blocks: int, ranks: int, cluster: Cluster, width_bytes: int = 2
 ) -> int:
-    """Elements of the groups of all homes of a pipeline rank with `num_blocks` blocks of tensors of
-    `block` elements, in use order.
+    """Elements of all groups of a pipeline rank with `num_blocks` blocks.
 
-    ranks: data-parallel ranks, each of which owns as large a chunk of every group; width_bytes: of
-    a parameter. Of several ranks all of a block. Of one the least score among sizes that are moved
-    well; where a block is too small for that, a whole block. Equal scores: the larger.
+    block          elements of each tensor of a block, in use order
+    ranks          data-parallel ranks; each owns an equal chunk of every group
+    width_bytes    of a parameter
+
+    For several ranks the size is a whole block. For one rank it is the size with the least score
+    that copies well, the larger of equals; a whole block if the block is too small for that.
     """
     if ranks > 1:
         return _aligned(sum(block), ranks)

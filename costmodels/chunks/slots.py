@@ -1,8 +1,7 @@
-"""What a step does to the chunks of one device whatever is evicted, by slot: bytes that must be
-there, and the ops around passes.
+"""Bytes and operations of a device's chunks by slot, independent of evictions.
 
 Slots are the moments and the gaps between them: gap 0, moment 0, gap 1, moment 1, ..., and the gap
-behind the last.
+after the last moment.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from parplan.costmodels.chunks.eviction import Residency
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.operators.kernels import FP32_BYTES
 
-OpKey = tuple[
-    ChunkAction, int, int, int
-]  # what is done with which communication group of which group, and the moment
+OpKey = tuple[ChunkAction, int, int, int]  # action, group, communication group, moment
 
 
 def moment_slot(moment: int) -> int:
     return 2 * moment + 1
 
 
-def summed(count: int, held: Iterable[tuple[int, int, int]]) -> list[int]:
-    """By slot the sum of what is held from one slot through another."""
+def summed_by_slot(count: int, held: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Sums by slot the sizes that are held from one slot to another."""
     change = [0] * (count + 1)
     for first, last, size in held:
         change[first] += size
@@ -37,8 +34,9 @@ def summed(count: int, held: Iterable[tuple[int, int, int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkBytes:
-    """Of one chunk its parameters and its gradients; `ranks` chunks are a communication group, of
-    which a device owns one.
+    """Bytes of the parameters and the gradients of one chunk.
+
+    ranks    chunks of a communication group, of which a device owns one
     """
 
     parameters: int
@@ -48,13 +46,12 @@ class ChunkBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """The communication groups of a device and when they are used in a step of `num_moments`
-    moments.
+    """The communication groups of a device and their uses in a step of `num_moments` moments.
 
-    in_parameters: gradients are written over parameters; adds_up: those of several micro-batches
-    are added up
-    clean_copies: the host keeps what is fetched; else what is given up is moved there, and what it
-    updated returns in fp32
+    in_parameters    gradients overwrite parameters
+    adds_up          gradients of several micro-batches are added up
+    clean_copies     the host keeps copies of fetched parameters; else evicted parameters are copied
+                     to the host, and parameters that the host updated return in fp32
     """
 
     groups: tuple[ChunkedBlocks, ...]
@@ -73,201 +70,181 @@ class Slots:
     def gathers(self) -> bool:
         return self.sizes.ranks > 1
 
-    def home(self, one: GroupUses) -> StateLocation:
-        return self.groups[one.group].home
+    def home(self, use: GroupUses) -> StateLocation:
+        return self.groups[use.group].home
 
-    def reduces_apart(self, one: GroupUses) -> bool:
-        """Whether gradients are reduced into memory of their own: to be sent, or added to those of
-        other micro-batches.
+    def reduces_apart(self, use: GroupUses) -> bool:
+        """True if gradients are reduced into separate memory.
+
+        They are then sent, or added to those of other micro-batches.
         """
-        return self.gathers and (self.adds_up or self.home(one) is StateLocation.HOST)
+        return self.gathers and (self.adds_up or self.home(use) is StateLocation.HOST)
 
     def needs(self) -> list[list[int]]:
-        """By slot the own chunks of HOST blocks that must be there, by number."""
-        found: list[list[int]] = [[] for _ in range(self.count)]
-        for one in self.uses:
-            if self.home(one) is StateLocation.HOST:
-                for slot in self._needed(one):
-                    found[slot].append(one.number)
-        return found
+        """Returns for each slot the numbers of the own chunks of HOST blocks that it needs."""
+        chunks: list[list[int]] = [[] for _ in range(self.count)]
+        for use in self.uses:
+            if self.home(use) is StateLocation.HOST:
+                for slot in self._needed(use):
+                    chunks[slot].append(use.number)
+        return chunks
 
-    def _needed(self, one: GroupUses) -> Iterable[int]:
-        """One rank uses chunks in place, and keeps those that have gradients already; to be
-        gathered they are needed at the begin.
+    def _needed(self, use: GroupUses) -> Iterable[int]:
+        """Returns the slots that need a group's own chunk on the device.
+
+        One rank uses chunks in place, and keeps those that already hold gradients. A chunk to be
+        gathered is needed at the beginning.
         """
         if self.gathers:
-            return (moment_slot(span.first) for span in one.spans)
-        slots = set(map(moment_slot, one.touched))
+            return (moment_slot(span.first) for span in use.spans)
+        slots = set(map(moment_slot, use.touched))
         if self.in_parameters:
             slots.update(
                 slot
-                for run in one.runs
+                for run in use.runs
                 for slot in range(moment_slot(run.first), moment_slot(run.last) + 1)
             )
         return slots
 
     def chunk_bytes(self, always: int) -> list[int]:
-        """By slot what chunks take of the device, but for those of HOST parameters; `always`:
-        chunks that stay there.
+        """Bytes of chunks on the device by slot, without HOST parameters.
+
+        always    bytes of chunks that stay on the device
         """
-        return [always + own for own in summed(self.count, self._held())]
+        return [always + held for held in summed_by_slot(self.count, self._held())]
 
     def reduced_bytes(self) -> dict[int, int]:
-        """By slot of a moment behind which gradients are reduced into memory of their own, the
-        bytes of that.
-        """
-        apart = (one for one in self.uses if self.reduces_apart(one))
-        return {moment_slot(run.last): self.sizes.gradients for one in apart for run in one.runs}
+        """Bytes of separate memory for reduced gradients, by slot of a run's last moment."""
+        apart = (use for use in self.uses if self.reduces_apart(use))
+        return {moment_slot(run.last): self.sizes.gradients for use in apart for run in use.runs}
 
     def begun_bytes(self) -> list[int]:
-        """By slot of a moment the gradients' memory that comes behind its pass, which makes the
-        first of them.
-        """
-        found = [0] * self.count
-        for one in self.uses:
-            if self._makes_apart(one):
-                for run in one.runs:
-                    found[moment_slot(run.first)] += self.sizes.ranks * self.sizes.gradients
-        return found
+        """Bytes of gradient memory that is allocated after a moment's pass, by slot.
 
-    def _makes_apart(self, one: GroupUses) -> bool:
-        """Whether the gradients of a pass have memory of their own, until they are reduced or
-        sent.
+        The pass makes the first gradients of that memory.
         """
-        return not self.in_parameters and (self.gathers or self.home(one) is StateLocation.HOST)
+        begun = [0] * self.count
+        for use in self.uses:
+            if self._makes_apart(use):
+                for run in use.runs:
+                    begun[moment_slot(run.first)] += self.sizes.ranks * self.sizes.gradients
+        return begun
+
+    def _makes_apart(self, use: GroupUses) -> bool:
+        """True if gradients of a pass have separate memory until they are reduced or sent."""
+        return not self.in_parameters and (self.gathers or self.home(use) is StateLocation.HOST)
 
     def _held(self) -> Iterator[tuple[int, int, int]]:
-        """Gathered groups, and gradients on their way: (first slot, last slot, bytes)."""
-        for one in self.uses:
+        """Yields (first slot, last slot, bytes) of gathered groups and gradients in transit."""
+        for use in self.uses:
             if self.gathers:
                 whole = self.sizes.ranks * self.sizes.parameters
                 yield from (
-                    (moment_slot(span.first), moment_slot(span.last), whole) for span in one.spans
+                    (moment_slot(span.first), moment_slot(span.last), whole) for span in use.spans
                 )
-            if self._makes_apart(one):
+            if self._makes_apart(use):
                 whole = self.sizes.ranks * self.sizes.gradients
                 yield from (
-                    (moment_slot(run.first), moment_slot(run.last), whole) for run in one.runs
+                    (moment_slot(run.first), moment_slot(run.last), whole) for run in use.runs
                 )
 
     @property
     def on_host(self) -> int:
-        """Which of the groups is that of HOST blocks."""
+        """The index of the group of HOST blocks."""
         return next(
             index for index, group in enumerate(self.groups) if group.home is StateLocation.HOST
         )
 
     def fetches(self, held: Iterable[Residency]) -> Iterator[tuple[int, ChunkOp]]:
-        """(moment, what is fetched before it)."""
+        """Yields (moment, fetch before it)."""
         for stay in held:
             moment = stay.first // 2
-            yield (
-                moment,
-                ChunkOp(ChunkAction.FETCH, self.on_host, stay.chunk, self.sizes.parameters, moment),
-            )
+            size = self.sizes.parameters
+            yield moment, ChunkOp(ChunkAction.FETCH, self.on_host, stay.chunk, size, moment)
 
     def drops(self, held: Iterable[Residency]) -> Iterator[tuple[int, ChunkOp]]:
-        """(moment, what is given up behind it)."""
+        """Yields (moment, drop after it)."""
         over = self._over()
         for stay in held:
             void = self.clean_copies or stay.last >= over[stay.chunk]
-            yield (
-                stay.last // 2,
-                ChunkOp(
-                    ChunkAction.DROP, self.on_host, stay.chunk, 0 if void else self.sizes.parameters
-                ),
-            )
+            size = 0 if void else self.sizes.parameters
+            yield stay.last // 2, ChunkOp(ChunkAction.DROP, self.on_host, stay.chunk, size)
 
     def _over(self) -> dict[int, int]:
-        """By HOST chunk the slot from which on it is no parameter, because a gradient is in its
-        place.
+        """Returns for each HOST chunk the first slot at which it holds no parameters.
+
+        A gradient overwrites them there.
         """
-        own = [one for one in self.uses if self.home(one) is StateLocation.HOST]
+        on_host = [use for use in self.uses if self.home(use) is StateLocation.HOST]
         if not self.in_parameters:
-            return {one.number: self.count for one in own}
+            return {use.number: self.count for use in on_host}
         return {
-            one.number: moment_slot((one.spans[-1] if self.gathers else one.runs[0]).first)
-            for one in own
+            use.number: moment_slot((use.spans[-1] if self.gathers else use.runs[0]).first)
+            for use in on_host
         }
 
     def gathers_before(self) -> Iterator[tuple[int, ChunkOp]]:
-        """(moment, what is gathered before it)."""
-        if self.gathers:
-            for one in self.uses:
-                for span in one.spans:
-                    yield (
-                        span.first,
-                        ChunkOp(
-                            ChunkAction.GATHER,
-                            one.group,
-                            one.number,
-                            self.sizes.ranks * self.sizes.parameters,
-                            span.first,
-                        ),
-                    )
+        """Yields (moment, gather before it)."""
+        if not self.gathers:
+            return
+        size = self.sizes.ranks * self.sizes.parameters
+        for use in self.uses:
+            for span in use.spans:
+                op = ChunkOp(ChunkAction.GATHER, use.group, use.number, size, span.first)
+                yield span.first, op
 
     def ops_behind(self) -> Iterator[tuple[int, ChunkOp]]:
-        """(moment, what happens behind it): gathered groups are released, gradients reduced and
-        sent.
-        """
-        for one in reversed(self.uses):
-            released = [
-                (span.last, ChunkOp(ChunkAction.RELEASE, one.group, one.number, 0))
-                for span in one.spans
-                if self.gathers
-            ]
-            reduced = [
-                (
-                    run.last,
-                    ChunkOp(
-                        ChunkAction.REDUCE,
-                        one.group,
-                        one.number,
-                        self.sizes.ranks * self.sizes.gradients,
-                        run.last,
-                    ),
-                )
-                for run in one.runs
-                if self.gathers
-            ]
-            yield from (*reduced, *released) if self.in_parameters else (*released, *reduced)
-            yield from self._sends(one)
+        """Yields (moment, operation after it): releases, reductions and sends."""
+        size = self.sizes.ranks * self.sizes.gradients
+        for use in reversed(self.uses):
+            if self.gathers:
+                released = [
+                    (span.last, ChunkOp(ChunkAction.RELEASE, use.group, use.number, 0))
+                    for span in use.spans
+                ]
+                reduced = [
+                    (run.last, ChunkOp(ChunkAction.REDUCE, use.group, use.number, size, run.last))
+                    for run in use.runs
+                ]
+                yield from (*reduced, *released) if self.in_parameters else (*released, *reduced)
+            yield from self._sends(use)
 
-    def _sends(self, one: GroupUses) -> Iterator[tuple[int, ChunkOp]]:
-        """Of HOST chunks behind every run, of OPTIMIZER chunks behind the last; those may take
-        until the step's end.
+    def _sends(self, use: GroupUses) -> Iterator[tuple[int, ChunkOp]]:
+        """Yields the sends: of HOST chunks after every run, of OPTIMIZER chunks after the last.
+
+        The latter may take until the end of the step.
         """
-        home, size = self.home(one), self.sizes.gradients
-        if home is StateLocation.HOST:
+        location = self.home(use)
+        size = self.sizes.gradients
+        if location is StateLocation.HOST:
             yield from (
-                (run.last, ChunkOp(ChunkAction.SEND, one.group, one.number, size, run.last))
-                for run in one.runs
+                (run.last, ChunkOp(ChunkAction.SEND, use.group, use.number, size, run.last))
+                for run in use.runs
             )
-        elif home is StateLocation.OPTIMIZER and one.runs:
-            yield (
-                one.runs[-1].last,
-                ChunkOp(ChunkAction.SEND, one.group, one.number, size, self.num_moments),
-            )
+        elif location is StateLocation.OPTIMIZER and use.runs:
+            op = ChunkOp(ChunkAction.SEND, use.group, use.number, size, self.num_moments)
+            yield use.runs[-1].last, op
 
     def returns(self) -> tuple[ChunkOp, ...]:
-        """What the host has updated comes back."""
-        updated = (one for one in self.uses if self.home(one) is StateLocation.OPTIMIZER)
+        """Returns the copies of parameters that the host has updated."""
+        updated = (use for use in self.uses if self.home(use) is StateLocation.OPTIMIZER)
         size = (
             self.sizes.parameters
             if self.clean_copies
             else FP32_BYTES * self.groups[0].chunk_layout.chunk_elements
         )
-        return tuple(ChunkOp(ChunkAction.RETURN, one.group, one.number, size) for one in updated)
+        return tuple(ChunkOp(ChunkAction.RETURN, use.group, use.number, size) for use in updated)
 
 
 def in_order(
     count: int, ops: Iterable[tuple[int, ChunkOp]], issued: Mapping[OpKey, int]
 ) -> list[tuple[ChunkOp, ...]]:
-    """By moment the ops of it, in the order in which they are given; `issued`: of those that may
-    begin earlier, or be over later.
+    """Returns the operations of each moment in the given order.
+
+    issued    the moments of operations that may begin earlier or end later
     """
-    found: list[list[ChunkOp]] = [[] for _ in range(count)]
+    by_moment: list[list[ChunkOp]] = [[] for _ in range(count)]
     for moment, op in ops:
         at = issued.get((op.does, op.group, op.number, moment), op.issued)
-        found[moment].append(op if at == op.issued else replace(op, issued=at))
-    return [tuple(own) for own in found]
+        by_moment[moment].append(op if at == op.issued else replace(op, issued=at))
+    return [tuple(ops_of_moment) for ops_of_moment in by_moment]

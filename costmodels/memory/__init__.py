@@ -1,1 +1,1 @@
-"""The peak memory of a pipeline rank is found here, action by action."""
+"""Peak memory of a pipeline rank."""

@@ -1,10 +1,11 @@
-"""The moments of a schedule's list at which a rank can hold most: micro-batches in flight, and
-those recomputed ahead of the gradient.
+"""The candidates for the peak of a pipeline rank, from its schedule's action list.
 
-An ordinary recompute makes the activations of one layer at a time, as the backward pass comes to
-it. One that runs ahead makes those of the whole stage, and they are there until the backward pass
-of that micro-batch. So there are two kinds of moments: a backward pass with its recompute inside,
-over the workspace of one layer more; and one after a recompute ahead, over those of a stage more.
+They differ in the number of micro-batches in flight and of those recomputed ahead of the gradient.
+An ordinary recompute makes the activations of one layer at a time during the backward pass. A
+recompute ahead makes those of the whole stage, which stay until the backward pass of that
+micro-batch. So there are two kinds of candidates: a backward pass with its recompute inside, which
+adds the workspace of one layer; and one after a recompute ahead, which adds the activations of a
+stage.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from parplan.costmodels.schedules.actions import ActionKind, parse_row
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, actions, in_flight
 from parplan.costmodels.strategy import ParallelLayout
 
-# times as many micro-batches as ranks: from there on a longer list of those that recompute ahead
-# has no other moments
+# micro-batches per rank from which on a longer list with recompute ahead has no new candidates
 _ENOUGH = 2
 
 
@@ -26,9 +26,9 @@ _ENOUGH = 2
 class PeakCandidate:
     """The begin of a backward pass on a rank.
 
-    stashes   (chunk, micro-batch) that it holds, the one whose backward pass begins among them
-    remade    of those, how many were recomputed ahead
-    alone     whether the backward pass has no recompute in it
+    stashes    held (chunk, micro-batch) pairs, with the one whose backward pass begins
+    remade     pairs among them that were recomputed ahead
+    alone      the backward pass has no recompute in it
     """
 
     stashes: int
@@ -37,20 +37,20 @@ class PeakCandidate:
 
     @property
     def made(self) -> float:
-        """The share of the gradients that is there: all of them, but where they come and go
-        (costmodels/memory/peak_memory.py).
+        """The share of the gradients that exist.
+
+        It is 1 unless gradients come and go (costmodels/memory/peak_memory.py).
         """
         return 1.0
 
 
 def moments(rank: int, layout: ParallelLayout) -> tuple[PeakCandidate, ...]:
-    """Those of a rank of which one is the fullest, whatever the bytes, where backward passes are
-    whole.
+    """Returns candidates of a rank that include the peak for all layer sizes.
 
-    What a stage holds at one: stashes x (what it keeps of a micro-batch) + remade x (what it would
-    keep without recompute, less what it keeps) + the workspace of a layer with its recompute, or
-    where `alone` without. Only the last of the moments of a kind that hold no less of both are
-    there: one where nothing is recomputed ahead, two at most in Merak's schedules.
+    Backward passes are whole. A stage holds at a candidate: stashes x (saved bytes of a
+    micro-batch) + remade x (saved bytes without recompute - saved bytes) + the workspace of a layer
+    with its recompute, or without recompute if `alone`. Candidates that another of their kind
+    dominates are left out: one remains without recompute ahead, two at most in Merak's schedules.
     """
     pp, num_micro_batches = layout.mesh.pp, layout.num_micro_batches
     if layout.schedule is Schedule.CUSTOM:
@@ -80,31 +80,36 @@ def _of_text(row: str, rank: int) -> tuple[PeakCandidate, ...]:
 
 
 def _walk(order: Iterable[tuple[ActionKind, int, int]]) -> Iterator[PeakCandidate]:
-    """Every backward pass of a list; of one in two parts the first frees nothing."""
-    stashes, ahead = 0, set[tuple[int, int]]()
+    """Yields a candidate for every backward pass of an action list.
+
+    The first part of a split backward pass frees nothing.
+    """
+    stashes = 0
+    ahead = set[tuple[int, int]]()
     for work, chunk, micro_batch in order:
-        one = chunk, micro_batch
+        pair = chunk, micro_batch
         if work is ActionKind.FORWARD:
             stashes += 1
         elif work is ActionKind.RECOMPUTE:
-            ahead.add(one)
+            ahead.add(pair)
         else:
-            yield PeakCandidate(stashes, len(ahead), one in ahead)
-            stashes -= work is not ActionKind.INPUT_GRADIENT
-            ahead.discard(one)
+            yield PeakCandidate(stashes, len(ahead), pair in ahead)
+            if work is not ActionKind.INPUT_GRADIENT:
+                stashes -= 1
+            ahead.discard(pair)
 
 
-def _fullest(found: Iterable[PeakCandidate]) -> tuple[PeakCandidate, ...]:
-    """Those that no other of their kind is above."""
-    kinds = sorted(set(found), key=lambda one: (one.alone, one.stashes, one.remade))
+def _fullest(candidates: Iterable[PeakCandidate]) -> tuple[PeakCandidate, ...]:
+    """Returns the candidates that no other of their kind dominates."""
+    unique = sorted(set(candidates), key=lambda peak: (peak.alone, peak.stashes, peak.remade))
     return tuple(
-        one
-        for one in kinds
+        peak
+        for peak in unique
         if not any(
-            other != one
-            and other.alone == one.alone
-            and other.stashes >= one.stashes
-            and other.remade >= one.remade
-            for other in kinds
+            rival != peak
+            and rival.alone == peak.alone
+            and rival.stashes >= peak.stashes
+            and rival.remade >= peak.remade
+            for rival in unique
         )
     )

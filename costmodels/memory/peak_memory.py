@@ -1,12 +1,11 @@
-"""The fullest moment of a rank whose gradients come and go: its actions one after the other, each
-backward pass layer by layer.
+"""The peak of a rank whose gradients come and go, from its actions layer by layer.
 
-`rank_memory` adds up classes, each at its most (EQUATIONS M6). Where gradients are freed after
-every update, the first backward pass makes them while it frees activations, and with all forward
-passes before it there is no moment that has both.
+`rank_memory` adds up classes, each at its maximum (EQUATIONS M6). If gradients are freed after
+every update, the first backward pass makes gradients while it frees activations: after all forward
+passes no moment holds the maximum of both.
 
-The bytes of a layer, and how many layers a run has, may be numbers or arrays of them: a search asks
-for many mixes at once.
+The bytes of a layer, and the number of layers of a run, may be numbers or arrays: a search asks for
+many mixes at once.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ Bytes = Any  # a number, or an array with one for each mix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes of one layer on one rank: kept of a micro-batch, temporary in its passes, of its
-    gradients, and of ZeRO.
+    """Bytes of one layer on one rank.
 
-    gathered   parameters, of this layer and the one that is gathered ahead
-    reduced    whole gradients of one micro-batch: there at the end of the layer's backward pass,
-               and as what is reduced until the next layer's are
-    remade     what a recompute ahead of the gradient adds to what is kept of the micro-batch
-    alone      temporary in a backward pass after that
+    saved        saved tensors of a micro-batch
+    workspace    temporaries of its passes
+    gradients    its gradients
+    gathered     parameters of this layer and of the one that is gathered ahead
+    reduced      whole gradients of one micro-batch: from the end of the layer's backward pass, and
+                 as input of their reduction until the next layer's gradients exist
+    remade       bytes that a recompute ahead of the gradient adds to `saved`
+    alone        temporaries of a backward pass after such a recompute
     """
 
     saved: Bytes
@@ -49,7 +50,7 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class AlikeLayers:
-    """`count` layers of a chunk, one after the other, each of which holds the same."""
+    """A run of `count` consecutive layers of a chunk with equal bytes."""
 
     kind: LayerKind
     held: LayerBytes
@@ -60,12 +61,11 @@ class AlikeLayers:
 class ConstantBytes:
     """Bytes of a rank that no layer's pass frees.
 
-    sent          of what a stage hands on, or back, of a micro-batch: kept until the step is over
-    shared_table  the head's gradient of a token table that the embedding shares: held until the
-                  embedding's is there
-    gathered      parameters that stay gathered through the passes, because their layer begins and
-                  ends them
-    reduced       the largest buffer of a reduction after the last backward pass
+    sent            a message of one micro-batch to another stage, kept until the end of the step
+    shared_table    the head's gradient of a token table that the embedding shares, kept until the
+                    embedding's gradient exists
+    gathered        parameters that stay gathered because their layer begins and ends the passes
+    reduced         the largest buffer of a reduction after the last backward pass
     """
 
     sent: Bytes = 0.0
@@ -76,15 +76,13 @@ class ConstantBytes:
 
 @dataclass(frozen=True, slots=True)
 class PeakPass:
-    """The begin of a backward pass of a chunk, or of a recompute ahead of one, and what the rank
-    holds then.
+    """The begin of a backward pass of a chunk, or of a recompute ahead of one.
 
-    stashes, remade   by chunk: micro-batches that it holds, and how many of them were recomputed
-                      ahead
-    sent              messages of the rank until then
-    made              chunks whose gradients are there, the chunk itself not among them in its first
-                      pass
-    before            chunks by their last backward pass, the latest first
+    stashes    micro-batches that the rank holds, by chunk
+    remade     micro-batches among them that were recomputed ahead, by chunk
+    sent       messages that the rank has sent
+    made       chunks whose gradients exist, without the chunk itself in its first pass
+    before     chunks by their last backward pass, latest first
     """
 
     chunk: int
@@ -100,21 +98,20 @@ class PeakPass:
     def first(self) -> bool:
         return self.chunk not in self.made
 
-    def holds_no_less(self, other: PeakPass) -> bool:
-        """Whether the level at this moment is at least the other's, whatever the bytes of each, and
-        the pass the same.
-        """
+    def holds_no_less(self, rival: PeakPass) -> bool:
+        """True if this pass dominates another equal one, whatever the bytes of each class."""
         alike = (self.chunk, self.backward, self.ahead, self.first, self.before) == (
-            other.chunk,
-            other.backward,
-            other.ahead,
-            other.first,
-            other.before,
+            rival.chunk,
+            rival.backward,
+            rival.ahead,
+            rival.first,
+            rival.before,
         )
-        mine, theirs = ((*one.stashes, *one.remade, one.sent) for one in (self, other))
+        mine = (*self.stashes, *self.remade, self.sent)
+        theirs = (*rival.stashes, *rival.remade, rival.sent)
         return (
             alike
-            and self.made >= other.made
+            and self.made >= rival.made
             and all(a >= b for a, b in zip(mine, theirs, strict=True))
         )
 
@@ -123,11 +120,9 @@ def peak_bytes(
     strategy: Strategy,
     rank: int,
     layers: Mapping[LayerChoice, LayerBytes],
-    throughout: ConstantBytes,
+    constant: ConstantBytes,
 ) -> float:
-    """The most of activations, temporaries and gradients at once on a device of pipeline rank
-    `rank`.
-    """
+    """The peak of activations, temporaries and gradients on a device of pipeline rank `rank`."""
     chunks = [
         [
             AlikeLayers(choice.kind, layers[choice], len(list(alike)))
@@ -135,63 +130,63 @@ def peak_bytes(
         ]
         for chunk in strategy.chunks(rank)
     ]
-    return float(peak_of_runs(strategy.layout, rank, chunks, throughout))
+    return float(peak_of_runs(strategy.layout, rank, chunks, constant))
 
 
 def peak_of_runs(
     layout: ParallelLayout,
     rank: int,
     chunks: Sequence[Sequence[AlikeLayers]],
-    throughout: ConstantBytes,
+    constant: ConstantBytes,
 ) -> Bytes:
-    """The same of chunks that are runs of layers: the largest of the levels in every pass, and
-    after the last.
-    """
-    saved, remade, gradients = (
-        [sum(run.count * getattr(run.held, name) for run in chunk) for chunk in chunks]
-        for name in ("saved", "remade", "gradients")
-    )
+    """The peak over all passes of chunks that are runs of layers, and after the last pass."""
+    saved = [sum(run.count * run.held.saved for run in chunk) for chunk in chunks]
+    remade = [sum(run.count * run.held.remade for run in chunk) for chunk in chunks]
+    gradients = [sum(run.count * run.held.gradients for run in chunk) for chunk in chunks]
     passes, sent = passes_of(layout, rank)
-    found = sum(gradients) + sent * throughout.sent + throughout.reduced
-    for one in passes:
+    peak = sum(gradients) + sent * constant.sent + constant.reduced
+    for peak_pass in passes:
         level = (
-            throughout.gathered
-            + one.sent * throughout.sent
-            + sum(gradients[chunk] for chunk in one.made)
+            constant.gathered
+            + peak_pass.sent * constant.sent
+            + sum(gradients[chunk] for chunk in peak_pass.made)
         )
-        level = level + sum(held * of_one for held, of_one in zip(one.stashes, saved, strict=True))
-        level = level + sum(held * of_one for held, of_one in zip(one.remade, remade, strict=True))
-        reducing = _reducing(chunks, one.before)
-        if not one.backward:
-            found = np.maximum(
-                found,
+        level = level + sum(n * held for n, held in zip(peak_pass.stashes, saved, strict=True))
+        level = level + sum(n * held for n, held in zip(peak_pass.remade, remade, strict=True))
+        reducing = _reducing(chunks, peak_pass.before)
+        if not peak_pass.backward:
+            peak = np.maximum(
+                peak,
                 level
                 + reducing
-                + reduce(np.maximum, (run.held.gathered for run in chunks[one.chunk])),
+                + reduce(np.maximum, (run.held.gathered for run in chunks[peak_pass.chunk])),
             )
             continue
-        for level_bytes in _levels(one, chunks[one.chunk], level, reducing, throughout):
-            found = np.maximum(found, level_bytes)
-    return found
+        for level_bytes in _levels(peak_pass, chunks[peak_pass.chunk], level, reducing, constant):
+            peak = np.maximum(peak, level_bytes)
+    return peak
 
 
 def _levels(
-    one: PeakPass,
+    peak_pass: PeakPass,
     chunk: Sequence[AlikeLayers],
     level: Bytes,
     reducing: Bytes,
-    throughout: ConstantBytes,
+    constant: ConstantBytes,
 ) -> Iterator[Bytes]:
-    """What is held while each layer of a chunk runs backward: of a run its first layer, its second
-    and its last say all.
+    """Yields the bytes held while the layers of a chunk run backward.
+
+    The first, second and last layer of a run include its peak.
     """
-    waits = {LayerKind.HEAD: throughout.shared_table, LayerKind.EMBEDDING: -throughout.shared_table}
+    waits = {LayerKind.HEAD: constant.shared_table, LayerKind.EMBEDDING: -constant.shared_table}
     for run in reversed(chunk):
-        held, there = run.held, np.asarray(run.count) > 0
-        inside = held.gathered + np.maximum(
-            held.alone if one.ahead else held.workspace, held.reduced
-        )
-        step = one.first * held.gradients - held.saved - one.ahead * held.remade
+        held = run.held
+        there = np.asarray(run.count) > 0
+        workspace = held.alone if peak_pass.ahead else held.workspace
+        inside = held.gathered + np.maximum(workspace, held.reduced)
+        step = (held.gradients if peak_pass.first else 0.0) - held.saved
+        if peak_pass.ahead:
+            step = step - held.remade
         yield np.where(there, level + inside + reducing, -np.inf)
         reducing = np.where(there & (np.asarray(held.reduced) > 0), held.reduced, reducing)
         later = np.maximum(step, (run.count - 1) * step)
@@ -200,21 +195,21 @@ def _levels(
 
 
 def _reducing(chunks: Sequence[Sequence[AlikeLayers]], before: Iterable[int]) -> Bytes:
-    """What is still reduced of the last layer that ran backward and reduces."""
-    found: Bytes = 0.0
+    reducing: Bytes = 0.0
     for run in (run for chunk in reversed(tuple(before)) for run in reversed(chunks[chunk])):
-        found = np.where(
+        reducing = np.where(
             (np.asarray(run.count) > 0) & (np.asarray(run.held.reduced) > 0),
             run.held.reduced,
-            found,
+            reducing,
         )
-    return found
+    return reducing
 
 
 @lru_cache(maxsize=4096)
 def passes_of(layout: ParallelLayout, rank: int) -> tuple[tuple[PeakPass, ...], int]:
-    """The passes of a rank of which one has the fullest moment, whatever the bytes, and how many
-    messages it sends in a step.
+    """Returns the passes of a rank that include its peak for all layer sizes.
+
+    The second value is the number of messages that the rank sends in a step.
     """
     stages = layout.stages_of(rank)
     ends = tuple((stage == 0, stage == layout.num_virtual_stages - 1) for stage in stages)
@@ -226,10 +221,15 @@ def _passes(
 ) -> tuple[tuple[PeakPass, ...], int]:
     kept: list[PeakPass] = []
     chunks = range(len(ends))
-    stashes, remade = [0 for _ in chunks], [0 for _ in chunks]
-    sent, made, before, ahead = 0, frozenset[int](), tuple[int, ...](), set[tuple[int, int]]()
+    stashes = [0 for _ in chunks]
+    remade = [0 for _ in chunks]
+    sent = 0
+    made = frozenset[int]()
+    before = tuple[int, ...]()
+    ahead = set[tuple[int, int]]()
     for action in order:
-        chunk, micro_batch = action.chunk, (action.chunk, action.micro_batch)
+        chunk = action.chunk
+        micro_batch = (chunk, action.micro_batch)
         begins, is_last = ends[chunk]
         if action.work is ActionKind.FORWARD:
             stashes[chunk] += 1
@@ -239,7 +239,7 @@ def _passes(
         if not backward:
             ahead.add(micro_batch)
             remade[chunk] += 1
-        one = PeakPass(
+        peak_pass = PeakPass(
             chunk,
             backward,
             backward and micro_batch in ahead,
@@ -249,11 +249,12 @@ def _passes(
             made,
             before,
         )
-        if not any(other.holds_no_less(one) for other in kept):
-            kept = [*(other for other in kept if not one.holds_no_less(other)), one]
+        if not any(rival.holds_no_less(peak_pass) for rival in kept):
+            kept = [*(rival for rival in kept if not peak_pass.holds_no_less(rival)), peak_pass]
         if backward:
             stashes[chunk] -= 1
-            remade[chunk] -= one.ahead
+            remade[chunk] -= peak_pass.ahead
             sent += not begins
-            made, before = made | {chunk}, (chunk, *(other for other in before if other != chunk))
+            made = made | {chunk}
+            before = (chunk, *(earlier for earlier in before if earlier != chunk))
     return tuple(kept), sent

@@ -1,6 +1,4 @@
-"""What one device holds at its fullest moment: states, stashed activations, temporaries and the
-reserve on top of them.
-"""
+"""Peak bytes of one device by class: states, saved activations, temporaries and the reserve."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ from parplan.profiles.models.operator_graph import LayerKind
 class RankMemory:
     """Peak bytes per device of one pipeline rank.
 
-    allocator_reserve   what the caching allocator holds beyond the tensors of the fullest moment
-    communicators       buffers of the collective library
-    context             the device context, with the code of the kernels
-    apart               of states, activations and temporaries what is not there with the others at
-                        the fullest moment
-    host                what the host holds for the device, no part of the other sums
+    allocator_reserve    bytes that the caching allocator holds beyond the tensors at the peak
+    communicators        buffers of the collective library
+    context              the device context, with the code of the kernels
+    apart                bytes of states, activations and temporaries that never coexist with the
+                         rest at the peak
+    host                 host bytes for the device, no part of the other sums
     """
 
     states: StateBytes
@@ -45,73 +43,68 @@ class RankMemory:
 
     @property
     def allocated(self) -> float:
-        """What the allocator hands out: torch.cuda.max_memory_allocated."""
+        """Bytes that the allocator hands out: torch.cuda.max_memory_allocated."""
         return self.states.total + self.activations + self.temporaries - self.apart
 
     @property
     def reserved(self) -> float:
-        """What the allocator takes from the device: torch.cuda.max_memory_reserved."""
+        """Bytes that the allocator takes from the device: torch.cuda.max_memory_reserved."""
         return self.allocated + self.allocator_reserve
 
     @property
     def reserve(self) -> float:
-        """All that is no tensor."""
+        """Bytes that are no tensors."""
         return self.allocator_reserve + self.communicators + self.context
 
     @property
     def total(self) -> float:
-        """What the device has lost: the figure of nvidia-smi."""
+        """Bytes taken from the device: the figure of nvidia-smi."""
         return self.allocated + self.reserve
 
 
 def communicator_bytes(mesh: Mesh, price_cache: LayerPriceCache[Any]) -> float:
-    """Bytes of the communicators of all parallel axes; none where there is no device context."""
-    axes = (
-        sum(mesh.degree(axis) > 1 for axis in Axis) + (mesh.ep > 1) + (1 < mesh.expert_dp < mesh.dp)
-    )
-    return (
-        axes * price_cache.training.stack.nccl_bytes
-        if price_cache.machine.cluster.device.context_bytes
-        else 0.0
-    )
+    """Bytes of the communicators of all parallel axes; zero without a device context."""
+    if not price_cache.machine.cluster.device.context_bytes:
+        return 0.0
+    split_experts = 1 < mesh.expert_dp < mesh.dp
+    axes = sum(mesh.degree(axis) > 1 for axis in Axis) + (mesh.ep > 1) + split_experts
+    return axes * price_cache.training.stack.nccl_bytes
 
 
 def reserve_constant_bytes(mesh: Mesh, price_cache: LayerPriceCache[Any]) -> float:
-    """Bytes a device holds before the first tensor: context and communicators."""
+    """Bytes that a device holds before the first tensor: context and communicators."""
     return price_cache.machine.cluster.device.context_bytes + communicator_bytes(mesh, price_cache)
 
 
 def occupied_bytes(allocated_bytes: float, mesh: Mesh, price_cache: LayerPriceCache[Any]) -> float:
-    """What a device holds when tensors fill `allocated_bytes` of it."""
+    """Bytes that a device holds when its tensors fill `allocated_bytes`."""
     return allocated_bytes * (
         1 + price_cache.training.stack.allocator_share
     ) + reserve_constant_bytes(mesh, price_cache)
 
 
 def usable_bytes(limit_bytes: float, mesh: Mesh, price_cache: LayerPriceCache[Any]) -> float:
-    """How much of `limit_bytes` tensors may fill, so that with the reserve they stay under the
-    limit.
-    """
+    """Bytes that tensors may fill so that they stay under `limit_bytes` with the reserve."""
     return (limit_bytes - reserve_constant_bytes(mesh, price_cache)) / (
         1 + price_cache.training.stack.allocator_share
     )
 
 
 def rank_layers(strategy: Strategy, rank: int) -> list[LayerChoice]:
-    """All layers of a pipeline rank, chunk by chunk."""
+    """Returns all layers of a pipeline rank, chunk by chunk."""
     return [choice for chunk in strategy.chunks(rank) for choice in chunk]
 
 
 def stashes(kind: LayerKind, rank: int, layout: ParallelLayout) -> int:
-    """How many micro-batches of one layer of `kind` a rank holds at its peak, per model chunk of
-    the rank (EQUATIONS M4).
+    """Returns the most micro-batches that a rank holds per model chunk (EQUATIONS M4).
 
-    With virtual stages the count is of chunk stashes, for any one chunk an upper bound; the head's
-    chunk is used up at once, but perhaps not in a custom schedule.
+    They are those of one layer of `kind`. With virtual stages the count is of chunk stashes, an
+    upper bound for any single chunk. The head's chunk is used up at once, except in some custom
+    schedules.
     """
     if layout.schedule is Schedule.CUSTOM:
-        own = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: layout.num_virtual_stages - 1}.get(kind)
-        return max(held for held, _ in _held(layout.actions, rank, own))
+        stage = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: layout.num_virtual_stages - 1}.get(kind)
+        return max(held for held, _ in _held(layout.actions, rank, stage))
     if kind is LayerKind.HEAD and layout.virtual_stages > 1:
         return 1
     return in_flight(
@@ -120,12 +113,12 @@ def stashes(kind: LayerKind, rank: int, layout: ParallelLayout) -> int:
 
 
 def peaks(rank: int, layout: ParallelLayout) -> tuple[tuple[float, float], ...]:
-    """(stashes, waiting weight gradients) of any chunk at moments one of which is the fullest,
-    whatever the bytes of each.
+    """Returns (stashes, waiting weight gradients) pairs that include the peak for all sizes.
 
-    Whole backwards: the most stashes. ZBV: stashes and waiting together are at most one more
-    (costmodels/schedules/zero_bubble.py), so all stashes and one waiting, or half of that, all
-    waiting, where what waits is larger than a stash.
+    The pairs count any chunk of the rank. Whole backward passes: the most stashes. ZBV: stashes and
+    waiting gradients together are at most one more (costmodels/schedules/zero_bubble.py). So the
+    peak is at all stashes and one waiting gradient, or at half of that number of each, if a waiting
+    gradient is larger than a stash.
     """
     most = stashes(LayerKind.BLOCK, rank, layout)
     if not layout.splits_backward:
@@ -139,10 +132,11 @@ def peaks(rank: int, layout: ParallelLayout) -> tuple[tuple[float, float], ...]:
 def _held(
     rows: tuple[str, ...], rank: int, stage: int | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """Stashes, and weight gradients that wait, after each action of a rank; of one of its virtual
-    stages, or of all.
+    """Returns the stashes and the waiting weight gradients after each action of a rank.
+
+    stage    counts one of its virtual stages alone
     """
-    works = [work for own, work, _ in parse_row(rows[rank], rank) if stage in (None, own)]
+    works = [work for of, work, _ in parse_row(rows[rank], rank) if stage in (None, of)]
     changes = {
         ActionKind.FORWARD: (1, 0),
         ActionKind.INPUT_GRADIENT: (0, 1),
@@ -150,13 +144,15 @@ def _held(
         ActionKind.BACKWARD: (-1, 0),
         ActionKind.RECOMPUTE: (0, 0),
     }
-    held, waiting = ([changes[work][index] for work in works] for index in (0, 1))
-    return tuple(zip(accumulate(held), accumulate(waiting), strict=True))
+    held = accumulate(changes[work][0] for work in works)
+    waiting = accumulate(changes[work][1] for work in works)
+    return tuple(zip(held, waiting, strict=True))
 
 
 def held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -> float:
-    """Bytes of activations at the peak: stashes times the largest chunk's blocks, and the
-    embedding's and head's own.
+    """Peak bytes of saved activations.
+
+    They are the stashes times the blocks of the largest chunk, and those of embedding and head.
     """
     layout = strategy.layout
     blocks = max(
@@ -171,37 +167,37 @@ def held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -
 
 
 def sent_bytes(rank: int, layout: ParallelLayout, price_cache: PriceCache) -> float:
-    """What a rank has sent at the end of a step, where the stack keeps it until then: activations
-    on, gradients back.
+    """Bytes of the messages that a rank has sent at the end of a step.
+
+    They are activations and gradients, zero unless the stack keeps them until then.
     """
     last = layout.num_virtual_stages - 1
-    messages = (
-        sum((stage < last) + (stage > 0) for stage in layout.stages_of(rank))
-        * layout.num_micro_batches
-    )
+    per_micro_batch = sum((stage < last) + (stage > 0) for stage in layout.stages_of(rank))
+    messages = per_micro_batch * layout.num_micro_batches
     return float(messages * price_cache.sent_bytes(layout.micro_batch_size, layout.sharding))
 
 
 def rank_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
-    """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
-    layout, layers = strategy.layout, rank_layers(strategy, rank)
-    kept = rank_activations(strategy, rank, price_cache)
+    """Returns the peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
+    layout = strategy.layout
+    layers = rank_layers(strategy, rank)
+    sizes = rank_activations(strategy, rank, price_cache)
     table = price_cache.shared_table_bytes(layout.mesh, layout.sharding)
     held = [
         price_cache.states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero)
         for choice in layers
     ]
     states = sum((layer.states for layer in held), StateBytes())
-    between, running = _held_and_running(strategy, rank, kept, price_cache)
+    between, running = _held_and_running(strategy, rank, sizes, price_cache)
     activations = sent_bytes(rank, layout, price_cache) + between
     temporaries = (
         table
         + running
-        + _waiting_bytes(strategy, rank, kept, price_cache)
+        + _waiting_bytes(strategy, rank, sizes, price_cache)
         + max(layer.zero_buffer for layer in held)
     )
     apart = _apart_bytes(
-        strategy, rank, kept, price_cache, states.gradients + activations + temporaries
+        strategy, rank, sizes, price_cache, states.gradients + activations + temporaries
     )
     spare = price_cache.training.stack.allocator_share * (
         states.total + activations + temporaries - apart
@@ -215,27 +211,31 @@ def rank_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankM
         context=price_cache.machine.cluster.device.context_bytes,
         apart=apart,
         host=sum(layer.host for layer in held)
-        + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}),
+        + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in sizes.items()}),
     )
 
 
 def _held_and_running(
     strategy: Strategy,
     rank: int,
-    kept: dict[LayerChoice, ActivationBytes],
+    sizes: dict[LayerChoice, ActivationBytes],
     price_cache: PriceCache,
 ) -> tuple[float, float]:
-    """The most bytes of activations between two actions, and what the fullest backward pass holds
-    beyond them (costmodels/memory/peak_candidates.py).
+    """Returns the peak bytes of activations between actions, and the excess of a backward pass.
+
+    The excess is that of the fullest backward pass (costmodels/memory/peak_candidates.py).
     """
     layout = strategy.layout
-    held = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
-    inside = _workspace_bytes(strategy, rank, kept)
+    held = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in sizes.items()})
+    inside = _workspace_bytes(strategy, rank, sizes)
     if not layout.recomputes_ahead:
         return held, inside
-    chunks, most = strategy.chunks(rank), stashes(LayerKind.BLOCK, rank, layout)
+    chunks = strategy.chunks(rank)
+    most = stashes(LayerKind.BLOCK, rank, layout)
     stash = max(
-        sum(kept[c].saved for c in chunk if layout.virtual_stages == 1 or c.kind is LayerKind.BLOCK)
+        sum(
+            sizes[c].saved for c in chunk if layout.virtual_stages == 1 or c.kind is LayerKind.BLOCK
+        )
         for chunk in chunks
     )
     made = max(
@@ -244,7 +244,7 @@ def _held_and_running(
     alone = _workspace_bytes(
         strategy,
         rank,
-        {choice: layer_activations(choice, layout, price_cache, ahead=True) for choice in kept},
+        {choice: layer_activations(choice, layout, price_cache, ahead=True) for choice in sizes},
     )
     levels = [
         (
@@ -260,41 +260,41 @@ def _held_and_running(
 def rank_activations(
     strategy: Strategy, rank: int, price_cache: PriceCache
 ) -> dict[LayerChoice, ActivationBytes]:
-    """Those of every layer of a rank, with what another layer's copies to and from the host may
-    hold while it runs as temporary.
+    """Returns the activations of every layer of a rank.
+
+    Copies of another layer to and from the host that may run at the same time count as temporaries.
     """
     layers = rank_layers(strategy, rank)
-    kept = {choice: layer_activations(choice, strategy.layout, price_cache) for choice in layers}
-    largest = sorted(kept[choice].host for choice in layers)[-2:]
+    sizes = {choice: layer_activations(choice, strategy.layout, price_cache) for choice in layers}
+    largest = sorted(sizes[choice].host for choice in layers)[-2:]
     if not largest[-1]:
-        return kept
+        return sizes
     return {
         choice: replace(
             size, workspace=size.workspace + largest[0 if size.host == largest[-1] else -1]
         )
-        for choice, size in kept.items()
+        for choice, size in sizes.items()
     }
 
 
 def layer_activations(
     choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache, *, ahead: bool = False
 ) -> ActivationBytes:
-    """A layer's, with the sum of a shared table's gradients among the temporaries of the embedding,
-    or its whole one before that.
+    """Returns the activations of a layer.
 
-    ahead: after a recompute ahead of the gradient, when it holds all that it would keep without
-    recompute
+    The embedding's temporaries include the sum of a shared table's gradients, or before that the
+    whole gradient of the table.
+
+    ahead    after a recompute ahead of the gradient, with all tensors saved as without recompute
     """
-    again, on_host = (Recompute.NONE, ()) if ahead else (choice.recompute, choice.on_host)
+    level, on_host = (Recompute.NONE, ()) if ahead else (choice.recompute, choice.on_host)
     size = price_cache.activations(
-        choice.kind, layout.micro_batch_size, layout.sharding_of(choice), again, on_host
+        choice.kind, layout.micro_batch_size, layout.sharding_of(choice), level, on_host
     )
     if choice.kind is not LayerKind.EMBEDDING:
         return size
-    return replace(
-        size,
-        workspace=size.workspace + price_cache.table_workspace_bytes(layout.mesh, layout.sharding),
-    )
+    table = price_cache.table_workspace_bytes(layout.mesh, layout.sharding)
+    return replace(size, workspace=size.workspace + table)
 
 
 def _remade_bytes(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> int:
@@ -304,8 +304,9 @@ def _remade_bytes(choice: LayerChoice, layout: ParallelLayout, price_cache: Pric
 
 
 def gradients_come_and_go(layout: ParallelLayout, price_cache: PriceCache) -> bool:
-    """Whether the gradients of a layout are freed and made again in a step; elsewhere they are
-    taken as always there.
+    """True if the gradients of a layout are freed and allocated again in a step.
+
+    Elsewhere gradients count as always allocated.
     """
     return (
         price_cache.training.stack.frees_gradients
@@ -317,32 +318,31 @@ def gradients_come_and_go(layout: ParallelLayout, price_cache: PriceCache) -> bo
 def _apart_bytes(
     strategy: Strategy,
     rank: int,
-    kept: dict[LayerChoice, ActivationBytes],
+    sizes: dict[LayerChoice, ActivationBytes],
     price_cache: PriceCache,
     together: float,
 ) -> float:
-    """By how much `together`, of gradients, activations and temporaries, is more than there is at
-    any moment.
+    """Bytes by which `together` exceeds the gradients, activations and temporaries of any moment.
 
-    Counted where gradients come and go and the host keeps nothing.
+    Zero unless gradients come and go and the host holds no activations.
     """
     layout = strategy.layout
-    if not gradients_come_and_go(layout, price_cache) or any(size.host for size in kept.values()):
+    if not gradients_come_and_go(layout, price_cache) or any(size.host for size in sizes.values()):
         return 0.0
     held = {
         choice: price_cache.states(
             choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
         )
-        for choice in kept
+        for choice in sizes
     }
-    embedding = next((choice for choice in kept if choice.kind is LayerKind.EMBEDDING), None)
-    reduced = max(held[choice].zero_buffer if choice.zero == 1 else 0 for choice in kept)
+    embedding = next((choice for choice in sizes if choice.kind is LayerKind.EMBEDDING), None)
+    reduced = max(held[choice].zero_buffer if choice.zero == 1 else 0 for choice in sizes)
     return together - peak_bytes(
         strategy,
         rank,
         {
             choice: held_in_passes(choice, size, layout, price_cache)
-            for choice, size in kept.items()
+            for choice, size in sizes.items()
         },
         throughout(layout, None if embedding is None else embedding.zero, reduced, price_cache),
     )
@@ -351,17 +351,16 @@ def _apart_bytes(
 def throughout(
     layout: ParallelLayout, embedding_zero: int | None, reduced: Bytes, price_cache: PriceCache
 ) -> ConstantBytes:
-    """What no layer's pass frees on a rank, where gradients come and go.
+    """Returns the bytes that no layer's pass frees on a rank whose gradients come and go.
 
-    embedding_zero: the ZeRO stage of the embedding where the rank has it; reduced: the largest
-    buffer of its layers of ZeRO 1
+    embedding_zero    the ZeRO stage of the embedding if the rank has it
+    reduced           the largest buffer of its ZeRO-1 layers
     """
-    table, gathered = price_cache.shared_table_bytes(layout.mesh, layout.sharding), 0.0
+    table = price_cache.shared_table_bytes(layout.mesh, layout.sharding)
+    gathered = 0.0
     if table and embedding_zero == 3:
-        gathered = (
-            price_cache.states(LayerKind.EMBEDDING, layout.mesh, layout.sharding, 3).zero_buffer
-            / ZERO_3_COPIES
-        )
+        embedding = price_cache.states(LayerKind.EMBEDDING, layout.mesh, layout.sharding, 3)
+        gathered = embedding.zero_buffer / ZERO_3_COPIES
     return ConstantBytes(
         sent=price_cache.sent_bytes(layout.micro_batch_size, layout.sharding),
         shared_table=table,
@@ -373,20 +372,17 @@ def throughout(
 def held_in_passes(
     choice: LayerChoice, size: ActivationBytes, layout: ParallelLayout, price_cache: PriceCache
 ) -> LayerBytes:
-    """What a layer holds as it runs backward, where gradients come and go; ZeRO 1 reduces after
-    that.
+    """Returns a layer's bytes in its backward pass if gradients come and go.
 
-    Embedding and head with one table are gathered and reduced together, as one layer that begins
-    the passes and ends them.
+    ZeRO 1 reduces after that pass. Embedding and head with one table are gathered and reduced
+    together, as one layer that begins and ends the passes.
     """
     states = price_cache.states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero)
     joined = price_cache.shared_table_bytes(layout.mesh, layout.sharding) > 0
     remade = alone = 0.0
     if layout.recomputes_ahead:
-        remade, alone = (
-            _remade_bytes(choice, layout, price_cache),
-            layer_activations(choice, layout, price_cache, ahead=True).workspace,
-        )
+        remade = _remade_bytes(choice, layout, price_cache)
+        alone = layer_activations(choice, layout, price_cache, ahead=True).workspace
     held = LayerBytes(
         saved=size.saved,
         workspace=size.workspace,
@@ -405,55 +401,57 @@ def held_in_passes(
 
 
 def zero_passes_bytes(zero_buffer: float, zero: int) -> tuple[float, float]:
-    """Of a layer's ZeRO buffer what is gathered, and what is reduced, in its backward pass."""
+    """Returns the gathered and the reduced bytes of a ZeRO buffer in a backward pass."""
     whole = zero_buffer / {2: ZERO_2_COPIES, 3: ZERO_3_COPIES}.get(zero, 1)
     return (2 * whole if zero == 3 else 0.0), (whole if zero >= 2 else 0.0)
 
 
 def _workspace_bytes(
-    strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes]
+    strategy: Strategy, rank: int, sizes: dict[LayerChoice, ActivationBytes]
 ) -> float:
-    """The largest temporaries of a layer, less what the layers after it kept of the micro-batch,
-    which is free by then.
+    """Peak temporaries of a layer, less the saved tensors of later layers, which are free by then.
 
-    Of a backward in two parts it is free only after the second.
+    In a split backward pass they are free after the second part only.
     """
     if strategy.layout.splits_backward:
-        return max(size.workspace for size in kept.values())
+        return max(size.workspace for size in sizes.values())
     head = max(
-        (size.saved for choice, size in kept.items() if choice.kind is LayerKind.HEAD), default=0
+        (size.saved for choice, size in sizes.items() if choice.kind is LayerKind.HEAD), default=0
     )
     blocks = max(
-        sum(kept[c].saved for c in chunk if c.kind is LayerKind.BLOCK)
+        sum(sizes[c].saved for c in chunk if c.kind is LayerKind.BLOCK)
         for chunk in strategy.chunks(rank)
     )
     freed = {LayerKind.HEAD: 0, LayerKind.BLOCK: head, LayerKind.EMBEDDING: head + blocks}
-    return max(size.workspace - freed[choice.kind] for choice, size in kept.items())
+    return max(size.workspace - freed[choice.kind] for choice, size in sizes.items())
 
 
 def _waiting_bytes(
-    strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], price_cache: PriceCache
+    strategy: Strategy,
+    rank: int,
+    sizes: dict[LayerChoice, ActivationBytes],
+    price_cache: PriceCache,
 ) -> float:
-    """What weight gradients that wait hold at the fullest moment, beyond the most stashes of the
-    largest chunk; the head's once.
+    """Bytes of waiting weight gradients at the peak, beyond the most stashes of the largest chunk.
+
+    The head's count once.
     """
     layout = strategy.layout
     if not layout.splits_backward:
         return 0.0
-    most, waiting = (
-        stashes(LayerKind.BLOCK, rank, layout),
-        {
-            choice: price_cache.waiting_bytes(
-                choice.kind, layout.micro_batch_size, layout.sharding_of(choice)
-            )
-            for choice in kept
-        },
-    )
+    most = stashes(LayerKind.BLOCK, rank, layout)
+    waiting = {
+        choice: price_cache.waiting_bytes(
+            choice.kind, layout.micro_batch_size, layout.sharding_of(choice)
+        )
+        for choice in sizes
+    }
     chunks = [
         [choice for choice in chunk if choice.kind is LayerKind.BLOCK]
         for chunk in strategy.chunks(rank)
     ]
-    stash = max(sum(kept[choice].saved for choice in chunk) for chunk in chunks)
+    stash = max(sum(sizes[choice].saved for choice in chunk) for chunk in chunks)
     apart = max(sum(waiting[choice] for choice in chunk) for chunk in chunks)
     head = sum(size for choice, size in waiting.items() if choice.kind is LayerKind.HEAD)
-    return max(h * stash + w * apart for h, w in peaks(rank, layout)) - most * stash + head
+    fullest = max(held * stash + waits * apart for held, waits in peaks(rank, layout))
+    return fullest - most * stash + head

@@ -1,1 +1,1 @@
-"""One rank's memory, traffic and redundant bytes are counted here."""
+"""Memory, traffic and redundant bytes of one rank."""

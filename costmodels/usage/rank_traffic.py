@@ -1,12 +1,10 @@
-"""What one rank sends in a step, by mesh axis and kind of collective, as far as the price counts
-it.
+"""Traffic of one rank in a step by mesh axis and kind of collective, as the price counts it.
 
 The collectives are those whose seconds `parplan.costmodels.layers.layer_price` and
-`parplan.costmodels.step` add up, counted instead of timed: calls and bytes, hidden under compute or
-not. Bytes are those of `collective_time`: the tensor that is all-reduced, the output of a gather,
-the input of a reduce-scatter or an exchange, the message that is received. Left out, as in the
-price: the sums of norm and bias gradients over the tensor-parallel axis, and the sum of the loss, 4
-bytes a step.
+`parplan.costmodels.stage_costs` add up: their calls and bytes, hidden under compute or not. Bytes
+are those of `collective_time`: the tensor that is all-reduced, the output of a gather, the input of
+a reduce-scatter or an exchange, the received message. Left out, as in the price: the sums of norm
+and bias gradients over the tensor-parallel axis, and the sum of the loss, 4 bytes a step.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ MESSAGE = "point_to_point"  # a kind beside those of `Collective`
 
 @dataclass(frozen=True, slots=True, order=True)
 class SentBytes:
-    """`calls` of one kind over one mesh axis in a step, and their bytes together."""
+    """Calls of one kind over one mesh axis in a step, and the sum of their bytes."""
 
     axis: str
     kind: str
@@ -53,25 +51,26 @@ class SentBytes:
 
 
 class Tally:
-    """Counts calls by (axis, kind, bytes of one)."""
+    """Counts calls by (axis, kind, bytes per call)."""
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[str, str, int]] = Counter()
 
     def add(self, axis: str, kind: str, num_bytes: int, calls: int = 1) -> None:
-        """`calls` more, each of `num_bytes`."""
+        """Adds `calls` calls of `num_bytes` each."""
         self._calls[axis, kind, num_bytes] += calls
 
     def total(self) -> tuple[SentBytes, ...]:
-        """Everything so far, by axis and kind."""
-        calls, sums = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        """Returns the sums by axis and kind."""
+        calls = Counter[tuple[str, str]]()
+        sums = Counter[tuple[str, str]]()
         for sent in self.by_size():
             calls[sent.axis, sent.kind] += sent.calls
             sums[sent.axis, sent.kind] += sent.num_bytes
         return tuple(SentBytes(*key, count, sums[key]) for key, count in sorted(calls.items()))
 
     def by_size(self) -> tuple[SentBytes, ...]:
-        """The same, calls of unlike bytes apart."""
+        """Returns the sums by axis, kind and bytes per call."""
         return tuple(
             SentBytes(axis, kind, calls, calls * num_bytes)
             for (axis, kind, num_bytes), calls in sorted(self._calls.items())
@@ -80,12 +79,12 @@ class Tally:
 
 
 def rank_traffic(strategy: Strategy, rank: int, price_cache: PriceCache) -> tuple[SentBytes, ...]:
-    """Everything that a device of pipeline rank `rank` sends in one step."""
+    """Returns the traffic of a device of pipeline rank `rank` in one step."""
     return rank_tally(strategy, rank, price_cache).total()
 
 
 def rank_tally(strategy: Strategy, rank: int, price_cache: PriceCache) -> Tally:
-    """The same, call by call."""
+    """Counts the traffic of a device of pipeline rank `rank` in one step."""
     layout, tally = strategy.layout, Tally()
     for chunk, stage in enumerate(layout.stages_of(rank)):
         ahead = _num_ahead(layout, rank, chunk)
@@ -102,15 +101,14 @@ def rank_tally(strategy: Strategy, rank: int, price_cache: PriceCache) -> Tally:
             for p in op.parameters
             if op.parallel_dim == "vocab"
         )
-        own = sum(p.num_elements for p in tables) // layout.mesh.tp
-        tally.add(
-            Axis.PP, Collective.ALL_REDUCE, _gradient_bytes(own, prices_of(layout, price_cache))
-        )
+        elements = sum(p.num_elements for p in tables) // layout.mesh.tp
+        num_bytes = _gradient_bytes(elements, prices_of(layout, price_cache))
+        tally.add(Axis.PP, Collective.ALL_REDUCE, num_bytes)
     return tally
 
 
 def _num_ahead(layout: ParallelLayout, rank: int, chunk: int) -> int:
-    """Of how many micro-batches a stage's recompute runs ahead of the gradient."""
+    """The number of micro-batches whose recompute a stage runs ahead of the gradient."""
     order = layout.orders()[rank] if layout.recomputes_ahead else ()
     return sum(action.work is ActionKind.RECOMPUTE and action.chunk == chunk for action in order)
 
@@ -122,19 +120,16 @@ def _gradient_bytes(elements: int, price_cache: PriceCache) -> int:
 def _add_layer(
     tally: Tally, choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache, ahead: int
 ) -> None:
-    layer, sharding = (
-        price_cache.layer(choice.kind, layout.micro_batch_size),
-        layout.sharding_of(choice),
-    )
-    again = price_cache.recompute_operators(choice.kind, choice.recompute)
+    layer = price_cache.layer(choice.kind, layout.micro_batch_size)
+    sharding = layout.sharding_of(choice)
+    recomputed = price_cache.recompute_operators(choice.kind, choice.recompute)
     if sharding.tp > 1:
         parts = HALVES if sharding.overlap and choice.kind is LayerKind.BLOCK else 1
         sending = price_cache.graph(layout.micro_batch_size // parts).layer_class(choice.kind)
-        for move in layer_moves(sending, sharding, again):
+        for move in layer_moves(sending, sharding, recomputed):
             tally.add(Axis.TP, move.collective, move.num_bytes, parts * layout.num_micro_batches)
-        for num_bytes in _summed_inside(
-            layer, sharding, price_cache.shards(layout.mesh) if choice.zero else 1
-        ):
+        shards = price_cache.shards(layout.mesh) if choice.zero else 1
+        for num_bytes in _summed_inside(layer, sharding, shards):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
     if price_cache.looks_up(choice.kind) and layout.mesh.dp > 1:
         _add_lookup(
@@ -142,26 +137,22 @@ def _add_layer(
         )
     if not in_chunks(choice, layout):
         _add_data_parallel(
-            tally, choice, layer, layout, prices_of(layout, price_cache), ahead if again else 0
+            tally, choice, layer, layout, prices_of(layout, price_cache), ahead if recomputed else 0
         )
 
 
 def _add_lookup(
     tally: Tally, lookup: HostEmbedding, layout: ParallelLayout, price_cache: PriceCache
 ) -> None:
-    """The tokens of all data-parallel ranks, and both exchanges of what the host looks up."""
+    """Adds the tokens of all data-parallel ranks, and both exchanges of looked-up activations."""
     m = layout.num_micro_batches
+    exchanged = price_cache.training.precision.num_bytes * lookup.elements
     tally.add(Axis.DP, Collective.ALL_GATHER, TOKEN_BYTES * lookup.num_tokens * layout.mesh.dp, m)
-    tally.add(
-        Axis.DP,
-        Collective.ALL_TO_ALL,
-        price_cache.training.precision.num_bytes * lookup.elements,
-        2 * m,
-    )
+    tally.add(Axis.DP, Collective.ALL_TO_ALL, exchanged, 2 * m)
 
 
 def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
-    """Gathers and reductions of whole communication groups of chunks."""
+    """Adds gathers and reductions of whole communication groups of chunks."""
     kinds = {
         ChunkAction.GATHER: Collective.ALL_GATHER,
         ChunkAction.REDUCE: Collective.REDUCE_SCATTER,
@@ -173,13 +164,14 @@ def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
 
 
 def layer_moves(
-    layer: LayerClass, sharding: Sharding, again: tuple[str, ...]
+    layer: LayerClass, sharding: Sharding, recomputed: tuple[str, ...]
 ) -> Iterator[RedistributionStep]:
-    """The tensor-parallel collectives of one micro-batch through one layer, forward and backward;
-    `again` runs forward twice.
+    """Yields the tensor-parallel collectives of one micro-batch in one layer, forward and backward.
+
+    recomputed    operators that run forward twice
     """
     for operator in layer.operators:
-        for _ in range(1 + (operator.name in again)):
+        for _ in range(1 + (operator.name in recomputed)):
             yield from forward_moves(layer, operator, sharding)
         yield from backward_moves(layer, operator, sharding)
     left = leaves(layer, sharding)
@@ -191,8 +183,9 @@ def layer_moves(
 def forward_moves(
     layer: LayerClass, operator: Operator, sharding: Sharding
 ) -> Iterator[RedistributionStep]:
-    """Before the operator reads, and to end the partial sums of what it computes
-    (`parplan.costmodels.layers.layer_price.edge_time`, `ending_time`).
+    """Yields the collectives before an operator, and those that end its partial sums.
+
+    Their seconds are `edge_time` and `ending_time` of `parplan.costmodels.layers.layer_price`.
     """
     for edge in _edges(layer, operator, sharding):
         yield from _moved(edge.tensor, edge.source, edge.target, sharding)
@@ -201,24 +194,18 @@ def forward_moves(
             PARTIAL if split.dim == operator.parallel_dim else None
             for split in sharding.splits(operator)
         )
-        yield from (
-            list(_moved(operator.outputs[0], partial, (None,) * len(partial), sharding))
-            * LOSS_REDUCTIONS
-        )
+        whole = (None,) * len(partial)
+        yield from list(_moved(operator.outputs[0], partial, whole, sharding)) * LOSS_REDUCTIONS
         return
     for tensor in operator.outputs:
-        yield from _moved(
-            tensor,
-            sharding.place_inside(operator, tensor),
-            sharding.place(operator, tensor),
-            sharding,
-        )
+        summed = sharding.place_inside(operator, tensor)
+        yield from _moved(tensor, summed, sharding.place(operator, tensor), sharding)
 
 
 def backward_moves(
     layer: LayerClass, operator: Operator, sharding: Sharding
 ) -> Iterator[RedistributionStep]:
-    """Of the gradients, and of a gathered input that the weight gradient needs again."""
+    """Yields the collectives of gradients, and of gathered inputs that a weight gradient needs."""
     for edge in _edges(layer, operator, sharding):
         if edge.gathers(sharding.degrees) and operator.saved:
             yield from _moved(edge.tensor, edge.source, edge.target, sharding)
@@ -226,14 +213,11 @@ def backward_moves(
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         return
     for tensor in operator.outputs:
-        summed, ended = sharding.place_inside(operator, tensor), sharding.place(operator, tensor)
+        summed = sharding.place_inside(operator, tensor)
+        ended = sharding.place(operator, tensor)
         if summed != ended:
-            yield from _moved(
-                tensor,
-                ended,
-                tuple(None if place == PARTIAL else place for place in summed),
-                sharding,
-            )
+            target = tuple(None if place == PARTIAL else place for place in summed)
+            yield from _moved(tensor, ended, target, sharding)
 
 
 def _edges(layer: LayerClass, operator: Operator, sharding: Sharding) -> list[TensorFlow]:
@@ -251,16 +235,15 @@ def _moved(
 
 
 def _summed_inside(layer: LayerClass, sharding: Sharding, shards: int) -> Iterator[int]:
-    """Bytes of each weight gradient that is summed over the tensor-parallel axis once a step
-    (`parplan.costmodels.layers.data_parallel.summed_inside`).
+    """Yields the bytes of each weight gradient that the tensor-parallel axis sums once a step.
+
+    (`parplan.costmodels.layers.data_parallel.summed_inside`)
     """
     for operator in layer.operators if sharding.own else ():
         for parameter in operator.parameters if operator.kind is OperatorKind.MATMUL else ():
             if len(parameter.dims) > 1 and sharding.summed_axes(operator, parameter):
-                yield (
-                    -(-math.prod(sharding.parameter_shape(operator, parameter)) // shards)
-                    * FP32_BYTES
-                )
+                elements = math.prod(sharding.parameter_shape(operator, parameter))
+                yield -(-elements // shards) * FP32_BYTES
 
 
 def _add_data_parallel(
@@ -271,29 +254,24 @@ def _add_data_parallel(
     price_cache: PriceCache,
     ahead: int,
 ) -> None:
-    """Reductions and gathers of one layer
-    (`parplan.costmodels.layers.data_parallel.data_parallel_time`), and those of its recomputes ahead
-    of the gradient.
+    """Adds the reductions and gathers of one layer, and gathers of its recomputes ahead.
+
+    (`parplan.costmodels.layers.data_parallel.data_parallel_time`)
     """
-    mesh, sharding, with_tied = layout.mesh, layout.sharding_of(choice), layout.mesh.pp > 1
+    mesh = layout.mesh
+    sharding = layout.sharding_of(choice)
     shards = price_cache.shards(mesh) if choice.zero else 1
-    whole, owned = (
-        owned_parameters(layer, sharding, count, with_tied=with_tied) for count in (1, shards)
-    )
+    whole = owned_parameters(layer, sharding, 1, with_tied=mesh.pp > 1)
+    owned = owned_parameters(layer, sharding, shards, with_tied=mesh.pp > 1)
     if mesh.dp == 1 or not whole:
         return
     if shards > 1:
         gathers = 2 * layout.num_micro_batches + ahead if choice.zero == 3 else 1
         reductions = layout.num_micro_batches if choice.zero >= 2 else 1
-        tally.add(
-            Axis.DP,
-            Collective.ALL_GATHER,
-            price_cache.training.precision.num_bytes * whole,
-            gathers,
-        )
-        tally.add(
-            Axis.DP, Collective.REDUCE_SCATTER, _gradient_bytes(whole, price_cache), reductions
-        )
+        gathered = price_cache.training.precision.num_bytes * whole
+        reduced = _gradient_bytes(whole, price_cache)
+        tally.add(Axis.DP, Collective.ALL_GATHER, gathered, gathers)
+        tally.add(Axis.DP, Collective.REDUCE_SCATTER, reduced, reductions)
     if mesh.dp > shards:
         tally.add(Axis.DP, Collective.ALL_REDUCE, _gradient_bytes(owned, price_cache))
 
@@ -301,17 +279,17 @@ def _add_data_parallel(
 def _add_messages(
     tally: Tally, stage: int, layout: ParallelLayout, price_cache: PriceCache
 ) -> None:
-    """What a virtual stage receives: activations from the one before it, gradients from the one
-    after it (`PriceCache.transfer`).
+    """Adds the messages that a virtual stage receives (`PriceCache.transfer`).
+
+    They are activations of the previous stage and gradients of the next one.
     """
     boundary, sharding = price_cache.graph(layout.micro_batch_size).block.input, layout.sharding
     assert boundary is not None
     num_bytes = sharding.local_bytes(boundary, sharding.boundary)
-    neighbours = [
-        other for other in (stage - 1, stage + 1) if other in range(layout.num_virtual_stages)
-    ]
+    stages = range(layout.num_virtual_stages)
+    neighbours = [neighbour for neighbour in (stage - 1, stage + 1) if neighbour in stages]
     received = layout.num_micro_batches * sum(
-        layout.rank_of(other) != layout.rank_of(stage) for other in neighbours
+        layout.rank_of(neighbour) != layout.rank_of(stage) for neighbour in neighbours
     )
     if (
         price_cache.training.stack.partitioned_transfers

@@ -1,4 +1,4 @@
-"""What one rank holds and sends in a step: as the prices say it, or as the executor was seen to."""
+"""Memory and traffic of one rank in a step, predicted by the prices or measured by the executor."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from parplan.costmodels.usage.rank_traffic import SentBytes, rank_traffic
 class RankUse:
     """Bytes of tensors on a device of one pipeline rank, and its collectives in one step.
 
-    states       parameters, gradients, optimizer states
-    activations  the most that is kept for backward passes between two actions of the schedule
-    temporaries  what the fullest moment holds beyond both
-    apart        what it holds less than both, which are never there together: with most activations
-                 gradients may still be missing
-    saved        what one micro-batch keeps on all layers of the rank
+    states         parameters, gradients, optimizer states
+    activations    most bytes saved for backward passes between two actions of the schedule
+    temporaries    bytes at the peak beyond both
+    apart          bytes by which the peak is below both, which never coexist: gradients may be
+                   missing at the most activations
+    saved          saved tensors of one micro-batch on all layers of the rank
     """
 
     states: StateBytes
@@ -33,12 +33,12 @@ class RankUse:
 
     @property
     def held(self) -> int:
-        """Bytes of tensors at the fullest moment."""
+        """Bytes of tensors at the peak."""
         return self.states.total + self.activations + self.temporaries - self.apart
 
 
 def predicted_use(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankUse:
-    """As the prices have it: the classes of `device_memory`, the collectives of `rank_traffic`."""
+    """Returns the classes of `device_memory` and the collectives of `rank_traffic`."""
     layout, memory = strategy.layout, device_memory(strategy, rank, price_cache)
     saved = sum(
         price_cache.activations(

@@ -1,17 +1,15 @@
-"""Bytes that a device holds beyond its share of one copy of everything (EQUATIONS R1, R2), by
-class.
+"""Redundant device bytes by class: bytes beyond the share of one copy (EQUATIONS R1, R2).
 
 For a tensor x that is divided into q parts over the n devices of a stage: bytes_x (1/q - 1/n).
-Parameters, gradients and optimizer states are redundant along the axes that do not shard them, kept
-activations (times the micro-batches in flight) along those that do not divide them; temporaries are
-redundant in whole, and a maximum over time, not a sum.
+Parameters, gradients and optimizer states are redundant along the axes that do not shard them.
+Saved activations (times the micro-batches in flight) are redundant along the axes that do not
+divide them. Temporaries are redundant in whole, and a maximum over time, not a sum.
 
-The one copy of the states is that of the whole model, wherever it lies: states that the host keeps
-are not on the device, q is infinite there, and their class counts - bytes_x / n. So of two plans of
-a model the one whose devices hold fewer states has the fewer redundant bytes, and a plan whose
-devices hold less than one copy of a class has less than none of it. Activations that are not kept,
-or that the host keeps, are in neither term. What the host holds is no part of it
-(`RankMemory.host`).
+The one copy of the states is that of the whole model, at any location: for states on the host, q is
+infinite on the device, and their class counts - bytes_x / n. So of two plans of a model the one
+whose devices hold fewer states has fewer redundant bytes, and a class is negative if the devices
+hold less than one copy of it. Activations that are recomputed or offloaded are in neither term.
+Host bytes are not counted (`RankMemory.host`).
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class RedundantBytes:
 
 
 def added(parts: Iterable[RedundantBytes]) -> RedundantBytes:
-    """The sum by class."""
+    """Returns the sum by class."""
     listed = list(parts)
     return RedundantBytes(
         **{
@@ -71,26 +69,25 @@ def added(parts: Iterable[RedundantBytes]) -> RedundantBytes:
 def rank_redundancy(
     strategy: Strategy, rank: int, memory: RankMemory, price_cache: PriceCache
 ) -> RedundantBytes:
-    """Redundant bytes of one device of a pipeline rank that holds `memory`: what it holds, less the
-    ideal, by class.
+    """Returns the redundant bytes of one device of a pipeline rank, by class.
 
-    A class that holds less than one copy counts as is.
+    They are the bytes of `memory` less the ideal, negative for a class with less than one copy.
     """
     layout = strategy.layout
     ideal = [0.0, 0.0, 0.0]
-    kept: dict[LayerChoice, float] = {}
+    ideal_saved: dict[LayerChoice, float] = {}
     for choice in rank_layers(strategy, rank):
         sharding = layout.sharding_of(choice)
         parts = _ideal(choice, layout, price_cache)
         ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
-        kept[choice] = price_cache.activations(
+        ideal_saved[choice] = price_cache.activations(
             choice.kind, layout.micro_batch_size, sharding, choice.recompute, choice.on_host
         ).ideal_saved
     return RedundantBytes(
         parameters=memory.states.parameters - ideal[0],
         gradients=memory.states.gradients - ideal[1],
         optimizer=memory.states.optimizer - ideal[2],
-        activations=memory.activations - held_bytes(strategy, rank, kept),
+        activations=memory.activations - held_bytes(strategy, rank, ideal_saved),
         temporaries=memory.temporaries,
     )
 
@@ -98,7 +95,7 @@ def rank_redundancy(
 def _ideal(
     choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
 ) -> tuple[float, float, float]:
-    """Of one layer, wherever its states lie; of a block in chunks without padding."""
+    """Returns the ideal states of one layer at any location, without the padding of chunks."""
     if not in_chunks(choice, layout):
         return (
             prices_of(layout, price_cache)
@@ -115,33 +112,30 @@ def _ideal(
 def operator_redundancy(
     choice: LayerChoice, rank: int, layout: ParallelLayout, price_cache: PriceCache
 ) -> dict[str, RedundantBytes]:
-    """Redundant bytes of each operator of one layer on a device of pipeline rank `rank`.
+    """Returns the redundant bytes of each operator of one layer on a device of a pipeline rank.
 
-    Over the operators and layers of a rank all classes but temporaries add up to `rank_redundancy`
-    (with virtual stages, over the layers of its largest chunk, which the stashes are counted by;
-    what a recompute ahead of the gradient makes is in the rank's alone, and so is the padding of
-    chunks of states). Temporaries here are those of the operator's own backward pass: of a layer
-    and of a rank the largest moment counts, not the sum.
+    Over the operators and layers of a rank all classes but temporaries add up to `rank_redundancy`.
+    With virtual stages the layers are those of its largest chunk, which determines the stashes.
+    Activations of a recompute ahead of the gradient and the padding of chunks of states count for
+    the rank alone. Temporaries here are those of the operator's own backward pass: the largest
+    moment counts for a layer and for a rank, not the sum.
     """
-    layer, sharding = (
-        price_cache.kept_layer(choice.kind, layout.micro_batch_size),
-        layout.sharding_of(choice),
-    )
-    again, stack = (
-        recompute_operators(layer, choice.recompute) if choice.kind is LayerKind.BLOCK else (),
-        price_cache.training.stack,
-    )
-    kept = saved_bytes_by_operator(layer, sharding, again, stack, choice.on_host)
-    ideal = ideal_bytes_by_operator(layer, sharding.tp, again, choice.on_host)
-    held = stashes(choice.kind, rank, layout)
+    layer = price_cache.kept_layer(choice.kind, layout.micro_batch_size)
+    sharding = layout.sharding_of(choice)
+    is_block = choice.kind is LayerKind.BLOCK
+    recomputed = recompute_operators(layer, choice.recompute) if is_block else ()
+    stack = price_cache.training.stack
+    saved = saved_bytes_by_operator(layer, sharding, recomputed, stack, choice.on_host)
+    ideal = ideal_bytes_by_operator(layer, sharding.tp, recomputed, choice.on_host)
+    num_stashes = stashes(choice.kind, rank, layout)
 
     def of(operator: Operator) -> RedundantBytes:
-        own, least = _operator_states(operator, choice, layout, price_cache)
+        held, least = _operator_states(operator, choice, layout, price_cache)
         return RedundantBytes(
-            parameters=own[0] - least[0],
-            gradients=own[1] - least[1],
-            optimizer=own[2] - least[2],
-            activations=held * (kept[operator.name] - ideal[operator.name]),
+            parameters=held[0] - least[0],
+            gradients=held[1] - least[1],
+            optimizer=held[2] - least[2],
+            activations=num_stashes * (saved[operator.name] - ideal[operator.name]),
             temporaries=float(gradient_bytes(operator, sharding, stack)),
         )
 
@@ -154,10 +148,10 @@ def _operator_states(
     layout: ParallelLayout,
     price_cache: PriceCache,
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Parameter, gradient and optimizer bytes of one operator on a device, and how few they could
-    be.
-    """
-    mesh, sharding, training = layout.mesh, layout.sharding_of(choice), price_cache.training
+    """Returns parameter, gradient and optimizer bytes of an operator on a device, and the ideal."""
+    mesh = layout.mesh
+    sharding = layout.sharding_of(choice)
+    training = price_cache.training
     outside = prices_of(layout, price_cache).training
     everywhere = (
         each
@@ -167,11 +161,13 @@ def _operator_states(
     whole = sum(p.num_elements for each in everywhere for p in each.parameters if not p.tied)
     if in_chunks(choice, layout):
         over = writes_over_parameters(training, layout.num_micro_batches)
-        own, (widths, _) = (
-            sharding.parameter_elements(operator) / mesh.dp,
-            state_widths(choice.home, training, over),
+        elements = sharding.parameter_elements(operator) / mesh.dp
+        widths, _ = state_widths(choice.home, training, over)
+        held = (
+            widths.parameters * elements,
+            widths.gradients * elements,
+            widths.optimizer * elements,
         )
-        held = widths.parameters * own, widths.gradients * own, widths.optimizer * own
         return held, ideal_states(whole, mesh.ranks_per_stage, training)
     states = operator_states(
         operator,

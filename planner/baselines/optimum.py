@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.simulator import least_step_s
-from parplan.costmodels.step import StepPrice, price_step, step_costs
+from parplan.costmodels.stage_costs import step_costs
+from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.deadline import NEVER, Deadline, in_time
 

@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.step import StepCosts, simulated_step, step_costs
+from parplan.costmodels.stage_costs import StepCosts, step_costs
+from parplan.costmodels.step import simulated_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import strategy_of

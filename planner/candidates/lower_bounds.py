@@ -17,7 +17,8 @@ from parplan.costmodels.memory.rank_memory import stashes, usable_bytes
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
-from parplan.costmodels.step import bubble_share, rank_edges, rank_receives
+from parplan.costmodels.stage_costs import rank_edges, rank_receives
+from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import sends_activations

@@ -11,7 +11,7 @@ from operator import or_
 from typing import TypeVar
 
 from parplan.planner.solver import Unsolved
-from parplan.planner.stage_columns.columns import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.errors import SolverError
 
 T = TypeVar("T")

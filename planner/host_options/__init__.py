@@ -1,1 +1,1 @@
-"""The ways to hold states and activations on the host, and their cost."""
+"""Ways to hold states and activations on the host, and their cost."""

@@ -1,10 +1,9 @@
-"""Which operators of a block send what they keep to the host
-(costmodels/memory/activation_copies.py), and the lists of them worth a choice.
+"""The lists of a block's operators whose saved tensors may be offloaded, and their cost.
 
-All copies run at one rate, so that what a list does is a matter of its bytes: they leave the
-device, and beyond what the block's own passes hide they are waited for. Listed are nothing, the
-most that is hidden, what is kept of the largest on, one more at a time, and all; of lists of as
-many bytes the shortest.
+All copies run at one rate (costmodels/memory/activation_copies.py), so that only the bytes of a
+list matter: they leave the device, and the bytes beyond those that the block's own passes hide are
+waited for. The candidates are nothing, the most hidden bytes, the saved tensors from the largest
+on, one more at a time, and all; of lists with equal bytes, the shortest.
 """
 
 from __future__ import annotations
@@ -26,28 +25,29 @@ ALL = "all"
 def named_operators(
     names: Collection[str], level: RecomputedOperators, price_cache: PriceCache
 ) -> tuple[str, ...]:
-    """Those of `names` that keep anything in a block with recompute `level`, in their order; `all`
-    is every one.
+    """Returns the operators in `names` that save tensors in a block, in their order.
 
-    Raises ConfigError for a name that no operator of a block has.
+    level    the block's recompute
+
+    The name `all` stands for every operator. Raises ConfigError for a name that no operator has.
     """
-    kept = _kept_bytes(1, Sharding(), level, price_cache)
+    saved = _saved_bytes(1, Sharding(), level, price_cache)
     for name in names:
-        if name != ALL and name not in kept:
-            raise unknown_name_error("operator", name, (*kept, ALL))
+        if name != ALL and name not in saved:
+            raise unknown_name_error("operator", name, (*saved, ALL))
     return tuple(
-        name for name, n_bytes in kept.items() if n_bytes and (name in names or ALL in names)
+        name for name, n_bytes in saved.items() if n_bytes and (name in names or ALL in names)
     )
 
 
-def _kept_bytes(
+def _saved_bytes(
     micro_batch_size: int, sharding: Sharding, level: RecomputedOperators, price_cache: PriceCache
 ) -> dict[str, int]:
     return price_cache.host_bytes(LayerKind.BLOCK, micro_batch_size, sharding, level)
 
 
 def with_kept_on_host(strategy: Strategy, operators: tuple[str, ...]) -> Strategy:
-    """The same strategy whose blocks send to the host what `operators` keep."""
+    """Returns the strategy with the saved tensors of `operators` of all blocks on the host."""
     return replace(
         strategy,
         stages=tuple(
@@ -62,15 +62,17 @@ def with_kept_on_host(strategy: Strategy, operators: tuple[str, ...]) -> Strateg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOption:
-    """What a block of a layout and recompute list may send to the host, for one micro-batch on one
-    rank.
+    """One list of operators whose saved tensors a block offloads, for one micro-batch on one rank.
 
-    on_host       the operators, in their order
-    host_bytes    what they send; saved_bytes, ideal_saved_bytes, workspace_bytes: what is left on
-                  the device
-    out_s, back_s of the copies; waited_s: what the block's passes wait for of them
-    last_s        what the last block of a stage that sends waits besides: nothing hides what comes
-                  back to it
+    on_host              the operators, in their order
+    host_bytes           offloaded bytes
+    saved_bytes          saved tensors that stay on the device
+    ideal_saved_bytes    the ideal part of them
+    workspace_bytes      temporaries on the device
+    out_s, back_s        copies to the host and back
+    waited_s             exposed part of the copies in the block's passes
+    last_s               extra wait of a stage's last offloading block, since nothing hides its
+                         copies back
     """
 
     on_host: tuple[str, ...]
@@ -91,40 +93,42 @@ class HostOption:
 def host_options(
     micro_batch_size: int, sharding: Sharding, level: RecomputedOperators, price_cache: PriceCache
 ) -> tuple[HostOption, ...]:
-    """The lists for a block divided by `sharding` that recomputes `level`, fewest bytes first, no
-    two of the same bytes.
+    """Returns the options of a block with `sharding` that recomputes `level`, fewest bytes first.
+
+    No two have the same bytes.
     """
-    own = micro_batch_size, sharding, level, price_cache
-    kept = _kept(*own)
-    lists = sorted([*_of_the_largest_on(kept), _most_within(kept, _hidden_bytes(*own))], key=len)
-    found = {
-        option.host_bytes: option for option in (_priced(names, *own) for names in reversed(lists))
-    }
-    return tuple(found[n_bytes] for n_bytes in sorted(found))
+    block = micro_batch_size, sharding, level, price_cache
+    saved = _saved(*block)
+    lists = sorted(
+        [*_of_the_largest_on(saved), _most_within(saved, _hidden_bytes(*block))], key=len
+    )
+    options = (_priced(names, *block) for names in reversed(lists))
+    by_bytes = {option.host_bytes: option for option in options}
+    return tuple(by_bytes[n_bytes] for n_bytes in sorted(by_bytes))
 
 
-def sends_all(
+def offload_all(
     micro_batch_size: int, sharding: Sharding, level: RecomputedOperators, price_cache: PriceCache
 ) -> HostOption:
-    """That of all operators that keep anything."""
-    own = micro_batch_size, sharding, level, price_cache
-    return _priced(tuple(_kept(*own)), *own)
+    """Returns the option of all operators that save tensors."""
+    block = micro_batch_size, sharding, level, price_cache
+    return _priced(tuple(_saved(*block)), *block)
 
 
-def least_waiting(
+def offload_hidden(
     micro_batch_size: int, sharding: Sharding, level: RecomputedOperators, price_cache: PriceCache
 ) -> HostOption:
-    """That of the most bytes that the block's passes hide."""
-    own = micro_batch_size, sharding, level, price_cache
-    return _priced(_most_within(_kept(*own), _hidden_bytes(*own)), *own)
+    """Returns the option with the most bytes that the block's passes hide."""
+    block = micro_batch_size, sharding, level, price_cache
+    return _priced(_most_within(_saved(*block), _hidden_bytes(*block)), *block)
 
 
-def _kept(
+def _saved(
     micro_batch_size: int, sharding: Sharding, level: RecomputedOperators, price_cache: PriceCache
 ) -> dict[str, int]:
     return {
         name: n_bytes
-        for name, n_bytes in _kept_bytes(micro_batch_size, sharding, level, price_cache).items()
+        for name, n_bytes in _saved_bytes(micro_batch_size, sharding, level, price_cache).items()
         if n_bytes
     }
 
@@ -136,11 +140,11 @@ def _priced(
     level: RecomputedOperators,
     price_cache: PriceCache,
 ) -> HostOption:
-    own = LayerKind.BLOCK, micro_batch_size, sharding, level
-    hidden = hidden_s(price_cache.layer_time(*own), price_cache)
-    size = price_cache.activations(*own, names)
+    block = LayerKind.BLOCK, micro_batch_size, sharding, level
+    hidden = hidden_s(price_cache.layer_time(*block), price_cache)
+    size = price_cache.activations(*block, names)
     copied = [
-        price_cache.host_copy(*own, names, to_host=to_host).value_s for to_host in (True, False)
+        price_cache.host_copy(*block, names, to_host=to_host).value_s for to_host in (True, False)
     ]
     return HostOption(
         on_host=names,
@@ -160,34 +164,34 @@ def _priced(
 def _hidden_bytes(
     micro_batch_size: int, sharding: Sharding, level: RecomputedOperators, price_cache: PriceCache
 ) -> float:
-    """How many bytes a block's passes hide out and back: the shorter one decides, out and back take
-    as long.
+    """Bytes whose copies a block's passes hide to the host and back.
+
+    Copies take as long in both directions, so that the shorter pass decides.
     """
-    everything = sends_all(micro_batch_size, sharding, level, price_cache)
+    everything = offload_all(micro_batch_size, sharding, level, price_cache)
+    if not everything.waited_s:
+        return float(everything.host_bytes)
     hidden = hidden_s(
         price_cache.layer_time(LayerKind.BLOCK, micro_batch_size, sharding, level), price_cache
     )
-    return everything.host_bytes * (
-        2 * min(hidden) / everything.copied_s if everything.waited_s else 1.0
-    )
+    return everything.host_bytes * (2 * min(hidden) / everything.copied_s)
 
 
-def _of_the_largest_on(kept: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Lists in the order of the operators, of the largest on, from none to all."""
-    largest = sorted(kept, key=lambda name: -kept[name])
+def _of_the_largest_on(saved: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Returns the lists of the largest operators, from none to all, in the order of operators."""
+    largest = sorted(saved, key=lambda name: -saved[name])
     return [
-        tuple(name for name in kept if name in largest[:count]) for count in range(len(kept) + 1)
+        tuple(name for name in saved if name in largest[:count]) for count in range(len(saved) + 1)
     ]
 
 
-def _most_within(kept: Mapping[str, int], room_bytes: float) -> tuple[str, ...]:
-    """The list of most bytes that fit in `room_bytes`, of equals the shortest."""
+def _most_within(saved: Mapping[str, int], room_bytes: float) -> tuple[str, ...]:
+    """Returns the list with the most bytes that fit in `room_bytes`, the shortest of equals."""
     reached: dict[int, tuple[str, ...]] = {0: ()}
-    for name, n_bytes in kept.items():
+    for name, n_bytes in saved.items():
         for held, names in list(reached.items()):
-            found = (*names, name)
-            if held + n_bytes <= room_bytes and len(found) < len(
-                reached.get(held + n_bytes, (*kept, name))
-            ):
-                reached[held + n_bytes] = found
+            longer = (*names, name)
+            total = held + n_bytes
+            if total <= room_bytes and len(longer) < len(reached.get(total, (*saved, name))):
+                reached[total] = longer
     return reached[max(reached)]

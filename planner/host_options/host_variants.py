@@ -1,10 +1,9 @@
-"""Variants of a block's options that send activations to the host, for a search
-(costmodels/memory/activation_copies.py).
+"""Variants of a block's options that offload activations, for a search.
 
-Copies run at one rate, so that between the most that hides and all the wait grows with the bytes,
-and a mix of blocks that do the one and the other has what is in between. Of each option that mixes
-are made of these two are priced, and of all variants those stay that are on the hull of seconds and
-kept bytes together with the options.
+Copies run at one rate (costmodels/memory/activation_copies.py). Between the most hidden bytes and
+all bytes the wait grows with the bytes, and mixes of blocks of both kinds reach the values between.
+So these two are priced for each option of the mixes. Variants stay if they are on the hull of
+seconds and saved bytes together with the options.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.host_options.activation_options import HostOption, least_waiting, sends_all
+from parplan.planner.host_options.activation_options import HostOption, offload_all, offload_hidden
 from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.mixes import hull
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
@@ -24,8 +23,9 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 
 def sends_activations(layout: ParallelLayout, offload: Collection[Offload]) -> bool:
-    """Whether blocks of a layout may send activations to the host: their passes are whole, and none
-    runs again ahead of its gradient.
+    """True if blocks of a layout may offload activations.
+
+    Their backward passes are whole, and no recompute runs ahead of its gradient.
     """
     return (
         Offload.ACTIVATIONS in offload
@@ -37,9 +37,9 @@ def sends_activations(layout: ParallelLayout, offload: Collection[Offload]) -> b
 def with_host(
     options: tuple[LayerOption, ...], micro_batch_size: int, price_cache: PriceCache
 ) -> tuple[LayerOption, ...]:
-    """`options`, and behind them the variants that are worth a choice, fastest first."""
+    """Returns `options`, then their variants on the hull, fastest first."""
     whole = frozenset(price_cache.recompute_operators(LayerKind.BLOCK, Recompute.FULL))
-    found = [
+    variants = [
         variant
         for option in map(options.__getitem__, hull(options))
         if not (
@@ -48,7 +48,7 @@ def with_host(
         )
         for variant in _variants(option, micro_batch_size, price_cache)
     ]
-    both = (*options, *sorted(found, key=lambda option: option.values))
+    both = (*options, *sorted(variants, key=lambda option: option.values))
     on_hull = hull(both)
     return (*options, *(both[index] for index in on_hull if both[index].on_host))
 
@@ -56,14 +56,14 @@ def with_host(
 def _variants(
     option: LayerOption, micro_batch_size: int, price_cache: PriceCache
 ) -> Iterator[LayerOption]:
-    own = micro_batch_size, option.sharding, option.recompute, price_cache
-    everything = sends_all(*own)
+    block = micro_batch_size, option.sharding, option.recompute, price_cache
+    everything = offload_all(*block)
     if not everything.on_host:
         return
     yield _sending(option, everything)
-    # experts are one module: the host keeps all that they keep, or nothing
+    # experts are one module: all their saved tensors are offloaded, or none
     if everything.waited_s and not price_cache.model.num_experts:
-        some = least_waiting(*own)
+        some = offload_hidden(*block)
         if some.on_host:
             yield _sending(option, some)
 

@@ -1,9 +1,8 @@
-"""What it costs to give the blocks of a rank homes, of every way to do so at once (EQUATIONS O1,
-O2, O3, O6).
+"""The cost of every way to place the blocks of a rank (EQUATIONS O1, O2, O3, O6).
 
-Chunks of one home are packed from a beginning of their own, so that their bytes depend on a count
-of blocks alone: `LocationCosts` has arrays over the homes, exact in what is always there, and never
-too low in what a block needs while it runs.
+Chunks of one location are packed from the beginning of a group, so that their bytes depend on a
+count of blocks alone. `LocationCosts` has arrays over the ways, exact in the bytes that stay, and
+never too low in the bytes that a block needs while it runs.
 """
 
 from __future__ import annotations
@@ -40,21 +39,20 @@ Tensors = tuple[int, ...]  # elements of a block's tensors on one tensor-paralle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocationCosts:
-    """By way to give the blocks of a rank homes, `host` and `optimizer` blocks; bytes and seconds
-    of one device.
+    """Bytes and seconds of one device by way to place `host` and `optimizer` blocks of a rank.
 
-    always_bytes, working_bytes   states that stay, and what the block that runs needs beside them
-    update_bytes                  what the device needs to update a chunk
-    host_bytes                    what the host keeps for the device
-    block_bytes                   parameters of one HOST block that could stay on the device
-    ahead_bytes                   with which copies of HOST blocks run beside compute: the
-                                  parameters of the next, the gradients of the last
-    gathered_s                    collectives of a micro-batch, what compute does not hide
-    fetch_s, send_s               copies of all HOST blocks' parameters in one pass, and of their
-                                  gradients
-    added_s                       the host adds the gradients of a micro-batch to those before
-    once_s                        after the last backward pass: what both updates and copies of
-                                  OPTIMIZER blocks take
+    always_bytes       states that stay
+    working_bytes      bytes beside them that the running block needs
+    update_bytes       bytes that the device needs to update a chunk
+    host_bytes         host bytes for the device
+    block_bytes        parameters of one HOST block that could stay on the device
+    ahead_bytes        room that lets copies of HOST blocks run beside compute: parameters of the
+                       next block, gradients of the last
+    gathered_s         exposed collectives of a micro-batch
+    fetch_s, send_s    copies of all HOST blocks' parameters in one pass, and of their gradients
+    added_s            the host's sum of a micro-batch's gradients with earlier ones
+    once_s             seconds after the last backward pass: both updates and copies of OPTIMIZER
+                       blocks
     """
 
     host: Ints
@@ -76,14 +74,14 @@ class LocationCosts:
 
 
 def tensors_of(sharding: Sharding, price_cache: PriceCache) -> Tensors:
-    """The sizes of a block's tensors, divided as `sharding` does."""
+    """Returns the sizes of a block's tensors, divided by `sharding`."""
     return tuple(
         tensor.elements for tensor in block_tensors(price_cache.layer(LayerKind.BLOCK, 1), sharding)
     )
 
 
 def host_share_bytes(cluster: Cluster) -> float:
-    """What the host may hold for one device: the GPUs of a node have equal shares."""
+    """Host bytes for one device: the GPUs of a node have equal shares."""
     return cluster.host_memory_bytes / cluster.gpus_per_node
 
 
@@ -93,13 +91,13 @@ def block_costs(
     offload: Collection[Offload],
     price_cache: PriceCache,
 ) -> dict[StateLocation, BlockCost]:
-    """What one block costs by home that `offload` allows, without padding."""
+    """Returns the cost of one block without padding, by location that `offload` allows."""
     in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)
     return {
-        home: price_cache.chunked(
-            home, layout.micro_batch_size, layout.mesh, sharding, in_parameters=in_parameters
+        location: price_cache.chunked(
+            location, layout.micro_batch_size, layout.mesh, sharding, in_parameters=in_parameters
         )
-        for home in locations_allowed(offload)
+        for location in locations_allowed(offload)
     }
 
 
@@ -108,29 +106,30 @@ def once_s(
     costs: Mapping[StateLocation, BlockCost],
     backward_s: float | None = None,
 ) -> Array:
-    """Seconds after the last backward pass, of `counts` blocks by home: the updates of host and
-    device, which run at once.
+    """Seconds after the last backward pass, for `counts` blocks by location.
 
-    Parameters return as the host goes on. Gradients leave under the last backward pass, of
-    `backward_s` a block, and behind it: None for all under it.
+    They are the updates of host and device, which run at once; parameters return during the host's
+    update. Gradients leave under and after the last backward pass.
+
+    backward_s    the backward pass of a block; None hides all gradients under the last backward
+                  pass
     """
 
     def summed(name: str) -> Array:
-        found: Array = np.sum(
-            [counts[home] * float(getattr(cost, name)) for home, cost in costs.items()], axis=0
+        total: Array = np.sum(
+            [counts[location] * float(getattr(cost, name)) for location, cost in costs.items()],
+            axis=0,
         )
-        return found
+        return total
 
-    updated_s = np.maximum(
-        np.maximum(summed("host_adam_s"), summed("device_adam_s")), summed("return_s")
-    )
+    adam_s = np.maximum(summed("host_adam_s"), summed("device_adam_s"))
+    updated_s: Array = np.maximum(adam_s, summed("return_s"))
     if backward_s is None:
         return updated_s
-    last_s = summed("leave_s") + summed("send_s")
-    found: Array = updated_s + np.maximum(
-        0.0, last_s - np.maximum(summed("send_s"), backward_s * sum(counts.values()))
-    )
-    return found
+    send_s = summed("send_s")
+    hidden_s = np.maximum(send_s, backward_s * sum(counts.values()))
+    exposed_s: Array = np.maximum(0.0, summed("leave_s") + send_s - hidden_s)
+    return updated_s + exposed_s
 
 
 def location_costs(
@@ -140,26 +139,23 @@ def location_costs(
     costs: dict[StateLocation, BlockCost],
     price_cache: PriceCache,
 ) -> LocationCosts:
-    """The costs of all ways to give the `num_blocks` blocks of a rank homes that have `costs` for
-    one block.
+    """Returns the costs of all ways to place the `num_blocks` blocks of a rank.
+
+    costs    the cost of one block by location
     """
     backward_s = price_cache.layer_time(
         LayerKind.BLOCK, layout.micro_batch_size, layout.sharding
     ).backward_s
     ranks = layout.mesh.dp
-    size = group_size_of(
-        tensors,
-        num_blocks,
-        ranks,
-        price_cache.machine.cluster,
-        price_cache.training.precision.num_bytes,
-    )
-    width, chunk = price_cache.training.precision.num_bytes, size // ranks
-    padded = np.array(groups_after(tensors, num_blocks, size, ranks), dtype=np.float64) * (
-        size / sum(tensors)
-    )  # in blocks
+    width = price_cache.training.precision.num_bytes
+    size = group_size_of(tensors, num_blocks, ranks, price_cache.machine.cluster, width)
+    chunk = size // ranks
+    # blocks with their padding, by number of blocks
+    groups = np.array(groups_after(tensors, num_blocks, size, ranks), dtype=np.float64)
+    padded = groups * (size / sum(tensors))
     block_bytes = width * padded[-1] / num_blocks * sum(tensors) / ranks
     host, optimizer = counts_of_locations(num_blocks, costs)
+    has_host_blocks = (host > 0).astype(np.float64)
     counts = {
         StateLocation.HOST: host,
         StateLocation.OPTIMIZER: optimizer,
@@ -167,10 +163,10 @@ def location_costs(
     }
 
     def summed(value: Callable[[BlockCost], float]) -> Array:
-        found: Array = np.sum(
-            [padded[counts[home]] * value(cost) for home, cost in costs.items()], axis=0
+        total: Array = np.sum(
+            [padded[counts[location]] * value(cost) for location, cost in costs.items()], axis=0
         )
-        return found
+        return total
 
     return LocationCosts(
         host=host,
@@ -179,22 +175,25 @@ def location_costs(
         working_bytes=_working_bytes(tensors, num_blocks, size, counts, layout, price_cache),
         always_bytes=summed(lambda cost: cost.device.total),
         host_bytes=summed(lambda cost: cost.host.total)
-        + _staging_bytes(chunk, price_cache) * (host > 0),
+        + _staging_bytes(chunk, price_cache) * has_host_blocks,
         block_bytes=block_bytes,
         ahead_bytes=block_bytes
         * (1 + price_cache.training.gradient_precision.num_bytes / width)
-        * (host > 0),
+        * has_host_blocks,
         gathered_s=summed(lambda cost: cost.forward_s + cost.backward_s),
         fetch_s=summed(lambda cost: cost.fetch_s),
         send_s=summed(lambda cost: cost.send_s),
         added_s=summed(lambda cost: cost.added_s),
-        once_s=once_s({home: padded[count] for home, count in counts.items()}, costs, backward_s),
+        once_s=once_s(
+            {location: padded[count] for location, count in counts.items()}, costs, backward_s
+        ),
     )
 
 
 def _staging_bytes(chunk_elements: int, price_cache: PriceCache) -> int:
-    """On the host, where gradients land that are added to those before
-    (costmodels/chunks/chunk_memory.py).
+    """Host bytes that receive gradients to be added to earlier ones.
+
+    (costmodels/chunks/chunk_memory.py)
     """
     return STAGED_CHUNKS * price_cache.training.gradient_precision.num_bytes * chunk_elements
 
@@ -207,21 +206,21 @@ def _working_bytes(
     layout: ParallelLayout,
     price_cache: PriceCache,
 ) -> Array:
-    """What the widest block needs at most beside the states that stay and its activations
-    (costmodels/chunks/slots.py).
+    """Upper bound of the widest block's bytes beside the states that stay and its activations.
 
-    Its gradients as autograd makes them. Of several ranks its gathered groups of parameters and of
-    gradients, and of a HOST block the own chunks that are gathered; of one rank, of HOST blocks
-    alone, its chunks in place.
+    They include its gradients in autograd (costmodels/chunks/slots.py). With several ranks: its
+    gathered groups of parameters and of gradients, and the own chunks of a HOST block that are
+    gathered. With one rank: the chunks of HOST blocks, in place.
     """
-    ranks, width = layout.mesh.dp, price_cache.training.precision.num_bytes
+    ranks = layout.mesh.dp
+    width = price_cache.training.precision.num_bytes
     in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)
     gradient = 0 if in_parameters else price_cache.training.gradient_precision.num_bytes
     gathered = widest_groups(tensors, num_blocks, group_elements, ranks) * group_elements
-    own = gathered // ranks
-    away = (counts[StateLocation.HOST] > 0).astype(np.float64)
-    return width * sum(tensors) + (
-        gathered * (width + gradient) + own * width * away
-        if ranks > 1
-        else own * (width + gradient) * away
-    )
+    chunks = gathered // ranks
+    has_host_blocks = (counts[StateLocation.HOST] > 0).astype(np.float64)
+    if ranks > 1:
+        working = gathered * (width + gradient) + chunks * width * has_host_blocks
+    else:
+        working = chunks * (width + gradient) * has_host_blocks
+    return width * sum(tensors) + working

@@ -1,9 +1,8 @@
-"""Where the states of a rank's blocks may lie, and which candidates may hold them in chunks
-(EQUATIONS O3).
+"""Locations of the states of a rank's blocks, and candidates that may have chunks (EQUATIONS O3).
 
-The homes of a rank are two counts: its last `host` blocks have all at the host, the `optimizer`
-blocks before them their master weights and moments, the rest nothing. Blocks of one home are next
-to each other, so that a chunk holds one home.
+The locations of a rank are two counts: all states of its last `host` blocks lie on the host, and
+the master weights and moments of the `optimizer` blocks before them; the rest lies on the device.
+Blocks of one location are adjacent, so that a chunk has one location.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ _NEEDS = {StateLocation.OPTIMIZER: Offload.OPTIMIZER, StateLocation.HOST: Offloa
 
 @dataclass(frozen=True, slots=True)
 class BlockLocations:
-    """How many of a rank's blocks the host keeps whole, and of how many others the optimizer's
-    states.
-    """
+    """The number of HOST blocks of a rank, and of OPTIMIZER blocks."""
 
     host: int = 0
     optimizer: int = 0
 
     def of(self, num_blocks: int) -> tuple[StateLocation, ...]:
-        """The home of each of the rank's blocks, in the order of the model."""
+        """Returns the location of each of the rank's blocks, in the order of the model."""
         device = num_blocks - self.host - self.optimizer
         return (
             (StateLocation.DEVICE,) * device
@@ -46,67 +43,76 @@ NOTHING = BlockLocations()
 
 
 def has_chunks(offload: Collection[Offload] | None) -> bool:
-    """Whether any of what the host may keep is held in chunks."""
+    """True if states that `offload` allows on the host lie in chunks."""
     return not {Offload.OPTIMIZER, Offload.PARAMETERS}.isdisjoint(offload or ())
 
 
 def locations_allowed(offload: Collection[Offload]) -> tuple[StateLocation, ...]:
-    """The homes of one block that `offload` allows."""
-    return tuple(home for home in StateLocation if home not in _NEEDS or _NEEDS[home] in offload)
+    """Returns the locations of one block that `offload` allows."""
+    return tuple(
+        location
+        for location in StateLocation
+        if location not in _NEEDS or _NEEDS[location] in offload
+    )
 
 
 @lru_cache(maxsize=256)
 def _counts(num_blocks: int, allowed: tuple[StateLocation, ...]) -> tuple[Ints, Ints]:
-    host, optimizer = np.indices(
-        [
-            num_blocks * (home in allowed) + 1
-            for home in (StateLocation.HOST, StateLocation.OPTIMIZER)
-        ]
-    ).reshape(2, -1)
+    most_host = num_blocks if StateLocation.HOST in allowed else 0
+    most_optimizer = num_blocks if StateLocation.OPTIMIZER in allowed else 0
+    host, optimizer = np.indices((most_host + 1, most_optimizer + 1)).reshape(2, -1)
     within = host + optimizer <= num_blocks
     return host[within], optimizer[within]
 
 
 def counts_of_locations(num_blocks: int, allowed: Collection[StateLocation]) -> tuple[Ints, Ints]:
-    """Every way to give the blocks of a rank homes that are `allowed`: the counts of HOST and of
-    OPTIMIZER blocks.
+    """Returns the counts of HOST and of OPTIMIZER blocks for every way to place a rank's blocks.
+
+    allowed    the locations that a block may have
     """
-    return _counts(num_blocks, tuple(home for home in StateLocation if home in allowed))
+    return _counts(num_blocks, tuple(location for location in StateLocation if location in allowed))
 
 
 def illegal_chunks(
     layout: ParallelLayout, zero: Collection[int] | None = None, zero_ranks: int | None = None
 ) -> str | None:
-    """Why the blocks of a layout cannot be held in chunks, or None; `zero`: the ZeRO stages
-    allowed, None for all.
+    """Returns the reason why the blocks of a layout cannot lie in chunks, or None.
+
+    zero    the ZeRO stages allowed, None for all
     """
-    what = "chunks"
     if layout.splits_backward:
-        return f"{what} follow whole backward passes, {layout.schedule} splits them"
+        return f"chunks follow whole backward passes, {layout.schedule} splits them"
     if layout.recomputes_ahead:
-        return f"{what} are there during a block's own passes, {layout.schedule} recomputes ahead of them"
+        return (
+            "chunks are there during a block's own passes, "
+            f"{layout.schedule} recomputes ahead of them"
+        )
     if layout.tp_overlap:
-        return f"{what} are of blocks that run one after the other, sub-pipelined tensor parallelism runs two halves"
+        return (
+            "chunks are of blocks that run one after the other, "
+            "sub-pipelined tensor parallelism runs two halves"
+        )
     if layout.mesh.ep > 1:
-        return f"{what} lie over all of dp, experts are divided over ep {layout.mesh.ep}"
+        return f"chunks lie over all of dp, experts are divided over ep {layout.mesh.ep}"
     if layout.mesh.dp > 1 and zero is not None and 3 not in zero:
-        return f"{what} are sharded as with ZeRO 3, --zero or --forbid excludes that"
+        return "chunks are sharded as with ZeRO 3, --zero or --forbid excludes that"
     if layout.mesh.dp > 1 and zero_ranks:
-        return f"{what} lie over all of dp, --zero-ranks asks for {zero_ranks} neighbours"
+        return f"chunks lie over all of dp, --zero-ranks asks for {zero_ranks} neighbours"
     return None
 
 
 def at_locations(
     stages: Sequence[tuple[LayerChoice, ...]],
     layout: ParallelLayout,
-    homes: Sequence[BlockLocations],
+    locations: Sequence[BlockLocations],
 ) -> tuple[tuple[LayerChoice, ...], ...]:
-    """`stages` with the blocks of every pipeline rank at `homes[rank]`, over all its virtual stages
-    in the order of the model.
+    """Returns `stages` with the blocks of every pipeline rank at `locations[rank]`.
+
+    They follow the order of the model over all virtual stages of the rank.
     """
     left = {
         rank: iter(
-            homes[rank].of(
+            locations[rank].of(
                 sum(
                     choice.kind is LayerKind.BLOCK
                     for stage in layout.stages_of(rank)

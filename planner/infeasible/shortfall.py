@@ -21,8 +21,8 @@ from parplan.planner.plan.error_band import memory_margin
 from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.columns import StageColumn
 from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for

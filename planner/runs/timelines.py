@@ -12,7 +12,8 @@ from statistics import fmean, median
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.simulator import RankTimeline, SimulatedStep, StageCost
-from parplan.costmodels.step import StepCosts, simulated_step, step_costs
+from parplan.costmodels.stage_costs import StepCosts, step_costs
+from parplan.costmodels.step import simulated_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.runs.run_file import NO_PLACE, RankRecord, WorkSpan
 

@@ -17,7 +17,8 @@ from parplan.planner.plan.prediction import Objective
 from parplan.planner.search.memory_descent import Descent
 from parplan.planner.search.search_session import INFINITY, SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.chunk_columns import Columns
-from parplan.planner.stage_columns.columns import RankColumns, StageColumn
+from parplan.planner.stage_columns.columns import RankColumns
+from parplan.planner.stage_columns.stage_column import StageColumn
 
 
 class _RedundancyPass:

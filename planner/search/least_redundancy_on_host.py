@@ -29,8 +29,8 @@ from parplan.planner.plan.prediction import Objective
 from parplan.planner.search.search_session import ROUNDING, SearchSession
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import ChunkColumns, Columns, lean_step_bytes
-from parplan.planner.stage_columns.columns import RankTimeLimit, StageColumn
 from parplan.planner.stage_columns.embedding_columns import ColumnMaker, EitherTable
+from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn
 from parplan.profiles.errors import InfeasibleError
 
 TRIES = 6  # how often a layout whose exact step is too long is asked for a faster plan

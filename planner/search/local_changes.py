@@ -15,13 +15,14 @@ from functools import partial
 
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.step import StepPrice, price_step, simulated_step, step_costs
+from parplan.costmodels.stage_costs import step_costs
+from parplan.costmodels.step import StepPrice, price_step, simulated_step
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.deadline import in_time
 from parplan.planner.search.search_session import SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.columns import StageColumn, same_ends
+from parplan.planner.stage_columns.stage_column import StageColumn, same_ends
 from parplan.profiles.errors import OutOfTimeError
 from parplan.profiles.models.operator_graph import LayerKind
 

@@ -10,7 +10,7 @@ from parplan.planner.candidates.solver_faults import can_place
 from parplan.planner.master import Master, MasterChoice, lower_bound_s
 from parplan.planner.search.search_session import INFINITY, SearchSession
 from parplan.planner.solver import Unsolved
-from parplan.planner.stage_columns.columns import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.errors import SolverError
 

@@ -21,7 +21,7 @@ from parplan.planner.search.local_changes import improved
 from parplan.planner.search.search_session import ROUNDING, SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.columns import same_ends
+from parplan.planner.stage_columns.stage_column import same_ends
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 
 SCHEDULED = 4  # columns of one layout whose exact schedules are compared

@@ -1,6 +1,4 @@
-"""How the blocks of a model are shared out: how many a pipeline rank may hold, and the strategy
-whose ranks run theirs on columns.
-"""
+"""The block counts that a pipeline rank may hold, and the strategy of one column per rank."""
 
 from __future__ import annotations
 
@@ -10,37 +8,34 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.host_options.state_locations import at_locations
-from parplan.planner.stage_columns.columns import StageColumn
-from parplan.planner.stage_columns.dealing import dealt
+from parplan.planner.stage_columns.dealing import dealt_blocks
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.models.operator_graph import LayerKind
 
 
 def shorter_ends(layout: ParallelLayout, num_layers: int) -> bool | None:
-    """How virtual stages share the blocks: False equally, True with one block less on the first and
-    on the last.
+    """True if the first and the last virtual stage have one block less, False for equal stages.
 
     The embedding and the head then take the place of a block, as in Llama 3 (arXiv 2407.21783,
-    section 3.3.2). None when neither divides the blocks into whole stages.
+    section 3.3.2). None if neither divides the blocks into whole stages.
     """
     if num_layers % layout.num_virtual_stages == 0:
         return False
-    interleaved = layout.schedule is Schedule.INTERLEAVED
-    return (
-        True
-        if interleaved and (num_layers + 2) % layout.num_virtual_stages == 0 and layout.mesh.pp > 1
-        else None
-    )
+    if layout.schedule is not Schedule.INTERLEAVED or layout.mesh.pp == 1:
+        return None
+    return True if (num_layers + 2) % layout.num_virtual_stages == 0 else None
 
 
 def block_counts(
     rank: int, layout: ParallelLayout, num_layers: int, longest: int | None = None
 ) -> Iterator[int]:
-    """How many blocks one rank may hold: given by `shorter_ends` where ranks are equal, else from
-    one a chunk to `longest`.
+    """Yields the block counts that one rank may hold.
 
-    None holds so few that the others would have to hold more than `longest`.
+    Equal ranks have the count of `shorter_ends`. Other ranks have at least one block per chunk and
+    at most `longest`, and no count would make the rest of the ranks hold more than `longest`.
     """
-    pp, v = layout.mesh.pp, layout.virtual_stages
+    pp = layout.mesh.pp
+    v = layout.virtual_stages
     if pp == 1:
         yield num_layers
     elif layout.equal_ranks:
@@ -48,36 +43,30 @@ def block_counts(
         yield (num_layers + missing) // pp - (missing > 0 and rank in (0, pp - 1))
     else:
         most = min(num_layers - v * (pp - 1), longest or num_layers)
-        yield from range(
-            max(v, num_layers - (pp - 1) * most), most + 1
-        )  # fewer would leave the others too many
+        least = max(v, num_layers - (pp - 1) * most)  # fewer would leave too many for the rest
+        yield from range(least, most + 1)
 
 
 def to_strategy(layout: ParallelLayout, columns: tuple[StageColumn, ...]) -> Strategy:
-    """The strategy that runs rank s on `columns[s]`: embedding first, blocks by option, head
-    last.
-    """
+    """Returns the strategy that runs rank s on `columns[s]`: embedding, blocks by option, head."""
     stages: dict[int, tuple[LayerChoice, ...]] = {}
     for rank, column in enumerate(columns):
         for stage, blocks in zip(
             layout.stages_of(rank), _chunks_of(rank, column, layout), strict=True
         ):
-            first = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero)] * (stage == 0)
-            last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (
-                stage == layout.num_virtual_stages - 1
-            )
-            stages[stage] = (*first, *blocks, *last)
-    placed = [stages[stage] for stage in range(layout.num_virtual_stages)]
-    homes = (
-        at_locations(placed, layout, [column.homes for column in columns])
-        if layout.chunked
-        else tuple(placed)
-    )
-    return Strategy(layout=layout, stages=homes)
+            if stage == 0:
+                blocks = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero), *blocks]
+            if stage == layout.num_virtual_stages - 1:
+                blocks = [*blocks, LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)]
+            stages[stage] = tuple(blocks)
+    in_order = tuple(stages[stage] for stage in range(layout.num_virtual_stages))
+    if layout.chunked:
+        in_order = at_locations(in_order, layout, [column.homes for column in columns])
+    return Strategy(layout=layout, stages=in_order)
 
 
 def _chunks_of(rank: int, column: StageColumn, layout: ParallelLayout) -> list[list[LayerChoice]]:
-    """The blocks of a rank by chunk."""
+    """Returns the blocks of a rank by chunk."""
     blocks = [
         LayerChoice(
             LayerKind.BLOCK,
@@ -90,5 +79,6 @@ def _chunks_of(rank: int, column: StageColumn, layout: ParallelLayout) -> list[l
         for _ in range(count)
     ]
     return [
-        [blocks[number] for number in chunk] for chunk in dealt(rank, column.num_blocks, layout)
+        [blocks[number] for number in chunk]
+        for chunk in dealt_blocks(rank, column.num_blocks, layout)
     ]

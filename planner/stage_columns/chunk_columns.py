@@ -1,9 +1,8 @@
-"""Columns of a rank whose blocks' states are held in chunks: a mix of recompute and homes of its
-blocks, chosen together.
+"""Columns of a rank with chunks: mixes of its blocks and locations of their states.
 
-Which states leave the device first is no rule but a choice: all counts of HOST and of OPTIMIZER
-blocks are tried (EQUATIONS O3, O6), within the memory of the device and its share of the host's,
-each with the best mix (planner/host_options/chunk_mixes.py).
+They are chosen together: all counts of HOST and of OPTIMIZER blocks are tried (EQUATIONS O3, O6)
+within the memory of the device and its share of the host's memory, each with its best mix
+(planner/host_options/chunk_mixes.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from parplan.costmodels.chunks.chunk_budget import SHARD_GRADIENT_BYTES, numbers_bytes
+from parplan.costmodels.chunks.chunk_budget import SHARD_GRADIENT_BYTES, uncounted_bytes
 from parplan.costmodels.layers.model_states import ideal_states, owned_parameters
 from parplan.costmodels.memory.rank_memory import occupied_bytes, usable_bytes
 from parplan.costmodels.operators.sharding import Sharding
@@ -24,112 +23,97 @@ from parplan.planner.dominance import Array, Ints, undominated_rows
 from parplan.planner.host_options.chunk_mixes import ChunkMixes, OffloadedActivations
 from parplan.planner.host_options.location_costs import LocationCosts, Tensors
 from parplan.planner.layer_options.mixes import Mixes, column_of, pure_mixes, skyline
-from parplan.planner.stage_columns.columns import (
-    PricedMixes,
-    RankColumns,
-    RankTimeLimit,
-    StageColumn,
-    unbeaten_rows,
-)
+from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import EitherTable
+from parplan.planner.stage_columns.mix_prices import MixPrices, PricedMixes
 from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn, unbeaten_rows
 from parplan.planner.stage_columns.stage_prices import end_kinds
 from parplan.profiles.models.operator_graph import LayerKind
 
-LEAN_STEP = 1 / 256  # of one copy of the states
-STEPS = 128  # of what mixes may allocate, at which the relaxation is solved
+LEAN_STEP = 1 / 256  # share of one copy of the states
+STEPS = 128  # intervals of allocated bytes in the relaxation
 ENDLESS = 2.0**60  # bytes
-SHARES = 64  # of the host that are left for activations, in the relaxation
-MOST_SENDING = (
-    16  # mixes with activations on the host that are tried with all homes, evenly along their front
-)
+SHARES = 64  # shares of the host that are left for activations, in the relaxation
+# mixes with offloaded activations that are tried with all locations, evenly along their front
+MOST_SENDING = 16
 
 
 class ChunkColumns:
-    """The columns of one pipeline rank of a layout in chunks, made for one block count at a
-    time.
-    """
+    """The columns of one rank of a layout in chunks, made for one block count at a time."""
 
     def __init__(
         self, rank: int, layout: ParallelLayout, table: MixTable, ends: PriceCache | None = None
     ) -> None:
-        self.rank, self.layout, self.table, self.compute = (
-            rank,
-            layout,
-            table,
-            RankColumns(rank, layout, table, ends),
-        )
+        self.rank = rank
+        self.layout = layout
+        self.table = table
+        self.compute = MixPrices(rank, layout, table, ends)
         (self.zero,) = table.zero_stages(layout)
         self.fixed = self.compute.fixed[self.zero]
         self.host_share_bytes = table.host_share_bytes - self.fixed.host
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
-        """The mixes and homes within both limits that no other beats in time and in tail."""
-        usable, found = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache), []
-        for mixes, priced, rows in self._mixes(
-            self.table.get(self.layout, self.rank, num_blocks, self.zero), num_blocks
-        ):
-            row, home, time_s = mixes.best(usable, self.host_share_bytes)
-            for i in undominated_rows(time_s, mixes.costs.once_s[home]):
-                found.append(
-                    self._column(mixes, priced, rows, (int(row[i]), int(home[i])), float(time_s[i]))
-                )
-        return _unbeaten(found)
+        """Returns the mixes and locations within both limits, undominated in time and in tail."""
+        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
+        every = self.table.get(self.layout, self.rank, num_blocks, self.zero)
+        columns = []
+        for mixes, priced, rows in self._mixes(every, num_blocks):
+            row, location, time_s = mixes.best(usable, self.host_share_bytes)
+            for i in undominated_rows(time_s, mixes.costs.once_s[location]):
+                cell = int(row[i]), int(location[i])
+                columns.append(self._column(mixes, priced, rows, cell, float(time_s[i])))
+        return _unbeaten(columns)
 
     def leanest(
         self, num_blocks: int, limit_bytes: float, pace: RankTimeLimit
     ) -> list[StageColumn]:
-        """The mixes, homes and budgets within both limits and `pace` that no other beats in time,
-        tail and redundant bytes together.
+        """Returns the mixes, locations and budgets within both limits and `pace`.
 
-        A budget is what the mix needs at its fullest, or that and the room in which copies run
-        beside compute. Activations that are kept are one copy: redundant is the rest of the budget,
-        less one copy of the states (EQUATIONS R2). Bytes are compared in steps of
-        `lean_step_bytes`.
+        They are undominated in time, tail and redundant bytes together. A budget is the peak of the
+        mix, or the peak and the room in which copies run beside compute. Saved activations are one
+        copy: redundant is the rest of the budget, less one copy of the states (EQUATIONS R2). Bytes
+        are compared in steps of `lean_step_bytes`.
         """
-        usable, found = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache), []
-        mixes, ideal = (
-            self.table.get(self.layout, self.rank, num_blocks, self.zero),
-            self._ideal_states(num_blocks),
-        )
-        step = lean_step_bytes(self.layout, self.table.price_cache)
-        for own, priced, rows in self._mixes(mixes, num_blocks, pace):
-            kept = self.fixed.ideal_held + self.compute.stashes * mixes.ideal_saved_bytes[rows]
-            row, home, budget, time_s = own.budgets(usable, self.host_share_bytes)
-            tail_s, redundant = (
-                own.costs.once_s[home] + self.fixed.tail_s,
-                budget - kept[row] - ideal,
-            )
+        price_cache = self.table.price_cache
+        usable = usable_bytes(limit_bytes, self.layout.mesh, price_cache)
+        every = self.table.get(self.layout, self.rank, num_blocks, self.zero)
+        ideal = self._ideal_states(num_blocks)
+        step = lean_step_bytes(self.layout, price_cache)
+        columns = []
+        for mixes, priced, rows in self._mixes(every, num_blocks, pace):
+            saved = self.fixed.ideal_held + self.compute.stashes * every.ideal_saved_bytes[rows]
+            row, location, budget, time_s = mixes.budgets(usable, self.host_share_bytes)
+            tail_s = mixes.costs.once_s[location] + self.fixed.tail_s
+            redundant = budget - saved[row] - ideal
             within = np.flatnonzero(pace.within(time_s, tail_s))
             if not len(within):
                 continue
             steps = np.ceil(redundant / step)
-            within = within[skyline(home[within], time_s[within], steps[within])]
-            for i in within[
-                unbeaten_rows(np.stack([steps, time_s, tail_s, redundant], axis=1)[within])
-            ]:
-                found.append(
+            within = within[skyline(location[within], time_s[within], steps[within])]
+            values = np.stack([steps, time_s, tail_s, redundant], axis=1)
+            for i in within[unbeaten_rows(values[within])]:
+                cell = int(row[i]), int(location[i])
+                memory = occupied_bytes(float(budget[i]), self.layout.mesh, price_cache)
+                columns.append(
                     replace(
-                        self._column(
-                            own, priced, rows, (int(row[i]), int(home[i])), float(time_s[i])
-                        ),
+                        self._column(mixes, priced, rows, cell, float(time_s[i])),
                         redundant_bytes=float(redundant[i]),
-                        memory_bytes=occupied_bytes(
-                            float(budget[i]), self.layout.mesh, self.table.price_cache
-                        ),
+                        memory_bytes=memory,
                     )
                 )
         values = np.array(
             [
                 (np.ceil(c.redundant_bytes / step), c.time_s, c.tail_s, c.redundant_bytes)
-                for c in found
+                for c in columns
             ]
         ).reshape(-1, 4)
-        return [found[index] for index in unbeaten_rows(values)]
+        return [columns[index] for index in unbeaten_rows(values)]
 
     def _ideal_states(self, num_blocks: int) -> float:
-        """One copy of the states of embedding, head and so many blocks, of which the ranks of a
-        stage have equal parts.
+        """Bytes of one copy of the states of embedding, head and `num_blocks` blocks.
+
+        The ranks of a stage have equal parts of it.
         """
         price_cache = self.table.price_cache
         whole = owned_parameters(price_cache.layer(LayerKind.BLOCK, 1), Sharding())
@@ -138,37 +122,37 @@ class ChunkColumns:
         )
 
     def smallest(self, num_blocks: int) -> StageColumn:
-        """The mix and homes with the lowest peak of a device within its share of the host, whatever
-        their time.
+        """Returns the mix and locations with the lowest peak of a device, for any time.
+
+        They fit the device's share of the host.
         """
-        found = []
+        columns = []
         for mixes, priced, rows in self._mixes(self._pure(num_blocks), num_blocks):
             last = len(rows) - 1
             sent_bytes = mixes.sent.host_bytes[last] if mixes.sent else 0.0
-            home = np.flatnonzero(mixes.costs.host_bytes + sent_bytes <= self.host_share_bytes)
-            if not len(home):
+            location = np.flatnonzero(mixes.costs.host_bytes + sent_bytes <= self.host_share_bytes)
+            if not len(location):
                 continue
-            row = np.full(len(home), last)
-            needed = mixes.needed(row, home)
+            row = np.full(len(location), last)
+            needed = mixes.needed(row, location)
             least = np.array([needed.argmin()])
-            time_s = float(mixes.seconds(row[least], home[least], needed[least])[0])
-            found.append(
-                self._column(mixes, priced, rows, (int(row[least][0]), int(home[least][0])), time_s)
-            )
-        return min(found, key=lambda column: column.memory_bytes)
+            time_s = float(mixes.seconds(row[least], location[least], needed[least])[0])
+            cell = int(row[least][0]), int(location[least][0])
+            columns.append(self._column(mixes, priced, rows, cell, time_s))
+        return min(columns, key=lambda column: column.memory_bytes)
 
     def relaxed(
         self, num_blocks: int, limit_bytes: float, *, plain: bool = False
     ) -> list[StageColumn]:
-        """Columns that no mix of real numbers of blocks, with any homes, can beat within
-        `limit_bytes`: a bound, not a plan.
+        """Returns columns of a bound on all mixes of real numbers of blocks, with any locations.
 
-        What a mix allocates is in one of many intervals: its compute takes at least what any does
-        that allocates as much as the end of the interval, and its copies what they take with the
-        room that the beginning leaves. So is what the host has left for what a mix sends there
-        beside the states of any homes.
+        The bytes of a mix lie in one of many intervals. Its compute takes no less than that of any
+        mix with the bytes of the interval's end, and its copies take the seconds with the room that
+        the interval's beginning leaves. The rest of the host for offloaded activations, beside the
+        states of any locations, is treated in the same way.
         """
-        usable, found = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache), []
+        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
+        columns: list[StageColumn] = []
         allocated = self._in_blocks(self.compute.priced(self._pure(num_blocks), self.zero))
         ends = np.linspace(float(allocated.min()), float(allocated.max()), STEPS)
         begins = np.insert(ends, 0, ends[0])[::-1]
@@ -184,39 +168,35 @@ class ChunkColumns:
                 -np.inf,
                 share=np.ceil(self._left(costs) * (compute_s.shape[1] - 1)).astype(np.int64),
             )
-            _, home, time_s = mixes.best(usable, self.host_share_bytes)
-            found += [
-                self._bound(num_blocks, costs, int(home[i]), float(time_s[i]))
-                for i in undominated_rows(time_s, costs.once_s[home])
+            _, location, time_s = mixes.best(usable, self.host_share_bytes)
+            columns += [
+                self._bound(num_blocks, costs, int(location[i]), float(time_s[i]))
+                for i in undominated_rows(time_s, costs.once_s[location])
             ]
-        return _unbeaten(found)
+        return _unbeaten(columns)
 
     def _left(self, costs: LocationCosts) -> Array:
-        """The share of the host that is left beside the states of blocks with any homes."""
+        """Share of the host that is left beside the states of blocks, by way to place them."""
         return np.clip(1 - costs.host_bytes / max(1.0, self.host_share_bytes), 0.0, 1.0)
 
     def _least_s(self, num_blocks: int, allocated: Array, tensors: Tensors) -> Array:
-        """The least seconds of compute of any real numbers of blocks on each option that allocate
-        so much, infinity where none do.
+        """Least seconds of compute of any real numbers of blocks on each option.
 
-        By what is allocated and, where blocks may send activations, by share of the host that is
-        left for those. Of options with at most some workspace, the lower convex hull of kept bytes
-        and seconds. With a price of every byte that goes to the host, what is left when as much as
-        there is room for is not paid for (a Lagrangian bound): the largest over all prices.
+        By allocated bytes, infinity if no mix has so few; and by share of the host that is left for
+        activations, if blocks may offload them. They come from the lower convex hulls of saved
+        bytes and seconds, one for each workspace limit. A price for every offloaded byte bounds the
+        host's share (a Lagrangian bound): the price of the free bytes is subtracted, and the
+        largest result over all prices counts.
         """
         always = self._outside_bytes + self._lasting_bytes((LayerKind.HEAD,)) - self.fixed.used_up
-        in_flight, reached = (
-            self.compute.stashes * num_blocks / self.layout.virtual_stages,
-            self.table.hulls(self.layout, self.rank, tensors),
-        )
-        shares = np.linspace(0.0, 1.0, SHARES + 1 if len(reached.prices) > 1 else 1)
-        least_s = reached.least_s(allocated - always, in_flight)
-        paid_s = np.multiply.outer(reached.prices, shares * self.host_share_bytes / in_flight)
-        found: Array = (
-            num_blocks * np.max(least_s[:, :, None] - paid_s[:, None, :], axis=0)
-            + self.fixed.time_s
-        )
-        return found
+        in_flight = self.compute.stashes * num_blocks / self.layout.virtual_stages
+        hulls = self.table.hulls(self.layout, self.rank, tensors)
+        shares = np.linspace(0.0, 1.0, SHARES + 1 if len(hulls.prices) > 1 else 1)
+        least_s = hulls.least_s(allocated - always, in_flight)
+        paid_s = np.multiply.outer(hulls.prices, shares * self.host_share_bytes / in_flight)
+        block_s = np.max(least_s[:, :, None] - paid_s[:, None, :], axis=0)
+        compute_s: Array = num_blocks * block_s + self.fixed.time_s
+        return compute_s
 
     def _pure(self, num_blocks: int) -> Mixes:
         return pure_mixes(
@@ -226,26 +206,24 @@ class ChunkColumns:
         )
 
     def _homes(self, num_blocks: int) -> Iterator[tuple[LocationCosts, Tensors]]:
-        """What homes cost, for each way to divide the weights."""
+        """Yields the costs of locations, for each way to divide the weights."""
         for tensors, sharding in self.table.divisions(self.layout, self.rank).items():
             yield self.table.homes(self.layout, sharding, num_blocks), tensors
 
     def _mixes(
         self, mixes: Mixes, num_blocks: int, pace: RankTimeLimit | None = None
     ) -> Iterator[tuple[ChunkMixes, PricedMixes, Ints]]:
-        """By way to divide the weights, which all blocks of a mix share, the front of the mixes,
-        and which rows of `priced` they are.
+        """Yields the front of the mixes for each division of the weights, and its rows of `priced`.
 
-        Mixes that send activations to the host are apart from the others. pace: of those within it,
-        the front has all that no other beats in time, in what it allocates and in what of that is
-        no ideal activation together.
+        All blocks of a mix share one way. Mixes that offload activations have a separate front.
+        With a `pace`, the front is over the mixes within it: undominated in time, in allocated
+        bytes, and in bytes that are no ideal activations together.
         """
-        priced, used = self.compute.priced(mixes, self.zero), mixes.counts > 0
-        numbers = numbers_bytes(self.layout, self.rank, num_blocks, self.table.price_cache)
-        allocated, kinds = (
-            self._in_blocks(priced),
-            [self.table.tensors(option.sharding) for option in mixes.options],
-        )
+        priced = self.compute.priced(mixes, self.zero)
+        used = mixes.counts > 0
+        uncounted = uncounted_bytes(self.layout, self.rank, num_blocks, self.table.price_cache)
+        allocated = self._in_blocks(priced)
+        kinds = [self.table.tensors(option.sharding) for option in mixes.options]
         for costs, tensors in self._homes(num_blocks):
             alike = ~used[:, [kind != tensors for kind in kinds]].any(axis=1)
             for sends in (False, True):
@@ -263,13 +241,9 @@ class ChunkColumns:
                     rows = rows[unbeaten_rows(np.stack(values, axis=1))]
                 else:
                     rows = rows[undominated_rows(priced.time_s[rows], allocated[rows])]
-                    rows = (
-                        rows[
-                            priced.allocated[rows] <= np.minimum.accumulate(priced.allocated[rows])
-                        ]
-                        if len(rows)
-                        else rows
-                    )
+                    if len(rows):
+                        least = np.minimum.accumulate(priced.allocated[rows])
+                        rows = rows[priced.allocated[rows] <= least]
                 if not len(rows):
                     continue
                 if sends and len(rows) > MOST_SENDING:
@@ -279,14 +253,14 @@ class ChunkColumns:
                         self.layout,
                         costs,
                         priced.time_s[rows],
-                        allocated[rows] + numbers,
+                        allocated[rows] + uncounted,
                         priced.allocated[rows]
-                        + numbers
+                        + uncounted
                         + self._handed_bytes
                         + self._gathered_bytes
                         + self._lasting_bytes((LayerKind.HEAD,)),
                         self._outside_bytes
-                        + numbers
+                        + uncounted
                         + self._lasting_bytes((LayerKind.EMBEDDING, LayerKind.HEAD)),
                         self._sent(mixes, rows) if sends else None,
                     ),
@@ -295,16 +269,17 @@ class ChunkColumns:
                 )
 
     def _sent(self, mixes: Mixes, rows: Ints) -> OffloadedActivations:
-        out_s, back_s = (
-            mixes.counts[rows] @ column_of(mixes.options, name) for name in ("out_s", "back_s")
-        )
+        counts = mixes.counts[rows]
         return OffloadedActivations(
-            host_bytes=self.compute.stashes * mixes.host_bytes[rows], out_s=out_s, back_s=back_s
+            host_bytes=self.compute.stashes * mixes.host_bytes[rows],
+            out_s=counts @ column_of(mixes.options, "out_s"),
+            back_s=counts @ column_of(mixes.options, "back_s"),
         )
 
     def _in_blocks(self, priced: PricedMixes) -> Array:
-        """What the fullest pass of a block allocates without chunks
-        (costmodels/chunks/chunk_budget.py); `priced` also has what the ends need.
+        """Bytes of the fullest pass of a block without chunks (costmodels/chunks/chunk_budget.py).
+
+        `priced` also has the bytes of the ends.
         """
         temporaries = self.compute.running(priced.mixes, self.zero) + self.fixed.zero_buffer
         beyond = (
@@ -313,49 +288,44 @@ class ChunkColumns:
             + self._gathered_bytes
             - self.fixed.used_up
         )
-        found: Array = (
+        in_blocks: Array = (
             priced.allocated
             - temporaries
             + priced.mixes.workspace_bytes
             + priced.mixes.window_bytes
             + beyond
         )
-        return found
+        return in_blocks
 
     @property
     def _handed_bytes(self) -> float:
-        """The activation that a layer hands on."""
-        layout, boundary = (
-            self.layout,
-            self.table.price_cache.graph(self.layout.micro_batch_size).block.input,
-        )
-        return float(
-            layout.sharding.local_bytes(boundary, layout.sharding.boundary) if boundary else 0
-        )
+        """Bytes of the activation between two layers."""
+        sharding = self.layout.sharding
+        boundary = self.table.price_cache.graph(self.layout.micro_batch_size).block.input
+        return float(sharding.local_bytes(boundary, sharding.boundary)) if boundary else 0.0
 
     @property
     def _outside_bytes(self) -> float:
-        """Of embedding and head in passes of blocks: states, and what they keep."""
+        """Bytes of embedding and head in passes of blocks: states and saved tensors."""
         return self.fixed.states + self.fixed.held + self._gathered_bytes
 
     @cached_property
     def _gathered_bytes(self) -> float:
-        """What stays gathered of an embedding and a head that are one unit."""
+        """Bytes that stay gathered of an embedding and a head that are one unit."""
         price_cache = self.table.price_cache
-        joined = self.zero == 3 and price_cache.tied and self.layout.mesh.pp == 1
-        return float(
-            price_cache.training.precision.num_bytes
-            * sum(map(self._parameters, end_kinds(self.rank, self.layout)))
-            * joined
-        )
+        if self.zero != 3 or not price_cache.tied or self.layout.mesh.pp > 1:
+            return 0.0
+        parameters = sum(map(self._parameters, end_kinds(self.rank, self.layout)))
+        return float(price_cache.training.precision.num_bytes * parameters)
 
     def _lasting_bytes(self, kinds: Sequence[LayerKind]) -> float:
-        """Gradients of embedding or head that are reduced, until the stage's backward pass is over;
-        the head's in passes of blocks.
+        """Bytes of reduced gradients of embedding or head until the stage's backward pass ends.
+
+        Those of the head exist in passes of blocks.
         """
-        there = [
-            kind for kind in end_kinds(self.rank, self.layout) if kind in kinds and self.zero == 3
-        ]
+        if self.zero != 3:
+            return 0.0
+        there = [kind for kind in end_kinds(self.rank, self.layout) if kind in kinds]
         return float(SHARD_GRADIENT_BYTES * sum(map(self._parameters, there)))
 
     def _parameters(self, kind: LayerKind) -> int:
@@ -374,43 +344,40 @@ class ChunkColumns:
         cell: tuple[int, int],
         time_s: float,
     ) -> StageColumn:
-        row, home = cell
-        needed = float(mixes.needed(np.array([row]), np.array([home]))[0])
+        row, location = cell
+        needed = float(mixes.needed(np.array([row]), np.array([location]))[0])
         return replace(
             self.compute.column(priced, int(rows[row])),
             time_s=time_s,
-            tail_s=float(mixes.costs.once_s[home]) + self.fixed.tail_s,
+            tail_s=float(mixes.costs.once_s[location]) + self.fixed.tail_s,
             plain_s=time_s,
             ramp_s=time_s,
-            homes=mixes.costs.homes(home),
+            homes=mixes.costs.homes(location),
             memory_bytes=occupied_bytes(needed, self.layout.mesh, self.table.price_cache),
         )
 
     def _bound(
-        self, num_blocks: int, costs: LocationCosts, home: int, time_s: float
+        self, num_blocks: int, costs: LocationCosts, location: int, time_s: float
     ) -> StageColumn:
-        option, tail_s = (
-            self.table.options(self.layout, self.rank)[0],
-            float(costs.once_s[home]) + self.fixed.tail_s,
-        )
-        homes, looks_up = costs.homes(home), self.compute.looks_up
+        option = self.table.options(self.layout, self.rank)[0]
         return StageColumn(
-            ((option, num_blocks),),
-            self.zero,
-            time_s,
-            tail_s,
-            0.0,
-            0.0,
-            time_s,
-            time_s,
-            homes,
-            looks_up,
+            mix=((option, num_blocks),),
+            zero=self.zero,
+            time_s=time_s,
+            tail_s=float(costs.once_s[location]) + self.fixed.tail_s,
+            memory_bytes=0.0,
+            redundant_bytes=0.0,
+            plain_s=time_s,
+            ramp_s=time_s,
+            homes=costs.homes(location),
+            looks_up=self.compute.looks_up,
         )
 
 
 def lean_step_bytes(layout: ParallelLayout, price_cache: PriceCache) -> float:
-    """Redundant bytes of a device that are too few to tell columns apart: a share of what it has of
-    one copy of the states.
+    """Redundant bytes of a device that are too few to distinguish columns.
+
+    They are a share of its part of one copy of the states.
     """
     return LEAN_STEP * sum(
         ideal_states(
@@ -423,16 +390,16 @@ Columns = RankColumns | ChunkColumns | EitherTable
 
 
 def rank_columns(rank: int, layout: ParallelLayout, table: MixTable) -> Columns:
-    """The columns of a pipeline rank of any frame."""
+    """Returns the columns of a pipeline rank of any layout."""
     make = ChunkColumns if layout.chunked else RankColumns
     first, *_ = (*end_kinds(rank, layout), LayerKind.BLOCK)
-    here, *there = (
+    columns = [
         make(rank, layout, table, ends) for ends in table.price_caches_of_ends(layout, first)
-    )
-    return EitherTable(here, *there) if there else here
+    ]
+    return EitherTable(*columns) if len(columns) == 2 else columns[0]
 
 
-def _unbeaten(found: Sequence[StageColumn]) -> list[StageColumn]:
-    """Those that no other beats in time and in tail."""
-    values = np.array([(column.time_s, column.tail_s) for column in found]).reshape(-1, 2)
-    return [found[index] for index in undominated_rows(*values.T)]
+def _unbeaten(columns: Sequence[StageColumn]) -> list[StageColumn]:
+    """Returns the columns that are undominated in time and in tail."""
+    values = np.array([(column.time_s, column.tail_s) for column in columns]).reshape(-1, 2)
+    return [columns[index] for index in undominated_rows(*values.T)]

@@ -1,5 +1,6 @@
-"""Which blocks of a rank each of its model chunks has: they are dealt out in turn, so that every
-chunk has as many of every kind.
+"""The blocks of each model chunk of a rank, dealt out in turn.
+
+Every chunk gets an equal number of blocks of every kind.
 """
 
 from __future__ import annotations
@@ -12,33 +13,33 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Ints
 
 
-def dealt(rank: int, num_blocks: int, layout: ParallelLayout) -> Iterator[list[int]]:
-    """By chunk of a rank the numbers of its blocks, counted over the rank from zero.
+def dealt_blocks(rank: int, num_blocks: int, layout: ParallelLayout) -> Iterator[list[int]]:
+    """Yields the block numbers of each chunk of a rank, counted over the rank from zero.
 
-    Where the chunks do not divide the blocks, the first and the last virtual stage of equal ranks,
-    and the later chunks of others, have a block less.
+    If the chunks do not divide the blocks, some chunks have one block less: the first and the last
+    virtual stage of equal ranks, the later chunks of other ranks.
     """
-    own = layout.stages_of(rank)
-    shorter = (0, layout.num_virtual_stages - 1) if layout.equal_ranks else own[1:]
-    longest, uneven = (
-        -(-num_blocks // layout.virtual_stages),
-        num_blocks % layout.virtual_stages > 0,
-    )
-    room = [longest - (uneven and stage in shorter) for stage in own]
+    stages = layout.stages_of(rank)
+    longest = -(-num_blocks // layout.virtual_stages)
+    shorter: tuple[int, ...] = ()
+    if num_blocks % layout.virtual_stages:
+        shorter = (0, layout.num_virtual_stages - 1) if layout.equal_ranks else stages[1:]
+    room = [longest - 1 if stage in shorter else longest for stage in stages]
     turns = [chunk for level in range(longest) for chunk, most in enumerate(room) if level < most]
-    for chunk in range(len(own)):
+    for chunk in range(len(stages)):
         yield [block for block, turn in enumerate(turns) if turn == chunk]
 
 
 def counts_of_chunks(rank: int, counts: Ints, layout: ParallelLayout) -> list[Ints]:
-    """By chunk of a rank how many of its blocks are of each option, by row of `counts`, which has
-    those of the whole rank.
+    """Returns for each chunk of a rank the number of its blocks on each option, by row.
+
+    counts    the numbers for the whole rank, by row
     """
     if layout.virtual_stages == 1:
         return [counts]
     ends = np.cumsum(counts, axis=1)
-    found = []
-    for blocks in dealt(rank, int(counts[0].sum()), layout):
+    by_chunk = []
+    for blocks in dealt_blocks(rank, int(counts[0].sum()), layout):
         before = np.searchsorted(np.array(blocks), ends)
-        found.append(np.diff(before, axis=1, prepend=0))
-    return found
+        by_chunk.append(np.diff(before, axis=1, prepend=0))
+    return by_chunk

@@ -1,9 +1,8 @@
-"""Columns of the pipeline rank with the embedding, whose token table the device or the host may
-have (costmodels/host/host_embedding.py).
+"""Columns of the pipeline rank with the embedding, with the token table on device or host.
 
-Where the table lies is a choice of the rank like its ZeRO stage: it changes what the rank pays
-besides its blocks, and how much memory is left for them. So the columns of both are made, and those
-that no other beats are kept.
+The table's location (costmodels/host/host_embedding.py) is a choice of the rank like its ZeRO
+stage: it changes the rank's costs besides its blocks, and the memory that is left for them. So the
+columns of both locations are made, and dominated ones are dropped.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from parplan.planner.stage_columns.columns import StageColumn, unbeaten
+from parplan.planner.stage_columns.stage_column import StageColumn, unbeaten
 
 
 class ColumnMaker(Protocol):
-    """The columns of one rank, as `RankColumns` and `ChunkColumns` make them."""
+    """Makes the columns of one rank, as `RankColumns` and `ChunkColumns` do."""
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]: ...
     def relaxed(
@@ -25,7 +24,7 @@ class ColumnMaker(Protocol):
 
 
 class EitherTable:
-    """The same of a rank of which `here` has the table on the device and `there` on the host."""
+    """Makes columns with the table on the device (`here`) and on the host (`there`)."""
 
     def __init__(self, here: ColumnMaker, there: ColumnMaker) -> None:
         self.ways = here, there
@@ -36,8 +35,9 @@ class EitherTable:
     def relaxed(
         self, num_blocks: int, limit_bytes: float, *, plain: bool = False
     ) -> list[StageColumn]:
-        """All columns of both ways: an average is of those of one way, so that none can stand in
-        for another's.
+        """Returns all columns of both locations.
+
+        An average is over columns of one location, so that no column can replace one of the other.
         """
         return [
             column
@@ -51,5 +51,5 @@ class EitherTable:
         )
 
 
-def _both(found: Iterable[list[StageColumn]]) -> list[StageColumn]:
-    return unbeaten([column for columns in found for column in columns])
+def _both(columns_by_way: Iterable[list[StageColumn]]) -> list[StageColumn]:
+    return unbeaten([column for columns in columns_by_way for column in columns])

@@ -1,5 +1,6 @@
-"""What the mixes of a rank hold at their fullest moment where gradients come and go
-(costmodels/memory/peak_memory.py), for all mixes at once.
+"""The peak of a rank's mixes if gradients come and go, for all mixes at once.
+
+(costmodels/memory/peak_memory.py)
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 @dataclass(frozen=True, slots=True)
 class MixPeak:
-    """The first block of a backward pass, or the end of the step: what a bound of memory knows of
-    it.
+    """The first block of a backward pass, or the end of the step, as a memory bound knows it.
 
-    stashes, remade   of all chunks together
-    made              share of the blocks whose gradients are there
-    besides           bytes of the rank that are not the blocks'
+    stashes, remade    micro-batches of all chunks together
+    made               share of the blocks whose gradients exist
+    alone              the backward pass has no recompute in it
+    besides            bytes of the rank that are not the blocks'
     """
 
     stashes: int
@@ -43,18 +44,19 @@ class MixPeak:
     alone: bool
     besides: float
 
-    def holds_no_less(self, other: MixPeak) -> bool:
-        """Whether what is held at this moment is at least what is held at the other, whatever the
-        blocks hold.
-        """
-        mine, theirs = ((one.stashes, one.remade, one.made, one.besides) for one in (self, other))
-        return self.alone == other.alone and all(a >= b for a, b in zip(mine, theirs, strict=True))
+    def holds_no_less(self, rival: MixPeak) -> bool:
+        """True if this moment dominates another, whatever the bytes of the blocks."""
+        return (
+            self.alone == rival.alone
+            and self.stashes >= rival.stashes
+            and self.remade >= rival.remade
+            and self.made >= rival.made
+            and self.besides >= rival.besides
+        )
 
 
 class MixPeaks:
-    """The blocks of one rank of a layout, on the options of `block`, and its embedding and head, at
-    the ZeRO stages of `fixed`.
-    """
+    """Peaks of one rank's mixes: blocks on options of `block`, embedding and head of `fixed`."""
 
     def __init__(
         self,
@@ -64,13 +66,11 @@ class MixPeaks:
         fixed: Mapping[int, EndCosts],
         price_cache: PriceCache,
     ) -> None:
-        self.rank, self.layout, self.block, self.fixed, self.price_cache = (
-            rank,
-            layout,
-            block,
-            fixed,
-            price_cache,
-        )
+        self.rank = rank
+        self.layout = layout
+        self.block = block
+        self.fixed = fixed
+        self.price_cache = price_cache
         self._stashes = stashes(LayerKind.BLOCK, rank, layout)
         self._once = KeyedCache()
 
@@ -90,58 +90,63 @@ class MixPeaks:
         )
 
     def moments(self, zero: int) -> list[MixPeak]:
-        """The moments of which one is the fullest, with embedding and head at one ZeRO stage."""
+        """Returns moments that include the peak, with embedding and head at one ZeRO stage."""
         return self._once(zero, lambda: self._fullest_moments(zero))
 
     def _fullest_moments(self, zero: int) -> list[MixPeak]:
         ends = {kind: self._end(kind, zero).held for kind in end_kinds(self.rank, self.layout)}
-        stages, fixed = self.layout.stages_of(self.rank), self.fixed[zero]
+        stages = self.layout.stages_of(self.rank)
+        fixed = self.fixed[zero]
         lasting = throughout(
             self.layout, zero if LayerKind.EMBEDDING in ends else None, 0.0, self.price_cache
         )
         places = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: self.layout.num_virtual_stages - 1}
         passes, sent = passes_of(self.layout, self.rank)
-        found = [MixPeak(0, 0, 1.0, False, fixed.states + sent * lasting.sent)]
-        for one in (one for one in passes if one.backward):
-            besides = fixed.states + one.sent * lasting.sent + lasting.gathered
+        peaks = [MixPeak(0, 0, 1.0, False, fixed.states + sent * lasting.sent)]
+        for peak_pass in passes:
+            if not peak_pass.backward:
+                continue
+            besides = fixed.states + peak_pass.sent * lasting.sent + lasting.gathered
             for kind, held in ends.items():
                 chunk = stages.index(places[kind])
-                of_this = (
-                    chunk == one.chunk and kind is LayerKind.HEAD
-                )  # it ran backward before the first block
-                besides += (one.stashes[chunk] - of_this) * held.saved - held.gradients * (
-                    chunk not in one.made and not of_this
-                )
-                besides += lasting.shared_table * of_this
-            found.append(
+                # the head ran backward before the first block of its chunk
+                ran = chunk == peak_pass.chunk and kind is LayerKind.HEAD
+                has_gradients = chunk in peak_pass.made or ran
+                stashed = peak_pass.stashes[chunk] - ran
+                besides += stashed * held.saved - (0.0 if has_gradients else held.gradients)
+                if ran:
+                    besides += lasting.shared_table
+            peaks.append(
                 MixPeak(
-                    sum(one.stashes),
-                    sum(one.remade),
-                    len(one.made) / len(stages),
-                    one.ahead,
+                    sum(peak_pass.stashes),
+                    sum(peak_pass.remade),
+                    len(peak_pass.made) / len(stages),
+                    peak_pass.ahead,
                     besides,
                 )
             )
         return [
-            one
-            for n, one in enumerate(found)
+            peak
+            for n, peak in enumerate(peaks)
             if not any(
-                other.holds_no_less(one) and not (m > n and one.holds_no_less(other))
-                for m, other in enumerate(found)
+                rival.holds_no_less(peak) and not (m > n and peak.holds_no_less(rival))
+                for m, rival in enumerate(peaks)
                 if m != n
             )
         ]
 
     def _blocks(self, mixes: Mixes) -> list[AlikeLayers]:
-        """The blocks of the rank as runs, the first used option of every row first; `count` is of
-        the whole rank.
+        """Returns the blocks of the rank as runs, the first used option of every row first.
+
+        Their `count` is that of the whole rank.
         """
-        block, ahead = self.block.of(mixes.options), self.layout.recomputes_ahead
-        saved, workspace = (
-            column_of(block.options, name) for name in ("saved_bytes", "workspace_bytes")
-        )
+        block = self.block.of(mixes.options)
+        saved = column_of(block.options, "saved_bytes")
+        workspace = column_of(block.options, "workspace_bytes")
         gathered, reduced = block.passes_bytes
-        remade = block.whole_saved - saved if ahead else np.zeros(len(saved))
+        remade = np.zeros(len(saved))
+        if self.layout.recomputes_ahead:
+            remade = block.whole_saved - saved
         used = mixes.counts > 0
         order = np.argsort(~used, axis=1, kind="stable")[:, : used.sum(axis=1).max()]
         rows = np.arange(len(order))
@@ -163,15 +168,16 @@ class MixPeaks:
         ]
 
     def _chunks(self, mixes: Mixes, zero: int) -> Iterator[list[AlikeLayers]]:
-        blocks, last_stage = self._blocks(mixes), self.layout.num_virtual_stages - 1
+        blocks = self._blocks(mixes)
+        last_stage = self.layout.num_virtual_stages - 1
         whole = np.stack([run.count for run in blocks], axis=1)
         for stage, counts in zip(
             self.layout.stages_of(self.rank),
             counts_of_chunks(self.rank, whole, self.layout),
             strict=True,
         ):
-            first = [self._end(LayerKind.EMBEDDING, zero)] * (stage == 0)
-            last = [self._end(LayerKind.HEAD, zero)] * (stage == last_stage)
+            first = [self._end(LayerKind.EMBEDDING, zero)] if stage == 0 else []
+            last = [self._end(LayerKind.HEAD, zero)] if stage == last_stage else []
             yield [
                 *first,
                 *(replace(run, count=count) for run, count in zip(blocks, counts.T, strict=True)),
@@ -179,12 +185,13 @@ class MixPeaks:
             ]
 
     def apart_bytes(self, mixes: Mixes, zero: int, temporaries: Array) -> Array:
-        """By row how much less is there at the fullest moment than states, activations and
-        `temporaries` at their most together.
+        """Bytes by which the sum of the largest of each class exceeds the peak, by row.
 
-        Nothing of mixes that send activations to the host, as in `RankMemory.apart`.
+        The classes are states, activations and `temporaries`. Zero for mixes that offload
+        activations, as in `RankMemory.apart`.
         """
-        fixed, block = self.fixed[zero], self.block.of(mixes.options)
+        fixed = self.fixed[zero]
+        block = self.block.of(mixes.options)
         reduces = np.array(
             [
                 buffer if option.zero == 1 else 0.0
@@ -199,9 +206,9 @@ class MixPeaks:
             self.layout, zero if LayerKind.EMBEDDING in kinds else None, reduced, self.price_cache
         )
         fullest = peak_of_runs(self.layout, self.rank, list(self._chunks(mixes, zero)), lasting)
-        kept = self._stashes * mixes.saved_bytes
+        saved = self._stashes * mixes.saved_bytes
         together = (
-            fixed.gradients + mixes.counts @ block.gradients + fixed.held + kept + temporaries
+            fixed.gradients + mixes.counts @ block.gradients + fixed.held + saved + temporaries
         )
-        found: Array = np.where(mixes.host_bytes > 0, 0.0, together - fullest)
-        return found
+        apart: Array = np.where(mixes.host_bytes > 0, 0.0, together - fullest)
+        return apart

@@ -1,6 +1,4 @@
-"""What the ranks of many layouts have in common: options, mixes of them, and what a block costs,
-each made once.
-"""
+"""Options, mixes and block costs that the ranks of many layouts share, each made once."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.stage_prices import BlockCosts, block_prices, unbeaten_options
 from parplan.profiles.models.operator_graph import LayerKind
 
-_Kind = tuple[int, Sharding, bool, bool]  # what options depend on
+_Kind = tuple[int, Sharding, bool, bool]  # the arguments of options
 
 
 class MixTable:
@@ -52,22 +50,23 @@ class MixTable:
     ) -> None:
         self.price_cache = price_cache
         self.catalogue = catalogue_of(price_cache, pins)
-        self.offload, self.host_share_bytes = (
-            pins.offload or (),
-            host_share_bytes(price_cache.machine.cluster),
-        )
+        self.offload = pins.offload or ()
+        self.host_share_bytes = host_share_bytes(price_cache.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
-        self.deadline, self.once = deadline, KeyedCache(deadline.check)
+        self.deadline = deadline
+        self.once = KeyedCache(deadline.check)
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
-        """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only
-        to offload.
+        """Returns the ZeRO stages to choose from.
+
+        Without data parallelism there is nothing to shard, only to offload.
         """
         return self._zero_stages if mesh.dp > 1 or self.price_cache.offloads_states else (0,)
 
     def zero_stages(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """Those of `zero_choices` that the layout's schedule can run. Chunks are sharded as with
-        stage 3.
+        """Returns the stages of `zero_choices` that the layout's schedule can run.
+
+        Chunks are sharded as with stage 3.
         """
         if layout.chunked:
             return (3,) if layout.mesh.dp > 1 else (0,)
@@ -78,24 +77,22 @@ class MixTable:
     def price_caches_of_ends(
         self, layout: ParallelLayout, kind: LayerKind
     ) -> tuple[PriceCache, ...]:
-        """The prices that a rank may have whose first layer is of `kind`: of the embedding with its
-        table on the device, and on the host where that is allowed and there is room for it.
+        """Returns the prices that a rank whose first layer is of `kind` may have.
+
+        The embedding has its table on the device, or on the host if that is allowed and has room
+        for it.
         """
-        price_cache, mesh, looks_up = (
-            self.price_cache,
-            layout.mesh,
-            kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload,
-        )
+        price_cache = self.price_cache
+        mesh = layout.mesh
+        looks_up = kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
         if not looks_up or illegal_host_embedding(
             mesh, price_cache.model.hidden_size, price_cache.tied
         ):
             return (price_cache,)
         there = price_cache.with_table(on_host=True)
-        return (
-            (price_cache, there)
-            if there.lookup(1, mesh).host_bytes <= self.host_share_bytes
-            else (price_cache,)
-        )
+        if there.lookup(1, mesh).host_bytes > self.host_share_bytes:
+            return (price_cache,)
+        return price_cache, there
 
     def _kind(self, layout: ParallelLayout, rank: int) -> _Kind:
         return (
@@ -106,10 +103,10 @@ class MixTable:
         )
 
     def options(self, layout: ParallelLayout, rank: int = 0) -> tuple[LayerOption, ...]:
-        """The options of the catalogue; where a rank keeps all, those without recompute, or
-        Megatron's where none is allowed.
+        """Returns the options of the catalogue.
 
-        Where blocks may send activations to the host, also the variants that do.
+        A rank that recomputes nothing has those without recompute, or Megatron's if none is
+        allowed. If blocks may offload activations, the variants that do are included.
         """
         key = layout.micro_batch_size, layout.sharding
         if sends_activations(layout, self.offload):
@@ -125,23 +122,25 @@ class MixTable:
             return self.catalogue.options(*key)
 
         def whole() -> tuple[LayerOption, ...]:
-            again = self.price_cache.recompute_operators
-            kept = tuple(
-                o for o in self.catalogue.options(*key) if not again(LayerKind.BLOCK, o.recompute)
+            recomputed = self.price_cache.recompute_operators
+            without = tuple(
+                option
+                for option in self.catalogue.options(*key)
+                if not recomputed(LayerKind.BLOCK, option.recompute)
             )
-            return kept or (self.catalogue.preset(Recompute.NONE, *key),)
+            return without or (self.catalogue.preset(Recompute.NONE, *key),)
 
         return self.once(("whole", *key), whole)
 
     def placed(self, layout: ParallelLayout, rank: int, zero: int) -> tuple[LayerOption, ...]:
-        """The options of a rank at one ZeRO stage."""
+        """Returns the options of a rank at one ZeRO stage."""
         return self.once(
             ("placed", self._kind(layout, rank), zero),
             lambda: tuple(replace(option, zero=zero) for option in self.options(layout, rank)),
         )
 
     def per_block(self, layout: ParallelLayout, rank: int) -> BlockCosts:
-        """What a block costs in `layout` on each option at each ZeRO stage."""
+        """Returns the costs of a block in `layout` on each option at each ZeRO stage."""
         key = (
             layout.mesh,
             self._kind(layout, rank),
@@ -157,22 +156,22 @@ class MixTable:
         return self.once(("blocks", *key), make)
 
     def unbeaten_blocks(self, layout: ParallelLayout, rank: int) -> tuple[BlockCosts, OptionPairs]:
-        """The options at ZeRO stages that no other beats in every cost, what a block costs on each,
-        and every ordered pair of them.
+        """Returns block costs on undominated options, and all ordered pairs of these options.
 
-        A mix of blocks never gets worse by an option that costs no more in any way.
+        The options are at ZeRO stages. No mix gets worse by an option that costs no more in any
+        way.
         """
         key = layout.mesh, self._kind(layout, rank), layout.splits_backward, layout.recomputes_ahead
 
         def make() -> tuple[BlockCosts, OptionPairs]:
             block = self.per_block(layout, rank)
-            kept = block if layout.recomputes_ahead else block.of(unbeaten_options(block))
-            return kept, option_pairs(kept.options)
+            unbeaten = block if layout.recomputes_ahead else block.of(unbeaten_options(block))
+            return unbeaten, option_pairs(unbeaten.options)
 
         return self.once(("unbeaten", *key), make)
 
     def homes(self, layout: ParallelLayout, sharding: Sharding, num_blocks: int) -> LocationCosts:
-        """What it costs to give the blocks of a rank homes, of a layout in chunks."""
+        """Returns the costs of placing the blocks of a rank, for a layout in chunks."""
         key = layout.mesh, layout.micro_batch_size, layout.num_micro_batches, sharding, num_blocks
         return self.once(
             ("homes", *key),
@@ -188,7 +187,7 @@ class MixTable:
     def block_costs(
         self, layout: ParallelLayout, sharding: Sharding
     ) -> dict[StateLocation, BlockCost]:
-        """What one block costs by home, of a layout in chunks, without padding."""
+        """Returns the cost of one block by location, without padding, for a layout in chunks."""
         key = layout.mesh, layout.micro_batch_size, layout.num_micro_batches, sharding
         return self.once(
             ("block costs", *key),
@@ -196,12 +195,13 @@ class MixTable:
         )
 
     def tensors(self, sharding: Sharding) -> Tensors:
-        """The sizes of a block's tensors, divided as `sharding` does."""
+        """Returns the sizes of a block's tensors, divided by `sharding`."""
         return self.once(("tensors", sharding), lambda: tensors_of(sharding, self.price_cache))
 
     def hulls(self, layout: ParallelLayout, rank: int, tensors: Tensors) -> MixHulls:
-        """What mixes of real numbers of blocks with these `tensors` reach
-        (planner/layer_options/mixes.py).
+        """Returns the hulls of mixes of real numbers of blocks with these `tensors`.
+
+        (planner/layer_options/mixes.py)
         """
         return self.once(
             ("hulls", self._kind(layout, rank), tensors),
@@ -215,9 +215,7 @@ class MixTable:
         )
 
     def divisions(self, layout: ParallelLayout, rank: int) -> dict[Tensors, Sharding]:
-        """The ways to divide the weights that the options have, and one option's sharding for
-        each.
-        """
+        """Returns the divisions of the weights that options have, with one sharding for each."""
         return self.once(
             ("divisions", self._kind(layout, rank)),
             lambda: {
@@ -227,8 +225,9 @@ class MixTable:
         )
 
     def get(self, layout: ParallelLayout, rank: int, num_blocks: int, zero: int) -> Mixes:
-        """Mixes of `num_blocks` blocks of one rank at one ZeRO stage; with virtual stages every
-        chunk has the same mix.
+        """Returns the mixes of `num_blocks` blocks of one rank at one ZeRO stage.
+
+        With virtual stages every chunk has the same mix.
         """
         mixes = self.once(
             ("mixes", self._kind(layout, rank), layout.virtual_stages, num_blocks),

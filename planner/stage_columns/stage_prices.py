@@ -1,6 +1,4 @@
-"""What a pipeline rank pays for embedding, head and transfers at one ZeRO stage, and for a block on
-each option.
-"""
+"""Costs of a pipeline rank besides its blocks at one ZeRO stage, and of a block on each option."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import numpy as np
 from parplan.costmodels.chunks.chunk_memory import prices_of
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes, zero_passes_bytes
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.step import rank_edges, rank_receives
+from parplan.costmodels.stage_costs import rank_edges, rank_receives
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.layer_options.catalogue import LayerOption
@@ -23,36 +21,37 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCosts:
-    """What a rank pays at one ZeRO stage besides its blocks."""
+    """Costs of a rank at one ZeRO stage besides its blocks: embedding, head and transfers."""
 
     time_s: float
     tail_s: float
     states: float
-    gradients: float  # of the states
+    gradients: float  # part of the states
     ideal_states: float
     held: float
-    saved: float  # of one micro-batch, by embedding and head
+    saved: float  # saved tensors of embedding and head for one micro-batch
     ideal_held: float
     embedding_workspace: float
     head_workspace: float
     zero_buffer: float
     step_copies: float
-    used_up: float  # what the head no longer keeps when the temporaries of other layers are there
-    waiting: float  # what the head's weight gradient holds where it waits
-    host: float  # of the host
+    used_up: float  # saved tensors of the head, free during the temporaries of other layers
+    waiting: float  # tensors of the head's weight gradient while it waits
+    host: float  # host bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockCosts:
-    """What one block costs on each of `options`, which have ZeRO stages; one value for each option
-    in every array.
+    """Costs of one block on each of `options`, which have ZeRO stages; one value per option.
 
-    waiting          the weight gradient of a split backward pass, while it waits
-    recompute_s, longer_s, whole_saved, whole_workspace
-                     of schedules that recompute ahead of the gradient, zero elsewhere: the
-                     recompute, by how much the backward pass is longer than the forward pass, and
-                     what is kept and temporary without recompute
-    A layout in chunks has the compute alone (planner/stage_columns/chunk_columns.py).
+    waiting            the weight gradient of a split backward pass, while it waits
+    recompute_s        the recompute
+    longer_s           the backward pass less the forward pass
+    whole_saved        saved tensors without recompute
+    whole_workspace    temporaries without recompute
+
+    All but `waiting` of these are zero for schedules without recompute ahead of the gradient. A
+    layout in chunks has the compute alone (planner/stage_columns/chunk_columns.py).
     """
 
     options: tuple[LayerOption, ...]
@@ -75,18 +74,16 @@ class BlockCosts:
 
     @cached_property
     def passes_bytes(self) -> tuple[Array, Array]:
-        """Parameters that are gathered, and gradients that are reduced, in the backward pass of a
-        block.
-        """
-        found = [
+        """Bytes gathered and reduced in the backward pass of a block."""
+        by_option = [
             zero_passes_bytes(buffer, option.zero)
             for buffer, option in zip(self.zero_buffer, self.options, strict=True)
         ]
-        gathered, reduced = zip(*found, strict=True)
+        gathered, reduced = zip(*by_option, strict=True)
         return np.array(gathered), np.array(reduced)
 
     def of(self, options: Sequence[LayerOption]) -> BlockCosts:
-        """The costs of some of the options, in their order."""
+        """Returns the costs of some of the options, in their order."""
         rows = [self._index[option] for option in options]
         return BlockCosts(
             options=tuple(options), **{name: getattr(self, name)[rows] for name in _ARRAYS}
@@ -97,31 +94,31 @@ _ARRAYS = tuple(field.name for field in fields(BlockCosts) if field.name != "opt
 
 
 def end_kinds(rank: int, layout: ParallelLayout) -> tuple[LayerKind, ...]:
-    """Which of embedding and head a pipeline rank holds."""
+    """Returns the kinds, embedding and head, that a pipeline rank holds."""
     ends = (LayerKind.EMBEDDING, 0), (LayerKind.HEAD, layout.num_virtual_stages - 1)
     return tuple(kind for kind, stage in ends if layout.rank_of(stage) == rank)
 
 
 def tied_ends(layout: ParallelLayout) -> tuple[int, ...]:
-    """The two pipeline ranks that reduce the gradients of a tied embedding, none where one rank
-    holds both copies.
+    """Returns the two pipeline ranks that reduce the gradients of a tied embedding.
+
+    None if one rank holds both copies.
     """
     first, last = layout.rank_of(0), layout.rank_of(layout.num_virtual_stages - 1)
     return (first, last) if first != last else ()
 
 
 def fixed_price(rank: int, layout: ParallelLayout, zero: int, price_cache: PriceCache) -> EndCosts:
-    """What `rank` pays for embedding, head and transfers."""
-    b, mesh, sharding = layout.micro_batch_size, layout.mesh, layout.sharding
-    time_s = (
-        rank_receives(rank, layout, price_cache).value_s + rank_edges(layout, price_cache).value_s
-    )
+    """Returns the costs of `rank` for embedding, head and transfers."""
+    b = layout.micro_batch_size
+    mesh = layout.mesh
+    sharding = layout.sharding
+    time_s = rank_receives(rank, layout, price_cache).value_s
+    time_s += rank_edges(layout, price_cache).value_s
     outside = prices_of(layout, price_cache)
-    tail_s = (
-        outside.tied_reduction(mesh, sharding).value_s
-        if price_cache.tied and rank in tied_ends(layout)
-        else 0.0
-    )
+    tail_s = 0.0
+    if price_cache.tied and rank in tied_ends(layout):
+        tail_s = outside.tied_reduction(mesh, sharding).value_s
     table = price_cache.shared_table_bytes(mesh, sharding)
     states = gradients = ideal = ideal_held = saved = used_up = waiting = host = 0.0
     held_bytes = sent_bytes(rank, layout, price_cache) + table
@@ -129,27 +126,24 @@ def fixed_price(rank: int, layout: ParallelLayout, zero: int, price_cache: Price
     workspaces = dict.fromkeys(LayerKind, -np.inf)
     for kind in end_kinds(rank, layout):
         data = outside.data_parallel(kind, b, mesh, sharding, zero)
-        kept = price_cache.activations(kind, b, sharding)
+        size = price_cache.activations(kind, b, sharding)
         held = outside.states(kind, mesh, sharding, zero)
         time_s += price_cache.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
-        states, ideal, step_copies = (
-            states + held.states.total,
-            ideal + sum(held.ideal),
-            step_copies + held.step_copies,
-        )
-        saved, host, gradients = (
-            saved + kept.saved,
-            host + held.host,
-            gradients + held.states.gradients,
-        )
-        held_bytes += stashes(kind, rank, layout) * kept.saved
-        ideal_held += stashes(kind, rank, layout) * kept.ideal_saved
-        workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
-        used_up += kept.saved * (kind is LayerKind.HEAD and not layout.splits_backward)
-        waiting += price_cache.waiting_bytes(kind, b, sharding) * (
-            kind is LayerKind.HEAD and layout.splits_backward
-        )
+        states += held.states.total
+        gradients += held.states.gradients
+        ideal += sum(held.ideal)
+        step_copies += held.step_copies
+        saved += size.saved
+        host += held.host
+        held_bytes += stashes(kind, rank, layout) * size.saved
+        ideal_held += stashes(kind, rank, layout) * size.ideal_saved
+        workspaces[kind] = size.workspace
+        buffer = max(buffer, held.zero_buffer)
+        if kind is LayerKind.HEAD and layout.splits_backward:
+            waiting += price_cache.waiting_bytes(kind, b, sharding)
+        elif kind is LayerKind.HEAD:
+            used_up += size.saved
     workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(mesh, sharding)
     return EndCosts(
         time_s=time_s,
@@ -173,13 +167,16 @@ def fixed_price(rank: int, layout: ParallelLayout, zero: int, price_cache: Price
 def block_prices(
     options: tuple[LayerOption, ...], layout: ParallelLayout, price_cache: PriceCache
 ) -> BlockCosts:
-    """The costs of a block of `layout` on each option at the option's ZeRO stage."""
-    time_s, nothing = column_of(options, "time_s"), np.zeros(len(options))
+    """Returns the costs of a block of `layout` on each option at its ZeRO stage."""
+    time_s = column_of(options, "time_s")
     if layout.chunked:
-        return BlockCosts(options=options, **dict.fromkeys(_ARRAYS, nothing) | {"time_s": time_s})
-    b, mesh, block = layout.micro_batch_size, layout.mesh, LayerKind.BLOCK
+        zeros = dict.fromkeys(_ARRAYS, np.zeros(len(options)))
+        return BlockCosts(options=options, **zeros | {"time_s": time_s})
+    b = layout.micro_batch_size
+    mesh = layout.mesh
+    block = LayerKind.BLOCK
     ways = list(dict.fromkeys((option.sharding, option.zero) for option in options))
-    own = np.array([ways.index((option.sharding, option.zero)) for option in options])
+    way = np.array([ways.index((option.sharding, option.zero)) for option in options])
     data = [price_cache.data_parallel(block, b, mesh, sharding, zero) for sharding, zero in ways]
     held = [price_cache.states(block, mesh, sharding, zero) for sharding, zero in ways]
     waiting = [
@@ -201,20 +198,21 @@ def block_prices(
         longer_s=np.array([time.backward_s - time.forward_s for time in timed] or none),
         whole_saved=np.array([float(size.saved) for size in whole] or none),
         whole_workspace=np.array([float(size.workspace) for size in whole] or none),
-        time_s=time_s + column_of(data, "per_micro_batch_s")[own],
-        tail_s=column_of(data, "per_step_s")[own],
-        states=np.array([float(layer.states.total) for layer in held])[own],
-        gradients=np.array([float(layer.states.gradients) for layer in held])[own],
-        ideal_states=np.array([sum(layer.ideal) for layer in held])[own],
-        zero_buffer=column_of(held, "zero_buffer")[own],
-        step_copies=column_of(held, "step_copies")[own],
-        waiting=np.array(waiting)[own],
+        time_s=time_s + column_of(data, "per_micro_batch_s")[way],
+        tail_s=column_of(data, "per_step_s")[way],
+        states=np.array([float(layer.states.total) for layer in held])[way],
+        gradients=np.array([float(layer.states.gradients) for layer in held])[way],
+        ideal_states=np.array([sum(layer.ideal) for layer in held])[way],
+        zero_buffer=column_of(held, "zero_buffer")[way],
+        step_copies=column_of(held, "step_copies")[way],
+        waiting=np.array(waiting)[way],
     )
 
 
 def unbeaten_options(block: BlockCosts) -> tuple[LayerOption, ...]:
-    """The options that no other with the same layout of the weights beats or equals in every cost;
-    of equals the first.
+    """Returns the options that no other with the same layout of the weights dominates.
+
+    All costs are compared; the first of equals remains.
     """
     weight_layouts = list(dict.fromkeys(option.weight_layout for option in block.options))
     per_option = [
@@ -252,8 +250,9 @@ def unbeaten_options(block: BlockCosts) -> tuple[LayerOption, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixCosts:
-    """Costs of the blocks of mixes, by row; `waiting` and `whole_saved` are of the longest chunk,
-    `zero_buffer` is the largest.
+    """Costs of the blocks of mixes, by row.
+
+    `waiting` and `whole_saved` are those of the longest chunk, `zero_buffer` is the largest.
     """
 
     time_s: Array
@@ -272,7 +271,7 @@ _OF_RANK = ("time_s", "tail_s", "recompute_s", "longer_s", "states", "ideal_stat
 
 
 def sums_of(mixes: Mixes, every: BlockCosts) -> MixCosts:
-    """The sums over the blocks of mixes, whose options are among those of `every`."""
+    """Returns the sums over the blocks of mixes, whose options are among those of `every`."""
     block = every.of(mixes.options)
     totals = mixes.counts.astype(np.float64) @ np.stack(
         [getattr(block, name) for name in _OF_RANK], axis=1

@@ -19,7 +19,8 @@ from parplan.costmodels.operators.host_launch import layouts_of
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import AHEAD, actions, in_flight
 from parplan.costmodels.schedules.simulator import StageCost
-from parplan.costmodels.step import RankTime, StepPrice, closed_form_s, norm_and_loss, replayed
+from parplan.costmodels.stage_costs import norm_and_loss
+from parplan.costmodels.step import RankTime, StepPrice, closed_form_s, replayed
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.costmodels.usage.redundancy import RedundantBytes
 from parplan.planner.traced.range_tables import RangeTables

@@ -15,7 +15,7 @@ from parplan.costmodels.step import closed_form_s
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.master import Master, evaluate, lower_bound_s, redundancy_bound_bytes
 from parplan.planner.request import SolverName
-from parplan.planner.stage_columns.columns import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.units import MIB
 from tests.helpers.cases import mostly_slow
 

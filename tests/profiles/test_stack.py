@@ -14,7 +14,7 @@ from parplan.costmodels.operators.kernels import MISALIGNED, misaligned
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.step import transfer_time
+from parplan.costmodels.stage_costs import transfer_time
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import (

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from parplan.costmodels.chunks.chunk_memory import device_memory
 from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.step import StepCosts, price_step, simulated_step, step_costs
+from parplan.costmodels.stage_costs import StepCosts, step_costs
+from parplan.costmodels.step import price_step, simulated_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.search.search_session import ROUNDING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.costmodels.chunks.accesses import MomentSpan, layer_passes, uses
+from parplan.costmodels.chunks.accesses import MomentSpan, group_uses, layer_passes
 from parplan.costmodels.chunks.chunk_layout import SizedTensor, pack
 from parplan.costmodels.chunks.chunk_operations import ChunkedBlocks
 from parplan.costmodels.schedules.actions import ActionKind
@@ -73,7 +73,7 @@ def test_a_chunk_that_two_blocks_share_is_used_in_the_passes_of_both_and_its_gra
     group = group_of([0, 1, 2], elements=1, group_elements=2)
     moments = moments_of(chunked([HOST] * 3, m=2, ends=False))  # F0 F1 F2 B2 B1 B0, twice
 
-    found = uses([group], moments, in_parameters=False)
+    found = group_uses([group], moments, in_parameters=False)
 
     assert [one.touched[:4] for one in found] == [
         (0, 5, 6, 11),
@@ -91,7 +91,7 @@ def test_blocks_of_several_ranks_share_no_communication_group_even_where_both_wo
     group = group_of([0, 1], elements=1, group_elements=6, ranks=2)
     moments = moments_of(chunked([HOST] * 2, m=1, ends=False))
 
-    found = uses([group], moments, in_parameters=True)
+    found = group_uses([group], moments, in_parameters=True)
 
     assert [one.touched for one in found] == [(0, 3), (1, 2)]
     assert [one.spans for one in found] == [
@@ -106,7 +106,9 @@ def test_gradients_over_parameters_keep_a_chunk_from_the_first_of_them_to_the_la
     moments = moments_of(chunked([HOST, DEV, HOST], m=1, ends=False))
     other = group_of([1], elements=2, group_elements=12, home=DEV)
 
-    apart, over = (uses([group, other], moments, in_parameters=way)[0] for way in (False, True))
+    apart, over = (
+        group_uses([group, other], moments, in_parameters=way)[0] for way in (False, True)
+    )
 
     assert apart.runs == (MomentSpan(3, 3), MomentSpan(5, 5))
     assert over.runs == (MomentSpan(3, 5),)
@@ -115,7 +117,7 @@ def test_gradients_over_parameters_keep_a_chunk_from_the_first_of_them_to_the_la
 
 def test_gradients_of_two_micro_batches_are_apart_even_where_one_chunk_is_used_again_at_once():
     moments = moments_of(chunked([HOST] * 4, pp=4, m=8), rank=0)
-    (one,) = uses([group_of([0], elements=1, group_elements=3)], moments, in_parameters=False)
+    (one,) = group_uses([group_of([0], elements=1, group_elements=3)], moments, in_parameters=False)
 
     assert len(one.runs) == 8
     assert one.spans == (MomentSpan(0, 15),)

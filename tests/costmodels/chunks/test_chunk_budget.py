@@ -10,7 +10,7 @@ import pytest
 
 from parplan.costmodels.chunks import chunk_budget as room
 from parplan.costmodels.chunks.accesses import layer_passes
-from parplan.costmodels.chunks.chunk_budget import besides_chunks
+from parplan.costmodels.chunks.chunk_budget import non_chunk_bytes
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.recompute import Recompute
@@ -92,7 +92,7 @@ def test_the_same_with_gradients_that_are_freed_and_messages_that_are_kept():
 @pytest.mark.usefixtures("large_tensors_alone")
 def test_activations_grow_block_by_block_and_are_freed_the_same_way():
     prices, strategy = BOOKS["mixed"], chunked([HOST] * 4, m=2, recompute=Recompute.NONE)
-    found = besides_chunks(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
+    found = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
     saved = layer_activations(strategy.stages[0][1], strategy.layout, prices).saved
 
     steps = [after - before for before, after in zip(found.rests, found.rests[1:], strict=False)]
@@ -106,7 +106,7 @@ def test_activations_grow_block_by_block_and_are_freed_the_same_way():
 @pytest.mark.usefixtures("large_tensors_alone")
 def test_the_pass_of_the_head_is_a_gap_and_the_logits_are_in_it_alone():
     prices, strategy = BOOKS["mixed"], chunked([HOST] * 4, m=1, b=8)
-    found = besides_chunks(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
+    found = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
     head = layer_activations(strategy.stages[0][-1], strategy.layout, prices)
 
     handed = TINY.hidden_size * MIXED.seq_length * 8 * 2  # which the head keeps
@@ -119,7 +119,7 @@ def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
     stack = load_stack("parplan")
     strategy = chunked([HOST] * 4, pp=2, m=4)
     kept, dropped = (
-        besides_chunks(
+        non_chunk_bytes(
             strategy,
             0,
             tuple(layer_passes(strategy, 0)),
@@ -143,7 +143,7 @@ def test_what_fsdp2_gathers_of_embedding_and_head_is_there_in_their_passes_alone
     """
     prices, sharding = BOOKS["mixed"], chunked([HOST]).layout.sharding
     one, two = (
-        besides_chunks(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
+        non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
         for strategy in (chunked([HOST] * 4, pp=pp, m=2), chunked([HOST] * 4, pp=pp, dp=2, m=2))
     )
     outside = [LayerKind.EMBEDDING] + [LayerKind.HEAD] * (pp == 1)
@@ -169,11 +169,11 @@ def test_norms_keep_two_numbers_of_a_token_unless_they_are_recomputed_and_the_ba
     for recompute, kept in ((Recompute.NONE, per_block), (Recompute.FULL, 0)):
         strategy = chunked([HOST] * 2, m=3, recompute=recompute)
         passes = tuple(layer_passes(strategy, 0))
-        found = besides_chunks(strategy, 0, passes, prices)
+        found = non_chunk_bytes(strategy, 0, passes, prices)
         with pytest.MonkeyPatch.context() as patch:
             for name in ("IDS_BYTES", "NORM_BYTES"):
                 patch.setattr(room, name, 0)
-            without = besides_chunks(strategy, 0, passes, prices)
+            without = non_chunk_bytes(strategy, 0, passes, prices)
 
         assert [a - b for a, b in zip(found.rests, without.rests, strict=True)][:2] == [
             room.IDS_BYTES * 3 * tokens + kept * blocks for blocks in (1, 2)

@@ -326,7 +326,7 @@ def test_clean_copies_move_gradients_alone_and_chunks_that_stay_are_fetched_once
         none = (0,) * 16 * m
         return NonChunkBytes(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
 
-    monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.besides_chunks", nothing_besides)
+    monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.non_chunk_bytes", nothing_besides)
     prices, strategy = BOOKS[training], chunked([HOST] * 8, m=m)
     found = schedule(strategy, prices=prices)
     chunk = 2 * found.groups[0].chunk_layout.chunk_elements
@@ -412,7 +412,7 @@ def test_a_schedule_that_splits_the_backward_is_refused():
 def test_moving_ops_apart_changes_no_op_and_no_byte(monkeypatch, more):
     strategy = chunked([DEV, OPT, HOST, HOST, HOST, HOST, HOST, HOST], dp=2, m=3)
     apart = schedule(strategy, prices=BOOKS["mixed"], more=more)
-    monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.moved_apart", lambda *_: {})
+    monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.issue_moments", lambda *_: {})
     at_once = schedule(strategy, prices=BOOKS["mixed"], more=more)
 
     for one, other in zip(apart.moments, at_once.moments, strict=True):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parplan.costmodels.chunks.chunk_budget import NonChunkBytes
 from parplan.costmodels.chunks.chunk_operations import ChunkAction
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
-from parplan.costmodels.chunks.copy_streams import Stream, StreamCosts, exposed
+from parplan.costmodels.chunks.copy_streams import Stream, StreamCosts, run_streams
 from parplan.costmodels.host.state_location import Eviction
 from parplan.costmodels.schedules.actions import ActionKind
 from tests.helpers.chunked import BOOKS, DEV, HOST, OPT, chunked, chunks_of_blocks, schedule
@@ -41,7 +41,7 @@ def alone(monkeypatch):
         none = (0,) * sum(one.block is not None for one in passes)
         return NonChunkBytes(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
 
-    monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.besides_chunks", nothing)
+    monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.non_chunk_bytes", nothing)
 
 
 def two_blocks(more, homes=(HOST, HOST), **layout):
@@ -54,7 +54,7 @@ def test_with_room_for_one_chunk_every_copy_is_waited_for():
     the update behind the step.
     """
     found = two_blocks(0.0)
-    run = exposed(found, costs_of(found))
+    run = run_streams(found, costs_of(found))
 
     assert [(one.op.does, one.start_s, one.end_s) for one in run.transfers] == [
         (ChunkAction.FETCH, 0, 1),
@@ -70,7 +70,7 @@ def test_with_room_for_one_chunk_every_copy_is_waited_for():
 @pytest.mark.usefixtures("alone")
 def test_with_room_for_two_only_the_first_copy_and_the_last_are_waited_for():
     found = two_blocks(1.0)
-    run = exposed(found, costs_of(found, host_adam_s=4.0))
+    run = run_streams(found, costs_of(found, host_adam_s=4.0))
 
     assert [(one.op.does, one.start_s, one.end_s) for one in run.transfers] == [
         (ChunkAction.FETCH, 0, 1),
@@ -89,7 +89,7 @@ def test_the_update_goes_chunk_by_chunk_and_chunks_return_while_the_next_is_upda
     """
     found = two_blocks(1.0, homes=(OPT, OPT))
 
-    late = exposed(found, costs_of(found, host_adam_s=4.0))
+    late = run_streams(found, costs_of(found, host_adam_s=4.0))
     assert [(one.op.does, one.start_s, one.end_s) for one in late.transfers] == [
         (ChunkAction.SEND, 7, 8),
         (ChunkAction.SEND, 10, 11),
@@ -97,10 +97,10 @@ def test_the_update_goes_chunk_by_chunk_and_chunks_return_while_the_next_is_upda
         (ChunkAction.RETURN, 19, 20),
     ]
     assert late.tail_s == 10
-    soon = exposed(found, costs_of(found, host_adam_s=4.0, waits_for_all=False))
+    soon = run_streams(found, costs_of(found, host_adam_s=4.0, waits_for_all=False))
     assert [one.end_s for one in soon.transfers] == [8, 11, 15, 19]
     mixed = two_blocks(1.0, homes=(DEV, OPT))
-    assert exposed(
+    assert run_streams(
         mixed, costs_of(mixed, host_adam_s=4.0, device_adam_s=7.0)
     ).tail_s == pytest.approx(7.0)
 
@@ -109,7 +109,7 @@ def test_the_update_goes_chunk_by_chunk_and_chunks_return_while_the_next_is_upda
 def test_passes_of_embedding_and_head_are_a_window_for_copies_too():
     found = two_blocks(0.0)
     ends = {(F, 0): (1.5, 0.0), (B, 0): (0.25, 0.5)}
-    run = exposed(found, costs_of(found, ends_s=ends))
+    run = run_streams(found, costs_of(found, ends_s=ends))
 
     assert run.compute_s == 10 + 2.25
     assert run.actions_s == {(F, 0, 0): 2, (B, 0, 0): 2}
@@ -121,7 +121,7 @@ def test_passes_of_embedding_and_head_are_a_window_for_copies_too():
 def test_own_chunks_come_before_they_are_gathered_and_gradients_are_reduced_before_they_are_sent():
     with chunks_of_blocks(0.5):
         found = schedule(chunked((HOST, HOST, HOST), dp=2, m=2, ends=False), prices=BOOKS["mixed"])
-    run = exposed(found, costs_of(found, gather_s=5.0, reduce_s=6.0))
+    run = run_streams(found, costs_of(found, gather_s=5.0, reduce_s=6.0))
     ends = {}
     for one in run.transfers:
         before = {ChunkAction.GATHER: ChunkAction.FETCH, ChunkAction.SEND: ChunkAction.REDUCE}.get(
@@ -168,7 +168,7 @@ def cases(draw):
 @settings(max_examples=20, deadline=None)
 def test_a_step_is_never_shorter_than_any_stream_and_never_longer_than_all_in_a_row(case):
     found, costs = case
-    run = exposed(found, costs)
+    run = run_streams(found, costs)
     busy = [run.compute_s, *(run.busy_s(stream) for stream in Stream)]
     updates = sum(group.chunk_layout.num_groups for group in found.groups) * (
         costs.host_adam_s + costs.device_adam_s
@@ -189,7 +189,7 @@ def test_faster_copies_never_make_a_step_longer(case, faster):
         costs, in_bytes_per_s=costs.in_bytes_per_s * faster, gather_s=costs.gather_s / faster
     )
 
-    assert exposed(found, quick).step_s <= exposed(found, costs).step_s + 1e-9
+    assert run_streams(found, quick).step_s <= run_streams(found, costs).step_s + 1e-9
 
 
 @given(cases())
@@ -207,7 +207,7 @@ def test_without_copies_a_step_is_compute_and_the_update_and_without_compute_the
         reduce_s=0.0,
         device_adam_s=0.0,
     )
-    run = exposed(found, endless)
+    run = run_streams(found, endless)
     assert run.step_s == pytest.approx(run.compute_s + count * costs.host_adam_s)
 
     blocks = costs.forward_s
@@ -219,7 +219,7 @@ def test_without_copies_a_step_is_compute_and_the_update_and_without_compute_the
         in_bytes_per_s=costs.in_bytes_per_s,
         host_adam_s=0.0,
     )
-    run = exposed(found, only_in)
+    run = run_streams(found, only_in)
     assert run.step_s == pytest.approx(run.busy_s(Stream.IN))
 
 
@@ -229,6 +229,6 @@ def test_room_hides_copies_that_a_full_device_waits_for():
     roomy = rank_chunks(
         strategy, 0, prices, eviction=Eviction.OPT, device_bytes=int(1.3 * tight.device_bytes)
     )
-    waits = [exposed(found, costs_of(found, chunk_s=0.5)).step_s for found in (tight, roomy)]
+    waits = [run_streams(found, costs_of(found, chunk_s=0.5)).step_s for found in (tight, roomy)]
 
     assert waits[1] < waits[0]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parplan.costmodels.chunks.eviction import Residency, stays
+from parplan.costmodels.chunks.eviction import Residency, residencies
 from parplan.costmodels.host.state_location import Eviction
 
 
@@ -66,14 +66,14 @@ def one_by_one(needs, room, policy, key):
 def test_opt_fetches_as_little_as_any_choice_can_whatever_the_room(case):
     needs, room = case
 
-    assert len(stays(needs, room, Eviction.OPT)) == fewest(needs, room)
+    assert len(residencies(needs, room, Eviction.OPT)) == fewest(needs, room)
 
 
 @given(sequences(chunks=12, slots=40))
 @settings(max_examples=80, deadline=None)
 def test_opt_never_fetches_more_than_lru_or_fifo(case):
     needs, room = case
-    found = {policy: len(stays(needs, room, policy)) for policy in Eviction}
+    found = {policy: len(residencies(needs, room, policy)) for policy in Eviction}
 
     assert found[Eviction.OPT] <= min(found[Eviction.LRU], found[Eviction.FIFO])
 
@@ -92,7 +92,7 @@ def test_lru_gives_up_what_was_used_longest_ago_and_fifo_what_came_first(case):
 
     for policy, key in keys.items():
         assert sorted(
-            (one.chunk, one.first, one.last) for one in stays(needs, room, policy)
+            (one.chunk, one.first, one.last) for one in residencies(needs, room, policy)
         ) == one_by_one(needs, room, policy, key)
 
 
@@ -101,7 +101,7 @@ def test_lru_gives_up_what_was_used_longest_ago_and_fifo_what_came_first(case):
 def test_what_is_needed_is_there_once_and_never_more_than_there_is_room_for(case, policy, forgets):
     needs, room = case
     there = [Counter() for _ in needs]
-    for one in stays(needs, room, policy, forgets=forgets):
+    for one in residencies(needs, room, policy, forgets=forgets):
         for slot in range(one.first, one.last + 1):
             there[slot][one.chunk] += 1
 
@@ -115,18 +115,23 @@ def test_what_is_needed_is_there_once_and_never_more_than_there_is_room_for(case
 def test_room_that_shrinks_makes_the_farthest_use_go_first_and_the_others_stay():
     needs, room = [[0], [1], [2], [], [2], [1], [0]], [3, 3, 3, 2, 3, 3, 3]
 
-    assert stays(needs, room, Eviction.OPT) == (
+    assert residencies(needs, room, Eviction.OPT) == (
         Residency(0, 0, 0),
         Residency(1, 1, 5),
         Residency(2, 2, 4),
         Residency(0, 6, 6),
     )
-    assert [one.chunk for one in stays(needs, room, Eviction.FIFO)] == [0, 1, 2, 0]
-    assert [one.chunk for one in stays(needs, [3, 3, 3, 2, 2, 2, 3], Eviction.LRU)] == [0, 1, 2, 0]
+    assert [one.chunk for one in residencies(needs, room, Eviction.FIFO)] == [0, 1, 2, 0]
+    assert [one.chunk for one in residencies(needs, [3, 3, 3, 2, 2, 2, 3], Eviction.LRU)] == [
+        0,
+        1,
+        2,
+        0,
+    ]
 
 
 def test_a_chunk_is_given_up_behind_the_use_after_which_it_will_not_be_there():
-    assert stays([[0], [1], [2], [1], [0]], [2] * 5, Eviction.OPT) == (
+    assert residencies([[0], [1], [2], [1], [0]], [2] * 5, Eviction.OPT) == (
         Residency(0, 0, 0),
         Residency(1, 1, 3),
         Residency(2, 2, 2),
@@ -138,5 +143,5 @@ def test_a_chunk_is_given_up_behind_the_use_after_which_it_will_not_be_there():
 def test_chunks_that_are_void_after_their_last_use_make_room_at_once(policy):
     needs = [[1], [0], [2], [1]]
 
-    assert len(stays(needs, [2] * 4, policy)) == 4
-    assert len(stays(needs, [2] * 4, policy, forgets=True)) == 3
+    assert len(residencies(needs, [2] * 4, policy)) == 4
+    assert len(residencies(needs, [2] * 4, policy, forgets=True)) == 3

@@ -16,7 +16,8 @@ from parplan.costmodels.layers.sub_pipeline import HalfTime, block_s, pace_s, ro
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.step import price_step, step_costs
+from parplan.costmodels.stage_costs import step_costs
+from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.costmodels.usage.rank_traffic import rank_traffic
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus

@@ -10,7 +10,7 @@ from parplan.costmodels.communication.collectives import Collective, collective_
 from parplan.costmodels.communication.mesh import Mesh, place_axis
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.step import step_costs
+from parplan.costmodels.stage_costs import step_costs
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import Machine, analytic_profile

@@ -1,0 +1,276 @@
+"""The prices of a pipeline rank's mixes, with its embedding and head.
+
+A rank runs its blocks on a mix of the catalogue's options, each at a ZeRO stage
+(planner/layer_options/mixes.py). The price is a sum over layers, so the mixes of n blocks are
+priced at once, vectorised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.memory.peak_candidates import PeakCandidate, moments
+from parplan.costmodels.memory.rank_memory import (
+    gradients_come_and_go,
+    occupied_bytes,
+    peaks,
+    stashes,
+)
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.schedules.hidden_recompute import plain_and_ramp
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.dominance import Array
+from parplan.planner.layer_options.mixes import (
+    Mixes,
+    chains,
+    column_of,
+    near_mixes,
+    widest_mixes,
+)
+from parplan.planner.stage_columns.mix_peaks import MixPeaks
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_prices import (
+    BlockCosts,
+    EndCosts,
+    MixCosts,
+    end_kinds,
+    fixed_price,
+    sums_of,
+)
+from parplan.profiles.models.operator_graph import LayerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedMixes:
+    """Prices of mixes of one block count, by row; seconds are those of `StageColumn`.
+
+    zero         the ZeRO stage of embedding and head
+    mixed        the blocks of a mix may have two ZeRO stages
+    allocated    bytes of tensors at the peak
+    redundant    redundant bytes
+    """
+
+    mixes: Mixes
+    zero: int
+    mixed: bool
+    time_s: Array
+    tail_s: Array
+    plain_s: Array
+    ramp_s: Array
+    allocated: Array
+    redundant: Array
+
+
+class MixPrices:
+    """Prices the mixes of one pipeline rank of a layout.
+
+    ends    the prices of its embedding and head
+    """
+
+    def __init__(
+        self, rank: int, layout: ParallelLayout, table: MixTable, ends: PriceCache | None = None
+    ) -> None:
+        self.rank = rank
+        self.layout = layout
+        self.table = table
+        self.ends = ends or table.price_cache
+        self.stages = table.zero_stages(layout)
+        self.fixed = {zero: fixed_price(rank, layout, zero, self.ends) for zero in self.stages}
+        self.block = table.per_block(layout, rank)
+        self.stashes = stashes(LayerKind.BLOCK, rank, layout)
+        self._of_moments = KeyedCache()
+        self._peaks = peaks(rank, layout) if layout.splits_backward else ()
+        self._moments: tuple[PeakCandidate, ...] = (PeakCandidate(self.stashes),)
+        if layout.recomputes_ahead:
+            self._moments = moments(rank, layout)
+
+    @cached_property
+    def _freed(self) -> MixPeaks | None:
+        """The peaks of mixes if gradients come and go, else None.
+
+        Chunks have a separate account of freed gradients (costmodels/chunks/chunk_budget.py).
+        """
+        if self.layout.chunked or not gradients_come_and_go(self.layout, self.ends):
+            return None
+        return MixPeaks(self.rank, self.layout, self.block, self.fixed, self.ends)
+
+    @property
+    def looks_up(self) -> bool:
+        """True if the host holds the token table of this rank."""
+        return self.ends is not self.table.price_cache
+
+    @property
+    def end_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that embedding and head may have.
+
+        A rank with neither has a single one.
+        """
+        return self.stages if end_kinds(self.rank, self.layout) else self.stages[-1:]
+
+    def candidates(self, num_blocks: int) -> list[PricedMixes]:
+        """Returns mixes at one ZeRO stage, with embedding and head, and mixes of two stages.
+
+        The latter exist if there are several stages.
+        """
+        candidates = [
+            self.priced(self.table.get(self.layout, self.rank, num_blocks, zero), zero)
+            for zero in self.stages
+        ]
+        if len(self.stages) > 1:
+            mixes = self._mixed(num_blocks)
+            sums = sums_of(mixes, self.block)
+            candidates += [
+                self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages
+            ]
+        return candidates
+
+    def _mixed(self, num_blocks: int) -> Mixes:
+        options = self._unbeaten_blocks.options
+        virtual_stages = self.layout.virtual_stages
+        return self.table.once(
+            ("mixed", options, self._chains, virtual_stages, num_blocks),
+            lambda: near_mixes(options, self._chains, num_blocks, virtual_stages),
+        )
+
+    @cached_property
+    def _unbeaten_blocks(self) -> BlockCosts:
+        return self.table.unbeaten_blocks(self.layout, self.rank)[0]
+
+    @cached_property
+    def _chains(self) -> tuple[tuple[int, ...], ...]:
+        """The chains of the seconds and bytes that a block adds to the step and the peak."""
+        block = self._unbeaten_blocks
+        step_s = self.layout.num_micro_batches * block.time_s + block.tail_s
+        in_flight = self.stashes / self.layout.virtual_stages
+        held = (
+            block.states
+            + self._spare(block.step_copies)
+            + in_flight * column_of(block.options, "saved_bytes")
+        )
+        return tuple(map(tuple, chains(block.options, step_s, held)))
+
+    def _spare(self, step_copies: Array | float) -> Array:
+        """Bytes for the copies of the optimizer's step.
+
+        They are free of the share that the allocator holds in addition to tensors.
+        """
+        share = self.table.price_cache.training.stack.allocator_share
+        spare: Array = np.asarray(step_copies / (1 + share))
+        return spare
+
+    def priced(
+        self, mixes: Mixes, zero: int, *, mixed: bool = False, sums: MixCosts | None = None
+    ) -> PricedMixes:
+        """Returns the prices of mixes with embedding and head at stage `zero`.
+
+        sums    the costs of the mixes' blocks, if they are known
+        """
+        fixed = self.fixed[zero]
+        blocks = sums or sums_of(mixes, self.block)
+        running = self.running(mixes, zero, blocks)
+        buffers = np.maximum(blocks.zero_buffer, fixed.zero_buffer)
+        held = fixed.states + blocks.states + self.stashes * mixes.saved_bytes + fixed.held
+        ideal = (
+            fixed.ideal_states
+            + blocks.ideal_states
+            + self.stashes * mixes.ideal_saved_bytes
+            + fixed.ideal_held
+        )
+        allocated = held + running + buffers
+        time_s = blocks.time_s + fixed.time_s + mixes.last_s
+        plain_s, ramp_s = plain_and_ramp(
+            self.layout.schedule,
+            self.rank,
+            self.layout.mesh.pp,
+            time_s,
+            blocks.recompute_s,
+            blocks.longer_s,
+        )
+        apart = self._freed.apart_bytes(mixes, zero, running + buffers) if self._freed else 0.0
+        return PricedMixes(
+            mixes=mixes,
+            zero=zero,
+            mixed=mixed,
+            time_s=time_s,
+            tail_s=blocks.tail_s + fixed.tail_s,
+            plain_s=plain_s,
+            ramp_s=ramp_s,
+            allocated=allocated - apart + self._spare(fixed.step_copies + blocks.step_copies),
+            redundant=allocated - ideal,
+        )
+
+    def running(self, mixes: Mixes, zero: int, sums: MixCosts | None = None) -> Array:
+        """Bytes at the peak beyond states and the most stashes.
+
+        (costmodels/memory/peak_candidates.py)
+        """
+        fixed = self.fixed[zero]
+        blocks = sums or sums_of(mixes, self.block)
+        saved = mixes.saved_bytes
+        whole = blocks.whole_saved
+        inside = self._temporaries(mixes.workspace_bytes, saved, blocks.waiting, fixed)
+        inside = inside + mixes.window_bytes
+        if not self.layout.recomputes_ahead:
+            return inside
+        workspace = widest_mixes(mixes.counts, self.block.of(mixes.options).whole_workspace)
+        alone = self._temporaries(workspace, whole, np.zeros_like(saved), fixed)
+        levels = [
+            (moment.stashes - self.stashes) * (saved + fixed.saved)
+            + moment.remade * (whole - saved)
+            + (alone if moment.alone else inside)
+            for moment in self._moments
+        ]
+        peak: Array = np.max(levels, axis=0)
+        return peak
+
+    def _temporaries(
+        self, workspace: Array, saved: Array, waiting: Array, fixed: EndCosts
+    ) -> Array:
+        """Bytes of the largest layer's temporaries, and of waiting weight gradients.
+
+        The latter exist in a split backward pass (costmodels/memory/rank_memory.py).
+        """
+        freed = 0.0 if self._peaks else saved
+        of_layers = np.maximum(workspace, fixed.embedding_workspace - freed) - fixed.used_up
+        largest: Array = np.maximum(of_layers, fixed.head_workspace)
+        if not self._peaks:
+            return largest
+        fullest: Array = np.max(
+            [held * saved + waits * waiting for held, waits in self._peaks], axis=0
+        )
+        return largest + fullest - self.stashes * saved + fixed.waiting
+
+    def host_fits(self, mixes: Mixes) -> npt.NDArray[np.bool_]:
+        """Returns for each mix whether a device's share of the host holds its bytes."""
+        fixed = self.fixed[self.stages[0]].host
+        fits: npt.NDArray[np.bool_] = (
+            self.stashes * mixes.host_bytes + fixed <= self.table.host_share_bytes
+        )
+        return fits
+
+    def column(self, priced: PricedMixes, row: int) -> StageColumn:
+        memory = occupied_bytes(
+            float(priced.allocated[row]), self.layout.mesh, self.table.price_cache
+        )
+        mix = tuple(
+            (option, int(count))
+            for option, count in zip(priced.mixes.options, priced.mixes.counts[row], strict=True)
+            if count
+        )
+        return StageColumn(
+            mix,
+            priced.zero,
+            float(priced.time_s[row]),
+            float(priced.tail_s[row]),
+            float(memory),
+            float(priced.redundant[row]),
+            float(priced.plain_s[row]),
+            float(priced.ramp_s[row]),
+            looks_up=self.looks_up,
+        )

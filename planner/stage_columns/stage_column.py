@@ -1,0 +1,105 @@
+"""A column: one way to run one pipeline rank; and the dominance between columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.dominance import Array
+from parplan.planner.host_options.state_locations import NOTHING, BlockLocations
+from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.stage_columns.stage_prices import end_kinds
+
+Mix = tuple[tuple[LayerOption, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageColumn:
+    """One way to run one rank: block counts by option, and the ZeRO stage of embedding and head.
+
+    time_s             of one micro-batch
+    tail_s             after the last micro-batch
+    memory_bytes       the peak of a device
+    redundant_bytes    per device
+    plain_s, ramp_s    the part of time_s without recompute, and in the ramps of the pipeline
+                       (costmodels/schedules/hidden_recompute.py)
+    homes              locations of the states of its blocks, in a layout with chunks
+    looks_up           the host holds its token table
+    corner             part of a bound: only averages with other corners of `group` stand for plans
+    """
+
+    mix: Mix
+    zero: int
+    time_s: float
+    tail_s: float
+    memory_bytes: float
+    redundant_bytes: float
+    plain_s: float
+    ramp_s: float
+    homes: BlockLocations = NOTHING
+    looks_up: bool = False
+    corner: bool = False
+
+    @property
+    def group(self) -> tuple[int, int, bool]:
+        """Number of blocks, ZeRO stage of the ends and location of the token table.
+
+        All columns of an average share them.
+        """
+        return self.num_blocks, self.zero, self.looks_up
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(count for _, count in self.mix)
+
+    def alone_s(self, num_micro_batches: int) -> float:
+        """Seconds of all micro-batches of the rank and of its tail, for any other ranks."""
+        return num_micro_batches * self.time_s + self.tail_s
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimeLimit:
+    """The time limit of a rank: `repeats` micro-batches and its tail in `room_s` seconds."""
+
+    repeats: float
+    room_s: float
+
+    def within(self, time_s: Array, tail_s: Array | float) -> npt.NDArray[np.bool_]:
+        within: npt.NDArray[np.bool_] = self.repeats * time_s + tail_s <= self.room_s
+        return within
+
+
+def same_ends(rank: int, layout: ParallelLayout, column: StageColumn, rival: StageColumn) -> bool:
+    """True if either column may replace the other beside tied ends and a fixed token table."""
+    if not end_kinds(rank, layout):
+        return True
+    return (column.zero > 0) == (rival.zero > 0) and column.looks_up == rival.looks_up
+
+
+def unbeaten(columns: Sequence[StageColumn]) -> list[StageColumn]:
+    """Returns the undominated columns by time, tail, and seconds that count in the ramps.
+
+    Of equals, the one with the least memory remains.
+    """
+    values = np.array(
+        [[c.time_s, c.tail_s, c.plain_s, c.ramp_s, c.memory_bytes] for c in columns]
+    ).reshape(-1, 5)
+    return [columns[index] for index in unbeaten_rows(values)]
+
+
+def unbeaten_rows(values: Array) -> list[int]:
+    """Returns the rows that are undominated in every column but the last.
+
+    Of rows that are equal there, the one with the least last value remains.
+    """
+    kept: list[int] = []
+    best = np.empty((len(values), values.shape[1] - 1))
+    for row in np.lexsort(values.T[::-1]):
+        if not (best[: len(kept)] <= values[row, :-1]).all(axis=1).any():
+            best[len(kept)] = values[row, :-1]
+            kept.append(int(row))
+    return kept
