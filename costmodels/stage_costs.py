@@ -12,7 +12,8 @@ from parplan.costmodels.chunks.chunk_memory import prices_of
 from parplan.costmodels.chunks.chunk_time import chunk_time
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Axis, place_axis
-from parplan.costmodels.layers.layer_price import DataParallelTime, contention, summed_inside
+from parplan.costmodels.layers.data_parallel import DataParallelTime, summed_inside
+from parplan.costmodels.layers.layer_price import contention
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import rank_layers

@@ -30,7 +30,8 @@ from parplan.planner.master import MasterChoice
 from parplan.planner.request import OnProgress, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.chunk_columns import Columns, rank_columns
-from parplan.planner.stage_columns.columns import RankColumns, StageColumn
+from parplan.planner.stage_columns.columns import RankColumns
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.embedding_columns import ColumnMaker
 from parplan.planner.stage_columns.mix_table import MixTable
 

@@ -12,7 +12,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule, uniform_step_s
 from parplan.costmodels.stage_costs import receive_times, transfer_time
 from parplan.costmodels.step import closed_form_s, model_flops_utilization, price_step
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, weakest

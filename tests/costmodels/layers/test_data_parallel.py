@@ -17,7 +17,8 @@ from parplan.costmodels.layers.layer_price import CONTENTION, contention, price_
 from parplan.costmodels.layers.model_states import StateSharding, owned_parameters
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec

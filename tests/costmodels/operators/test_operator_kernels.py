@@ -17,7 +17,7 @@ from parplan.costmodels.operators.kernels import (
 )
 from parplan.costmodels.operators.operator_kernels import operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.catalog import load_model
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.transformer import build_graph

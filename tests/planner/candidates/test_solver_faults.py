@@ -25,7 +25,7 @@ from parplan.planner.plan.plan import plan_to_yaml, read_plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SearchOptions, SolverName
 from parplan.planner.solver import Unsolved
-from parplan.planner.stage_columns.columns import StageColumn
+from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.errors import SolverError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model

@@ -14,15 +14,15 @@ from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.step import price_step
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
-from parplan.planner.candidates.enumeration import enumerate_candidates
+from tests.helpers.planning import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import may_fit, redundancy_bound_bytes, time_bound
 from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, SearchOptions
 from parplan.planner.search.comparison import compare
-from parplan.planner.search.estimate import estimate_plan
-from parplan.planner.search.find_plan import find_plan
+from tests.helpers.planning import estimate_plan
+from tests.helpers.planning import find_plan
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.embedding_columns import EitherTable
 from parplan.planner.stage_columns.mix_table import MixTable
