@@ -213,7 +213,7 @@ def _deliver_front(
     """A plan file for every point, the table to the terminal, the picture; what cannot be written
     does not lose the table.
     """
-    from parplan.planner.plan.plan import write_plan
+    from parplan.planner.plan.plan_file import write_plan
     from parplan.planner.search.pareto import plan_paths
     from parplan.report.searches.front_table import front_document, print_front
     from parplan.report.text import console
@@ -339,7 +339,7 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
         search_options,
     )
     from parplan.planner.baselines.systems import baseline_names
-    from parplan.planner.plan.plan import read_plan
+    from parplan.planner.plan.plan_file import read_plan
     from parplan.planner.request import Constraints
     from parplan.planner.search.comparison import compare
     from parplan.report.searches.comparison_tables import comparison_document, print_comparison

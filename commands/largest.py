@@ -151,7 +151,7 @@ def _deliver(
     file.
     """
     from parplan.commands.requests.described import all_assumed, search_options
-    from parplan.planner.plan.plan import plan_to_yaml
+    from parplan.planner.plan.plan_file import plan_to_yaml
     from parplan.report.searches.largest_table import largest_document, print_largest
     from parplan.report.text import console
 
@@ -175,7 +175,7 @@ def _deliver(
 
 
 def _write(plan: Plan, output: Path) -> None:
-    from parplan.planner.plan.plan import write_plan
+    from parplan.planner.plan.plan_file import write_plan
 
     write_plan(plan, output)
     click.echo(f"wrote {output}, the plan of {plan.model.name}", err=True)

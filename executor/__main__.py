@@ -35,7 +35,8 @@ from parplan.executor.watch.run_recorder import RunFiles, collect
 from parplan.executor.watch.state_bytes import table
 from parplan.executor.watch.watch import SLACK_S, Watch, own_connection
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan
+from parplan.planner.plan.plan_file import read_any_plan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.documents.files import explained_file_errors
 from parplan.profiles.errors import ConfigError, PlannerError, RunError
 from parplan.profiles.models.module_trust import trusted_note

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.plan import plan as plans
 from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs import run_file as runs
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
@@ -97,7 +97,7 @@ def peaks(plan: Plan) -> list[tuple[float, float]]:
     """Predicted and measured bytes of every rank of a run of `plan`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.yaml"
-        plans.write_plan(plan, path)
+        write_plan(plan, path)
         subprocess.run(
             [
                 sys.executable,

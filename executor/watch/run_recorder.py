@@ -27,7 +27,13 @@ import torch.distributed as dist
 from parplan.executor.watch.allocated import PeakBytes
 from parplan.executor.watch.state_bytes import Row
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run, trace_ranks
+from parplan.planner.runs.run_account import (
+    RankMeasured,
+    RecordedStep,
+    TimedSteps,
+    make_run,
+    trace_ranks,
+)
 from parplan.planner.runs.run_file import ChunkMoved, RunEnvironment, RunFile, WorkSpan, write_run
 from parplan.profiles.documents.files import require_writable, write_text
 from parplan.profiles.errors import ConfigError
@@ -231,10 +237,12 @@ def collect(
         plan,
         environment(device),
         [replace(rank, ahead_s=ahead) for (rank, _), ahead in zip(found, offsets, strict=True)],
-        seconds=recorder.seconds,
-        losses=recorder.losses,
-        skipped=recorder.skipped,
-        warm_up=recorder.warm_up,
+        TimedSteps(
+            seconds=recorder.seconds,
+            losses=recorder.losses,
+            warm_up=recorder.warm_up,
+            skipped=recorder.skipped,
+        ),
         clock_error_s=error_s,
         date=date.today().isoformat(),
     )

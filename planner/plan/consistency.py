@@ -9,23 +9,20 @@ which is meant, so the plan is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.schedules.actions import check
 from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
+from parplan.planner.plan.pipeline_plan import PipelinePlan
+from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
+from parplan.planner.plan.prediction import Prediction
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
-
-if TYPE_CHECKING:
-    from parplan.planner.plan.pipeline_plan import PipelinePlan
-    from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
-    from parplan.planner.plan.prediction import Prediction
-    from parplan.planner.plan.traced_plan import TracedPlan
 
 _AGAIN = "make the plan again"
 IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]  # what only blocks in chunks offload

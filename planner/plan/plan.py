@@ -6,22 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
-
-import yaml
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import Eviction, StateLocation
-from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.plan.consistency import require_consistent
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
-from parplan.profiles.catalog import cluster_document, cluster_from_document
-from parplan.profiles.documents.files import write_text
-from parplan.profiles.documents.reader import Hints, read_yaml
-from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
@@ -189,108 +179,3 @@ class Plan:
     search: SearchRecord
     module: ModuleSource | None = None
     chunks: ChunkPlan | None = None
-
-
-def host_gib(plan: Plan) -> float:
-    """Of the host of the fullest node: what it holds for each of its devices. The ranks of a stage
-    follow each other.
-    """
-    per_stage, a_node = plan.mesh.dp * plan.mesh.tp, plan.cluster.gpus_per_node
-    held = [
-        plan.predicted.memory_gib[rank // per_stage].host for rank in range(plan.mesh.num_ranks)
-    ]
-    return max(sum(held[first : first + a_node]) for first in range(0, len(held), a_node))
-
-
-def layout_of(plan: Plan) -> ParallelLayout:
-    """The outer choices of a plan."""
-    pipeline = plan.pipeline
-    return ParallelLayout(
-        mesh=plan.mesh,
-        schedule=pipeline.schedule,
-        virtual_stages=pipeline.virtual_stages,
-        micro_batch_size=pipeline.micro_batch_size,
-        num_micro_batches=pipeline.num_micro_batches,
-        sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()),
-        actions=pipeline.actions,
-        tp_overlap=pipeline.tp_overlap,
-        chunked=plan.chunks is not None,
-    )
-
-
-class WrittenPlan(Protocol):
-    """What every kind of plan file has."""
-
-    @property
-    def cluster(self) -> Cluster: ...
-
-
-def plan_to_document(plan: WrittenPlan) -> dict[str, Any]:
-    """The plan as plain dicts, lists, strings and numbers: what the file holds."""
-    body: dict[str, Any] = document(plan)
-    body["cluster"] = cluster_document(plan.cluster)
-    return body
-
-
-def plan_to_yaml(plan: WrittenPlan) -> str:
-    """The plan as YAML; the same plan always gives the same text."""
-    return yaml.safe_dump(
-        plan_to_document(plan), sort_keys=False, default_flow_style=None, width=120
-    )
-
-
-def write_plan(plan: WrittenPlan, path: Path) -> None:
-    """Write the plan atomically: a reader sees the old file or the new one, never a part. Raises
-    ConfigError.
-    """
-    write_text(plan_to_yaml(plan), path, hint="choose another file with --output")
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a file. Raises ConfigError: not readable, not YAML, another version, unknown or
-    missing keys, parts that differ.
-    """
-    return plan_from_document(load_plan(path), str(path))
-
-
-def load_plan(path: Path) -> Any:
-    """What a file holds. Raises ConfigError: not readable, not YAML."""
-    return read_yaml(
-        path, hints=Hints("make a plan with: plan --model NAME --gpus N", "make the plan again")
-    )
-
-
-def plan_from_document(body: Any, where: str) -> Plan:
-    """The plan of what `plan_to_document` gives. Raises ConfigError with `where`, as `read_plan`
-    does.
-    """
-    if isinstance(body, dict) and "shards" in body:
-        raise ConfigError(
-            f"{where}: it is the plan of a traced module, this needs one of a described model",
-            hint="plan show and plan check --execute take plans of traced modules",
-        )
-    plan = parse(Plan, checked_document(body, where), where)
-    require_consistent(plan, where)
-    return plan
-
-
-def checked_document(body: Any, where: str) -> dict[str, Any]:
-    """The document of a plan of this version, with its cluster. Raises ConfigError."""
-    if not isinstance(body, dict):
-        raise ConfigError(
-            f"{where}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again"
-        )
-    version = body.get("plan_version")
-    found = "missing" if version is None else repr(version)
-    if version != PLAN_VERSION:
-        raise ConfigError(
-            f"{where}: plan_version is {found}, this parplan reads {PLAN_VERSION}",
-            hint="make the plan again with this version",
-        )
-    if "cluster" in body:
-        body = {**body, "cluster": cluster_from_document(body["cluster"], f"{where}: cluster")}
-    if isinstance(
-        body.get("training"), dict
-    ):  # a file from before there were stacks was priced for a neutral one
-        body = {**body, "training": {"stack": {}, **body["training"]}}
-    return dict(body)

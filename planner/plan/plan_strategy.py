@@ -14,7 +14,8 @@ from parplan.costmodels.operators.sharding import Placements, Splits, placed_spl
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.plan.consistency import IN_CHUNKS
-from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan, layout_of
+from parplan.planner.plan.derived import layout_of
+from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind, Operator

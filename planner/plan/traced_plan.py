@@ -9,16 +9,10 @@ them; the executor traces the module again and cuts it at the same places.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.plan import plan as described
-from parplan.planner.plan.consistency import require_consistent_traced
 from parplan.planner.plan.pipeline_plan import PipelinePlan
-from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
-from parplan.profiles.documents.schema import parse
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import TrainingSpec
@@ -92,26 +86,3 @@ class TracedPlan:
     stages: tuple[ShardStage, ...]
     predicted: Prediction
     search: SearchRecord
-
-
-def read_any_plan(path: Path) -> Plan | TracedPlan:
-    """The plan in a file, of either kind. Raises ConfigError as
-    `parplan.planner.plan.plan.read_plan`.
-    """
-    return any_plan_from_document(described.load_plan(path), str(path))
-
-
-def any_plan_from_document(body: Any, where: str) -> Plan | TracedPlan:
-    """The plan of either kind in a document. Raises ConfigError with `where`."""
-    return (
-        traced_plan_from_document(body, where)
-        if isinstance(body, dict) and "traced" in body
-        else described.plan_from_document(body, where)
-    )
-
-
-def traced_plan_from_document(body: Any, where: str) -> TracedPlan:
-    """The plan of what `to_document` gives. Raises ConfigError with `where`."""
-    plan = parse(TracedPlan, described.checked_document(body, where), where)
-    require_consistent_traced(plan, where)
-    return plan

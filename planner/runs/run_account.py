@@ -60,6 +60,20 @@ class RankMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimedSteps:
+    """Seconds and losses of every step of a run, in their order.
+
+    warm_up   steps at the start that the figures leave out
+    skipped   numbers of the steps that updated nothing
+    """
+
+    seconds: Sequence[float]
+    losses: Sequence[float]
+    warm_up: int
+    skipped: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """What the plan's prices say of it today; nothing of a plan that they do not cover.
 
@@ -119,39 +133,36 @@ def make_run(
     plan: Plan | TracedPlan,
     environment: RunEnvironment,
     ranks: Sequence[RankMeasured],
+    steps: TimedSteps,
     *,
-    seconds: Sequence[float],
-    losses: Sequence[float],
-    warm_up: int,
     clock_error_s: float,
     date: str,
-    skipped: Sequence[int] = (),
 ) -> RunFile:
-    """The run of `plan` whose steps took `seconds`, on all ranks in their order."""
+    """Returns the run of `plan` with the measurements of all ranks in their order."""
     predicted = predict(plan)
-    steps = [_records(ranks, index, predicted) for index in range(len(ranks[0].steps))]
-    counted = seconds[warm_up:] or seconds
-    body, mark = plan_parts(plan)
+    recorded = [_records(ranks, index, predicted) for index in range(len(ranks[0].steps))]
+    counted = steps.seconds[steps.warm_up :] or steps.seconds
+    plan_body, fingerprint = plan_parts(plan)
     return RunFile(
         run_version=RUN_VERSION,
         date=date,
-        plan_fingerprint=mark,
+        plan_fingerprint=fingerprint,
         environment=environment,
-        recorded_steps=len(steps),
+        recorded_steps=len(recorded),
         clock_error_s=clock_error_s,
-        plan=body,
+        plan=plan_body,
         steps=Steps(
-            seconds=tuple(seconds),
-            loss=tuple(losses),
-            warm_up=warm_up,
+            seconds=tuple(steps.seconds),
+            loss=tuple(steps.losses),
+            warm_up=steps.warm_up,
             median_s=median(counted),
             least_s=min(counted),
             most_s=max(counted),
-            skipped=tuple(skipped),
+            skipped=tuple(steps.skipped),
         ),
         figures=_figures(plan, predicted, median(counted), _idle_share(ranks)),
-        parts=_parts(predicted.timeline, measured_parts_s(steps)),
-        ranks=tuple(steps[-1]),
+        parts=_parts(predicted.timeline, measured_parts_s(recorded)),
+        ranks=tuple(recorded[-1]),
     )
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parplan.planner.plan import traced_plan as module_plan
-from parplan.planner.plan.plan import Plan, plan_to_document
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import Hints, read_json
@@ -210,7 +210,7 @@ class RunFile:
     def any_plan(self, where: str = "run.json") -> Plan | TracedPlan:
         """The plan that was run, of either kind. Raises ConfigError."""
         body = dict(self.plan)
-        return module_plan.any_plan_from_document(body, f"{where}: plan")
+        return any_plan_from_document(body, f"{where}: plan")
 
 
 def run_to_json(run: RunFile) -> str:

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from parplan.commands.requests.described import Question
 from parplan.costmodels.host.offload import Offload
-from parplan.planner.plan.plan import Plan, host_gib
+from parplan.planner.plan.derived import host_gib
+from parplan.planner.plan.plan import Plan
 from parplan.planner.search.largest_model import LEVELS, LargestModel
 from parplan.profiles.units import format_count, gib, tflops
 from parplan.report.names import graph_of, pipeline_phrases

@@ -23,7 +23,8 @@ from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.parity import gradient_error
 from parplan.executor.pipeline import pipeline
 from parplan.executor.training import train
-from parplan.planner.plan.plan import Plan, write_plan
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.rank_checks import RankCheck, matches, sent_checks, worst
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus

@@ -13,7 +13,13 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run, predict
+from parplan.planner.runs.run_account import (
+    RankMeasured,
+    RecordedStep,
+    TimedSteps,
+    make_run,
+    predict,
+)
 from parplan.planner.runs.run_file import RunEnvironment, RunFile
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
@@ -124,9 +130,11 @@ def run_of(
         plan,
         environment,
         ranks,
-        seconds=[9 * step_s, step_s, step_s, step_s],
-        losses=[4.0, 3.0, 2.0, 1.0],
-        warm_up=1,
+        TimedSteps(
+            seconds=[9 * step_s, step_s, step_s, step_s],
+            losses=[4.0, 3.0, 2.0, 1.0],
+            warm_up=1,
+        ),
         clock_error_s=0.0,
         date="2026-11-01",
     )

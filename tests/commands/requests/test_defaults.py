@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parplan.commands.requests.described import DEFAULT_STACK, Asked, question
-from parplan.planner.plan.plan import read_plan
+from parplan.planner.plan.plan_file import read_plan
 from parplan.profiles.models.spec import TrainingSpec
 from tests.helpers.command_runs import succeed
 

@@ -18,7 +18,7 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import price_step
 from parplan.costmodels.usage.rank_traffic import rank_traffic
-from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.search.estimate import ChunkRequest, estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus

@@ -26,7 +26,7 @@ from parplan.planner.host_options.activation_options import (
     named_operators,
     with_kept_on_host,
 )
-from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus

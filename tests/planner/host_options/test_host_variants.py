@@ -21,7 +21,8 @@ from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.host_options.activation_options import host_options
 from parplan.planner.host_options.host_variants import with_host
 from parplan.planner.infeasible.shortfall import least_peak_bytes
-from parplan.planner.plan.plan import LayerPlan, Plan, read_plan, write_plan
+from parplan.planner.plan.plan import LayerPlan, Plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan

@@ -18,8 +18,13 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.checking.shrunk_plan import shrunk
 from parplan.planner.plan.chunk_levels import levels
-from parplan.planner.plan.plan import plan_from_document, plan_to_document, read_plan, write_plan
 from parplan.planner.plan.plan_chunks import busiest_rank, rank_chunks_of
+from parplan.planner.plan.plan_file import (
+    plan_from_document,
+    plan_to_document,
+    read_plan,
+    write_plan,
+)
 from parplan.planner.plan.plan_strategy import prices_of_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search.find_plan import find_plan

@@ -9,8 +9,14 @@ import pytest
 import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.plan import plan_to_document, plan_to_yaml, write_plan
-from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan, traced_plan_from_document
+from parplan.planner.plan.plan_file import (
+    plan_to_document,
+    plan_to_yaml,
+    read_any_plan,
+    traced_plan_from_document,
+    write_plan,
+)
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints
 from parplan.planner.traced.plan_traced import find_traced_plan
 from parplan.profiles.catalog import load_cluster

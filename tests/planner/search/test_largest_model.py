@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.plan import read_plan
+from parplan.planner.plan.plan_file import read_plan
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.largest_model import (

@@ -19,7 +19,7 @@ from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import enumerate_candidates
-from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.estimate import estimate_plan

@@ -15,7 +15,7 @@ import yaml
 from parplan.commands.requests.described import action_rows
 from parplan.executor.checkpoint.folder import read_document
 from parplan.executor.data.tokens import read_sidecar
-from parplan.planner.plan import plan
+from parplan.planner.plan import plan_file
 from parplan.planner.runs import run_file as runs
 from parplan.profiles.catalog import (
     load_cluster,
@@ -244,7 +244,7 @@ READERS = {
     "cluster": lambda path: load_cluster(str(path)),
     "stack": lambda path: load_stack(str(path)),
     "family": lambda path: load_family(str(path)),
-    "plan": plan.read_plan,
+    "plan": plan_file.read_plan,
     "profile": own.read_profile,
     "communication": comm_file.read_comm_file,
     "run": runs.read_run,

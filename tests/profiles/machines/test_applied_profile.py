@@ -15,9 +15,13 @@ from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_problem import layer_problem
 from parplan.planner.layer_options.layer_program import evaluate
-from parplan.planner.plan.plan import plan_from_document, plan_to_document, write_plan
-from parplan.planner.plan.plan import plan_to_yaml as plan_yaml
-from parplan.planner.plan.plan import read_plan as read_plan
+from parplan.planner.plan.plan_file import (
+    plan_from_document,
+    plan_to_document,
+    read_plan,
+    write_plan,
+)
+from parplan.planner.plan.plan_file import plan_to_yaml as plan_yaml
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search.find_plan import find_plan
