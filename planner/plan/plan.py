@@ -1,6 +1,4 @@
-"""The Plan, the only thing that leaves the planner, and its YAML: self-contained, versioned,
-deterministic.
-"""
+"""The Plan, the only result that leaves the planner. `plan_file.py` reads and writes it."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorPlacement:
-    """DTensor placements of one operator, one entry per mesh axis that is not Replicate, such as
-    `Shard(0)@tp`.
+    """DTensor placements of one operator, such as `Shard(0)@tp`.
+
+    A tensor has one entry for each mesh axis on which it is not Replicate.
     """
 
     __pydantic_config__ = _FORBID
@@ -38,19 +37,18 @@ class OperatorPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """How one layer is run: `recompute` names the operators that run again in the backward pass
-    (all: full recompute).
+    """The parallelism of one layer.
 
-    zero: 0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3 parameters too
-    (EQUATIONS M2).
-    zero_ranks: how many neighbouring data-parallel ranks hold one copy of the states together; None
-    for all of dp
-    offload: what the host keeps of the states: `states` (fp32 parameters, their gradients, the
-    optimizer's); where the plan has chunks
-        `optimizer` (master and moments), and `parameters` too; of the embedding `lookup` (the
-        table, looked up there)
-    keep_on_host: the operators of a block whose kept tensors the host keeps from the forward to the
-    backward pass
+    zero           0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3
+                   parameters too (EQUATIONS M2)
+    zero_ranks     number of neighbouring data-parallel ranks that share one copy of the states;
+                   None for all of dp
+    offload        states that the host holds: `states` (fp32 parameters, gradients and optimizer
+                   states); in a plan with chunks `optimizer` (master parameters and moments), and
+                   `parameters` too; of the embedding `lookup` (the table, looked up on the host)
+    recompute      the operators that run again in the backward pass (all: full recompute)
+    keep_on_host   the operators of a block whose saved tensors the host holds between the forward
+                   and the backward pass
     """
 
     __pydantic_config__ = _FORBID
@@ -81,8 +79,9 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRun:
-    """Consecutive layers on one layer plan: `blocks` first and last (inclusive) block, None for
-    embedding and head.
+    """Consecutive layers on one layer plan.
+
+    blocks   the first and the last block (inclusive), None for embedding and head
     """
 
     __pydantic_config__ = _FORBID
@@ -93,9 +92,7 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One (virtual) pipeline stage: the layers it holds in order, and the pipeline rank that runs
-    it.
-    """
+    """One (virtual) pipeline stage: its layers in order, and the pipeline rank that runs it."""
 
     __pydantic_config__ = _FORBID
 
@@ -105,14 +102,16 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkGroup:
-    """Blocks of one pipeline rank whose states have the same home: their parameters in use order,
-    in chunks of one size.
+    """Blocks of one pipeline rank whose states have the same location, in chunks of one size.
 
-    chunk_elements: of a chunk, the same for parameters, gradients and optimizer states
-    num_chunks: of the group, a multiple of dp; dp chunks in a row are a block, gathered whole: each
-    data-parallel rank owns one, and a
-        parameter may lie in two
-    utilisation: share of the chunks' elements that are parameters
+    The chunks hold the parameters in the order of use.
+
+    home             location of the states
+    chunk_elements   elements of a chunk, the same for parameters, gradients and optimizer states
+    num_chunks       chunks of the group, a multiple of dp. Each run of dp chunks is gathered as a
+                     whole, and each data-parallel rank owns one of them; a parameter may lie in two
+                     chunks
+    utilisation      share of the chunks' elements that are parameters
     """
 
     __pydantic_config__ = _FORBID
@@ -128,9 +127,9 @@ class ChunkGroup:
 class ChunkRank:
     """The chunks of one device of a pipeline rank in a step.
 
-    device_bytes: what tensors may fill of the device, which decides what is evicted;
-    smallest_bytes: with less it cannot run in_bytes, out_bytes: predicted to move to the device and
-    from it, exact
+    device_bytes          bytes of the device that tensors may fill, which decides the evictions
+    smallest_bytes        the least device_bytes with which it can run
+    in_bytes, out_bytes   predicted bytes that move to the device and from it, exact
     """
 
     __pydantic_config__ = _FORBID
@@ -145,8 +144,9 @@ class ChunkRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
-    """How the states of the blocks are held in chunks (EQUATIONS O1, O3, O4), and what that moves
-    between host and device.
+    """The chunks that hold the states of the blocks (EQUATIONS O1, O3, O4).
+
+    The ranks have the bytes that move between host and device.
     """
 
     __pydantic_config__ = _FORBID
@@ -158,11 +158,10 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A strategy for one model on one cluster, with its predicted cost and the record of the search
-    that found it.
+    """A strategy for one model on one cluster, with its predicted cost and its search record.
 
-    module: whose module the executor runs; None for its own
-    chunks: how the states of the blocks are held in chunks; None where they are not
+    module   source of the external module that the executor runs; None for its own model
+    chunks   the chunks that hold the states of the blocks; None where there are none
     """
 
     __pydantic_config__ = _FORBID

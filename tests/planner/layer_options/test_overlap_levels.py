@@ -26,7 +26,7 @@ from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import estimate_plan
-from parplan.planner.search.find_plan import Prices, find_plan
+from parplan.planner.search.find_plan import SearchPrices, find_plan
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
@@ -104,7 +104,7 @@ def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full(
     )
 
     found = {
-        tried: Prices(model, CLUSTER, training(), replace(pins, recompute=tried))
+        tried: SearchPrices(model, CLUSTER, training(), replace(pins, recompute=tried))
         for tried in (tuple(Recompute), full)
     }
     assert [layout.tp_overlap for layout in found[full].space.layouts] == [0, 2]
@@ -171,7 +171,7 @@ def test_a_module_of_ones_own_runs_without_halves():
 
 
 def test_no_level_is_searched_that_another_beats():
-    prices = Prices(LLAMA, CLUSTER, training(), replace(PINS, tp=(4,), micro_batch_size=(2,)))
+    prices = SearchPrices(LLAMA, CLUSTER, training(), replace(PINS, tp=(4,), micro_batch_size=(2,)))
     by_level = Counter(layout.tp_overlap for layout in prices.space.layouts)
 
     assert by_level[3] > 0
