@@ -289,14 +289,14 @@ GROUPS = {
 }
 
 
-def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
-    """Returns the baselines that `asked` names, each once.
+def baseline_names(requested: Iterable[str]) -> tuple[str, ...]:
+    """Returns the baselines that `requested` names, each once.
 
     `megatron` includes its two companions, `3d` is four systems, `all` is every system. Raises
     ConfigError.
     """
     names: dict[str, None] = {}
-    for name in asked:
+    for name in requested:
         if name not in _SYSTEMS and name not in GROUPS:
             raise unknown_name_error(
                 "baseline", name, (*_SYSTEMS, *(group for group in GROUPS if group not in _SYSTEMS))

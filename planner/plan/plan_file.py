@@ -112,10 +112,10 @@ def checked_document(body: Any, where: str) -> dict[str, Any]:
             f"{where}: plan_version is {version_text}, this parplan reads {PLAN_VERSION}",
             hint="make the plan again with this version",
         )
-    body = _upgraded(body)
-    if "cluster" in body:
-        body["cluster"] = cluster_from_document(body["cluster"], f"{where}: cluster")
-    return body
+    upgraded = _upgraded(body)
+    if "cluster" in upgraded:
+        upgraded["cluster"] = cluster_from_document(upgraded["cluster"], f"{where}: cluster")
+    return upgraded
 
 
 def _upgraded(body: Mapping[str, Any]) -> dict[str, Any]:

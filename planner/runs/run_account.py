@@ -1,4 +1,4 @@
-"""What every rank of a run measured -> the run file, with the plan's own predictions beside it."""
+"""Makes the run file from the measurements of every rank, beside the plan's predictions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parplan.profiles.units import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """The spans of one step on a rank's own clock, and when the step started on it."""
+    """The spans of one step on a rank's own clock, and the start of the step on it."""
 
     started_s: float
     seconds: float
@@ -40,10 +40,11 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasured:
-    """One rank: bytes of states predicted and held, peaks (None where nobody counted), and its
-    recorded steps.
+    """The measurements of one rank: bytes of states, peaks, and its recorded steps.
 
-    ahead_s: by how much its clock is ahead of rank 0's
+    predicted, held                   bytes of states by the plan, and those that the rank holds
+    allocated_bytes, reserved_bytes   peaks, None where they were not counted
+    ahead_s                           seconds by which its clock is ahead of rank 0's
     """
 
     pp: int
@@ -75,10 +76,10 @@ class TimedSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What the plan's prices say of it today; nothing of a plan that they do not cover.
+    """The predictions of today for a plan, None or empty where the prices do not cover it.
 
-    mfu: that of a step of so many seconds; memory: by pipeline rank, the bytes that are allocated
-    and reserved
+    mfu      function from the seconds of a step to its MFU
+    memory   by pipeline rank, the allocated and the reserved bytes
     """
 
     mfu: Callable[[float], float]
@@ -88,8 +89,9 @@ class Predicted:
 
 
 def predict(plan: Plan | TracedPlan) -> Predicted:
-    """The plan priced again, with its calibration if it was made with one; of a traced module what
-    its file says.
+    """Prices the plan again, with its calibration if it was made with one.
+
+    The predictions of a traced module are those of its file.
     """
     if isinstance(plan, TracedPlan):
         return _as_written(plan)
@@ -100,10 +102,8 @@ def predict(plan: Plan | TracedPlan) -> Predicted:
 
     try:
         strategy = strategy_of(plan, price_cache)
-        timeline, memory = (
-            predicted_timeline(strategy, price_cache),
-            price_step(strategy, price_cache).memory,
-        )
+        timeline = predicted_timeline(strategy, price_cache)
+        memory = price_step(strategy, price_cache).memory
     except ConfigError:
         return Predicted(mfu=mfu, step_s=None, timeline=None, memory=())
     return Predicted(
@@ -167,7 +167,7 @@ def make_run(
 
 
 def _records(ranks: Sequence[RankMeasured], index: int, predicted: Predicted) -> list[RankRecord]:
-    """All ranks of one recorded step, from the moment in which the first of them started it."""
+    """Returns all ranks of one recorded step, from the moment in which the first started it."""
     origin_s = min(rank.steps[index].started_s - rank.ahead_s for rank in ranks)
     return [
         _record(number, rank, rank.steps[index], origin_s + rank.ahead_s, predicted)
@@ -199,7 +199,7 @@ def _record(
 
 
 def _idle_share(ranks: Sequence[RankMeasured]) -> float:
-    """Of the ranks' time in the recorded steps, the share that is in no span."""
+    """Returns the share of the ranks' time in recorded steps that is in no span."""
     return fmean(
         1 - sum(span.seconds for span in step.spans) / step.seconds
         for rank in ranks
@@ -247,9 +247,7 @@ def _parts(
 
 
 def trace_ranks(run: RunFile) -> dict[str, dict[str, Sequence[WorkSpan]]]:
-    """What a trace shows of a run: by rank, the predicted and the measured spans of the last
-    step.
-    """
+    """Returns the predicted and the measured spans of the last step of a run, by rank."""
     timeline = predict(run.any_plan()).timeline
     return {
         f"rank {rank.rank}: pp {rank.pp} dp {rank.dp} tp {rank.tp}": {
@@ -261,9 +259,12 @@ def trace_ranks(run: RunFile) -> dict[str, dict[str, Sequence[WorkSpan]]]:
 
 
 def plan_trace_ranks(plan: Plan) -> dict[str, dict[str, Sequence[WorkSpan]]]:
-    """The same of a plan that was not run: one process for each pipeline rank. Raises ConfigError:
-    not a plan that can be priced.
+    """Returns the predicted spans of a plan that was not run, by pipeline rank.
+
+    Raises ConfigError for a plan that cannot be priced.
     """
     price_cache = prices_of_plan(plan)
     spans = predicted_timeline(strategy_of(plan, price_cache), price_cache).spans
-    return {f"pipeline rank {rank}": {"predicted": own} for rank, own in enumerate(spans)}
+    return {
+        f"pipeline rank {rank}": {"predicted": predicted} for rank, predicted in enumerate(spans)
+    }
