@@ -49,10 +49,7 @@ class Deadline:
         return self.clock() >= self.ends_s
 
     def check(self) -> None:
-        """Raises OutOfTimeError at the end.
-
-        Every long step calls it before its next part.
-        """
+        """Raises OutOfTimeError at the end; every long step calls it before its next part."""
         if self.has_ended:
             raise OutOfTimeError(
                 "the time limit was over before there was an answer",
@@ -60,10 +57,7 @@ class Deadline:
             )
 
     def require_left(self) -> None:
-        """Raises OutOfTimeError where steps stop that already have an answer.
-
-        It is for steps that only improve an answer.
-        """
+        """Raises OutOfTimeError once steps that only improve an answer must stop."""
         if self.is_over:
             raise OutOfTimeError(
                 "the time limit was over before there was a better answer",
@@ -86,10 +80,7 @@ class Deadline:
         return replace(self, stops_s=stops_s, ends_s=min(self.ends_s, stops_s + GRACE_S))
 
     def share(self, count: int) -> Deadline:
-        """Returns the deadline of one of `count` tasks that are still to do.
-
-        Each task has the same share of the time left.
-        """
+        """Returns an equal share of the time left for one of `count` tasks that are still to do."""
         return self if self.stops_s == inf else self.within(max(0.0, self.left_s) / count)
 
     def first_plan(self) -> Deadline:
@@ -109,10 +100,7 @@ def in_time(items: Iterable[T], deadline: Deadline) -> Iterator[T]:
 
 
 def deadline_after(seconds: float | None, clock: Callable[[], float] = time.monotonic) -> Deadline:
-    """Returns the deadline that `--time-limit` sets; without it there is none.
-
-    Raises ConfigError.
-    """
+    """Returns the deadline of `--time-limit`, NEVER without one. Raises ConfigError."""
     if seconds is None:
         return NEVER
     if not seconds > 0:

@@ -70,10 +70,7 @@ NAMES = tuple(_READERS)
 
 
 def parse_bans(texts: Iterable[str]) -> tuple[Ban, ...]:
-    """Returns the bans in `NAME=VALUE` texts; several values are comma-separated.
-
-    Raises ConfigError for an unknown name or value.
-    """
+    """Returns the bans in `NAME=VALUE` texts with comma-separated values. Raises ConfigError."""
     return tuple(ban for text in texts for ban in _parse(text))
 
 

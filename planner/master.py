@@ -281,14 +281,9 @@ def lower_bound_s(
 
 
 def _smallest_pace_s(
-    options: Sequence[Sequence[StageColumn]],
-    num_layers: int,
-    value: Callable[[StageColumn], float],
+    options: Sequence[Sequence[StageColumn]], num_layers: int, value: Callable[[StageColumn], float]
 ) -> float | None:
-    """Returns the least Z at which the ranks can hold `num_layers` blocks, by bisection.
-
-    Each rank is limited to columns whose `value` is at most Z.
-    """
+    """Returns the least Z at which columns of `value` <= Z hold `num_layers` blocks, or None."""
     paces = sorted({value(column) for columns in options for column in columns})
 
     def most_blocks(pace_s: float) -> int:

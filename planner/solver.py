@@ -47,10 +47,7 @@ class Solution:
 
 
 class Problem:
-    """A minimisation problem over binary, integer and continuous variables.
-
-    Its linear rows are named by their label.
-    """
+    """A minimisation problem: variables, and linear rows named by their label."""
 
     def __init__(self, name: str) -> None:
         self._problem = pulp.LpProblem(name, pulp.LpMinimize)
@@ -129,10 +126,7 @@ class Problem:
 
 
 def _keeps(row: Any) -> bool:
-    """Returns whether the values satisfy a row up to rounding.
-
-    The sum of its terms and its constant must be on the right side of 0.
-    """
+    """Returns whether the values satisfy a row up to rounding."""
     terms = [coefficient * variable.value() for variable, coefficient in row.items()]
     total = float(sum(terms) + row.constant)
     slack = ROW_TOLERANCE * float(max(1.0, abs(row.constant), *map(abs, terms)))
@@ -276,10 +270,7 @@ def _values(solution: Path, names: Mapping[str, str]) -> dict[str, float]:
 
 
 def weighted(terms: Iterable[tuple[Any, float]]) -> Any:
-    """Returns the sum of coefficient times variable.
-
-    A variable may occur more than once; pulp alone would keep its last coefficient.
-    """
+    """Returns the sum of coefficient times variable; pulp alone drops repeated variables."""
     total: dict[Any, float] = {}
     for variable, coefficient in terms:
         total[variable] = total.get(variable, 0.0) + coefficient

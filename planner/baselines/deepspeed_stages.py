@@ -34,10 +34,7 @@ class Partition(StrEnum):
 def blocks_of_stages(
     method: Partition, num_stages: int, price_cache: PriceCache
 ) -> tuple[int, ...] | None:
-    """Returns the blocks of every stage, or None where a stage would have none.
-
-    Without a block on each stage, the ends would not be on the first and the last stage.
-    """
+    """Returns the blocks of every stage, or None where a stage would have none."""
     num_layers = price_cache.model.num_layers
     weights = _weights(method, price_cache)
     bounds = (
@@ -78,10 +75,7 @@ def _uniform(num_items: int, num_parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def balanced(weights: Sequence[int], num_parts: int) -> tuple[int, ...]:
-    """Returns the bounds of `num_parts` non-empty runs of `weights`.
-
-    The largest sum is least, and then the sum of squares is least.
-    """
+    """Returns bounds of non-empty runs with the least largest sum, then least sum of squares."""
     sums = (0, *accumulate(weights))
     best: list[tuple[tuple[int, int], tuple[int, ...]] | None] = [
         ((0, 0), (0,)),
@@ -95,14 +89,9 @@ def balanced(weights: Sequence[int], num_parts: int) -> tuple[int, ...]:
 
 
 def _extended(
-    best: Sequence[tuple[tuple[int, int], tuple[int, ...]] | None],
-    sums: Sequence[int],
-    end: int,
+    best: Sequence[tuple[tuple[int, int], tuple[int, ...]] | None], sums: Sequence[int], end: int
 ) -> tuple[tuple[int, int], tuple[int, ...]] | None:
-    """Returns the best partition that ends at `end`, with one more part than those in `best`.
-
-    `best` is indexed by the ends of its partitions.
-    """
+    """Returns the best partition that ends at `end`: one of `best` with one more part."""
     partitions = (
         ((max(known[0][0], part), known[0][1] + part * part), (*known[1], end))
         for start, known in enumerate(best)

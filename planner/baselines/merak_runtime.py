@@ -44,10 +44,7 @@ def shifted(layouts: Iterable[ParallelLayout]) -> Iterator[ParallelLayout]:
 
 
 def last_keeps_all(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterator[Strategy]:
-    """Yields strategies with every block recomputed except those of the last stage.
-
-    There is one for each layout on equal stages and each ZeRO stage.
-    """
+    """Yields strategies that recompute every block except those of the last stage."""
     for layout, blocks, zero in _equal(layouts, num_layers):
         yield stage_aware(layout, blocks, (*blocks[:-1], 0), zero)
 
@@ -68,10 +65,7 @@ def overlapped(
 def least_recompute(
     layouts: Iterable[ParallelLayout], price_cache: PriceCache, limit_bytes: float
 ) -> Iterator[Strategy]:
-    """Yields every layout with the least of the knob that fits.
-
-    Where nothing fits, the knob is at its most, which is the leanest.
-    """
+    """Yields every layout with the least of the knob that fits, or all of it where none fits."""
     for layout, blocks, zero in _equal(layouts, price_cache.model.num_layers):
         counts = (
             StageAwareRoom(layout, blocks, zero, price_cache, limit_bytes).least_knob()
@@ -105,11 +99,7 @@ def _equal(
 
 
 def merak_strategies(price_cache: PriceCache, limit_bytes: float) -> tuple[Strategy, ...]:
-    """Returns the strategies of the whole runtime.
-
-    They are its schedule and 1F1B with the knob, or no pipeline; tensor parallelism is
-    sub-pipelined or not.
-    """
+    """Returns the strategies of the whole runtime, at every level of sub-pipelining."""
     plain = tuple(one_chunk_layouts(price_cache))
     layouts = (*plain, *overlapped(plain, price_cache))
     return (

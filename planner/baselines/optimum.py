@@ -20,11 +20,7 @@ from parplan.planner.deadline import NEVER, Deadline, in_time
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The fastest strategy and its price.
-
-    fitted      number of strategies that fitted
-    simulated   number of strategies that were simulated to prove the optimum
-    """
+    """The fastest strategy and its price, with the numbers that fitted and that were simulated."""
 
     strategy: Strategy
     price: StepPrice
@@ -73,10 +69,7 @@ def fastest(
     limit_bytes: float,
     deadline: Deadline = NEVER,
 ) -> Optimum | None:
-    """Returns the candidate with the shortest simulated step among those that fit, or None.
-
-    Raises OutOfTimeError.
-    """
+    """Returns the fitting candidate with the shortest simulated step. Raises OutOfTimeError."""
     fitting = [
         strategy
         for strategy in in_time(candidates, deadline)
@@ -101,10 +94,7 @@ def fastest(
 def leanest(
     candidates: Sequence[Strategy], price_cache: PriceCache, deadline: Deadline = NEVER
 ) -> Leanest:
-    """Returns the candidate whose fullest device needs the least memory.
-
-    `candidates` are not empty. Raises OutOfTimeError.
-    """
+    """Returns the candidate whose fullest device needs least. Raises OutOfTimeError."""
 
     def fullest(strategy: Strategy) -> Leanest:
         rank, peak = max(_rank_bytes(strategy, price_cache), key=lambda rank_bytes: rank_bytes[1])

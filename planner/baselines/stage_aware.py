@@ -44,10 +44,7 @@ def one_knob(r0: Fraction, layout: ParallelLayout) -> tuple[Fraction, ...]:
 
 
 def listed(shares: Sequence[Fraction], layout: ParallelLayout) -> tuple[Fraction, ...]:
-    """Returns a share for every stage from a list that may be shorter.
-
-    The last share holds for the stages that the list does not name.
-    """
+    """Returns a share for every stage: the last of `shares` holds for the stages after it."""
     return (*shares, *[shares[-1]] * (layout.mesh.pp - len(shares)))
 
 
@@ -91,10 +88,7 @@ def every_knob(blocks: Sequence[int], layout: ParallelLayout) -> tuple[Counts, .
 
 
 class StageAwareRoom:
-    """Finds the recompute with which every stage stays within `limit_bytes`.
-
-    Stage s has `blocks[s]` blocks at ZeRO stage `zero`.
-    """
+    """Finds the recompute with which every stage of `blocks[s]` blocks fits `limit_bytes`."""
 
     def __init__(
         self,
@@ -145,19 +139,13 @@ class StageAwareRoom:
         return least is not None and count >= least
 
     def least_knob(self) -> Counts | None:
-        """Returns the counts of the least r0 that fits, or None.
-
-        It is the fastest of the rule, because less recompute never takes longer.
-        """
+        """Returns the counts of the least r0 that fits, which is the fastest, or None."""
         return next(
             (counts for counts in every_knob(self.blocks, self.layout) if self.holds(counts)), None
         )
 
     def least_list(self) -> Counts | None:
-        """Returns the least counts of the list form that fit, or None.
-
-        Each stage has a share of its own, and the last stage recomputes nothing.
-        """
+        """Returns the least counts of the list form that fit, or None; the last stage has 0."""
         counts = [
             0 if self.fits(stage, 0) else self.least(stage) for stage in range(len(self.blocks) - 1)
         ]
@@ -193,10 +181,7 @@ def kept_share(
 
 
 def most_in_flight(layout: ParallelLayout) -> Counts:
-    """Returns the most in-flight micro-batches by rank, counted in the action lists.
-
-    A micro-batch is in flight from its forward pass to the end of its backward pass.
-    """
+    """Returns the most in-flight micro-batches by rank, counted in the action lists."""
     return tuple(
         max(accumulate(_CHANGE[action.work] for action in order)) for order in layout.orders()
     )

@@ -75,10 +75,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """Groups of strategies in the order in which the system's user tries them.
-
-    The first group with a strategy that fits gives the answer.
-    """
+    """Groups of strategies in the order of trial: the first group in which one fits is taken."""
 
     groups: tuple[tuple[Strategy, ...], ...]
 
@@ -122,10 +119,7 @@ def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Mak
 
 
 def _defaults(price_cache: PriceCache, _: float) -> _Space:
-    """Micro-batch 1 and the least model parallelism that fits.
-
-    Of replicas with equally many GPUs the one with less pipeline parallelism comes first.
-    """
+    """Returns micro-batch 1 with ascending model parallelism, tensor parallelism first."""
     whole = (
         mesh
         for mesh in _meshes(price_cache)
@@ -144,10 +138,9 @@ def _defaults(price_cache: PriceCache, _: float) -> _Space:
 
 
 def _guide(price_cache: PriceCache, _: float) -> _Space:
-    """The degrees in the guide's order, all without recompute before any with recompute.
+    """Returns the degrees in the guide's order, all without recompute before any with it.
 
-    Each has its fastest micro-batch and interleaving. Of meshes that differ in ep the one with the
-    largest counts.
+    Each has its fastest micro-batch and interleaving.
     """
     # the last mesh of a pair has the largest ep
     widest = {(mesh.pp, mesh.tp): mesh for mesh in _meshes(price_cache)}
@@ -175,7 +168,7 @@ def _guide(price_cache: PriceCache, _: float) -> _Space:
 
 
 def _deepspeed(price_cache: PriceCache, _: float) -> _Space:
-    """1F1B on stages by any of DeepSpeed's partitions, at most ZeRO 1 with a pipeline.
+    """Returns 1F1B on DeepSpeed's partitions, with at most ZeRO 1 in a pipeline.
 
     Whole layers are recomputed, or nothing.
     """
@@ -308,10 +301,7 @@ def baseline_names(requested: Iterable[str]) -> tuple[str, ...]:
 def price_baseline(
     name: str, price_cache: PriceCache, limit_bytes: float, deadline: Deadline = NEVER
 ) -> Baseline:
-    """Prices the system called `name` on the machine of `price_cache`.
-
-    Every device stays within `limit_bytes`. Raises OutOfTimeError.
-    """
+    """Prices the system called `name` within `limit_bytes` a device. Raises OutOfTimeError."""
     what, make = _SYSTEMS[name]
     deadline.check()
     space = make(price_cache, limit_bytes)

@@ -36,10 +36,7 @@ COUNTED = (NEITHER, (1, 0), (0, 1), (1, 1))
 
 
 def counted_ends(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Returns the members of `COUNTED` with which `num_stages` stages are equal.
-
-    Without a pipeline there is nothing to share.
-    """
+    """Returns the members of `COUNTED` with which `num_stages` stages are equal."""
     if num_stages == 1:
         return (NEITHER,)
     return tuple(ends for ends in COUNTED if (num_layers + sum(ends)) % num_stages == 0)
@@ -59,10 +56,7 @@ def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) 
 def megatron_layouts(
     mesh: Mesh, model: ModelSpec, training: TrainingSpec
 ) -> Iterator[ParallelLayout]:
-    """Yields the layouts of one mesh.
-
-    They have every micro-batch and number of virtual stages, with sequence parallelism off and on.
-    """
+    """Yields the layouts of one mesh, with sequence parallelism off and on."""
     per_replica = training.global_batch_size // mesh.dp
     for micro_batch_size in divisors(per_replica):
         num_micro_batches = per_replica // micro_batch_size
@@ -116,10 +110,7 @@ def plain_layouts(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout
 def data_parallel_layouts(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec
 ) -> Iterator[ParallelLayout]:
-    """Yields every micro-batch on all GPUs as one data-parallel group.
-
-    There is none where the GPUs do not divide the batch.
-    """
+    """Yields the layouts of one data-parallel group, if all GPUs divide the batch."""
     if training.global_batch_size % cluster.num_gpus == 0:
         yield from megatron_layouts(Mesh(pp=1, dp=cluster.num_gpus, tp=1), model, training)
 
@@ -157,10 +148,7 @@ def equal_blocks(
 
 
 def staged(layout: ParallelLayout, levels: Sequence[Sequence[Recompute]], zero: int) -> Strategy:
-    """Returns the strategy with recompute `levels[k]` of the blocks of virtual stage k.
-
-    The embedding comes before the first stage and the head after the last.
-    """
+    """Returns the strategy with recompute `levels[k]` of the blocks of virtual stage k."""
     stages = [[layer_choice(LayerKind.BLOCK, zero, level) for level in stage] for stage in levels]
     stages[0].insert(0, layer_choice(LayerKind.EMBEDDING, zero, Recompute.NONE))
     stages[-1].append(layer_choice(LayerKind.HEAD, zero, Recompute.NONE))
@@ -173,10 +161,7 @@ def strategies(
     zeros: Iterable[int],
     levels: Iterable[Recompute],
 ) -> tuple[Strategy, ...]:
-    """Returns every layout with every ZeRO stage, recompute level and ends.
-
-    Without data parallelism nothing is sharded, and only the first ZeRO stage is used.
-    """
+    """Returns every layout with every ZeRO stage (one where dp is 1), recompute level and ends."""
     zeros = tuple(zeros)
     levels = tuple(levels)
     return tuple(

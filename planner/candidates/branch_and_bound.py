@@ -24,10 +24,7 @@ WORTH_REPLAYING = 1.10
 
 
 class CandidateAnswer(Protocol):
-    """The best of one layout.
-
-    It has its objective value, and a proven lower bound of the objective of that layout.
-    """
+    """The best of one layout: its objective value, and a proven lower bound for the layout."""
 
     @property
     def value(self) -> float: ...

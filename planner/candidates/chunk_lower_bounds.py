@@ -157,10 +157,7 @@ class ChunkBound:
         self.num_layers = price_cache.model.num_layers
 
     def _inside_bytes(self, table: MixTable) -> float:
-        """Returns the least bytes of a block's backward pass, besides states and saved tensors.
-
-        They are gradients and gathered groups.
-        """
+        """Least bytes of gradients and gathered groups of a block in its backward pass."""
         training, mesh = table.price_cache.training, self.layout.mesh
         in_parameters = writes_over_parameters(training, self.layout.num_micro_batches)
         gradient = 0 if in_parameters else training.gradient_precision.num_bytes
@@ -170,10 +167,7 @@ class ChunkBound:
         )
 
     def step_s(self, num_blocks: int | None = None) -> float:
-        """Seconds of a step in which some rank has `num_blocks` blocks.
-
-        The default is the least number of blocks of the fullest rank.
-        """
+        """Seconds of a step in which some rank has `num_blocks` blocks, by default the fewest."""
         count = -(-self.num_layers // self.layout.mesh.pp) if num_blocks is None else num_blocks
         least = _Least(
             num_blocks=count,
@@ -191,10 +185,7 @@ class ChunkBound:
         )
 
     def longest_rank(self, cut_s: float) -> int | None:
-        """Returns the most blocks of a rank with which the layout takes less than `cut_s`.
-
-        It is None where there is no such limit.
-        """
+        """Returns the most blocks of a rank for a step below `cut_s`, or None without a limit."""
         if self.step_s(self.num_layers) < cut_s:
             return None
         counts = range(1, self.num_layers + 1)

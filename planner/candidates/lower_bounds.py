@@ -44,10 +44,7 @@ class TimeBound:
     total_s: float
 
     def longest_rank(self, layout: ParallelLayout, cut_s: float) -> int | None:
-        """Returns the most blocks of a rank with which the layout takes less than `cut_s`.
-
-        It is None where there is no such limit.
-        """
+        """Returns the most blocks of a rank for a step below `cut_s`, or None without a limit."""
         repeats_s = (layout.num_micro_batches - 1) * self.block_s
         if cut_s == float("inf") or not repeats_s:
             return None

@@ -36,10 +36,7 @@ class Unanswered:
     in_a_row: int = 0
 
     def attempt(self, solve: Callable[[], T | None], bound: float) -> T | None:
-        """Returns the result of `solve`, or None when it ends without an answer.
-
-        Raises GaveUp.
-        """
+        """Returns the result of `solve`, or None when it ends without an answer. Raises GaveUp."""
         try:
             answer = solve()
         except Unsolved:

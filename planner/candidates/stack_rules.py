@@ -35,10 +35,7 @@ def lacking_schedule(layout: ParallelLayout, stack: Stack) -> str | None:
 def require_stack_runs(
     stack: Stack, schedules: Sequence[Schedule], levels: Sequence[Recompute]
 ) -> None:
-    """Raises ConfigError for the first schedule or recompute that the stack does not run.
-
-    Its hint names the stacks that do.
-    """
+    """Raises ConfigError for the first schedule or recompute that the stack does not run."""
     for option, names in (("schedule", schedules), ("recompute", levels)):
         has = _runs(stack, option)
         lacking = next((name.value for name in names if name.value not in has), None)

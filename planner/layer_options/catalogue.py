@@ -78,10 +78,7 @@ def divided_dims(price_cache: PriceCache) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _OneNode:
-    """A machine reduced to one node without its memory sizes, compared by its text.
-
-    The prices of a block need no more.
-    """
+    """A machine with one node and no memory sizes, which block prices ignore; equal by its text."""
 
     text: str
     machine: Machine = field(compare=False)
@@ -192,10 +189,7 @@ class Catalogue:
         return self._fastest_s[key]
 
     def divides(self, sharding: Sharding) -> bool:
-        """Returns whether operators may have shardings other than Megatron's.
-
-        A micro-batch that runs in two halves has none.
-        """
+        """Returns whether operators may have other shardings than Megatron's."""
         return self.free and sharding.tp > 1 and not sharding.overlap
 
     def _least_s(self, b: int, sharding: Sharding) -> Iterator[tuple[WeightLayout, float]]:
@@ -215,10 +209,7 @@ class Catalogue:
                 yield weight_layout, least_s
 
     def with_weight_layout(self, weight_layout: WeightLayout, sharding: Sharding) -> Sharding:
-        """Returns a sharding with that layout of the weights.
-
-        The operators that are not divided are replicated on every rank.
-        """
+        """Returns a sharding with that weight layout; other operators are replicated."""
         whole = (Split(),) * len(sharding.degrees)
         products = (
             operator
@@ -262,10 +253,7 @@ class Catalogue:
     def _allowed(
         self, weight_layout: WeightLayout, level: Recompute | None, sharding: Sharding
     ) -> Callable[[str, StrategyOption], bool]:
-        """Returns a test of whether an option belongs to a weight layout and a recompute level.
-
-        Level None allows any recompute.
-        """
+        """Returns a test of options for a weight layout and a recompute level (None: any)."""
         names = (
             frozenset(self.price_cache.recompute_operators(LayerKind.BLOCK, level))
             if level

@@ -28,11 +28,7 @@ Frontier = tuple[int, ...]  # by maker of an open tensor, the number of its outp
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Points by increasing time, each with its predecessor and the option that it took.
-
-    frontier   number of the predecessor's frontier
-    point      number of the predecessor within that frontier
-    """
+    """Points by increasing time, each with its predecessor (frontier, point) and its option."""
 
     time_s: Array
     saved_bytes: Array
@@ -101,10 +97,7 @@ def _time_and_saved(
 
 
 def least_time_s(problem: LayerProblem) -> float | None:
-    """Returns the seconds of the fastest layer, or None without a solution.
-
-    Saved bytes have no limit, so the walk needs a single number for each label.
-    """
+    """Returns the seconds of the fastest layer, whatever it saves, or None without a solution."""
     table = _Table(problem)
     times: dict[Frontier, float] = {(0,): 0.0}
     open_makers: tuple[int, ...] = (BEFORE,)
@@ -128,10 +121,7 @@ def least_time_s(problem: LayerProblem) -> float | None:
 
 
 def layer_front(problem: LayerProblem) -> list[tuple[StrategyOption, ...]]:
-    """Returns an option for every operator, for each point of the front, fastest first.
-
-    Of equal points it keeps one. The list is empty without a solution.
-    """
+    """Returns the options of each point of the front, fastest first; empty without a solution."""
     table = _Table(problem)
     zero = np.zeros(1)
     none = np.zeros(1, np.int64)
@@ -153,11 +143,7 @@ def layer_front(problem: LayerProblem) -> list[tuple[StrategyOption, ...]]:
 
 
 def _step(
-    table: _Table,
-    i: int,
-    labels: Layers,
-    open_makers: tuple[int, ...],
-    still: tuple[int, ...],
+    table: _Table, i: int, labels: Layers, open_makers: tuple[int, ...], still: tuple[int, ...]
 ) -> Layers:
     """Returns the labels after operator i, by the outputs of `still`, which are read later."""
     grown: dict[Frontier, list[_Labels]] = {}

@@ -44,10 +44,7 @@ class OutputPlacement:
 
 @dataclass(frozen=True, slots=True)
 class InputPlacement:
-    """The placements in which a reader needs an input and leaves its gradient.
-
-    `recomputed`: whether the reader runs again in the backward pass.
-    """
+    """The placements of an input and its gradient, and whether the reader is recomputed."""
 
     place: Place
     gradient: Place
@@ -142,10 +139,7 @@ class LayerProblem:
 
 
 def may_recompute(operator: Operator) -> bool:
-    """Returns whether an operator can be recomputed alone.
-
-    An operator that draws a dropout mask would draw a different mask. Attention can be recomputed.
-    """
+    """Returns whether an operator can run again alone: a new dropout mask would differ."""
     masks = any(tensor.element_bytes == 1 for tensor in operator.saved)
     return operator.kind is OperatorKind.ATTENTION or not masks
 
@@ -159,10 +153,7 @@ def layer_problem(
     zero: int = 0,
     dp: int = 1,
 ) -> LayerProblem:
-    """Returns the problem of `layer` over the axes and with the boundary of `sharding`.
-
-    `zero` is the ZeRO stage of its model states over `dp` ranks.
-    """
+    """Returns the problem of `layer` over the axes and with the boundary of `sharding`."""
     return _Builder(
         layer, sharding, StageAxes(sharding.degrees, machine, training.stack), training, zero, dp
     ).build()
@@ -170,11 +161,7 @@ def layer_problem(
 
 @dataclass(frozen=True, slots=True)
 class _MovedTensor:
-    """A tensor that moves between two placements: seconds, and bytes that are saved.
-
-    stored_bytes   saved by the reader
-    makers_bytes   saved by the maker besides
-    """
+    """A tensor between two placements: seconds, and the bytes that reader and maker save."""
 
     forward_s: float
     backward_s: float
@@ -290,10 +277,7 @@ class _Builder:
 
     @staticmethod
     def _undominated(options: list[StrategyOption]) -> tuple[StrategyOption, ...]:
-        """Returns the options that no other beats, of those with the same placements.
-
-        The values are time, states, saved bytes and gradient bytes.
-        """
+        """Returns the options that no other of the same placements beats."""
         kept: list[StrategyOption] = []
         for option in sorted(
             options, key=lambda o: (o.cost.time_s, o.cost.state_bytes, o.cost.saved_bytes)

@@ -85,10 +85,7 @@ def evaluate(
 def _launched_s(
     problem: LayerProblem, options: tuple[StrategyOption, ...], parts: list[list[StrategyCost]]
 ) -> float:
-    """Returns the seconds of the three passes, none faster than the host launches it.
-
-    The host launches the operators, the collectives and both gradients of a product.
-    """
+    """Seconds of the three passes, none faster than the host launches its kernels."""
     forward = [
         (sum(part.forward_s for part in costs), 1 + any(part.sent_forward for part in costs))
         for costs in parts

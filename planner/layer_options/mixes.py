@@ -161,12 +161,8 @@ def _same_but_zero(first: LayerOption, second: LayerOption) -> bool:
 def _spread(
     options: tuple[LayerOption, ...], whole: Ints, num_blocks: int, num_chunks: int
 ) -> Mixes:
-    """Returns mixes with any counts over the chunks of a rank.
-
-    The options save the same bytes of a block. The longest chunk counts as of the first option in
-    use.
-    """
-    chunk = np.zeros_like(whole)
+    """Returns mixes with any counts over the chunks, of options that save the same bytes."""
+    chunk = np.zeros_like(whole)  # the longest chunk counts as of the first option in use
     chunk[np.arange(len(whole)), (whole > 0).argmax(axis=1)] = -(-num_blocks // num_chunks)
     return _summed(options, whole, chunk, num_chunks)
 
@@ -218,10 +214,7 @@ def _summed(options: tuple[LayerOption, ...], counts: Ints, chunk: Ints, num_chu
 
 
 def _of_the_last(options: Sequence[LayerOption], counts: Ints) -> Array:
-    """Returns by row the `last_s` of the last offloading option in use.
-
-    Its blocks come after those of the other options.
-    """
+    """Returns by row the `last_s` of the last offloading option, whose blocks come last."""
     sends = (counts > 0) & (column_of(options, "host_bytes") > 0)
     last = counts.shape[1] - 1 - sends[:, ::-1].argmax(axis=1)
     waits_s: Array = np.where(sends.any(axis=1), column_of(options, "last_s")[last], 0.0)
@@ -303,10 +296,7 @@ def _lower_hull(options: Sequence[LayerOption], indices: Sequence[int]) -> list[
 
 
 def _chain(points: Iterable[tuple[float, float, int]]) -> list[int]:
-    """Returns the indices of (x, y, index) on the falling part of the lower convex hull.
-
-    They are in the order of increasing x (the monotone chain of Andrew 1979).
-    """
+    """Returns indices on the falling lower hull, by increasing x (Andrew's monotone chain)."""
     chain: list[tuple[float, float, int]] = []
     for x, y, index in sorted(points):
         if chain and y >= chain[-1][1]:
@@ -386,10 +376,7 @@ def hulls(options: Sequence[LayerOption]) -> MixHulls:
 def _hulls(
     options: Sequence[LayerOption], sent_s_per_byte: float
 ) -> list[tuple[float, Array, Array]]:
-    """Returns the saved bytes and seconds of the corners, by ascending workspace.
-
-    A workspace limit is left out where its hull is that of the limit before it.
-    """
+    """Returns the saved bytes and seconds of the hull corners, by workspace, where they are new."""
     corners: list[tuple[float, Array, Array]] = []
     needs = [option.workspace_bytes + option.host_bytes for option in options]
     values_s = [option.time_s + sent_s_per_byte * option.host_bytes for option in options]
@@ -429,10 +416,7 @@ def sent_prices(options: Sequence[LayerOption]) -> tuple[float, ...]:
 
 
 def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
-    """Returns the rows that no other row with the same weight layout and workspace beats.
-
-    A row is kept if it is not beaten in (time, saved bytes) or not in (time, redundant bytes).
-    """
+    """Returns rows that no other beats in time and saved bytes, or time and redundant bytes."""
     numbers = {
         weight_layout: n
         for n, weight_layout in enumerate(

@@ -67,7 +67,7 @@ def illegal_zero(layout: ParallelLayout, zero: int) -> str | None:
 
 
 def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = False) -> str | None:
-    """Returns why blocks at a level cannot be recomputed in full, or None.
+    """Returns why blocks at an overlap level cannot be recomputed in full, or None.
 
     At level 3 half of the input of a block arrives while the block runs.
     """
@@ -81,14 +81,9 @@ def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = Fals
 
 
 def paying(
-    layouts: Sequence[ParallelLayout],
-    price_cache: PriceCache,
-    deadline: Deadline = NEVER,
+    layouts: Sequence[ParallelLayout], price_cache: PriceCache, deadline: Deadline = NEVER
 ) -> tuple[tuple[ParallelLayout, ...], tuple[tuple[ParallelLayout, str], ...]]:
-    """Returns the layouts that are worth a search, and the dropped ones with their reason.
-
-    A layout is dropped where the same layout is better at another level.
-    """
+    """Returns the layouts that are worth a search, and the dropped ones with their reason."""
     levels: dict[ParallelLayout, list[ParallelLayout]] = {}
     for layout in layouts:
         levels.setdefault(replace(layout, tp_overlap=0), []).append(layout)
@@ -133,10 +128,7 @@ def _beats(layout: ParallelLayout, rival: ParallelLayout, price_cache: PriceCach
 
 
 def _values(layout: ParallelLayout, price_cache: PriceCache) -> Iterator[tuple[float, int]]:
-    """Yields seconds and temporary bytes of a block by recompute level, where it can run.
-
-    Saved bytes are the same at all overlap levels.
-    """
+    """Yields seconds and temporary bytes of a block by recompute level, inf where it cannot run."""
     b, sharding = layout.micro_batch_size, layout.sharding
     for level in Recompute:
         runs = level is not Recompute.FULL or not illegal_full_recompute(

@@ -80,10 +80,7 @@ def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceC
 def _offload(
     choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
 ) -> tuple[Offload, ...]:
-    """Returns the offload of a layer.
-
-    A block in chunks has that of its state location. The rest is the offload of the price cache.
-    """
+    """Returns the offload of a layer, by its state location in chunks and by the price cache."""
     chunked = layout.chunked and choice.kind is LayerKind.BLOCK
     applies = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
     return (
@@ -93,10 +90,7 @@ def _offload(
 
 
 def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
-    """Returns a name for every distinct layer plan.
-
-    Blocks are A, B, ... in order of use; embedding and head have their kind as name.
-    """
+    """Returns names of the layer plans: A, B, ... for blocks in order of use, else the kind."""
     names: dict[LayerChoice, str] = {}
     for stage in strategy.stages:
         for choice in stage:
@@ -156,10 +150,7 @@ def step_kind(price: StepPrice) -> Kind:
 
 
 def breakdown(price: StepPrice) -> Breakdown:
-    """Returns the step time by cause, on the pipeline rank that finishes last.
-
-    The rest of the step is the bubble.
-    """
+    """Returns the step time by cause on the rank that finishes last; the rest is the bubble."""
     simulated = price.simulated
     rank = max(range(len(price.ranks)), key=lambda r: price.ranks[r].total.value_s)
     time = price.ranks[rank]
@@ -332,10 +323,7 @@ def assemble(
 
 
 def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
-    """Returns the record with each runner-up marked that the error band cannot tell apart.
-
-    Its step time is inside the error band of the plan's step time.
-    """
+    """Returns the record with the runners-up marked that are inside the plan's error band."""
     band = predicted.error_band
     if band is None:
         return record
@@ -351,15 +339,12 @@ def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
 
 
 def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
-    """Returns the record of another candidate for the plan file.
-
-    `assemble` decides whether it is inside the error band.
-    """
+    """Returns a priced strategy as a runner-up; `assemble` sets its `inside_error_band`."""
     return runner_up_of(strategy.layout, price)
 
 
 def runner_up_of(layout: ParallelLayout, price: StepPrice) -> RunnerUp:
-    """Returns the record of any priced candidate of `layout` for the plan file."""
+    """Returns any priced candidate of `layout` as a runner-up."""
     return RunnerUp(
         mesh=layout.mesh,
         pipeline=pipeline_of(layout),

@@ -45,10 +45,7 @@ class ChunkLevel:
 
 
 def levels(schedule: RankChunks, price_cache: PriceCache) -> tuple[ChunkLevel, ...]:
-    """Returns every moment of a schedule, replayed from its operations.
-
-    The transfers of the update come after the last moment and are not among them.
-    """
+    """Returns every moment of a schedule; transfers of the update come after the last one."""
     always = chunk_states(schedule, price_cache)[0].total
     chunk_bytes = _parameter_bytes(schedule, price_cache.training.precision)
     pool: set[tuple[int, int]] = set()

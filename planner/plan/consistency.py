@@ -28,10 +28,7 @@ IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]  # only blocks in chunks offload thes
 
 
 def require_consistent(plan: Plan, where: str) -> None:
-    """Raises ConfigError for the first part of a plan of a described model that does not fit.
-
-    The message has `where` and the key.
-    """
+    """Raises ConfigError with `where` and key for the first part that does not fit the others."""
     stages = [stage.rank for stage in plan.stages]
     _require_layout(plan.cluster, plan.training, plan.mesh, plan.pipeline, stages, where)
     reason = illegal_expert_parallel(plan.mesh, plan.model)
@@ -75,10 +72,7 @@ def require_consistent(plan: Plan, where: str) -> None:
 
 
 def require_consistent_traced(plan: TracedPlan, where: str) -> None:
-    """Raises ConfigError for the first part of a plan of a traced module that does not fit.
-
-    Its stages are runs of shards.
-    """
+    """Raises ConfigError for the first part of a traced plan that does not fit the others."""
     _require_gapless(
         "shards",
         [(part.first, part.end) for part in plan.shards],
@@ -135,10 +129,7 @@ def _require_layout(
     ranks: list[int],
     where: str,
 ) -> None:
-    """Raises ConfigError unless devices, batch and stages are those of mesh and pipeline.
-
-    `ranks` has the pipeline rank of each stage in order.
-    """
+    """Raises ConfigError unless devices, batch and stages (by rank) fit mesh and pipeline."""
     if mesh.num_ranks != cluster.num_gpus:
         raise _unfit(
             where,
@@ -182,10 +173,7 @@ def _require_layout(
 
 
 def _require_actions(pipeline: PipelinePlan, pp: int, ranks: list[int], where: str) -> None:
-    """Raises ConfigError unless the actions of a custom schedule are legal.
-
-    Its lines name the stages of each rank.
-    """
+    """Raises ConfigError unless a custom schedule is legal and names the stages of each rank."""
     try:
         homes = check(pipeline.actions, pp, pipeline.virtual_stages, pipeline.num_micro_batches)
     except ConfigError as error:
@@ -205,10 +193,7 @@ def _require_rank(rank: int, pp: int, what: str) -> None:
 def _require_layer_plan(
     layer_plan: LayerPlan, mesh: Mesh, operators: list[str], where: str
 ) -> None:
-    """Raises ConfigError unless a layer plan fits the mesh.
-
-    It may name only operators of its layer.
-    """
+    """Raises ConfigError unless a layer plan fits the mesh and names operators of its layer."""
     if layer_plan.zero and layer_plan.zero_ranks is not None and mesh.dp % layer_plan.zero_ranks:
         raise ConfigError(
             f"{where}: zero_ranks {layer_plan.zero_ranks} does not divide dp {mesh.dp}", hint=_AGAIN
@@ -225,10 +210,7 @@ def _require_layer_plan(
 def _require_layers(
     stages: Iterable[StagePlan], known: Mapping[str, LayerPlan], num_layers: int, where: str
 ) -> None:
-    """Raises ConfigError unless the stages run all layers once.
-
-    These are the embedding, every block in order, and the head.
-    """
+    """Raises ConfigError unless the stages run embedding, every block in order, and head."""
     runs = []
     for index, stage in enumerate(stages):
         if not stage.layers:

@@ -7,10 +7,7 @@ from parplan.planner.plan.plan import Plan
 
 
 def host_gib(plan: Plan) -> float:
-    """Host memory in GiB that the fullest node holds for all of its devices.
-
-    The ranks of a pipeline stage are neighbours.
-    """
+    """Host GiB that the fullest node holds; the ranks of a pipeline stage are neighbours."""
     ranks_per_stage = plan.mesh.dp * plan.mesh.tp
     gpus_per_node = plan.cluster.gpus_per_node
     rank_gib = [

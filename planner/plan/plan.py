@@ -23,10 +23,7 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorPlacement:
-    """DTensor placements of one operator, such as `Shard(0)@tp`.
-
-    A tensor has one entry for each mesh axis on which it is not Replicate.
-    """
+    """DTensor placements such as `Shard(0)@tp`, for each mesh axis that is not Replicate."""
 
     __pydantic_config__ = _FORBID
 
@@ -144,10 +141,7 @@ class ChunkRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
-    """The chunks that hold the states of the blocks (EQUATIONS O1, O3, O4).
-
-    The ranks have the bytes that move between host and device.
-    """
+    """The chunks that hold the states of the blocks (EQUATIONS O1, O3, O4), and their transfers."""
 
     __pydantic_config__ = _FORBID
 

@@ -24,10 +24,7 @@ _AMPLE = 2**62
 
 
 def chunks_of(strategy: Strategy, price_cache: PriceCache) -> ChunkPlan | None:
-    """Returns the section of the plan file, or None where no blocks are in chunks.
-
-    Raises InfeasibleError with the smallest budget.
-    """
+    """Returns the section of the plan file, or None without chunks. Raises InfeasibleError."""
     if not strategy.layout.chunked:
         return None
     ranks = [chunks_of_rank(strategy, rank, price_cache) for rank in range(strategy.layout.mesh.pp)]
@@ -63,20 +60,14 @@ def _rank(stage: int, rank_chunks: RankChunks) -> ChunkRank:
 
 
 def busiest_rank(plan: Plan) -> int:
-    """Returns the pipeline rank whose devices move the most bytes in a step.
-
-    It is 0 where the plan has no chunks.
-    """
+    """Returns the pipeline rank whose devices move the most bytes, 0 without chunks."""
     if plan.chunks is None:
         return 0
     return max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage
 
 
 def rechunked(plan: Plan) -> Plan:
-    """Returns a plan with the chunks that its changed layers or sizes fill.
-
-    The budget is the smallest. Raises ConfigError.
-    """
+    """Returns a changed plan with its chunks in the smallest budget. Raises ConfigError."""
     assert plan.chunks is not None, "it has chunks"
     price_cache = prices_of_plan(plan)
     strategy = layers_of(plan, price_cache)

@@ -23,7 +23,7 @@ from parplan.profiles.errors import ConfigError
 # Keys of `training.stack` in older files: the key and the value that they have today. A stack once
 # had a single attention kernel, which was priced on every device.
 RENAMED_STACK_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "flash_kernel": ("flash_kernels", lambda kernel: [{"kernel": kernel}]),
+    "flash_kernel": ("flash_kernels", lambda kernel: [{"kernel": kernel}])
 }
 
 
@@ -42,10 +42,7 @@ def plan_to_yaml(plan: Plan | TracedPlan) -> str:
 
 
 def write_plan(plan: Plan | TracedPlan, path: Path) -> None:
-    """Writes the plan atomically: a reader sees the old file or the new one, never a part.
-
-    Raises ConfigError.
-    """
+    """Writes the plan atomically: a reader sees the old file or the new one. Raises ConfigError."""
     write_text(plan_to_yaml(plan), path, hint="choose another file with --output")
 
 
@@ -97,10 +94,7 @@ def traced_plan_from_document(body: Any, where: str) -> TracedPlan:
 
 
 def checked_document(body: Any, where: str) -> dict[str, Any]:
-    """Returns the document with today's keys and its cluster parsed.
-
-    Raises ConfigError where the document is not a mapping or has another version.
-    """
+    """Returns the document with today's keys and its cluster parsed. Raises ConfigError."""
     if not isinstance(body, dict):
         raise ConfigError(
             f"{where}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again"
@@ -119,10 +113,7 @@ def checked_document(body: Any, where: str) -> dict[str, Any]:
 
 
 def _upgraded(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the document in which the keys of older files have their present names.
-
-    A file without a stack was priced for the neutral one.
-    """
+    """Returns the document with today's keys; a missing stack means the neutral one."""
     training = body.get("training")
     if not isinstance(training, dict):
         return dict(body)

@@ -231,10 +231,7 @@ def layers_of(plan: Plan, price_cache: PriceCache) -> Strategy:
 
 
 def _require_groups(plan: Plan, strategy: Strategy, price_cache: PriceCache) -> None:
-    """Raises ConfigError where the groups of chunks are not those that the blocks fill.
-
-    It also raises ConfigError where a block in chunks is not sharded.
-    """
+    """Raises ConfigError unless chunked blocks are sharded and fill the groups of the plan."""
     if plan.chunks is None:
         return
     zero = 3 if plan.mesh.dp > 1 else 0

@@ -23,10 +23,7 @@ class Repriced:
 
 
 def reprice(plan: Plan) -> Repriced:
-    """Returns the plan with all its predictions computed again; its search record stays.
-
-    Raises ConfigError, as `strategy_of` does.
-    """
+    """Returns the plan with all predictions computed again. Raises ConfigError."""
     price_cache = prices_of_plan(plan)
     strategy = strategy_of(plan, price_cache)
     price = price_step(strategy, price_cache)

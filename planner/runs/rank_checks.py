@@ -50,10 +50,7 @@ class RankCheck:
         return self.occupied <= self.capacity
 
     def share(self, name: str) -> float | None:
-        """Returns the relative deviation of the measured class from the prediction.
-
-        It is None where the class was predicted to be empty and is not.
-        """
+        """Returns the relative deviation from the prediction, None where only the latter is 0."""
         predicted = class_bytes(self.predicted, name)
         measured = class_bytes(self.found, name)
         if predicted == measured:
@@ -87,10 +84,7 @@ def class_bytes(use: RankUse, name: str) -> int:
 
 
 def priced(plan: Plan) -> RepricedPlan:
-    """Returns the plan with its strategy and the prices of today.
-
-    Raises ConfigError where the prices do not know its placements, or a dry run cannot count it.
-    """
+    """Returns the plan at prices of today. Raises ConfigError where a dry run cannot count it."""
     if plan.model.num_experts:
         raise ConfigError(
             "the routing of experts depends on the data, which a dry run has none of",
@@ -115,10 +109,7 @@ def priced(plan: Plan) -> RepricedPlan:
 def check_ranks(
     today: RepricedPlan, used: Mapping[int, tuple[RankUse, tuple[int, ...]]]
 ) -> tuple[RankCheck, ...]:
-    """Returns each pipeline rank of `used` beside its prediction.
-
-    `used` has the use of each rank, and the micro-batches that were run.
-    """
+    """Returns each pipeline rank of `used` (its use and micro-batches) beside its prediction."""
     plan, price_cache = today.plan, today.price_cache
     return tuple(
         RankCheck(
@@ -157,10 +148,7 @@ def sent_checks(check: RankCheck) -> tuple[SentCheck, ...]:
 
 
 def worst(checks: Sequence[RankCheck], name: str) -> float | None:
-    """Returns the largest deviation of a class over all ranks.
-
-    It is None where bytes were measured and none were predicted.
-    """
+    """Returns the largest deviation of a class over all ranks, None where a rank's is None."""
     shares = [check.share(name) for check in checks]
     if None in shares:
         return None

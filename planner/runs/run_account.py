@@ -89,10 +89,7 @@ class Predicted:
 
 
 def predict(plan: Plan | TracedPlan) -> Predicted:
-    """Prices the plan again, with its calibration if it was made with one.
-
-    The predictions of a traced module are those of its file.
-    """
+    """Prices the plan again, with its calibration; a traced module has the prices of its file."""
     if isinstance(plan, TracedPlan):
         return _as_written(plan)
     price_cache = prices_of_plan(plan)
@@ -259,10 +256,7 @@ def trace_ranks(run: RunFile) -> dict[str, dict[str, Sequence[WorkSpan]]]:
 
 
 def plan_trace_ranks(plan: Plan) -> dict[str, dict[str, Sequence[WorkSpan]]]:
-    """Returns the predicted spans of a plan that was not run, by pipeline rank.
-
-    Raises ConfigError for a plan that cannot be priced.
-    """
+    """Returns the predicted spans of a plan, by pipeline rank. Raises ConfigError."""
     price_cache = prices_of_plan(plan)
     spans = predicted_timeline(strategy_of(plan, price_cache), price_cache).spans
     return {

@@ -31,10 +31,7 @@ class Timeline:
 
 
 def predicted_timeline(strategy: Strategy, price_cache: PriceCache) -> Timeline:
-    """Returns the replayed step of `strategy` under the prices of `price_cache`.
-
-    A transfer is the gap before the action that waits for it.
-    """
+    """Returns the replayed step; a transfer is the gap before the action that waits for it."""
     costs = step_costs(strategy, price_cache)
     step = simulated_step(strategy, costs, keep_events=True)
     spans = tuple(
@@ -87,10 +84,7 @@ def _stage(strategy: Strategy, rank: int, chunk: int) -> int:
 
 
 def _received_s(work: ActionKind, cost: StageCost, *, after_recompute: bool) -> float:
-    """Seconds of an action that are its receive.
-
-    A recompute ahead of a backward pass hides some of them.
-    """
+    """Seconds of an action that are its receive, less what a recompute ahead hides."""
     backward_s = cost.receive_backward_s - (cost.hidden_s if after_recompute else 0.0)
     return {
         ActionKind.FORWARD: cost.receive_forward_s,
@@ -159,10 +153,7 @@ def _means(rank: RankRecord, waits: Iterable[tuple[Key, float]]) -> dict[Key, fl
 
 
 def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]:
-    """Returns by rank the (part, seconds waited) of every action with input of another rank.
-
-    A wait counts only where the rank did not recompute ahead of the action.
-    """
+    """Returns by rank the waits for input of other ranks, except after a recompute ahead."""
     waits: dict[int, list[tuple[Key, float]]] = {rank.rank: [] for rank in ranks}
     done = {
         (rank.dp, rank.tp, span.work, span.stage, span.micro_batch): (span.end_s, rank.rank)
@@ -188,10 +179,7 @@ def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]
 
 
 def _waits_for(span: WorkSpan) -> tuple[tuple[str, int], ...]:
-    """Returns the actions that may have made the input of a span.
-
-    A backward pass waits for that of the next stage, whole or of its input alone.
-    """
+    """Returns the actions, whole or in two parts, that may have made the input of a span."""
     if span.work == "F":
         return (("F", span.stage - 1),)
     return (("B", span.stage + 1), ("I", span.stage + 1)) if span.work in ("B", "I") else ()
