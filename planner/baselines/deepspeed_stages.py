@@ -7,7 +7,7 @@ deepspeed/runtime/utils.py (partition_uniform, partition_balanced):
 uniform      equally many layers on each stage, with embedding and head as layers; the first stages
              take the remainder
 parameters   the least largest sum of parameters of a stage (a linear partition)
-type         the same with a weight of 1 for blocks and 0 for all other layers (`type:transformer`)
+type         a linear partition with weight 1 of blocks and 0 of other layers (`type:transformer`)
 
 Older versions give the remainder of uniform to the last stage. Of several partitions with the same
 largest stage the most even one is taken, with the smallest sum of squares; the choice of DeepSpeed
