@@ -16,11 +16,11 @@ import numpy as np
 from parplan.planner.dominance import Array, Ints, undominated_rows
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
+    InputPlacement,
     LayerProblem,
     OutputPlacement,
     StrategyOption,
     TensorLink,
-    InputPlacement,
 )
 
 Frontier = tuple[int, ...]  # by maker of an open tensor, the number of its output placement

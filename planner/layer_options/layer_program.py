@@ -23,12 +23,12 @@ from typing import Any
 
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
+    InputPlacement,
     LayerProblem,
     OutputPlacement,
     StrategyCost,
     StrategyOption,
     TensorLink,
-    InputPlacement,
 )
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, chosen, weighted
