@@ -48,7 +48,7 @@ def deliver(
     lose the summary.
     """
     from parplan.executor.placed_layers import torchrun_line
-    from parplan.planner.plan.plan import plan_to_yaml, write_plan
+    from parplan.planner.plan.plan_file import plan_to_yaml, write_plan
     from parplan.report.text import console
 
     if output == STDOUT and not as_json:

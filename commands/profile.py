@@ -362,7 +362,7 @@ def _missing(path: Path, output: Path, precision: str) -> tuple[Case, ...]:
     Raises ConfigError: the plan is at another precision than what is measured.
     """
     from parplan.planner.calibration.profile_coverage import missing_cases
-    from parplan.planner.plan.plan import read_plan
+    from parplan.planner.plan.plan_file import read_plan
     from parplan.profiles.errors import ConfigError
     from parplan.profiles.machines.user_profile import read_profile
 

@@ -50,7 +50,8 @@ def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_
 
     Of a run's file, run.json, what was predicted beside what was measured.
     """
-    from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan
+    from parplan.planner.plan.plan_file import read_any_plan
+    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.runs.run_file import is_run
     from parplan.report.plans.chunk_tables import print_chunks
     from parplan.report.plans.layer_table import print_layers
@@ -98,8 +99,8 @@ def _show_run(run_file: Path, *, as_json: bool) -> None:
 
 def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_json: bool) -> None:
     from parplan.planner.plan.chunk_levels import levels
-    from parplan.planner.plan.plan import read_plan
     from parplan.planner.plan.plan_chunks import busiest_rank, rank_chunks_of
+    from parplan.planner.plan.plan_file import read_plan
     from parplan.planner.plan.plan_strategy import prices_of_plan
     from parplan.report.plans.chunk_tables import levels_document, print_levels
     from parplan.report.plots.chunk_plot import draw_levels

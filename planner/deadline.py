@@ -1,9 +1,8 @@
-"""When a command must be done: one moment, made where its options are read and handed down to all
-that it does.
+"""The deadline of a command: one moment, set where its options are read and handed down.
 
-A search that has a plan ends at the limit. One that has none yet goes on for a moment, since a plan
-late is better than none; at the end of that every step raises OutOfTimeError, and whoever has an
-answer by then gives that.
+A search that has a plan ends at the limit. A search without a plan goes on for a moment, because a
+late plan is better than none. After that moment every step raises OutOfTimeError, and a caller that
+has an answer returns it.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from typing import TypeVar
 
 from parplan.profiles.errors import ConfigError, OutOfTimeError
 
-GRACE_S = 1.5  # after the limit, for a first plan
+GRACE_S = 1.5  # time after the limit for a first plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
     """Moments of `clock`, in seconds.
 
-    stops_s: when a search that has a plan looks for no better one; ends_s: when all steps end
+    stops_s   a search that has a plan looks for no better one
+    ends_s    all steps end
     """
 
     stops_s: float = inf
@@ -32,25 +32,24 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until a search with a plan stops, negative after that, infinite without a
-        limit.
+        """Seconds until a search with a plan stops.
+
+        They are negative after that moment, and infinite without a limit.
         """
         return self.stops_s - self.clock()
 
     @property
     def is_over(self) -> bool:
-        """Whether what has an answer stops with it."""
+        """Returns whether steps stop that already have an answer."""
         return self.left_s <= 0
 
     @property
     def has_ended(self) -> bool:
-        """Whether all steps end."""
+        """Returns whether all steps end."""
         return self.clock() >= self.ends_s
 
     def check(self) -> None:
-        """Raises OutOfTimeError at the end. Every step that may take long asks this before the next
-        part of it.
-        """
+        """Raises OutOfTimeError at the end; every long step calls it before its next part."""
         if self.has_ended:
             raise OutOfTimeError(
                 "the time limit was over before there was an answer",
@@ -58,9 +57,7 @@ class Deadline:
             )
 
     def require_left(self) -> None:
-        """Raises OutOfTimeError where whatever has an answer stops with it: for steps that only
-        make an answer better.
-        """
+        """Raises OutOfTimeError once steps that only improve an answer must stop."""
         if self.is_over:
             raise OutOfTimeError(
                 "the time limit was over before there was a better answer",
@@ -68,29 +65,26 @@ class Deadline:
             )
 
     def solver_limit_s(self, least_s: float, most_s: float) -> float:
-        """What one solve may take: the time left, at least `least_s` as long as that is before the
-        end, and at most `most_s`.
+        """Seconds that one solve may take, at most `most_s`.
+
+        They are the time left, or `least_s` where that is more and before the end.
         """
         now_s = self.clock()
         return min(max(self.stops_s - now_s, min(least_s, self.ends_s - now_s), 0.0), most_s)
 
     def within(self, seconds: float) -> Deadline:
-        """This one, or `seconds` from now where that is earlier."""
+        """Returns a deadline at most `seconds` from now."""
         stops_s = self.clock() + seconds
-        return (
-            self
-            if stops_s >= self.stops_s
-            else replace(self, stops_s=stops_s, ends_s=min(self.ends_s, stops_s + GRACE_S))
-        )
+        if stops_s >= self.stops_s:
+            return self
+        return replace(self, stops_s=stops_s, ends_s=min(self.ends_s, stops_s + GRACE_S))
 
     def share(self, count: int) -> Deadline:
-        """For one of `count` things that are still to do: as much of the time left as for each of
-        the others.
-        """
+        """Returns an equal share of the time left for one of `count` tasks that are still to do."""
         return self if self.stops_s == inf else self.within(max(0.0, self.left_s) / count)
 
     def first_plan(self) -> Deadline:
-        """For a search of which any plan will do."""
+        """Returns the deadline of a search that ends with its first plan."""
         return replace(self, stops_s=-inf)
 
 
@@ -98,15 +92,15 @@ NEVER = Deadline()
 T = TypeVar("T")
 
 
-def in_time(things: Iterable[T], deadline: Deadline) -> Iterator[T]:
-    """The things, each before the end. Raises OutOfTimeError."""
-    for thing in things:
+def in_time(items: Iterable[T], deadline: Deadline) -> Iterator[T]:
+    """Yields the items, each before the end. Raises OutOfTimeError."""
+    for item in items:
         deadline.check()
-        yield thing
+        yield item
 
 
 def deadline_after(seconds: float | None, clock: Callable[[], float] = time.monotonic) -> Deadline:
-    """The deadline that `--time-limit` sets; without it there is none. Raises ConfigError."""
+    """Returns the deadline of `--time-limit`, NEVER without one. Raises ConfigError."""
     if seconds is None:
         return NEVER
     if not seconds > 0:

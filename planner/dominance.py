@@ -1,6 +1,4 @@
-"""What no other beats in two values: the front that the catalogue, the mixes and the columns are
-reduced to.
-"""
+"""The front of two values, to which the catalogue, the mixes and the columns are reduced."""
 
 from __future__ import annotations
 
@@ -12,16 +10,17 @@ Ints = npt.NDArray[np.int64]
 
 
 def new_lows(values: Array) -> npt.NDArray[np.bool_]:
-    """Which of `values` are below all that come before them; the first always is."""
+    """Returns a mask of the values that are below all values before them; the first always is."""
     return np.concatenate(
         (np.full(min(1, len(values)), True), values[1:] < np.minimum.accumulate(values)[:-1])
     )
 
 
 def undominated_rows(first: Array, second: Array, third: Array | None = None) -> Ints:
-    """The indices that no other beats or equals in both, by increasing `first`; of equals the one
-    with the least `third`.
+    """Returns the indices that no other equals or beats in both values, by increasing `first`.
+
+    Of equal rows the one with the least `third` stays.
     """
     order = np.lexsort((second, first) if third is None else (third, second, first))
-    found: Ints = order[new_lows(second[order])]
-    return found
+    front: Ints = order[new_lows(second[order])]
+    return front

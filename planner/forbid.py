@@ -1,6 +1,4 @@
-"""What is forbidden: single values of the choices that can be pinned, and how they are written
-(`tp=8`).
-"""
+"""Bans: single values of the choices that can be pinned, and their text (`tp=8`)."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _SWITCH = {"true": True, "false": False}
 
 @dataclass(frozen=True, slots=True)
 class Ban:
-    """One value of one choice that no plan may use; `name` is that of the field of Constraints."""
+    """One value that no plan may use; `name` is a field of Constraints."""
 
     name: str
     value: Value
@@ -34,7 +32,7 @@ def _flag(name: str) -> str:
 
 
 def _whole(name: str, text: str, least: int, most: int | None) -> int:
-    wanted = f"a whole number of at least {least}" if most is None else f"{least} to {most}"
+    requirement = f"a whole number of at least {least}" if most is None else f"{least} to {most}"
     if (
         not text.isdecimal()
         or len(text) > MAX_DIGITS
@@ -42,7 +40,7 @@ def _whole(name: str, text: str, least: int, most: int | None) -> int:
         or (most is not None and int(text) > most)
     ):
         raise ConfigError(
-            f"--forbid {_flag(name)}={text}: it must be {wanted}",
+            f"--forbid {_flag(name)}={text}: it must be {requirement}",
             hint=f"for example --forbid {_flag(name)}={most or 8}",
         )
     return int(text)
@@ -60,23 +58,25 @@ _READERS: dict[str, Callable[[str, str], Value]] = {
         lambda name, text: _whole(name, text, 1, None),
     ),
     **dict.fromkeys(("zero", "tp_overlap"), lambda name, text: _whole(name, text, 0, 3)),
-    "schedule": lambda name, text: _one_of(name, text, {one.value: one for one in Schedule}),
-    "recompute": lambda name, text: _one_of(name, text, {one.value: one for one in Recompute}),
+    "schedule": lambda name, text: _one_of(
+        name, text, {member.value: member for member in Schedule}
+    ),
+    "recompute": lambda name, text: _one_of(
+        name, text, {member.value: member for member in Recompute}
+    ),
     "sequence_parallel": lambda name, text: _one_of(name, text, _SWITCH),
 }
 NAMES = tuple(_READERS)
 
 
 def parse_bans(texts: Iterable[str]) -> tuple[Ban, ...]:
-    """The bans in `NAME=VALUE` texts; several values are comma-separated. Raises ConfigError for an
-    unknown name or value.
-    """
+    """Returns the bans in `NAME=VALUE` texts with comma-separated values. Raises ConfigError."""
     return tuple(ban for text in texts for ban in _parse(text))
 
 
 def _parse(text: str) -> list[Ban]:
-    flag, equals, values = (part.strip() for part in text.partition("="))
-    if not equals or not values:
+    flag, _, values = map(str.strip, text.partition("="))
+    if not values:
         raise ConfigError(
             f"--forbid is {text!r}, it must be NAME=VALUE", hint="for example --forbid tp=8"
         )

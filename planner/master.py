@@ -7,17 +7,17 @@
     (C1) sum_c z_sc = 1                    for each rank s: one column
     (C2) sum_s sum_c n_c z_sc = L          all blocks are placed (only where ranks may differ)
     (C3) sum_c t_c z_sc <= Z               for each rank s: the slowest rank sets the pace
-    (C4) sum_c tail_c z_sc <= E            for each rank s: what follows the last backward pass
+    (C4) sum_c tail_c z_sc <= E            for each rank s: work after the last backward pass
     (C5) time <= slowest allowed           memory objective
     (C6) sum_s D T rho_s <= (1 + eps) R*   second phase of the memory objective
-    (C7) sharded_first = sharded_last      a tied embedding: both copies' gradients whole, or both
-                                           sharded (ZeRO > 0)
+    (C7) sharded_first = sharded_last      a tied embedding: the gradients of both copies are whole,
+                                           or both are sharded (ZeRO > 0)
     (C8) sum_c n_c z_sc <= N               for each rank s: the pass without recompute, where e > 0
 
-e and n are of schedules that recompute ahead of the gradient
-(costmodels/schedules/hidden_recompute.py), without one e = 0 and u = t. Memory is inside the
-columns: each fits its device. Times are in microseconds and bytes in MiB, because CBC's tolerances
-are absolute: problems priced in seconds are answered wrongly and called optimal.
+Schedules that recompute ahead of the gradient have e and n
+(costmodels/schedules/hidden_recompute.py); without recompute ahead e = 0 and u = t. Memory is
+inside the columns: each fits its device. Times are in microseconds and bytes in MiB, because the
+tolerances of CBC are absolute: problems priced in seconds are answered wrongly and called optimal.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.units import MIB, US_PER_S
 
-TOLERANCE = 1e-6  # relative slack of (C6): CBC's own feasibility tolerance is of that size
+TOLERANCE = 1e-6  # relative slack of (C6), as large as the feasibility tolerance of CBC
 
 
 @dataclass(frozen=True, slots=True)
 class MasterChoice:
-    """A column for each rank, its closed-form time, the redundant bytes of the cluster, and whether
-    it is proven best.
+    """A column for each rank, with its closed-form price.
+
+    step_s            closed-form time of a step
+    redundant_bytes   of the cluster
+    proven            whether the choice is proven to be the best
     """
 
     columns: tuple[StageColumn, ...]
@@ -57,7 +60,7 @@ def evaluate(
     proven: bool,
     share: float | None = None,
 ) -> MasterChoice:
-    """The price of one column for each rank; `share` as in `Master`."""
+    """Prices one column for each rank; `share` as in `Master`."""
     share = 1 / layout.virtual_stages if share is None else share
     ahead = HiddenRecompute(
         hidden_passes(layout.schedule), [c.plain_s for c in columns], [c.ramp_s for c in columns]
@@ -78,11 +81,11 @@ def evaluate(
 
 
 class Master:
-    """The program of one layout, over `options[s]`, the columns of rank s; `share` is its bubble's,
-    1/v unless given.
+    """The program of one layout, over the columns `options[s]` of each rank s.
 
-    Of columns that are corners of a bound (`RankColumns.relaxed`) a rank takes an average over one
-    group: z is a share, and its sum over a group is 0 or 1.
+    `share` is the bubble share, 1/v unless given. Columns that are corners of a bound
+    (`RankColumns.relaxed`) are averaged over one group: z is a share, and its sum over a group is 0
+    or 1.
     """
 
     def __init__(
@@ -94,14 +97,13 @@ class Master:
         tied: bool = False,
         share: float | None = None,
     ) -> None:
-        self.layout, self.share = layout, 1 / layout.virtual_stages if share is None else share
+        self.layout = layout
+        self.share = 1 / layout.virtual_stages if share is None else share
         self.problem = Problem("master")
         self.picks = [self._variables(s, columns) for s, columns in enumerate(options)]
-        self.pace, self.tail, self.hidden = (
-            self.problem.continuous("Z"),
-            self.problem.continuous("E"),
-            hidden_passes(layout.schedule),
-        )
+        self.pace = self.problem.continuous("Z")
+        self.tail = self.problem.continuous("E")
+        self.hidden = hidden_passes(layout.schedule)
         self.plain = self.problem.continuous("N") if self.hidden else None
         for s, picks in enumerate(self.picks):
             self.problem.require(weighted((z, 1.0) for z in picks.values()) == 1, f"C1_one_{s}")
@@ -122,14 +124,11 @@ class Master:
             blocks = [(z, float(c.num_blocks)) for picks in self.picks for c, z in picks.items()]
             self.problem.require(weighted(blocks) == num_layers, "C2_blocks")
         if tied and tied_ends(layout):
-            first, last = (
-                [(z, 1.0) for c, z in self.picks[rank].items() if c.zero]
-                for rank in tied_ends(layout)
-            )
-            self.problem.require(weighted(first) == weighted(last), "C7_tied")
+            first, last = tied_ends(layout)
+            self.problem.require(self._sharded(first) == self._sharded(last), "C7_tied")
 
     def _variables(self, s: int, columns: Sequence[StageColumn]) -> dict[StageColumn, Any]:
-        """The z of every column of rank s: 0 or 1, of a corner a share."""
+        """Returns the z of every column of rank s: binary, or a share of a corner."""
         variable = {True: self.problem.continuous, False: self.problem.binary}
         picks = {column: variable[column.corner](f"z_{s}_{c}") for c, column in enumerate(columns)}
         groups: dict[tuple[int, int, bool], list[tuple[Any, float]]] = {}
@@ -143,8 +142,11 @@ class Master:
             )
         return picks
 
+    def _sharded(self, rank: int) -> Any:
+        return weighted((z, 1.0) for column, z in self.picks[rank].items() if column.zero)
+
     @property
-    def time_us(self) -> object:
+    def time_us(self) -> Any:
         share = self.share
         ramps = [(z, share * c.ramp_s * US_PER_S) for picks in self.picks for c, z in picks.items()]
         plain = [] if self.plain is None else [(self.plain, float(self.hidden))]
@@ -158,7 +160,7 @@ class Master:
         )
 
     @property
-    def redundant_mib(self) -> object:
+    def redundant_mib(self) -> Any:
         devices = self.layout.mesh.ranks_per_stage
         return weighted(
             (z, devices * c.redundant_bytes / MIB) for picks in self.picks for c, z in picks.items()
@@ -172,13 +174,14 @@ class Master:
         return evaluate(self.layout, picked, proven=solution.proven, share=self.share)
 
     def fastest(self, solver: SolverName, time_limit_s: float | None = None) -> MasterChoice | None:
-        """The fastest choice, or None when the columns cannot place all blocks."""
+        """Returns the fastest choice, or None when the columns cannot place all blocks."""
         self.problem.minimize(self.time_us)
         return self._solve(solver, time_limit_s)
 
     def bound_s(self, solver: SolverName, time_limit_s: float | None = None) -> float | None:
-        """The least seconds of a step over averages, or None when that is not proven or no averages
-        place all blocks.
+        """Returns the least seconds of a step over averages of columns.
+
+        It is None when they are not proven to be the least, or when no averages place all blocks.
         """
         self.problem.minimize(self.time_us)
         solution = self.problem.solve(solver, time_limit_s)
@@ -187,10 +190,11 @@ class Master:
     def leanest(
         self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None
     ) -> MasterChoice | None:
-        """The fastest of the choices with the least redundant bytes that take at most `slowest_s`,
-        or None.
+        """Returns the fastest choice among those with the least redundant bytes, or None.
+
+        All of them take at most `slowest_s`.
         """
-        self.problem.require(self.time_us <= slowest_s * US_PER_S, "C5_time")  # type: ignore[operator]
+        self.problem.require(self.time_us <= slowest_s * US_PER_S, "C5_time")
         self.problem.minimize(self.redundant_mib)
         least = self._solve(solver, time_limit_s)
         if least is None:
@@ -199,9 +203,8 @@ class Master:
             best = self.fastest_of_redundancy(least.redundant_bytes, solver, time_limit_s)
         except Unsolved:
             best = None
-        if (
-            best is None
-        ):  # out of time, or the solver's own tolerance on (C5) and (C6): the first answer stands
+        # After a timeout, or by the solver's tolerance on (C5) and (C6), the first answer stands.
+        if best is None:
             return replace(least, proven=False)
         return MasterChoice(
             best.columns, best.step_s, best.redundant_bytes, proven=least.proven and best.proven
@@ -210,12 +213,10 @@ class Master:
     def fastest_of_redundancy(
         self, redundant_bytes: float, solver: SolverName, time_limit_s: float | None = None
     ) -> MasterChoice | None:
-        """The fastest of the choices with so many redundant bytes at most, or None where there is
-        none.
-        """
+        """Returns the fastest choice with at most these redundant bytes, or None."""
         self.problem.require(
             self.redundant_mib <= slackened(redundant_bytes) / MIB, "C6_redundancy"
-        )  # type: ignore[operator]
+        )
         self.problem.minimize(self.time_us)
         return self._solve(solver, time_limit_s)
 
@@ -231,12 +232,13 @@ def lower_bound_s(
     num_layers: int,
     share: float | None = None,
 ) -> float | None:
-    """A lower bound of the throughput master without solving it, or None when it is infeasible.
+    """Returns a lower bound of the throughput master without a solve.
 
-    The pace is at least the smallest Z at which the ranks together can hold all blocks; the sum is
-    at least each rank's own cheapest column a block; the tail at least the largest of the ranks'
-    smallest. One rank alone takes at least its own passes and its own tail. All of this holds for
-    averages of columns too.
+    It is None when the master is infeasible. The pace is at least the smallest Z at which all ranks
+    together can hold all blocks. The sum of the ramps is at least its Lagrangian bound, or that of
+    the cheapest column of each rank where all ranks hold equally many blocks. The tail is at least
+    the largest of the smallest tails of the ranks. One rank alone takes at least its own passes and
+    its own tail. All of this also holds for averages of columns.
     """
     if any(not columns for columns in options):
         return None
@@ -245,7 +247,7 @@ def lower_bound_s(
     repeats = layout.num_micro_batches - share
 
     def whole_s(column: StageColumn) -> float:
-        """Of one rank with its own tail: what shortens the pace may make the tail longer."""
+        """Seconds of one rank with its own tail, since a shorter pace may need a longer tail."""
         return repeats * column.time_s + column.tail_s
 
     if layout.equal_ranks or layout.mesh.pp == 1:  # no schedule with recompute ahead
@@ -256,24 +258,19 @@ def lower_bound_s(
             max(slowest_s, (layout.num_micro_batches - share) * max(fastest) + tail_s)
             + share * ramps_s
         )
-    hidden, pace_s = (
-        hidden_passes(layout.schedule),
-        _smallest_pace_s(options, num_layers, lambda column: column.time_s),
-    )
+    hidden = hidden_passes(layout.schedule)
+    pace_s = _smallest_pace_s(options, num_layers, lambda column: column.time_s)
     if pace_s is None:
         return None
-    plain_s = (
-        hidden and _smallest_pace_s(options, num_layers, lambda column: column.plain_s)
-    ) or 0.0
-    ramp_s = (
-        0.0
-        if layout.recomputes_ahead
-        else _smallest_pace_s(options, num_layers, lambda column: column.ramp_s) or 0.0
-    )
+    plain_s = 0.0
+    if hidden:
+        plain_s = _smallest_pace_s(options, num_layers, lambda column: column.plain_s) or 0.0
+    ramp_s = 0.0
+    slowest_s = 0.0
+    if not layout.recomputes_ahead:
+        ramp_s = _smallest_pace_s(options, num_layers, lambda column: column.ramp_s) or 0.0
+        slowest_s = _smallest_pace_s(options, num_layers, whole_s) or 0.0
     at_least = max(_sum_bound(options, lambda column: column.ramp_s, num_layers), ramp_s)
-    slowest_s = (
-        0.0 if layout.recomputes_ahead else _smallest_pace_s(options, num_layers, whole_s) or 0.0
-    )
     return (
         max(
             slowest_s,
@@ -284,13 +281,9 @@ def lower_bound_s(
 
 
 def _smallest_pace_s(
-    options: Sequence[Sequence[StageColumn]],
-    num_layers: int,
-    value: Callable[[StageColumn], float],
+    options: Sequence[Sequence[StageColumn]], num_layers: int, value: Callable[[StageColumn], float]
 ) -> float | None:
-    """The least Z such that ranks limited to columns whose `value` is at most Z can hold
-    `num_layers` blocks, by bisection over Z.
-    """
+    """Returns the least Z at which columns of `value` <= Z hold `num_layers` blocks, or None."""
     paces = sorted({value(column) for columns in options for column in columns})
 
     def most_blocks(pace_s: float) -> int:
@@ -305,16 +298,17 @@ def _smallest_pace_s(
     low, high = 0, len(paces)
     while low < high:
         middle = (low + high) // 2
-        low, high = (
-            (low, middle) if most_blocks(paces[middle]) >= num_layers else (middle + 1, high)
-        )
+        if most_blocks(paces[middle]) >= num_layers:
+            high = middle
+        else:
+            low = middle + 1
     return paces[low] if low < len(paces) else None
 
 
 def redundancy_bound_bytes(
     layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], num_layers: int
 ) -> float | None:
-    """A lower bound of the memory master whatever its time, or None when it is infeasible."""
+    """Returns a lower bound of the memory master at any time, or None when it is infeasible."""
     if any(not columns for columns in options):
         return None
     return layout.mesh.ranks_per_stage * _sum_bound(
@@ -325,8 +319,9 @@ def redundancy_bound_bytes(
 def _sum_bound(
     options: Sequence[Sequence[StageColumn]], value: Callable[[StageColumn], float], num_layers: int
 ) -> float:
-    """sum_s value_s >= lambda L + sum_s min_c (value_c - lambda n_c) for any lambda (Lagrange): the
-    best of a few.
+    """Returns the best of a few Lagrangian bounds of the sum of `value` over the ranks.
+
+    sum_s value_s >= lambda L + sum_s min_c (value_c - lambda n_c)    for any lambda
     """
     slopes = sorted(
         {value(column) / column.num_blocks for columns in options for column in columns}

@@ -1,10 +1,9 @@
-"""The one module that names a MILP solver: CBC (bundled with PuLP) or HiGHS, run so that the same
-input gives the same answer.
+"""The one module that names a MILP solver: CBC (bundled with PuLP) or HiGHS.
 
-PuLP reports a solve that the time limit cut off as `Optimal`; only `sol_status` tells, and an
-infeasible problem still carries values. Both are checked here, once, and so is every point against
-the rows: a solver that crashes, does not stop or writes nonsense is a SolverError that quotes the
-end of its log, never an answer.
+It runs the solver so that the same input gives the same answer. PuLP reports a solve that the time
+limit cut off as `Optimal`; only `sol_status` tells, and an infeasible problem still has values.
+Both are checked here, and every point is checked against the rows. A solver that crashes, does not
+stop or writes nonsense is a SolverError with the end of its log, never an answer.
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ from parplan.profiles.errors import SolverError
 from parplan.profiles.interrupts import signals_later
 
 T = TypeVar("T")
-# how long after its limit a CBC that has not stopped is ended; it overruns by tenths of a second
-GRACE_S = 5.0
-ROW_TOLERANCE = (
-    1e-5  # of the largest term of a row: CBC writes eight digits, and its own tolerances are 1e-6
-)
-GROUP_S = 0.1  # between the first and the last process of a group that a signal reaches, and more
+GRACE_S = 5.0  # after its limit, before CBC is ended; it overruns by tenths of a second
+# Of the largest term of a row: CBC writes eight digits, and its tolerances are 1e-6.
+ROW_TOLERANCE = 1e-5
+GROUP_S = 0.1  # more than a signal takes to reach all processes of a group
 INTEGRALITY = 1e-4
 LONGEST_QUOTE = 200  # characters of a line of the log
 
@@ -50,9 +47,7 @@ class Solution:
 
 
 class Problem:
-    """A minimisation problem: `binary` and `continuous` variables, linear rows named by their
-    label.
-    """
+    """A minimisation problem: variables, and linear rows named by their label."""
 
     def __init__(self, name: str) -> None:
         self._problem = pulp.LpProblem(name, pulp.LpMinimize)
@@ -71,45 +66,45 @@ class Problem:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Variables and rows."""
+        """Returns the numbers of variables and rows."""
         return self._problem.numVariables(), self._problem.numConstraints()
 
     def minimize(self, expression: Any) -> None:
         self._problem.setObjective(expression)
 
     def require(self, constraint: Any, label: str) -> None:
-        """Add a row. `label` must be unique in the problem."""
+        """Adds a row. `label` must be unique in the problem."""
         self._problem.addConstraint(constraint, label)
         self._rows[label] = constraint
 
     def solve(self, solver: SolverName, time_limit_s: float | None = None) -> Solution | None:
-        """The best point found, or None when there is none.
+        """Returns the best point, or None when the problem is infeasible.
 
-        Raises Unsolved when the time ran out before it found any point, SolverError when it is
-        missing, crashed, did not stop, or gave what is no answer.
+        Raises Unsolved when the time ran out before any point was found, SolverError when the
+        solver is missing, crashed, did not stop, or gave no valid answer.
         """
-        limit_s = (
-            None if time_limit_s is None else max(0.0, time_limit_s)
-        )  # HiGHS takes a negative limit for none
-        command, started_s = _command(solver, limit_s), time.monotonic()
+        # HiGHS takes a negative limit for none
+        limit_s = None if time_limit_s is None else max(0.0, time_limit_s)
+        command = _command(solver, limit_s)
+        started_s = time.monotonic()
         try:
             self._problem.solve(command)
         except pulp.PulpSolverError as error:
             lines = str(error).strip().splitlines() or ["for no reason it gave"]
             raise SolverError(f"{solver} failed: {lines[-1]}", hint=_other(solver)) from None
-        status, found = self._problem.status, self._problem.sol_status
-        if found in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        status = self._problem.status
+        sol_status = self._problem.sol_status
+        if sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             self._require_kept(solver)
             return Solution(
-                float(pulp.value(self._problem.objective)), proven=found == pulp.LpSolutionOptimal
+                float(pulp.value(self._problem.objective)),
+                proven=sol_status == pulp.LpSolutionOptimal,
             )
         over = limit_s is not None and time.monotonic() - started_s >= limit_s
         if status == pulp.LpStatusInfeasible and not over:
             return None
-        if limit_s is not None and status in (
-            pulp.LpStatusNotSolved,
-            pulp.LpStatusInfeasible,
-        ):  # which CBC calls what it cut off
+        # CBC reports a solve that it cut off as either of these
+        if limit_s is not None and status in (pulp.LpStatusNotSolved, pulp.LpStatusInfeasible):
             raise Unsolved
         ending = command.ending if isinstance(command, _Cbc) else ""
         raise SolverError(
@@ -118,9 +113,7 @@ class Problem:
         )
 
     def _require_kept(self, solver: SolverName) -> None:
-        """Raises SolverError when the values break a row or are fractions: what was cut off, or is
-        no answer to this problem.
-        """
+        """Raises SolverError when the values break a row or binary variables are fractions."""
         broken = [label for label, row in self._rows.items() if not _keeps(row)]
         broken += [
             z.name for z in self._binaries if min(abs(z.value()), abs(z.value() - 1)) > INTEGRALITY
@@ -133,35 +126,34 @@ class Problem:
 
 
 def _keeps(row: Any) -> bool:
-    """Whether the values satisfy a row up to rounding: the sum of its terms and its constant is on
-    the right side of 0.
-    """
+    """Returns whether the values satisfy a row up to rounding."""
     terms = [coefficient * variable.value() for variable, coefficient in row.items()]
-    total, slack = (
-        float(sum(terms) + row.constant),
-        ROW_TOLERANCE * float(max(1.0, abs(row.constant), *map(abs, terms))),
-    )
-    within_above, within_below = total <= slack, total >= -slack
+    total = float(sum(terms) + row.constant)
+    slack = ROW_TOLERANCE * float(max(1.0, abs(row.constant), *map(abs, terms)))
+    within_above = total <= slack
+    within_below = total >= -slack
     if row.sense == pulp.LpConstraintEQ:
         return within_above and within_below
     return within_above if row.sense == pulp.LpConstraintLE else within_below
 
 
 class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
-    """CBC with PuLP's files and options, and besides: its log is kept for errors, all its files are
-    deleted whatever happens, and one that does not stop at its limit is ended.
+    """CBC with the files and options of PuLP.
 
-    ending: the last line of the log, for an error
+    Its log is saved for errors, its files are always deleted, and a process that does not stop at
+    its limit is ended.
+
+    ending   the last line of the log, for an error
     """
 
     ending = ""
 
     def actualSolve(self, lp: Any, **_: Any) -> int:  # noqa: N802 - PuLP's name
-        """Solve `lp`, and give it status and values. Raises SolverError."""
+        """Solves `lp`, and sets its status and values. Raises SolverError."""
         with tempfile.TemporaryDirectory(prefix="parplan-") as folder:
-            problem, solution, log = (
-                Path(folder) / name for name in ("problem.mps", "solution.txt", "log.txt")
-            )
+            problem = Path(folder, "problem.mps")
+            solution = Path(folder, "solution.txt")
+            log = Path(folder, "log.txt")
             _, names, _, _ = lp.writeMPS(str(problem), rename=1)
             failed = _run(
                 [self.path, str(problem), *self._arguments(), "-solution", str(solution)],
@@ -173,7 +165,7 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
                 if failed:
                     raise ValueError(failed)
                 values = _values(solution, names)
-                status, found = self.get_status(str(solution))
+                status, sol_status = self.get_status(str(solution))
             except (OSError, ValueError) as error:
                 reason = (
                     f"wrote no solution ({error.strerror})"
@@ -183,15 +175,15 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
                 raise SolverError(
                     f"cbc failed: {reason}{self.ending}", hint=_other(SolverName.CBC)
                 ) from None
-        if found in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) and len(values) < len(
-            names
-        ):
+        feasible = sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+        if feasible and len(values) < len(names):
             raise SolverError(
-                f"cbc failed: its solution has {len(values)} of {len(names)} variables{self.ending}",
+                f"cbc failed: its solution has {len(values)} of {len(names)} variables"
+                f"{self.ending}",
                 hint=_other(SolverName.CBC),
             )
         lp.assignVarsVals({name: values.get(name, 0.0) for name in names})
-        lp.assignStatus(status, found)
+        lp.assignStatus(status, sol_status)
         return int(status)
 
     def _arguments(self) -> list[str]:
@@ -207,7 +199,7 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
 
 
 def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | None:
-    """Run a program with its output in `log`; None when it ended well, else what happened."""
+    """Runs a program with its output in `log`; returns its failure, or None when it ended well."""
     overrun = threading.Event()
     with contextlib.ExitStack() as ending:
         with log.open("wb") as stream, signals_later():
@@ -227,13 +219,13 @@ def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | No
             threading.TIMEOUT_MAX if limit_s is None else limit_s + GRACE_S, end
         )
         watch.daemon = True
-        watch.start()  # waiting with a timeout would poll, and add up to 50 ms to every solve
+        # a wait with a timeout would poll, and add up to 50 ms to every solve
+        watch.start()
         ending.callback(watch.cancel)
         code = process.wait()
         if code == -signal.SIGTERM:
-            time.sleep(
-                GROUP_S
-            )  # one sent to the whole group reaches this process too, and raises KeyboardInterrupt here
+            # A signal to the whole group also reaches this process: it raises KeyboardInterrupt.
+            time.sleep(GROUP_S)
     if overrun.is_set():
         return f"it did not stop at its limit of {limit_s:.3g} s"
     if code < 0:
@@ -242,14 +234,14 @@ def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | No
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that has not ended, as after Ctrl-C."""
+    """Ends a process that is still running, as after Ctrl-C."""
     if process.poll() is None:
         process.kill()
         process.wait()
 
 
 def _ending(log: Path, folder: str) -> str:
-    """`; its log ends: ...` with the last line of the log that is not empty, or nothing."""
+    """Returns `; its log ends: ...` with the last non-empty line of the log, or nothing."""
     lines = [
         line.strip()
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -262,25 +254,23 @@ def _ending(log: Path, folder: str) -> str:
 
 
 def _values(solution: Path, names: Mapping[str, str]) -> dict[str, float]:
-    """The values of the variables in a solution file of CBC: a line each of index, name, value,
-    reduced cost.
+    """Returns the values of the variables in a solution file of CBC.
 
-    names: what each variable is called in the file. Raises ValueError for what is no solution file.
+    A line has index, name, value and reduced cost. `names` maps each variable to its name in the
+    file. Raises ValueError for a file that is no solution.
     """
-    own = {short: name for name, short in names.items()}
+    variables = {short: name for name, short in names.items()}
     first, *lines = solution.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     if not first.split():
         raise ValueError("its solution is empty")
     rows = [line.replace("**", " ").split() for line in lines if line.strip()]
     if any(len(row) < 4 for row in rows):
         raise ValueError("its solution breaks off in a line")
-    return {own[row[1]]: float(row[2]) for row in rows if row[1] in own}
+    return {variables[row[1]]: float(row[2]) for row in rows if row[1] in variables}
 
 
 def weighted(terms: Iterable[tuple[Any, float]]) -> Any:
-    """sum of coefficient times variable; a variable may come more than once, of which pulp would
-    keep the last.
-    """
+    """Returns the sum of coefficient times variable; pulp alone drops repeated variables."""
     total: dict[Any, float] = {}
     for variable, coefficient in terms:
         total[variable] = total.get(variable, 0.0) + coefficient
@@ -288,7 +278,7 @@ def weighted(terms: Iterable[tuple[Any, float]]) -> Any:
 
 
 def chosen(options: Mapping[T, Any]) -> T:
-    """The option whose binary variable is largest: solvers return 0.9999999 for 1."""
+    """Returns the option whose binary variable is largest: solvers return 0.9999999 for 1."""
     return max(options, key=lambda option: float(options[option].value() or 0.0))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from parplan.planner.plan.plan import PLAN_VERSION, Plan, plan_to_document
+from parplan.planner.plan.plan import PLAN_VERSION, Plan
+from parplan.planner.plan.plan_file import plan_to_document
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.documents.schema import json_schema
 from parplan.profiles.machines.machine_catalog import cluster_schema

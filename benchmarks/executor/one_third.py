@@ -37,13 +37,13 @@ from parplan.executor.watch.state_bytes import predicted_state_bytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices, estimate_plan
+from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.machine_catalog import (
     load_cluster,
     load_stack,
     with_gpus,
 )
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.units import GIB, KIB
 

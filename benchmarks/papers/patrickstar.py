@@ -42,7 +42,7 @@ from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan import Plan, host_gib
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices, estimate_plan
 from parplan.planner.search.find_plan import find_plan
@@ -59,7 +59,6 @@ from parplan.profiles.models.model_catalog import load_family, load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GB, GIB, MIB, tflops
 from parplan.report.searches.largest_table import flops_per_s, peak_gib
-from parplan.planner.plan.plan import host_gib
 from parplan.report.text import gib_text, print_table, say, seconds_text
 
 # software of the same year whose kernels were measured: un-fused attention, nothing hidden

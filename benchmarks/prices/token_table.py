@@ -20,7 +20,7 @@ import click
 from parplan.commands.options import TargetOptions
 from parplan.commands.requests.machine import TrainingDefaults, training_of
 from parplan.costmodels.host.offload import Offload
-from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan import Plan, host_gib
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, PlanRequest
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import InfeasibleError
@@ -29,7 +29,6 @@ from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_family
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.units import GIB
-from parplan.planner.plan.plan import host_gib
 from parplan.report.searches.largest_table import peak_gib
 from parplan.report.text import console, gib_text, print_table, say, seconds_text
 

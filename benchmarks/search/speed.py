@@ -18,7 +18,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from parplan.planner.plan.plan import read_plan
+from parplan.planner.plan.plan_file import read_plan
 
 REQUESTS = (
     ("gpt-20b", "a100-80gb", 64),

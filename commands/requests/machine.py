@@ -5,11 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from parplan.commands.options import TargetOptions
-from parplan.profiles.machines.machine_catalog import (
-    load_cluster,
-    load_stack,
-    with_gpus,
-)
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import (
     precision_of,
@@ -17,6 +12,11 @@ from parplan.profiles.machines.applied_profile import (
     stack_of,
 )
 from parplan.profiles.machines.hardware import Cluster, Device
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
 from parplan.profiles.machines.user_profile import UserProfile
 from parplan.profiles.models.spec import (
     Precision,

@@ -27,13 +27,13 @@ from parplan.planner.request import (
     SearchOptions,
     SolverName,
 )
-from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import (
     applied,
 )
 from parplan.profiles.machines.user_profile import read_profile
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import (
     FP8,
     ModelEntry,

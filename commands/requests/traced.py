@@ -13,11 +13,11 @@ from parplan.commands.requests.machine import TrainingDefaults, cluster_of, trai
 from parplan.commands.requests.requests import constraints_of
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import ModuleRequest, PlanRequest
-from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
 from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.huggingface import described
+from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
 
 GLOBAL_BATCH_SIZE = 512  # sequences, or samples: as a Hugging Face model that is described gets

@@ -23,9 +23,9 @@ from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
 from parplan.executor.checking.observed_rank import OTHER, Observed
 from parplan.executor.models.loss import Loss
+from parplan.executor.run_options import Options
 from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.tensors import part
-from parplan.executor.run_options import Options
 from parplan.executor.training.train import (
     Trainer,
     ranks_of,

@@ -9,7 +9,8 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.executor.placed_layers import recomputes_ahead
 from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
-from parplan.planner.plan.plan import LayerPlan, Plan, layout_of
+from parplan.planner.plan.derived import layout_of
+from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.profiles.models.operator_graph import LayerKind
 
 _IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]

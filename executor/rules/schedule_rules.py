@@ -12,8 +12,9 @@ from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from parplan.executor.placed_layers import action_rows, layer_operators, stage_layers
 from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
+from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan
-from parplan.planner.plan.plan import LayerRun, Plan, StagePlan, layout_of
+from parplan.planner.plan.plan import LayerRun, Plan, StagePlan
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind

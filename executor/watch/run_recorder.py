@@ -27,7 +27,7 @@ import torch.distributed as dist
 from parplan.executor.watch.allocated import PeakBytes
 from parplan.executor.watch.state_bytes import Row
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run
+from parplan.planner.runs.run_account import RankMeasured, RecordedStep, TimedSteps, make_run
 from parplan.planner.runs.run_file import ChunkMoved, RunEnvironment, RunFile, WorkSpan
 from parplan.profiles.units import KIB
 
@@ -225,10 +225,12 @@ def collect(
         plan,
         environment(device),
         [replace(rank, ahead_s=ahead) for (rank, _), ahead in zip(found, offsets, strict=True)],
-        seconds=recorder.seconds,
-        losses=recorder.losses,
-        skipped=recorder.skipped,
-        warm_up=recorder.warm_up,
+        TimedSteps(
+            seconds=recorder.seconds,
+            losses=recorder.losses,
+            warm_up=recorder.warm_up,
+            skipped=recorder.skipped,
+        ),
         clock_error_s=error_s,
         date=date.today().isoformat(),
     )

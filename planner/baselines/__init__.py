@@ -1,1 +1,1 @@
-"""Other systems' strategies are priced here under the same prices."""
+"""Strategies of other systems, priced like the planner's own."""

@@ -1,18 +1,17 @@
-"""DeepSpeed's ways to cut a model into pipeline stages: blocks of every stage, with the embedding
-on the first and the head on the last.
+"""DeepSpeed's partitions of a model into pipeline stages.
 
-Read in microsoft/DeepSpeed at 00f47f033a1b, deepspeed/runtime/pipe/module.py (_partition_layers);
+The embedding is on the first stage and the head on the last. The rules were read in
+microsoft/DeepSpeed at 00f47f033a1b, deepspeed/runtime/pipe/module.py (_partition_layers);
 deepspeed/runtime/utils.py (partition_uniform, partition_balanced):
 
-    uniform       as many layers for each stage; embedding and head are layers, and the first stages
-                  take what is left over
-    parameters    the largest sum of parameters of a stage as small as it can be (a linear
-                  partition)
-    type          the same with a weight of 1 for blocks and 0 for all others (`type:transformer`)
+uniform      equally many layers on each stage, with embedding and head as layers; the first stages
+             take the remainder
+parameters   the least largest sum of parameters of a stage (a linear partition)
+type         a linear partition with weight 1 of blocks and 0 of other layers (`type:transformer`)
 
-Older versions give what uniform leaves over to the last stage. Of several partitions with the same
-largest stage the one with the smallest sum of squares is taken, the most even one; which of them
-DeepSpeed takes follows from how it searches.
+Older versions give the remainder of uniform to the last stage. Of several partitions with the same
+largest stage the most even one is taken, with the smallest sum of squares; the choice of DeepSpeed
+follows from its search.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ class Partition(StrEnum):
 def blocks_of_stages(
     method: Partition, num_stages: int, price_cache: PriceCache
 ) -> tuple[int, ...] | None:
-    """Blocks on every stage, or None where a stage would have none, or the ends would not be on the
-    first and the last stage.
-    """
+    """Returns the blocks of every stage, or None where a stage would have none."""
     num_layers = price_cache.model.num_layers
     weights = _weights(method, price_cache)
     bounds = (
@@ -53,14 +50,15 @@ def blocks_of_stages(
 
 
 def _weights(method: Partition, price_cache: PriceCache) -> tuple[int, ...]:
-    """Of the embedding, every block and the head what a partition weighs."""
-    embedding, block, head = (
-        _parameters(price_cache.graph(1).layer_class(kind))
-        if method is Partition.PARAMETERS
-        else int(kind is LayerKind.BLOCK)
-        for kind in (LayerKind.EMBEDDING, LayerKind.BLOCK, LayerKind.HEAD)
-    )
-    return (embedding, *(block,) * price_cache.model.num_layers, head)
+    """Returns the weights of the embedding, every block and the head in a partition."""
+    num_layers = price_cache.model.num_layers
+    if method is not Partition.PARAMETERS:
+        return (0, *(1,) * num_layers, 0)
+    graph = price_cache.graph(1)
+    embedding = _parameters(graph.layer_class(LayerKind.EMBEDDING))
+    block = _parameters(graph.layer_class(LayerKind.BLOCK))
+    head = _parameters(graph.layer_class(LayerKind.HEAD))
+    return (embedding, *(block,) * num_layers, head)
 
 
 def _parameters(layer: LayerClass) -> int:
@@ -70,16 +68,14 @@ def _parameters(layer: LayerClass) -> int:
 
 
 def _uniform(num_items: int, num_parts: int) -> tuple[int, ...]:
-    """The first item of every part, and the end."""
+    """Returns the first item of every part, and the end."""
     each, left = divmod(num_items, num_parts)
     return tuple(accumulate((each + (part < left) for part in range(num_parts)), initial=0))
 
 
 @lru_cache(maxsize=256)
 def balanced(weights: Sequence[int], num_parts: int) -> tuple[int, ...]:
-    """Bounds of `num_parts` runs of `weights`, none empty: the largest sum least, then the sum of
-    squares least.
-    """
+    """Returns bounds of non-empty runs with the least largest sum, then least sum of squares."""
     sums = (0, *accumulate(weights))
     best: list[tuple[tuple[int, int], tuple[int, ...]] | None] = [
         ((0, 0), (0,)),
@@ -87,23 +83,19 @@ def balanced(weights: Sequence[int], num_parts: int) -> tuple[int, ...]:
     ]
     for _ in range(num_parts):
         best = [_extended(best[:end], sums, end) for end in range(len(sums))]
-    found = best[-1]
-    assert found is not None, f"{len(weights)} layers in {num_parts} parts"
-    return found[1]
+    whole = best[-1]
+    assert whole is not None, f"{len(weights)} layers in {num_parts} parts"
+    return whole[1]
 
 
 def _extended(
-    best: Sequence[tuple[tuple[int, int], tuple[int, ...]] | None],
-    sums: Sequence[int],
-    end: int,
+    best: Sequence[tuple[tuple[int, int], tuple[int, ...]] | None], sums: Sequence[int], end: int
 ) -> tuple[tuple[int, int], tuple[int, ...]] | None:
-    """The best partition that ends at `end`, of one more part than those in `best`, by where these
-    end.
-    """
-    found = (
+    """Returns the best partition that ends at `end`: one of `best` with one more part."""
+    partitions = (
         ((max(known[0][0], part), known[0][1] + part * part), (*known[1], end))
         for start, known in enumerate(best)
         if known is not None
         for part in (sums[end] - sums[start],)
     )
-    return min(found, default=None)
+    return min(partitions, default=None)

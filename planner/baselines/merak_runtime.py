@@ -1,7 +1,7 @@
-"""Merak's runtime as a list of strategies: on equal stages its schedules, each with the least
-recompute of its knob that fits.
+"""Merak's runtime as a list of strategies on equal stages.
 
-Its parts can be left out one by one, so that a benchmark can say what each of them gains.
+Each of its schedules has the least recompute of its knob that fits. The parts of the runtime can be
+left out one by one, so that a benchmark can measure the gain of each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ZEROS = (0, 1)
 
 
 def one_chunk_layouts(price_cache: PriceCache) -> Iterator[ParallelLayout]:
-    """Megatron-LM's layouts with one model chunk a rank: 1F1B, or no pipeline."""
+    """Yields Megatron-LM's layouts with one model chunk a rank: 1F1B, or no pipeline."""
     meshes = megatron_meshes(price_cache.model, price_cache.machine.cluster, price_cache.training)
     layouts = chain.from_iterable(
         megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes
@@ -37,14 +37,14 @@ def one_chunk_layouts(price_cache: PriceCache) -> Iterator[ParallelLayout]:
 
 
 def shifted(layouts: Iterable[ParallelLayout]) -> Iterator[ParallelLayout]:
-    """The same on the shifted critical path, where it is legal."""
+    """Yields the layouts under the schedule of the shifted critical path, where it is legal."""
     for layout in layouts:
         if not legal(Schedule.SCP, layout.mesh.pp, layout.num_micro_batches, 1):
             yield replace(layout, schedule=Schedule.SCP)
 
 
 def last_keeps_all(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterator[Strategy]:
-    """Every block recomputed but for those of the last stage, on equal stages, by ZeRO stage."""
+    """Yields strategies that recompute every block except those of the last stage."""
     for layout, blocks, zero in _equal(layouts, num_layers):
         yield stage_aware(layout, blocks, (*blocks[:-1], 0), zero)
 
@@ -52,18 +52,20 @@ def last_keeps_all(layouts: Iterable[ParallelLayout], num_layers: int) -> Iterat
 def overlapped(
     layouts: Iterable[ParallelLayout], price_cache: PriceCache
 ) -> Iterator[ParallelLayout]:
-    """The same at every level of sub-pipelined tensor parallelism that they can run at."""
+    """Yields the layouts at every legal level of sub-pipelined tensor parallelism."""
     for layout in layouts:
         levels = (replace(layout, tp_overlap=level) for level in TP_OVERLAP_LEVELS[1:])
-        yield from (found for found in levels if not illegal_overlap(found, price_cache.model))
+        yield from (
+            legal_layout
+            for legal_layout in levels
+            if not illegal_overlap(legal_layout, price_cache.model)
+        )
 
 
 def least_recompute(
     layouts: Iterable[ParallelLayout], price_cache: PriceCache, limit_bytes: float
 ) -> Iterator[Strategy]:
-    """Every layout with the least of the knob that fits; where nothing fits, all of it: the
-    leanest.
-    """
+    """Yields every layout with the least of the knob that fits, or all of it where none fits."""
     for layout, blocks, zero in _equal(layouts, price_cache.model.num_layers):
         counts = (
             StageAwareRoom(layout, blocks, zero, price_cache, limit_bytes).least_knob()
@@ -76,7 +78,7 @@ def least_recompute(
 def without_pipeline(
     layouts: Iterable[ParallelLayout], price_cache: PriceCache
 ) -> Iterator[Strategy]:
-    """The layouts that have no stages: every block recomputed, or none."""
+    """Yields the layouts without stages: every block recomputed, or none."""
     for layout in layouts:
         levels = (
             (Recompute.NONE,)
@@ -97,9 +99,7 @@ def _equal(
 
 
 def merak_strategies(price_cache: PriceCache, limit_bytes: float) -> tuple[Strategy, ...]:
-    """The whole runtime: its schedule and 1F1B with the knob, or no pipeline; tensor parallelism
-    sub-pipelined or not.
-    """
+    """Returns the strategies of the whole runtime, at every level of sub-pipelining."""
     plain = tuple(one_chunk_layouts(price_cache))
     layouts = (*plain, *overlapped(plain, price_cache))
     return (

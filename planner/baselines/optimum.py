@@ -1,9 +1,8 @@
-"""The fastest of a list of strategies that fits, proven: every one is priced, none is left out by a
-rule of thumb.
+"""The fastest of a list of strategies that fits, proven: no strategy is dropped by a heuristic.
 
-Memory first; then those that fit in the order of a lower bound of their simulated step
-(costmodels/schedules/simulator.py). The simulation of all whose bound is below the best so far
-makes the answer the optimum of the price that is reported.
+Memory is checked first. The strategies that fit are then taken in the order of a lower bound of
+their simulated step (costmodels/schedules/simulator.py). All strategies with a bound below the best
+step are simulated, so that the answer is the optimum of the price that is reported.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from parplan.planner.deadline import NEVER, Deadline, in_time
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The fastest strategy and its price; how many fitted, and how many of those had to be
-    simulated to prove it.
-    """
+    """The fastest strategy and its price, with the numbers that fitted and that were simulated."""
 
     strategy: Strategy
     price: StepPrice
@@ -34,9 +31,7 @@ class Optimum:
 
 @dataclass(frozen=True, slots=True)
 class Leanest:
-    """The strategy whose fullest device needs least, the pipeline rank of that device, and its
-    bytes.
-    """
+    """The strategy whose fullest device needs the least memory, with that pipeline rank."""
 
     strategy: Strategy
     rank: int
@@ -44,10 +39,10 @@ class Leanest:
 
 
 def _rank_bytes(strategy: Strategy, price_cache: PriceCache) -> Iterator[tuple[int, float]]:
-    """Peak bytes of the ranks that can be the fullest.
+    """Yields the peak bytes of the ranks that can be the fullest.
 
-    Of neighbours with the same layers the later one holds no more micro-batches: only the first
-    counts.
+    Of neighbours with the same layers only the first counts, because a later one holds no more
+    micro-batches.
     """
     for rank in range(strategy.layout.mesh.pp):
         if rank == 0 or strategy.chunks(rank) != strategy.chunks(rank - 1):
@@ -55,7 +50,7 @@ def _rank_bytes(strategy: Strategy, price_cache: PriceCache) -> Iterator[tuple[i
 
 
 def fits(strategy: Strategy, price_cache: PriceCache, limit_bytes: float) -> bool:
-    """Whether every device stays within `limit_bytes`."""
+    """Returns whether every device stays within `limit_bytes`."""
     return all(peak <= limit_bytes for _, peak in _rank_bytes(strategy, price_cache))
 
 
@@ -75,9 +70,7 @@ def fastest(
     limit_bytes: float,
     deadline: Deadline = NEVER,
 ) -> Optimum | None:
-    """The candidate with the shortest simulated step among those that fit; None when none does.
-    Raises OutOfTimeError.
-    """
+    """Returns the fitting candidate with the shortest simulated step. Raises OutOfTimeError."""
     fitting = [
         strategy
         for strategy in in_time(candidates, deadline)
@@ -92,7 +85,8 @@ def fastest(
     for bound_s, index in in_time(bounded, deadline):
         if best is not None and bound_s >= best[1].step_s:
             break
-        price, simulated = price_step(fitting[index], price_cache), simulated + 1
+        price = price_step(fitting[index], price_cache)
+        simulated += 1
         if best is None or price.step_s < best[1].step_s:
             best = fitting[index], price
     return None if best is None else Optimum(*best, fitted=len(fitting), simulated=simulated)
@@ -101,12 +95,10 @@ def fastest(
 def leanest(
     candidates: Sequence[Strategy], price_cache: PriceCache, deadline: Deadline = NEVER
 ) -> Leanest:
-    """The candidate whose fullest device needs least. `candidates` are not empty. Raises
-    OutOfTimeError.
-    """
+    """Returns the candidate whose fullest device needs least. Raises OutOfTimeError."""
 
     def fullest(strategy: Strategy) -> Leanest:
-        rank, peak = max(_rank_bytes(strategy, price_cache), key=lambda found: found[1])
+        rank, peak = max(_rank_bytes(strategy, price_cache), key=lambda rank_bytes: rank_bytes[1])
         return Leanest(strategy, rank, peak)
 
     return min(map(fullest, in_time(candidates, deadline)), key=lambda lean: lean.peak_bytes)

@@ -1,16 +1,15 @@
-"""Stage-aware recompute, as Merak has it: one knob for all stages of a pipeline, or a share for
-each (EQUATIONS P7).
+"""Merak's stage-aware recompute: one knob for all stages of a pipeline, or a share for each.
 
-The knob is r0, the recomputed share of the first stage's layers. A later stage holds fewer
-micro-batches and recomputes less:
+The knob is r0, the recomputed share of the first stage's layers (EQUATIONS P7). A later stage holds
+fewer micro-batches and recomputes less:
 
-    r_s = max(0, 1 - (1 - r0) (P - 1) / (P - 1 - s))   for s < P - 1,     r_{P-1} = 0,     under SCP
-    r_{P-2} = r_{P-3}
+    r_s = max(0, 1 - (1 - r0) (P - 1) / (P - 1 - s))    for s < P - 1
+    r_{P-1} = 0,    under SCP r_{P-2} = r_{P-3}
 
-floor(n_s r_s) of the n_s layers of stage s are recomputed whole, the last ones. Read in
+The last floor(n_s r_s) of the n_s layers of stage s are recomputed in full. The rules were read in
 HPDL-Group/Merak at 1593043, Merak/core/pipeline/module.py (activation_checkpoint_ratio) and
-Merak/core/merak_engine.py (scheduler_method); its layers are halves of blocks, ours are blocks.
-Merak's user finds r0 by trying; here the least one that fits is computed.
+Merak/core/merak_engine.py (scheduler_method). The layers of Merak are halves of blocks, here they
+are blocks. A user of Merak finds r0 by trial; here the least one that fits is computed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Counts = tuple[int, ...]
 
 
 def one_knob(r0: Fraction, layout: ParallelLayout) -> tuple[Fraction, ...]:
-    """The recomputed share of every stage. `layout` has a pipeline of one chunk a rank."""
+    """Returns the recomputed share of every stage of a pipeline with one chunk a rank."""
     last = layout.mesh.pp - 1
     shares = [
         max(Fraction(0), 1 - (1 - r0) * Fraction(last, last - stage)) for stage in range(last)
@@ -45,33 +44,32 @@ def one_knob(r0: Fraction, layout: ParallelLayout) -> tuple[Fraction, ...]:
 
 
 def listed(shares: Sequence[Fraction], layout: ParallelLayout) -> tuple[Fraction, ...]:
-    """A share for every stage from a list that may be shorter: its last one holds for the stages
-    that it does not name.
-    """
+    """Returns a share for every stage: the last of `shares` holds for the stages after it."""
     return (*shares, *[shares[-1]] * (layout.mesh.pp - len(shares)))
 
 
 def recomputed(blocks: Sequence[int], shares: Iterable[Fraction]) -> Counts:
-    """How many blocks of every stage are recomputed: floor(n_s r_s)."""
+    """Returns the number of recomputed blocks of every stage, floor(n_s r_s)."""
     return tuple(floor(count * share) for count, share in zip(blocks, shares, strict=True))
 
 
 def stage_aware(
     layout: ParallelLayout, blocks: Sequence[int], counts: Sequence[int], zero: int
 ) -> Strategy:
-    """`blocks[s]` blocks on stage s, the last `counts[s]` of them recomputed whole."""
+    """Returns the strategy with `blocks[s]` blocks on stage s, the last `counts[s]` recomputed."""
     levels = [
-        (Recompute.NONE,) * (count - again) + (Recompute.FULL,) * again
-        for count, again in zip(blocks, counts, strict=True)
+        (Recompute.NONE,) * (num_blocks - count) + (Recompute.FULL,) * count
+        for num_blocks, count in zip(blocks, counts, strict=True)
     ]
     return staged(layout, levels, zero)
 
 
 def every_knob(blocks: Sequence[int], layout: ParallelLayout) -> tuple[Counts, ...]:
-    """All that r0 from 0 to 1 can ask for, each once, from the least to the most recompute.
+    """Returns all counts that r0 from 0 to 1 gives, from the least to the most recompute.
 
-    floor(n_s r_s) changes where n_s r_s reaches a whole number j: at r0 = 1 - (1 - j / n_s) (P - 1
-    - s) / (P - 1).
+    floor(n_s r_s) changes where n_s r_s reaches a whole number j, at
+
+        r0 = 1 - (1 - j / n_s) (P - 1 - s) / (P - 1)
     """
     last = layout.mesh.pp - 1
     like = [
@@ -90,9 +88,7 @@ def every_knob(blocks: Sequence[int], layout: ParallelLayout) -> tuple[Counts, .
 
 
 class StageAwareRoom:
-    """How much every stage must recompute to stay within `limit_bytes`, with `blocks[s]` blocks at
-    ZeRO stage `zero`.
-    """
+    """Finds the recompute with which every stage of `blocks[s]` blocks fits `limit_bytes`."""
 
     def __init__(
         self,
@@ -102,67 +98,63 @@ class StageAwareRoom:
         price_cache: PriceCache,
         limit_bytes: float,
     ) -> None:
-        self.layout, self.blocks, self.zero, self.price_cache, self.limit_bytes = (
-            layout,
-            blocks,
-            zero,
-            price_cache,
-            limit_bytes,
-        )
+        self.layout = layout
+        self.blocks = blocks
+        self.zero = zero
+        self.price_cache = price_cache
+        self.limit_bytes = limit_bytes
         self.fits = lru_cache(maxsize=None)(self._fits)
         self.least = lru_cache(maxsize=None)(self._least)
 
-    def _fits(self, stage: int, again: int) -> bool:
-        counts = [again if other == stage else 0 for other in range(len(self.blocks))]
-        return (
-            rank_memory(
-                stage_aware(self.layout, self.blocks, counts, self.zero), stage, self.price_cache
-            ).total
-            <= self.limit_bytes
-        )
+    def _fits(self, stage: int, count: int) -> bool:
+        counts = [count if index == stage else 0 for index in range(len(self.blocks))]
+        strategy = stage_aware(self.layout, self.blocks, counts, self.zero)
+        return rank_memory(strategy, stage, self.price_cache).total <= self.limit_bytes
 
     def _least(self, stage: int) -> int | None:
-        """The least number above none of recomputed blocks with which `stage` fits; None where
-        there is none.
+        """Returns the least positive number of recomputed blocks with which `stage` fits, or None.
 
-        The first recomputed block brings its workspace, every further one only frees: from one on,
-        more never needs more.
+        The first recomputed block brings its workspace and every further one only frees bytes, so
+        from one block on more recompute never needs more memory.
         """
         low, high = 1, self.blocks[stage]
         if not self.fits(stage, high):
             return None
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.fits(stage, middle) else (middle + 1, high)
+            if self.fits(stage, middle):
+                high = middle
+            else:
+                low = middle + 1
         return low
 
     def holds(self, counts: Sequence[int]) -> bool:
-        """Whether every stage fits with `counts[s]` recomputed blocks."""
-        return all(self._enough(stage, again) for stage, again in enumerate(counts))
+        """Returns whether every stage fits with `counts[s]` recomputed blocks."""
+        return all(self._enough(stage, count) for stage, count in enumerate(counts))
 
-    def _enough(self, stage: int, again: int) -> bool:
-        if again == 0:
+    def _enough(self, stage: int, count: int) -> bool:
+        if count == 0:
             return self.fits(stage, 0)
         least = self.least(stage)
-        return least is not None and again >= least
+        return least is not None and count >= least
 
     def least_knob(self) -> Counts | None:
-        """What the least r0 that fits recomputes: the fastest of the rule's, since less recompute
-        never takes longer.
-        """
+        """Returns the counts of the least r0 that fits, which is the fastest, or None."""
         return next(
             (counts for counts in every_knob(self.blocks, self.layout) if self.holds(counts)), None
         )
 
     def least_list(self) -> Counts | None:
-        """The same of the list form, a share for every stage: each recomputes as little as fits,
-        the last stage nothing.
-        """
+        """Returns the least counts of the list form that fit, or None; the last stage has 0."""
         counts = [
             0 if self.fits(stage, 0) else self.least(stage) for stage in range(len(self.blocks) - 1)
         ]
-        found = tuple(count for count in (*counts, 0) if count is not None)
-        return found if len(found) == len(self.blocks) and self.holds(found) else None
+        least_counts = tuple(count for count in (*counts, 0) if count is not None)
+        return (
+            least_counts
+            if len(least_counts) == len(self.blocks) and self.holds(least_counts)
+            else None
+        )
 
 
 def kept_share(
@@ -173,15 +165,14 @@ def kept_share(
     kept_bytes: float,
     checkpoint_bytes: float,
 ) -> float:
-    """The share of a stage's layers that need not be recomputed, by memory (EQUATIONS P7)
-    [derived]:
+    """Returns the share of a stage's layers that memory lets run without recompute (EQUATIONS P7).
 
-        k_s = min(1, (room - I_s n_s A_ck) / (I_s n_s (A_full - A_ck)))     room = cap - static_s -
-        work_s
+        k_s = min(1, (room - I_s n_s A_ck) / (I_s n_s (A_full - A_ck)))    [derived]
+        room = cap - static_s - work_s
 
-    room_bytes        what activations may fill of the device
-    kept_bytes        what a layer keeps of a micro-batch, checkpoint_bytes what it does when it is
-                      recomputed
+    room_bytes         bytes of the device that activations may fill
+    kept_bytes         saved bytes of a layer and micro-batch
+    checkpoint_bytes   saved bytes of a recomputed layer and micro-batch
     """
     held = in_flight * num_layers
     return min(
@@ -190,9 +181,7 @@ def kept_share(
 
 
 def most_in_flight(layout: ParallelLayout) -> Counts:
-    """By rank the most micro-batches between their forward and the end of their backward pass,
-    counted in the action lists.
-    """
+    """Returns the most in-flight micro-batches by rank, counted in the action lists."""
     return tuple(
         max(accumulate(_CHANGE[action.work] for action in order)) for order in layout.orders()
     )

@@ -1,27 +1,27 @@
-"""The baselines by name: what each system would run, under our prices, on the same cluster, batch
-and memory limit.
+"""The baselines by name: the strategies of each system on the same cluster, batch and memory limit.
 
-Megatron-LM's flags and their defaults are read in NVIDIA/Megatron-LM at 000c4ac24f61,
-megatron/training/arguments.py: --tensor-model-parallel-size 1, --pipeline-model-parallel-size 1,
---num-layers-per-virtual-pipeline-stage None (no interleaving), --sequence-parallel,
---use-distributed-optimizer and --recompute-activations off, --recompute-granularity None,
---account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split off;
---micro-batch-size has no default. Its guide is docs/user-guide/parallelism-guide.md of the same
-repository at 157006d6d9bf ("Start Simple": data parallelism only, tensor parallelism if the model
-does not fit, pipeline parallelism for very large models; "Always enable [sequence parallelism] when
-using TP"; the distributed optimizer "Recommended for all multi-GPU training"; activation
-checkpointing "for extreme cases"), with the takeaways of Narayanan et al. 2021 (arXiv 2104.04473,
-section 3: tensor parallelism up to the size of a node, then pipeline parallelism; the best
-micro-batch depends on the model and is looked for).
+They are priced like the planner's own. Megatron-LM's flags and their defaults were read in
+NVIDIA/Megatron-LM at 000c4ac24f61, megatron/training/arguments.py: --tensor-model-parallel-size 1,
+--pipeline-model-parallel-size 1, --num-layers-per-virtual-pipeline-stage None (no interleaving),
+--sequence-parallel, --use-distributed-optimizer and --recompute-activations off,
+--recompute-granularity None, --account-for-embedding-in-pipeline-split and
+--account-for-loss-in-pipeline-split off; --micro-batch-size has no default. Its guide is
+docs/user-guide/parallelism-guide.md of the same repository at 157006d6d9bf ("Start Simple": data
+parallelism only, tensor parallelism if the model does not fit, pipeline parallelism for very large
+models; "Always enable [sequence parallelism] when using TP"; the distributed optimizer "Recommended
+for all multi-GPU training"; activation checkpointing "for extreme cases"), with the takeaways of
+Narayanan et al. 2021 (arXiv 2104.04473, section 3: tensor parallelism up to the size of a node,
+then pipeline parallelism; the best micro-batch depends on the model and is searched).
 
-DeepSpeed's pipeline engine refuses ZeRO 2 and 3 (deepspeed/runtime/pipe/engine.py) and cuts the
-model by one of its own rules (planner/baselines/deepspeed_stages.py); with Megatron's layers it
+DeepSpeed's pipeline engine refuses ZeRO 2 and 3 (deepspeed/runtime/pipe/engine.py) and partitions
+the model by one of its own rules (planner/baselines/deepspeed_stages.py). With Megatron's layers it
 recomputes whole layers or nothing and has no sequence parallelism
 (--deepspeed-activation-checkpointing of bigscience-workshop/Megatron-DeepSpeed 58d92042,
 pretrain_gpt.py with partition_method type:transformer). Merak's runtime is the one of
 planner/baselines/stage_aware.py on equal stages.
 
-What hides under what, and how fast kernels run, is that of the request's stack for every baseline.
+For every baseline the stack of the request decides the overlap of communication with compute, and
+the speed of kernels.
 """
 
 from __future__ import annotations
@@ -55,11 +55,14 @@ WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What a system would run: its fastest that fits, or how much its leanest is short of fitting.
+    """The fastest strategy of a system that fits, or else its leanest with the missing memory.
 
-    what: the space in words; candidates: how many strategies it has
-    in_order: the user goes through them in an order and takes the first that fits; `optimum` then
-    knows of those alone Neither `optimum` nor `leanest` where the space is empty.
+    what         the space in words
+    candidates   number of its strategies
+    in_order     the user tries them in an order and takes the first that fits; `optimum` counts
+                 those alone
+
+    Both `optimum` and `leanest` are None where the space is empty.
     """
 
     name: str
@@ -72,9 +75,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """Groups of strategies in the order in which the system's user goes through them: the first
-    that fits is taken.
-    """
+    """Groups of strategies in the order of trial: the first group in which one fits is taken."""
 
     groups: tuple[tuple[Strategy, ...], ...]
 
@@ -86,9 +87,9 @@ class _Space:
         self, price_cache: PriceCache, limit_bytes: float, deadline: Deadline
     ) -> Optimum | None:
         for group in self.groups:
-            found = fastest(group, price_cache, limit_bytes, deadline)
-            if found:
-                return found
+            optimum = fastest(group, price_cache, limit_bytes, deadline)
+            if optimum:
+                return optimum
         return None
 
 
@@ -108,7 +109,7 @@ def _layouts(meshes: Iterable[Mesh], price_cache: PriceCache) -> Iterable[Parall
 
 
 def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Make:
-    """Every layout whose virtual stages are as asked for."""
+    """Returns a maker of every layout that `chunks` accepts by its virtual stages."""
 
     def make(price_cache: PriceCache, _: float) -> _Space:
         layouts = filter(chunks, _layouts(_meshes(price_cache), price_cache))
@@ -118,9 +119,7 @@ def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Mak
 
 
 def _defaults(price_cache: PriceCache, _: float) -> _Space:
-    """Micro-batch 1, and as little model parallelism as fits; of as many GPUs a replica, tensor
-    parallelism first.
-    """
+    """Returns micro-batch 1 with ascending model parallelism, tensor parallelism first."""
     whole = (
         mesh
         for mesh in _meshes(price_cache)
@@ -134,21 +133,17 @@ def _defaults(price_cache: PriceCache, _: float) -> _Space:
         and layout.virtual_stages == 1
         and not layout.sequence_parallel
     )
-    return _Space(
-        tuple(
-            (one,)
-            for one in strategies(plain, price_cache.model.num_layers, (0,), (Recompute.NONE,))
-        )
-    )
+    ordered_strategies = strategies(plain, price_cache.model.num_layers, (0,), (Recompute.NONE,))
+    return _Space(tuple((strategy,) for strategy in ordered_strategies))
 
 
 def _guide(price_cache: PriceCache, _: float) -> _Space:
-    """The degrees in the guide's order, all without recompute before any with; the fastest
-    micro-batch and interleaving of each.
+    """Returns the degrees in the guide's order, all without recompute before any with it.
+
+    Each has its fastest micro-batch and interleaving.
     """
-    widest = {
-        (mesh.pp, mesh.tp): mesh for mesh in _meshes(price_cache)
-    }  # the last has the largest ep: experts rather by ep than by tp
+    # the last mesh of a pair has the largest ep
+    widest = {(mesh.pp, mesh.tp): mesh for mesh in _meshes(price_cache)}
     meshes = tuple(widest.values())
     most = max((mesh.tp for mesh in meshes), default=1)
     ordered = [mesh for mesh in meshes if mesh.pp == 1] + [
@@ -173,12 +168,15 @@ def _guide(price_cache: PriceCache, _: float) -> _Space:
 
 
 def _deepspeed(price_cache: PriceCache, _: float) -> _Space:
-    """1F1B on stages by any of DeepSpeed's partitions, ZeRO 1 at most with a pipeline; whole layers
-    recomputed, or nothing.
+    """Returns 1F1B on DeepSpeed's partitions, with at most ZeRO 1 in a pipeline.
+
+    Whole layers are recomputed, or nothing.
     """
 
     def zeros(mesh: Mesh) -> tuple[int, ...]:
-        return (0,) if mesh.dp == 1 else (0, 1) if mesh.pp > 1 else (0, 1, 2, 3)
+        if mesh.dp == 1:
+            return (0,)
+        return (0, 1) if mesh.pp > 1 else (0, 1, 2, 3)
 
     def partitions(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         return tuple(
@@ -221,18 +219,20 @@ def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> _Make:
 
 _SYSTEMS: dict[str, tuple[str, _Make]] = {
     "megatron": (
-        "Megatron-LM at its fastest: tp in the node, pp of equal stages, interleaving, sequence parallelism, distributed "
-        "optimizer, one recompute for all layers, any micro-batch, any ep of experts",
+        "Megatron-LM at its fastest: tp in the node, pp of equal stages, interleaving, "
+        "sequence parallelism, distributed optimizer, one recompute for all layers, "
+        "any micro-batch, any ep of experts",
         _megatron(),
     ),
     "megatron-defaults": (
-        "the flags left as they are (no sequence parallelism, distributed optimizer, recompute or interleaving), micro-batch 1, "
-        "the least model parallelism that fits, tp first",
+        "the flags left as they are (no sequence parallelism, distributed optimizer, recompute or "
+        "interleaving), micro-batch 1, the least model parallelism that fits, tp first",
         _defaults,
     ),
     "megatron-guide": (
-        "Megatron-Core's guide: data parallelism, then tp up to the node, then pp until it fits, with sequence parallelism and "
-        "distributed optimizer; recompute last; the fastest micro-batch and interleaving",
+        "Megatron-Core's guide: data parallelism, then tp up to the node, then pp until it fits, "
+        "with sequence parallelism and distributed optimizer; recompute last; "
+        "the fastest micro-batch and interleaving",
         _guide,
     ),
     "megatron-1f1b": (
@@ -244,13 +244,15 @@ _SYSTEMS: dict[str, tuple[str, _Make]] = {
         _megatron(lambda layout: layout.virtual_stages > 1),
     ),
     "deepspeed-3d": (
-        "DeepSpeed's 3D parallelism with Megatron's layers: tp in the node, 1F1B on stages cut uniform, by parameters or by type, "
-        "ZeRO 1 with a pipeline, whole layers recomputed or nothing, no sequence parallelism, any micro-batch",
+        "DeepSpeed's 3D parallelism with Megatron's layers: tp in the node, 1F1B on stages cut "
+        "uniform, by parameters or by type, ZeRO 1 with a pipeline, whole layers recomputed or "
+        "nothing, no sequence parallelism, any micro-batch",
         _deepspeed,
     ),
     "merak": (
-        "Merak's runtime on equal stages: shifted critical path or 1F1B, recompute of whole layers by its one knob, the least that "
-        "fits, sub-pipelined tp in the node, distributed optimizer, any micro-batch",
+        "Merak's runtime on equal stages: shifted critical path or 1F1B, recompute of whole "
+        "layers by its one knob, the least that fits, sub-pipelined tp in the node, "
+        "distributed optimizer, any micro-batch",
         _merak,
     ),
     "zero-1": (
@@ -266,7 +268,8 @@ _SYSTEMS: dict[str, tuple[str, _Make]] = {
         _data_parallel(3),
     ),
     "fsdp": (
-        "ZeRO 3 as FSDP2 is mostly run: whole blocks recomputed, or nothing; the fastest micro-batch",
+        "ZeRO 3 as FSDP2 is mostly run: whole blocks recomputed, or nothing; "
+        "the fastest micro-batch",
         _data_parallel(3, WHOLE_LAYERS),
     ),
 }
@@ -274,20 +277,19 @@ ALL = "all"
 GROUPS = {
     "megatron": ("megatron", "megatron-defaults", "megatron-guide"),
     "3d": ("megatron-1f1b", "megatron-interleaved", "deepspeed-3d", "merak"),
-    ALL: tuple(
-        name for name in _SYSTEMS if name not in ("megatron-1f1b", "megatron-interleaved")
-    ),  # those are parts of "megatron"
+    # the other two are parts of "megatron"
+    ALL: tuple(name for name in _SYSTEMS if name not in ("megatron-1f1b", "megatron-interleaved")),
 }
 
 
-def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
-    """The baselines that `asked` names, each once: `megatron` brings its two companions, `3d` is
-    four, `all` is every system.
+def baseline_names(requested: Iterable[str]) -> tuple[str, ...]:
+    """Returns the baselines that `requested` names, each once.
 
-    Raises ConfigError.
+    `megatron` includes its two companions, `3d` is four systems, `all` is every system. Raises
+    ConfigError.
     """
     names: dict[str, None] = {}
-    for name in asked:
+    for name in requested:
         if name not in _SYSTEMS and name not in GROUPS:
             raise unknown_name_error(
                 "baseline", name, (*_SYSTEMS, *(group for group in GROUPS if group not in _SYSTEMS))
@@ -299,9 +301,7 @@ def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
 def price_baseline(
     name: str, price_cache: PriceCache, limit_bytes: float, deadline: Deadline = NEVER
 ) -> Baseline:
-    """What the system called `name` would run on the machine of `price_cache`, within `limit_bytes`
-    of every device. Raises OutOfTimeError.
-    """
+    """Prices the system called `name` within `limit_bytes` a device. Raises OutOfTimeError."""
     what, make = _SYSTEMS[name]
     deadline.check()
     space = make(price_cache, limit_bytes)

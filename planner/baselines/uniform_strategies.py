@@ -1,20 +1,19 @@
-"""The strategies of other systems: one choice for all layers on equal stages, as Megatron-LM's
-flags and data parallelism give.
+"""The strategies of other systems: one choice for all layers on equal stages.
 
-Megatron-LM's rules, read in NVIDIA/Megatron-LM at 000c4ac24f61, megatron/training/arguments.py
-(validate_args): tp x pp divides the GPUs; pp x virtual stages divides the layers, to which
---account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split each add one,
-whose place on the first and on the last stage is a block less; virtual stages need pp > 1.
-Megatron-Core's interleaved schedule takes micro-batches in multiples of pp (Narayanan et al. 2021,
-arXiv 2104.04473, section 2.2), and its 1F1B takes fewer micro-batches than stages, which our own
-search leaves to GPipe. Where tensor parallelism may go is our rule: inside a node, dividing heads,
-ffn width and the vocabulary as the model is padded.
+They are those of Megatron-LM's flags and of data parallelism. Megatron-LM's rules were read in
+NVIDIA/Megatron-LM at 000c4ac24f61, megatron/training/arguments.py (validate_args). tp x pp divides
+the GPUs. pp x virtual stages divides the layers, to which --account-for-embedding-in-pipeline-split
+and --account-for-loss-in-pipeline-split add one each; then the first and the last stage have a
+block less. Virtual stages need pp > 1. Megatron-Core's interleaved schedule takes micro-batches in
+multiples of pp (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Its 1F1B accepts fewer
+micro-batches than stages, for which the planner's search has GPipe. The range of tensor parallelism
+is a rule of this planner: inside a node, dividing heads, ffn width and the padded vocabulary.
 
-Recompute is none, selective or full as this planner prices them: selective with flash attention
-recomputes norms and activation functions, which saves more than Megatron's default of the attention
-core would. Left out of Megatron's flags: first and last stages of any other length, pipeline
-layouts, recompute of some layers of a stage, its FSDP, context parallelism, tensor parallelism of
-experts.
+Recompute is none, selective or full as this planner prices them: selective recompute with flash
+attention recomputes norms and activation functions, which saves more than Megatron's default, the
+attention core. Some of Megatron's options are left out: first and last stages of other lengths,
+pipeline layouts, recompute of some layers of a stage, its FSDP, context parallelism, tensor
+parallelism of experts.
 """
 
 from __future__ import annotations
@@ -32,27 +31,19 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 NEITHER = (0, 0)
-COUNTED = (
-    NEITHER,
-    (1, 0),
-    (0, 1),
-    (1, 1),
-)  # whether the embedding and whether the loss count as a layer of the pipeline
+# 1 where the embedding, and where the loss, counts as a layer of the pipeline
+COUNTED = (NEITHER, (1, 0), (0, 1), (1, 1))
 
 
 def counted_ends(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """The members of `COUNTED` with which `num_stages` stages are equal; without a pipeline there
-    is nothing to share.
-    """
-    return (
-        tuple(ends for ends in COUNTED if (num_layers + sum(ends)) % num_stages == 0)
-        if num_stages > 1
-        else (NEITHER,)
-    )
+    """Returns the members of `COUNTED` with which `num_stages` stages are equal."""
+    if num_stages == 1:
+        return (NEITHER,)
+    return tuple(ends for ends in COUNTED if (num_layers + sum(ends)) % num_stages == 0)
 
 
 def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Mesh]:
-    """The legal degrees, by tp, then by pp, then by ep, all ascending."""
+    """Yields the legal degrees, by tp, then by pp, then by ep, all ascending."""
     for tp in divisors(cluster.num_gpus):
         if illegal_tensor_parallel(tp, model, cluster, across_nodes=False):
             continue
@@ -65,16 +56,13 @@ def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) 
 def megatron_layouts(
     mesh: Mesh, model: ModelSpec, training: TrainingSpec
 ) -> Iterator[ParallelLayout]:
-    """Every micro-batch, number of virtual stages, and sequence parallelism off and on, of one
-    mesh.
-    """
+    """Yields the layouts of one mesh, with sequence parallelism off and on."""
     per_replica = training.global_batch_size // mesh.dp
     for micro_batch_size in divisors(per_replica):
         num_micro_batches = per_replica // micro_batch_size
         for virtual_stages in _virtual_stages(mesh, model, num_micro_batches):
-            for sequence_parallel in (
-                (False, True) if mesh.tp > 1 and training.seq_length % mesh.tp == 0 else (False,)
-            ):
+            divisible = mesh.tp > 1 and training.seq_length % mesh.tp == 0
+            for sequence_parallel in (False, True) if divisible else (False,):
                 yield ParallelLayout(
                     mesh=mesh,
                     schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
@@ -92,8 +80,9 @@ def _virtual_stages(mesh: Mesh, model: ModelSpec, num_micro_batches: int) -> Ite
 
 
 def any_stages(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Mesh]:
-    """The degrees of a system whose stages need not be equal, by tp, then by pp: tp inside a node,
-    pp up to a block a stage.
+    """Yields the degrees of a system whose stages need not be equal, by tp, then by pp.
+
+    tp stays inside a node; a stage has at least one block.
     """
     for tp in divisors(cluster.num_gpus):
         if illegal_tensor_parallel(tp, model, cluster, across_nodes=False):
@@ -105,7 +94,7 @@ def any_stages(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> It
 
 
 def plain_layouts(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout]:
-    """1F1B with every micro-batch, without sequence parallelism."""
+    """Yields 1F1B with every micro-batch, without sequence parallelism."""
     per_replica = training.global_batch_size // mesh.dp
     for micro_batch_size in divisors(per_replica):
         yield ParallelLayout(
@@ -121,15 +110,13 @@ def plain_layouts(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout
 def data_parallel_layouts(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec
 ) -> Iterator[ParallelLayout]:
-    """Every micro-batch on all GPUs as one data-parallel group; none where they do not divide the
-    batch.
-    """
+    """Yields the layouts of one data-parallel group, if all GPUs divide the batch."""
     if training.global_batch_size % cluster.num_gpus == 0:
         yield from megatron_layouts(Mesh(pp=1, dp=cluster.num_gpus, tp=1), model, training)
 
 
 def layer_choice(kind: LayerKind, zero: int, level: Recompute) -> LayerChoice:
-    """One layer at a ZeRO stage and a recompute level; embedding and head recompute nothing."""
+    """Returns a layer at a ZeRO stage and a recompute level, which is for blocks alone."""
     return LayerChoice(kind, level if kind is LayerKind.BLOCK else Recompute.NONE, zero)
 
 
@@ -140,8 +127,10 @@ def equal_stages(
     level: Recompute,
     ends: tuple[int, int] = NEITHER,
 ) -> Strategy:
-    """All blocks alike; the embedding before the first and the head after the last stage, each in
-    the place of a block where it counts.
+    """Returns a strategy whose blocks are all alike, on equal stages.
+
+    The embedding comes before the first stage and the head after the last. Each takes the place of
+    a block where `ends` counts it.
     """
     return staged(
         layout, [(level,) * count for count in equal_blocks(layout, num_layers, ends)], zero
@@ -151,20 +140,15 @@ def equal_stages(
 def equal_blocks(
     layout: ParallelLayout, num_layers: int, ends: tuple[int, int] = NEITHER
 ) -> tuple[int, ...]:
-    """Blocks of every virtual stage, where the ends that count take the place of one."""
-    each, last = (
-        (num_layers + sum(ends)) // layout.num_virtual_stages,
-        layout.num_virtual_stages - 1,
-    )
-    return tuple(
-        each - (stage == 0) * ends[0] - (stage == last) * ends[1] for stage in range(last + 1)
-    )
+    """Returns the blocks of every virtual stage; an end that counts takes the place of one."""
+    blocks = [(num_layers + sum(ends)) // layout.num_virtual_stages] * layout.num_virtual_stages
+    blocks[0] -= ends[0]
+    blocks[-1] -= ends[1]
+    return tuple(blocks)
 
 
 def staged(layout: ParallelLayout, levels: Sequence[Sequence[Recompute]], zero: int) -> Strategy:
-    """`levels[k]` of the blocks of virtual stage k; the embedding before the first and the head
-    after the last stage.
-    """
+    """Returns the strategy with recompute `levels[k]` of the blocks of virtual stage k."""
     stages = [[layer_choice(LayerKind.BLOCK, zero, level) for level in stage] for stage in levels]
     stages[0].insert(0, layer_choice(LayerKind.EMBEDDING, zero, Recompute.NONE))
     stages[-1].append(layer_choice(LayerKind.HEAD, zero, Recompute.NONE))
@@ -177,10 +161,9 @@ def strategies(
     zeros: Iterable[int],
     levels: Iterable[Recompute],
 ) -> tuple[Strategy, ...]:
-    """Every layout with every ZeRO stage (without data parallelism there is one: nothing is
-    sharded), recompute level and ends.
-    """
-    zeros, levels = tuple(zeros), tuple(levels)
+    """Returns every layout with every ZeRO stage (one where dp is 1), recompute level and ends."""
+    zeros = tuple(zeros)
+    levels = tuple(levels)
     return tuple(
         equal_stages(layout, num_layers, zero, level, ends)
         for layout in layouts

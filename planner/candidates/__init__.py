@@ -1,3 +1,1 @@
-"""Every mesh, micro-batch and schedule is a candidate here, with its legality and its lower
-bounds.
-"""
+"""Candidates: meshes, micro-batches and schedules, with their legality and lower bounds."""

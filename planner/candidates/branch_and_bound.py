@@ -1,8 +1,7 @@
-"""Candidates one after the other, in the order of a valid lower bound, until the next bound cannot
-win: EQUATIONS I5.
+"""Branch and bound over candidates, in the order of a valid lower bound (EQUATIONS I5).
 
-The search of described models and that of traced modules go through their candidates so; what a
-candidate's best is, each knows itself.
+It ends when the next bound cannot win. The searches of described models and of traced modules share
+it; each of them solves its candidates itself.
 """
 
 from __future__ import annotations
@@ -19,16 +18,13 @@ from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import OnProgress, Progress
 from parplan.profiles.errors import OutOfTimeError, SolverError
 
-REPLAYED = 10  # how many of the best layouts the simulator replays
-WORTH_REPLAYING = (
-    1.10  # those within 10 % of the best: for unequal stages the closed form is up to that much off
-)
+REPLAYED = 10  # number of the best layouts that the simulator replays
+# Those within 10 % of the best: for unequal stages the closed form is off by up to that much.
+WORTH_REPLAYING = 1.10
 
 
 class CandidateAnswer(Protocol):
-    """The best of one layout: its objective value, and a proven lower bound of that layout's
-    objective.
-    """
+    """The best of one layout: its objective value, and a proven lower bound for the layout."""
 
     @property
     def value(self) -> float: ...
@@ -38,17 +34,18 @@ class CandidateAnswer(Protocol):
 
 
 S = TypeVar("S", bound=CandidateAnswer)
-Solve = Callable[
-    [ParallelLayout, float, float, float], S | None
-]  # layout, its bound, what is worth solving, the best value so far
+# layout, its bound, the bound from which on no layout is worth a solve, the best value so far
+Solve = Callable[[ParallelLayout, float, float, float], S | None]
 
 
 @dataclass(frozen=True, slots=True)
 class BranchOutcome(Generic[S]):
-    """Solved layouts, best first; the proven bound over all layouts; whether the search ran to its
-    end or Ctrl-C came; and how many layouts were left unsolved.
+    """The solved layouts, best first, and the proven bound over all layouts.
 
-    failures: the errors of the solver on layouts that it left without an answer
+    finished      whether the search ran to its end
+    interrupted   whether Ctrl-C ended it
+    left          number of layouts that were not solved
+    failures      the errors of the solver on layouts that it left without an answer
     """
 
     solved: tuple[S, ...]
@@ -60,21 +57,21 @@ class BranchOutcome(Generic[S]):
 
     @property
     def to_replay(self) -> tuple[S, ...]:
-        """The best, as far as they are worth it."""
+        """Returns the best layouts that are worth a replay."""
         return tuple(
-            one
-            for one in self.solved[:REPLAYED]
-            if one.value <= WORTH_REPLAYING * best_of(self.solved)
+            answer
+            for answer in self.solved[:REPLAYED]
+            if answer.value <= WORTH_REPLAYING * best_of(self.solved)
         )
 
 
 def best_of(solved: Sequence[S]) -> float:
-    """The value of the first, infinite where there is none."""
+    """Returns the value of the first answer, infinite where there is none."""
     return solved[0].value if solved else math.inf
 
 
 def worth_replaying(solved: Sequence[S]) -> float:
-    """From which value on a layout will not be replayed."""
+    """Returns the value from which on a layout will not be replayed."""
     tenth = solved[REPLAYED - 1].value if len(solved) >= REPLAYED else math.inf
     return min(tenth, WORTH_REPLAYING * best_of(solved))
 
@@ -90,34 +87,32 @@ def branch_and_bound(
     known: S | None = None,
     incumbent: S | None = None,
 ) -> BranchOutcome[S]:
-    """Solve layouts in ascending order of their bound until the next bound reaches `cut` of what is
-    solved.
+    """Solves layouts by ascending bound until the next bound reaches `cut` of the solved ones.
 
-    left_s: seconds until the time limit, negative after it. `known` is the answer when no layout
-    was solved; without it an interrupt, the end of the time, or the solver's last error is raised
-    again. `incumbent` is one to be beaten, of another search.
+    left_s      seconds until the time limit, negative after it
+    known       the answer when no layout was solved; without it an interrupt, the end of the time,
+                or the last error of the solver is raised again
+    incumbent   an answer of another search that must be beaten
     """
     solved: list[S] = [] if incumbent is None else [incumbent]
     open_ = Unanswered()
     ordered: list[tuple[float, int, ParallelLayout]] = []
-    proven, finished, interrupted, reached = (
-        0.0,
-        True,
-        False,
-        0,
-    )  # `proven`: the least bound of the layouts still to solve
+    proven = 0.0  # the least bound of the layouts that are still to solve
+    finished = True
+    interrupted = False
+    reached = 0
     try:
         ordered = sorted(((bound, index, layout) for index, (bound, layout) in enumerate(bounded)))
         for reached, (bound, _, layout) in enumerate(ordered):
             limit, proven = cut(solved), bound
             if bound >= limit:
                 break
-            if solved and left_s() <= 0:  # a plan late is better than none
+            if solved and left_s() <= 0:  # a late plan is better than none
                 finished = False
                 break
-            found = open_.attempt(partial(solve, layout, bound, limit, best_of(solved)), bound)
-            if found:
-                solved = sorted([*solved, found], key=lambda one: one.value)
+            answer = open_.attempt(partial(solve, layout, bound, limit, best_of(solved)), bound)
+            if answer:
+                solved = sorted([*solved, answer], key=lambda each: each.value)
             if on_progress:
                 on_progress(
                     Progress(
@@ -131,11 +126,13 @@ def branch_and_bound(
         else:
             proven = math.inf
     except GaveUp:
-        finished, reached = False, reached + 1  # its own bound is among the open ones
+        finished = False
+        reached += 1  # the bound of the last candidate is among the open ones
     except KeyboardInterrupt:
         if not solved and known is None:
             raise
-        finished, interrupted = False, True
+        finished = False
+        interrupted = True
     except OutOfTimeError as error:
         if not solved and known is None:
             looked = (
@@ -151,8 +148,9 @@ def branch_and_bound(
         raise open_.failures[-1]
     left = len(open_.bounds) + (0 if finished else len(ordered) - reached)
     if not solved and known is not None:
-        solved, finished = [known], False
-    bounds = (proven, *open_.bounds, *(one.bound for one in solved))
+        solved = [known]
+        finished = False
+    bounds = (proven, *open_.bounds, *(each.bound for each in solved))
     return BranchOutcome(
         tuple(solved),
         min(bounds),

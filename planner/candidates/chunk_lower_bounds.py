@@ -1,11 +1,11 @@
-"""A lower bound of a layout in chunks before any column is made: what a rank with many blocks must
-leave to the host, and pay for it.
+"""A lower bound of a layout in chunks before any column is made (EQUATIONS I5).
 
-Every block keeps as little as any can, its chunks are not padded, its workspace is nothing. For
-each count of HOST blocks the optimizer states of at least so many others must be on the host that
-the rest fits the device; more of them leave room for parameters of HOST blocks, which need not be
-fetched again, until copies take no longer than compute or all stay. What both cost is linear in
-between, so that the least is at one of these counts, taken as real numbers (EQUATIONS I5).
+It is the least time of a rank with many blocks that must offload states. Every block saves the
+least bytes, its chunks have no padding, and its workspace is zero. For each count of HOST blocks,
+so many others must have their optimizer states on the host that the rest fits the device. More of
+them leave room for parameters of HOST blocks, which need no second fetch, until copies take no
+longer than compute or all parameters stay. The cost of both is linear in between, so that the least
+is at one of these counts, taken as real numbers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Least:
-    """What any block of a layout costs at least, by home; `room` bytes of the device are left by
-    `num_blocks` of them.
+    """The least cost of any block of a layout, by state location.
+
+    `room` is the bytes of the device beside the saved tensors of `num_blocks` blocks.
     """
 
     num_blocks: int
@@ -46,39 +47,37 @@ class _Least:
         return float(getattr(self.costs[home], name).total) if home in self.costs else 0.0
 
     def counts(self) -> tuple[Array, Array, Array]:
-        """HOST blocks, and the least and the most OPTIMIZER blocks beside them that fit both
-        sides.
-        """
-        host = np.arange(self.num_blocks * (StateLocation.HOST in self.costs) + 1, dtype=np.float64)
+        """Returns HOST blocks, and the least and most OPTIMIZER blocks beside them that fit."""
+        most_host = self.num_blocks if StateLocation.HOST in self.costs else 0
+        host = np.arange(most_host + 1, dtype=np.float64)
         least = np.maximum(0.0, self._optimizer(host, np.zeros(len(host))))
-        most = (self.num_blocks - host) * (StateLocation.OPTIMIZER in self.costs)
+        most = np.zeros(len(host))
         left = self.host_room - host * self._value(StateLocation.HOST, "host")
         if StateLocation.OPTIMIZER in self.costs:
-            most = np.minimum(most, left / self._value(StateLocation.OPTIMIZER, "host"))
+            optimizer_bytes = self._value(StateLocation.OPTIMIZER, "host")
+            most = np.minimum(self.num_blocks - host, left / optimizer_bytes)
         fits = (least <= most + 1e-9) & (left >= 0)
         return host[fits], least[fits], np.maximum(least[fits], most[fits])
 
     def _optimizer(self, host: Array, spare: Array) -> Array:
-        """How many OPTIMIZER blocks leave `spare` bytes of the device, beside `host` HOST
-        blocks.
-        """
+        """Returns the OPTIMIZER blocks that leave `spare` bytes, beside `host` HOST blocks."""
         device = self._value(StateLocation.DEVICE, "device")
-        found: Array = (spare - self.room + (self.num_blocks - host) * device) / (
+        optimizer: Array = (spare - self.room + (self.num_blocks - host) * device) / (
             device - self._value(StateLocation.OPTIMIZER, "device")
         )
-        return found
+        return optimizer
 
     def _spare(self, host: Array, optimizer: Array) -> Array:
         device = self.num_blocks - host - optimizer
-        found: Array = (
+        spare: Array = (
             self.room
             - device * self._value(StateLocation.DEVICE, "device")
             - optimizer * self._value(StateLocation.OPTIMIZER, "device")
         )
-        return found
+        return spare
 
     def ways(self) -> tuple[Array, list[Array]]:
-        """HOST blocks, and counts of OPTIMIZER blocks one of which is best beside them."""
+        """Returns HOST blocks, and counts of OPTIMIZER blocks one of which is best beside them."""
         host, least, most = self.counts()
         if StateLocation.OPTIMIZER not in self.costs:
             return host, [least]
@@ -98,24 +97,20 @@ class _Least:
         ]
 
     def _even_updates(self, host: Array) -> Iterator[Array]:
-        """OPTIMIZER blocks with which two of the host's update, the device's and the way back take
-        equally long.
+        """Yields OPTIMIZER blocks for which two parts of the update take equally long.
+
+        The parts are the update on the host, the update on the device, and the way back.
         """
-        on_host, on_device, back = (
-            getattr(self.costs[home], name)
-            for home, name in (
-                (StateLocation.OPTIMIZER, "host_adam_s"),
-                (StateLocation.DEVICE, "device_adam_s"),
-                (StateLocation.OPTIMIZER, "return_s"),
-            )
-        )
+        on_host = self.costs[StateLocation.OPTIMIZER].host_adam_s
+        on_device = self.costs[StateLocation.DEVICE].device_adam_s
+        back = self.costs[StateLocation.OPTIMIZER].return_s
         yield ((self.num_blocks - host) * on_device - host * on_host) / (on_host + on_device)
         yield (self.num_blocks - host) * on_device / (back + on_device)
         if back > on_host:
             yield host * on_host / (back - on_host)
 
     def seconds(self, host: Array, optimizer: Array, repeats: float) -> Array:
-        """`repeats` micro-batches and the tail."""
+        """Seconds of `repeats` micro-batches and the tail."""
         micro_batch_s: Array = np.full(len(host), self.num_blocks * self.compute_s)
         cost = self.costs.get(StateLocation.HOST)
         if cost:
@@ -130,8 +125,8 @@ class _Least:
             StateLocation.OPTIMIZER: optimizer,
             StateLocation.DEVICE: self.num_blocks - host - optimizer,
         }
-        found: Array = repeats * micro_batch_s + once_s(counts, self.costs)
-        return found
+        total_s: Array = repeats * micro_batch_s + once_s(counts, self.costs)
+        return total_s
 
 
 class ChunkBound:
@@ -146,41 +141,33 @@ class ChunkBound:
         share: float,
     ) -> None:
         price_cache = table.price_cache
-        self.layout, self.time, self.repeats = layout, time, layout.num_micro_batches - share
+        self.layout = layout
+        self.time = time
+        self.repeats = layout.num_micro_batches - share
         self.costs = table.block_costs(layout, layout.sharding)
         held = [stashes(LayerKind.BLOCK, rank, layout) for rank in range(layout.mesh.pp)]
-        self.kept_bytes = (
-            least_kept_bytes(layout, table)
-            / layout.virtual_stages
-            * (max if layout.equal_ranks else min)(held)
-        )
+        in_flight = max(held) if layout.equal_ranks else min(held)
+        self.kept_bytes = least_kept_bytes(layout, table) / layout.virtual_stages * in_flight
         self.host_room = table.host_share_bytes
-        ends = (
-            ends_bytes(0, layout, 3 if layout.mesh.dp > 1 else 0, table)
-            if layout.mesh.pp == 1
-            else 0.0
-        )
+        zero = 3 if layout.mesh.dp > 1 else 0
+        ends = ends_bytes(0, layout, zero, table) if layout.mesh.pp == 1 else 0.0
         self.usable = usable_bytes(limit_bytes, layout.mesh, price_cache) - max(
             ends, self._inside_bytes(table)
         )
         self.num_layers = price_cache.model.num_layers
 
     def _inside_bytes(self, table: MixTable) -> float:
-        """What a block that runs backward needs at least besides states and what it keeps:
-        gradients, and gathered groups.
-        """
+        """Least bytes of gradients and gathered groups of a block in its backward pass."""
         training, mesh = table.price_cache.training, self.layout.mesh
         in_parameters = writes_over_parameters(training, self.layout.num_micro_batches)
         gradient = 0 if in_parameters else training.gradient_precision.num_bytes
-        gathered = (training.precision.num_bytes + gradient) * (mesh.dp > 1)
+        gathered = training.precision.num_bytes + gradient if mesh.dp > 1 else 0
         return float(
             (training.precision.num_bytes + gathered) * sum(table.tensors(self.layout.sharding))
         )
 
     def step_s(self, num_blocks: int | None = None) -> float:
-        """Seconds of a step in which some rank has `num_blocks` blocks, by default as many as the
-        fullest has at least.
-        """
+        """Seconds of a step in which some rank has `num_blocks` blocks, by default the fewest."""
         count = -(-self.num_layers // self.layout.mesh.pp) if num_blocks is None else num_blocks
         least = _Least(
             num_blocks=count,
@@ -198,14 +185,8 @@ class ChunkBound:
         )
 
     def longest_rank(self, cut_s: float) -> int | None:
-        """How many blocks a rank may hold before the layout takes `cut_s` or more; None when there
-        is no such limit.
-        """
+        """Returns the most blocks of a rank for a step below `cut_s`, or None without a limit."""
         if self.step_s(self.num_layers) < cut_s:
             return None
-        return max(
-            1,
-            bisect_left(
-                range(1, self.num_layers + 1), True, key=lambda count: self.step_s(count) >= cut_s
-            ),
-        )
+        counts = range(1, self.num_layers + 1)
+        return max(1, bisect_left(counts, True, key=lambda count: self.step_s(count) >= cut_s))

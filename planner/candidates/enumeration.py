@@ -1,5 +1,6 @@
-"""The outer candidates: every mesh, micro-batch and schedule for a number of GPUs, each illegal one
-with its reason.
+"""The outer candidates: every mesh, micro-batch and schedule for a number of GPUs.
+
+Each illegal candidate has its reason.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_MICRO_BATCH_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A candidate (or a family of them) that is not searched, and why."""
+    """A candidate, or a family of them, that is not searched, with the reason."""
 
     candidate: str
     reason: str
@@ -48,20 +49,23 @@ class CandidateSpace:
 
 
 def layout_text(layout: ParallelLayout) -> str:
-    """A candidate in one line: `pp 4 x dp 16 x tp 1, 1f1b, micro-batch 4 x 16`."""
+    """Returns a candidate in one line: `pp 4 x dp 16 x tp 1, 1f1b, micro-batch 4 x 16`."""
     schedule = f"{layout.schedule}" + (
         f" x {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else ""
     )
     sequence = ", sequence parallel" if layout.sequence_parallel else ""
     overlap = f", sub-pipelined at level {layout.tp_overlap}" if layout.tp_overlap else ""
     chunks = ", in chunks" if layout.chunked else ""
-    return f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}{sequence}{overlap}{chunks}"
+    return (
+        f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x "
+        f"{layout.num_micro_batches}{sequence}{overlap}{chunks}"
+    )
 
 
 def illegal_tensor_parallel(
     tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool
 ) -> str | None:
-    """Why `tp` cannot split this model on this cluster, or None."""
+    """Returns why `tp` cannot shard this model on this cluster, or None."""
     for name, size in (
         ("attention heads", model.num_heads),
         ("key-value heads", model.num_kv_heads),
@@ -71,33 +75,51 @@ def illegal_tensor_parallel(
         if size % tp:
             return f"tp {tp} does not divide the {size} {name}"
     if not across_nodes and (tp > cluster.gpus_per_node or cluster.gpus_per_node % tp):
-        return f"tp {tp} does not fit inside a node of {cluster.gpus_per_node} GPUs (--tp-across-nodes allows it)"
+        return (
+            f"tp {tp} does not fit inside a node of {cluster.gpus_per_node} GPUs "
+            "(--tp-across-nodes allows it)"
+        )
     return None
 
 
 def expert_degrees(dp: int, model: ModelSpec) -> tuple[int, ...]:
-    """The expert parallel degrees of `dp` data-parallel ranks, ascending; of a dense model 1."""
+    """Returns the expert-parallel degrees of `dp` ranks, ascending; 1 for a dense model."""
     return divisors(gcd(dp, model.num_experts)) if model.num_experts else (1,)
 
 
 def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:
-    """Why a layout on a legal mesh cannot run, or None: batch, schedule and sequence rules."""
+    """Returns why a layout on a legal mesh cannot run, or None."""
     mesh, batch = layout.mesh, training.global_batch_size
     if layout.micro_batch_size * mesh.dp * layout.num_micro_batches != batch:
-        return f"the global batch of {batch} is not micro-batch {layout.micro_batch_size} x dp {mesh.dp} x a whole number"
+        return (
+            f"the global batch of {batch} is not micro-batch {layout.micro_batch_size} x "
+            f"dp {mesh.dp} x a whole number"
+        )
     reason = legal(layout.schedule, mesh.pp, layout.num_micro_batches, layout.virtual_stages)
     if reason:
         return reason
     if layout.schedule in (Schedule.ONE_F_ONE_B, *AHEAD) and layout.num_micro_batches < mesh.pp:
-        return f"{layout.schedule} needs at least pp {mesh.pp} micro-batches to fill, there are {layout.num_micro_batches}"
+        return (
+            f"{layout.schedule} needs at least pp {mesh.pp} micro-batches to fill, "
+            f"there are {layout.num_micro_batches}"
+        )
     if mesh.pp > model.num_layers:
         return f"pp {mesh.pp} is more than the {model.num_layers} layers"
     if not layout.equal_ranks and layout.num_virtual_stages > model.num_layers:
-        return f"pp {mesh.pp} x {layout.virtual_stages} virtual stages are more than the {model.num_layers} layers"
+        return (
+            f"pp {mesh.pp} x {layout.virtual_stages} virtual stages are more than "
+            f"the {model.num_layers} layers"
+        )
     if layout.equal_ranks and shorter_ends(layout, model.num_layers) is None:
-        return f"{model.num_layers} layers, or two more, are not a multiple of pp {mesh.pp} x {layout.virtual_stages} virtual stages"
+        return (
+            f"{model.num_layers} layers, or two more, are not a multiple of "
+            f"pp {mesh.pp} x {layout.virtual_stages} virtual stages"
+        )
     if layout.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
-        return f"sequence parallelism needs tp > 1 that divides the sequence of {training.seq_length}, tp is {mesh.tp}"
+        return (
+            "sequence parallelism needs tp > 1 that divides the sequence of "
+            f"{training.seq_length}, tp is {mesh.tp}"
+        )
     return illegal_overlap(layout, model)
 
 
@@ -128,44 +150,43 @@ def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | Non
         return "excluded by --pp, --dp or --tp"
     if not _allowed(pins.ep, mesh.ep):
         return "excluded by --ep"
-    return (
-        f"pp {mesh.pp} is more than the {model.num_layers} layers"
-        if mesh.pp > model.num_layers
-        else None
-    )
+    if mesh.pp > model.num_layers:
+        return f"pp {mesh.pp} is more than the {model.num_layers} layers"
+    return None
 
 
 def _schedules(
     mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints
 ) -> Iterator[tuple[Schedule, int]]:
-    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot
-    run or GPipe is pinned.
+    """Yields the schedules that are worth a search, each with its virtual stages.
 
-    ZBV wherever it is legal, filled or not. Schedules that recompute ahead of the gradient where a
-    pin leaves something to recompute, or pinned: early recompute and the shifted critical path.
-    Last-no-recompute only pinned: where every layer may choose its recompute, early recompute has
-    the plans in which the last stage recomputes nothing, at most one recompute slower.
+    GPipe takes as long as 1F1B and holds more, so it is tried only where 1F1B cannot run or GPipe
+    is pinned. ZBV is tried wherever it is legal, filled or not. Early recompute and the shifted
+    critical path, which recompute ahead of the gradient, are tried where pins leave something to
+    recompute, or where they are pinned. Last-no-recompute is tried only if pinned: where every
+    layer has its own recompute, early recompute includes the plans in which the last stage
+    recomputes nothing, at most one recompute slower.
     """
     if mesh.pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
         return
-    asked = (
+    pinned = (
         *(pins.schedule or ()),
         *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()),
     )
-    if num_micro_batches >= mesh.pp or Schedule.ONE_F_ONE_B in asked:
+    if num_micro_batches >= mesh.pp or Schedule.ONE_F_ONE_B in pinned:
         yield Schedule.ONE_F_ONE_B, 1
-    if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
+    if num_micro_batches < mesh.pp or Schedule.GPIPE in pinned:
         yield Schedule.GPIPE, 1
     moves = set(pins.recompute or Recompute) != {Recompute.NONE}
     for schedule in (Schedule.EARLY_RECOMPUTE, Schedule.SCP):
-        if schedule in asked or (
+        if schedule in pinned or (
             moves
             and num_micro_batches >= mesh.pp
             and not legal(schedule, mesh.pp, num_micro_batches, 1)
         ):
             yield schedule, 1
-    if Schedule.LAST_NO_RECOMPUTE in asked:
+    if Schedule.LAST_NO_RECOMPUTE in pinned:
         yield Schedule.LAST_NO_RECOMPUTE, 1
     yield Schedule.ZBV, 2
     shares = (
@@ -245,16 +266,14 @@ def _levels(layout: ParallelLayout, request: Request) -> Iterator[ParallelLayout
         if not reason and has_chunks(pins.offload):
             yield _in_chunks(overlapped, pins)
         if reason and not ban:
-            return  # what rules out one level rules out those above
+            return  # a rule against one level holds for the levels above it
 
 
 def _in_chunks(layout: ParallelLayout, pins: Constraints) -> ParallelLayout | Pruned:
-    """The same with the states of its blocks in chunks, of which the host may keep some."""
-    found, reason = (
-        replace(layout, chunked=True),
-        illegal_chunks(layout, pins.zero, pins.zero_ranks),
-    )
-    return Pruned(layout_text(found), reason) if reason else found
+    """Returns the layout with the states of its blocks in chunks."""
+    chunked = replace(layout, chunked=True)
+    reason = illegal_chunks(layout, pins.zero, pins.zero_ranks)
+    return Pruned(layout_text(chunked), reason) if reason else chunked
 
 
 def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
@@ -289,7 +308,6 @@ def enumerate_candidates(request: Request) -> CandidateSpace:
     """Returns all candidates, and a Pruned entry for each that is not tried.
 
     A micro-batch size that a pin excludes has no entry.
-
     Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
     """
     stack, pins = request.training.stack, request.constraints
@@ -308,12 +326,13 @@ def enumerate_candidates(request: Request) -> CandidateSpace:
 
 
 def no_candidate_error(space: CandidateSpace, cluster: Cluster) -> ConfigError:
-    """Of a space without candidates the most common reason."""
+    """Returns the error of a space without candidates, with the most common reason."""
     reasons = Counter(pruned.reason for pruned in space.pruned)
     reason, _ = max(
-        reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0)
+        reasons.items(), key=lambda item: (item[1], item[0]), default=("the pins leave none", 0)
     )
     return ConfigError(
-        f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates most fall because {reason}",
+        f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates "
+        f"most fall because {reason}",
         hint="choose another --gpus or --global-batch-size, or drop a pinned degree",
     )

@@ -1,5 +1,6 @@
-"""Lower bounds of a layout before any column is made (EQUATIONS I5): no plan of the layout can be
-below them.
+"""Lower bounds of a layout before any column is made (EQUATIONS I5).
+
+No plan of the layout can be below them.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
 
 @dataclass(frozen=True, slots=True)
 class TimeBound:
-    """Seconds: the closed form is at least `step_s`, one block at least `block_s`, all layers
-    together `total_s`.
+    """Lower bounds in seconds.
+
+    step_s    the closed form of a step
+    block_s   one block and micro-batch
+    total_s   bubble share of all layers together
     """
 
     step_s: float
@@ -41,9 +45,7 @@ class TimeBound:
     total_s: float
 
     def longest_rank(self, layout: ParallelLayout, cut_s: float) -> int | None:
-        """How many blocks a rank may hold before the layout takes `cut_s` or more; None when there
-        is no such limit.
-        """
+        """Returns the most blocks of a rank for a step below `cut_s`, or None without a limit."""
         repeats_s = (layout.num_micro_batches - 1) * self.block_s
         if cut_s == float("inf") or not repeats_s:
             return None
@@ -51,14 +53,16 @@ class TimeBound:
 
 
 def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
-    """Every layer on its fastest way to run, memory unlimited.
+    """Returns the time bound with every layer at its fastest, with unlimited memory.
 
-    The pace is at least the fullest rank's blocks and at least the mean over the ranks; the tail at
-    least what the blocks of the fullest rank cost once a step. Embedding, head, transfers and the
-    ends of rows of halves are in the sum.
+    The pace is at least the blocks of the fullest rank and at least the mean over the ranks. The
+    tail is at least the seconds per step of the blocks of the fullest rank. Embedding, head,
+    transfers and the ends of rows of halves are in the sum.
     """
-    price_cache, mesh = table.price_cache, layout.mesh
-    share, (block_s, block_tail_s) = bubble_share(layout, price_cache), _least_block(layout, table)
+    price_cache = table.price_cache
+    mesh = layout.mesh
+    share = bubble_share(layout, price_cache)
+    block_s, block_tail_s = _least_block(layout, table)
     ends_s = sum(
         min(_end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind))
         for kind in ENDS
@@ -75,13 +79,11 @@ def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
 def _end_s(
     kind: LayerKind, layout: ParallelLayout, price_cache: PriceCache, table: MixTable
 ) -> float:
-    """Seconds of embedding or head at least, per micro-batch."""
-    b, mesh, sharding, outside = (
-        layout.micro_batch_size,
-        layout.mesh,
-        layout.sharding,
-        prices_of(layout, price_cache),
-    )
+    """Least seconds of embedding or head per micro-batch."""
+    b = layout.micro_batch_size
+    mesh = layout.mesh
+    sharding = layout.sharding
+    outside = prices_of(layout, price_cache)
     data_s = min(
         outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s
         for zero in table.zero_stages(layout)
@@ -90,20 +92,18 @@ def _end_s(
 
 
 def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]:
-    """Seconds of a block at least, per micro-batch and per step, with data parallelism.
+    """Least seconds of a block, per micro-batch and per step, with data parallelism.
 
-    Where operators may be divided in several ways, whose windows differ, data parallelism counts as
-    hidden.
+    Where operators have several shardings, whose windows differ, data parallelism counts as hidden.
     """
-    price_cache, b, mesh, catalogue = (
-        table.price_cache,
-        layout.micro_batch_size,
-        layout.mesh,
-        table.catalogue,
-    )
-    per_micro_batch_s, per_step_s = [], []
     if layout.chunked:
         return _least_chunked_block(layout, table)
+    price_cache = table.price_cache
+    b = layout.micro_batch_size
+    mesh = layout.mesh
+    catalogue = table.catalogue
+    per_micro_batch_s: list[float] = []
+    per_step_s: list[float] = []
     hidden_s = _always_recomputed_s(layout, table)
     for weight_layout, fastest_s in catalogue.fastest_s(b, layout.sharding).items():
         for zero in table.zero_stages(layout):
@@ -122,10 +122,13 @@ def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]
 
 
 def _least_chunked_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]:
-    """The same of a block in chunks: its compute, and collectives where they have one window;
-    copies and updates count as hidden.
+    """Least seconds of a block in chunks, per micro-batch and per step.
+
+    They are its compute, and its collectives where all shardings have one window. Copies and
+    updates count as hidden.
     """
-    catalogue, per_micro_batch_s = table.catalogue, list[float]()
+    catalogue = table.catalogue
+    per_micro_batch_s: list[float] = []
     for weight_layout, fastest_s in catalogue.fastest_s(
         layout.micro_batch_size, layout.sharding
     ).items():
@@ -142,13 +145,14 @@ def _least_chunked_block(layout: ParallelLayout, table: MixTable) -> tuple[float
 
 
 def _always_recomputed_s(layout: ParallelLayout, table: MixTable) -> float:
-    """What pins make every block recompute and a schedule with recompute ahead may hide, or not do
-    on its last stage.
+    """Seconds of recompute that pins force on every block and that may be hidden.
+
+    A schedule with recompute ahead may hide them, or leave them out on its last stage. It is 0
+    where the bounds have no recompute.
     """
-    catalogue, b = table.catalogue, layout.micro_batch_size
-    if not layout.recomputes_ahead or catalogue.divides(
-        layout.sharding
-    ):  # those bounds are without recompute
+    catalogue = table.catalogue
+    b = layout.micro_batch_size
+    if not layout.recomputes_ahead or catalogue.divides(layout.sharding):
         return 0.0
     return min(
         table.price_cache.layer_time(LayerKind.BLOCK, b, layout.sharding, level).recompute_s
@@ -157,62 +161,68 @@ def _always_recomputed_s(layout: ParallelLayout, table: MixTable) -> float:
 
 
 def ahead_bound_s(layout: ParallelLayout, usual_s: float, table: MixTable) -> float:
-    """A lower bound of a schedule with recompute ahead from `usual_s`, one of the same layout's
-    1F1B within the same memory.
+    """Returns a lower bound of a schedule with recompute ahead.
 
-    Every plan of it is one of 1F1B, for which it needs no less memory, and
-    costmodels/schedules/hidden_recompute.py takes off at most the recompute of e + 1 passes of the
-    slowest rank and of one of the others. With r <= q t in every block, and sum t <= P max t,
+    `usual_s` is a bound of the 1F1B of the same layout within the same memory. Every plan of the
+    schedule is a plan of 1F1B that needs no less memory. costmodels/schedules/hidden_recompute.py
+    takes off at most the recompute of e + 1 passes of the slowest rank and of one pass of each
+    other rank. With r <= q t in every block, and sum t <= P max t,
 
         T >= T_1F1B (1 - q (P + e) / (M - 1 + P))
 
-    None of this holds where pins exclude plans of 1F1B that the last stage is allowed: then 0.
+    None of this holds where pins exclude plans of 1F1B that are allowed on the last stage: then it
+    is 0.
     """
     if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in table.catalogue.levels:
         return 0.0
     block = table.per_block(layout, 0)
     share = float((block.recompute_s / block.time_s).max())
-    ranks, hidden = layout.mesh.pp, hidden_passes(layout.schedule)
+    ranks = layout.mesh.pp
+    hidden = hidden_passes(layout.schedule)
     return usual_s * (1 - share * (ranks + hidden) / (layout.num_micro_batches - 1 + ranks))
 
 
 def in_reach(table: MixTable, limit_bytes: float) -> bool:
-    """Whether `limit_bytes` of every device, and the hosts where they may keep something, hold the
-    states of the model once.
+    """Returns whether devices and hosts together can hold the states of the model once.
 
-    Where not, nothing fits, whatever the candidate.
+    Each device has `limit_bytes`; the hosts count where offload is allowed. Otherwise no candidate
+    fits.
     """
     price_cache = table.price_cache
-    cluster, training = price_cache.machine.cluster, price_cache.training
+    cluster = price_cache.machine.cluster
+    training = price_cache.training
     parameters, gradients, optimizer = ideal_states(
         price_cache.graph(1).num_parameters, 1, training
     )
     least = parameters + optimizer + (0.0 if training.stack.frees_gradients else gradients)
-    return least <= cluster.num_gpus * (limit_bytes + table.host_share_bytes * bool(table.offload))
+    host_bytes = table.host_share_bytes if table.offload else 0.0
+    return least <= cluster.num_gpus * (limit_bytes + host_bytes)
 
 
 def least_kept_bytes(layout: ParallelLayout, table: MixTable) -> float:
-    """What any block keeps at least of a micro-batch on its device."""
+    """Returns the least saved bytes of any block and micro-batch on its device."""
     return _least_kept_bytes(layout, table, sends=sends_activations(layout, table.offload))
 
 
 def _least_kept_bytes(layout: ParallelLayout, table: MixTable, *, sends: bool) -> float:
-    """The same, or with `sends` False on device and host together: what is not kept by the one is
-    by the other.
+    """Returns the least saved bytes of any block and micro-batch.
+
+    With `sends` they are those on the device, otherwise those on device and host together: bytes
+    that one of them does not hold are on the other.
     """
 
     def make() -> float:
-        price_cache, levels = (
-            table.price_cache,
-            (Recompute.NONE,) if layout.splits_backward else table.catalogue.least_levels,
-        )
+        price_cache = table.price_cache
+        least_levels = table.catalogue.least_levels
+        levels = (Recompute.NONE,) if layout.splits_backward else least_levels
+        offload = (ALL,) if sends else ()
         return min(
             price_cache.activations(
                 LayerKind.BLOCK,
                 layout.micro_batch_size,
                 layout.sharding,
                 level,
-                named_operators((ALL,) * sends, level, price_cache),
+                named_operators(offload, level, price_cache),
             ).ideal_saved
             for level in levels
         )
@@ -223,15 +233,16 @@ def _least_kept_bytes(layout: ParallelLayout, table: MixTable, *, sends: bool) -
 
 
 def may_fit(layout: ParallelLayout, table: MixTable, limit_bytes: float) -> bool:
-    """Whether the blocks can be within `limit_bytes` when each is divided, recomputed and sharded
-    as much as it can be.
+    """Returns whether the blocks fit `limit_bytes` at their most sharding and recompute.
 
-    Without the workspace of blocks, and without a catalogue: it rules out most candidates that are
-    far too large.
+    The workspace of blocks is left out, and there is no catalogue: it rules out most candidates
+    that are far too large.
     """
-    usable, pp = usable_bytes(limit_bytes, layout.mesh, table.price_cache), layout.mesh.pp
+    usable = usable_bytes(limit_bytes, layout.mesh, table.price_cache)
+    pp = layout.mesh.pp
     states = {zero: _block_bytes(layout, zero, table) for zero in table.zero_stages(layout)}
-    kept, anywhere = least_kept_bytes(layout, table), _least_kept_bytes(layout, table, sends=False)
+    kept = least_kept_bytes(layout, table)
+    anywhere = _least_kept_bytes(layout, table, sends=False)
     share = table.host_share_bytes if layout.chunked or kept < anywhere else 0.0
     fewest = [
         next(block_counts(rank, layout, table.price_cache.model.num_layers), 0)
@@ -239,19 +250,14 @@ def may_fit(layout: ParallelLayout, table: MixTable, limit_bytes: float) -> bool
     ]
 
     def most_blocks(rank: int, ends: Callable[[int], float]) -> int:
-        in_flight, most = stashes(LayerKind.BLOCK, rank, layout) / layout.virtual_stages, 0
+        in_flight = stashes(LayerKind.BLOCK, rank, layout) / layout.virtual_stages
+        most = 0
         for zero, (device, both) in states.items():
             room = usable - ends(zero)
-            if room > 0:  # the host may keep all
-                most = max(
-                    most,
-                    int(
-                        min(
-                            room / max(device + in_flight * kept, 1.0),
-                            (room + share) / (both + in_flight * anywhere),
-                        )
-                    ),
-                )
+            if room > 0:
+                on_device = room / max(device + in_flight * kept, 1.0)  # the host may hold all
+                on_both = (room + share) / (both + in_flight * anywhere)
+                most = max(most, int(min(on_device, on_both)))
         return most
 
     def enough(ends: Callable[[int, int], float]) -> bool:
@@ -260,22 +266,22 @@ def may_fit(layout: ParallelLayout, table: MixTable, limit_bytes: float) -> bool
 
     if not enough(lambda *_: 0.0):
         return False
-    # where half of the room is enough, embedding and head are not asked: they cost more to price
-    # than they rule out
+    # Where half of the room is enough, embedding and head are not priced: their price takes longer
+    # than the candidates that it rules out.
     return enough(lambda *_: usable / 2) or enough(
         lambda rank, zero: ends_bytes(rank, layout, zero, table)
     )
 
 
 def _block_bytes(layout: ParallelLayout, zero: int, table: MixTable) -> tuple[float, float]:
-    """The least bytes of the states of a block on its device, and on device and host together."""
+    """Least bytes of the states of a block on its device, and on device and host together."""
     if not layout.chunked:
-        own = float(
+        state_bytes = float(
             table.price_cache.states(
                 LayerKind.BLOCK, layout.mesh, layout.sharding, zero
             ).states.total
         )
-        return own, own
+        return state_bytes, state_bytes
 
     def make() -> tuple[float, float]:
         costs = [
@@ -296,27 +302,27 @@ def _block_bytes(layout: ParallelLayout, zero: int, table: MixTable) -> tuple[fl
 
 
 def ends_bytes(rank: int, layout: ParallelLayout, zero: int, table: MixTable) -> float:
-    """What embedding and head of a rank hold at least at the peak."""
+    """Least bytes of embedding and head of a rank at the peak."""
     kinds = end_kinds(rank, layout)
     if not kinds:
         return 0.0
-    found = (
+    prices = (
         fixed_price(rank, layout, zero, ends)
         for ends in table.price_caches_of_ends(layout, kinds[0])
     )
-    return min(fixed.states + fixed.held + max(0.0, fixed.head_workspace) for fixed in found)
+    return min(fixed.states + fixed.held + max(0.0, fixed.head_workspace) for fixed in prices)
 
 
 def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
-    """Redundant bytes of the cluster: every layer at its leanest ZeRO stage, recompute, sharding
-    and home, one stash a layer.
+    """Returns a lower bound of the redundant bytes of the cluster.
+
+    Every layer has its leanest ZeRO stage, recompute, sharding and state location, and one
+    micro-batch of saved tensors.
     """
-    price_cache, b, mesh, sharding = (
-        table.price_cache,
-        layout.micro_batch_size,
-        layout.mesh,
-        layout.sharding,
-    )
+    price_cache = table.price_cache
+    b = layout.micro_batch_size
+    mesh = layout.mesh
+    sharding = layout.sharding
     stages = table.zero_stages(layout)
     options = {*table.options(layout), *table.options(layout, mesh.pp - 1)}
     stored = 0.0
@@ -330,28 +336,22 @@ def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
             for ends in table.price_caches_of_ends(layout, kind)
             for zero in stages
         ]
-        there = (
-            [_block_bytes(layout, zero, table)[0] for zero in stages]
-            if layout.chunked and kind is LayerKind.BLOCK
-            else [states.states.total for states in held]
-        )
+        there: list[float] = [states.states.total for states in held]
+        if layout.chunked and kind is LayerKind.BLOCK:
+            there = [_block_bytes(layout, zero, table)[0] for zero in stages]
         stored += count * min(
             total - sum(states.ideal) for total, states in zip(there, held, strict=True)
         )
     kept = price_cache.model.num_layers * min(
         option.saved_bytes - option.ideal_saved_bytes for option in options
     )
-    buffers = (
-        0
-        if layout.chunked
-        else min(
+    buffers = 0
+    if not layout.chunked:
+        buffers = min(
             price_cache.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages
         )
-    )
-    head, workspace = (
-        price_cache.activations(LayerKind.HEAD, b, sharding),
-        min(option.workspace_bytes for option in options),
-    )
+    head = price_cache.activations(LayerKind.HEAD, b, sharding)
+    workspace = min(option.workspace_bytes for option in options)
     temporaries = (
         (mesh.pp - 1) * workspace + max(workspace - head.saved, head.workspace) + mesh.pp * buffers
     )

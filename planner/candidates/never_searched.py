@@ -1,5 +1,6 @@
-"""What no search looks at, whatever the request, and so what no gap covers. `--explain` lists it
-beside the candidates that were pruned.
+"""The parts of a plan file that no search tries, and that no gap covers.
+
+`--explain` lists them beside the candidates that were pruned.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from parplan.profiles.stack import NEUTRAL, Stack
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A part of what a plan file can say that is not searched: what it is, and why not."""
+    """A part of a plan file that is not searched, with the reason."""
 
     what: str
     reason: str
@@ -41,40 +42,41 @@ _ALWAYS = (
 
 
 def left_out(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[LeftOut, ...]:
-    """What a search within `pins` leaves out, for what the stack runs."""
-    found = list(_ALWAYS)
+    """Returns the parts that a search within `pins` leaves out, for the abilities of the stack."""
+    parts = list(_ALWAYS)
     if "operators" not in stack.recompute:
-        found.append(
+        parts.append(
             LeftOut(
                 "recompute of any list of operators",
                 f"{stack.name} runs {', '.join(stack.recompute)}",
             )
         )
     if "last-no-recompute" not in (pins.schedule or ()):
-        found.append(
+        parts.append(
             LeftOut(
                 "last-no-recompute",
-                "early recompute has its plans and takes at most one recompute longer; --schedule last-no-recompute",
+                "early recompute has its plans and takes at most one recompute longer; "
+                "--schedule last-no-recompute",
             )
         )
     if pins.tp_overlap is None:
-        found.append(
+        parts.append(
             LeftOut(
                 "sub-pipelined tensor parallelism that the stack does not run",
                 "--tp-overlap asks for it",
             )
         )
     if pins.zero_ranks is None:
-        found.append(
+        parts.append(
             LeftOut(
                 "states sharded over some of the data-parallel ranks", "--zero-ranks asks for it"
             )
         )
     if pins.offload is None:
-        found.append(
+        parts.append(
             LeftOut(
                 "the host, where something fits without it",
                 "--host-memory or --offload asks for it",
             )
         )
-    return tuple(found)
+    return tuple(parts)

@@ -1,5 +1,6 @@
-"""Frames that a solver leaves without an answer, and a solver's `infeasible` that is not: neither
-may pass for a proof.
+"""Candidates that a solver leaves without an answer, and a wrong `infeasible` of a solver.
+
+Neither may pass for a proof.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ MOST_FAILURES = 3  # without an answer in between: the solver, not the candidate
 
 
 class GaveUp(Exception):  # noqa: N818 - not an error where a plan was found
-    """The solver failed on one candidate after another: the search ends with what it has."""
+    """The solver failed on one candidate after another: the search ends with its best plan."""
 
 
 @dataclass(slots=True)
 class Unanswered:
     """The candidates that ended without an answer: their bounds stay open.
 
-    failures: the errors of a solver that crashed, hung or answered nonsense; in_a_row: how many
-    since its last answer
+    failures   the errors of a solver that crashed, hung or gave an invalid answer
+    in_a_row   number of failures since its last answer
     """
 
     bounds: list[float] = field(default_factory=list)
@@ -35,11 +36,9 @@ class Unanswered:
     in_a_row: int = 0
 
     def attempt(self, solve: Callable[[], T | None], bound: float) -> T | None:
-        """What `solve` finds; None when it finds nothing, or ends without an answer. Raises
-        GaveUp.
-        """
+        """Returns the result of `solve`, or None when it ends without an answer. Raises GaveUp."""
         try:
-            found = solve()
+            answer = solve()
         except Unsolved:
             self.bounds.append(bound)
             return None
@@ -50,13 +49,13 @@ class Unanswered:
             if self.in_a_row == MOST_FAILURES:
                 raise GaveUp from None
             return None
-        if found is not None:
+        if answer is not None:
             self.in_a_row = 0
-        return found
+        return answer
 
 
 def failure_text(failures: Sequence[SolverError]) -> str | None:
-    """What the plan says of a solver that failed, or None when it did not."""
+    """Returns the plan's text on a solver that failed, or None when it did not."""
     if not failures:
         return None
     candidates = "1 candidate" if len(failures) == 1 else f"{len(failures)} candidates"
@@ -66,11 +65,10 @@ def failure_text(failures: Sequence[SolverError]) -> str | None:
 
 
 def can_place(options: Sequence[Sequence[StageColumn]], num_layers: int, *, tied: bool) -> bool:
-    """Whether one column a rank can hold `num_layers` blocks: what makes the throughput master
-    feasible.
+    """Returns whether one column a rank can hold `num_layers` blocks.
 
-    tied: first and last rank must both shard their states, or neither (C7). Bit n of `reachable`: n
-    blocks can be held.
+    Then the throughput master is feasible. `tied`: the first and the last rank must both shard
+    their states, or neither (C7). Bit n of `reachable`: n blocks can be held.
     """
     for sharded in (False, True) if tied and len(options) > 1 else (None,):
         reachable = 1

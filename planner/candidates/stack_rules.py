@@ -1,5 +1,6 @@
-"""What a software stack runs of schedules and recompute: a search keeps to it, and a pin that it
-lacks is an error.
+"""The schedules and kinds of recompute that a software stack runs.
+
+A search uses no others, and a pin that the stack lacks is an error.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from parplan.profiles.stack import Stack
 
 
 def lacking_schedule(layout: ParallelLayout, stack: Stack) -> str | None:
-    """Why the stack does not run the pipeline of a layout, or None.
+    """Returns why the stack does not run the pipeline of a layout, or None.
 
-    1F1B of too few micro-batches to fill the pipeline is GPipe: every forward pass comes before the
-    first backward pass on rank 0.
+    1F1B with too few micro-batches to fill the pipeline is GPipe: every forward pass comes before
+    the first backward pass on rank 0.
     """
     unfilled = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < layout.mesh.pp
     runs = (
@@ -34,19 +35,16 @@ def lacking_schedule(layout: ParallelLayout, stack: Stack) -> str | None:
 def require_stack_runs(
     stack: Stack, schedules: Sequence[Schedule], levels: Sequence[Recompute]
 ) -> None:
-    """Raises ConfigError for the first schedule or level of recompute that the stack does not run,
-    with the stacks that do.
-    """
+    """Raises ConfigError for the first schedule or recompute that the stack does not run."""
     for option, names in (("schedule", schedules), ("recompute", levels)):
         has = _runs(stack, option)
         lacking = next((name.value for name in names if name.value not in has), None)
         if lacking is not None:
-            others = [
-                other for other in stack_names() if lacking in _runs(load_stack(other), option)
-            ]
+            able = [each for each in stack_names() if lacking in _runs(load_stack(each), option)]
             raise ConfigError(
-                f"--{option} {lacking}: the stack {stack.name} does not run it, it runs {', '.join(has) or 'none'}",
-                hint=f"choose a --stack that does: {', '.join(others)}",
+                f"--{option} {lacking}: the stack {stack.name} does not run it, "
+                f"it runs {', '.join(has) or 'none'}",
+                hint=f"choose a --stack that does: {', '.join(able)}",
             )
 
 

@@ -1,8 +1,8 @@
-"""The catalogue: the ways to run one block that a search chooses from (EQUATIONS I3).
+"""The catalogue: the options for one block that a search chooses from (EQUATIONS I3).
 
-For each layout of the weights (which of them tensor parallelism divides) the front over placements
-and recompute of every operator, made once per micro-batch and sharding and only where the search
-asks for it. The exact prices of the options come from the price cache.
+For each layout of the weights (the weights that tensor parallelism divides) it has the front over
+placements and recompute of every operator. A front is computed once for each micro-batch and
+sharding, when the search needs it. The exact prices of the options come from the price cache.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ WeightLayout = frozenset[str]  # the parallel dims whose weights are divided
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerOption:
-    """One way to run a block, with the seconds and bytes of one micro-batch without data
-    parallelism.
+    """One way to run a block, priced for one micro-batch without data parallelism.
 
-    weight_layout        which weights are divided over the tensor-parallel ranks
-    zero          the ZeRO stage of its states; an option of the catalogue has stage 0 until a rank
-                  places it
-    on_host       operators whose kept tensors the host keeps, host_bytes of them
-                  (planner/host_options/host_variants.py)
-    out_s, back_s the copies of these; last_s: what the last block of a stage that has any waits
-    besides
+    weight_layout   the weights that are divided over the tensor-parallel ranks
+    zero            ZeRO stage of its states; 0 in the catalogue, until a rank sets it
+    on_host         operators whose saved tensors are offloaded, host_bytes of them
+                    (planner/host_options/host_variants.py)
+    out_s, back_s   seconds of the copies of these bytes to the host and back
+    last_s          extra wait of the last block of a stage that has any
     """
 
     recompute: RecomputedOperators
@@ -68,7 +66,7 @@ class LayerOption:
 
 
 def divided_dims(price_cache: PriceCache) -> tuple[str, ...]:
-    """The dims of a block's weights that tensor parallelism may divide: heads and ffn."""
+    """Returns the parallel dims of a block's weights: heads and ffn."""
     return tuple(
         dict.fromkeys(
             op.parallel_dim
@@ -80,19 +78,17 @@ def divided_dims(price_cache: PriceCache) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _OneNode:
-    """A machine with one node and no memory to speak of, known by what it says of itself: the
-    prices of a block need no more.
-    """
+    """A machine with one node and no memory sizes, which block prices ignore; equal by its text."""
 
     text: str
     machine: Machine = field(compare=False)
 
 
 def catalogue_of(price_cache: PriceCache, pins: Constraints) -> Catalogue:
-    """The catalogue for a search over the prices of `price_cache`.
+    """Returns the catalogue for a search over the prices of `price_cache`.
 
-    A block does not know how many nodes there are and how much memory they have: requests that
-    differ in those share one.
+    The options of a block depend neither on the number of nodes nor on the size of their memory, so
+    that requests that differ only in these share a catalogue.
     """
     cluster = price_cache.machine.cluster
     device = replace(cluster.device, memory_bytes=1)
@@ -138,10 +134,12 @@ def _block_problem(
 
 
 class Catalogue:
-    """The options of a block by (micro-batch, sharding), each list made once.
+    """The options of a block by micro-batch and sharding, each list computed once.
 
     recompute   the levels that are allowed, None for any list of operators
-    problem     makes the choice of a strategy for every operator of a block
+    problem     builds the choice of a strategy for every operator of a block
+
+    Blocks with experts have Megatron's sharding and the three levels of recompute.
     """
 
     def __init__(
@@ -159,9 +157,7 @@ class Catalogue:
             )
         )
         self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
-        experts = (
-            price_cache.model.num_experts > 0
-        )  # such blocks have Megatron's division and the three levels of recompute
+        experts = price_cache.model.num_experts > 0
         self.by_operator = recompute is None and not experts
         self.free = not megatron_sharding and not experts
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
@@ -174,30 +170,26 @@ class Catalogue:
             frozenset(d for i, d in enumerate(dims) if bits >> i & 1)
             for bits in reversed(range(2 ** len(dims)))
         )
-        self._weight_layouts = [
-            weight_layout for weight_layout in subsets if weight_layout
-        ]  # nothing divided: that is data parallelism, another mesh
+        # without any divided weight the layout would be data parallelism, which is another mesh
+        self._weight_layouts = [weight_layout for weight_layout in subsets if weight_layout]
 
     @property
     def least_levels(self) -> tuple[Recompute, ...]:
-        """The levels among which is the one that keeps least: no list of operators keeps less than
-        full recompute.
+        """Returns the recompute levels that include the one with the fewest saved bytes.
+
+        No list of operators saves fewer bytes than full recompute.
         """
         return (Recompute.FULL,) if self.by_operator else self.levels
 
     def fastest_s(self, micro_batch_size: int, sharding: Sharding) -> dict[WeightLayout, float]:
-        """By layout of the weights, the seconds that one micro-batch takes at least in one
-        block.
-        """
+        """Returns the least seconds of a micro-batch in a block, by layout of the weights."""
         key = micro_batch_size, sharding
         if key not in self._fastest_s:
             self._fastest_s[key] = dict(self._least_s(micro_batch_size, sharding))
         return self._fastest_s[key]
 
     def divides(self, sharding: Sharding) -> bool:
-        """Whether operators may be divided in other ways than Megatron's, as no micro-batch that
-        runs in two halves has them.
-        """
+        """Returns whether operators may have other shardings than Megatron's."""
         return self.free and sharding.tp > 1 and not sharding.overlap
 
     def _least_s(self, b: int, sharding: Sharding) -> Iterator[tuple[WeightLayout, float]]:
@@ -210,14 +202,14 @@ class Catalogue:
                 ),
             )
             return
-        problem = self.problem(b, sharding).only(lambda _, option: not option.again)
+        problem = self.problem(b, sharding).only(lambda _, option: not option.recomputed)
         for weight_layout in self._weight_layouts:
             least_s = least_time_s(problem.only(self._allowed(weight_layout, None, sharding)))
             if least_s is not None:
                 yield weight_layout, least_s
 
     def with_weight_layout(self, weight_layout: WeightLayout, sharding: Sharding) -> Sharding:
-        """Any sharding with that layout: what is not divided is the same on every rank."""
+        """Returns a sharding with that weight layout; other operators are replicated."""
         whole = (Split(),) * len(sharding.degrees)
         products = (
             operator
@@ -230,8 +222,9 @@ class Catalogue:
         )
 
     def options(self, micro_batch_size: int, sharding: Sharding) -> tuple[LayerOption, ...]:
-        """All options that no other of the same layout beats in time, kept bytes, workspace and
-        redundancy, fastest first.
+        """Returns the options that no other of the same weight layout beats, fastest first.
+
+        The values compared are time, saved bytes, workspace and redundancy.
         """
         key = micro_batch_size, sharding
         if key not in self._options:
@@ -250,8 +243,8 @@ class Catalogue:
         problem = self.problem(b, replace(sharding, overlap=0))
         weight_layouts = self._weight_layouts if divides else self._weight_layouts[:1]
         for weight_layout in weight_layouts:
-            for wanted in (None,) if self.by_operator else self.levels:
-                some = problem.only(self._allowed(weight_layout, wanted, sharding))
+            for recompute in (None,) if self.by_operator else self.levels:
+                some = problem.only(self._allowed(weight_layout, recompute, sharding))
                 yield from (
                     self._option(evaluate(some, options), weight_layout, b, sharding)
                     for options in layer_front(some)
@@ -260,9 +253,7 @@ class Catalogue:
     def _allowed(
         self, weight_layout: WeightLayout, level: Recompute | None, sharding: Sharding
     ) -> Callable[[str, StrategyOption], bool]:
-        """Which options belong to a layout of the weights and, unless it is None, to a level of
-        recompute.
-        """
+        """Returns a test of options for a weight layout and a recompute level (None: any)."""
         names = (
             frozenset(self.price_cache.recompute_operators(LayerKind.BLOCK, level))
             if level
@@ -271,7 +262,7 @@ class Catalogue:
 
         def allowed(name: str, option: StrategyOption) -> bool:
             operator = self._operators[name]
-            if level is not None and option.again != (name in names):
+            if level is not None and option.recomputed != (name in names):
                 return False
             if not self.free or sharding.overlap:
                 return option.splits == sharding.splits(operator)
@@ -285,48 +276,44 @@ class Catalogue:
     def _option(
         self, picked: PickedStrategies, weight_layout: WeightLayout, b: int, sharding: Sharding
     ) -> LayerOption:
-        """An option of the catalogue; what is divided as in Megatron's way is left unsaid."""
+        """Returns an option of the catalogue; it names the splits that differ from Megatron's."""
         chosen = list(zip(self._operators.values(), picked.options, strict=True))
-        own = tuple(
+        splits = tuple(
             (op.name, option.splits)
             for op, option in chosen
             if option.splits != sharding.splits(op)
         )
-        again, divided = (
-            tuple(op.name for op, option in chosen if option.again),
-            replace(sharding, own=own),
-        )
-        block, saved, workspace = (
-            self.price_cache.kept_graph(b).block,
-            picked.cost.saved_bytes,
-            picked.workspace_bytes,
-        )
+        names = tuple(op.name for op, option in chosen if option.recomputed)
+        divided = replace(sharding, own=splits)
+        block = self.price_cache.kept_graph(b).block
+        saved_bytes = picked.cost.saved_bytes
+        workspace_bytes = picked.workspace_bytes
         time_s = (
-            self.price_cache.layer_time(LayerKind.BLOCK, b, divided, again).total_s
+            self.price_cache.layer_time(LayerKind.BLOCK, b, divided, names).total_s
             if sharding.overlap
             else picked.launched_s
         )
-        # copies that are no sum over pairs, and what the problem, whose bytes are those of GPUs and
-        # of whole micro-batches, does not know
+        # The problem does not know copies that are no sum over pairs; its bytes are those of GPUs
+        # and of whole micro-batches.
         if (
             sharding.overlap
-            or (own and shared_beside_a_copy(block, divided))
+            or (splits and shared_beside_a_copy(block, divided))
             or self.price_cache.plain_dropout
         ):
-            size = self.price_cache.activations(LayerKind.BLOCK, b, divided, again)
-            saved, workspace = float(size.saved), float(size.workspace)
+            size = self.price_cache.activations(LayerKind.BLOCK, b, divided, names)
+            saved_bytes, workspace_bytes = float(size.saved), float(size.workspace)
         return LayerOption(
-            recompute=again,
+            recompute=names,
             sharding=divided,
             weight_layout=weight_layout,
             time_s=time_s,
-            saved_bytes=saved,
-            ideal_saved_bytes=ideal_saved_bytes(block, sharding.tp, again),
-            workspace_bytes=workspace,
+            saved_bytes=saved_bytes,
+            ideal_saved_bytes=ideal_saved_bytes(block, sharding.tp, names),
+            workspace_bytes=workspace_bytes,
         )
 
     def preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
-        """Megatron's way to divide a block, at a level of recompute."""
+        """Returns the option with Megatron's sharding at a level of recompute."""
         size = self.price_cache.activations(LayerKind.BLOCK, b, sharding, level)
         return LayerOption(
             recompute=self.price_cache.recompute_operators(LayerKind.BLOCK, level),
@@ -340,20 +327,22 @@ class Catalogue:
 
 
 def weight_divided(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> bool:
-    """Whether each rank of the axes holds only a part of the operator's weight."""
-    own = single(operator, splits, degrees)
+    """Returns whether each rank of the axes holds only a part of the operator's weight."""
+    sharding = single(operator, splits, degrees)
     return any(
-        own.parameter_shape(operator, p) != p.shape for p in operator.parameters if len(p.dims) > 1
+        sharding.parameter_shape(operator, p) != p.shape
+        for p in operator.parameters
+        if len(p.dims) > 1
     )
 
 
 def _unbeaten(options: Iterable[LayerOption]) -> tuple[LayerOption, ...]:
-    """Those that no other of the same layout beats or equals in every value, fastest first."""
+    """Returns the options that no other of the same weight layout equals or beats, by time."""
     kept: list[LayerOption] = []
     for option in sorted(options, key=lambda option: option.values):
-        alike = (other for other in kept if other.weight_layout == option.weight_layout)
+        alike = (rival for rival in kept if rival.weight_layout == option.weight_layout)
         if not any(
-            all(a <= b for a, b in zip(other.values, option.values, strict=True)) for other in alike
+            all(a <= b for a, b in zip(rival.values, option.values, strict=True)) for rival in alike
         ):
             kept.append(option)
     return tuple(kept)

@@ -1,10 +1,9 @@
-"""All layers worth having: the front of (time, kept bytes) over the strategies of a layer's
-operators (EQUATIONS I3).
+"""The fastest and leanest layers over the strategies of their operators (EQUATIONS I3).
 
-Operators are walked in topological order. For each placement of the tensors that are still to be
-read the walk keeps the labels that no other label beats in both; a label that is beaten there can
-be no part of a layer on the front. Exact; the integer program of
-planner/layer_options/layer_program.py is its oracle in the tests.
+The front of (time, saved bytes) is found by a walk over the operators in topological order. For
+each placement of the open tensors, which some later operator reads, the walk keeps the labels that
+no other label beats in both values. A label that is beaten there cannot be part of a layer on the
+front. The walk is exact; the tests compare it with the integer program of layer_program.py.
 """
 
 from __future__ import annotations
@@ -17,23 +16,19 @@ import numpy as np
 from parplan.planner.dominance import Array, Ints, undominated_rows
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
+    InputPlacement,
     LayerProblem,
-    LeftTensor,
+    OutputPlacement,
     StrategyOption,
     TensorLink,
-    WantedTensor,
 )
 
-Frontier = tuple[
-    int, ...
-]  # where the open tensors are: by maker, the number of its output placement
+Frontier = tuple[int, ...]  # by maker of an open tensor, the number of its output placement
 
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Points by increasing time; each with the point it came from (of which frontier, which one)
-    and the option it took.
-    """
+    """Points by increasing time, each with its predecessor (frontier, point) and its option."""
 
     time_s: Array
     saved_bytes: Array
@@ -46,10 +41,11 @@ Layers = dict[Frontier, _Labels]
 
 
 class _Table:
-    """A problem by numbers: output placements of every operator, and the cells of its links by
-    option of the reader.
+    """A layer problem by numbers, with the tensor that leaves the layer as a last operator.
 
-    The layer after counts as a last operator with one option.
+    outputs   by operator and option, the number of the output placement
+    cells     by reader, link, placement of the maker and option of the reader, seconds and saved
+              bytes
     """
 
     def __init__(self, problem: LayerProblem) -> None:
@@ -68,12 +64,10 @@ class _Table:
         self.costs = [
             [(o.cost.time_s, o.cost.saved_bytes) for o in options] for options in problem.options
         ] + [[(0.0, 0.0)]]
-        self.cells: list[
-            list[list[list[tuple[float, float]]]]
-        ] = []  # reader, link, placement of the maker, option
+        self.cells: list[list[list[list[tuple[float, float]]]]] = []
         for i in range(len(problem.options) + 1):
             links = problem.incoming(i)
-            wanted = (
+            inputs = (
                 [option.inputs for option in problem.options[i]]
                 if i < len(problem.options)
                 else [(problem.leaves,)]
@@ -81,7 +75,7 @@ class _Table:
             self.cells.append(
                 [
                     [
-                        [_time_and_saved(link, left, w[position]) for w in wanted]
+                        [_time_and_saved(link, left, tensors[position]) for tensors in inputs]
                         for left in lefts[link.maker]
                     ]
                     for position, link in enumerate(links)
@@ -89,23 +83,21 @@ class _Table:
             )
 
     def still_open(self, i: int, open_makers: tuple[int, ...]) -> tuple[int, ...]:
-        """The makers whose output some operator after the i-th reads."""
+        """Returns the makers whose output some operator after the i-th reads."""
         needed = {maker for makers in self.makers[i + 1 :] for maker in makers}
         return tuple(maker for maker in (*open_makers, i) if maker in needed)
 
 
 def _time_and_saved(
-    link: TensorLink, left: LeftTensor, wanted: WantedTensor | None
+    link: TensorLink, left: OutputPlacement, input_tensor: InputPlacement | None
 ) -> tuple[float, float]:
-    assert wanted is not None, "a link has a reader"
-    cell = link.cells[left, wanted]
+    assert input_tensor is not None, "a link has a reader"
+    cell = link.cells[left, input_tensor]
     return cell.time_s, cell.saved_bytes
 
 
 def least_time_s(problem: LayerProblem) -> float | None:
-    """Seconds of the fastest layer, whatever it keeps, or None without a solution: the walk with
-    one number a label.
-    """
+    """Returns the seconds of the fastest layer, whatever it saves, or None without a solution."""
     table = _Table(problem)
     times: dict[Frontier, float] = {(0,): 0.0}
     open_makers: tuple[int, ...] = (BEFORE,)
@@ -129,10 +121,10 @@ def least_time_s(problem: LayerProblem) -> float | None:
 
 
 def layer_front(problem: LayerProblem) -> list[tuple[StrategyOption, ...]]:
-    """An option for every operator, for each point of the front, fastest first; of equals one.
-    Empty without a solution.
-    """
-    table, zero, none = _Table(problem), np.zeros(1), np.zeros(1, np.int64)
+    """Returns the options of each point of the front, fastest first; empty without a solution."""
+    table = _Table(problem)
+    zero = np.zeros(1)
+    none = np.zeros(1, np.int64)
     labels: Layers = {(0,): _Labels(zero, zero, none, none, none)}
     open_makers: tuple[int, ...] = (BEFORE,)
     history: list[Layers] = []
@@ -142,26 +134,20 @@ def layer_front(problem: LayerProblem) -> list[tuple[StrategyOption, ...]]:
         history.append(labels)
         open_makers = still
     ends = _ended(table, labels, open_makers)
-    return (
-        [
-            _traced(problem, history, int(f), int(p))
-            for f, p in zip(ends.frontier, ends.point, strict=True)
-        ]
-        if ends
-        else []
-    )
+    if ends is None:
+        return []
+    return [
+        _traced(problem, history, int(frontier), int(point))
+        for frontier, point in zip(ends.frontier, ends.point, strict=True)
+    ]
 
 
 def _step(
-    table: _Table,
-    i: int,
-    labels: Layers,
-    open_makers: tuple[int, ...],
-    still: tuple[int, ...],
+    table: _Table, i: int, labels: Layers, open_makers: tuple[int, ...], still: tuple[int, ...]
 ) -> Layers:
-    """The labels after operator i, over the outputs of `still`, which later operators read."""
+    """Returns the labels after operator i, by the outputs of `still`, which are read later."""
     grown: dict[Frontier, list[_Labels]] = {}
-    for number, (frontier, found) in enumerate(labels.items()):
+    for number, (frontier, points) in enumerate(labels.items()):
         where = dict(zip(open_makers, frontier, strict=True))
         rows = [
             cells[where[maker]]
@@ -172,15 +158,15 @@ def _step(
                 time_s, saved = time_s + row[k][0], saved + row[k][1]
             where[i] = table.outputs[i][k]
             after = tuple(where[maker] for maker in still)
-            grown.setdefault(after, []).append(_moved_on(found, time_s, saved, number, k))
+            grown.setdefault(after, []).append(_moved_on(points, time_s, saved, number, k))
     return {after: _undominated(parts) for after, parts in grown.items()}
 
 
-def _moved_on(found: _Labels, time_s: float, saved: float, frontier: int, option: int) -> _Labels:
-    count = len(found.time_s)
+def _moved_on(points: _Labels, time_s: float, saved: float, frontier: int, option: int) -> _Labels:
+    count = len(points.time_s)
     return _Labels(
-        found.time_s + time_s,
-        found.saved_bytes + saved,
+        points.time_s + time_s,
+        points.saved_bytes + saved,
         np.full(count, frontier),
         np.arange(count),
         np.full(count, option),
@@ -196,16 +182,16 @@ def _undominated(parts: list[_Labels]) -> _Labels:
 
 
 def _ended(table: _Table, labels: Layers, open_makers: tuple[int, ...]) -> _Labels | None:
-    """The labels of all last frontiers, with the way to the layer's boundary."""
+    """Returns the labels of all last frontiers, with the moves to the layer boundary."""
     parts = []
-    for number, (frontier, found) in enumerate(labels.items()):
+    for number, (frontier, points) in enumerate(labels.items()):
         where = dict(zip(open_makers, frontier, strict=True))
         cells = [
             cell[where[maker]][0]
             for cell, maker in zip(table.cells[-1], table.makers[-1], strict=True)
         ]
         parts.append(
-            _moved_on(found, sum(c[0] for c in cells), sum(c[1] for c in cells), number, 0)
+            _moved_on(points, sum(c[0] for c in cells), sum(c[1] for c in cells), number, 0)
         )
     return _undominated(parts) if parts else None
 
@@ -213,7 +199,7 @@ def _ended(table: _Table, labels: Layers, open_makers: tuple[int, ...]) -> _Labe
 def _traced(
     problem: LayerProblem, history: list[Layers], frontier: int, point: int
 ) -> tuple[StrategyOption, ...]:
-    """The options of one end, followed back through the labels."""
+    """Returns the options of one end, followed back through the labels."""
     options: list[StrategyOption] = []
     for i in reversed(range(len(history))):
         labels = list(history[i].values())[frontier]

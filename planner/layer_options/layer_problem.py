@@ -1,13 +1,13 @@
-"""One layer as a choice of a strategy for every operator: the options, and what each pair of
-placements costs between them.
+"""One layer as a choice of a strategy for every operator.
 
-An option of an operator is how each axis divides it, and whether it is recomputed. What lies
-between two operators depends on where the maker leaves a tensor and where the reader wants it, not
-on their strategies in full: hence *placement* pairs (EQUATIONS I2). A placement here also says
-whether its side recomputes, which decides what is kept of the tensor.
+An option of an operator states how each axis divides it, and whether it is recomputed. The cost
+between two operators depends on the placement in which the maker leaves a tensor and on the
+placement that the reader needs, not on their whole strategies, hence the *placement pairs*
+(EQUATIONS I2). A placement here also says whether its side recomputes, which decides the bytes that
+are saved.
 
-One thing is not a sum over pairs: a tensor that its first reader keeps as a copy of its own, while
-another keeps what the maker left. The second is left out; the catalogue prices it
+One cost is no sum over pairs: the first reader of a tensor saves a copy while another reader saves
+the maker's output. The problem leaves the second out; the catalogue prices it
 (planner/layer_options/catalogue.py).
 """
 
@@ -31,35 +31,35 @@ from parplan.profiles.models.operator_graph import (
 )
 from parplan.profiles.models.spec import TrainingSpec
 
-BEFORE = -1  # the maker of what enters the layer
+BEFORE = -1  # the maker of the layer's input
 
 
 @dataclass(frozen=True, slots=True)
-class LeftTensor:
-    """Where a maker leaves its output, and whether it makes the output again in the backward
-    pass.
-    """
+class OutputPlacement:
+    """The placement in which a maker leaves its output, and whether the maker is recomputed."""
 
     place: Place
-    again: bool
+    recomputed: bool
 
 
 @dataclass(frozen=True, slots=True)
-class WantedTensor:
-    """Where a reader wants an input and leaves its gradient, and whether the reader runs again."""
+class InputPlacement:
+    """The placements of an input and its gradient, and whether the reader is recomputed."""
 
     place: Place
     gradient: Place
-    again: bool
+    recomputed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyCost:
-    """Seconds of one micro-batch, bytes of model states, bytes kept for the backward pass, and kept
-    without any recompute.
+    """Seconds of one micro-batch and bytes of a strategy or of a tensor between two.
 
-    forward_s, backward_s: of the passes without recompute; sent_forward, sent_backward: whether a
-    collective is among them
+    state_bytes                   model states
+    saved_bytes                   saved for the backward pass
+    whole_bytes                   saved for the backward pass without any recompute
+    forward_s, backward_s         the passes without recompute
+    sent_forward, sent_backward   whether a collective is in the pass
     """
 
     time_s: float = 0.0
@@ -71,53 +71,56 @@ class StrategyCost:
     sent_forward: bool = False
     sent_backward: bool = False
 
-    def no_worse(self, other: StrategyCost) -> bool:
+    def no_worse(self, cost: StrategyCost) -> bool:
         return (
-            self.time_s <= other.time_s
-            and self.state_bytes <= other.state_bytes
-            and self.saved_bytes <= other.saved_bytes
+            self.time_s <= cost.time_s
+            and self.state_bytes <= cost.state_bytes
+            and self.saved_bytes <= cost.saved_bytes
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyOption:
-    """One strategy of one operator; `inputs` in the order of the operator's links. `gradient_bytes`
-    is its backward pass's.
+    """One strategy of one operator.
+
+    inputs           in the order of the operator's links
+    gradient_bytes   temporary bytes of its backward pass
     """
 
     splits: Splits
-    again: bool
-    inputs: tuple[WantedTensor, ...]
-    output: LeftTensor
+    recomputed: bool
+    inputs: tuple[InputPlacement, ...]
+    output: OutputPlacement
     cost: StrategyCost
     gradient_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLink:
-    """A tensor from option list `maker` (BEFORE: the layer's input) to `reader` (one past the last:
-    the layer after).
+    """A tensor between two operators, by their numbers in the list of options.
+
+    `maker` is BEFORE for the input of the layer; `reader` is one past the last for its output.
     """
 
     maker: int
     reader: int
-    cells: Mapping[tuple[LeftTensor, WantedTensor], StrategyCost]
+    cells: Mapping[tuple[OutputPlacement, InputPlacement], StrategyCost]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProblem:
-    """`options[i]` of operator i in topological order, and the links between them; `enters` and
-    `leaves` are fixed.
+    """The options of every operator in topological order, and the links between them.
 
-    products: which operators launch two gradients; host_forward_s, host_backward_s: what the host
-    needs to launch one
+    enters, leaves                    the fixed placements at the boundary of the layer
+    products                          by operator, whether it launches two gradients
+    host_forward_s, host_backward_s   seconds in which the host launches one operator
     """
 
     names: tuple[str, ...]
     options: tuple[tuple[StrategyOption, ...], ...]
     links: tuple[TensorLink, ...]
-    enters: LeftTensor
-    leaves: WantedTensor | None
+    enters: OutputPlacement
+    leaves: InputPlacement | None
     workspace_bytes: float = 0.0
     products: tuple[bool, ...] = ()
     host_forward_s: float = 0.0
@@ -127,7 +130,7 @@ class LayerProblem:
         return tuple(link for link in self.links if link.reader == reader)
 
     def only(self, allowed: Callable[[str, StrategyOption], bool]) -> LayerProblem:
-        """The problem with the options that `allowed` says yes to, by operator name."""
+        """Returns the problem with the options that `allowed` accepts by operator name."""
         pairs = zip(self.names, self.options, strict=True)
         return replace(
             self,
@@ -136,9 +139,7 @@ class LayerProblem:
 
 
 def may_recompute(operator: Operator) -> bool:
-    """Whether an operator can run again by itself: one that draws a dropout mask would draw
-    another, but for attention's.
-    """
+    """Returns whether an operator can run again alone: a new dropout mask would differ."""
     masks = any(tensor.element_bytes == 1 for tensor in operator.saved)
     return operator.kind is OperatorKind.ATTENTION or not masks
 
@@ -152,9 +153,7 @@ def layer_problem(
     zero: int = 0,
     dp: int = 1,
 ) -> LayerProblem:
-    """The problem of `layer` over the axes and with the boundary of `sharding`, with states at ZeRO
-    stage `zero`.
-    """
+    """Returns the problem of `layer` over the axes and with the boundary of `sharding`."""
     return _Builder(
         layer, sharding, StageAxes(sharding.degrees, machine, training.stack), training, zero, dp
     ).build()
@@ -162,9 +161,7 @@ def layer_problem(
 
 @dataclass(frozen=True, slots=True)
 class _MovedTensor:
-    """A tensor between two placements: seconds, and the bytes that the reader, and beside it the
-    maker, keep of it.
-    """
+    """A tensor between two placements: seconds, and the bytes that reader and maker save."""
 
     forward_s: float
     backward_s: float
@@ -174,7 +171,11 @@ class _MovedTensor:
 
 
 class _Builder:
-    """What the options and links of one problem share."""
+    """Builds the options and links of one problem.
+
+    savers   by tensor, the first operator that saves it: its bytes count there
+    alone    by reader and the placements of an input and of its gradient, the price of the reader
+    """
 
     def __init__(
         self,
@@ -185,33 +186,29 @@ class _Builder:
         zero: int,
         dp: int,
     ) -> None:
-        self.layer, self.sharding, self.inside, self.training, self.zero, self.dp = (
-            layer,
-            sharding,
-            inside,
-            training,
-            zero,
-            dp,
-        )
+        self.layer = layer
+        self.sharding = sharding
+        self.inside = inside
+        self.training = training
+        self.zero = zero
+        self.dp = dp
         self.index = {operator.name: i for i, operator in enumerate(layer.operators)}
         self.makers = {tensor.name: op.name for op in layer.operators for tensor in op.outputs}
-        self.savers: dict[str, str] = {}  # the first operator that saves a tensor: it counts there
+        self.savers: dict[str, str] = {}
         for operator in layer.operators:
             for tensor in operator.saved:
                 self.savers.setdefault(tensor.name, operator.name)
         self.moved: dict[tuple[str, str, Place, Place, Place], _MovedTensor] = {}
-        self.alone: dict[
-            tuple[str, Place, Place], OperatorPrice
-        ] = {}  # by reader, and where it has its input and that gradient
+        self.alone: dict[tuple[str, Place, Place], OperatorPrice] = {}
 
     def build(self) -> LayerProblem:
         options = tuple(
             self._undominated(list(self._options(operator))) for operator in self.layer.operators
         )
-        boundary = LeftTensor(self.sharding.boundary, False)
+        boundary = OutputPlacement(self.sharding.boundary, False)
         ends = self.layer.kind is LayerKind.HEAD
         leaves = (
-            None if ends else WantedTensor(self.sharding.boundary, self.sharding.boundary, False)
+            None if ends else InputPlacement(self.sharding.boundary, self.sharding.boundary, False)
         )
         links = [link for i in range(len(options)) for link in self._links(i, options, boundary)]
         if leaves is not None:
@@ -237,30 +234,38 @@ class _Builder:
             price = operator_price(
                 operator, splits, self.inside, self.training, zero=self.zero, dp=self.dp
             )
-            yield self._option(operator, splits, price, again=False)
+            yield self._option(operator, splits, price, recomputed=False)
             if may_recompute(operator):
-                yield self._option(operator, splits, price, again=True)
+                yield self._option(operator, splits, price, recomputed=True)
 
     def _option(
-        self, operator: Operator, splits: Splits, price: OperatorPrice, *, again: bool
+        self, operator: Operator, splits: Splits, price: OperatorPrice, *, recomputed: bool
     ) -> StrategyOption:
-        own = single(operator, splits, self.sharding.degrees)
+        operator_sharding = single(operator, splits, self.sharding.degrees)
         for tensor in operator.inputs:
             self.alone[
-                operator.name, own.place(operator, tensor), own.gradient_place(operator, tensor)
+                operator.name,
+                operator_sharding.place(operator, tensor),
+                operator_sharding.gradient_place(operator, tensor),
             ] = price
         return StrategyOption(
             splits=splits,
-            again=again,
+            recomputed=recomputed,
             inputs=tuple(
-                WantedTensor(own.place(operator, t), own.gradient_place(operator, t), again)
+                InputPlacement(
+                    operator_sharding.place(operator, t),
+                    operator_sharding.gradient_place(operator, t),
+                    recomputed,
+                )
                 for t in operator.inputs
             ),
-            output=LeftTensor(own.place(operator, operator.outputs[0]), again),
+            output=OutputPlacement(
+                operator_sharding.place(operator, operator.outputs[0]), recomputed
+            ),
             cost=StrategyCost(
-                time_s=price.forward_s * (2 if again else 1) + price.backward_s,
+                time_s=price.forward_s * (2 if recomputed else 1) + price.backward_s,
                 state_bytes=price.states.total,
-                saved_bytes=0.0 if again else price.saved_bytes,
+                saved_bytes=0.0 if recomputed else price.saved_bytes,
                 whole_bytes=price.saved_bytes,
                 forward_s=price.forward_s,
                 backward_s=price.backward_s,
@@ -272,27 +277,28 @@ class _Builder:
 
     @staticmethod
     def _undominated(options: list[StrategyOption]) -> tuple[StrategyOption, ...]:
-        """Of options with the same placements, those that no other beats in time, states, kept and
-        gradient bytes.
-        """
+        """Returns the options that no other of the same placements beats."""
         kept: list[StrategyOption] = []
         for option in sorted(
             options, key=lambda o: (o.cost.time_s, o.cost.state_bytes, o.cost.saved_bytes)
         ):
             alike = (
-                other
-                for other in kept
-                if (other.inputs, other.output) == (option.inputs, option.output)
+                rival
+                for rival in kept
+                if (rival.inputs, rival.output) == (option.inputs, option.output)
             )
             if not any(
-                other.cost.no_worse(option.cost) and other.gradient_bytes <= option.gradient_bytes
-                for other in alike
+                rival.cost.no_worse(option.cost) and rival.gradient_bytes <= option.gradient_bytes
+                for rival in alike
             ):
                 kept.append(option)
         return tuple(kept)
 
     def _links(
-        self, reader: int, options: tuple[tuple[StrategyOption, ...], ...], boundary: LeftTensor
+        self,
+        reader: int,
+        options: tuple[tuple[StrategyOption, ...], ...],
+        boundary: OutputPlacement,
     ) -> Iterator[TensorLink]:
         operator = self.layer.operators[reader]
         for position, tensor in enumerate(operator.inputs):
@@ -303,11 +309,11 @@ class _Builder:
                 if name is not None
                 else {boundary: None}
             )
-            wanted = dict.fromkeys(option.inputs[position] for option in options[reader])
+            inputs = dict.fromkeys(option.inputs[position] for option in options[reader])
             yield TensorLink(
                 maker,
                 reader,
-                {(a, b): self._cell(name, operator, tensor, a, b) for a in lefts for b in wanted},
+                {(a, b): self._cell(name, operator, tensor, a, b) for a in lefts for b in inputs},
             )
 
     def _cell(
@@ -315,24 +321,24 @@ class _Builder:
         maker: str | None,
         reader: Operator,
         tensor: Tensor,
-        left: LeftTensor,
-        wanted: WantedTensor,
+        left: OutputPlacement,
+        needed: InputPlacement,
     ) -> StrategyCost:
-        moved = self._moved(maker, reader, tensor, left.place, wanted)
+        moved = self._moved(maker, reader, tensor, left.place, needed)
         first = self.savers.get(tensor.name) == reader.name
         saves = any(tensor.name == saved.name for saved in reader.saved)
-        needed = first or (
-            (saves or wanted.again) and (moved.own_copy or tensor.name not in self.savers)
+        saved_here = first or (
+            (saves or needed.recomputed) and (moved.own_copy or tensor.name not in self.savers)
         )
         stays = (
             maker is not None
             and self.layer.operator(maker).kind is OperatorKind.ATTENTION
-            and not wanted.again
+            and not needed.recomputed
         )
-        kept = needed and (not left.again or stays)
-        makers = 0.0 if left.again else moved.makers_bytes
+        kept = saved_here and (not left.recomputed or stays)
+        makers = 0.0 if left.recomputed else moved.makers_bytes
         return StrategyCost(
-            time_s=moved.forward_s * (2 if wanted.again else 1) + moved.backward_s,
+            time_s=moved.forward_s * (2 if needed.recomputed else 1) + moved.backward_s,
             forward_s=moved.forward_s,
             backward_s=moved.backward_s,
             sent_forward=moved.forward_s > 0,
@@ -349,22 +355,22 @@ class _Builder:
         reader: Operator,
         tensor: Tensor,
         source: Place,
-        wanted: WantedTensor,
+        needed: InputPlacement,
     ) -> _MovedTensor:
-        """The move between two placements, whatever runs again."""
-        key = (reader.name, tensor.name, source, wanted.place, wanted.gradient)
+        """Prices the move between two placements, independent of recompute."""
+        key = (reader.name, tensor.name, source, needed.place, needed.gradient)
         if key not in self.moved:
             edge = TensorFlow(
                 tensor=tensor,
                 maker=maker,
                 reader=reader,
                 source=source,
-                target=wanted.place,
-                gradient=wanted.gradient,
+                target=needed.place,
+                gradient=needed.gradient,
                 makers_own=keeps_output(self.layer.operator(maker) if maker else None),
             )
             time = edge_time(
-                edge, self.alone[reader.name, wanted.place, wanted.gradient].compute, self.inside
+                edge, self.alone[reader.name, needed.place, needed.gradient].compute, self.inside
             )
             degrees = self.sharding.degrees
             self.moved[key] = _MovedTensor(
@@ -385,16 +391,16 @@ class _Builder:
         return self.sharding.local_bytes(edge.tensor, where)
 
     def _last_link(
-        self, options: tuple[tuple[StrategyOption, ...], ...], leaves: WantedTensor
+        self, options: tuple[tuple[StrategyOption, ...], ...], leaves: InputPlacement
     ) -> TensorLink:
-        """From the last operator to the boundary."""
+        """Returns the link from the last operator to the boundary."""
         last, tensor = len(options) - 1, self.layer.operators[-1].outputs[0]
 
-        def cost(left: LeftTensor) -> StrategyCost:
+        def cost(left: OutputPlacement) -> StrategyCost:
             there = self.inside.moved(tensor, left.place, leaves.place)
             back = self.inside.moved(tensor, leaves.place, left.place)
             return StrategyCost(
-                time_s=there.value_s * (2 if left.again else 1) + back.value_s,
+                time_s=there.value_s * (2 if left.recomputed else 1) + back.value_s,
                 forward_s=there.value_s,
                 backward_s=back.value_s,
                 sent_forward=there.value_s > 0,

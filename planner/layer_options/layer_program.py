@@ -1,18 +1,18 @@
-"""The integer program of one layer: a strategy for every operator, with placement-pair edges
-(EQUATIONS I2).
+"""The integer program of one layer: a strategy for every operator (EQUATIONS I2).
 
     min  time,  or  min  memory,   with   memory = state + stashes saved + workspace
 
-    (C1) sum_k s_ik = 1                                     for each operator i
-    (C2) sum_b e_uv(a, b) = sum_{k: out = a} s_uk           for each link (u, v) and placement a of
-    its maker (C3) sum_a e_uv(a, b) = sum_{k: in = b} s_vk            for each link (u, v) and
-    placement b of its reader (C4) workspace >= again + gradients_i - freed_i         for each
-    operator i, see below (C5) memory <= budget   or   time <= slowest
+    (C1) sum_k s_ik = 1                             for each operator i
+    (C2) sum_b e_uv(a, b) = sum_{k: out = a} s_uk   for each link (u, v), placement a of its maker
+    (C3) sum_a e_uv(a, b) = sum_{k: in = b} s_vk    for each link (u, v), placement b of its reader
+    (C4) workspace >= remade + gradients_i - freed_i   for each operator i
+    (C5) memory <= budget   or   time <= slowest
 
-The e are continuous: (C2) and (C3) as equalities make them 0 or 1. Workspace is the most that the
-backward pass of one operator needs: what is recomputed (kept without recompute, less kept), its
-gradients, less what the operators after it had kept (costmodels/layers/recompute.py). Microseconds
-and MiB, because CBC's tolerances are absolute.
+The edges e are continuous: the equalities (C2) and (C3) make them 0 or 1. Workspace is the largest
+need of the backward pass of one operator: the recomputed bytes (`remade`, saved without recompute
+less saved with it) and its gradients, less the saved bytes that later operators have freed
+(costmodels/layers/recompute.py). The program is in microseconds and MiB, because the tolerances of
+CBC are absolute.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
+    InputPlacement,
     LayerProblem,
-    LeftTensor,
+    OutputPlacement,
     StrategyCost,
     StrategyOption,
     TensorLink,
-    WantedTensor,
 )
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, chosen, weighted
@@ -39,10 +39,10 @@ Terms = list[tuple[Any, float]]
 
 @dataclass(frozen=True, slots=True)
 class PickedStrategies:
-    """An option for every operator, what they cost together, and whether that is proven least.
+    """An option for every operator, their total cost, and whether it is proven to be the least.
 
-    launched_s: its time where no pass is faster than the host launches it
-    (costmodels/layers/layer_price.py), which the program leaves out
+    launched_s   time in which no pass is faster than the host launches it
+                 (costmodels/layers/layer_price.py), which the program leaves out
     """
 
     options: tuple[StrategyOption, ...]
@@ -52,23 +52,22 @@ class PickedStrategies:
     proven: bool = True
 
     def memory_bytes(self, stashes: float) -> float:
-        """State, `stashes` micro-batches of kept tensors, and workspace."""
+        """Bytes of states, of `stashes` micro-batches of saved tensors, and of workspace."""
         return self.cost.state_bytes + stashes * self.cost.saved_bytes + self.workspace_bytes
 
 
 def evaluate(
     problem: LayerProblem, options: tuple[StrategyOption, ...], *, proven: bool = True
 ) -> PickedStrategies:
-    """The price of one option for every operator, added up."""
-    parts = [
-        [option.cost] for option in options
-    ]  # by operator: its own, and of the tensors that it reads
+    """Adds up the price of one option for every operator."""
+    # by operator: its cost and those of the tensors that it reads
+    parts = [[option.cost] for option in options]
     for link in problem.links:
         parts[min(link.reader, len(options) - 1)].append(link.cells[_sides(problem, link, options)])
-    whole = [sum(part.whole_bytes for part in own) for own in parts]
+    whole = [sum(part.whole_bytes for part in costs) for costs in parts]
     total = StrategyCost(
         *(
-            sum(getattr(part, name) for own in parts for part in own)
+            sum(getattr(part, name) for costs in parts for part in costs)
             for name in ("time_s", "state_bytes", "saved_bytes", "whole_bytes")
         )
     )
@@ -86,29 +85,27 @@ def evaluate(
 def _launched_s(
     problem: LayerProblem, options: tuple[StrategyOption, ...], parts: list[list[StrategyCost]]
 ) -> float:
-    """The three passes, none faster than the host launches its operators, collectives and both
-    gradients of a product.
-    """
+    """Seconds of the three passes, none faster than the host launches its kernels."""
     forward = [
-        (sum(part.forward_s for part in own), 1 + any(part.sent_forward for part in own))
-        for own in parts
+        (sum(part.forward_s for part in costs), 1 + any(part.sent_forward for part in costs))
+        for costs in parts
     ]
-    again = [pair for pair, option in zip(forward, options, strict=True) if option.again]
-    backward_s = sum(part.backward_s for own in parts for part in own)
+    recomputes = [pair for pair, option in zip(forward, options, strict=True) if option.recomputed]
+    backward_s = sum(part.backward_s for costs in parts for part in costs)
     launches = sum(
-        1 + product + any(part.sent_backward for part in own)
-        for own, product in zip(parts, problem.products, strict=True)
+        1 + product + any(part.sent_backward for part in costs)
+        for costs, product in zip(parts, problem.products, strict=True)
     )
     ahead_s = sum(
         max(sum(s for s, _ in pairs), problem.host_forward_s * sum(n for _, n in pairs))
-        for pairs in (forward, again)
+        for pairs in (forward, recomputes)
     )
     return ahead_s + max(backward_s, problem.host_backward_s * launches)
 
 
 def _sides(
     problem: LayerProblem, link: TensorLink, options: tuple[StrategyOption, ...]
-) -> tuple[LeftTensor, WantedTensor]:
+) -> tuple[OutputPlacement, InputPlacement]:
     left = problem.enters if link.maker == BEFORE else options[link.maker].output
     if link.reader == len(options):
         assert problem.leaves is not None
@@ -120,7 +117,8 @@ class LayerProgram:
     """The program of one problem; `stashes` micro-batches are in flight.
 
     Several layers can be parts of one `program`, each with its own `label` in the names of its
-    variables and rows.
+    variables and rows. `priced` has, for each variable with a cost, the operator that saves the
+    bytes.
     """
 
     def __init__(
@@ -130,13 +128,15 @@ class LayerProgram:
         program: Problem | None = None,
         label: str = "",
     ) -> None:
-        self.problem, self.stashes, self.label = problem, stashes, label
+        self.problem = problem
+        self.stashes = stashes
+        self.label = label
         self.program = program or Problem("layer")
         self.picks = [
             {option: self.program.binary(f"s{label}_{i}_{k}") for k, option in enumerate(options)}
             for i, options in enumerate(problem.options)
         ]
-        self.priced: list[tuple[int, Any, StrategyCost]] = [  # by operator that keeps what is kept
+        self.priced: list[tuple[int, Any, StrategyCost]] = [
             (i, variable, option.cost)
             for i, picks in enumerate(self.picks)
             for option, variable in picks.items()
@@ -151,7 +151,7 @@ class LayerProgram:
         self._bound_workspace()
 
     def _link(self, index: int, link: TensorLink) -> None:
-        """The edge variables of a link and their marginals on both sides."""
+        """Adds the edge variables of a link and its rows (C2) and (C3)."""
         cells = {
             pair: self.program.continuous(f"e{self.label}_{index}_{c}")
             for c, pair in enumerate(link.cells)
@@ -166,17 +166,19 @@ class LayerProgram:
                     f"{label}{self.label}_{index}_{n}",
                 )
 
-    def _side(self, link: TensorLink, side: int, placement: LeftTensor | WantedTensor) -> Terms:
-        """The strategies of the maker or reader with that placement, to be taken from the edges."""
+    def _side(
+        self, link: TensorLink, side: int, placement: OutputPlacement | InputPlacement
+    ) -> Terms:
+        """Returns the strategies of the maker or reader with that placement, as negative terms."""
         operator = (link.maker, link.reader)[side]
         if operator in (BEFORE, len(self.picks)):
             return []
         position = self.problem.incoming(operator).index(link) if side else 0
-        found = (
+        placements = (
             (option.inputs[position] if side else option.output, s)
             for option, s in self.picks[operator].items()
         )
-        return [(s, -1.0) for own, s in found if own == placement]
+        return [(s, -1.0) for option_placement, s in placements if option_placement == placement]
 
     def _fixed(self, link: TensorLink, side: int) -> float:
         return 1.0 if (link.maker, link.reader)[side] in (BEFORE, len(self.picks)) else 0.0
@@ -208,7 +210,7 @@ class LayerProgram:
 
     @property
     def held_mib(self) -> Terms:
-        """States and kept tensors, without the workspace."""
+        """Returns the states and saved tensors, without the workspace."""
         return [
             (v, (cost.state_bytes + self.stashes * cost.saved_bytes) / MIB)
             for _, v, cost in self.priced
@@ -217,7 +219,7 @@ class LayerProgram:
     def fastest(
         self, budget_bytes: float, solver: SolverName, time_limit_s: float | None = None
     ) -> PickedStrategies | None:
-        """The fastest layer within `budget_bytes`, or None."""
+        """Returns the fastest layer within `budget_bytes`, or None."""
         return self._solve(
             lambda: self.time_us, self.memory_mib <= budget_bytes / MIB, solver, time_limit_s
         )
@@ -225,7 +227,7 @@ class LayerProgram:
     def leanest(
         self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None
     ) -> PickedStrategies | None:
-        """The layer with least memory among those that take at most `slowest_s`, or None."""
+        """Returns the layer of least memory that takes at most `slowest_s`, or None."""
         return self._solve(
             lambda: self.memory_mib, self.time_us <= slowest_s * US_PER_S, solver, time_limit_s
         )
@@ -247,5 +249,5 @@ class LayerProgram:
         return replace(self.picked(), proven=solution.proven)
 
     def picked(self) -> PickedStrategies:
-        """What the solved program chose."""
+        """Returns the choice of the solved program."""
         return evaluate(self.problem, tuple(chosen(picks) for picks in self.picks))

@@ -1,10 +1,10 @@
-"""Mixes: how many of a rank's blocks run on each option of the catalogue.
+"""Mixes: the numbers of a rank's blocks that run on each option of the catalogue.
 
-The price of a rank is a sum over its blocks, so a mix is a tuple of counts. Few options give every
-tuple; of many a rank takes at most two with the same layout of the weights, which is what the
-linear relaxation takes for one memory limit, so that only its fraction of a block is lost. The
-relaxation itself is the bound that says how much that is. The two may differ in recompute, in ZeRO
-stage, or in both.
+The price of a rank is a sum over its blocks, so a mix is a tuple of counts. With few options every
+tuple is tried. With many, a rank takes at most two options with the same layout of the weights,
+which may differ in recompute, in ZeRO stage, or in both. The linear relaxation takes two for one
+memory limit as well, so that only its fraction of a block is lost. The relaxation itself is the
+bound of that loss.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ _BY_ROW = (
     "last_s",
 )
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
-NEAR = 2  # two options of a mix are next to each other on a hull, or one is between them
-MOST_PRICES = (
-    6  # of a byte on the host, at which the relaxation of options that send activations is solved
-)
+NEAR = 2  # the options of a mix are neighbours on a hull, or have a single option between them
+MOST_PRICES = 6  # of an offloaded byte, at which the relaxation of offloading options is solved
 
 
 @dataclass(frozen=True, slots=True)
 class Mixes:
-    """Mixes of the blocks of one rank: `counts[row, option]` of the whole rank, `chunk_counts` of
-    its longest chunk.
+    """Mixes of the blocks of one rank, one a row.
 
-    host_bytes     what the host keeps of a micro-batch, of the longest chunk
-    window_bytes   what other blocks' copies to and from the host may hold beside a layer that runs
-    last_s         what the last block of each chunk that sends to the host waits besides, of all
-                   chunks
+    counts                           by row and option, the blocks of the rank
+    chunk_counts                     by row and option, the blocks of its longest model chunk
+    saved_bytes, ideal_saved_bytes   of a micro-batch of the longest chunk
+    workspace_bytes                  the largest of the options in use
+    host_bytes                       offloaded bytes of a micro-batch, of the longest chunk
+    window_bytes                     bytes that copies of other blocks to and from the host may hold
+                                     beside a running layer
+    last_s                           extra wait of each chunk's last offloading block, summed over
+                                     chunks
     """
 
     options: tuple[LayerOption, ...]
@@ -59,16 +61,17 @@ class Mixes:
 
 
 def column_of(options: Sequence[object], name: str) -> Array:
-    """One value of every option."""
+    """Returns one attribute of every option as an array."""
     return np.array([float(getattr(option, name)) for option in options])
 
 
 @dataclass(frozen=True, slots=True)
 class OptionPairs:
-    """Two options of which a rank runs any share each: `index[side, pair]` into the options.
+    """Pairs of options, of which a rank runs any share each.
 
-    saved_bytes of one block by side and pair; workspace_bytes the larger of both, or that of the
-    one where they are the same, with the larger window of copies to the host
+    index             by side and pair, the number of the option
+    saved_bytes       of one block, by side and pair
+    workspace_bytes   the larger of the pair, with the larger window of copies to the host
     """
 
     index: Ints
@@ -77,7 +80,7 @@ class OptionPairs:
 
 
 def option_pairs(options: tuple[LayerOption, ...]) -> OptionPairs:
-    """Every ordered pair of options, an option with itself included."""
+    """Returns every ordered pair of options, including an option with itself."""
     count = len(options)
     index = np.stack(np.meshgrid(np.arange(count), np.arange(count), indexing="ij")).reshape(2, -1)
     workspace = sum(
@@ -87,8 +90,9 @@ def option_pairs(options: tuple[LayerOption, ...]) -> OptionPairs:
 
 
 def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
-    """All mixes of `num_blocks` blocks at one ZeRO stage that no other beats; with several chunks
-    every chunk has the same mix.
+    """Returns all mixes of `num_blocks` blocks at one ZeRO stage that no other beats.
+
+    With several model chunks every chunk has the same mix.
     """
     pairs = [
         (i, j)
@@ -108,12 +112,11 @@ def near_mixes(
     num_blocks: int,
     num_chunks: int,
 ) -> Mixes:
-    """Mixes of `num_blocks` blocks whose options may differ in ZeRO stage: one option, or two that
-    are near on a chain of `chains`.
+    """Returns mixes of `num_blocks` blocks whose options may differ in ZeRO stage.
 
-    With several chunks every chunk has the same mix, or the two options differ in their ZeRO stage
-    alone: states add up over the chunks of a rank, so that any number of its blocks may be on the
-    second.
+    A mix has a single option, or two that are near each other on one of `chains`. With several
+    model chunks every chunk has the same mix, or the two options differ in their ZeRO stage alone:
+    states add up over the chunks of a rank, so any number of its blocks may be on the second.
     """
     pairs = sorted(
         {
@@ -123,43 +126,42 @@ def near_mixes(
             for j in chain[a + 1 : a + 1 + NEAR]
         }
     )
-    found = _mixes(
+    mixes = _mixes(
         options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks
     )
     if num_chunks == 1:
-        return found
+        return mixes
     if all_tried(options, num_blocks, num_chunks):
         return _spread(options, _tuples(options, num_blocks, ()), num_blocks, num_chunks)
     spread = [(i, j) for i, j in pairs if _same_but_zero(options[i], options[j])]
     whole = np.concatenate(
         [np.zeros((0, len(options)), np.int64), *_of_pairs(len(options), num_blocks, spread)]
     )
-    return _joined(found, _spread(options, whole, num_blocks, num_chunks))
+    return _joined(mixes, _spread(options, whole, num_blocks, num_chunks))
 
 
 def all_tried(options: Sequence[LayerOption], num_blocks: int, num_chunks: int) -> bool:
-    """Whether `near_mixes` has every choice of an option for each block: over several chunks only
-    where nothing but ZeRO stages differs.
+    """Returns whether `near_mixes` has every choice of an option for each block.
+
+    With several chunks that holds only where the options differ in nothing but their ZeRO stage.
     """
     return exhaustive(options, num_blocks) and (
         num_chunks == 1 or all(_same_but_zero(options[0], option) for option in options)
     )
 
 
-def _same_but_zero(one: LayerOption, other: LayerOption) -> bool:
-    return (one.recompute, one.sharding, one.on_host) == (
-        other.recompute,
-        other.sharding,
-        other.on_host,
+def _same_but_zero(first: LayerOption, second: LayerOption) -> bool:
+    return (first.recompute, first.sharding, first.on_host) == (
+        second.recompute,
+        second.sharding,
+        second.on_host,
     )
 
 
 def _spread(
     options: tuple[LayerOption, ...], whole: Ints, num_blocks: int, num_chunks: int
 ) -> Mixes:
-    """Mixes with any counts, wherever the chunks of the rank begin, of options that keep the same
-    of a block.
-    """
+    """Returns mixes with any counts over the chunks, of options that save the same bytes."""
     chunk = np.zeros_like(whole)  # the longest chunk counts as of the first option in use
     chunk[np.arange(len(whole)), (whole > 0).argmax(axis=1)] = -(-num_blocks // num_chunks)
     return _summed(options, whole, chunk, num_chunks)
@@ -171,7 +173,7 @@ def _joined(first: Mixes, second: Mixes) -> Mixes:
 
 
 def pure_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
-    """All blocks on each option in turn."""
+    """Returns one mix for each option, with all blocks on it."""
     return _mixes(
         options,
         -(-num_blocks // num_chunks) * np.eye(len(options), dtype=np.int64),
@@ -212,19 +214,17 @@ def _summed(options: tuple[LayerOption, ...], counts: Ints, chunk: Ints, num_chu
 
 
 def _of_the_last(options: Sequence[LayerOption], counts: Ints) -> Array:
-    """By row the `last_s` of the last option in use that sends to the host, whose blocks are behind
-    those of the others.
-    """
+    """Returns by row the `last_s` of the last offloading option, whose blocks come last."""
     sends = (counts > 0) & (column_of(options, "host_bytes") > 0)
     last = counts.shape[1] - 1 - sends[:, ::-1].argmax(axis=1)
-    found: Array = np.where(sends.any(axis=1), column_of(options, "last_s")[last], 0.0)
-    return found
+    waits_s: Array = np.where(sends.any(axis=1), column_of(options, "last_s")[last], 0.0)
+    return waits_s
 
 
 def widest_mixes(counts: Ints, values: Array) -> Array:
-    """By row the largest value of an option that is used."""
-    found: Array = np.where(counts > 0, values, -np.inf).max(axis=1)
-    return found
+    """Returns by row the largest value of an option that is in use."""
+    widest: Array = np.where(counts > 0, values, -np.inf).max(axis=1)
+    return widest
 
 
 def _tuples(options: tuple[LayerOption, ...], total: int, pairs: Sequence[tuple[int, int]]) -> Ints:
@@ -236,12 +236,12 @@ def _tuples(options: tuple[LayerOption, ...], total: int, pairs: Sequence[tuple[
 
 
 def exhaustive(options: Sequence[LayerOption], total: int) -> bool:
-    """Whether every tuple of counts of `total` blocks is tried."""
+    """Returns whether every tuple of counts of `total` blocks is tried."""
     return math.comb(total + len(options) - 1, len(options) - 1) <= MOST_TUPLES
 
 
 def _every_tuple(num_options: int, total: int) -> Iterator[list[int]]:
-    """Every tuple of counts that adds up to `total`."""
+    """Yields every tuple of counts that adds up to `total`."""
     for chosen in combinations_with_replacement(range(num_options), total):
         counts = [0] * num_options
         for index in chosen:
@@ -250,7 +250,7 @@ def _every_tuple(num_options: int, total: int) -> Iterator[list[int]]:
 
 
 def _of_pairs(num_options: int, total: int, pairs: Sequence[tuple[int, int]]) -> Iterator[Ints]:
-    """For every pair `total` - 1, ..., 1 blocks on the first and the others on the second."""
+    """Yields for every pair the counts with `total` - 1 to 1 blocks on its first option."""
     first = np.arange(1, total)
     for i, j in pairs:
         counts = np.zeros((total - 1, num_options), np.int64)
@@ -259,43 +259,44 @@ def _of_pairs(num_options: int, total: int, pairs: Sequence[tuple[int, int]]) ->
 
 
 def hull(options: Sequence[LayerOption]) -> list[int]:
-    """The options on one of the `chains` of (time, kept bytes).
+    """Returns the options on one of the `chains` of (time, saved bytes).
 
-    The workspace needs no hull of its own: what is recomputed there is what is not kept. What is
-    sent has a window besides.
+    The workspace needs no hull: it consists of the recomputed bytes, which are not saved. Offloaded
+    bytes also have a window.
     """
-    found = chains(options, column_of(options, "time_s"), column_of(options, "saved_bytes"))
-    return sorted({index for chain in found for index in chain})
+    all_chains = chains(options, column_of(options, "time_s"), column_of(options, "saved_bytes"))
+    return sorted({index for chain in all_chains for index in chain})
 
 
 def chains(options: Sequence[LayerOption], seconds: Array, held: Array) -> list[list[int]]:
-    """Lower convex hulls of (seconds, held bytes) of a block: for each layout of the weights, and
-    each limit on the ZeRO stage, that of all options and that of the options that send nothing to
-    the host.
+    """Returns lower convex hulls of (seconds, held bytes) of a block.
 
-    A limit on the ZeRO stage has a hull of its own because the buffers of a higher stage are a
-    maximum over blocks, not a sum.
+    For each layout of the weights and each limit on the ZeRO stage there are two hulls: that of all
+    options, and that of the options without offload. A limit on the ZeRO stage has its own hull
+    because the buffers of a higher stage are a maximum over blocks, not a sum.
     """
-    found: dict[tuple[int, ...], None] = {}
+    distinct: dict[tuple[int, ...], None] = {}
     for weight_layout in dict.fromkeys(option.weight_layout for option in options):
         for most in sorted({option.zero for option in options}):
-            own = [
+            allowed = [
                 i
                 for i, option in enumerate(options)
                 if option.weight_layout == weight_layout and option.zero <= most
             ]
-            for some in (own, [i for i in own if not options[i].on_host]):
-                found[tuple(_chain([(float(seconds[i]), float(held[i]), i) for i in some]))] = None
-    return [list(chain) for chain in found if chain]
+            for some in (allowed, [i for i in allowed if not options[i].on_host]):
+                distinct[tuple(_chain([(float(seconds[i]), float(held[i]), i) for i in some]))] = (
+                    None
+                )
+    return [list(chain) for chain in distinct if chain]
 
 
 def _lower_hull(options: Sequence[LayerOption], indices: Sequence[int]) -> list[int]:
-    """Andrew's monotone chain over (time, kept bytes), of the part where kept bytes fall."""
+    """Returns the indices on the lower hull of (time, saved bytes), by increasing time."""
     return _chain([(options[i].time_s, options[i].saved_bytes, i) for i in indices])
 
 
 def _chain(points: Iterable[tuple[float, float, int]]) -> list[int]:
-    """Of (x, y, index) the indices on the lower convex hull, where y falls, by increasing x."""
+    """Returns indices on the falling lower hull, by increasing x (Andrew's monotone chain)."""
     chain: list[tuple[float, float, int]] = []
     for x, y, index in sorted(points):
         if chain and y >= chain[-1][1]:
@@ -311,11 +312,13 @@ def _chain(points: Iterable[tuple[float, float, int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class MixHulls:
-    """What mixes of real numbers of blocks reach: lower convex hulls of kept bytes and seconds of a
-    block, as the lines along their sides.
+    """Lower convex hulls of saved bytes and seconds of a block, for fractional mixes.
 
-    By price of a byte on the host, and by workspace: `kept` is the least, `first_s` and `slope` are
-    of the lines, by side.
+    There is a hull for each price of an offloaded byte and each workspace, as the lines along its
+    sides.
+
+    kept             by price and workspace, the least saved bytes
+    first_s, slope   by price, workspace and side, the line at the least saved bytes
     """
 
     prices: Array
@@ -325,28 +328,31 @@ class MixHulls:
     slope: Array
 
     def least_s(self, room: Array, in_flight: float) -> Array:
-        """By price and `room`, the least seconds of a block where workspace and `in_flight` of what
-        it keeps fit, infinity where not.
+        """Returns the least seconds of a block by price and `room`.
+
+        The workspace and the saved bytes of `in_flight` micro-batches must fit; infinity where they
+        do not.
         """
         each = (room - self.workspace[:, :, None]) / in_flight
         beyond = each - self.kept[:, :, None]
-        found = self.first_s[:, :, 0, None] + self.slope[:, :, 0, None] * beyond
+        block_s = self.first_s[:, :, 0, None] + self.slope[:, :, 0, None] * beyond
         for side in range(1, self.slope.shape[2]):
-            found = np.maximum(
-                found, self.first_s[:, :, side, None] + self.slope[:, :, side, None] * beyond
+            block_s = np.maximum(
+                block_s, self.first_s[:, :, side, None] + self.slope[:, :, side, None] * beyond
             )
-        least: Array = np.where(beyond >= 0, found, np.inf).min(axis=1)
+        least: Array = np.where(beyond >= 0, block_s, np.inf).min(axis=1)
         return least
 
 
 def hulls(options: Sequence[LayerOption]) -> MixHulls:
-    """Those of options with at most some workspace, for every workspace and some prices.
+    """Returns the convex hulls of time against saved bytes, by workspace limit and host-byte price.
 
-    What an option sends to the host is beside it twice, as workspace and, at the price, as seconds.
+    The offloaded bytes of an option count twice besides: as workspace, and at the price as seconds.
     """
     prices = sent_prices(options)
-    found = [_hulls(options, price) for price in prices]
-    most, sides = max(map(len, found)), max(len(kept) for own in found for _, kept, _ in own)
+    by_price = [_hulls(options, price) for price in prices]
+    most = max(map(len, by_price))
+    sides = max(len(kept) for corners in by_price for _, kept, _ in corners)
     shape = len(prices), most
     made = MixHulls(
         np.array(prices),
@@ -355,22 +361,23 @@ def hulls(options: Sequence[LayerOption]) -> MixHulls:
         np.full((*shape, sides), -np.inf),
         np.zeros((*shape, sides)),
     )
-    for i, own in enumerate(found):
-        for j, (workspace, kept, time_s) in enumerate(own + own[-1:] * (most - len(own))):
-            made.workspace[i, j], made.kept[i, j] = workspace, kept[0]
+    for i, corners in enumerate(by_price):
+        for j, (workspace, kept, time_s) in enumerate(
+            corners + corners[-1:] * (most - len(corners))
+        ):
+            made.workspace[i, j] = workspace
+            made.kept[i, j] = kept[0]
             slope = np.append(np.diff(time_s) / np.diff(kept), 0.0)
-            made.slope[i, j, : len(kept)], made.first_s[i, j, : len(kept)] = (
-                slope,
-                time_s - slope * (kept - kept[0]),
-            )
+            made.slope[i, j, : len(kept)] = slope
+            made.first_s[i, j, : len(kept)] = time_s - slope * (kept - kept[0])
     return made
 
 
 def _hulls(
     options: Sequence[LayerOption], sent_s_per_byte: float
 ) -> list[tuple[float, Array, Array]]:
-    """By workspace, ascending, the kept bytes and seconds of the corners, where they are new."""
-    found: list[tuple[float, Array, Array]] = []
+    """Returns the saved bytes and seconds of the hull corners, by workspace, where they are new."""
+    corners: list[tuple[float, Array, Array]] = []
     needs = [option.workspace_bytes + option.host_bytes for option in options]
     values_s = [option.time_s + sent_s_per_byte * option.host_bytes for option in options]
     for workspace in sorted(set(needs)):
@@ -379,20 +386,19 @@ def _hulls(
             for i, option in enumerate(options)
             if needs[i] <= workspace
         )[::-1]
-        kept, time_s = (
-            np.array([float(options[i].saved_bytes) for i in chain]),
-            np.array([values_s[i] for i in chain]),
-        )
-        if not found or not (
-            np.array_equal(kept, found[-1][1]) and np.array_equal(time_s, found[-1][2])
+        kept = np.array([float(options[i].saved_bytes) for i in chain])
+        time_s = np.array([values_s[i] for i in chain])
+        if not corners or not (
+            np.array_equal(kept, corners[-1][1]) and np.array_equal(time_s, corners[-1][2])
         ):
-            found.append((workspace, kept, time_s))
-    return found
+            corners.append((workspace, kept, time_s))
+    return corners
 
 
 def sent_prices(options: Sequence[LayerOption]) -> tuple[float, ...]:
-    """Seconds a byte that the host keeps may be worth: what options without it pay for a byte less
-    on the device, and nothing.
+    """Returns prices of an offloaded byte in seconds: zero, and slopes of the hull without offload.
+
+    A slope is the time that options without offload take to save one byte less on the device.
     """
     if not any(option.on_host for option in options):
         return (0.0,)
@@ -410,9 +416,7 @@ def sent_prices(options: Sequence[LayerOption]) -> tuple[float, ...]:
 
 
 def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
-    """Rows that no other row of the same layout and workspace beats in time and kept, or in time
-    and redundant, bytes.
-    """
+    """Returns rows that no other beats in time and saved bytes, or time and redundant bytes."""
     numbers = {
         weight_layout: n
         for n, weight_layout in enumerate(
@@ -435,7 +439,7 @@ def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
 
 
 def skyline(group: Ints, time_s: Array, held: Array) -> Ints:
-    """Of every group the rows whose `held` is below that of all faster rows."""
+    """Returns, by group, the rows whose `held` is below that of all faster rows."""
     order = np.lexsort((held, time_s, group))
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))
     kept = []

@@ -1,6 +1,4 @@
-"""The strategies of every operator of a layer on one mesh, each with its price, and the rejected
-ones with their reason.
-"""
+"""The priced strategies of every operator of a layer on one mesh, and the rejected ones."""
 
 from __future__ import annotations
 
@@ -29,10 +27,12 @@ class PricedStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorStrategies:
-    """All strategies of one operator; `recomputable`: each can also run again in the backward pass.
+    """All strategies of one operator, and the reasons of the rejected ones.
 
-    kept_bytes, copy_s: what it may keep on the host of a micro-batch where the layer is divided as
-    Megatron does, and the way there
+    recomputable   whether each strategy can also be recomputed in the backward pass
+    kept_bytes     bytes of a micro-batch that the host may hold where the layer has Megatron's
+                   sharding
+    copy_s         seconds to copy these bytes to the host
     """
 
     layer: LayerKind
@@ -47,10 +47,10 @@ class OperatorStrategies:
 def operator_strategies(
     layout: ParallelLayout, zero: int, price_cache: PriceCache, only: str | None = None
 ) -> Iterator[OperatorStrategies]:
-    """The strategies on the tensor-parallel axis of `layout`, states at ZeRO stage `zero`; of
-    operator `only` if named.
+    """Yields the strategies of every operator on the tensor-parallel axis of `layout`.
 
-    Raises ConfigError when the model has no operator of that name.
+    `zero` is the ZeRO stage of the states. With `only` it yields the operator of that name. Raises
+    ConfigError when the model has no operator of that name.
     """
     graph = price_cache.graph(layout.micro_batch_size)
     names = [operator.name for layer in graph for operator in layer.operators]

@@ -1,1 +1,1 @@
-"""The plan, its parts and its file: this is what the executor may read."""
+"""The plan, its parts and its file. The executor may import them."""

@@ -1,6 +1,4 @@
-"""A priced strategy -> the Plan: its layer plans and placements, and the predictions in the units
-of the file.
-"""
+"""Makes the Plan of a priced strategy: its layer plans, placements and predictions."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ SIGNIFICANT = 6
 
 
 def rounded_figures(value: float) -> float:
-    """Six significant digits: what a reader can use, and the same bytes for the same plan."""
+    """Rounds to six significant digits, so that the same plan gives the same bytes."""
     return float(f"{value:.{SIGNIFICANT}g}")
 
 
@@ -82,21 +80,17 @@ def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceC
 def _offload(
     choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
 ) -> tuple[Offload, ...]:
-    """What the host keeps of a layer: by its home where it is in chunks, and of what the price
-    cache offloads.
-    """
+    """Returns the offload of a layer, by its state location in chunks and by the price cache."""
     chunked = layout.chunked and choice.kind is LayerKind.BLOCK
-    kept = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
+    applies = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
     return (
         *(OFFLOAD_OF[choice.home] if chunked else ()),
-        *(what for what in price_cache.offload if kept[what]),
+        *(offload for offload in price_cache.offload if applies[offload]),
     )
 
 
 def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
-    """A name for every distinct layer plan: A, B, ... for blocks in order of use, the kind for
-    embedding and head.
-    """
+    """Returns names of the layer plans: A, B, ... for blocks in order of use, else the kind."""
     names: dict[LayerChoice, str] = {}
     for stage in strategy.stages:
         for choice in stage:
@@ -111,13 +105,14 @@ def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
 
 
 def letters(number: int) -> str:
-    """A, B, ... Z, AA, AB, ..."""
+    """Returns A, B, ... Z, AA, AB, ..."""
     before, last = divmod(number, 26)
     return (letters(before - 1) if before else "") + chr(ord("A") + last)
 
 
 def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePlan, ...]:
-    stages, block = [], 0
+    stages = []
+    block = 0
     for index, stage in enumerate(strategy.stages):
         runs: list[LayerRun] = []
         for choice in stage:
@@ -135,7 +130,7 @@ def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePla
 
 
 def pipeline_of(layout: ParallelLayout) -> PipelinePlan:
-    """The pipeline fields of the plan file."""
+    """Returns the pipeline fields of the plan file."""
     return PipelinePlan(
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,
@@ -147,15 +142,15 @@ def pipeline_of(layout: ParallelLayout) -> PipelinePlan:
 
 
 def step_kind(price: StepPrice) -> Kind:
-    """The kind of the step time: the weakest over all ranks, since a rank waits for all others.
+    """Returns the kind of the step time: the weakest of all ranks, which wait for each other.
 
-    Never better than INTERPOLATED: where every kernel was measured, the step was not.
+    It is never better than INTERPOLATED: even where every kernel was measured, the step was not.
     """
     return weakest((Kind.INTERPOLATED, *(rank.total.kind for rank in price.ranks)))
 
 
 def breakdown(price: StepPrice) -> Breakdown:
-    """By cause, on the pipeline rank that finishes last; what is left of the step is the bubble."""
+    """Returns the step time by cause on the rank that finishes last; the rest is the bubble."""
     simulated = price.simulated
     rank = max(range(len(price.ranks)), key=lambda r: price.ranks[r].total.value_s)
     time = price.ranks[rank]
@@ -163,9 +158,8 @@ def breakdown(price: StepPrice) -> Breakdown:
     def quantity(seconds: Seconds) -> Quantity:
         return Quantity(value=rounded_figures(seconds.value_s), kind=seconds.kind)
 
-    idle_s = max(
-        0.0, round(simulated.step_s - time.total.value_s, 9)
-    )  # no bubble but for the order of the additions: zero
+    # without a bubble the order of additions may leave a tiny one, which is rounded to zero
+    idle_s = max(0.0, round(simulated.step_s - time.total.value_s, 9))
     bubble = Quantity(value=rounded_figures(idle_s), kind=step_kind(price))
     return Breakdown(
         compute_s=quantity(time.compute),
@@ -180,16 +174,18 @@ def breakdown(price: StepPrice) -> Breakdown:
 
 
 def memory_of_stages(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
-    """By pipeline rank, GiB of one device by class."""
+    """Returns the GiB of one device by class, for each pipeline rank."""
     return tuple(
         _stage_memory(rank, memory, capacity_bytes) for rank, memory in enumerate(price.memory)
     )
 
 
 def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMemory:
-    """The classes at the fullest moment. What is apart from the others are gradients that are not
-    there yet; what remains of it are activations that are freed by then, and of layers that are
-    gathered and reduced at different times their temporaries.
+    """Returns the classes at the fullest moment.
+
+    Bytes that are not there at that moment (`memory.apart`) are gradients that do not exist yet,
+    then activations that are freed by then, and then temporaries of layers that are gathered and
+    reduced at different times.
     """
     gradients, activations, temporaries = _without(
         memory.apart, memory.states.gradients, memory.activations, memory.temporaries
@@ -210,7 +206,7 @@ def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMe
 
 
 def _without(apart: float, *classes: float) -> Iterator[float]:
-    """The classes less `apart` in all: of the first as much as it has, then of the next."""
+    """Yields the classes less `apart` bytes in total, taken from the first class on."""
     for size in classes:
         taken = min(apart, size)
         yield size - taken
@@ -229,7 +225,7 @@ def _redundancy(
 
 
 def redundancy_of(layout: ParallelLayout, price: StepPrice) -> Redundancy:
-    """Over the cluster and by pipeline rank, without that of single layers."""
+    """Returns the redundancy of the cluster and of each pipeline rank, without single layers."""
     devices = layout.mesh.ranks_per_stage
     sums = {
         name: _gib(devices * sum(getattr(rank, name) for rank in price.redundant))
@@ -267,22 +263,25 @@ def _layer_redundancy(
     return LayerRedundancy(
         stage=stage,
         layer=_redundant_gib(layer),
-        operators={name: _redundant_gib(found) for name, found in operators.items()},
+        operators={name: _redundant_gib(redundant) for name, redundant in operators.items()},
     )
 
 
-def _redundant_gib(found: RedundantBytes) -> RedundantGib:
+def _redundant_gib(redundant: RedundantBytes) -> RedundantGib:
     return RedundantGib(
-        **{name: _gib(getattr(found, name)) for name in _CLASSES}, total=_gib(found.total)
+        **{name: _gib(getattr(redundant, name)) for name in _CLASSES}, total=_gib(redundant.total)
     )
 
 
 def assemble(
     strategy: Strategy, price: StepPrice, record: SearchRecord, price_cache: PriceCache
 ) -> Plan:
-    """The Plan of a priced strategy."""
-    layout, cluster, training = strategy.layout, price_cache.machine.cluster, price_cache.training
-    step_s, num_ranks = price.step_s, layout.mesh.num_ranks
+    """Returns the Plan of a priced strategy."""
+    layout = strategy.layout
+    cluster = price_cache.machine.cluster
+    training = price_cache.training
+    step_s = price.step_s
+    num_ranks = layout.mesh.num_ranks
     kind = step_kind(price)
     names = _name_choices(strategy)
     unmeasured = (
@@ -300,7 +299,7 @@ def assemble(
             value=rounded_figures(model_flops_utilization(step_s, num_ranks, price_cache)),
             kind=kind,
         ),
-        # no measured step has experts, or keeps anything on the host
+        # no measured step has experts or offload
         error_band=None if unmeasured else error_band(price_cache.machine, training.stack),
         breakdown=breakdown(price),
         memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
@@ -324,31 +323,28 @@ def assemble(
 
 
 def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
-    """The record with the runners-up marked whose step time is inside the error band of the
-    plan's.
-    """
+    """Returns the record with the runners-up marked that are inside the plan's error band."""
     band = predicted.error_band
     if band is None:
         return record
     step_s = predicted.step_time_s.value
-    others = tuple(
+    runners_up = tuple(
         replace(
-            other, inside_error_band=abs(other.step_time_s.value / step_s - 1) <= band.time.share
+            runner_up,
+            inside_error_band=abs(runner_up.step_time_s.value / step_s - 1) <= band.time.share,
         )
-        for other in record.runners_up
+        for runner_up in record.runners_up
     )
-    return replace(record, runners_up=others)
+    return replace(record, runners_up=runners_up)
 
 
 def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
-    """The line of another candidate in the plan file; `assemble` says whether it is inside the
-    error band.
-    """
+    """Returns a priced strategy as a runner-up; `assemble` sets its `inside_error_band`."""
     return runner_up_of(strategy.layout, price)
 
 
 def runner_up_of(layout: ParallelLayout, price: StepPrice) -> RunnerUp:
-    """The same of any priced candidate of `layout`."""
+    """Returns any priced candidate of `layout` as a runner-up."""
     return RunnerUp(
         mesh=layout.mesh,
         pipeline=pipeline_of(layout),

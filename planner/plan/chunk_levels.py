@@ -1,6 +1,4 @@
-"""What one device holds at every moment of a chunk schedule, by class, replayed from the schedule's
-ops.
-"""
+"""Bytes on one device at every moment of a chunk schedule, by class."""
 
 from __future__ import annotations
 
@@ -18,12 +16,13 @@ CLASSES = ("always", "pool", "gathered", "other")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLevel:
-    """Bytes on the device during a moment, and moved or sent around it.
+    """Bytes on the device during a moment, and bytes moved or sent around it.
 
-    always      states of blocks at home on the device, whole or without their optimizer
-    pool        parameter chunks of HOST blocks that are there, used now or later
-    gathered    whole communication groups
-    other       activations, temporaries, gradients on their way, states of embedding and head
+    always     states of blocks whose location is the device, whole or without their optimizer
+               states
+    pool       parameter chunks of HOST blocks that are on the device, for now or for later
+    gathered   whole communication groups
+    other      activations, temporaries, gradients in transfer, states of embedding and head
     """
 
     moment: int
@@ -45,20 +44,18 @@ class ChunkLevel:
         return self.always + self.pool + self.gathered + self.other
 
 
-def levels(found: RankChunks, price_cache: PriceCache) -> tuple[ChunkLevel, ...]:
-    """Every moment of a schedule. Transfers of the update, after the last moment, are in none of
-    them.
-    """
-    always, chunk_bytes = (
-        chunk_states(found, price_cache)[0].total,
-        _parameter_bytes(found, price_cache.training.precision),
-    )
-    pool, gathered, made = set[tuple[int, int]](), dict[tuple[int, int], int](), []
-    for number, moment in enumerate(found.moments):
+def levels(schedule: RankChunks, price_cache: PriceCache) -> tuple[ChunkLevel, ...]:
+    """Returns every moment of a schedule; transfers of the update come after the last one."""
+    always = chunk_states(schedule, price_cache)[0].total
+    chunk_bytes = _parameter_bytes(schedule, price_cache.training.precision)
+    pool: set[tuple[int, int]] = set()
+    gathered: dict[tuple[int, int], int] = {}
+    chunk_levels: list[ChunkLevel] = []
+    for number, moment in enumerate(schedule.moments):
         _apply(moment.before, pool, gathered)
         here = len(pool) * chunk_bytes
         whole = sum(gathered.values())
-        made.append(
+        chunk_levels.append(
             ChunkLevel(
                 moment=number,
                 work=str(moment.work),
@@ -76,11 +73,11 @@ def levels(found: RankChunks, price_cache: PriceCache) -> tuple[ChunkLevel, ...]
             )
         )
         _apply(moment.after, pool, gathered)
-    return tuple(made)
+    return tuple(chunk_levels)
 
 
-def _parameter_bytes(found: RankChunks, precision: Precision) -> int:
-    on_host = (group for group in found.groups if group.home is StateLocation.HOST)
+def _parameter_bytes(schedule: RankChunks, precision: Precision) -> int:
+    on_host = (group for group in schedule.groups if group.home is StateLocation.HOST)
     return next((precision.num_bytes * group.chunk_layout.chunk_elements for group in on_host), 0)
 
 

@@ -1,40 +1,34 @@
-"""Whether the parts of a plan file fit together: one check of every plan that is read, whoever
-reads it.
+"""The check of every plan that is read: its parts must fit together.
 
-A plan says the same thing several times, for people and for the executor: devices and mesh, batch
-and micro-batches, pipeline and stages, layers and model. Where two of them differ nobody can say
-which is meant, so the plan is refused.
+A plan states some facts more than once, for people and for the executor: devices and mesh, batch
+and micro-batches, pipeline and stages, layers and model. Where two of them differ, the plan is
+ambiguous and is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.schedules.actions import check
 from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
+from parplan.planner.plan.pipeline_plan import PipelinePlan
+from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
+from parplan.planner.plan.prediction import Prediction
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 
-if TYPE_CHECKING:
-    from parplan.planner.plan.pipeline_plan import PipelinePlan
-    from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
-    from parplan.planner.plan.prediction import Prediction
-    from parplan.planner.plan.traced_plan import TracedPlan
-
 _AGAIN = "make the plan again"
-IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]  # what only blocks in chunks offload
+IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]  # only blocks in chunks offload these states
 
 
 def require_consistent(plan: Plan, where: str) -> None:
-    """Raises ConfigError with `where` and the key for the first part of a plan of a described model
-    that does not fit the others.
-    """
+    """Raises ConfigError with `where` and key for the first part that does not fit the others."""
     stages = [stage.rank for stage in plan.stages]
     _require_layout(plan.cluster, plan.training, plan.mesh, plan.pipeline, stages, where)
     reason = illegal_expert_parallel(plan.mesh, plan.model)
@@ -47,7 +41,8 @@ def require_consistent(plan: Plan, where: str) -> None:
         raise _unfit(
             where,
             "training",
-            f"seq_length is {plan.training.seq_length}, the model learns {plan.model.max_seq_length} positions",
+            f"seq_length is {plan.training.seq_length}, "
+            f"the model learns {plan.model.max_seq_length} positions",
         )
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     for name, layer_plan in plan.layer_plans.items():
@@ -68,7 +63,8 @@ def require_consistent(plan: Plan, where: str) -> None:
     if plan.chunks is not None:
         if [rank.stage for rank in plan.chunks.ranks] != list(range(plan.mesh.pp)):
             raise ConfigError(
-                f"{where}: chunks.ranks has {len(plan.chunks.ranks)} stages, the mesh has pp {plan.mesh.pp}",
+                f"{where}: chunks.ranks has {len(plan.chunks.ranks)} stages, "
+                f"the mesh has pp {plan.mesh.pp}",
                 hint=_AGAIN,
             )
         for index, group in enumerate(plan.chunks.groups):
@@ -76,17 +72,17 @@ def require_consistent(plan: Plan, where: str) -> None:
 
 
 def require_consistent_traced(plan: TracedPlan, where: str) -> None:
-    """The same of a plan for a traced module, whose stages are runs of shards."""
+    """Raises ConfigError for the first part of a traced plan that does not fit the others."""
     _require_gapless(
         "shards",
-        [(found.first, found.end) for found in plan.shards],
+        [(part.first, part.end) for part in plan.shards],
         plan.traced.num_operators,
         "operators",
         where,
     )
     _require_gapless(
         "stages",
-        [(found.first, found.end) for found in plan.stages],
+        [(part.first, part.end) for part in plan.stages],
         len(plan.shards),
         "shards",
         where,
@@ -133,9 +129,7 @@ def _require_layout(
     ranks: list[int],
     where: str,
 ) -> None:
-    """Raises ConfigError unless devices, batch and stages are those of mesh and pipeline. `ranks`:
-    of the stages in order.
-    """
+    """Raises ConfigError unless devices, batch and stages (by rank) fit mesh and pipeline."""
     if mesh.num_ranks != cluster.num_gpus:
         raise _unfit(
             where,
@@ -151,15 +145,17 @@ def _require_layout(
         raise _unfit(
             where,
             "pipeline",
-            f"{pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} on dp {mesh.dp} are "
-            f"{sequences} sequences, global_batch_size is {training.global_batch_size}",
+            f"{pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} "
+            f"on dp {mesh.dp} are {sequences} sequences, "
+            f"global_batch_size is {training.global_batch_size}",
         )
     num_stages = mesh.pp * pipeline.virtual_stages
     if len(ranks) != num_stages:
         raise _unfit(
             where,
             "stages",
-            f"there are {len(ranks)}, pp {mesh.pp} x virtual_stages {pipeline.virtual_stages} are {num_stages}",
+            f"there are {len(ranks)}, pp {mesh.pp} x virtual_stages {pipeline.virtual_stages} "
+            f"are {num_stages}",
         )
     for index, rank in enumerate(ranks):
         _require_rank(rank, mesh.pp, f"{where}: stages.{index}: rank")
@@ -177,7 +173,7 @@ def _require_layout(
 
 
 def _require_actions(pipeline: PipelinePlan, pp: int, ranks: list[int], where: str) -> None:
-    """The same of a custom schedule, whose lines name the stages of each rank."""
+    """Raises ConfigError unless a custom schedule is legal and names the stages of each rank."""
     try:
         homes = check(pipeline.actions, pp, pipeline.virtual_stages, pipeline.num_micro_batches)
     except ConfigError as error:
@@ -197,9 +193,7 @@ def _require_rank(rank: int, pp: int, what: str) -> None:
 def _require_layer_plan(
     layer_plan: LayerPlan, mesh: Mesh, operators: list[str], where: str
 ) -> None:
-    """Raises ConfigError unless a layer plan is one of ranks of this mesh, and names operators of
-    its layer alone.
-    """
+    """Raises ConfigError unless a layer plan fits the mesh and names operators of its layer."""
     if layer_plan.zero and layer_plan.zero_ranks is not None and mesh.dp % layer_plan.zero_ranks:
         raise ConfigError(
             f"{where}: zero_ranks {layer_plan.zero_ranks} does not divide dp {mesh.dp}", hint=_AGAIN
@@ -216,9 +210,7 @@ def _require_layer_plan(
 def _require_layers(
     stages: Iterable[StagePlan], known: Mapping[str, LayerPlan], num_layers: int, where: str
 ) -> None:
-    """Raises ConfigError unless the stages run the embedding, every block once in order, and the
-    head.
-    """
+    """Raises ConfigError unless the stages run embedding, every block in order, and head."""
     runs = []
     for index, stage in enumerate(stages):
         if not stage.layers:
@@ -240,7 +232,8 @@ def _require_layers(
             raise _unfit(
                 where,
                 key,
-                f"a layer of kind {kind} {'with' if blocks else 'without'} blocks, inside are only runs of blocks",
+                f"a layer of kind {kind} {'with' if blocks else 'without'} blocks, "
+                "inside are only runs of blocks",
             )
         if blocks[0] != block or blocks[1] < block:
             raise _unfit(
@@ -256,10 +249,11 @@ def _require_layers(
 def _require_prediction(
     predicted: Prediction, pp: int, known: Mapping[str, LayerPlan] | None, where: str
 ) -> None:
-    """Raises ConfigError unless what is predicted is of these stages and layer plans."""
+    """Raises ConfigError unless the prediction is of these stages and layer plans."""
     if [memory.stage for memory in predicted.memory_gib] != list(range(pp)):
         raise ConfigError(
-            f"{where}: predicted.memory_gib has {len(predicted.memory_gib)} stages, the mesh has pp {pp}",
+            f"{where}: predicted.memory_gib has {len(predicted.memory_gib)} stages, "
+            f"the mesh has pp {pp}",
             hint=_AGAIN,
         )
     if predicted.redundancy_gib.stages and len(predicted.redundancy_gib.stages) != pp:
@@ -277,11 +271,11 @@ def _require_prediction(
 
 
 def _require_gapless(
-    key: str, found: list[tuple[int, int]], size: int, what: str, where: str
+    key: str, ranges: list[tuple[int, int]], size: int, what: str, where: str
 ) -> None:
     """Raises ConfigError unless the ranges follow one another from 0 to `size`."""
     last = 0
-    for index, (first, end) in enumerate(found):
+    for index, (first, end) in enumerate(ranges):
         if first != last or end <= first:
             raise _unfit(
                 where, f"{key}.{index}", f"it is {what} {first} to {end}, it must begin with {last}"

@@ -1,8 +1,7 @@
-"""How far measurements were from predictions: the error band of a plan, and the share of a device
-that a search keeps free.
+"""The error band of a plan, and the share of a device that a search keeps free.
 
-Both come from the residuals in profiles/data/terms.yaml: of the stack that runs the plan, or of all
-stacks where it has too few measured rows of its own.
+Both come from the residuals in profiles/data/terms.yaml. They are those of the stack that runs the
+plan, or those of all stacks where it has too few measured rows.
 """
 
 from __future__ import annotations
@@ -21,52 +20,50 @@ from parplan.profiles.stack import Stack
 
 
 def stack_band(stack_name: str, terms: Terms | None = None) -> ErrorBand:
-    """The error band of predictions for a stack, on a device that was measured."""
+    """Returns the error band of predictions for a stack, on a device that was measured."""
     terms = shipped_terms() if terms is None else terms
-    found = terms.residuals_of(stack_name)
+    residuals = terms.residuals_of(stack_name)
     return ErrorBand(
-        time=Band(share=found.time_band, rows=found.time_rows, stack=terms.time_stack(stack_name)),
+        time=Band(
+            share=residuals.time_band, rows=residuals.time_rows, stack=terms.time_stack(stack_name)
+        ),
         memory=Band(
-            share=found.memory_band, rows=found.memory_rows, stack=terms.memory_stack(stack_name)
+            share=residuals.memory_band,
+            rows=residuals.memory_rows,
+            stack=terms.memory_stack(stack_name),
         ),
     )
 
 
 def error_band(machine: Machine, stack: Stack) -> ErrorBand | None:
-    """The error band of a plan, or None where no kernel of the device, nor of one with the same
-    chip, was measured.
+    """Returns the error band of a plan, or None on a device without measured kernels.
 
-    The measured steps were priced by shipped curves: of prices by a machine's own profile they say
-    nothing.
+    Kernels of a device with the same chip count as measured. The measured steps were priced by
+    shipped curves, so there is no band for prices by a user's profile.
     """
     known = machine.cluster.profile is None and machine.profile.compute.forward.rows
     return stack_band(stack.name, shipped_terms()) if known else None
 
 
 def residuals_of(stack: Stack) -> Residuals:
-    """The residuals that the band and the default margin of a stack are taken from."""
+    """Returns the residuals that give the error band and the default margin of a stack."""
     return shipped_terms().residuals_of(stack.name)
 
 
 def memory_margin(stack: Stack, options: SearchOptions) -> float:
-    """The share of a device that is kept free: what was asked for, or what the stack's measured
-    runs ask for.
-    """
-    return (
-        residuals_of(stack).memory_margin
-        if options.memory_margin is None
-        else options.memory_margin
-    )
+    """Returns the share of a device that is kept free: the request's, or else the stack's."""
+    if options.memory_margin is None:
+        return residuals_of(stack).memory_margin
+    return options.memory_margin
 
 
 def margin_text(stack: Stack) -> str:
-    """Where the default margin of a stack comes from."""
-    found, whose = residuals_of(stack), shipped_terms().memory_stack(stack.name)
-    runs = f"{found.memory_rows:,} measured runs" + (
+    """Returns the source of the default margin of a stack as text."""
+    residuals = residuals_of(stack)
+    whose = shipped_terms().memory_stack(stack.name)
+    runs = f"{residuals.memory_rows:,} measured runs" + (
         " of other stacks" if whose == EVERY_STACK else ""
     )
-    return (
-        f"the least; {runs} ask for no more"
-        if found.memory_margin <= LEAST_MARGIN
-        else f"from {runs}"
-    )
+    if residuals.memory_margin <= LEAST_MARGIN:
+        return f"the least; {runs} ask for no more"
+    return f"from {runs}"

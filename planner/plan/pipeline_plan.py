@@ -1,4 +1,4 @@
-"""How micro-batches flow through the stages of a plan."""
+"""The pipeline schedule of a plan and its micro-batches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved
-    or zbv).
+    """The pipeline schedule of a plan and its micro-batches.
 
-    actions: of a custom schedule, and only of that, what each pipeline rank runs, as a line of
-    torch's compute-only CSV
-    tp_overlap: level of sub-pipelined tensor parallelism in the blocks: all-reduces of one half of
-    a micro-batch under the compute of the
-        other. 0 none, 1 inside each linear, 2 inside a block, 3 across the blocks of a stage
+    virtual_stages   model chunks per pipeline rank, 1 unless the schedule is interleaved or zbv
+    actions          of a custom schedule alone, the actions of each pipeline rank as a line of
+                     torch's compute-only CSV
+    tp_overlap       level of sub-pipelined tensor parallelism in the blocks: all-reduces of one
+                     half of a micro-batch run under the compute of the other. 0 none, 1 inside each
+                     linear, 2 inside a block, 3 across the blocks of a stage
     """
 
     __pydantic_config__ = _FORBID
@@ -37,5 +37,6 @@ class PipelinePlan:
             raise ConfigError(f"pipeline: tp_overlap is {self.tp_overlap}, it must be 0, 1, 2 or 3")
         if bool(self.actions) != (self.schedule is Schedule.CUSTOM):
             raise ConfigError(
-                f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; custom, and only it, has some"
+                f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; "
+                "custom, and only it, has some"
             )

@@ -1,8 +1,7 @@
-"""The chunks of a plan (EQUATIONS O1, O3, O4): what its file says of them, and the schedule that it
-stands for.
+"""The chunks of a plan (EQUATIONS O1, O3, O4): their section of the file, and their schedule.
 
-The file has homes, groups, budgets and predicted bytes. The schedule is made again from them: the
-same plan, the same schedule.
+The file has state locations, groups, budgets and predicted bytes. The schedule is computed again
+from them; the same plan always gives the same schedule.
 """
 
 from __future__ import annotations
@@ -25,22 +24,20 @@ _AMPLE = 2**62
 
 
 def chunks_of(strategy: Strategy, price_cache: PriceCache) -> ChunkPlan | None:
-    """The section of the plan file, None where no blocks are in chunks. Raises InfeasibleError with
-    the smallest budget.
-    """
+    """Returns the section of the plan file, or None without chunks. Raises InfeasibleError."""
     if not strategy.layout.chunked:
         return None
-    found = [chunks_of_rank(strategy, rank, price_cache) for rank in range(strategy.layout.mesh.pp)]
+    ranks = [chunks_of_rank(strategy, rank, price_cache) for rank in range(strategy.layout.mesh.pp)]
     return ChunkPlan(
         eviction=price_cache.chunking.eviction,
-        groups=tuple(_groups(found)),
-        ranks=tuple(_rank(stage, own) for stage, own in enumerate(found)),
+        groups=tuple(_groups(ranks)),
+        ranks=tuple(_rank(stage, rank_chunks) for stage, rank_chunks in enumerate(ranks)),
     )
 
 
 def _groups(ranks: Sequence[RankChunks]) -> Iterator[ChunkGroup]:
-    for stage, own in enumerate(ranks):
-        for group in own.groups:
+    for stage, rank_chunks in enumerate(ranks):
+        for group in rank_chunks.groups:
             chunk_layout = group.chunk_layout
             yield ChunkGroup(
                 stage=stage,
@@ -51,36 +48,30 @@ def _groups(ranks: Sequence[RankChunks]) -> Iterator[ChunkGroup]:
             )
 
 
-def _rank(stage: int, own: RankChunks) -> ChunkRank:
+def _rank(stage: int, rank_chunks: RankChunks) -> ChunkRank:
     return ChunkRank(
         stage=stage,
-        device_bytes=own.device_bytes,
-        smallest_bytes=own.smallest_bytes,
-        in_bytes=own.in_bytes,
-        out_bytes=own.out_bytes,
+        device_bytes=rank_chunks.device_bytes,
+        smallest_bytes=rank_chunks.smallest_bytes,
+        in_bytes=rank_chunks.in_bytes,
+        out_bytes=rank_chunks.out_bytes,
         kind=Kind.ANALYTIC,
     )
 
 
 def busiest_rank(plan: Plan) -> int:
-    """The pipeline rank whose devices move most in a step; 0 where the plan has no chunks."""
-    return (
-        max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage
-        if plan.chunks
-        else 0
-    )
+    """Returns the pipeline rank whose devices move the most bytes, 0 without chunks."""
+    if plan.chunks is None:
+        return 0
+    return max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage
 
 
 def rechunked(plan: Plan) -> Plan:
-    """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the
-    smallest budget. Raises ConfigError.
-    """
+    """Returns a changed plan with its chunks in the smallest budget. Raises ConfigError."""
     assert plan.chunks is not None, "it has chunks"
     price_cache = prices_of_plan(plan)
-    strategy, ample = (
-        layers_of(plan, price_cache),
-        price_cache.within(Chunking(eviction=plan.chunks.eviction, device_bytes=_AMPLE)),
-    )
+    strategy = layers_of(plan, price_cache)
+    ample = price_cache.within(Chunking(eviction=plan.chunks.eviction, device_bytes=_AMPLE))
     smallest = max(
         chunks_of_rank(strategy, rank, ample).smallest_bytes for rank in range(plan.mesh.pp)
     )
@@ -91,14 +82,12 @@ def rechunked(plan: Plan) -> Plan:
 
 
 def require_own_chunks(plan: Plan) -> None:
-    """Raises ConfigError where the groups of chunks in a plan are not those that its blocks
-    fill.
-    """
+    """Raises ConfigError where the groups of chunks are not those that the plan's blocks fill."""
     strategy_of(plan, prices_of_plan(plan))
 
 
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
-    """The chunk schedule of one pipeline rank of a plan, made again.
+    """Returns the chunk schedule of one pipeline rank of a plan, computed again.
 
     Raises ConfigError where the plan has no chunks, or others than its blocks fill; InfeasibleError
     where its budget is too small.

@@ -1,4 +1,4 @@
-"""A plan file -> the strategy it holds, and the prices for it."""
+"""The strategy that a plan file holds, and its prices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from parplan.costmodels.operators.sharding import Placements, Splits, placed_spl
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.plan.consistency import IN_CHUNKS
-from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan, layout_of
+from parplan.planner.plan.derived import layout_of
+from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind, Operator
 
 
 def prices_of_plan(plan: Plan) -> PriceCache:
-    """The prices for a plan. Raises ConfigError where its layers differ in what the prices know
-    only of all of them.
+    """Returns the price cache of a plan.
+
+    Raises ConfigError where its layers differ in a choice that the prices make once for all layers.
     """
     sharded = {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values() if layer_plan.zero}
     blocks = [
@@ -40,7 +42,8 @@ def prices_of_plan(plan: Plan) -> PriceCache:
     }
     if len(sharded) > 1 or len(offload) > 1:
         raise ConfigError(
-            f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload {sorted(map(list, offload))} differ between layers, "
+            f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload "
+            f"{sorted(map(list, offload))} differ between layers, "
             "they can be run so but are priced alike for all",
             hint="give all layers one zero_ranks and one offload",
         )
@@ -71,24 +74,24 @@ def _lookup(ends: Iterable[LayerPlan]) -> tuple[Offload, ...]:
 
 
 def _kept_of_ends(ends: Iterable[LayerPlan]) -> tuple[Offload, ...]:
-    """What the host keeps of embedding and head where blocks are in chunks. Raises ConfigError
-    where one of them has states there.
+    """Returns the offload of embedding and head where blocks are in chunks.
+
+    Raises ConfigError where only one of them offloads its states.
     """
-    found = {
+    offloads_states = {
         Offload.STATES in layer_plan.offload
         for layer_plan in ends
         if Offload.LOOKUP not in layer_plan.offload
     }
-    if len(found) > 1:
+    if len(offloads_states) > 1:
         raise ConfigError(
             "layer_plans: offload has states for one of embedding and head, they are priced alike",
             hint="give both the same",
         )
-    return (*((Offload.STATES,) if True in found else ()), *_lookup(ends))
+    return (*((Offload.STATES,) if True in offloads_states else ()), *_lookup(ends))
 
 
 def _chunking(plan: Plan) -> Chunking | None:
-    """How devices hold chunks."""
     if plan.chunks is None:
         return None
     return Chunking(
@@ -98,8 +101,9 @@ def _chunking(plan: Plan) -> Chunking | None:
 
 
 def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> StateLocation:
-    """Where the states of a layer's blocks lie. Raises ConfigError for what no home is, and for
-    chunks where there are none.
+    """Returns the location of the states of a layer's blocks.
+
+    Raises ConfigError for an offload without a location, and for chunks in a plan without any.
     """
     kept = tuple(kept for kept in layer_plan.offload if kept in IN_CHUNKS)
     where = f"layer_plans.{name}: offload"
@@ -127,7 +131,7 @@ def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> StateLocation:
 
 
 def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCache) -> LayerChoice:
-    """The choice that a layer plan was made of; its sharding where that is not the layout's."""
+    """Returns the choice behind a layer plan, with a sharding where it is not the layout's."""
     layout = layout_of(plan)
     operators = (
         price_cache.graph(plan.pipeline.micro_batch_size).layer_class(layer_plan.layer).operators
@@ -143,18 +147,19 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
                 f"layer_plans.{name}: {field} names {unknown}, the layer has {', '.join(known)}",
                 hint="make the plan again",
             )
-    own = tuple(
+    divided = tuple(
         (operator.name, split)
         for operator in operators
         if (split := _splits(operator, name, layer_plan, plan.mesh.tp))
         not in (None, layout.sharding.splits(operator))
     )
-    if own and layout.tp_overlap:
+    if divided and layout.tp_overlap:
         raise ConfigError(
-            f"layer_plans.{name}: {own[0][0]} is not divided as Megatron does, sub-pipelined tensor parallelism is priced for nothing else",
+            f"layer_plans.{name}: {divided[0][0]} is not divided as Megatron does, "
+            "sub-pipelined tensor parallelism is priced for nothing else",
             hint="set pipeline.tp_overlap to 0",
         )
-    sharding = replace(layout.sharding, own=own) if own else None
+    sharding = replace(layout.sharding, own=divided) if divided else None
     return LayerChoice(
         layer_plan.layer,
         tuple(layer_plan.recompute),
@@ -166,32 +171,23 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCach
 
 
 def _splits(operator: Operator, name: str, layer_plan: LayerPlan, tp: int) -> Splits | None:
-    """How the tensor-parallel axis divides one operator of a layer plan, None where there is no
-    such axis.
-    """
+    """Returns the tensor-parallel splits of one operator of a layer plan, None with tp 1."""
     if tp == 1:
         return None
-    where, placed = (
-        f"layer_plans.{name}.operators.{operator.name}",
-        layer_plan.operators.get(operator.name),
-    )
-    found = (
-        None
-        if placed is None
-        else placed_splits(
-            operator,
-            tp,
-            Placements(
-                parameters=dict(placed.parameters), input=placed.input, output=placed.output
-            ),
+    placed = layer_plan.operators.get(operator.name)
+    splits = None
+    if placed is not None:
+        placements = Placements(
+            parameters=dict(placed.parameters), input=placed.input, output=placed.output
         )
-    )
-    if found is None:
+        splits = placed_splits(operator, tp, placements)
+    if splits is None:
         raise ConfigError(
-            f"{where}: its placements are none that tp {tp} can give it",
+            f"layer_plans.{name}.operators.{operator.name}: its placements are none that tp {tp} "
+            "can give it",
             hint="make the plan again, or see plan explain",
         )
-    return found
+    return splits
 
 
 def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerChoice, ...]:
@@ -203,8 +199,10 @@ def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerCho
 
 
 def strategy_of(plan: Plan, price_cache: PriceCache) -> Strategy:
-    """The strategy that `planner/plan/assemble.py` made a plan of. Raises ConfigError: layers
-    missing, placements that are not legal, or other chunks than the layers have.
+    """Returns the strategy from which `planner/plan/assemble.py` made a plan.
+
+    Raises ConfigError where layers are missing, placements are not legal, or the chunks are not
+    those that the layers fill.
     """
     strategy = layers_of(plan, price_cache)
     _require_groups(plan, strategy, price_cache)
@@ -212,7 +210,7 @@ def strategy_of(plan: Plan, price_cache: PriceCache) -> Strategy:
 
 
 def layers_of(plan: Plan, price_cache: PriceCache) -> Strategy:
-    """The strategy of the layers of a plan, whatever its chunks are. Raises ConfigError."""
+    """Returns the strategy of the layers of a plan, with any chunks. Raises ConfigError."""
     choices = {name: _choice(name, p, plan, price_cache) for name, p in plan.layer_plans.items()}
     strategy = Strategy(
         layout=layout_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages)
@@ -225,17 +223,15 @@ def layers_of(plan: Plan, price_cache: PriceCache) -> Strategy:
         or len(strategy.stages) != strategy.layout.num_virtual_stages
     ):
         raise ConfigError(
-            f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, not {plan.model.num_layers} on "
-            f"{strategy.layout.num_virtual_stages}",
+            f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, "
+            f"not {plan.model.num_layers} on {strategy.layout.num_virtual_stages}",
             hint="make the plan again",
         )
     return strategy
 
 
 def _require_groups(plan: Plan, strategy: Strategy, price_cache: PriceCache) -> None:
-    """Raises ConfigError where the groups of chunks are not those that the blocks' homes give, and
-    where a chunked block is not sharded.
-    """
+    """Raises ConfigError unless chunked blocks are sharded and fill the groups of the plan."""
     if plan.chunks is None:
         return
     zero = 3 if plan.mesh.dp > 1 else 0
@@ -256,10 +252,12 @@ def _require_groups(plan: Plan, strategy: Strategy, price_cache: PriceCache) -> 
     }
     for stage, home in sorted(stated.keys() | filled.keys()):
         if stated.get((stage, home)) != filled.get((stage, home)):
-            found, needed = (_chunks_text(groups.get((stage, home))) for groups in (stated, filled))
-            where = f"chunks.groups: stage {stage}, home {home}"
+            stated_text = _chunks_text(stated.get((stage, home)))
+            filled_text = _chunks_text(filled.get((stage, home)))
             raise ConfigError(
-                f"{where} has {found}, its blocks fill {needed}", hint="make the plan again"
+                f"chunks.groups: stage {stage}, home {home} has {stated_text}, "
+                f"its blocks fill {filled_text}",
+                hint="make the plan again",
             )
 
 

@@ -1,7 +1,7 @@
-"""What a plan should cost, and what its search proved of it.
+"""The predicted cost of a plan, and the result of its search.
 
-Quantities here are in the units a person reads (GiB, seconds); the cost models keep bytes. Every
-predicted number says whether it was measured, interpolated or computed.
+Quantities are in the units that people read (GiB, seconds); the cost models use bytes. Every
+predicted number states whether it was measured, interpolated or computed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ class Objective(StrEnum):
 
 
 class Status(StrEnum):
-    """`optimal`: proven within the stated gap. `feasible`: the best found when the time ran out or
-    Ctrl-C came. `estimate`: priced by hand, nothing was searched.
+    """The proof of a plan.
+
+    `optimal` is proven within the stated gap. `feasible` is the best plan when the time ran out or
+    Ctrl-C came. `estimate` is a layout that was priced without a search.
     """
 
     OPTIMAL = "optimal"
@@ -35,7 +37,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """A predicted number and where it comes from."""
+    """A predicted number and its source."""
 
     __pydantic_config__ = _FORBID
 
@@ -45,11 +47,10 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the
-    step time.
+    """The step time by cause, on the pipeline rank that takes longest; the parts add up to it.
 
-    host_comm_s: copies between device and host that compute does not hide, and what the host adds
-    up
+    host_comm_s   copies between device and host that compute does not hide, and additions on the
+                  host
     """
 
     __pydantic_config__ = _FORBID
@@ -66,8 +67,10 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Peak GiB per device of one pipeline rank by class; `capacity` is what the device has, `host`
-    what its host holds for it.
+    """Peak GiB per device of one pipeline rank by class.
+
+    capacity   memory of the device
+    host       host memory that is held for the device
     """
 
     __pydantic_config__ = _FORBID
@@ -87,8 +90,9 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundantGib:
-    """GiB of one device beyond its share of one copy (EQUATIONS R1); temporaries are a largest
-    moment, the rest adds up.
+    """GiB of one device beyond its share of one copy (EQUATIONS R1).
+
+    Temporaries are a largest moment; the other classes add up.
     """
 
     __pydantic_config__ = _FORBID
@@ -103,8 +107,9 @@ class RedundantGib:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRedundancy:
-    """One layer of a layer plan on a device of pipeline rank `stage`, the first that runs it, and
-    its operators.
+    """One layer of a layer plan on a device, and its operators.
+
+    stage   the first pipeline rank that runs it
     """
 
     __pydantic_config__ = _FORBID
@@ -118,8 +123,8 @@ class LayerRedundancy:
 class Redundancy:
     """GiB held beyond one copy of everything, summed over the cluster (EQUATIONS R1).
 
-    stages: of one device of every pipeline rank; layers: by layer plan, of one device and its
-    micro-batches in flight
+    stages   one device of every pipeline rank
+    layers   by layer plan, one device with its micro-batches in flight
     """
 
     __pydantic_config__ = _FORBID
@@ -137,10 +142,11 @@ class Redundancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Eight in ten of `rows` measurements, which the fit of the prices had not seen, were within +-
-    `share` of their prediction.
+    """The band around a prediction that held eight in ten of `rows` measurements.
 
-    stack: whose measurements, `all` for those of every stack
+    The fit of the prices did not use these measurements. The band is +- `share` of the prediction.
+
+    stack   the stack of the measurements, `all` for those of every stack
     """
 
     __pydantic_config__ = _FORBID
@@ -152,8 +158,10 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBand:
-    """`time`: of the step and of what is derived from it (tokens per second, MFU). `memory`: of
-    every stage's total.
+    """The error bands of a plan.
+
+    time     of the step and of figures derived from it (tokens per second, MFU)
+    memory   of the total of every stage
     """
 
     __pydantic_config__ = _FORBID
@@ -164,7 +172,10 @@ class ErrorBand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan should cost. `error_band` is None where nothing was measured on the device."""
+    """The predicted cost of a plan.
+
+    error_band   None where nothing was measured on the device
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -179,10 +190,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """Another candidate that was solved: the best plan of that mesh, schedule and micro-batch.
+    """Another candidate that was solved: the best plan of its mesh, schedule and micro-batch.
 
-    inside_error_band: its step time is within the band of the plan's, so that the prices cannot say
-    which is faster
+    inside_error_band   its step time is within the error band of the plan's, so that the prices
+                        cannot tell which of them is faster
     """
 
     __pydantic_config__ = _FORBID
@@ -198,8 +209,10 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """`pruned` are illegal, do not fit, or are above the best by their bound; `left` were not
-    solved when the search ended.
+    """The numbers of candidates of a search.
+
+    pruned   are illegal, do not fit, or have a lower bound above the best
+    left     were not solved when the search ended
     """
 
     __pydantic_config__ = _FORBID
@@ -212,12 +225,12 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontPoint:
-    """The place of a plan on a front of step time, peak memory and redundant memory, and the limit
-    its search was given.
+    """A point on a front of step time, peak memory and redundant memory, and its search limit.
 
-    number: from 1, fastest first, of `points`; complete: whether the front was walked to its end
-    memory_limit_gib: of the throughput objective, None for the fastest of all
-    max_slowdown: of the memory objective, None for the least redundant of all
+    number             from 1, fastest first, of `points`
+    complete           whether the front was walked to its end
+    memory_limit_gib   of the throughput objective, None for the fastest of all
+    max_slowdown       of the memory objective, None for the least redundant of all
     """
 
     __pydantic_config__ = _FORBID
@@ -231,14 +244,17 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
-    """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower
-    `bound`, their `gap`.
+    """The result of a search under the closed-form price.
 
-    `fastest_step_time_s` is the closed form of the fastest plan, which the slowdown of the
-    objectives memory and peak is measured by.
-    front: where the plan is on a front (planner/search/pareto.py), None for the plan of a single
-    search
-    solver_failure: on how many candidates the solver failed, and how; None when it did not
+    value                 value of the objective (s or GiB)
+    bound                 lower bound of the objective
+    gap                   gap between both
+    fastest_step_time_s   closed form of the fastest plan, the base of the slowdown in the
+                          objectives memory and peak
+    front                 the point of the plan on a front (planner/search/pareto.py), None for the
+                          plan of a single search
+    solver_failure        the number of candidates on which the solver failed, and its failure; None
+                          without one
     """
 
     __pydantic_config__ = _FORBID

@@ -1,4 +1,4 @@
-"""A plan's strategy and its price today: a comparison needs both sides under the same prices."""
+"""The strategy of a plan and its price today, so that a comparison uses the same prices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 
 @dataclass(frozen=True, slots=True)
 class Repriced:
-    """A plan with its predictions as they are today, and what they were made of."""
+    """A plan with predictions of today, and the strategy and prices behind them."""
 
     plan: Plan
     strategy: Strategy
@@ -23,9 +23,7 @@ class Repriced:
 
 
 def reprice(plan: Plan) -> Repriced:
-    """The plan with every prediction made again; its record of the search stays. Raises
-    ConfigError, as `strategy_of` does.
-    """
+    """Returns the plan with all predictions computed again. Raises ConfigError."""
     price_cache = prices_of_plan(plan)
     strategy = strategy_of(plan, price_cache)
     price = price_step(strategy, price_cache)

@@ -1,24 +1,17 @@
-"""The plan of a model that was traced, not described: which of its shards run on which stage, and
-how.
+"""The plan of a traced module: its shards, the stages that run them, and their parallelism.
 
-It shares the parts of the plan of a built-in model (planner/plan/plan.py): cluster, training, mesh,
-pipeline, prediction, search. A shard is a run of operators in the order in which the module ran
-them; the executor traces the module again and cuts it at the same places.
+It shares the parts of the plan of a described model (planner/plan/plan.py): cluster, training,
+mesh, pipeline, prediction, search. A shard is a run of operators in the order in which the module
+ran them. The executor traces the module again and cuts it at the same places.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.plan import plan as described
-from parplan.planner.plan.consistency import require_consistent_traced
 from parplan.planner.plan.pipeline_plan import PipelinePlan
-from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
-from parplan.profiles.documents.schema import parse
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import TrainingSpec
@@ -28,8 +21,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSummary:
-    """What a reader wants to know of the traced model; `unit` is what `training.seq_length` counts
-    in a sequence: tokens or samples.
+    """The traced model in numbers.
+
+    unit   the unit of `training.seq_length`: tokens or samples
     """
 
     __pydantic_config__ = _FORBID
@@ -43,9 +37,11 @@ class TracedSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """Operators [first, end) of the trace. `name` is that of the modules they belong to; `starts`
-    that of its first operator, by which the executor knows that it traced the same; `layer` a
-    letter, the same for shards that are alike.
+    """Operators [first, end) of the trace.
+
+    name     name of the modules that the operators belong to
+    layer    a letter, the same for shards that are alike
+    starts   name of the first operator, by which the executor checks that its trace is the same
     """
 
     __pydantic_config__ = _FORBID
@@ -60,8 +56,10 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStage:
-    """One (virtual) pipeline stage: shards [first, end), the pipeline rank that runs it, its ZeRO
-    stage, and which of the shards run again in the backward pass.
+    """One (virtual) pipeline stage: shards [first, end), and the pipeline rank that runs it.
+
+    zero        its ZeRO stage
+    recompute   the shards that run again in the backward pass
     """
 
     __pydantic_config__ = _FORBID
@@ -75,9 +73,7 @@ class ShardStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedPlan:
-    """A strategy for a traced module on one cluster, with its predicted cost and the record of the
-    search that found it.
-    """
+    """A strategy for a traced module on one cluster, with its predicted cost and search record."""
 
     __pydantic_config__ = _FORBID
 
@@ -92,26 +88,3 @@ class TracedPlan:
     stages: tuple[ShardStage, ...]
     predicted: Prediction
     search: SearchRecord
-
-
-def read_any_plan(path: Path) -> Plan | TracedPlan:
-    """The plan in a file, of either kind. Raises ConfigError as
-    `parplan.planner.plan.plan.read_plan`.
-    """
-    return any_plan_from_document(described.load_plan(path), str(path))
-
-
-def any_plan_from_document(body: Any, where: str) -> Plan | TracedPlan:
-    """The plan of either kind in a document. Raises ConfigError with `where`."""
-    return (
-        traced_plan_from_document(body, where)
-        if isinstance(body, dict) and "traced" in body
-        else described.plan_from_document(body, where)
-    )
-
-
-def traced_plan_from_document(body: Any, where: str) -> TracedPlan:
-    """The plan of what `to_document` gives. Raises ConfigError with `where`."""
-    plan = parse(TracedPlan, described.checked_document(body, where), where)
-    require_consistent_traced(plan, where)
-    return plan

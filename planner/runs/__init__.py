@@ -1,1 +1,1 @@
-"""A run or a dry run is set beside its prediction."""
+"""The measurements of a run or a dry run, beside their predictions."""

@@ -1,6 +1,4 @@
-"""What a dry run found against what the plan was priced with: deviations by class, whether it fits,
-one verdict.
-"""
+"""The deviations of a dry run from the prices of its plan, by class, with one verdict."""
 
 from __future__ import annotations
 
@@ -20,16 +18,17 @@ from parplan.profiles.units import GIB, MIB
 
 STATES = ("parameters", "gradients", "optimizer")
 CLASSES = (*STATES, "activations", "temporaries", "held")
-CLOSE = 0.05  # of the peak: what a plan's memory margin (planner/plan/error_band.py) takes up
+# Share of the peak that the memory margin of a plan covers (planner/plan/error_band.py).
+CLOSE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCheck:
-    """One pipeline rank: predicted and found.
+    """One pipeline rank with its predicted and its measured use.
 
-    planned: the predicted peak that stands in the plan file, rounded
-    occupied: bytes of the device with what is no tensor; micro_batches: of the steps that were run,
-    of as many as `of`
+    planned         the predicted peak in the plan file, rounded
+    occupied        bytes of the device, including those outside tensors
+    micro_batches   the micro-batches that were run, of as many as `of`
     """
 
     rank: int
@@ -43,7 +42,7 @@ class RankCheck:
 
     @property
     def outdated(self) -> bool:
-        """Whether the plan file was written under other prices than today's."""
+        """Returns whether the plan file was written under other prices than today's."""
         return abs(self.planned - self.predicted.held) > MIB + self.predicted.held / 1000
 
     @property
@@ -51,18 +50,17 @@ class RankCheck:
         return self.occupied <= self.capacity
 
     def share(self, name: str) -> float | None:
-        """By how much the class was found larger than predicted, None where it was predicted to be
-        empty and is not.
-        """
-        predicted, found = class_bytes(self.predicted, name), class_bytes(self.found, name)
-        if predicted == found:
+        """Returns the relative deviation from the prediction, None where only the latter is 0."""
+        predicted = class_bytes(self.predicted, name)
+        measured = class_bytes(self.found, name)
+        if predicted == measured:
             return 0.0
-        return found / predicted - 1 if predicted else None
+        return measured / predicted - 1 if predicted else None
 
 
 @dataclass(frozen=True, slots=True)
 class RepricedPlan:
-    """A plan, the strategy that it holds, and today's prices."""
+    """A plan, its strategy, and today's prices."""
 
     plan: Plan
     strategy: Strategy
@@ -71,7 +69,7 @@ class RepricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentCheck:
-    """One kind of collective over one axis: predicted and found."""
+    """One kind of collective over one axis, predicted and measured."""
 
     axis: str
     kind: str
@@ -86,9 +84,7 @@ def class_bytes(use: RankUse, name: str) -> int:
 
 
 def priced(plan: Plan) -> RepricedPlan:
-    """What a plan is priced as today. Raises ConfigError where the prices do not know its
-    placements, or a dry run cannot count it.
-    """
+    """Returns the plan at prices of today. Raises ConfigError where a dry run cannot count it."""
     if plan.model.num_experts:
         raise ConfigError(
             "the routing of experts depends on the data, which a dry run has none of",
@@ -111,11 +107,9 @@ def priced(plan: Plan) -> RepricedPlan:
 
 
 def check_ranks(
-    today: RepricedPlan, found: Mapping[int, tuple[RankUse, tuple[int, ...]]]
+    today: RepricedPlan, used: Mapping[int, tuple[RankUse, tuple[int, ...]]]
 ) -> tuple[RankCheck, ...]:
-    """Each pipeline rank of `found` (its use, and the steps that were run) beside its
-    prediction.
-    """
+    """Returns each pipeline rank of `used` (its use and micro-batches) beside its prediction."""
     plan, price_cache = today.plan, today.price_cache
     return tuple(
         RankCheck(
@@ -128,7 +122,7 @@ def check_ranks(
             micro_batches=steps,
             of=plan.pipeline.num_micro_batches,
         )
-        for rank, (use, steps) in sorted(found.items())
+        for rank, (use, steps) in sorted(used.items())
     )
 
 
@@ -137,7 +131,7 @@ def _planned_bytes(memory: StageMemory) -> float:
 
 
 def sent_checks(check: RankCheck) -> tuple[SentCheck, ...]:
-    """Every kind of collective that was predicted or found."""
+    """Returns every kind of collective that was predicted or measured."""
     sides = [
         {(str(sent.axis), str(sent.kind)): sent for sent in use.sent}
         for use in (check.predicted, check.found)
@@ -154,21 +148,21 @@ def sent_checks(check: RankCheck) -> tuple[SentCheck, ...]:
 
 
 def worst(checks: Sequence[RankCheck], name: str) -> float | None:
-    """The largest deviation of a class over all ranks; None: found where nothing was predicted."""
+    """Returns the largest deviation of a class over all ranks, None where a rank's is None."""
     shares = [check.share(name) for check in checks]
-    return (
-        None if None in shares else max((share for share in shares if share is not None), key=abs)
-    )
+    if None in shares:
+        return None
+    return max((share for share in shares if share is not None), key=abs)
 
 
 def exact(checks: Sequence[RankCheck], name: str) -> bool:
-    """Whether the class is as predicted on every rank, to the byte."""
+    """Returns whether the class is as predicted on every rank, to the byte."""
     return all(
         class_bytes(check.predicted, name) == class_bytes(check.found, name) for check in checks
     )
 
 
 def matches(checks: Sequence[RankCheck]) -> bool:
-    """Whether every state is as predicted to the byte and every peak is close."""
+    """Returns whether every state is as predicted to the byte and every peak is close."""
     peak = worst(checks, "held")
     return all(exact(checks, name) for name in STATES) and peak is not None and abs(peak) <= CLOSE

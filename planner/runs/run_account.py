@@ -1,4 +1,4 @@
-"""What every rank of a run measured -> the run file, with the plan's own predictions beside it."""
+"""Makes the run file from the measurements of every rank, beside the plan's predictions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parplan.profiles.units import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """The spans of one step on a rank's own clock, and when the step started on it."""
+    """The spans of one step on a rank's own clock, and the start of the step on it."""
 
     started_s: float
     seconds: float
@@ -40,10 +40,11 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasured:
-    """One rank: bytes of states predicted and held, peaks (None where nobody counted), and its
-    recorded steps.
+    """The measurements of one rank: bytes of states, peaks, and its recorded steps.
 
-    ahead_s: by how much its clock is ahead of rank 0's
+    predicted, held                   bytes of states by the plan, and those that the rank holds
+    allocated_bytes, reserved_bytes   peaks, None where they were not counted
+    ahead_s                           seconds by which its clock is ahead of rank 0's
     """
 
     pp: int
@@ -60,11 +61,25 @@ class RankMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
-    """What the plan's prices say of it today; nothing of a plan that they do not cover.
+class TimedSteps:
+    """Seconds and losses of every step of a run, in their order.
 
-    mfu: that of a step of so many seconds; memory: by pipeline rank, the bytes that are allocated
-    and reserved
+    warm_up   steps at the start that the figures leave out
+    skipped   numbers of the steps that updated nothing
+    """
+
+    seconds: Sequence[float]
+    losses: Sequence[float]
+    warm_up: int
+    skipped: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """The predictions of today for a plan, None or empty where the prices do not cover it.
+
+    mfu      function from the seconds of a step to its MFU
+    memory   by pipeline rank, the allocated and the reserved bytes
     """
 
     mfu: Callable[[float], float]
@@ -74,9 +89,7 @@ class Predicted:
 
 
 def predict(plan: Plan | TracedPlan) -> Predicted:
-    """The plan priced again, with its calibration if it was made with one; of a traced module what
-    its file says.
-    """
+    """Prices the plan again, with its calibration; a traced module has the prices of its file."""
     if isinstance(plan, TracedPlan):
         return _as_written(plan)
     price_cache = prices_of_plan(plan)
@@ -86,10 +99,8 @@ def predict(plan: Plan | TracedPlan) -> Predicted:
 
     try:
         strategy = strategy_of(plan, price_cache)
-        timeline, memory = (
-            predicted_timeline(strategy, price_cache),
-            price_step(strategy, price_cache).memory,
-        )
+        timeline = predicted_timeline(strategy, price_cache)
+        memory = price_step(strategy, price_cache).memory
     except ConfigError:
         return Predicted(mfu=mfu, step_s=None, timeline=None, memory=())
     return Predicted(
@@ -119,44 +130,41 @@ def make_run(
     plan: Plan | TracedPlan,
     environment: RunEnvironment,
     ranks: Sequence[RankMeasured],
+    steps: TimedSteps,
     *,
-    seconds: Sequence[float],
-    losses: Sequence[float],
-    warm_up: int,
     clock_error_s: float,
     date: str,
-    skipped: Sequence[int] = (),
 ) -> RunFile:
-    """The run of `plan` whose steps took `seconds`, on all ranks in their order."""
+    """Returns the run of `plan` with the measurements of all ranks in their order."""
     predicted = predict(plan)
-    steps = [_records(ranks, index, predicted) for index in range(len(ranks[0].steps))]
-    counted = seconds[warm_up:] or seconds
-    body, mark = plan_parts(plan)
+    recorded = [_records(ranks, index, predicted) for index in range(len(ranks[0].steps))]
+    counted = steps.seconds[steps.warm_up :] or steps.seconds
+    plan_body, fingerprint = plan_parts(plan)
     return RunFile(
         run_version=RUN_VERSION,
         date=date,
-        plan_fingerprint=mark,
+        plan_fingerprint=fingerprint,
         environment=environment,
-        recorded_steps=len(steps),
+        recorded_steps=len(recorded),
         clock_error_s=clock_error_s,
-        plan=body,
+        plan=plan_body,
         steps=Steps(
-            seconds=tuple(seconds),
-            loss=tuple(losses),
-            warm_up=warm_up,
+            seconds=tuple(steps.seconds),
+            loss=tuple(steps.losses),
+            warm_up=steps.warm_up,
             median_s=median(counted),
             least_s=min(counted),
             most_s=max(counted),
-            skipped=tuple(skipped),
+            skipped=tuple(steps.skipped),
         ),
         figures=_figures(plan, predicted, median(counted), _idle_share(ranks)),
-        parts=_parts(predicted.timeline, measured_parts_s(steps)),
-        ranks=tuple(steps[-1]),
+        parts=_parts(predicted.timeline, measured_parts_s(recorded)),
+        ranks=tuple(recorded[-1]),
     )
 
 
 def _records(ranks: Sequence[RankMeasured], index: int, predicted: Predicted) -> list[RankRecord]:
-    """All ranks of one recorded step, from the moment in which the first of them started it."""
+    """Returns all ranks of one recorded step, from the moment in which the first started it."""
     origin_s = min(rank.steps[index].started_s - rank.ahead_s for rank in ranks)
     return [
         _record(number, rank, rank.steps[index], origin_s + rank.ahead_s, predicted)
@@ -188,7 +196,7 @@ def _record(
 
 
 def _idle_share(ranks: Sequence[RankMeasured]) -> float:
-    """Of the ranks' time in the recorded steps, the share that is in no span."""
+    """Returns the share of the ranks' time in recorded steps that is in no span."""
     return fmean(
         1 - sum(span.seconds for span in step.spans) / step.seconds
         for rank in ranks
@@ -236,9 +244,7 @@ def _parts(
 
 
 def trace_ranks(run: RunFile) -> dict[str, dict[str, Sequence[WorkSpan]]]:
-    """What a trace shows of a run: by rank, the predicted and the measured spans of the last
-    step.
-    """
+    """Returns the predicted and the measured spans of the last step of a run, by rank."""
     timeline = predict(run.any_plan()).timeline
     return {
         f"rank {rank.rank}: pp {rank.pp} dp {rank.dp} tp {rank.tp}": {
@@ -250,9 +256,9 @@ def trace_ranks(run: RunFile) -> dict[str, dict[str, Sequence[WorkSpan]]]:
 
 
 def plan_trace_ranks(plan: Plan) -> dict[str, dict[str, Sequence[WorkSpan]]]:
-    """The same of a plan that was not run: one process for each pipeline rank. Raises ConfigError:
-    not a plan that can be priced.
-    """
+    """Returns the predicted spans of a plan, by pipeline rank. Raises ConfigError."""
     price_cache = prices_of_plan(plan)
     spans = predicted_timeline(strategy_of(plan, price_cache), price_cache).spans
-    return {f"pipeline rank {rank}": {"predicted": own} for rank, own in enumerate(spans)}
+    return {
+        f"pipeline rank {rank}": {"predicted": predicted} for rank, predicted in enumerate(spans)
+    }

@@ -1,8 +1,8 @@
-"""run.json: what a run of a plan measured, beside what was predicted (docs/reference/run-file.md).
-The executor writes it.
+"""run.json: the measurements of a run beside its predictions (docs/reference/run-file.md).
 
-Self-contained: it holds the plan, so that `plan calibrate` needs nothing else. Times of spans are
-seconds since the start of the step on one clock for all ranks, known to within `clock_error_s`.
+The executor writes it. It is self-contained: it holds the plan, so that `plan calibrate` needs
+nothing else. Times of spans are seconds since the start of the step, on one clock for all ranks
+that is known to within `clock_error_s`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parplan.planner.plan import traced_plan as module_plan
-from parplan.planner.plan.plan import Plan, plan_to_document
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import Hints, read_json
@@ -23,15 +23,20 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.user_profile import digest
 
 RUN_VERSION = 1
-NO_PLACE = -1  # stage and micro-batch of what is of the whole rank: data, reduce, optimizer
+NO_PLACE = -1  # stage and micro-batch of work of the whole rank: data, reduce, optimizer
 _FORBID = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkSpan:
-    """One piece of work of a rank: F, R, B, I, W of a micro-batch (forward, recompute ahead of the
-    backward, backward, its input's and its weights' part), or data, reduce, tied, optimizer of the
-    step (stage and micro-batch -1). A forward that ends in the loss may have two spans.
+    """One piece of work of a rank.
+
+    work                 of a micro-batch F, R, B, I or W (forward, recompute ahead of the backward,
+                         backward, its part of the input and of the weights); of the step data,
+                         reduce, tied or optimizer
+    stage, micro_batch   -1 for work of the step
+
+    A forward pass that ends in the loss may have two spans.
     """
 
     __pydantic_config__ = _FORBID
@@ -55,7 +60,7 @@ class WorkSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """A figure as it was predicted and as it was measured; None for what cannot be known."""
+    """A figure as predicted and as measured; None where it is not known."""
 
     __pydantic_config__ = _FORBID
 
@@ -65,7 +70,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnvironment:
-    """What the run ran on, without names of hosts or paths."""
+    """The software and hardware of the run, without names of hosts or paths."""
 
     __pydantic_config__ = _FORBID
 
@@ -77,11 +82,11 @@ class RunEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Seconds and mean loss of every step. `warm_up` first steps are not in the median, the least
-    and the most.
+    """Seconds and mean loss of every step.
 
-    skipped: the steps of an fp16 run, counted from 0, that updated nothing, since a gradient was
-    not finite
+    warm_up   first steps that are not in the median, the least and the most
+    skipped   the steps of an fp16 run, counted from 0, that updated nothing because a gradient was
+              not finite
     """
 
     __pydantic_config__ = _FORBID
@@ -97,8 +102,10 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of the step. idle_share: of the ranks' time, what is in no work: bubbles, and transfers that
-    are waited for.
+    """Figures of the step.
+
+    idle_share   share of the ranks' time that is in no work: bubbles, and transfers that ranks wait
+                 for
     """
 
     __pydantic_config__ = _FORBID
@@ -112,10 +119,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """Seconds of one kind of work: F, B (with R), receive_F or receive_B of a stage and one
-    micro-batch (the mean over a step's, of which the median over replicas and recorded steps);
-    data, reduce or optimizer of a pipeline rank, `stage`, and one step; tied: the reduction of a
-    tied embedding's two gradients, the least over the ranks, since the others wait in it.
+    """Seconds of one kind of work.
+
+    work    of a stage and one micro-batch F, B (with R), receive_F or receive_B: the mean over the
+            micro-batches of a step, and the median of these over replicas and recorded steps; of a
+            pipeline rank and one step data, reduce or optimizer; tied, the reduction of the two
+            gradients of a tied embedding, the least over the ranks, since the others wait in it
+    stage   the stage, or the pipeline rank
     """
 
     __pydantic_config__ = _FORBID
@@ -128,9 +138,11 @@ class MeasuredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkMoved:
-    """Bytes of the chunks of one rank in a step: to the device, from it, gathered, reduced.
+    """Bytes of the chunks of one rank that move in a step.
 
-    device_bytes: the budget of all tensors, as predicted, beside the most that chunks held of it
+    in_bytes, out_bytes   to the device, and from it
+    device_bytes          the budget of all tensors as predicted, and the most that chunks held of
+                          it
     """
 
     __pydantic_config__ = _FORBID
@@ -143,16 +155,16 @@ class ChunkMoved:
 
     @property
     def as_predicted(self) -> bool:
-        """Whether what was moved is what the plan says, to the byte."""
+        """Returns whether the moved bytes are those of the plan, to the byte."""
         moved = (self.in_bytes, self.out_bytes, self.gathered_bytes, self.reduced_bytes)
         return all(each.predicted == each.measured for each in moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """One rank: bytes of its states, peaks of its memory, the spans of the last step, and what its
-    chunks moved in it.
+    """One rank: bytes of its states, peaks of its memory, and the spans of the last step.
 
+    chunks                 bytes of its chunks that moved in the last step
     peak_allocated_bytes   of torch's allocator: of all recorded steps on GPUs, of the last step of
                            the warm-up on CPUs, None in runs too short for that
                            (executor/watch/allocated.py)
@@ -179,8 +191,11 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """One run. `plan` is the plan's document, `plan_fingerprint` of its file's text; `date` as
-    YYYY-MM-DD.
+    """One run.
+
+    date               as YYYY-MM-DD
+    plan_fingerprint   fingerprint of the text of the plan's document
+    plan               the plan's document
     """
 
     __pydantic_config__ = _FORBID
@@ -198,40 +213,44 @@ class RunFile:
     plan: Mapping[str, Any]
 
     def the_plan(self, where: str = "run.json") -> Plan:
-        """The plan that was run. Raises ConfigError, also for that of a traced module."""
+        """Returns the plan of the run. Raises ConfigError, also for that of a traced module."""
         plan = self.any_plan(where)
         if isinstance(plan, TracedPlan):
             raise ConfigError(
-                f"{where}: it is a run of the traced module {plan.traced.name}, whose prices are not of layers",
+                f"{where}: it is a run of the traced module {plan.traced.name}, "
+                "whose prices are not of layers",
                 hint="calibrate with the run of a named model",
             )
         return plan
 
     def any_plan(self, where: str = "run.json") -> Plan | TracedPlan:
-        """The plan that was run, of either kind. Raises ConfigError."""
+        """Returns the plan of the run, of either kind. Raises ConfigError."""
         body = dict(self.plan)
-        return module_plan.any_plan_from_document(body, f"{where}: plan")
+        return any_plan_from_document(body, f"{where}: plan")
 
 
 def run_to_json(run: RunFile) -> str:
-    """The file's text."""
+    """Returns the text of the file."""
     return json.dumps(document(run), indent=1) + "\n"
 
 
 def write_run(run: RunFile, path: Path) -> None:
-    """Write the run atomically. Raises ConfigError."""
+    """Writes the run atomically. Raises ConfigError."""
     write_text(run_to_json(run), path, hint="choose another file with --run-json")
 
 
 def read_run(path: Path) -> RunFile:
-    """The run in a file. Raises ConfigError: not readable, not JSON, another version, keys unknown
-    or missing, no steps.
+    """Reads the run in a file.
+
+    Raises ConfigError where the file is not readable, is not JSON, has another version or no steps,
+    or has keys that are unknown or missing.
     """
     body = _json(path)
     version = body.get("run_version") if isinstance(body, dict) else None
     if version != RUN_VERSION:
         raise ConfigError(
-            f"{path}: run_version is {'missing' if version is None else repr(version)}, this parplan reads {RUN_VERSION}",
+            f"{path}: run_version is {'missing' if version is None else repr(version)}, "
+            f"this parplan reads {RUN_VERSION}",
             hint="give the run.json that python -m parplan.executor wrote",
         )
     run = parse(RunFile, body, str(path))
@@ -243,7 +262,7 @@ def read_run(path: Path) -> RunFile:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a file is a run's, of whatever version, and not a plan's."""
+    """Returns whether a file is a run of any version, and not a plan."""
     try:
         body = _json(path)
     except ConfigError:
@@ -262,11 +281,11 @@ def _json(path: Path) -> Any:
 
 
 def run_fingerprint(run: RunFile) -> str:
-    """Of what was measured and of what plan."""
+    """Returns a fingerprint of the measurements and the plan of a run."""
     return digest(run_to_json(run))
 
 
 def plan_parts(plan: Plan | TracedPlan) -> tuple[dict[str, Any], str]:
-    """The plan's document for a run, and its fingerprint."""
+    """Returns the plan's document for a run, and its fingerprint."""
     body = plan_to_document(plan)
     return body, digest(json.dumps(body, sort_keys=True))

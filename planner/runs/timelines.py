@@ -1,6 +1,4 @@
-"""The timeline of a step: predicted, by replaying a plan's schedule, and what the spans of a run
-add up to.
-"""
+"""The timeline of a step: predicted by a replay of the schedule, and the spans of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from parplan.costmodels.step import simulated_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.runs.run_file import NO_PLACE, RankRecord, WorkSpan
 
-Key = tuple[str, int]  # the work, and the stage, or the pipeline rank of what is of a whole rank
+Key = tuple[str, int]  # the work, and its stage, or its pipeline rank for work of a whole rank
 RECEIVE = "receive_"
 TIED = "tied"
-_PASS = {"I": "B", "W": "B", "R": "B"}  # what counts as part of which pass
+_PASS = {"I": "B", "W": "B", "R": "B"}  # by work, the pass that it is a part of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +32,7 @@ class Timeline:
 
 
 def predicted_timeline(strategy: Strategy, price_cache: PriceCache) -> Timeline:
-    """The step of `strategy` under the prices of `price_cache`, replayed; a transfer is the gap
-    before what waits for it.
-    """
+    """Returns the replayed step; a transfer is the gap before the action that waits for it."""
     costs = step_costs(strategy, price_cache)
     step = simulated_step(strategy, costs, keep_events=True)
     spans = tuple(
@@ -84,12 +80,12 @@ def _rank_spans(
 
 
 def _stage(strategy: Strategy, rank: int, chunk: int) -> int:
-    """The virtual stage that a rank's model chunk is."""
+    """Returns the virtual stage of a rank's model chunk."""
     return strategy.layout.stages_of(rank)[chunk]
 
 
 def _received_s(work: ActionKind, cost: StageCost, *, after_recompute: bool) -> float:
-    """What of an action is its receive; a recompute ahead of a backward pass hides some of that."""
+    """Seconds of an action that are its receive, less what a recompute ahead hides."""
     backward_s = cost.receive_backward_s - (cost.hidden_s if after_recompute else 0.0)
     return {
         ActionKind.FORWARD: cost.receive_forward_s,
@@ -99,64 +95,66 @@ def _received_s(work: ActionKind, cost: StageCost, *, after_recompute: bool) -> 
 
 
 def parts_s(strategy: Strategy, costs: StepCosts) -> dict[Key, float]:
-    """The priced seconds of every part of a step, once each."""
-    found = dict[Key, float]()
+    """Returns the priced seconds of every part of a step, once each."""
+    seconds = dict[Key, float]()
     for rank, chunks in enumerate(costs.stages):
         for chunk, cost in enumerate(chunks):
             stage = _stage(strategy, rank, chunk)
-            found["F", stage] = cost.forward_s
-            found["B", stage] = cost.backward_s + cost.recompute_s
-            found[RECEIVE + "F", stage] = cost.receive_forward_s
-            found[RECEIVE + "B", stage] = cost.receive_backward_s
-        found["reduce", rank] = costs.reduced_s[rank]
-        found["optimizer", rank] = costs.optimizer_s[rank]
-    found["tied", 0] = max(costs.tied_s)
-    return found
+            seconds["F", stage] = cost.forward_s
+            seconds["B", stage] = cost.backward_s + cost.recompute_s
+            seconds[RECEIVE + "F", stage] = cost.receive_forward_s
+            seconds[RECEIVE + "B", stage] = cost.receive_backward_s
+        seconds["reduce", rank] = costs.reduced_s[rank]
+        seconds["optimizer", rank] = costs.optimizer_s[rank]
+    seconds["tied", 0] = max(costs.tied_s)
+    return seconds
 
 
 def measured_parts_s(steps: Iterable[Sequence[RankRecord]]) -> dict[Key, float]:
-    """The measured seconds of the same parts: the mean over a step's micro-batches, of which the
-    median over replicas and steps.
+    """Returns the measured seconds of every part.
 
-    The mean, since a gather of parameters once a step is in the first forward pass. All spans of a
-    pass of a micro-batch are its parts: a backward pass in two, its recompute ahead of it, or the
-    loss after the last stage's forward. A reduction holds the wait for slower replicas, as the step
-    does; of a tied embedding's the least over the ranks, since the other end of the pipeline waits
-    in it for this one's bubble. A receive is what an action waited after its rank was free and its
-    other end was done, which needs the ranks' clocks to agree.
+    They are the mean over the micro-batches of a step, and the median of these over replicas and
+    steps. A mean is taken because a gather of parameters once a step is in the first forward pass.
+    All spans of a pass of a micro-batch are its parts: a backward pass in two, its recompute ahead
+    of it, or the loss after the last stage's forward. A reduction includes the wait for slower
+    replicas, as the step does. That of a tied embedding is the least over the ranks, since the
+    other end of the pipeline waits in it for the bubble of this end. A receive is the wait of an
+    action after its rank was free and its other end was done, which needs the clocks of the ranks
+    to agree.
     """
-    found: dict[Key, list[float]] = defaultdict(list)
+    samples: dict[Key, list[float]] = defaultdict(list)
     for ranks in steps:
-        waits, least = _receives(ranks), dict[Key, float]()
+        waits = _receives(ranks)
+        least: dict[Key, float] = {}
         for rank in ranks:
             for key, seconds in _means(rank, waits[rank.rank]).items():
                 if key[0] == TIED:
                     least[key] = min(seconds, least.get(key, seconds))
                 else:
-                    found[key].append(seconds)
+                    samples[key].append(seconds)
         for key, seconds in least.items():
-            found[key].append(seconds)
-    return {key: median(values) for key, values in found.items()}
+            samples[key].append(seconds)
+    return {key: median(values) for key, values in samples.items()}
 
 
 def _means(rank: RankRecord, waits: Iterable[tuple[Key, float]]) -> dict[Key, float]:
-    """Of one rank and step, the seconds of every part, those of micro-batches in their mean."""
+    """Returns the seconds of every part of one rank and step, the mean over micro-batches."""
     whole: dict[tuple[str, int, int], float] = defaultdict(float)
     for span in rank.spans:
-        place = 0 if span.work == TIED else rank.pp if span.stage == NO_PLACE else span.stage
+        place = rank.pp if span.stage == NO_PLACE else span.stage
+        if span.work == TIED:
+            place = 0
         whole[_PASS.get(span.work, span.work), place, span.micro_batch] += span.seconds
-    found: dict[Key, list[float]] = defaultdict(list)
+    samples: dict[Key, list[float]] = defaultdict(list)
     for (work, stage, _), seconds in whole.items():
-        found[work, stage].append(seconds)
+        samples[work, stage].append(seconds)
     for key, seconds in waits:
-        found[key].append(seconds)
-    return {key: fmean(values) for key, values in found.items()}
+        samples[key].append(seconds)
+    return {key: fmean(values) for key, values in samples.items()}
 
 
 def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]:
-    """By rank, (part, seconds waited) of every action whose input came from another rank, not while
-    the rank recomputed ahead of it.
-    """
+    """Returns by rank the waits for input of other ranks, except after a recompute ahead."""
     waits: dict[int, list[tuple[Key, float]]] = {rank.rank: [] for rank in ranks}
     done = {
         (rank.dp, rank.tp, span.work, span.stage, span.micro_batch): (span.end_s, rank.rank)
@@ -182,9 +180,7 @@ def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]
 
 
 def _waits_for(span: WorkSpan) -> tuple[tuple[str, int], ...]:
-    """The actions that may have made the input of one: the next stage's backward pass, whole or of
-    its input alone.
-    """
+    """Returns the actions, whole or in two parts, that may have made the input of a span."""
     if span.work == "F":
         return (("F", span.stage - 1),)
     return (("B", span.stage + 1), ("I", span.stage + 1)) if span.work in ("B", "I") else ()

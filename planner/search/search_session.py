@@ -31,9 +31,9 @@ from parplan.planner.request import OnProgress, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.chunk_columns import Columns, rank_columns
 from parplan.planner.stage_columns.columns import RankColumns
-from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.embedding_columns import ColumnMaker
 from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.stage_column import StageColumn
 
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a layout that needs longer keeps its bound, and the gap says so

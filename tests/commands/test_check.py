@@ -23,7 +23,8 @@ from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.parity import gradient_error
 from parplan.executor.pipeline import pipeline
 from parplan.executor.training import train
-from parplan.planner.plan.plan import Plan, write_plan
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.rank_checks import RankCheck, matches, sent_checks, worst
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from parplan.planner.master import Master
-from parplan.planner.plan.plan import read_plan
+from parplan.planner.plan.plan_file import read_plan
 from parplan.planner.search.pareto import ANY_SLOWDOWN, DEFAULT_POINTS, SLOWDOWNS
 from tests.helpers.command_runs import run, succeed
 

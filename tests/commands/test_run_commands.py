@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from parplan import cli
-from parplan.planner.plan.plan import write_plan as write_plan
+from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.run_file import write_run as write_run
 from tests.helpers.synthetic_runs import estimated, factors, run_of
 

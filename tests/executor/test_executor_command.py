@@ -17,7 +17,7 @@ import pytest
 from parplan.executor.__main__ import run
 from parplan.executor.launch import local_rank
 from parplan.executor.pipeline.loss_scale import LossScale
-from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.runs.run_file import read_run as read_run
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision

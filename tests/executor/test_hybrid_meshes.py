@@ -33,8 +33,10 @@ from parplan.executor.training.compiled import validate_compiled
 from parplan.executor.training.optimizer import build_optimizer
 from parplan.executor.training.train import Trainer, build_trainer
 from parplan.executor.watch.allocated import allocated_bytes
-from parplan.planner.plan.plan import Plan, layout_of, write_plan
+from parplan.planner.plan.derived import layout_of
+from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_chunks import rank_chunks_of
+from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.runs.run_file import Beside, ChunkMoved
 from parplan.planner.runs.run_file import read_run as read_run
 from parplan.planner.search.estimate import ChunkRequest

@@ -13,15 +13,21 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run, predict
+from parplan.planner.runs.run_account import (
+    RankMeasured,
+    RecordedStep,
+    TimedSteps,
+    make_run,
+    predict,
+)
 from parplan.planner.runs.run_file import RunEnvironment, RunFile
+from parplan.profiles.machines.calibration_factors import Calibration, Factor
 from parplan.profiles.machines.machine_catalog import (
     load_cluster,
     load_stack,
     with_gpus,
 )
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.machines.calibration_factors import Calibration, Factor
 from parplan.profiles.models.spec import TrainingSpec
 from tests.helpers.planning import estimate_plan
 
@@ -129,9 +135,11 @@ def run_of(
         plan,
         environment,
         ranks,
-        seconds=[9 * step_s, step_s, step_s, step_s],
-        losses=[4.0, 3.0, 2.0, 1.0],
-        warm_up=1,
+        TimedSteps(
+            seconds=[9 * step_s, step_s, step_s, step_s],
+            losses=[4.0, 3.0, 2.0, 1.0],
+            warm_up=1,
+        ),
         clock_error_s=0.0,
         date="2026-11-01",
     )

@@ -16,11 +16,11 @@ from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from parplan.planner.search.comparison import compare
 from parplan.planner.search.largest_model import find_largest, members
-from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.divisors import divisors
 from parplan.profiles.documents.ranges import range_of
 from parplan.profiles.errors import ConfigError, InfeasibleError, OutOfTimeError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB

@@ -10,9 +10,9 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.forbid import Ban, parse_bans
 from parplan.planner.request import Constraints, SearchOptions
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB

@@ -134,7 +134,8 @@ def _rules(path: Path) -> None:
     from parplan.executor.rules.all_rules import validate
     from parplan.executor.rules.traced_rules import validate_traced_plan
     from parplan.executor.run_options import Options
-    from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan
+    from parplan.planner.plan.plan_file import read_any_plan
+    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.profiles.errors import PlannerError
 
     try:

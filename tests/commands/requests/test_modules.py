@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from parplan import cli
 from parplan.commands.requests.external import load_module, narrowed
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.plan.plan import read_plan
+from parplan.planner.plan.plan_file import read_plan
 from parplan.planner.request import Constraints
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource

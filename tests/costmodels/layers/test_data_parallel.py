@@ -18,8 +18,8 @@ from parplan.costmodels.layers.model_states import StateSharding, owned_paramete
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph

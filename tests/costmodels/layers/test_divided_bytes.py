@@ -48,7 +48,7 @@ def test_a_random_layer_plan_keeps_what_the_executor_keeps(model, kernel, shardi
             ),
         )
         again = tuple(
-            name for name, option in zip(problem.names, options, strict=True) if option.again
+            name for name, option in zip(problem.names, options, strict=True) if option.recomputed
         )
         placed = {operator.name: placements(operator, own) for operator in layer.operators}
         in_plan = {

@@ -26,12 +26,12 @@ from parplan.planner.host_options.activation_options import (
     named_operators,
     with_kept_on_host,
 )
-from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
-from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import Kind

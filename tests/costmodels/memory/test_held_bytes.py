@@ -19,13 +19,18 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import price_step
 from parplan.costmodels.usage.redundancy import added, operator_redundancy
 from parplan.planner.host_options.activation_options import named_operators, with_kept_on_host
-from parplan.planner.plan.plan import plan_from_document, plan_to_document, read_plan, write_plan
+from parplan.planner.plan.plan_file import (
+    plan_from_document,
+    plan_to_document,
+    read_plan,
+    write_plan,
+)
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
-from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.machines.machine_catalog import with_gpus
 from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.machines.machine_catalog import with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL

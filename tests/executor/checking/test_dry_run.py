@@ -28,14 +28,14 @@ from parplan.executor.checking.observed_rank import _CALLS
 from parplan.executor.rules.all_rules import nearest_legal
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.rank_checks import check_ranks, priced
+from parplan.profiles.errors import ConfigError, RunError
+from parplan.profiles.machines.hardware import CPU
 from parplan.profiles.machines.machine_catalog import (
     load_cluster,
     load_stack,
     with_gpus,
 )
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.errors import ConfigError, RunError
-from parplan.profiles.machines.hardware import CPU
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.executor_plans import GPT, LLAMA, make_plan

@@ -34,7 +34,8 @@ from parplan.executor.rules.all_rules import nearest_legal, refusals, validate
 from parplan.executor.run_options import Options
 from parplan.executor.sharding.place import place_layer
 from parplan.executor.training.train import build_trainer
-from parplan.planner.plan.plan import Plan, layout_of
+from parplan.planner.plan.derived import layout_of
+from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.machines.machine_catalog import (

@@ -22,8 +22,8 @@ from parplan.executor.traced.program_cut import check_recompute, cut
 from parplan.executor.traced.stage_values import open_values
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.executor.traced.traced_trainer import opened_of
-from parplan.planner.plan.plan import plan_to_document
-from parplan.planner.plan.traced_plan import ShardStage, TracedPlan, traced_plan_from_document
+from parplan.planner.plan.plan_file import plan_to_document, traced_plan_from_document
+from parplan.planner.plan.traced_plan import ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.tracing.program import PARAMETER

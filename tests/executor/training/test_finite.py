@@ -18,7 +18,8 @@ from parplan.executor.tensors import forget_meshes, local
 from parplan.executor.traced.traced_trainer import build_traced_trainer
 from parplan.executor.training.finite import _ranks
 from parplan.executor.training.train import Trainer, build_trainer
-from parplan.planner.plan.plan import Plan, write_plan
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import write_plan
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import RunError
 from parplan.profiles.models.spec import Precision

@@ -23,7 +23,8 @@ from parplan.executor.data.batches import Batches
 from parplan.executor.training import train
 from parplan.executor.watch.rank_progress import RankProgress
 from parplan.executor.watch.watch import SLACK_S, RankState, Watch
-from parplan.planner.plan.plan import Plan, write_plan
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import write_plan
 from tests.helpers.executor_plans import GPT, make_plan
 
 TIMEOUT_S = 4.0  # longer than a start takes

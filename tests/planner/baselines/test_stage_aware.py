@@ -30,8 +30,8 @@ from parplan.planner.baselines.stage_aware import (
 from parplan.planner.baselines.uniform_strategies import counted_ends, equal_blocks
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL

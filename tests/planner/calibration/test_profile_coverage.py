@@ -23,10 +23,10 @@ from parplan.profiles.machines.machine_catalog import (
     load_stack,
     with_gpus,
 )
-from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.machines.speeds import InStep, Profile
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.profiler.communication.comm_cases import TIMED
 from parplan.profiles.profiler.fits.profile_fit import fit_compute

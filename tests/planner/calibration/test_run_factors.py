@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.planner.calibration.run_factors import calibrate, unexercised
-from parplan.planner.plan.plan import layout_of
+from parplan.planner.plan.derived import layout_of
 from parplan.planner.runs.run_account import predict
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError

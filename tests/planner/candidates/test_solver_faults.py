@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from parplan.cli import main
 from parplan.planner.candidates.solver_faults import MOST_FAILURES, can_place
-from parplan.planner.plan.plan import plan_to_yaml, read_plan
+from parplan.planner.plan.plan_file import plan_to_yaml, read_plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SearchOptions, SolverName
 from parplan.planner.solver import Unsolved

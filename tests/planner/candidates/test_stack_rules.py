@@ -14,6 +14,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.never_searched import left_out
 from parplan.planner.request import Constraints
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import (
     load_cluster,
     load_stack,
@@ -21,7 +22,6 @@ from parplan.profiles.machines.machine_catalog import (
     with_gpus,
 )
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import EVERY_RECOMPUTE, EVERY_SCHEDULE, NEUTRAL
 from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan

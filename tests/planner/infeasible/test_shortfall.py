@@ -12,10 +12,10 @@ import pytest
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.stack_terms import Residuals, Terms, shipped_terms
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB

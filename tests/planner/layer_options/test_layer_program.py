@@ -73,25 +73,25 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
     problem, draw = layer_problem(layer, sharding, MACHINE, training), random.Random(0)
     for _ in range(12):
         options = drawn(problem, draw)
-        own, again = (
+        own, recomputed = (
             sharding_of(problem, options, sharding),
-            tuple(n for n, o in zip(problem.names, options, strict=True) if o.again),
+            tuple(n for n, o in zip(problem.names, options, strict=True) if o.recomputed),
         )
 
         found = evaluate(problem, options)
 
-        priced = price_operators(layer, own, MACHINE, training).time(again)
+        priced = price_operators(layer, own, MACHINE, training).time(recomputed)
         assert found.cost.time_s == pytest.approx(priced.total_s, rel=1e-12)
         slow = replace(problem, host_forward_s=HOST_S, host_backward_s=HOST_S)
         slow_training = replace(training, stack=replace(training.stack, host_operator_s=HOST_S))
-        launched = price_operators(layer, own, MACHINE, slow_training).time(again)
+        launched = price_operators(layer, own, MACHINE, slow_training).time(recomputed)
         assert evaluate(slow, options).launched_s == pytest.approx(launched.total_s, rel=1e-12)
-        exact = saved_bytes(layer, own, again, training.stack)
+        exact = saved_bytes(layer, own, recomputed, training.stack)
         assert found.cost.saved_bytes <= exact
         if not shared_beside_a_copy(layer, own):
             assert found.cost.saved_bytes == exact
             assert found.workspace_bytes == pytest.approx(
-                workspace_bytes(layer, own, again, training.stack), abs=1
+                workspace_bytes(layer, own, recomputed, training.stack), abs=1
             )
 
 

@@ -6,14 +6,9 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.plan import PLAN_VERSION, plan_to_document
-from parplan.planner.plan.traced_plan import (
-    ShardPlan,
-    ShardStage,
-    TracedPlan,
-    TracedSummary,
-    any_plan_from_document,
-)
+from parplan.planner.plan.plan import PLAN_VERSION
+from parplan.planner.plan.plan_file import any_plan_from_document, plan_to_document
+from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from tests.helpers.executor_plans import make_plan

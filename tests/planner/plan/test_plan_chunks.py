@@ -18,20 +18,25 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.checking.shrunk_plan import shrunk
 from parplan.planner.plan.chunk_levels import levels
-from parplan.planner.plan.plan import plan_from_document, plan_to_document, read_plan, write_plan
 from parplan.planner.plan.plan_chunks import busiest_rank, rank_chunks_of
+from parplan.planner.plan.plan_file import (
+    plan_from_document,
+    plan_to_document,
+    read_plan,
+    write_plan,
+)
 from parplan.planner.plan.plan_strategy import prices_of_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.runs.rank_checks import priced
 from parplan.planner.search.estimate import ChunkRequest
+from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import (
     load_cluster,
     load_stack,
     with_gpus,
 )
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.units import GIB
 from parplan.report.plans.chunk_tables import fullest_levels, home_blocks, spans_text

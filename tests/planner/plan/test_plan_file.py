@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parplan.planner.plan.plan import Plan, plan_to_yaml, read_plan, write_plan
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.prediction import Band, ErrorBand, Objective
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import NEUTRAL, AvailableKernel, Stack
@@ -184,6 +185,30 @@ def test_a_file_from_before_there_were_stacks_and_bands_reads_as_neutral(plan, t
     assert (
         replace(found, training=plan.training, predicted=plan.predicted, search=plan.search) == plan
     )
+
+
+def test_a_file_with_the_single_attention_kernel_of_older_stacks_reads_as_a_list_of_one(
+    plan, tmp_path
+):
+    def older(body):
+        del body["training"]["stack"]["flash_kernels"]
+        body["training"]["stack"]["flash_kernel"] = "cudnn"
+        body["cluster"]["device"].pop("compute_capability", None)
+
+    old_plan = read_plan(broken(plan, tmp_path / "plan.yaml", older))
+
+    kernels = (AvailableKernel(kernel="cudnn"),)
+    stack = replace(plan.training.stack, flash_kernels=kernels)
+    assert old_plan.training == replace(plan.training, stack=stack)
+    assert old_plan.cluster.device.compute_capability is None
+    assert "flash_kernel:" not in plan_to_yaml(old_plan)
+
+
+def test_a_file_with_the_old_and_the_new_key_of_attention_kernels_is_refused(plan, tmp_path):
+    both = put("training", "stack", "flash_kernel", "cudnn")
+
+    with pytest.raises(ConfigError, match=r"unknown key training\.stack\.flash_kernel"):
+        read_plan(broken(plan, tmp_path / "plan.yaml", both))
 
 
 def test_the_stack_and_the_band_travel_in_the_file(plan, tmp_path):

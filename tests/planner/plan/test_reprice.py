@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.planning import find_plan

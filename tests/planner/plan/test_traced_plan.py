@@ -9,11 +9,17 @@ import pytest
 import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.plan import plan_to_document, plan_to_yaml, write_plan
-from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan, traced_plan_from_document
+from parplan.planner.plan.plan_file import (
+    plan_to_document,
+    plan_to_yaml,
+    read_any_plan,
+    traced_plan_from_document,
+    write_plan,
+)
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints
-from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.report.plan_documents import plan_document, plan_schema

@@ -22,7 +22,12 @@ from parplan.profiles.errors import ConfigError
 from tests.helpers.synthetic_runs import BYTES, estimated, factors, run_of
 
 PIPELINE = {"pp": 2, "dp": 2}
-AHEAD = {"pp": 2, "recompute": Recompute.FULL, "schedule": Schedule.EARLY_RECOMPUTE}
+AHEAD = {
+    "pp": 2,
+    "recompute": Recompute.FULL,
+    "schedule": Schedule.EARLY_RECOMPUTE,
+    "stack": "parplan",
+}
 
 
 def test_a_run_comes_back_unchanged_with_its_plan(tmp_path):

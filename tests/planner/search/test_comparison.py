@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from parplan.costmodels.step_breakdown import NAMES
-from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.prediction import Quantity
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.comparison import MEMORY_NAMES, Comparison, compare

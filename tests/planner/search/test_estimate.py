@@ -15,9 +15,9 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import even_split
+from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.planning import estimate_plan, find_plan

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.plan import read_plan
+from parplan.planner.plan.plan import host_gib, read_plan
 from parplan.planner.request import Constraints, PlanRequest, Request, SearchOptions
 from parplan.planner.search.largest_model import (
     ALSO_TRIED,
@@ -33,7 +33,6 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB, tflops
 from parplan.report.searches.largest_table import flops_per_s, tokens_per_s
-from parplan.planner.plan.plan import host_gib
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.planning import find_plan
 

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from parplan.planner.deadline import NEVER
-from parplan.planner.plan.plan import read_plan
+from parplan.planner.plan.plan_file import read_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Progress, SearchOptions

@@ -16,9 +16,9 @@ from parplan.planner.plan.error_band import residuals_of
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, PlanRequest, Request, SearchOptions
 from parplan.planner.search.relaxations import Relaxations, relaxations
+from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB

@@ -14,15 +14,12 @@ from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.step import price_step
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
-from tests.helpers.planning import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import may_fit, redundancy_bound_bytes, time_bound
-from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, SearchOptions
 from parplan.planner.search.comparison import compare
-from tests.helpers.planning import estimate_plan
-from tests.helpers.planning import find_plan
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.embedding_columns import EitherTable
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -35,6 +32,7 @@ from tests.helpers.instances import (
     random_instance,
     redundant_bytes,
 )
+from tests.helpers.planning import enumerate_candidates, estimate_plan, find_plan
 from tests.helpers.uniform_strategies import frame_of
 
 LOOKUP = replace(PINS, offload=(Offload.LOOKUP,))

@@ -13,7 +13,7 @@ import yaml
 from parplan.commands.requests.layouts import action_rows
 from parplan.executor.checkpoint.folder import read_document
 from parplan.executor.data.tokens import read_sidecar
-from parplan.planner.plan import plan
+from parplan.planner.plan import plan_file
 from parplan.planner.runs import run_file as runs
 from parplan.profiles.documents.reader import (
     MAX_BYTES,
@@ -237,7 +237,7 @@ READERS = {
     "cluster": lambda path: load_cluster(str(path)),
     "stack": lambda path: load_stack(str(path)),
     "family": lambda path: load_family(str(path)),
-    "plan": plan.read_plan,
+    "plan": plan_file.read_plan,
     "profile": own.read_profile,
     "communication": comm_file.read_comm_file,
     "run": runs.read_run,

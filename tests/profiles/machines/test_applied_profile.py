@@ -16,22 +16,25 @@ from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_problem import layer_problem
 from parplan.planner.layer_options.layer_program import evaluate
-from parplan.planner.plan.plan import plan_from_document, plan_to_document, write_plan
-from parplan.planner.plan.plan import plan_to_yaml as plan_yaml
-from parplan.planner.plan.plan import read_plan as read_plan
+from parplan.planner.plan.plan_file import (
+    plan_from_document,
+    plan_to_document,
+    read_plan,
+    write_plan,
+)
+from parplan.planner.plan.plan_file import plan_to_yaml as plan_yaml
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.applied_profile import applied
+from parplan.profiles.machines.calibration_factors import Calibration, Factor
+from parplan.profiles.machines.curves import CollectiveCurve, SizeBounds
 from parplan.profiles.machines.machine_catalog import (
     cluster_document,
     load_cluster,
     load_stack,
     with_gpus,
 )
-from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import applied
-from parplan.profiles.machines.calibration_factors import Calibration, Factor
-from parplan.profiles.machines.curves import CollectiveCurve, SizeBounds
 from parplan.profiles.machines.shipped_profiles import analytic_profile, machine_for
 from parplan.profiles.machines.speeds import InStep, Profile
 from parplan.profiles.machines.user_profile import (
@@ -40,6 +43,7 @@ from parplan.profiles.machines.user_profile import (
     prices_fingerprint,
     profile_to_yaml,
 )
+from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import Kind

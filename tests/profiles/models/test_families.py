@@ -11,6 +11,8 @@ import pytest
 from parplan.commands.options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.profiles import catalog
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.families import family_of
 from parplan.profiles.models.model_catalog import (
     family_members,
     family_names,
@@ -18,8 +20,6 @@ from parplan.profiles.models.model_catalog import (
     load_model,
     model_names,
 )
-from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.families import family_of
 from parplan.profiles.models.spec import Precision
 
 PUBLISHED = {  # PatrickStar's examples (arXiv 2108.05818): hidden size and blocks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parplan.executor.__main__ import run as run_executor
-from parplan.planner.plan.plan import write_plan
+from parplan.planner.plan.plan_file import write_plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.module_trust import (

@@ -1,0 +1,36 @@
+"""The layout and the host memory of a plan, derived from its fields."""
+
+from __future__ import annotations
+
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.plan.plan import Plan
+
+
+def host_gib(plan: Plan) -> float:
+    """Host GiB that the fullest node holds; the ranks of a pipeline stage are neighbours."""
+    ranks_per_stage = plan.mesh.dp * plan.mesh.tp
+    gpus_per_node = plan.cluster.gpus_per_node
+    rank_gib = [
+        plan.predicted.memory_gib[rank // ranks_per_stage].host
+        for rank in range(plan.mesh.num_ranks)
+    ]
+    return max(
+        sum(rank_gib[first : first + gpus_per_node])
+        for first in range(0, len(rank_gib), gpus_per_node)
+    )
+
+
+def layout_of(plan: Plan) -> ParallelLayout:
+    """Returns the mesh, schedule and micro-batch of a plan as a layout."""
+    pipeline = plan.pipeline
+    return ParallelLayout(
+        mesh=plan.mesh,
+        schedule=pipeline.schedule,
+        virtual_stages=pipeline.virtual_stages,
+        micro_batch_size=pipeline.micro_batch_size,
+        num_micro_batches=pipeline.num_micro_batches,
+        sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()),
+        actions=pipeline.actions,
+        tp_overlap=pipeline.tp_overlap,
+        chunked=plan.chunks is not None,
+    )
