@@ -76,7 +76,7 @@ def compare(
         request_of,
     )
     from parplan.planner.baselines.systems import baseline_names
-    from parplan.planner.plan.plan import read_plan
+    from parplan.planner.plan.plan_file import read_plan
     from parplan.planner.plan.prediction import Objective
     from parplan.planner.request import Constraints
     from parplan.planner.search.comparison import compare

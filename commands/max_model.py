@@ -165,7 +165,7 @@ def _deliver(
 ) -> None:
     """Prints the rows, and writes the plan of the largest model."""
     from parplan.commands.requests.requests import all_assumed
-    from parplan.planner.plan.plan import plan_to_yaml
+    from parplan.planner.plan.plan_file import plan_to_yaml
     from parplan.report.searches.largest_table import largest_document, print_largest
     from parplan.report.text import console
 
@@ -183,7 +183,7 @@ def _deliver(
 
 
 def _write(plan: Plan, output: Path) -> None:
-    from parplan.planner.plan.plan import write_plan
+    from parplan.planner.plan.plan_file import write_plan
 
     write_plan(plan, output)
     click.echo(f"wrote {output}, the plan of {plan.model.name}", err=True)

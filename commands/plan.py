@@ -190,7 +190,7 @@ def _deliver_front(
 
     A file that cannot be written does not lose the table.
     """
-    from parplan.planner.plan.plan import write_plan
+    from parplan.planner.plan.plan_file import write_plan
     from parplan.planner.search.pareto import plan_paths
     from parplan.report.searches.front_table import front_document, print_front
     from parplan.report.text import console

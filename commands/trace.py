@@ -30,7 +30,7 @@ def trace(plan_file: Path, output: Path) -> None:
     """Write the predicted timeline of a plan's step as a trace that opens in Perfetto or
     chrome://tracing.
     """
-    from parplan.planner.plan.plan import read_plan
+    from parplan.planner.plan.plan_file import read_plan
     from parplan.planner.runs.run_account import plan_trace_ranks
     from parplan.profiles.documents.files import write_text
     from parplan.report.chrome_trace import trace_json

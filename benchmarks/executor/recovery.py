@@ -28,7 +28,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parplan.planner.plan.plan import Plan, write_plan
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import write_plan
 from parplan.profiles.models.model_catalog import load_model
 from parplan.report.text import console, print_table, say
 from tests.helpers.executor_plans import make_plan

@@ -42,7 +42,8 @@ from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.plan.plan import Plan, host_gib
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.derived import host_gib
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices, estimate_plan
 from parplan.planner.search.find_plan import find_plan

@@ -20,7 +20,8 @@ import click
 from parplan.commands.options import TargetOptions
 from parplan.commands.requests.machine import TrainingDefaults, training_of
 from parplan.costmodels.host.offload import Offload
-from parplan.planner.plan.plan import Plan, host_gib
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.derived import host_gib
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, PlanRequest
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import InfeasibleError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from parplan.profiles.catalog import cluster_document, cluster_from_document
+from parplan.profiles.machines.machine_catalog import cluster_document, cluster_from_document
 
 from parplan.planner.plan.consistency import require_consistent, require_consistent_traced
 from parplan.planner.plan.plan import PLAN_VERSION, Plan

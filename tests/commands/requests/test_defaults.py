@@ -10,7 +10,7 @@ import pytest
 from parplan.commands.options import TargetOptions
 from parplan.commands.requests.machine import DEFAULT_STACK
 from parplan.commands.requests.requests import request_of
-from parplan.planner.plan.plan import read_plan
+from parplan.planner.plan.plan_file import read_plan
 from parplan.profiles.models.spec import TrainingSpec
 from tests.helpers.command_runs import succeed
 

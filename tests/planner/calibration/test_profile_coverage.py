@@ -17,7 +17,8 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.calibration.profile_cases import ProfiledWorkload, cases_of
 from parplan.planner.calibration.profile_coverage import coverage, missing_cases
-from parplan.planner.plan.plan import Plan, read_plan, write_plan
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.profiles.machines.machine_catalog import (
     load_cluster,
     load_stack,

@@ -19,7 +19,8 @@ from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.host_options.activation_options import host_options
 from parplan.planner.host_options.host_variants import with_host
-from parplan.planner.plan.plan import LayerPlan, Plan, read_plan, write_plan
+from parplan.planner.plan.plan import LayerPlan, Plan
+from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.stage_columns.block_counts import to_strategy

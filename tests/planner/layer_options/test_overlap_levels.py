@@ -20,7 +20,8 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.forbid import parse_bans
 from parplan.planner.layer_options.overlap_levels import illegal_overlap, paying
-from parplan.planner.plan.plan import Plan, plan_from_document, plan_to_document
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search.search_session import SearchPrices

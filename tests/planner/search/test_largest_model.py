@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.plan import host_gib, read_plan
+from parplan.planner.plan.derived import host_gib
+from parplan.planner.plan.plan_file import read_plan
 from parplan.planner.request import Constraints, PlanRequest, Request, SearchOptions
 from parplan.planner.search.largest_model import (
     ALSO_TRIED,
