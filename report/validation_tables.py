@@ -32,19 +32,24 @@ NOTES = (  # title of a group of columns, what it means
     ),
     (
         "ranking",
-        "ranking: inside each grid of at least 3 configurations of one model, GPUs and tokens in a step; @1: how much slower than "
-        "the best is the one predicted fastest (regret), @3: the best of the three predicted fastest",
+        "ranking: inside each grid of at least 3 configurations of one model, GPUs and tokens in "
+        "a step; @1: how much slower than "
+        "the best is the one predicted fastest (regret), @3: the best of the three predicted "
+        "fastest",
     ),
     ("memory", "memory: what the source measured, mostly the allocator's peak of the fullest GPU"),
     (
         "out of memory",
-        "out of memory: found, of the rows that ran out those predicted not to fit; right, of those predicted not to fit "
+        "out of memory: found, of the rows that ran out those predicted not to fit; right, of "
+        "those predicted not to fit "
         "the ones that ran out",
     ),
 )
 FITTED_NOTES = (
-    "rows: at most 24 of an experiment, evenly spaced over those of the published steps; each experiment counts once",
-    "when held out: the value when one experiment, or one fold of a source, is left out; plan validate prices a row so",
+    "rows: at most 24 of an experiment, evenly spaced over those of the published steps; each "
+    "experiment counts once",
+    "when held out: the value when one experiment, or one fold of a source, is left out; plan "
+    "validate prices a row so",
 )
 _GAP = "   "  # between two groups of columns
 _NONE = "-"
@@ -224,10 +229,16 @@ def _counted_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
     """What the predictions are made of, and what the rows left open."""
     kinds = Counter(row.kind for row in priced if row.kind)
     if kinds:
-        yield f"predicted step times: {', '.join(f'{count:,} {kind}' for kind, count in kinds.most_common())}"
+        yield (
+            f"predicted step times: "
+            f"{', '.join(f'{count:,} {kind}' for kind, count in kinds.most_common())}"
+        )
     assumed = Counter(setting for row in priced if row.reason is None for setting in row.assumed)
     if assumed:
-        yield f"settings that rows left open: {', '.join(f'{setting} ({count:,})' for setting, count in assumed.most_common())}"
+        yield (
+            f"settings that rows left open: "
+            f"{', '.join(f'{setting} ({count:,})' for setting, count in assumed.most_common())}"
+        )
 
 
 def _print_rows(priced: Sequence[PricedRow], out: Console) -> None:

@@ -153,7 +153,8 @@ def in_step_of(
         forward_s=float(f"{forward_s:.4g}"),
         backward_s=float(f"{backward_s:.4g}"),
         host_adds=host_adds,
-        source=f"{len(found) // 2} blocks, forward and backward, within {max(errors):.0%} (median {median(errors):.0%})",
+        source=f"{len(found) // 2} blocks, forward and backward, within {max(errors):.0%} (median "
+        f"{median(errors):.0%})",
         **layouts,
     )
 

@@ -120,7 +120,8 @@ def measure_operators(wanted: ProfileRequest, on_progress: OnProgress | None) ->
             )
         if missing is not None and found.missed:
             raise ConfigError(
-                f"the time was over before {missing} was measured, so nothing says how fast {here.device} is",
+                f"the time was over before {missing} was measured, so nothing says how fast "
+                f"{here.device} is",
                 hint="give it more time with --minutes: the same command goes on",
             )
         fresh = [

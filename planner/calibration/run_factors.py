@@ -137,7 +137,8 @@ def _require_alike(priced: Sequence[PricedRun], names: Sequence[str]) -> None:
             )
         if not _ran_on(plan.cluster.device.name, one.run.environment.device):
             raise ConfigError(
-                f"{name}: the plan is for {plan.cluster.device.name}, the run was on {one.run.environment.device}",
+                f"{name}: the plan is for {plan.cluster.device.name}, the run was on "
+                f"{one.run.environment.device}",
                 hint="calibrate with a run on that device",
             )
 

@@ -50,7 +50,8 @@ def require_known(pins: Constraints) -> None:
             )
     if pins.recompute and Recompute.SELECTIVE in pins.recompute:
         raise ConfigError(
-            "--recompute selective needs a described model, of a traced one shards run again or not",
+            "--recompute selective needs a described model, of a traced one shards run again or "
+            "not",
             hint="--recompute none, full or none,full",
         )
     unknown = [schedule for schedule in pins.schedule or () if schedule not in RUN]
@@ -188,7 +189,13 @@ def _excluded(
     if layout.schedule in AHEAD and levels is not None and Recompute.FULL not in levels:
         return f"{layout.schedule} is for recompute, --recompute or --forbid excludes that"
     if layout.schedule in LAST_KEEPS_ALL and levels is not None and Recompute.NONE not in levels:
-        return f"the last stage of {layout.schedule} recomputes nothing, --recompute or --forbid excludes that"
+        return (
+            f"the last stage of {layout.schedule} recomputes nothing, --recompute or --forbid "
+            f"excludes that"
+        )
     if layout.schedule is Schedule.ONE_F_ONE_B and layout.num_micro_batches < layout.mesh.pp:
-        return f"1f1b needs at least pp {layout.mesh.pp} micro-batches to fill, there are {layout.num_micro_batches}"
+        return (
+            f"1f1b needs at least pp {layout.mesh.pp} micro-batches to fill, there are "
+            f"{layout.num_micro_batches}"
+        )
     return legal(layout.schedule, layout.mesh.pp, layout.num_micro_batches, layout.virtual_stages)

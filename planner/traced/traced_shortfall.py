@@ -31,7 +31,8 @@ def infeasible_traced_error(search: TracedSearch) -> InfeasibleError:
     except OutOfTimeError:
         cluster = search.price_cache.machine.cluster
         return InfeasibleError(
-            f"{search.sharded.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not "
+            f"{search.sharded.model.name} does not fit on {cluster.num_gpus} x "
+            f"{cluster.device.name}; how much it is short was not "
             "searched, the time was over",
             hint="use more GPUs, or give it a longer --time-limit",
         )
@@ -65,10 +66,14 @@ def _explained(search: TracedSearch) -> InfeasibleError:
     )
     shards = search.sharded.shards
     return InfeasibleError(
-        f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({strategy.layout.mesh}, zero {run.zero}, "
-        f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}) needs {gib(memory.total):.1f} GiB on stage "
-        f"{rank} ({shards[run.first].name} to {shards[run.end - 1].name}), {gib(limit):.1f} usable{margin}: "
-        f"{gib(memory.total - limit):.1f} GiB short; the largest part is {largest}, {gib(parts[largest]):.1f} GiB",
+        f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan "
+        f"({strategy.layout.mesh}, zero {run.zero}, "
+        f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}) needs "
+        f"{gib(memory.total):.1f} GiB on stage "
+        f"{rank} ({shards[run.first].name} to {shards[run.end - 1].name}), {gib(limit):.1f} "
+        f"usable{margin}: "
+        f"{gib(memory.total - limit):.1f} GiB short; the largest part is {largest}, "
+        f"{gib(parts[largest]):.1f} GiB",
         hint=_hint(search),
     )
 
@@ -117,7 +122,10 @@ def _hint(search: TracedSearch) -> str:
         for layout in _layouts(larger):
             price = price_shards(leanest_traced(larger, layout), larger.tables)
             if max(memory.total for memory in price.memory) <= larger.limit_bytes:
-                return f"{larger.price_cache.machine.cluster.num_gpus} GPUs are enough (--gpus {larger.price_cache.machine.cluster.num_gpus})"
+                return (
+                    f"{larger.price_cache.machine.cluster.num_gpus} GPUs are enough (--gpus "
+                    f"{larger.price_cache.machine.cluster.num_gpus})"
+                )
     shorter = (
         ""
         if search.price_cache.training.seq_length == 1

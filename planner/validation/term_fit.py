@@ -336,7 +336,10 @@ def terms_to_yaml(terms: Terms) -> str:
 
     body: Any = document(terms)
     text = yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=140)
-    return f"# Written by `python -m parplan.planner.validation.term_fit` from measured training steps; do not edit.\n{text}"
+    return (
+        f"# Written by `python -m parplan.planner.validation.term_fit` from measured training "
+        f"steps; do not edit.\n{text}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

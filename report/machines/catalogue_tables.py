@@ -30,10 +30,14 @@ from parplan.profiles.units import GB, US_PER_S, format_count, gib, tflops
 from parplan.report.text import FIXED_WIDTH, joined, percent, print_table, say
 
 STACK_NOTES = (
-    "attention: with the newest fused kernel; a device gets the newest that it can run (--json has all, by architecture)",
-    "time, memory: eight in ten of so many measured rows, whose fit had not seen them, were within; `all`: of every stack",
-    "fitted: by what factor kernels take longer than alone, and the host's time for one operator (plan validate --fitted)",
-    "hides: the axes whose communication runs under compute; sp: tensor parallelism with sequence parallelism",
+    "attention: with the newest fused kernel; a device gets the newest that it can run (--json "
+    "has all, by architecture)",
+    "time, memory: eight in ten of so many measured rows, whose fit had not seen them, were "
+    "within; `all`: of every stack",
+    "fitted: by what factor kernels take longer than alone, and the host's time for one operator "
+    "(plan validate --fitted)",
+    "hides: the axes whose communication runs under compute; sp: tensor parallelism with sequence "
+    "parallelism",
 )
 _SOURCE_WIDTH = 30  # of where a model's shape comes from; --json has it whole
 

@@ -72,7 +72,8 @@ def _facts(profile: UserProfile) -> Iterator[tuple[str, list[str]]]:
             "in a step",
             [
                 f"{in_step.stack}: kernels x {in_step.kernel_slowdown:.3g}",
-                f"host {seconds_text(in_step.forward_s)} an operator forward, {seconds_text(in_step.backward_s)} backward",
+                f"host {seconds_text(in_step.forward_s)} an operator forward, "
+                f"{seconds_text(in_step.backward_s)} backward",
             ],
         )
 

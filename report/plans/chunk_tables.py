@@ -65,7 +65,8 @@ def chunks_fact(plan: Plan, chunks: ChunkPlan) -> tuple[str, str, str]:
     return (
         "chunks",
         whose,
-        f"{more}{format_bytes(busiest.in_bytes)} in and {format_bytes(busiest.out_bytes)} out a step and GPU",
+        f"{more}{format_bytes(busiest.in_bytes)} in and {format_bytes(busiest.out_bytes)} out a "
+        f"step and GPU",
     )
 
 
@@ -88,7 +89,8 @@ def print_chunks(plan: Plan, out: Console) -> None:
     say(out)
     say(
         out,
-        f"  what a step moves of one GPU, evicting by {chunks.eviction}; tensors may fill the budget",
+        f"  what a step moves of one GPU, evicting by {chunks.eviction}; tensors may fill the "
+        f"budget",
         "dim",
     )
     print_table(
@@ -147,7 +149,8 @@ def print_levels(levels: Sequence[ChunkLevel], rank: int, chunks: RankChunks, ou
     shown, budget = fullest_levels(levels), gib_text(gib(chunks.device_bytes))
     say(
         out,
-        f"  fullest of {len(levels):,} moments of stage {rank}, GiB of one GPU; the budget is {budget}",
+        f"  fullest of {len(levels):,} moments of stage {rank}, GiB of one GPU; the budget is "
+        f"{budget}",
         "dim",
     )
     heading = ("moment", "pass", "micro-batch", "block", *CLASSES, "total", "in", "out")
@@ -160,7 +163,8 @@ def print_levels(levels: Sequence[ChunkLevel], rank: int, chunks: RankChunks, ou
     text = ", ".join(f"{format_bytes(size)} {name}" for name, size in sums.items())
     say(
         out,
-        f"  in all {text} around the moments of a step{f'; {format_bytes(after)} in after the update' if after else ''}",
+        f"  in all {text} around the moments of a "
+        f"step{f'; {format_bytes(after)} in after the update' if after else ''}",
         "dim",
     )
 

@@ -74,9 +74,15 @@ def coverage_notes(found: Coverage, plan: Plan, profile: str, plan_file: str) ->
     if any(case.size("nodes") == 1 for case in messages):
         yield f"{measure} --comm"
     if any(case.size("nodes") > 1 for case in messages):
-        yield f"{measure} --add COMM, of torchrun --nnodes {plan.cluster.nodes} ... -m parplan.profiles.profile_comm -o COMM"
+        yield (
+            f"{measure} --add COMM, of torchrun --nnodes {plan.cluster.nodes} ... -m "
+            f"parplan.profiles.profile_comm -o COMM"
+        )
     if found.beyond:
         yield f"analytic whatever is measured: {', '.join(found.beyond)}"
     measured = plan.cluster.profile and plan.cluster.profile.in_step
     if measured and measured.stack != plan.training.stack.name:
-        yield f"whole blocks were measured as {measured.stack} runs them, what a step adds is {plan.training.stack.name}'s"
+        yield (
+            f"whole blocks were measured as {measured.stack} runs them, what a step adds is "
+            f"{plan.training.stack.name}'s"
+        )

@@ -30,14 +30,16 @@ def print_strategies(found: Iterable[OperatorStrategies], out: Console, mesh: st
     """
     say(
         out,
-        f"strategies over the tensor-parallel axis of {mesh}; what lies between operators is priced by placement pair",
+        f"strategies over the tensor-parallel axis of {mesh}; what lies between operators is "
+        f"priced by placement pair",
         "bold",
     )
     for operator in found:
         say(out)
         note = "keep or recompute" if operator.recomputable else "keep only"
         host = (
-            f"; {operator.kept_bytes / MIB:,.1f} MiB to the host in {operator.copy_s * US_PER_S:,.0f} us"
+            f"; {operator.kept_bytes / MIB:,.1f} MiB to the host in "
+            f"{operator.copy_s * US_PER_S:,.0f} us"
             if operator.kept_bytes
             else ""
         )

@@ -58,8 +58,10 @@ _CAUSES = (
 EXECUTORS_STACK = "parplan"
 _REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 _PRICE_NOTES = {
-    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far to trust it' in the README",
-    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of this step",
+    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far "
+    "to trust it' in the README",
+    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of "
+    "this step",
 }
 
 
@@ -128,10 +130,19 @@ def _notes(plan: Plan) -> Iterator[str]:
     if note:
         yield note
     if band:
-        yield f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen them, were within it"
+        yield (
+            f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen "
+            f"them, were within it"
+        )
     elif plan.model.num_experts:
-        yield "band unknown: no measured steps of models with experts, whose routing is taken as balanced"
-        yield "blocks of experts are divided over tp as Megatron divides them, and recompute nothing, a selection or everything"
+        yield (
+            "band unknown: no measured steps of models with experts, whose routing is taken as "
+            "balanced"
+        )
+        yield (
+            "blocks of experts are divided over tp as Megatron divides them, and recompute "
+            "nothing, a selection or everything"
+        )
     elif plan.cluster.profile:
         yield "band unknown: no published step was priced with a profile of your own"
     else:
@@ -141,7 +152,10 @@ def _notes(plan: Plan) -> Iterator[str]:
             "; the band is of prices without" if band else ""
         )
     if plan.training.stack.name != EXECUTORS_STACK:
-        yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack {EXECUTORS_STACK}"
+        yield (
+            f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack "
+            f"{EXECUTORS_STACK}"
+        )
 
 
 def _space_text(plan: Plan) -> str | None:
@@ -150,7 +164,10 @@ def _space_text(plan: Plan) -> str | None:
     if search.status is Status.ESTIMATE:
         return None
     if search.objective is Objective.MEMORY:
-        return "the gap is over all candidates whose stages run mixes of at most two options; --explain says what is not searched"
+        return (
+            "the gap is over all candidates whose stages run mixes of at most two options; "
+            "--explain says what is not searched"
+        )
     choices = (
         "a ZeRO stage, a recompute list and a division of its operators"
         if plan.mesh.tp > 1
@@ -161,7 +178,10 @@ def _space_text(plan: Plan) -> str | None:
         if plan.mesh.pp > 1
         else ""
     )
-    return f"the gap is over all candidates, with {choices} for each block by itself{measured}; --explain says what is not searched"
+    return (
+        f"the gap is over all candidates, with {choices} for each block by itself{measured}; "
+        f"--explain says what is not searched"
+    )
 
 
 def header(plan: Plan, width: int) -> str:
@@ -174,7 +194,8 @@ def header(plan: Plan, width: int) -> str:
         (
             f"{model.name}, {_parameters(plan)}, {model.num_layers} layers",
             f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
-            f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, {training.optimizer.capitalize()}",
+            f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, "
+            f"{training.optimizer.capitalize()}",
         ),
         " | ",
         width,
@@ -218,7 +239,10 @@ def _facts(
             f" {band_text(predicted.error_band.time.share)}",
             f" ({band_text(predicted.error_band.memory.share)})",
         )
-    speed = f"{predicted.tokens_per_s_per_gpu.value:,.0f} tokens/s/GPU, {percent(predicted.mfu.value)} MFU"
+    speed = (
+        f"{predicted.tokens_per_s_per_gpu.value:,.0f} tokens/s/GPU, "
+        f"{percent(predicted.mfu.value)} MFU"
+    )
     yield "step", f"{seconds_text(step.value)}{of_step} ({step.kind})", speed
     free = worst.capacity - worst.total
     place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
@@ -229,7 +253,10 @@ def _facts(
     )
     yield "memory", f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}", place + room
     if host := max(memory.host for memory in plan.predicted.memory_gib):
-        node = f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of {gib(plan.cluster.host_memory_bytes):,.0f}"
+        node = (
+            f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of "
+            f"{gib(plan.cluster.host_memory_bytes):,.0f}"
+        )
         looks_up = any(
             Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values()
         )
@@ -289,7 +316,10 @@ def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
     if search.status is Status.ESTIMATE:
         return "proven", "nothing", "priced by hand, not searched"
     took = "" if context.elapsed_s is None else f", {context.elapsed_s:.1f} s"
-    counts = f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, {search.candidates.solved:,} solved{took}"
+    counts = (
+        f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, "
+        f"{search.candidates.solved:,} solved{took}"
+    )
     gap = f"gap {percent(search.gap)}"
     if search.objective is not Objective.THROUGHPUT:
         slower = plan.predicted.step_time_s.value / search.fastest_step_time_s - 1
@@ -396,7 +426,10 @@ def _print_ties(plan: Plan, out: Console) -> None:
     if not ties or band is None:
         return
     lean = min(ties, key=lambda other: other.peak_memory_gib)
-    text = f"{'1 other plan is' if len(ties) == 1 else f'{len(ties)} other plans are'} inside the error band of the step time"
+    text = (
+        f"{'1 other plan is' if len(ties) == 1 else f'{len(ties)} other plans are'} inside the "
+        f"error band of the step time"
+    )
     if lean.peak_memory_gib < fullest(plan).total * (1 - band.memory.share):
         text += (
             f"; the one with least memory, {gib_text(lean.peak_memory_gib)} GiB, is {_name(lean)}"

@@ -35,9 +35,11 @@ from parplan.report.text import (
 )
 
 _PRICE_NOTES = {
-    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; traced operators that have no curve of their own are "
+    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; traced "
+    "operators that have no curve of their own are "
     "priced by their FLOPs and bytes",
-    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of this step",
+    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of "
+    "this step",
 }
 
 
@@ -78,9 +80,11 @@ def traced_header(plan: TracedPlan, width: int) -> str:
     )
     return joined(
         (
-            f"{traced.name}, {format_count(traced.num_parameters)} parameters, {counted(traced.num_operators, 'operator')} in "
+            f"{traced.name}, {format_count(traced.num_parameters)} parameters, "
+            f"{counted(traced.num_operators, 'operator')} in "
             f"{counted(len(plan.shards), 'shard')}",
-            f"{cluster.num_gpus} x {cluster.device.name} in {cluster.nodes} x {cluster.gpus_per_node}",
+            f"{cluster.num_gpus} x {cluster.device.name} in {cluster.nodes} x "
+            f"{cluster.gpus_per_node}",
             f"{of}, {training.precision}",
         ),
         "; ",
@@ -95,7 +99,10 @@ def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str
     yield ("stack", *stack_phrases(plan))
     yield "module", plan.module.text, "unmodified: traced, and cut between its shards"
     step = predicted.step_time_s
-    speed = f"{format_number(predicted.tokens_per_s_per_gpu.value, 4)} {plan.traced.unit}/s/GPU, {percent(predicted.mfu.value)} MFU"
+    speed = (
+        f"{format_number(predicted.tokens_per_s_per_gpu.value, 4)} {plan.traced.unit}/s/GPU, "
+        f"{percent(predicted.mfu.value)} MFU"
+    )
     yield "step", f"{seconds_text(step.value)} ({step.kind})", speed
     free = worst.capacity - worst.total
     place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
@@ -147,7 +154,8 @@ def _print_stages(plan: TracedPlan, out: Console, *, whole: bool) -> None:
     if len(ranks) < plan.mesh.pp:
         say(
             out,
-            f"  ({counted(plan.mesh.pp - len(ranks), 'less full stage')} left out: plan show lists them all)",
+            f"  ({counted(plan.mesh.pp - len(ranks), 'less full stage')} left out: plan show "
+            f"lists them all)",
             "dim",
         )
 
@@ -169,4 +177,7 @@ def _notes(plan: TracedPlan) -> Iterator[str]:
         yield note
     yield "band unknown: no measured steps of traced modules"
     if plan.training.stack.name != EXECUTORS_STACK:
-        yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack {EXECUTORS_STACK}"
+        yield (
+            f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack "
+            f"{EXECUTORS_STACK}"
+        )

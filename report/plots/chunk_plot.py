@@ -38,7 +38,8 @@ def draw_levels(
     _draw_bytes(axes, levels, budget_bytes)
     _draw_marks(marks, levels)
     axes.set_title(
-        f"{plan.model.name}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} micro-batches"
+        f"{plan.model.name}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} "
+        f"micro-batches"
     )
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)

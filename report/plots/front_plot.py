@@ -234,7 +234,8 @@ def _name_axes(figure: Figure, axes: Axes, front: ParetoFront) -> None:
     partial = ", incomplete" if front.stopped else ""
     plans = counted(len(front.points), "plan")
     axes.set_title(
-        f"{plan.model.name} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: {plans}{partial}",
+        f"{plan.model.name} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: "
+        f"{plans}{partial}",
         pad=12,
     )
     axes.set_xlabel("peak memory of the fullest GPU, GiB (predicted, analytic)")

@@ -27,7 +27,8 @@ def print_calibration(profile: UserProfile, out: Console) -> None:
         return
     say(
         out,
-        f"{profile.device}, {calibration.stack}, {calibration.precision}: measured over predicted seconds",
+        f"{profile.device}, {calibration.stack}, {calibration.precision}: measured over predicted "
+        f"seconds",
         "bold",
     )
     rows = []

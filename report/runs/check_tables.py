@@ -31,7 +31,8 @@ def print_check(plan: Plan, checks: Sequence[RankCheck], out: Console) -> None:
     full = max(checks, key=lambda check: check.found.held)
     say(
         out,
-        f"{plan.model.name}, {plan.mesh}: one rank of {_stages(plan, checks)}, at full size on tensors without data",
+        f"{plan.model.name}, {plan.mesh}: one rank of {_stages(plan, checks)}, at full size on "
+        f"tensors without data",
         "bold",
     )
     if len(checks) > 1:
@@ -140,18 +141,22 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
     if short:
         most = max(short, key=lambda check: check.micro_batches)
         yield (
-            f"counted on steps of {' and '.join(map(str, most.micro_batches))} micro-batches, of {most.of}: "
+            f"counted on steps of {' and '.join(map(str, most.micro_batches))} micro-batches, of "
+            f"{most.of}: "
             "what is sent is linear in their number, what is held stays"
         )
     old = [check for check in checks if check.outdated]
     if old:
         yield (
-            f"the plan file predicts a peak of {format_bytes(old[0].planned)} on stage {old[0].rank}, today's prices "
+            f"the plan file predicts a peak of {format_bytes(old[0].planned)} on stage "
+            f"{old[0].rank}, today's prices "
             f"{format_bytes(old[0].predicted.held)}: make the plan again"
         )
     yield (
-        "found: one rank of the executor, its kernels' own workspace left out; predicted: what the stack of the plan holds "
-        "and sends; temporaries: what the fullest moment holds beyond states and the most activations, which may never be there "
+        "found: one rank of the executor, its kernels' own workspace left out; predicted: what "
+        "the stack of the plan holds "
+        "and sends; temporaries: what the fullest moment holds beyond states and the most "
+        "activations, which may never be there "
         "together; peak: tensors alone, the device also holds the reserve"
     )
 
@@ -171,7 +176,8 @@ def verdict(checks: Sequence[RankCheck]) -> str:
     if full:
         most = max(full, key=lambda check: check.occupied)
         return (
-            f"does not fit: stage {most.rank} needs {format_bytes(most.occupied)} of {format_bytes(most.capacity)}, "
+            f"does not fit: stage {most.rank} needs {format_bytes(most.occupied)} of "
+            f"{format_bytes(most.capacity)}, "
             f"{device_text(most)}; {'; '.join(parts)}"
         )
     return f"{start}: {'; '.join(parts)}"

@@ -52,7 +52,8 @@ def print_record(run: RunFile, out: Console) -> None:
     name = plan.traced.name if isinstance(plan, TracedPlan) else plan.model.name
     say(
         out,
-        f"{name}, {plan.mesh}: a run of {run.date} on {where.world_size} x {where.device}, torch {where.torch}",
+        f"{name}, {plan.mesh}: a run of {run.date} on {where.world_size} x {where.device}, torch "
+        f"{where.torch}",
         "bold",
     )
     skipped = f", {len(steps.skipped)} skipped" if steps.skipped else ""
@@ -164,8 +165,14 @@ def _measured(figure: Beside) -> float:
 def _notes(run: RunFile) -> Iterator[str]:
     if run.environment.device == "cpu":
         most = max(rank.host_rss_bytes for rank in run.ranks)
-        yield f"host memory of a process at most {format_bytes(most)}, with Python and its libraries: no figure that is predicted"
+        yield (
+            f"host memory of a process at most {format_bytes(most)}, with Python and its "
+            f"libraries: no figure that is predicted"
+        )
         if "profile" not in run.plan["cluster"]:
-            yield "prices of the device cpu are assumed: 'plan profile' measures them, 'plan calibrate' takes them from this run"
+            yield (
+                "prices of the device cpu are assumed: 'plan profile' measures them, 'plan "
+                "calibrate' takes them from this run"
+            )
     if run.clock_error_s:
         yield f"clocks of the machines agree to within about {seconds_text(run.clock_error_s)}"

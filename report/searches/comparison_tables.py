@@ -189,12 +189,15 @@ def _shortfall(found: Comparison, row: ComparisonRow) -> str:
     lean, plan = row.baseline.leanest, found.ours.plan
     if lean is None:
         return (
-            f"{row.baseline.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a global batch of "
+            f"{row.baseline.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a "
+            f"global batch of "
             f"{plan.training.global_batch_size}"
         )
     return (
-        f"{row.baseline.name} does not fit: its leanest ({_lean_text(lean)}) needs {gib_text(gib(lean.peak_bytes))} GiB on stage "
-        f"{lean.rank}, {gib_text(_short_gib(found, lean))} GiB more than the {gib_text(gib(found.limit_bytes))} usable"
+        f"{row.baseline.name} does not fit: its leanest ({_lean_text(lean)}) needs "
+        f"{gib_text(gib(lean.peak_bytes))} GiB on stage "
+        f"{lean.rank}, {gib_text(_short_gib(found, lean))} GiB more than the "
+        f"{gib_text(gib(found.limit_bytes))} usable"
     )
 
 
@@ -212,10 +215,14 @@ def _notes(found: Comparison, *, pinned: bool) -> Iterator[str]:
     if found.unpriced:
         yield f"not priced before the time limit: {', '.join(found.unpriced)}"
     if found.filed_step_s is not None:
-        yield f"the plan file says {seconds_text(found.filed_step_s)}; the comparison is of {seconds_text(ours.step_s)}, as priced now"
+        yield (
+            f"the plan file says {seconds_text(found.filed_step_s)}; the comparison is of "
+            f"{seconds_text(ours.step_s)}, as priced now"
+        )
     if ours.fullest.total > found.limit_bytes:
         yield (
-            f"ours needs {gib_text(gib(ours.fullest.total))} GiB, more than the {gib_text(gib(found.limit_bytes))} that the baselines "
+            f"ours needs {gib_text(gib(ours.fullest.total))} GiB, more than the "
+            f"{gib_text(gib(found.limit_bytes))} that the baselines "
             "were held to: --memory-margin, --memory-limit"
         )
     if pinned:
@@ -233,7 +240,10 @@ def _meaning(row: ComparisonRow) -> str:
     strategies = f"{baseline.candidates:,} strategies"
     if optimum is None:
         return f"{baseline.what} ({strategies}, none fits)"
-    return f"{baseline.what} ({f'the first of {strategies} that fits' if baseline.in_order else f'{strategies}, {optimum.fitted:,} fit'})"
+    return (
+        f"{baseline.what} "
+        f"({f'the first of {strategies} that fits' if baseline.in_order else f'{strategies}, {optimum.fitted:,} fit'})"
+    )
 
 
 def comparison_document(found: Comparison) -> dict[str, Any]:

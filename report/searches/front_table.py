@@ -131,35 +131,41 @@ def _facts(
     took = "" if context.elapsed_s is None else f" in {context.elapsed_s:.1f} s"
     yield (
         "units",
-        f"peak: GiB of the fullest GPU, which has {device.capacity:.1f}; redund.: GiB over all GPUs beyond one copy",
+        f"peak: GiB of the fullest GPU, which has {device.capacity:.1f}; redund.: GiB over all "
+        f"GPUs beyond one copy",
     )
     if front.uses_host:
         yield (
             "host",
             (
-                f"GiB of a node's host, which has {gib(first.cluster.host_memory_bytes):,.0f}, in neither of the two; states that lie there "
-                f"are not on the GPUs, so that redund. may be below zero; with it one of {HOST_SHARE} memory limits is searched, and "
+                f"GiB of a node's host, which has {gib(first.cluster.host_memory_bytes):,.0f}, in "
+                f"neither of the two; states that lie there "
+                f"are not on the GPUs, so that redund. may be below zero; with it one of "
+                f"{HOST_SHARE} memory limits is searched, and "
                 f"slowdowns up to {percent(HOST_SLOWDOWN)}"
             ),
         )
     yield (
         "proven",
         (
-            f"largest gap {percent(max(point.plan.search.gap for point in front.points))} over the points, each at its own limit; "
+            f"largest gap {percent(max(point.plan.search.gap for point in front.points))} over "
+            f"the points, each at its own limit; "
             f"{front.num_searches} searches{took}; plans between two limits were not looked for"
         ),
     )
     if front.stopped:
         yield (
             "stopped",
-            f"early ({front.stopped}): the front is incomplete, and plans that it lacks may beat its points",
+            f"early ({front.stopped}): the front is incomplete, and plans that it lacks may beat "
+            f"its points",
         )
     if front.nothing_within_gib is not None:
         yield "least", f"no plan fits within {gib_text(front.nothing_within_gib)} GiB of each GPU"
     yield from _tie_facts(front)
     yield (
         "note",
-        f"the step times are predicted ({first.predicted.step_time_s.kind}), not measured; memory is computed",
+        f"the step times are predicted ({first.predicted.step_time_s.kind}), not measured; memory "
+        f"is computed",
     )
     yield "files", f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else f"{paths[0]}"
 
@@ -176,7 +182,8 @@ def _tie_facts(front: ParetoFront) -> Iterator[tuple[str, str]]:
         yield (
             "ties",
             (
-                f"{ties} of the points {'is' if ties == 1 else 'are'} inside the error band ({band_text(band.time.share)}) of a slower one "
+                f"{ties} of the points {'is' if ties == 1 else 'are'} inside the error band "
+                f"({band_text(band.time.share)}) of a slower one "
                 "that needs no more memory of either kind: take that one"
             ),
         )

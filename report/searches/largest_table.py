@@ -84,7 +84,8 @@ def print_largest(
             (
                 f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
                 f"{gib(cluster.host_memory_bytes):,.0f} GiB of host memory a node",
-                f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {training.precision}, {training.optimizer.capitalize()}",
+                f"{training.global_batch_size:,} x {training.seq_length:,} tokens, "
+                f"{training.precision}, {training.optimizer.capitalize()}",
             ),
             " | ",
             out.width,
@@ -151,7 +152,8 @@ def _facts(
     yield (
         "note",
         (
-            f"all values are predicted ({', '.join(sorted(kinds)) or 'computed'}). TFLOP/s: of the model on all GPUs, recompute left out; "
+            f"all values are predicted ({', '.join(sorted(kinds)) or 'computed'}). TFLOP/s: of "
+            f"the model on all GPUs, recompute left out; "
             "GPU, host: GiB of the fullest GPU and of a node's host"
         ),
     )

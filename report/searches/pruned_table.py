@@ -41,7 +41,8 @@ def print_pruned(space: CandidateSpace, others: Sequence[LeftOut], out: Console)
     total = len(space.layouts) + len(space.pruned)
     say(
         out,
-        f"{total:,} candidates: {len(space.layouts):,} legal, {len(space.pruned):,} pruned before the search",
+        f"{total:,} candidates: {len(space.layouts):,} legal, {len(space.pruned):,} pruned before "
+        f"the search",
         "bold",
     )
     found = [row for group in grouped(space.pruned) for row in _rows(group)]
