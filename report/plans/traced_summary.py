@@ -1,6 +1,4 @@
-"""The summary of the plan of a traced module, in the shape of that of a described model
-(report/plans/summary.py).
-"""
+"""The summary of a traced module's plan, in the shape of report/plans/summary.py."""
 
 from __future__ import annotations
 
@@ -71,8 +69,10 @@ def print_traced_summary(plan: TracedPlan, out: Console, context: SummaryContext
 
 
 def traced_header(plan: TracedPlan, width: int) -> str:
-    """Module, cluster and what a step trains on."""
-    traced, cluster, training = plan.traced, plan.cluster, plan.training
+    """Returns module, cluster and training as the first line."""
+    traced = plan.traced
+    cluster = plan.cluster
+    training = plan.training
     of = (
         f"{training.global_batch_size} sequences of {training.seq_length}"
         if traced.unit == "tokens"
@@ -93,7 +93,8 @@ def traced_header(plan: TracedPlan, width: int) -> str:
 
 
 def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str, str]]:
-    predicted, worst = plan.predicted, fullest(plan)
+    predicted = plan.predicted
+    worst = fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield "stages", *_stage_phrases(plan)
     yield ("stack", *stack_phrases(plan))
@@ -115,10 +116,14 @@ def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str
 
 
 def _stage_phrases(plan: TracedPlan) -> tuple[str, str]:
-    """ZeRO stages, and how many shards run again."""
+    """Returns ZeRO stages, and the number of shards that are recomputed."""
     zero = Counter(f"ZeRO {stage.zero}" for stage in plan.stages)
-    again, whole = sum(len(stage.recompute) for stage in plan.stages), len(plan.shards)
-    recompute = "none" if not again else "full" if again == whole else f"{again} of {whole} shards"
+    num_recomputed = sum(len(stage.recompute) for stage in plan.stages)
+    if num_recomputed:
+        whole = len(plan.shards)
+        recompute = "full" if num_recomputed == whole else f"{num_recomputed} of {whole} shards"
+    else:
+        recompute = "none"
     phrases = (
         name if len(zero) == 1 else f"{name} on {counted(count, 'stage')}"
         for name, count in zero.items()
@@ -127,9 +132,7 @@ def _stage_phrases(plan: TracedPlan) -> tuple[str, str]:
 
 
 def _print_stages(plan: TracedPlan, out: Console, *, whole: bool) -> None:
-    """Memory of each pipeline rank in GiB, with the shards that it holds; of a long pipeline the
-    fullest ranks.
-    """
+    """Print GiB and shards of each pipeline rank; a long pipeline shows its fullest ranks."""
     ranks = list(plan.predicted.memory_gib)
     if not whole and len(ranks) > MOST_ROWS:
         inner = sorted(ranks[1:-1], key=lambda memory: -memory.total)[: MOST_ROWS - 2]
@@ -167,9 +170,7 @@ def _shards_text(plan: TracedPlan, stage: ShardStage) -> str:
 
 
 def _notes(plan: TracedPlan) -> Iterator[str]:
-    """What the solver failed on, what kind of number the step time is, and that nobody measured
-    such steps.
-    """
+    """Yields failures of the solver, the kind of the step time, and the lack of an error band."""
     if plan.search.solver_failure:
         yield plan.search.solver_failure
     note = _PRICE_NOTES.get(plan.predicted.step_time_s.kind)

@@ -1,6 +1,4 @@
-"""The error for a request that does not fit: what binds, and what makes it fit at what cost in
-time.
-"""
+"""The error for a request that does not fit, with changes that make it fit and their step times."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.report.text import aligned, seconds_text
 
-_WIDE = 1000  # lines of the hint are as long as they are
+_WIDE = 1000  # characters, so that no line of the hint is wrapped
 _INDENT = 8
 
 
@@ -37,10 +35,10 @@ def explained_error(
     pins: Constraints,
     options: SearchOptions,
 ) -> InfeasibleError:
-    """The error with its ways out, for `find_plan(..., explain=explained_error)`: mostly up to a
-    quarter of a minute.
+    """Returns the error with changes that fit, for `find_plan(..., explain=explained_error)`.
 
-    A Ctrl-C or the deadline of the options ends the search for ways out, not the error.
+    It mostly takes up to 15 seconds. Ctrl-C or the deadline of the options ends the search for
+    changes, and the error is still returned.
     """
     try:
         short = shortfall(
@@ -56,19 +54,16 @@ def explained_error(
         return unexplained_error(model, cluster)
     request = Request(model=model, cluster=cluster, training=training, pins=pins, options=options)
     try:
-        found = relaxations(request, short.need_bytes, host_bytes=short.host_bytes)
-        hint = hint_text(
-            found,
-            cluster,
-            "before the time limit" if options.deadline.is_over else f"in {BUDGET_S:g} s",
-        )
+        relaxed = relaxations(request, short.need_bytes, host_bytes=short.host_bytes)
+        when = "before the time limit" if options.deadline.is_over else f"in {BUDGET_S:g} s"
+        hint = hint_text(relaxed, cluster, when)
     except KeyboardInterrupt:
         hint = "ask for more GPUs or pin less; what would fit was not searched to the end (Ctrl-C)"
     return InfeasibleError(short.text, hint=hint)
 
 
 def hint_text(found: Relaxations, cluster: Cluster, when: str = f"in {BUDGET_S:g} s") -> str:
-    """The ways out, one a line; what was not tried `when` there was time for it."""
+    """Returns the changes that fit, one a line, and those that were not tried `when`."""
     untried = f"not tried {when}: {', '.join(found.untried)}" if found.untried else ""
     if not found.found:
         known = "use more GPUs or pin less" if GPUS in found.untried else no_cluster_text(cluster)
@@ -87,9 +82,7 @@ def _how(relaxed: Relaxation) -> str:
 
 
 def _cost(relaxed: Relaxation, unlimited_s: float | None, *, first: bool) -> str:
-    """`41.2 s a step (+12 % on the 36.8 s it would take with unlimited memory)`; the words once, on
-    the first line.
-    """
+    """`41.2 s a step (+12 % on the 36.8 s it would take ...)`; later lines lack the words."""
     if relaxed.step_s is None:
         text = "its step was not searched"
     else:

@@ -41,9 +41,7 @@ _HEADING = (
 
 
 def flops_per_s(plan: Plan) -> float:
-    """FLOP/s of the model on all devices together: recompute is left out, attention counted in full
-    (EQUATIONS K4).
-    """
+    """FLOP/s of the model on all devices, without recompute, with full attention (EQUATIONS K4)."""
     return (
         plan.predicted.mfu.value
         * plan.cluster.device.peak(plan.training.precision)
@@ -52,17 +50,17 @@ def flops_per_s(plan: Plan) -> float:
 
 
 def tokens_per_s(plan: Plan) -> float:
-    """Of all devices together."""
+    """Tokens/s on all devices."""
     return plan.training.tokens_per_step / plan.predicted.step_time_s.value
 
 
 def peak_gib(plan: Plan) -> float:
-    """Of the fullest device."""
+    """GiB of the fullest device."""
     return max(stage.total for stage in plan.predicted.memory_gib)
 
 
 def host_text(offload: Sequence[Offload]) -> str:
-    """What the host may keep, in a cell of a table."""
+    """Names what may be offloaded to the host, for a cell of the table."""
     if tuple(offload) == LEVELS[-1]:
         return "all"
     return ", ".join(offload) or "nothing"
@@ -76,7 +74,7 @@ def print_largest(
     assumed: Sequence[str],
     elapsed_s: float,
 ) -> None:
-    """What each choice can train, what it costs, and why no larger model fits."""
+    """Print the largest model of each offload level, its cost, and why no larger model fits."""
     cluster, training = question.cluster, question.training
     say(
         out,
@@ -130,9 +128,7 @@ def _plan_text(plan: Plan) -> str:
 def _facts(
     rows: Sequence[LargestModel], elapsed_s: float, *, wide: bool
 ) -> Iterator[tuple[str, str]]:
-    """The lines under the table: the plans where a terminal has no room for them, why nothing
-    larger fits, what the columns are.
-    """
+    """Yields the lines under the table: plans if it is narrow, why nothing larger fits, notes."""
     label = "plan"
     for row in rows if not wide else ():
         if row.plan:
@@ -162,7 +158,7 @@ def _facts(
 def largest_document(
     rows: Sequence[LargestModel], question: Question, elapsed_s: float
 ) -> dict[str, Any]:
-    """The rows as JSON values."""
+    """Returns the rows as JSON values."""
     return {
         "gpus": question.cluster.num_gpus,
         "device": question.cluster.device.name,
