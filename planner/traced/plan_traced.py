@@ -1,6 +1,4 @@
-"""From a module to its plan: trace, shard, search, and what the plan file says of the best that was
-found.
-"""
+"""Plans a torch module: traces it, cuts it into shards, searches, and assembles the best plan."""
 
 from __future__ import annotations
 
@@ -42,13 +40,13 @@ from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.traced_model import TracedModel
 
-OnPhase = Callable[[str], None]  # what is done next: "trace", "search"
+OnPhase = Callable[[str], None]  # takes the name of the next phase: "trace", "search"
 SAMPLES = "samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedResult:
-    """The plan, and whether Ctrl-C ended the search."""
+    """The plan, and true if Ctrl-C ended the search."""
 
     plan: TracedPlan
     interrupted: bool
@@ -67,13 +65,12 @@ def plan_traced_module(
     on_progress: OnProgress | None = None,
     on_phase: OnPhase | None = None,
 ) -> TracedPlan:
-    """The fastest plan to train the module of `source` on `cluster`; it is traced without memory
-    for its weights.
+    """Returns the fastest plan to train the module of `source` on `cluster`.
 
-    how: how shards are given to stages (--stages); cross_skips: skip connections may cross stages
-    (--cross-skips) Raises ConfigError: the module cannot be traced, or pins leave nothing;
-    InfeasibleError: nothing fits, with what binds, by how much and what would help; SolverError;
-    KeyboardInterrupt before the first plan.
+    The module is traced without memory for its weights. `how` is the rule of --stages; with
+    `cross_skips`, skip connections may cross stages (--cross-skips). Raises ConfigError when the
+    module cannot be traced or pins leave nothing, InfeasibleError with the shortfall and a hint
+    when nothing fits, SolverError, and KeyboardInterrupt before the first plan.
     """
     from parplan.profiles.tracing.trace import trace  # loads torch
 
@@ -114,8 +111,9 @@ def find_traced_plan(
     cross_skips: bool = False,
     on_progress: OnProgress | None = None,
 ) -> TracedResult:
-    """The same for a model that is traced already. In a plan of samples the sequence has one:
-    speeds are samples a second.
+    """Returns the fastest plan of a traced model; errors are those of `plan_traced_module`.
+
+    In a plan of samples a sequence is one sample, so that speeds are samples a second.
     """
     if Objective(objective) is not Objective.THROUGHPUT:
         raise ConfigError(
@@ -124,11 +122,9 @@ def find_traced_plan(
         )
     if model.unit == SAMPLES:
         training = replace(training, seq_length=1)
-    pins, options, how = (
-        constraints or Constraints(),
-        options or SearchOptions(),
-        how or StageRule(),
-    )
+    pins = constraints or Constraints()
+    options = options or SearchOptions()
+    how = how or StageRule()
     search = TracedSearch(
         shard(model, cross_skips=cross_skips), cluster, training, pins, options, how
     )
@@ -140,10 +136,10 @@ def find_traced_plan(
         )
     if not outcome.solved:
         raise infeasible_traced_error(search)
-    (best, strategy, price), *others = search.replayed(outcome)
+    (best, strategy, price), *slower = search.replayed(outcome)
     record = replace(
         _record(best, outcome, search),
-        runners_up=tuple(runner_up_of(other.layout, priced) for other, _, priced in others),
+        runners_up=tuple(runner_up_of(solved.layout, priced) for solved, _, priced in slower),
     )
     return TracedResult(
         plan=_assembled(strategy, price, record, search), interrupted=outcome.interrupted
@@ -153,7 +149,7 @@ def find_traced_plan(
 def _record(
     best: ShardSolved, outcome: BranchOutcome[ShardSolved], search: TracedSearch
 ) -> SearchRecord:
-    """What the search proved about `best`, in seconds under the closed form."""
+    """Returns the record of the search with the proof about `best`, in closed-form seconds."""
     considered, solved = len(search.space.layouts) + len(search.space.pruned), len(outcome.solved)
     return SearchRecord(
         objective=Objective.THROUGHPUT,
@@ -175,9 +171,14 @@ def _record(
 def _assembled(
     strategy: ShardStrategy, price: StepPrice, record: SearchRecord, search: TracedSearch
 ) -> TracedPlan:
-    layout, price_cache, sharded = strategy.layout, search.price_cache, search.sharded
-    model, cluster, training = sharded.model, price_cache.machine.cluster, price_cache.training
-    kind, flops = step_kind(price), model.model_flops // model.micro_batch_size
+    layout = strategy.layout
+    price_cache = search.price_cache
+    sharded = search.sharded
+    model = sharded.model
+    cluster = price_cache.machine.cluster
+    training = price_cache.training
+    kind = step_kind(price)
+    flops = model.model_flops // model.micro_batch_size
     speed = training.tokens_per_step / price.step_s / layout.mesh.num_ranks
     used = (
         flops
@@ -213,7 +214,7 @@ def _assembled(
                 first=run.first,
                 end=run.end,
                 zero=run.zero,
-                recompute=run.again,
+                recompute=run.recomputed,
             )
             for stage, run in enumerate(strategy.stages)
         ),
@@ -226,12 +227,12 @@ def _shards(sharded: Sharded, classes: list[int]) -> tuple[ShardPlan, ...]:
     operators = sharded.model.operators
     return tuple(
         ShardPlan(
-            name=found.name,
+            name=each.name,
             layer=letters(number),
-            first=found.first,
-            end=found.end,
-            starts=operators[found.first].operator.name,
-            parameters=found.parameters,
+            first=each.first,
+            end=each.end,
+            starts=operators[each.first].operator.name,
+            parameters=each.parameters,
         )
-        for found, number in zip(sharded.shards, classes, strict=True)
+        for each, number in zip(sharded.shards, classes, strict=True)
     )

@@ -1,6 +1,4 @@
-"""The outer candidates of a traced module: pipeline and data parallelism, micro-batch and schedule,
-each illegal one with its reason.
-"""
+"""The outer candidates of a traced module: mesh, micro-batch and schedule, with illegal ones."""
 
 from __future__ import annotations
 
@@ -37,13 +35,13 @@ RUN = (
 
 
 def require_known(pins: Constraints) -> None:
-    """Raises ConfigError for pins of choices that a traced module does not have."""
-    for option, found, only in (
+    """Raise ConfigError for pins of choices that a traced module does not have."""
+    for option, values, only in (
         ("--tp", pins.tp, 1),
         ("--ep", pins.ep, 1),
         ("--sequence-parallel", pins.sequence_parallel, False),
     ):
-        if found is not None and set(found) != {only}:
+        if values is not None and set(values) != {only}:
             raise ConfigError(
                 f"{option} is pinned, a traced module is not divided inside a stage",
                 hint=f"leave out {option}",
@@ -69,10 +67,10 @@ def enumerate_traced_candidates(
     pins: Constraints,
     counts: tuple[int, ...] = (),
 ) -> CandidateSpace:
-    """All candidates of a module of `num_shards` shards; `counts`: of the shards of each virtual
-    stage, where they are given.
+    """Returns all candidates of a module of `num_shards` shards.
 
-    Raises ConfigError for pins that the stack does not run.
+    `counts` are the shards of each virtual stage, empty when the search decides. Raises
+    ConfigError for pins that the stack does not run.
     """
     require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
     pins = pins.resolved(training.stack)
@@ -147,20 +145,22 @@ def _layouts(
 def _schedules(
     layout: ParallelLayout, num_shards: int, pins: Constraints
 ) -> Iterator[tuple[Schedule, int]]:
-    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where the
-    pipeline does not fill, or pinned.
+    """Yields schedules worth trying, with their virtual stages.
+
+    GPipe takes as long as 1F1B and holds more: it is tried when the pipeline does not fill, or
+    when it is pinned.
     """
     pp, m = layout.mesh.pp, layout.num_micro_batches
     if pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
         return
-    asked = (
+    named = (
         *(pins.schedule or ()),
         *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()),
     )
-    if m >= pp or Schedule.ONE_F_ONE_B in asked:
+    if m >= pp or Schedule.ONE_F_ONE_B in named:
         yield Schedule.ONE_F_ONE_B, 1
-    if m < pp or Schedule.GPIPE in asked:
+    if m < pp or Schedule.GPIPE in named:
         yield Schedule.GPIPE, 1
     if m >= pp:
         yield from ((schedule, 1) for schedule in RUN if schedule in AHEAD)

@@ -34,7 +34,7 @@ def coverage_text(profiled: Coverage) -> str:
 
 
 def _counts(what: str, counts: dict[Kind, int]) -> str:
-    phrases = []
+    phrases: list[str] = []
     for kind, count in counts.items():
         if count and not phrases:
             phrases.append(f"{count} {what.format('' if count == 1 else 's')} {kind}")
