@@ -248,7 +248,7 @@ class StageTable:
             zero=zero,
             recomputed=recomputed,
             time_s=walk_s + added_s,
-            walk_s=walk_s + added_s * (not self.ahead),
+            walk_s=walk_s if self.ahead else walk_s + added_s,
             tail_s=float(held.tail_s[at]),
             fixed_bytes=self._fixed_bytes(first, end, zero),
             kept_bytes=kept + float(self.passes.besides[at]),

@@ -70,9 +70,8 @@ def ranges(how: StageRule, sharded: Sharded, num_stages: int) -> tuple[tuple[int
         return tuple(pairwise(accumulate(how.counts, initial=0)))
     if how.rule is StageRuleKind.UNIFORM:
         each, over = divmod(size, num_stages)
-        return tuple(
-            pairwise(accumulate((each + (stage < over) for stage in range(num_stages)), initial=0))
-        )
+        counts = [each + 1] * over + [each] * (num_stages - over)
+        return tuple(pairwise(accumulate(counts, initial=0)))
     return _by_parameters(sharded, num_stages)
 
 
