@@ -1,7 +1,6 @@
-"""A Chrome trace that Perfetto opens: a process for every rank, predicted and measured time one
-above the other.
+"""A Chrome trace for Perfetto: one process a rank, predicted above measured time.
 
-The trace event format:
+The trace event format is
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (complete events, ph
 X, times in microseconds; names of processes and threads as metadata events, ph M). Both timelines
 start with the step.
@@ -18,7 +17,7 @@ from parplan.profiles.units import US_PER_S
 
 
 def trace_document(ranks: Mapping[str, Mapping[str, Sequence[WorkSpan]]]) -> dict[str, Any]:
-    """`ranks`: by name of the process, the spans by name of the thread."""
+    """Returns the trace as JSON values; `ranks` maps a process name to spans by thread name."""
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for process, (name, threads) in enumerate(ranks.items()):
@@ -39,7 +38,7 @@ def trace_document(ranks: Mapping[str, Mapping[str, Sequence[WorkSpan]]]) -> dic
 
 
 def trace_json(ranks: Mapping[str, Mapping[str, Sequence[WorkSpan]]]) -> str:
-    """The file's text."""
+    """Returns the text of the trace file."""
     return json.dumps(trace_document(ranks)) + "\n"
 
 

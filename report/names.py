@@ -1,4 +1,4 @@
-"""What the parts of a plan are called when a person reads them."""
+"""Names of the parts of a plan, as a person reads them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ _SCHEDULES = {
     Schedule.SCP: "shifted critical path",
     Schedule.CUSTOM: "own schedule",
 }
-FASTEST = "fastest"  # of all: what a search finds that is asked for nothing else
+FASTEST = "fastest"  # the plan of a search without a limit
 
 
 def pipeline_phrases(pipeline: PipelinePlan, mesh: Mesh) -> tuple[str, ...]:
-    """Schedule, virtual stages, micro-batches and their halves; without a pipeline there is no
-    schedule to name.
-    """
+    """Returns schedule, virtual stages, micro-batches and level of sub-pipelining as phrases."""
     micro_batches = f"micro-batch {pipeline.micro_batch_size} x {pipeline.num_micro_batches}"
     halves = (f"sub-pipelined at level {pipeline.tp_overlap}",) if pipeline.tp_overlap else ()
     if mesh.pp == 1:
@@ -51,23 +49,19 @@ def pipeline_phrases(pipeline: PipelinePlan, mesh: Mesh) -> tuple[str, ...]:
 
 
 def attention_text(training: TrainingSpec, device: Device) -> str:
-    """The attention kernel that runs: `flash (cudnn)`, `unfused`. A CPU has no kernel of those of
-    GPUs.
-    """
+    """Names the attention kernel that runs: `flash (cudnn)`, `unfused`; a CPU's has no suffix."""
     if training.attention is not AttentionKernel.FLASH or device.is_host:
         return training.attention
     return f"{training.attention} ({fused_kernel_of(training.stack, device)})"
 
 
 def graph_of(plan: Plan) -> ModelGraph:
-    """The operator graph of the plan's model, for one sequence."""
+    """Returns the operator graph of the plan's model, for one sequence."""
     return build_graph(plan.model, plan.training, 1)
 
 
 def recompute_names(graph: ModelGraph) -> Mapping[tuple[str, ...], str]:
-    """What a block's list of recomputed operators is called: none, selective (with the operators),
-    full.
-    """
+    """Names a block's preset lists of recomputed operators: none, selective (...), full."""
     block = graph.layer_class(LayerKind.BLOCK)
     selective = recompute_operators(block, Recompute.SELECTIVE)
     return {
@@ -78,12 +72,12 @@ def recompute_names(graph: ModelGraph) -> Mapping[tuple[str, ...], str]:
 
 
 def recompute_text(layer_plan: LayerPlan, names: Mapping[tuple[str, ...], str]) -> str:
-    """The name of what a layer plan recomputes, or its operators when they are nobody's preset."""
+    """Returns the preset that a layer plan recomputes, or its operators when they are no preset."""
     return names.get(layer_plan.recompute) or ", ".join(layer_plan.recompute)
 
 
 def blocks_by_plan(plan: Plan) -> dict[str, int]:
-    """How many blocks run on each of the layer plans of blocks, in the order of the file."""
+    """Counts the blocks that run on each layer plan, in the order of the plan file."""
     counts: Counter[str] = Counter()
     for stage in plan.stages:
         for run in stage.layers:
@@ -92,41 +86,36 @@ def blocks_by_plan(plan: Plan) -> dict[str, int]:
     return {name: counts[name] for name in plan.layer_plans if counts[name]}
 
 
-def found_text(search: SearchRecord) -> str:
-    """By what search a point of a front was found: `fastest within 40.0 GiB`, `leanest within 5 %`
-    (least redundant).
+def search_text(search: SearchRecord) -> str:
+    """Names the search that returned a plan: `fastest within 40.0 GiB`, `leanest within 5 %`.
+
+    The leanest plan has the least redundant memory.
     """
-    front, lean = search.front, search.objective is Objective.MEMORY
+    front = search.front
     if front and front.max_slowdown is not None:
         return f"leanest within {100 * front.max_slowdown:g} %"
     if front and front.memory_limit_gib is not None:
         return f"fastest within {gib_text(front.memory_limit_gib)} GiB"
-    return "leanest" if lean else FASTEST
+    return "leanest" if search.objective is Objective.MEMORY else FASTEST
 
 
-def zero_text(layer_plan: LayerPlan, *, homes: bool = True) -> str:
-    """`3`, and what of it is not as usual: `3 over 8 ranks, states on the host`. homes: also what
-    chunks have there.
+def zero_text(layer_plan: LayerPlan, *, chunk_states: bool = True) -> str:
+    """Returns the ZeRO stage with its exceptions: `3`, `3 over 8 ranks, states on the host`.
+
+    Without `chunk_states` the states that chunks hold on the host are left out.
     """
     ranks = f" over {layer_plan.zero_ranks} ranks" if layer_plan.zero_ranks else ""
-    offload = [
-        what for what in layer_plan.offload if homes or what not in OFFLOAD_OF[StateLocation.HOST]
-    ]
-    return f"{layer_plan.zero}{ranks}" + (
-        f", {' and '.join(offload)} on the host" if offload else ""
-    )
+    in_chunks = () if chunk_states else OFFLOAD_OF[StateLocation.HOST]
+    offload = [name for name in layer_plan.offload if name not in in_chunks]
+    on_host = f", {' and '.join(offload)} on the host" if offload else ""
+    return f"{layer_plan.zero}{ranks}{on_host}"
 
 
-def kept_text(layer_plan: LayerPlan, graph: ModelGraph) -> str:
-    """What of a block's activations the host keeps: `all`, or that of the operators named: `qkv,
-    fc1`.
-    """
-    kept = host_bytes_by_operator(
-        graph.layer_class(layer_plan.layer), Sharding(), layer_plan.recompute
-    )
+def host_activations_text(layer_plan: LayerPlan, graph: ModelGraph) -> str:
+    """Names the operators whose activations the host holds: `qkv, fc1`, or `all`."""
+    block = graph.layer_class(layer_plan.layer)
+    host_bytes = host_bytes_by_operator(block, Sharding(), layer_plan.recompute)
     named = layer_plan.keep_on_host
-    return (
-        "all"
-        if named and all(name in named for name, n_bytes in kept.items() if n_bytes)
-        else ", ".join(named)
-    )
+    if named and all(name in named for name, n_bytes in host_bytes.items() if n_bytes):
+        return "all"
+    return ", ".join(named)

@@ -1,4 +1,4 @@
-"""What programs read: the plan as JSON values, and the JSON Schema of the plan file."""
+"""The plan as JSON values, and the JSON Schema of the plan file."""
 
 from __future__ import annotations
 
@@ -17,24 +17,21 @@ _ELAPSED = {
     "type": "number",
     "description": "Seconds that the search took; --json says it, a plan file does not.",
 }
-_INSIDE = (
-    "Cluster",
-    "Device",
-    "Link",
-)  # the planner's own dataclasses, which the file replaces by a cluster document
+# dataclasses of the planner that the plan file replaces by a cluster document
+_INSIDE = ("Cluster", "Device", "Link")
 
 
 def plan_document(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> dict[str, Any]:
-    """The plan file's content, and how long the search took when that is known."""
+    """Returns the plan file's content, with the seconds of the search when they are known."""
     body = plan_to_document(plan)
     return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}
 
 
 def plan_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the plan file and of `--json`, for described models and for traced
-    modules.
+    """Returns the JSON Schema (2020-12) of the plan file and of `--json`.
 
-    The cluster is that of a cluster file, with units in its key names.
+    It covers described models and traced modules. The cluster is that of a cluster file, with
+    units in its key names.
     """
     definitions: dict[str, Any] = {}
     for kind in _KINDS:
@@ -51,7 +48,8 @@ def plan_schema() -> dict[str, Any]:
 
 
 def _schema(kind: type) -> dict[str, Any]:
-    schema, cluster = json_schema(kind), _public(cluster_schema())
+    schema = json_schema(kind)
+    cluster = _public(cluster_schema())
     definitions = {name: body for name, body in schema.pop("$defs").items() if name not in _INSIDE}
     definitions |= {_public(name): body for name, body in cluster.pop("$defs").items()}
     definitions["Cluster"] = cluster
@@ -61,7 +59,7 @@ def _schema(kind: type) -> dict[str, Any]:
 
 
 def _public(value: Any) -> Any:
-    """The same schema with `_LinkDocument` called `Link`, in references and titles too."""
+    """Returns the schema with `_LinkDocument` called `Link`, also in references and titles."""
     if isinstance(value, dict):
         return {key: _public(inner) for key, inner in value.items()}
     if isinstance(value, list):

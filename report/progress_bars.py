@@ -1,6 +1,4 @@
-"""The progress of a search, or of any count of things, as a bar on a terminal and as nothing
-anywhere else.
-"""
+"""Progress bars on a terminal; off a terminal nothing is printed."""
 
 from __future__ import annotations
 
@@ -34,48 +32,48 @@ _PASSES = {
 
 
 class _Search:
-    """One bar for each pass of a search: every objective looks for the fastest plan first."""
+    """One bar for each pass of a search; every objective first searches the fastest plan."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
         self._tasks = {Objective.THROUGHPUT: self._start(_PASSES[Objective.THROUGHPUT])}
 
     def _start(self, name: str) -> TaskID:
-        return self._bar.add_task(name, total=None, found="bounding the candidates")
+        return self._bar.add_task(name, total=None, best="bounding the candidates")
 
     def update(self, progress: Progress) -> None:
-        """Take the news of the search."""
+        """Show the progress of a pass of the search."""
         if progress.objective not in self._tasks:
             self._tasks[progress.objective] = self._start(_PASSES[progress.objective])
         self._bar.update(
             self._tasks[progress.objective],
             completed=progress.done,
             total=progress.total,
-            found=_found(progress),
+            best=_best_text(progress),
         )
 
 
 class _Front:
-    """A bar for the searches of `what`, and below it one for the search that is under way."""
+    """A bar for the searches of `what`, and below it a bar for the current search."""
 
     def __init__(self, bar: Bar, what: str) -> None:
         self._bar = bar
-        self._searches = bar.add_task(what, total=None, found="")
-        self._now = bar.add_task("fastest", total=None, found="")
+        self._searches = bar.add_task(what, total=None, best="")
+        self._now = bar.add_task("fastest", total=None, best="")
 
     def begin(self, what: str, done: int, planned: int) -> None:
-        """The next search starts."""
+        """Start the bar of the next search."""
         self._bar.update(self._searches, completed=done, total=planned)
-        self._bar.reset(self._now, description=what, total=None, found="bounding the candidates")
+        self._bar.reset(self._now, description=what, total=None, best="bounding the candidates")
 
     def update(self, progress: Progress) -> None:
-        """Take the news of the search that is under way."""
+        """Show the progress of the current search."""
         self._bar.update(
-            self._now, completed=progress.done, total=progress.total, found=_found(progress)
+            self._now, completed=progress.done, total=progress.total, best=_best_text(progress)
         )
 
 
-def _found(progress: Progress) -> str:
+def _best_text(progress: Progress) -> str:
     text = format_seconds if progress.objective is Objective.THROUGHPUT else format_bytes
     best = "no plan yet" if progress.incumbent is None else f"best {text(progress.incumbent)}"
     return best if progress.bound is None else f"{best}, at least {text(progress.bound)}"
@@ -83,9 +81,7 @@ def _found(progress: Progress) -> str:
 
 @contextmanager
 def progress_bar(out: Console) -> Iterator[OnProgress | None]:
-    """What to give to `find_plan` as `on_progress`; None where nobody watches. The bar is gone when
-    the search ends.
-    """
+    """Yields the `on_progress` of `find_plan`, None off a terminal."""
     if not out.file.isatty():
         yield None
         return
@@ -97,9 +93,7 @@ def progress_bar(out: Console) -> Iterator[OnProgress | None]:
 def front_bar(
     out: Console, what: str = "front"
 ) -> Iterator[tuple[OnProgress | None, OnSearch | None]]:
-    """What to give to `find_front`, or another that searches often, as `on_progress` and
-    `on_search`; None where nobody watches.
-    """
+    """Yields `on_progress` and `on_search` of a run of many searches, None off a terminal."""
     if not out.file.isatty():
         yield None, None
         return
@@ -109,21 +103,18 @@ def front_bar(
 
 
 def _search_columns() -> tuple[ProgressColumn, ...]:
-    found = TextColumn("{task.fields[found]}")
     return (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        found,
+        TextColumn("{task.fields[best]}"),
         TimeElapsedColumn(),
     )
 
 
 @contextmanager
 def count_bar(out: Console, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """What to tell how many of `total` are done; None where nobody watches. The bar is gone at the
-    end.
-    """
+    """Yields a function that takes the number done of `total`, None off a terminal."""
     if not out.file.isatty():
         yield None
         return
@@ -140,9 +131,7 @@ def count_bar(out: Console, what: str, total: int) -> Iterator[Callable[[int], N
 
 @contextmanager
 def profile_bar(out: Console) -> Iterator[profiling.OnProgress | None]:
-    """What to give to `run_session` as `on_progress`; None where nobody watches. The bar is gone
-    when the session ends.
-    """
+    """Yields the `on_progress` of `run_session`, None off a terminal."""
     if not out.file.isatty():
         yield None
         return
@@ -154,9 +143,8 @@ def profile_bar(out: Console) -> Iterator[profiling.OnProgress | None]:
         TextColumn("{task.fields[left]}"),
         case,
     )
-    with Bar(
-        *columns, console=out, transient=True, refresh_per_second=2
-    ) as bar:  # a CPU that is measured has other things to do
+    # two refreshes a second: a CPU that is being measured has little time to spare
+    with Bar(*columns, console=out, transient=True, refresh_per_second=2) as bar:
         task = bar.add_task("measuring", total=None, left="", case="")
         yield lambda progress: bar.update(
             task,
@@ -168,16 +156,15 @@ def profile_bar(out: Console) -> Iterator[profiling.OnProgress | None]:
 
 
 def _left(progress: profiling.SessionProgress) -> str:
-    """How long it takes still, by its cases so far and by its budget, and what failed."""
-    expected_s, budget_s = progress.expected_s, progress.budget_s
+    """Returns the failed cases, and the time left by the cases so far and by the budget."""
+    expected_s = progress.expected_s
+    budget_s = progress.budget_s
     phrases = [f"{progress.failed} failed"] if progress.failed else []
     if expected_s is not None and expected_s <= budget_s:
         phrases.append(f"{_minutes(expected_s)} left")
     elif math.isfinite(budget_s):
-        phrases.append(
-            f"{_minutes(budget_s)} left"
-            + (f" of {_minutes(expected_s)} needed" if expected_s is not None else "")
-        )
+        needed = f" of {_minutes(expected_s)} needed" if expected_s is not None else ""
+        phrases.append(f"{_minutes(budget_s)} left{needed}")
     return ", ".join(phrases)
 
 
@@ -187,7 +174,7 @@ def _minutes(seconds: float) -> str:
 
 @contextmanager
 def line_bar(out: Console, what: str) -> Iterator[Callable[[str], None]]:
-    """A line that moves on with what another program says; nothing where nobody watches."""
+    """Yields a function that shows the last line of another program; off a terminal it does not."""
     if not out.file.isatty():
         yield lambda line: None
         return

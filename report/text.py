@@ -1,8 +1,6 @@
-"""The console that every report goes to, and the two shapes of text in it: phrases in lines, and
-aligned columns.
+"""The console that every report goes to, with lines of phrases and aligned columns.
 
-Columns are set here and not by rich.Table, which shortens numbers when a terminal is narrow and
-pads every line.
+rich.Table is not used: it shortens numbers when a terminal is narrow and pads every line.
 """
 
 from __future__ import annotations
@@ -17,22 +15,20 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-FIXED_WIDTH = 100  # off a terminal, so that the same plan always prints the same text
-LABEL_WIDTH = 12  # two spaces, the label of a line of the summary, and what is left
+FIXED_WIDTH = 100  # characters off a terminal, so that a plan always prints the same text
+LABEL_WIDTH = 12  # characters of a label of the summary, with its indent and its padding
 _GAP = "  "
-_NARROWEST = 24  # of a last column that is wrapped
+_NARROWEST = 24  # characters of a wrapped last column, at the least
 
 
 def console(stream: TextIO) -> Console:
-    """A console on `stream`: the terminal's width and colours, a fixed width and no colour anywhere
-    else.
-    """
+    """Returns a console on `stream`; off a terminal the width is fixed and there is no colour."""
     width = None if stream.isatty() else FIXED_WIDTH
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 def say(out: Console, text: str = "", style: str = "") -> None:
-    """Print `text` as it is: a line that is too long is never shortened."""
+    """Print `text` unchanged; a long line is never shortened."""
     out.print(Text(text, style=style), soft_wrap=True)
 
 
@@ -44,11 +40,14 @@ def joined(
     start: str = "",
     indent: int | None = None,
 ) -> str:
-    """`start` and the phrases in lines of at most `width`; a line breaks at a separator, the next
-    is indented.
+    """Joins `start` and the phrases into lines of at most `width`, broken at separators.
+
+    Lines after the first are indented by `indent` spaces, by default by the length of `start`.
     """
     margin = " " * (len(start) if indent is None else indent)
-    lines, line, fresh = [], start, True
+    lines: list[str] = []
+    line = start
+    fresh = True
     for index, phrase in enumerate(phrases):
         end = separator.rstrip() if index < len(phrases) - 1 else ""
         if not fresh and len(line) + len(separator) + len(phrase) + len(end) > width:
@@ -67,10 +66,10 @@ def labelled(label: str) -> str:
 def aligned(
     rows: Iterable[Sequence[str]], width: int, *, left: Collection[int], indent: int = 2
 ) -> list[str]:
-    """One string a row, of one or more lines: columns in `left` flush left, the others flush right,
-    two spaces apart.
+    """Returns one string a row: columns in `left` are flush left, the rest flush right.
 
-    A flush left last column is wrapped to what is left of `width`; no cell is ever cut.
+    Columns stand two spaces apart. A last column that is flush left is wrapped to the rest of
+    `width`; no cell is ever cut.
     """
     table = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -91,9 +90,7 @@ def aligned(
 
 
 def _wrapped(text: str, width: int) -> str:
-    """`text` in lines of at most `width`: broken after commas when that is enough, else between
-    words.
-    """
+    """Wraps `text` to `width`: after commas when that is enough, else between words."""
     phrases = text.split(", ")
     if max(map(len, phrases)) < width:
         return joined(phrases, ", ", width)
@@ -108,7 +105,7 @@ def print_table(
     left: Collection[str],
     indent: int = 2,
 ) -> None:
-    """A table under its heading; columns named in `left` are text, the others numbers."""
+    """Print a table under its heading; columns named in `left` are text, the rest numbers."""
     columns = [index for index, name in enumerate(heading) if name in left]
     first, *rest = aligned((heading, *rows), out.width, left=columns, indent=indent)
     say(out, first, "dim")
@@ -125,10 +122,10 @@ def print_wrapped(
     wrapped: Collection[str],
     width: int,
 ) -> None:
-    """A table under its heading, of at most `width` where that is enough for its words: columns
-    named in `wrapped` take more lines.
+    """Print a table whose columns named in `wrapped` take more lines, so that it fits `width`.
 
-    Columns stand two spaces apart, or one where that is too wide.
+    The table is wider than `width` only when its words are. Columns stand two spaces apart, or
+    one space when two are too wide.
     """
     table = [tuple(heading), *map(tuple, rows)]
     widths, least = [], []
@@ -137,9 +134,8 @@ def print_wrapped(
         words = [word for cell in cells for word in cell.split()]
         least.append(max(map(len, words)) if cells[0] in wrapped else widths[-1])
     while len(_GAP) * len(widths) + sum(widths) > width and widths != least:
-        widths[
-            max((i for i, size in enumerate(widths) if size > least[i]), key=widths.__getitem__)
-        ] -= 1
+        shrinkable = (i for i, size in enumerate(widths) if size > least[i])
+        widths[max(shrinkable, key=widths.__getitem__)] -= 1
     gap = _GAP if len(_GAP) * len(widths) + sum(widths) <= width else " "
     for number, row in enumerate(table):
         parts = [
@@ -155,23 +151,23 @@ def print_wrapped(
 
 
 def asked_width(out: Console) -> int:
-    """The width that COLUMNS asks for, else that of the console."""
+    """Returns the width in the environment variable COLUMNS, else the console's width."""
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdecimal() and int(columns) else out.width
 
 
 def percent(share: float) -> str:
-    """A share as `52.1 %`."""
+    """Formats a share as `52.1 %`."""
     return f"{100 * share:.1f} %"
 
 
 def band_text(share: float) -> str:
-    """An error band as `+- 4 %`; a decimal only below 1 %."""
+    """Formats an error band as `+- 4 %`, with a decimal only below 1 %."""
     return f"+- {100 * share:.{0 if share >= 0.01 else 1}f} %"
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits, zeros kept, so that times in a column compare: `18.0 s`, `3.25 ms`."""
+    """Formats a time with three digits, so that times in a column compare: `18.0 s`, `3.25 ms`."""
     scale, unit = next(
         ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us")
     )
@@ -181,6 +177,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def gib_text(value: float) -> str:
-    """GiB without the unit, with the decimals worth reading: 61.2, 3.54, -0.123; 0 is 0.0."""
+    """Formats GiB without the unit, with the decimals worth reading: 61.2, 3.54, -0.123, 0.0."""
     size = abs(value)
-    return f"{value:,.{1 if size >= 10 or size == 0 else 2 if size >= 1 else 3}f}"
+    if size >= 10 or size == 0:
+        return f"{value:,.1f}"
+    return f"{value:,.{2 if size >= 1 else 3}f}"

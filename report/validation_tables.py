@@ -1,6 +1,4 @@
-"""How far predictions are from measured steps, for people: by source, by grid, by row, and the
-fitted terms.
-"""
+"""Errors of predictions against measured steps, by source, grid and row, and the fitted terms."""
 
 from __future__ import annotations
 
@@ -25,26 +23,31 @@ from parplan.report.text import (
     seconds_text,
 )
 
-NOTES = (  # title of a group of columns, what it means
+NOTES = (  # title of a group of columns, meaning
     (
         "step time",
         "time: the published step time, or what follows from the published tokens/s or TFLOP/s",
     ),
     (
         "ranking",
-        "ranking: inside each grid of at least 3 configurations of one model, GPUs and tokens in a step; @1: how much slower than "
-        "the best is the one predicted fastest (regret), @3: the best of the three predicted fastest",
+        "ranking: inside each grid of at least 3 configurations of one model, GPUs and tokens in "
+        "a step; @1: how much slower than "
+        "the best is the one predicted fastest (regret), @3: the best of the three predicted "
+        "fastest",
     ),
     ("memory", "memory: what the source measured, mostly the allocator's peak of the fullest GPU"),
     (
         "out of memory",
-        "out of memory: found, of the rows that ran out those predicted not to fit; right, of those predicted not to fit "
+        "out of memory: found, of the rows that ran out those predicted not to fit; right, of "
+        "those predicted not to fit "
         "the ones that ran out",
     ),
 )
 FITTED_NOTES = (
-    "rows: at most 24 of an experiment, evenly spaced over those of the published steps; each experiment counts once",
-    "when held out: the value when one experiment, or one fold of a source, is left out; plan validate prices a row so",
+    "rows: at most 24 of an experiment, evenly spaced over those of the published steps; each "
+    "experiment counts once",
+    "when held out: the value when one experiment, or one fold of a source, is left out; plan "
+    "validate prices a row so",
 )
 _GAP = "   "  # between two groups of columns
 _NONE = "-"
@@ -53,9 +56,7 @@ _REASON = "not priced because"
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Columns that stand under one title and stay together; the first row of `table` has their
-    names.
-    """
+    """Columns under one title; the first row of `table` has their names."""
 
     title: str
     table: Sequence[tuple[str, ...]]
@@ -69,9 +70,7 @@ class _Group:
         return len(self.lines()[0])
 
     def lines(self) -> list[str]:
-        """Title, names and rows, padded to one width; the names of sources are flush left, numbers
-        are not.
-        """
+        """Returns title, names and rows, padded to one width; only sources are flush left."""
         body = aligned(self.table, 0, left=() if self.title else (0,), indent=0)
         width = max(len(self.title), *map(len, body))
         return [
@@ -81,10 +80,8 @@ class _Group:
 
 
 def validation_document(priced: Sequence[PricedRow]) -> dict[str, Any]:
-    """What `plan validate --json` prints: fractions, seconds and GiB; None where nothing was priced
-    or measured.
-    """
-    sources = {source: asdict(found) for source, found in score(priced).items()}
+    """Returns the output of `plan validate --json`: fractions, seconds and GiB, None if unknown."""
+    sources = {source: asdict(source_score) for source, source_score in score(priced).items()}
     return {"sources": sources, "rows": [_row_document(row) for row in priced]}
 
 
@@ -101,28 +98,26 @@ def _row_document(row: PricedRow) -> dict[str, Any]:
 
 
 def fitted_document(terms: Sequence[FittedTerm]) -> list[dict[str, Any]]:
-    """What `plan validate --fitted --json` prints under `fitted`."""
+    """Returns the entry `fitted` of `plan validate --fitted --json`."""
     return [asdict(term) for term in terms]
 
 
 def print_validation(
     priced: Sequence[PricedRow], out: Console, *, table: str, rows: bool = False
 ) -> None:
-    """The errors of a table of measured steps, by source; with `rows` those of every row and grid
-    before them.
-    """
+    """Print the errors of a table of measured steps by source; `rows` adds every row and grid."""
     if rows:
         _print_rows(priced, out)
         _print_grids(grid_scores(priced), out)
-    found = score(priced)
-    count = sum(source.priced for source in found.values())
+    scores = score(priced)
+    count = sum(source.priced for source in scores.values())
     heading = (
         f"{table}: {count:,} of {len(priced):,} rows priced",
         "errors in percent, + is too slow or too large",
     )
     say(out, joined(heading, "; ", out.width, indent=2), "bold")
     say(out)
-    groups = _groups(found)
+    groups = _groups(scores)
     for block in _blocks(groups, out.width):
         _print_block(block, out)
         say(out)
@@ -132,15 +127,15 @@ def print_validation(
         say(out, joined(note.split(" "), " ", out.width, start=labelled("note")), "dim")
 
 
-def _groups(found: Mapping[str, SourceScore]) -> list[_Group]:
-    """The columns; a group without a single figure is left out."""
-    scores = found.values()
+def _groups(by_source: Mapping[str, SourceScore]) -> list[_Group]:
+    """Returns the columns; a group without a single figure is left out."""
+    scores = by_source.values()
     groups = [
         _Group(
             "",
             [
                 ("source", "priced"),
-                *((name, f"{one.priced}/{one.rows}") for name, one in found.items()),
+                *((name, f"{each.priced}/{each.rows}") for name, each in by_source.items()),
             ],
         ),
         _Group(
@@ -148,8 +143,8 @@ def _groups(found: Mapping[str, SourceScore]) -> list[_Group]:
             [
                 ("mean", "median", "bias"),
                 *(
-                    (_share(one.mape_time), _share(one.median_time), _signed(one.bias_time))
-                    for one in scores
+                    (_share(each.mape_time), _share(each.median_time), _signed(each.bias_time))
+                    for each in scores
                 ),
             ],
         ),
@@ -159,11 +154,11 @@ def _groups(found: Mapping[str, SourceScore]) -> list[_Group]:
                 ("tau", "@1", "@3"),
                 *(
                     (
-                        _coefficient(one.kendall_tau),
-                        _share(one.regret_at_1),
-                        _share(one.regret_at_3),
+                        _coefficient(each.kendall_tau),
+                        _share(each.regret_at_1),
+                        _share(each.regret_at_3),
                     )
-                    for one in scores
+                    for each in scores
                 ),
             ],
         ),
@@ -171,14 +166,14 @@ def _groups(found: Mapping[str, SourceScore]) -> list[_Group]:
             "memory",
             [
                 ("mean", "bias"),
-                *((_share(one.mape_memory), _signed(one.bias_memory)) for one in scores),
+                *((_share(each.mape_memory), _signed(each.bias_memory)) for each in scores),
             ],
         ),
         _Group(
             "out of memory",
             [
                 ("found", "right"),
-                *((_share(one.oom_recall), _share(one.oom_precision)) for one in scores),
+                *((_share(each.oom_recall), _share(each.oom_precision)) for each in scores),
             ],
         ),
     ]
@@ -186,16 +181,12 @@ def _groups(found: Mapping[str, SourceScore]) -> list[_Group]:
 
 
 def _blocks(groups: Sequence[_Group], width: int) -> list[list[_Group]]:
-    """One block where the terminal is wide enough, else as many as it takes, each with the names of
-    the sources.
-    """
-    names, *others = groups
+    """Splits the groups into blocks that fit the terminal, each with the names of the sources."""
+    names, *numbers = groups
     blocks = [[names]]
-    for group in others:
-        if (
-            len(blocks[-1]) > 1
-            and sum(one.width + len(_GAP) for one in blocks[-1]) + group.width > width
-        ):
+    for group in numbers:
+        used = sum(shown.width + len(_GAP) for shown in blocks[-1])
+        if len(blocks[-1]) > 1 and used + group.width > width:
             blocks.append([names])
         blocks[-1].append(group)
     return blocks
@@ -221,17 +212,23 @@ def _print_unpriced(priced: Sequence[PricedRow], out: Console) -> None:
 
 
 def _counted_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
-    """What the predictions are made of, and what the rows left open."""
+    """Yields the kinds of the predicted step times, and the settings that rows left open."""
     kinds = Counter(row.kind for row in priced if row.kind)
     if kinds:
-        yield f"predicted step times: {', '.join(f'{count:,} {kind}' for kind, count in kinds.most_common())}"
+        yield (
+            f"predicted step times: "
+            f"{', '.join(f'{count:,} {kind}' for kind, count in kinds.most_common())}"
+        )
     assumed = Counter(setting for row in priced if row.reason is None for setting in row.assumed)
     if assumed:
-        yield f"settings that rows left open: {', '.join(f'{setting} ({count:,})' for setting, count in assumed.most_common())}"
+        yield (
+            f"settings that rows left open: "
+            f"{', '.join(f'{setting} ({count:,})' for setting, count in assumed.most_common())}"
+        )
 
 
 def _print_rows(priced: Sequence[PricedRow], out: Console) -> None:
-    """Every row; the name comes last because it may be longer than a line."""
+    """Print every row; the name is last because it may be longer than a line."""
     heading = ("measured", "predicted", "error", "GiB", "predicted", "error", "kind", "row")
     rows = [
         (
@@ -250,9 +247,9 @@ def _print_rows(priced: Sequence[PricedRow], out: Console) -> None:
     if rows:
         print_table(out, heading, rows, left=("kind", "row"), indent=0)
         say(out)
-    others = [(row.id, row.reason) for row in priced if row.reason is not None]
-    if others:
-        print_table(out, ("row", _REASON), others, left=("row", _REASON), indent=0)
+    reasons = [(row.id, row.reason) for row in priced if row.reason is not None]
+    if reasons:
+        print_table(out, ("row", _REASON), reasons, left=("row", _REASON), indent=0)
         say(out)
 
 
@@ -275,9 +272,7 @@ def _print_grids(grids: Sequence[GridScore], out: Console) -> None:
 
 
 def print_fitted(terms: Sequence[FittedTerm], out: Console) -> None:
-    """The fitted terms: value, bounds, what each was fitted on, and how far leaving out one source
-    moves it.
-    """
+    """Print the fitted terms: value, bounds, held-out range, rows and experiments."""
     if not terms:
         say(out, "no term of the prices is fitted to measured steps")
         return
@@ -310,18 +305,14 @@ def _range(low: float, high: float, unit: str) -> str:
 
 
 def _range_without(term: FittedTerm) -> str:
-    """The least and the largest value when each experiment in turn is left out."""
-    return (
-        _range(min(term.without.values()), max(term.without.values()), term.unit)
-        if term.without
-        else _NONE
-    )
+    """Formats the least and the largest value when each experiment in turn is left out."""
+    if not term.without:
+        return _NONE
+    return _range(min(term.without.values()), max(term.without.values()), term.unit)
 
 
 def _experiments(names: Sequence[str]) -> str:
-    """The sources, with the number of folds where a source is held out in parts: `bloom, mpt (4
-    folds)`.
-    """
+    """Names the sources, with folds if a source is held out in parts: `bloom, mpt (4 folds)`."""
     folds = Counter(name.split("-")[0] for name in names)
     return ", ".join(
         source if count == 1 else f"{source} ({count} folds)" for source, count in folds.items()
@@ -329,7 +320,7 @@ def _experiments(names: Sequence[str]) -> str:
 
 
 def _share(value: float | None) -> str:
-    """A fraction in percent, without the sign that the heading has."""
+    """Formats a fraction in percent; the unit is in the heading."""
     return _NONE if value is None else f"{100 * value:.1f}"
 
 

@@ -1,20 +1,18 @@
-"""What a step adds to its operators' own times: measured blocks beside the sums of their operators
-under a profile.
+"""Time that a step adds to its operators, fitted to measured blocks and their priced operators.
 
-A block of n_f operators (n_b launches backward) whose operators take F and B seconds alone took,
+A block of n_f operators (n_b launches backward) whose operators alone take F and B seconds takes,
 forward and backward,
 
-    f = s F + n_f h_f          b = s B + n_b h_b            where the host is the device (its time
-    adds) f = max(s F, n_f h_f)      b = max(s B, n_b h_b)        where the host launches ahead of
-    the device
+    f = s F + n_f h_f          b = s B + n_b h_b          if the host is the device (its time adds)
+    f = max(s F, n_f h_f)      b = max(s B, n_b h_b)      if the host launches ahead of the device
 
 s is `kernel_slowdown` (gaps, colder caches, clocks), h_f and h_b the host's seconds for one
-operator. Least squares of relative errors, h at least 0, s drawn towards 1 by as little as a tenth
-of one pass. Blocks of one size alone cannot tell s from h: h is then 0.
+operator. The fit is least squares of relative errors with h at least 0; s is drawn towards 1 with a
+tenth of the weight of one pass. Blocks of one size alone cannot tell s from h: h is then 0.
 
-What layouts add (FSDP, tensor parallelism, a backward pass in two parts, a pipeline's runtime) was
-measured as seconds of a layer; it is divided by the layer's launches, in the smallest layer, or for
-what grows with a layer's bytes a line through the smallest and the largest.
+The costs of layouts (FSDP, tensor parallelism, a backward pass in two parts, a pipeline's runtime)
+are measured as seconds of a layer. Costs of launches are those of the smallest layer, divided by
+its launches. Costs that grow with a layer's bytes are a line through the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -39,23 +37,23 @@ from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import Stack
 from parplan.profiles.units import US_PER_S
 
-BLOCK, LAYOUTS = (
-    "block",
-    "layouts",
-)  # the works of cases that measure one, and what layouts add to it
+BLOCK = "block"  # work of cases that measure a block
+LAYOUTS = "layouts"  # work of cases that measure the costs of layouts on a block
 _WHOLE = Sharding()
-_LEAST_SLOWDOWN, _MOST_SLOWDOWN = (
-    1.0,
-    3.0,
-)  # operators are measured as cold as in a step: less is noise, as for stacks (profiles/stack.py)
+# operators are measured as cold as in a step: a slowdown below 1 is noise (profiles/stack.py)
+_LEAST_SLOWDOWN = 1.0
+_MOST_SLOWDOWN = 3.0
 _ROUNDS = 20
-DRAW = 0.1**0.5  # of the slowdown towards 1, beside the equation of one pass
+DRAW = 0.1**0.5  # square root of the weight that draws the slowdown towards 1; a pass has 1
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """One pass of one block: seconds measured, of its operators alone, and how often the host
-    launches something.
+    """One pass of one block.
+
+    measured_s  seconds of the block
+    alone_s     seconds of its operators measured alone
+    launches    launches of the host
     """
 
     measured_s: float
@@ -65,19 +63,18 @@ class Equation:
 
 
 def block_model(case: Case) -> tuple[ModelSpec, int, int]:
-    """The model of one block that a case measures, its micro-batch size and its sequence length."""
+    """Returns the model of one block that a case measures, its micro-batch size and its length."""
     sizes = dict(case.sizes)
-    heads, kv_heads, seq = sizes["heads"], sizes["kv_heads"], sizes["seq"]
     model = ModelSpec(
         name=BLOCK,
         num_layers=1,
         hidden_size=sizes["hidden"],
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_heads=sizes["heads"],
+        num_kv_heads=sizes["kv_heads"],
         head_dim=sizes["head_dim"],
         ffn_hidden_size=sizes["ffn"],
         vocab_size=128,
-        max_seq_length=seq,
+        max_seq_length=sizes["seq"],
         norm=Norm.RMS_NORM if sizes["rms"] else Norm.LAYER_NORM,
         positions=Positions.ROTARY if sizes["rotary"] else Positions.LEARNED,
         gated_ffn=bool(sizes["gated"]),
@@ -85,7 +82,7 @@ def block_model(case: Case) -> tuple[ModelSpec, int, int]:
         qkv_bias=not sizes["rms"],
         dropout=0.1 if sizes["dropout"] else 0.0,
     )
-    return model, sizes["batch"], seq
+    return model, sizes["batch"], sizes["seq"]
 
 
 def equations(
@@ -95,7 +92,7 @@ def equations(
     precision: Precision,
     stack: Stack,
 ) -> Iterator[Equation]:
-    """Both passes of every block that was measured, beside its operators under `profile`."""
+    """Yields both passes of every measured block, with its operators priced by `profile`."""
     neutral = replace(stack, kernel_slowdown=1.0, host_operator_s=0.0)
     machine = Machine(replace(cluster, calibration=None), replace(profile, in_step=None))
     for record in records:
@@ -116,7 +113,7 @@ def equations(
 
 
 def _block_layer(case: Case, precision: Precision, stack: Stack) -> tuple[LayerClass, TrainingSpec]:
-    """The block that a case is of, with one micro-batch of it."""
+    """Returns the block of a case, with a training of one micro-batch."""
     model, batch, seq = block_model(case)
     training = TrainingSpec(
         global_batch_size=batch,
@@ -137,15 +134,15 @@ def in_step_of(
     *,
     host_adds: bool,
 ) -> InStep | None:
-    """What the blocks among `records` say; None without any."""
-    found = list(equations(records, profile, cluster, precision, stack))
-    if not found:
+    """Fits the time that a step adds to the blocks among `records`; None without blocks."""
+    passes = list(equations(records, profile, cluster, precision, stack))
+    if not passes:
         return None
-    slowdown, forward_s, backward_s = (_added if host_adds else _bounded)(found)
+    slowdown, forward_s, backward_s = (_added if host_adds else _bounded)(passes)
     layouts = _layouts(records, precision, stack) if host_adds else {}
     errors = [
-        abs(_predicted(one, slowdown, forward_s, backward_s, host_adds) / one.measured_s - 1)
-        for one in found
+        abs(_predicted(each, slowdown, forward_s, backward_s, host_adds) / each.measured_s - 1)
+        for each in passes
     ]
     return InStep(
         stack=stack.name,
@@ -153,13 +150,14 @@ def in_step_of(
         forward_s=float(f"{forward_s:.4g}"),
         backward_s=float(f"{backward_s:.4g}"),
         host_adds=host_adds,
-        source=f"{len(found) // 2} blocks, forward and backward, within {max(errors):.0%} (median {median(errors):.0%})",
+        source=f"{len(passes) // 2} blocks, forward and backward, within {max(errors):.0%} (median "
+        f"{median(errors):.0%})",
         **layouts,
     )
 
 
 def _layouts(records: Sequence[Record], precision: Precision, stack: Stack) -> dict[str, Any]:
-    """The fields of InStep that say what layouts add, of the blocks that were measured in them."""
+    """Returns the fields of InStep with the costs of layouts, from blocks measured in them."""
     measured = [
         record for record in records if record.case.work == LAYOUTS and record.measured is not None
     ]
@@ -176,17 +174,12 @@ def _layouts(records: Sequence[Record], precision: Precision, stack: Stack) -> d
         return _rounded(median(figures[index].get(name, 0.0) / counts[index] for index in smallest))
 
     def cost(*names: str) -> LayerCost:
-        return _line(
-            [
-                (size, sum(found.get(name, 0.0) for name in names))
-                for size, found in zip(n_bytes, figures, strict=True)
-            ]
-        )
+        seconds = [sum(figure.get(name, 0.0) for name in names) for figure in figures]
+        return _line(list(zip(n_bytes, seconds, strict=True)))
 
+    num_operators = [len(layer.operators) for layer in layers]
     return {
-        "divided_forward_s": launched_s(
-            "divided_forward_s", [len(layer.operators) for layer in layers]
-        ),
+        "divided_forward_s": launched_s("divided_forward_s", num_operators),
         "divided_backward_s": launched_s("divided_backward_s", launches),
         "split_s": launched_s("split_backward_s", launches),
         "action_s": launched_s("staged_action_s", [1] * len(measured)),
@@ -197,7 +190,7 @@ def _layouts(records: Sequence[Record], precision: Precision, stack: Stack) -> d
 
 
 def _line(points: Sequence[tuple[int, float]]) -> LayerCost:
-    """Through the smallest and the largest layer, nowhere below 0."""
+    """Returns the line through the smallest and the largest layer, nowhere below 0."""
     (small, least_s), (large, most_s) = min(points), max(points)
     slope = max(0.0, (most_s - least_s) / (large - small)) if large > small else 0.0
     return LayerCost(layer_s=_rounded(max(0.0, least_s - slope * small)), byte_s=_rounded(slope))
@@ -208,89 +201,83 @@ def _rounded(value: float) -> float:
 
 
 def _predicted(
-    one: Equation, slowdown: float, forward_s: float, backward_s: float, host_adds: bool
+    equation: Equation, slowdown: float, forward_s: float, backward_s: float, host_adds: bool
 ) -> float:
-    device_s, host_s = (
-        slowdown * one.alone_s,
-        one.launches * (backward_s if one.backward else forward_s),
-    )
+    device_s = slowdown * equation.alone_s
+    host_s = equation.launches * (backward_s if equation.backward else forward_s)
     return device_s + host_s if host_adds else max(device_s, host_s)
 
 
-def _added(found: Sequence[Equation]) -> tuple[float, float, float]:
-    """(s, h_f, h_b) by least squares; of the solutions with some h at 0 the best whose others are
-    not negative.
-    """
-    sizes = {one.alone_s for one in found if not one.backward}
-    matrix = np.array(
-        [
-            [
-                one.alone_s,
-                0.0 if one.backward else one.launches,
-                one.launches if one.backward else 0.0,
-            ]
-            for one in found
-        ]
-    )
-    relative = np.vstack([matrix / np.array([[one.measured_s] for one in found]), [DRAW, 0.0, 0.0]])
-    wanted = np.array([1.0] * len(found) + [DRAW])
-    best, least = np.array([1.0, 0.0, 0.0]), np.inf
-    for kept in product((True,), *([(True, False)] * 2 if len(sizes) > 1 else [(False,)] * 2)):
-        columns = [i for i, keep in enumerate(kept) if keep]
+def _coefficients(equation: Equation) -> list[float]:
+    if equation.backward:
+        return [equation.alone_s, 0.0, equation.launches]
+    return [equation.alone_s, equation.launches, 0.0]
+
+
+def _added(passes: Sequence[Equation]) -> tuple[float, float, float]:
+    """Fits (s, h_f, h_b) by least squares, with the best set of h at 0 that leaves none below."""
+    sizes = {each.alone_s for each in passes if not each.backward}
+    matrix = np.array([_coefficients(each) for each in passes])
+    measured = np.array([[each.measured_s] for each in passes])
+    relative = np.vstack([matrix / measured, [DRAW, 0.0, 0.0]])
+    target = np.array([1.0] * len(passes) + [DRAW])
+    best = np.array([1.0, 0.0, 0.0])
+    least = np.inf
+    free = (True, False) if len(sizes) > 1 else (False,)
+    for used in product((True,), free, free):
+        columns = [i for i, is_used in enumerate(used) if is_used]
         x = np.zeros(3)
-        x[columns] = np.linalg.lstsq(relative[:, columns], wanted, rcond=None)[0]
-        error = float(np.sum((relative @ x - wanted) ** 2))
+        x[columns] = np.linalg.lstsq(relative[:, columns], target, rcond=None)[0]
+        error = float(np.sum((relative @ x - target) ** 2))
         if (x >= 0).all() and error < least:
-            best, least = x, error
+            best = x
+            least = error
     if best[0] < _LEAST_SLOWDOWN:
-        return (
-            _LEAST_SLOWDOWN,
-            _left_s(found, backward=False) * (best[1] > 0),
-            _left_s(found, backward=True) * (best[2] > 0),
-        )
+        forward_s = _left_s(passes, backward=False) if best[1] > 0 else 0.0
+        backward_s = _left_s(passes, backward=True) if best[2] > 0 else 0.0
+        return _LEAST_SLOWDOWN, forward_s, backward_s
     return _within(best[0]), float(best[1]), float(best[2])
 
 
-def _left_s(found: Sequence[Equation], *, backward: bool) -> float:
-    """Of the host for one launch, what passes take beyond their operators as they are."""
-    return max(
-        0.0,
-        median(
-            (one.measured_s - one.alone_s) / one.launches
-            for one in found
-            if one.backward is backward
-        ),
+def _left_s(passes: Sequence[Equation], *, backward: bool) -> float:
+    """Seconds of the host for one launch, if the device adds no slowdown."""
+    beyond = median(
+        (each.measured_s - each.alone_s) / each.launches
+        for each in passes
+        if each.backward is backward
     )
+    return max(0.0, beyond)
 
 
-def _bounded(found: Sequence[Equation]) -> tuple[float, float, float]:
-    """(s, h_f, h_b): s from the passes that the device takes, h from those that the host takes,
-    until none changes side.
-    """
-    slowdown, host_s = 1.0, {False: 0.0, True: 0.0}
+def _bounded(passes: Sequence[Equation]) -> tuple[float, float, float]:
+    """Fits (s, h_f, h_b): s to device-bound passes, h to host-bound passes, until none changes."""
+    slowdown = 1.0
+    host_s = {False: 0.0, True: 0.0}
     for _ in range(_ROUNDS):
         of_device = [
-            one for one in found if slowdown * one.alone_s >= one.launches * host_s[one.backward]
+            each
+            for each in passes
+            if slowdown * each.alone_s >= each.launches * host_s[each.backward]
         ]
         before = slowdown, dict(host_s)
-        slowdown = _within(
-            median(one.measured_s / one.alone_s for one in _largest(of_device or list(found)))
-        )
+        largest = _largest(of_device or passes)
+        slowdown = _within(median(each.measured_s / each.alone_s for each in largest))
         for backward in host_s:
             waiting = [
-                one
-                for one in found
-                if one.backward is backward and one.measured_s > 1.25 * slowdown * one.alone_s
+                each
+                for each in passes
+                if each.backward is backward and each.measured_s > 1.25 * slowdown * each.alone_s
             ]
-            host_s[backward] = min((one.measured_s / one.launches for one in waiting), default=0.0)
+            times = (each.measured_s / each.launches for each in waiting)
+            host_s[backward] = min(times, default=0.0)
         if before == (slowdown, host_s):
             break
     return slowdown, host_s[False], host_s[True]
 
 
-def _largest(found: Sequence[Equation]) -> list[Equation]:
-    """The larger half, in which the device decides if it does at all."""
-    ordered = sorted(found, key=lambda one: one.alone_s)
+def _largest(passes: Sequence[Equation]) -> list[Equation]:
+    """Returns the larger half of the passes, which are device-bound if any are."""
+    ordered = sorted(passes, key=lambda each: each.alone_s)
     return ordered[len(ordered) // 2 :]
 
 

@@ -1,8 +1,7 @@
-"""One operator on one rank -> the cases to measure for it: those of its kernels that have a curve,
-at exactly the sizes of their prices.
+"""Cases to measure for an operator on one rank: its kernels with a curve, at their priced sizes.
 
-The kernels are those that prices add up (costmodels/operators/kernels.py). What a profiler cannot
-measure alone makes no case and keeps the price of its class: casts to fp8 and products in it,
+The kernels are those of prices (costmodels/operators/kernels.py). Work that a profiler cannot
+measure alone makes no case, and its price stays that of its class: casts to fp8 and fp8 products,
 grouped products of experts and their exchanges, gradients that another kernel adds up.
 """
 
@@ -25,14 +24,14 @@ from parplan.profiles.machines.measurements import Case, CasePass
 from parplan.profiles.models.operator_graph import Operator, OperatorKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
-TIME = "time"  # of a case with one part
+TIME = "time"  # name of the only pass of a case
 Sizes = dict[str, int]
 
 
 def operator_cases(
     operator: Operator, sharding: Sharding, model: ModelSpec, training: TrainingSpec
 ) -> tuple[Case, ...]:
-    """The cases of one rank's share of an operator, in no order of importance."""
+    """Returns the cases of one rank's share of an operator, in no order of importance."""
     kernels = operator_kernels(_one_branch(operator), sharding, training)
     precision = training.precision.value
     if operator.kind is OperatorKind.MATMUL:
@@ -51,35 +50,34 @@ def kernels_by_case(
     model: ModelSpec,
     training: TrainingSpec,
 ) -> tuple[dict[Case, tuple[Kernel, ...]], tuple[Kernel, ...]]:
-    """The kernels that each case of an operator measures, and those that none does."""
+    """Returns the kernels that each case of an operator measures, and kernels without a case."""
     runs = operator_kernels(_one_branch(operator), sharding, training)
     kernels = (*runs.forward, *runs.backward)
-    found = {
+    measured = {
         case: _measured_by(case, kernels)
         for case in operator_cases(operator, sharding, model, training)
     }
-    covered = {kernel for measured in found.values() for kernel in measured}
-    return found, tuple(kernel for kernel in kernels if kernel not in covered)
+    covered = {kernel for case_kernels in measured.values() for kernel in case_kernels}
+    return measured, tuple(kernel for kernel in kernels if kernel not in covered)
 
 
 def _measured_by(case: Case, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
-    points = {(one.curve, one.sizes) for one in case.passes}
+    points = {(each.curve, each.sizes) for each in case.passes}
     return tuple(kernel for kernel in kernels if (kernel.curve, kernel_sizes(kernel)) in points)
 
 
 def kernels_of_update(case: Case, training: TrainingSpec) -> tuple[Kernel, ...]:
-    """The kernels that a case of `update_cases` measures."""
+    """Returns the kernels that a case of `update_cases` measures."""
     return _measured_by(case, update_kernels(case.size("parameters"), training))
 
 
 def update_cases(num_parameters: int, training: TrainingSpec) -> tuple[Case, ...]:
-    """Adam over so many parameters of a rank, and the norm of their gradients."""
-    works = ("adamw", "gradient_norm")
+    """Returns the cases of Adam and of the gradient norm over a rank's parameters."""
+    sizes = {"parameters": num_parameters}
+    works = zip(("adamw", "gradient_norm"), update_kernels(num_parameters, training), strict=True)
     return tuple(
-        _case(
-            work, {"parameters": num_parameters}, training.precision.value, (_pass(TIME, kernel),)
-        )
-        for work, kernel in zip(works, update_kernels(num_parameters, training), strict=True)
+        _case(work, sizes, training.precision.value, (_pass(TIME, kernel),))
+        for work, kernel in works
     )
 
 
@@ -92,7 +90,7 @@ def _pass(name: str, kernel: Kernel) -> CasePass:
 
 
 def kernel_sizes(kernel: Kernel) -> tuple[int, ...]:
-    """Where the kernel is on its curve."""
+    """Returns the kernel's point on its curve."""
     return tuple(map(round, kernel.sizes))
 
 
@@ -102,14 +100,10 @@ def _both_ways(kernels: OperatorKernels) -> tuple[CasePass, ...]:
 
 
 def _one_branch(operator: Operator) -> Operator:
-    """A residual addition of two branches is measured as one of one branch: the price of the other
-    sizes is between points.
-    """
-    return (
-        replace(operator, inputs=operator.inputs[:2])
-        if operator.kind is OperatorKind.ELEMENTWISE
-        else operator
-    )
+    """Reduces a residual addition of two branches to one branch, whose curve prices both."""
+    if operator.kind is OperatorKind.ELEMENTWISE:
+        return replace(operator, inputs=operator.inputs[:2])
+    return operator
 
 
 def _linear(operator: Operator, kernels: OperatorKernels, precision: str) -> Iterator[Case]:
@@ -121,24 +115,22 @@ def _linear(operator: Operator, kernels: OperatorKernels, precision: str) -> Ite
     m, n, k = products[0].sizes
     if not any(product.fp8 for product in products):
         sizes = {"m": m, "n": n, "k": k, "bias": int(len(operator.parameters) > 1)}
-        yield _case(
-            "linear", sizes, precision, tuple(_pass(product.curve, product) for product in products)
-        )
+        passes = tuple(_pass(product.curve, product) for product in products)
+        yield _case("linear", sizes, precision, passes)
     for kernel in kernels.weights:
-        if isinstance(kernel, StreamKernel) and kernel.name == "bias_gradient":
-            yield _case(
-                "bias_gradient", {"tokens": m, "width": n}, precision, (_pass(TIME, kernel),)
-            )
-        if isinstance(kernel, StreamKernel) and kernel.name == "accumulation":
-            yield _case("accumulation", {"elements": n * k}, precision, (_pass(TIME, kernel),))
+        if not isinstance(kernel, StreamKernel):
+            continue
+        only = (_pass(TIME, kernel),)
+        if kernel.name == "bias_gradient":
+            yield _case("bias_gradient", {"tokens": m, "width": n}, precision, only)
+        if kernel.name == "accumulation":
+            yield _case("accumulation", {"elements": n * k}, precision, only)
 
 
 def _attention(
     operator: Operator, sharding: Sharding, kernels: OperatorKernels, precision: str
 ) -> Iterator[Case]:
-    batch, heads, seq, keys, head_dim = (
-        sharding.dim_size(operator, dim.name) for dim in operator.dims
-    )
+    batch, heads, seq, keys, head_dim = _local(operator, sharding)
     if isinstance(kernels.forward[0], FusedKernel):
         group = next(dim.unit for dim in operator.dims if dim.name == "heads")
         sizes = {
@@ -147,10 +139,9 @@ def _attention(
             "kv_heads": heads // group,
             "seq": seq,
             "head_dim": head_dim,
+            "dropout": int(operator.dropped),
         }
-        yield _case(
-            "attention", {**sizes, "dropout": int(operator.dropped)}, precision, _both_ways(kernels)
-        )
+        yield _case("attention", sizes, precision, _both_ways(kernels))
         return
     streams = {
         "softmax": {"batch": batch, "heads": heads, "seq": seq},
@@ -158,23 +149,20 @@ def _attention(
     }
     for kernel in kernels.forward:
         if isinstance(kernel, StreamKernel):
-            work, sizes = kernel.name, streams[kernel.name]
+            work = kernel.name
+            sizes = streams[work]
         else:
-            work, sizes = (
-                "batched",
-                dict(zip(("batch", "m", "n", "k"), kernel_sizes(kernel), strict=True)),
-            )
-        back = next(other for other in kernels.backward if _alike(kernel, other))
+            work = "batched"
+            sizes = dict(zip(("batch", "m", "n", "k"), kernel_sizes(kernel), strict=True))
+        back = next(backward for backward in kernels.backward if _alike(kernel, backward))
         yield _case(work, sizes, precision, (_pass("forward", kernel), _pass("backward", back)))
 
 
-def _alike(kernel: Kernel, other: Kernel) -> bool:
-    """Whether two kernels of un-fused attention are the two passes of one operation: streams by
-    name, products by shape.
-    """
-    if isinstance(kernel, StreamKernel) and isinstance(other, StreamKernel):
-        return kernel.name == other.name
-    return type(kernel) is type(other) and kernel.sizes == other.sizes
+def _alike(forward: Kernel, backward: Kernel) -> bool:
+    """True if two kernels of un-fused attention are the passes of one operation."""
+    if isinstance(forward, StreamKernel) and isinstance(backward, StreamKernel):
+        return forward.name == backward.name
+    return type(forward) is type(backward) and forward.sizes == backward.sizes
 
 
 def _local(operator: Operator, sharding: Sharding) -> tuple[int, ...]:
@@ -182,9 +170,7 @@ def _local(operator: Operator, sharding: Sharding) -> tuple[int, ...]:
 
 
 def _tokens(*names: str) -> Callable[[Operator, Sharding, ModelSpec], Sizes]:
-    """Sizes of an operation on [tokens, ...]: all of its leading dims, and the last ones by
-    `names`.
-    """
+    """Returns the sizes of an operation on [tokens, ...], whose last dims have `names`."""
 
     def sizes(operator: Operator, sharding: Sharding, model: ModelSpec) -> Sizes:
         local = _local(operator, sharding)

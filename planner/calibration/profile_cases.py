@@ -1,28 +1,23 @@
-"""What `plan profile` measures: every kernel that the planner would price for some models on a
-machine, and figures of the machine.
+"""Cases of `plan profile`: kernels that prices of some models need, and figures of the machine.
 
-Sizes, of each model:
+Sizes for each model:
 
-- micro-batches: powers of two from 1, at most 64 and the global batch, as long as what all blocks
-keep of one without recompute fits
-  a device; of more than four, the two ends and two between them
-- tensor parallel degrees: those that are legal inside a node; above 1 at the smallest and the
-largest micro-batch alone
+- micro-batches: powers of two from 1, at most 64 and the global batch, while the saved activations
+  of all blocks fit a device; of more than four, the two ends and two between them
+- tensor parallel degrees that are legal inside a node; degrees above 1 at the smallest and the
+  largest micro-batch alone
 - each operator at the sizes of its kernels on one rank: whole, and as Megatron divides it, with and
-without sequence parallelism
-- Adam and the norm of the gradients: of a block and of the embedding, of the smaller one sharded
-over eight such machines, and of the
-  whole model, or as much of it as fills half a device with its states
-- blocks, which show what a step adds to its operators: a tiny one, bound by its launches, with its
-operators, and the model's own at
-  its largest
+  without sequence parallelism
+- Adam and the norm of the gradients: for a block, the embedding, the smaller of them sharded over
+  eight such machines, and the whole model or as much of it as fills half a device with its states
+- blocks, which show the time that a step adds to its operators: a launch-bound tiny one with its
+  operators, and the model's block at the largest micro-batch
 
-Cases that are the same points of the same curves (4 sequences of 8 heads, 8 of 4) are one. The
-order is that of what a measurement
-says: figures of the machine first, then each case by its kernels' share of the model's step under
-assumed prices (no profile decides it), halved for every halving of the range: smallest and largest,
-the middle, the quarters. Any beginning of the list so makes a profile that is right about what
-matters most.
+Cases at equal points of equal curves (4 sequences of 8 heads, 8 of 4) are measured once. The most
+informative case comes first: figures of the machine, then each case by its kernels' share of the
+model's step under assumed prices (no profile decides it). The share is halved for every halving of
+the range: smallest and largest, the middle, the quarters. So any beginning of the list makes a
+profile that is right about the largest shares.
 """
 
 from __future__ import annotations
@@ -57,36 +52,33 @@ from parplan.profiles.units import MIB
 CPU_MODELS = ("gpt-tiny",)
 GPU_MODELS = ("gpt-1.5b", "llama3-8b")
 MICRO_BATCHES = 4
-TINY_HIDDEN, TINY_SEQ = 256, 128  # of a block that takes less than its launches on any GPU
-OF_BLOCKS = (
-    0.2  # what a block says, as a share of the step: it corrects all of its operators at once
-)
+TINY_HIDDEN, TINY_SEQ = 256, 128  # a block that takes less than its launches on any GPU
+OF_BLOCKS = 0.2  # worth of a block, as a share of the step: it corrects all of its operators
 COPIED_MIB = (256, 16, 1)
 MOVED_MIB = (256, 16)
 HOST_PARAMETERS = 2**24
-MACHINES = 8  # over which states may be sharded, of those that are like the one measured
-ADAM_BYTES = 18  # of a parameter in 16 bits with its gradient and states; in fp32 16
+MACHINES = 8  # machines like the measured one, over which states may be sharded
+ADAM_BYTES = 18  # bytes of a 16-bit parameter with its gradient and states; in fp32 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledWorkload:
-    """What is trained, and how: a model that a profile is to be good for."""
+    """A model and its training, for which a profile is measured."""
 
     model: ModelSpec
     training: TrainingSpec
 
 
 def cases_of(workloads: Sequence[ProfiledWorkload], cluster: Cluster) -> tuple[Case, ...]:
-    """Everything to measure on one device of `cluster` for `workloads`, most informative first,
-    each case once.
+    """Returns the cases to measure on one device of `cluster`, the most informative first.
 
-    Raises ConfigError where the device lacks a workload's precision.
+    Raises ConfigError when the device lacks a workload's precision.
     """
     figures = tuple(
         dict.fromkeys(
             case
-            for one in workloads
-            for case in machine_cases(cluster, one.training.precision.value)
+            for workload in workloads
+            for case in machine_cases(cluster, workload.training.precision.value)
         )
     )
     worth: dict[Case, float] = defaultdict(float)
@@ -106,9 +98,10 @@ def cases_of(workloads: Sequence[ProfiledWorkload], cluster: Cluster) -> tuple[C
 
 
 def default_workloads(cluster: Cluster, training: TrainingSpec) -> tuple[ProfiledWorkload, ...]:
-    """What is measured where the user names no model: gpt-tiny on a CPU; on a GPU gpt-1.5b and
-    llama3-8b, whose widths most models up to 8B are between. Batch and sequence of `training` are
-    replaced by each model's own.
+    """Returns the workloads that are measured when the user names no model.
+
+    They are gpt-tiny on a CPU, and on a GPU gpt-1.5b and llama3-8b: the widths of most models up
+    to 8B lie between theirs. Each model replaces batch and sequence of `training`.
     """
     entries = map(load_model, CPU_MODELS if on_host(cluster) else GPU_MODELS)
     return tuple(
@@ -123,14 +116,12 @@ def default_workloads(cluster: Cluster, training: TrainingSpec) -> tuple[Profile
 
 
 def on_host(cluster: Cluster) -> bool:
-    """Whether the devices are CPUs, which have no memory of their own."""
+    """True if the devices are CPUs, which share the memory of the host."""
     return cluster.device.name == "cpu"
 
 
 def machine_cases(cluster: Cluster, precision: str) -> tuple[Case, ...]:
-    """Figures of the machine itself. A CPU's memory is its host's: nothing is moved there, and its
-    Adam is the optimizer's.
-    """
+    """Returns the cases for figures of the machine; a CPU has no transfers and no host Adam."""
     copies = [("device_copy", (("bytes", size * MIB),)) for size in COPIED_MIB]
     moved = [("transfer", (("bytes", size * MIB),)) for size in MOVED_MIB]
     apart = [] if on_host(cluster) else [*moved, ("host_adam", (("parameters", HOST_PARAMETERS),))]
@@ -146,20 +137,19 @@ def machine_cases(cluster: Cluster, precision: str) -> tuple[Case, ...]:
 
 
 def layouts_of(workload: ProfiledWorkload, cluster: Cluster) -> tuple[tuple[int, Sharding], ...]:
-    """The micro-batch sizes with the shardings that each is measured under."""
+    """Returns the micro-batch sizes with the shardings that each is measured under."""
     micro_batches = micro_batch_sizes(workload, cluster)
     ends = sorted({micro_batches[0], micro_batches[-1]})
-    found = [(size, Sharding()) for size in micro_batches]
+    layouts = [(size, Sharding()) for size in micro_batches]
     for tp in tensor_parallel_degrees(workload.model, cluster):
-        for sequence_parallel in (
-            (False, True) if workload.training.seq_length % tp == 0 else (False,)
-        ):
-            found += [(size, Sharding(tp, sequence_parallel)) for size in ends if tp > 1]
-    return tuple(found)
+        divisible = workload.training.seq_length % tp == 0
+        for sequence_parallel in (False, True) if divisible else (False,):
+            layouts += [(size, Sharding(tp, sequence_parallel)) for size in ends if tp > 1]
+    return tuple(layouts)
 
 
 def tensor_parallel_degrees(model: ModelSpec, cluster: Cluster) -> tuple[int, ...]:
-    """Those that are legal inside a node, ascending."""
+    """Returns the degrees that are legal inside a node, ascending."""
     return tuple(
         tp
         for tp in divisors(cluster.gpus_per_node)
@@ -168,21 +158,19 @@ def tensor_parallel_degrees(model: ModelSpec, cluster: Cluster) -> tuple[int, ..
 
 
 def micro_batch_sizes(workload: ProfiledWorkload, cluster: Cluster) -> tuple[int, ...]:
-    """Powers of two that fit a device, at most four."""
-    machine = _assumed(cluster)
-    price_cache = PriceCache(workload.model, workload.training, machine)
-    sizes, size = [1], 2
+    """Returns at most four powers of two whose activations fit a device."""
+    price_cache = PriceCache(workload.model, workload.training, _assumed(cluster))
+    sizes = [1]
+    size = 2
     while size <= min(MAX_MICRO_BATCH_SIZE, workload.training.global_batch_size):
-        saved = (
-            price_cache.activations(LayerKind.BLOCK, size, Sharding()).saved
-            * workload.model.num_layers
-        )
-        if saved > cluster.device.memory_bytes:
+        activations = price_cache.activations(LayerKind.BLOCK, size, Sharding())
+        if activations.saved * workload.model.num_layers > cluster.device.memory_bytes:
             break
         sizes.append(size)
         size *= 2
-    kept = sorted({round(i * (len(sizes) - 1) / (MICRO_BATCHES - 1)) for i in range(MICRO_BATCHES)})
-    return tuple(sizes[i] for i in kept)
+    last = len(sizes) - 1
+    spread = sorted({round(i * last / (MICRO_BATCHES - 1)) for i in range(MICRO_BATCHES)})
+    return tuple(sizes[i] for i in spread)
 
 
 def _assumed(cluster: Cluster) -> Machine:
@@ -190,8 +178,9 @@ def _assumed(cluster: Cluster) -> Machine:
 
 
 def _worth(workload: ProfiledWorkload, cluster: Cluster) -> Iterator[tuple[Case, float]]:
-    """The cases of one workload with what each says, as a share of the step. A case may come more
-    than once: its worth adds up.
+    """Yields the cases of one workload with their worth, as shares of the step.
+
+    The worth of a case that comes more than once adds up.
     """
     shares = step_shares(workload, cluster)
     groups: dict[tuple[str, str], set[Case]] = defaultdict(set)
@@ -209,22 +198,22 @@ def _worth(workload: ProfiledWorkload, cluster: Cluster) -> Iterator[tuple[Case,
 
 
 def step_shares(workload: ProfiledWorkload, cluster: Cluster) -> dict[tuple[str, str], float]:
-    """By operator and work, the share of one rank's step at the largest micro-batch under assumed
-    prices.
-    """
-    model, training, machine = workload.model, workload.training, _assumed(cluster)
+    """Shares of a rank's step by operator and work, at the largest micro-batch, assumed prices."""
+    model = workload.model
+    training = workload.training
+    machine = _assumed(cluster)
     size = micro_batch_sizes(workload, cluster)[-1]
     num_micro_batches = max(1, training.global_batch_size // (size * cluster.num_gpus))
-    graph, seconds = build_graph(model, training, size), defaultdict[tuple[str, str], float](float)
+    graph = build_graph(model, training, size)
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
     for layer in graph:
         for operator in layer.operators:
-            found, _ = kernels_by_case(operator, Sharding(), model, training)
-            for case, kernels in found.items():
+            by_case, _ = kernels_by_case(operator, Sharding(), model, training)
+            for case, kernels in by_case.items():
                 once_s = sum(kernel_time(kernel, machine, training).value_s for kernel in kernels)
                 seconds[operator.name, case.work] += num_micro_batches * layer.count * once_s
-    for case in update_cases(
-        graph.num_parameters, training
-    ):  # both as fast as Adam: without a measurement the norm has no price
+    # the norm counts as fast as Adam, since it has no price without a measurement
+    for case in update_cases(graph.num_parameters, training):
         (n_bytes,) = case.passes[0].sizes
         seconds[case.work, case.work] = memory_bound_s(
             n_bytes, machine.profile.compute.optimizer, cluster.device.memory_bytes_per_s
@@ -234,8 +223,9 @@ def step_shares(workload: ProfiledWorkload, cluster: Cluster) -> dict[tuple[str,
 
 
 def _halved(cases: set[Case], share: float) -> Iterator[tuple[Case, float]]:
-    """The cases of one operator: its share of the step for the smallest and the largest, half of it
-    for the middle, and so on.
+    """Returns the cases of one operator with their worth.
+
+    The smallest and the largest are worth its share of the step, the middle half of it, and so on.
     """
     ordered = sorted(cases, key=lambda case: (math.prod(case.passes[0].sizes), case.key))
     worth = {0: share, len(ordered) - 1: share}
@@ -245,7 +235,7 @@ def _halved(cases: set[Case], share: float) -> Iterator[tuple[Case, float]]:
         middles = [(low, (low + high) // 2, high) for low, high in spans]
         worth |= {middle: share for _, middle, _ in middles}
         spans = [span for low, middle, high in middles for span in ((low, middle), (middle, high))]
-    return ((ordered[index], found) for index, found in worth.items())
+    return ((ordered[index], value) for index, value in worth.items())
 
 
 def _update_cases(workload: ProfiledWorkload, cluster: Cluster) -> Iterator[Case]:
@@ -258,31 +248,28 @@ def _update_cases(workload: ProfiledWorkload, cluster: Cluster) -> Iterator[Case
 
 
 def block_cases(workload: ProfiledWorkload, micro_batch_size: int) -> tuple[Case, ...]:
-    """A tiny block of the model's kind with the operators in it, and the model's own; none of a
-    mixture of experts.
+    """Returns the cases of a tiny block with its operators, and of the model's block.
+
+    A mixture of experts has none.
     """
-    model, precision = workload.model, workload.training.precision.value
+    model = workload.model
+    precision = workload.training.precision.value
     if model.num_experts:
         return ()
-    tiny, training = (
-        tiny_model(model),
-        replace(workload.training, seq_length=min(workload.training.seq_length, TINY_SEQ)),
-    )
-    operators = build_graph(tiny, training, 1).block.operators
+    seq_length = workload.training.seq_length
+    tiny = tiny_model(model)
+    tiny_training = replace(workload.training, seq_length=min(seq_length, TINY_SEQ))
+    operators = build_graph(tiny, tiny_training, 1).block.operators
     parts = (
         case
         for operator in operators
-        for case in operator_cases(operator, Sharding(), tiny, training)
+        for case in operator_cases(operator, Sharding(), tiny, tiny_training)
     )
-    small, passes = (
-        _block_sizes(tiny, 1, training.seq_length),
-        (CasePass(name="forward"), CasePass(name="backward")),
-    )
-    blocks = (small, _block_sizes(model, micro_batch_size, workload.training.seq_length))
-    layouts = (
-        small,
-        _block_sizes(model, 1, training.seq_length),
-    )  # what they add does not grow with the tokens
+    passes = (CasePass(name="forward"), CasePass(name="backward"))
+    small = _block_sizes(tiny, 1, tiny_training.seq_length)
+    blocks = (small, _block_sizes(model, micro_batch_size, seq_length))
+    # one sequence is enough: the costs of layouts do not grow with the tokens
+    layouts = (small, _block_sizes(model, 1, tiny_training.seq_length))
     return (
         *dict.fromkeys(parts),
         *(Case(work=BLOCK, sizes=sizes, precision=precision, passes=passes) for sizes in blocks),
@@ -291,7 +278,7 @@ def block_cases(workload: ProfiledWorkload, micro_batch_size: int) -> tuple[Case
 
 
 def tiny_model(model: ModelSpec) -> ModelSpec:
-    """A model of the same kind whose block is bound by its launches."""
+    """Returns a model of the same kind whose block is bound by its launches."""
     if model.hidden_size <= TINY_HIDDEN:
         return model
     heads = max(1, TINY_HIDDEN // model.head_dim)

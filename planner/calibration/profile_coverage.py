@@ -1,8 +1,7 @@
-"""Which sizes of a plan its machine's own profile has measured, which lie between those, and which
-are missing.
+"""Sizes of a plan that its machine's profile has measured, interpolates, or lacks.
 
 The sizes are those of every operator of the plan as it is divided, of the optimizer, and of
-collectives and messages by group shape. Left out: what the host does for offloaded states, updates
+collectives and messages by group shape. Left out: work of the host for offloaded states, updates
 of chunks, the exchanges of experts, and the reduction of a tied embedding.
 """
 
@@ -44,8 +43,9 @@ from parplan.profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """The cases of a plan, each once with the kind of its price, and the operations that no case
-    measures, by name.
+    """The cases of a plan with the kinds of their prices.
+
+    beyond  names of operations that no case measures
     """
 
     cases: tuple[tuple[Case, Kind], ...]
@@ -53,69 +53,72 @@ class Coverage:
 
     @property
     def missing(self) -> tuple[Case, ...]:
-        """Those whose price is not of the profile."""
+        """Returns the cases whose price does not come from the profile."""
         return tuple(case for case, kind in self.cases if kind is Kind.ANALYTIC)
 
     def count(self, kind: Kind, *, of_ranks: bool) -> int:
-        """How many cases of that kind, of communication between ranks or of one rank's work."""
-        return sum(found is kind and (case.work in TIMED) is of_ranks for case, found in self.cases)
+        """Counts cases of a kind, either of communication between ranks or of one rank's work."""
+        return sum(
+            case_kind is kind and (case.work in TIMED) is of_ranks for case, case_kind in self.cases
+        )
 
 
 def missing_cases(
     plan: Plan, profile: Profile | None = None, *, messages: bool = True
 ) -> tuple[Case, ...]:
-    """What is to be measured so that `profile` has all of a plan: by default the plan's own,
-    without one everything.
+    """Returns the cases to measure so that a profile has all of a plan.
 
-    messages: also what ranks send each other, which more than one process measures. Raises
-    ConfigError, as `coverage` does.
+    The profile is `profile`, else the plan's, else one without measurements. `messages` includes
+    messages between ranks, which need more than one process. Raises ConfigError like `coverage`.
     """
-    own = profile or plan.cluster.profile or analytic_profile(plan.cluster.device.name)
-    found = coverage(replace(plan, cluster=replace(plan.cluster, profile=own)))
-    assert found is not None
-    return tuple(case for case in found.missing if messages or case.work not in TIMED)
+    profile = profile or plan.cluster.profile or analytic_profile(plan.cluster.device.name)
+    profiled = coverage(replace(plan, cluster=replace(plan.cluster, profile=profile)))
+    assert profiled is not None
+    return tuple(case for case in profiled.missing if messages or case.work not in TIMED)
 
 
 def coverage(plan: Plan) -> Coverage | None:
-    """What the profile in `plan.cluster` says of the plan, None without one. Raises ConfigError:
-    its layers have no price today.
+    """Returns the coverage of the plan by the profile in `plan.cluster`, None without one.
+
+    Raises ConfigError when its layers have no price today.
     """
     if plan.cluster.profile is None:
         return None
     price_cache = prices_of_plan(plan)
     strategy = strategy_of(plan, price_cache)
-    found: dict[Case, Kind] = {}
+    kinds: dict[Case, Kind] = {}
     beyond: dict[str, None] = {}
     for choice in dict.fromkeys(choice for stage in strategy.stages for choice in stage):
-        found |= _of_operators(choice, strategy.layout, price_cache, beyond)
-    found |= _of_updates(strategy, price_cache)
+        kinds |= _of_operators(choice, strategy.layout, price_cache, beyond)
+    kinds |= _of_updates(strategy, price_cache)
     for rank in range(strategy.layout.mesh.pp):
-        found |= _of_traffic(strategy, rank, price_cache)
-    return Coverage(cases=tuple(found.items()), beyond=tuple(beyond))
+        kinds |= _of_traffic(strategy, rank, price_cache)
+    return Coverage(cases=tuple(kinds.items()), beyond=tuple(beyond))
 
 
 def _of_operators(
     choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache, beyond: dict[str, None]
 ) -> dict[Case, Kind]:
-    """Of one layer; what no case measures goes to `beyond`."""
-    found: dict[Case, Kind] = {}
-    for operator in _sizes_of(choice, layout, price_cache):
-        measured, others = kernels_by_case(
+    """Returns the cases of one layer; operations without a case are added to `beyond`."""
+    kinds: dict[Case, Kind] = {}
+    for operator in _operators_of(choice, layout, price_cache):
+        measured, unmeasured = kernels_by_case(
             operator, layout.sharding_of(choice), price_cache.model, price_cache.training
         )
-        found |= {case: _kind(kernels, price_cache) for case, kernels in measured.items()}
+        kinds |= {case: _kind(kernels, price_cache) for case, kernels in measured.items()}
         beyond |= dict.fromkeys(
             kernel.name if isinstance(kernel, StreamKernel) else f"{operator.name}'s products"
-            for kernel in others
+            for kernel in unmeasured
         )
-    return found
+    return kinds
 
 
-def _sizes_of(
+def _operators_of(
     choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
 ) -> tuple[Operator, ...]:
-    """The operators of a layer at the sizes that it runs them: of half a micro-batch where a block
-    runs as two, at level 1 of both.
+    """Returns the operators of a layer at their sizes.
+
+    Under sub-pipelining a block runs halves of a micro-batch; at level 1 it runs both sizes.
     """
     whole = price_cache.layer(choice.kind, layout.micro_batch_size).operators
     if not layout.tp_overlap or choice.kind is not LayerKind.BLOCK:
@@ -131,8 +134,10 @@ def _kind(kernels: tuple[Kernel, ...], price_cache: PriceCache) -> Kind:
 
 
 def _of_updates(strategy: Strategy, price_cache: PriceCache) -> dict[Case, Kind]:
-    """The updates of layers, each priced alone. What costs nothing without a measurement is not
-    missed, nor what is too little of all updates to decide their kind (a head's norm).
+    """Returns the cases of the updates of layers, each priced alone.
+
+    Left out are cases that cost nothing without a measurement, and cases too small to decide the
+    kind of all updates (a head's norm).
     """
     if price_cache.offloads_states:
         return {}
@@ -163,28 +168,27 @@ def _of_updates(strategy: Strategy, price_cache: PriceCache) -> dict[Case, Kind]
 
 
 def _owned(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> int:
-    """Of one layer, the parameters that a rank updates."""
-    layer, mesh = price_cache.layer(choice.kind, 1), layout.mesh
-    return owned_parameters(
-        layer,
-        layout.sharding_of(choice),
-        price_cache.shards(mesh) if choice.zero else 1,
-        with_tied=mesh.pp > 1,
-    )
+    """Number of parameters of one layer that a rank updates."""
+    layer = price_cache.layer(choice.kind, 1)
+    shards = price_cache.shards(layout.mesh) if choice.zero else 1
+    sharding = layout.sharding_of(choice)
+    return owned_parameters(layer, sharding, shards, with_tied=layout.mesh.pp > 1)
 
 
 def _of_traffic(strategy: Strategy, rank: int, price_cache: PriceCache) -> dict[Case, Kind]:
-    """What a device of a pipeline rank sends, each collective of each size once, without what is
-    too little to matter.
+    """Returns the collectives that a device of a pipeline rank sends, each size once.
 
-    No curve starts below 1 KiB, where all is latency: less counts as that.
+    Negligible ones are left out. No curve starts below 1 KiB, where all is latency: smaller
+    messages count as 1 KiB.
     """
-    prices, spent_s = dict[Case, Seconds](), dict[Case, float]()
+    prices: dict[Case, Seconds] = {}
+    spent_s: dict[Case, float] = {}
     for sent in rank_tally(strategy, rank, price_cache).by_size():
         n_bytes = max(SMALLEST_BYTES, sent.num_bytes // sent.calls)
         for shape, price in _prices(sent, n_bytes, rank, strategy.layout, price_cache):
             case = timed_case(sent.kind, n_bytes, shape, price_cache.training.precision.value)
-            prices[case], spent_s[case] = price, sent.calls * price.value_s
+            prices[case] = price
+            spent_s[case] = sent.calls * price.value_s
     return {
         case: price.kind
         for case, price in prices.items()
@@ -195,17 +199,18 @@ def _of_traffic(strategy: Strategy, rank: int, price_cache: PriceCache) -> dict[
 def _prices(
     sent: SentBytes, n_bytes: int, rank: int, layout: ParallelLayout, price_cache: PriceCache
 ) -> Iterator[tuple[Shape, Seconds]]:
-    """The group shapes of one kind of message, with their prices, as
-    costmodels/layers/layer_price.py and step.py place them.
+    """Yields the group shapes of one kind of message with their prices.
+
+    Groups are placed as in costmodels/layers/layer_price.py and step.py.
     """
-    machine, gpus_per_node = price_cache.machine, price_cache.machine.cluster.gpus_per_node
+    machine = price_cache.machine
+    gpus_per_node = machine.cluster.gpus_per_node
     if sent.kind == POINT_TO_POINT:
         stride = layout.mesh.stride(Axis.PP)
         sharing = min(stride, gpus_per_node)
-        others = (other for other in (rank - 1, rank + 1) if other in range(layout.mesh.pp))
-        for crosses in sorted(
-            {rank * stride // gpus_per_node != other * stride // gpus_per_node for other in others}
-        ):
+        node = rank * stride // gpus_per_node
+        neighbours = [near for near in (rank - 1, rank + 1) if near in range(layout.mesh.pp)]
+        for crosses in sorted({node != near * stride // gpus_per_node for near in neighbours}):
             nodes, ranks = (2, 1) if crosses else (1, 2)
             price = point_to_point_time(
                 n_bytes, crosses_nodes=crosses, sharing=sharing, machine=machine
@@ -222,13 +227,15 @@ def _prices(
 
 
 def _place(sent: SentBytes, layout: ParallelLayout, price_cache: PriceCache) -> Placement | None:
-    """Where the group of a collective sits, None for a tied embedding's two ends."""
-    mesh, gpus_per_node = layout.mesh, price_cache.machine.cluster.gpus_per_node
+    """Returns the placement of a collective's group, None for a tied embedding's two ends."""
+    mesh = layout.mesh
+    gpus_per_node = price_cache.machine.cluster.gpus_per_node
     if sent.axis == Axis.TP:
         return place_axis(mesh.tp, 1, mesh.tp, gpus_per_node)
     if sent.axis != Axis.DP:
         return None
-    shards, stride = price_cache.shards(mesh), mesh.stride(Axis.DP)
+    shards = price_cache.shards(mesh)
+    stride = mesh.stride(Axis.DP)
     copies = mesh.dp // shards
     if sent.kind == Collective.ALL_REDUCE and copies > 1:
         return place_axis(copies, stride * shards, mesh.num_ranks, gpus_per_node)

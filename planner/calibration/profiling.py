@@ -1,8 +1,7 @@
-"""A machine's own profile from nothing to a file: which cases, measured, fitted, merged with what
-the file had.
+"""Measures a machine's profile: chooses cases, measures, fits, and merges them into the file.
 
-What runs a case is handed in by its name (`program`), since it belongs to the executor, above.
-Every finished case is in the journal beside the file at once; the journal goes when the file is
+The function that measures a case belongs to the executor and is passed by its name (`program`).
+Every finished case is at once in a journal beside the file, which is deleted when the file is
 written.
 """
 
@@ -56,22 +55,19 @@ from parplan.profiles.profiler.measuring_session import Measurements, run_sessio
 from parplan.profiles.profiler.session_progress import OnProgress
 from parplan.profiles.stack import Stack
 
-STACK = "parplan"  # whose blocks are measured
+STACK = "parplan"  # the stack of the measured blocks
 Tell = Callable[[str], None]
-MODULES = (
-    "torch",
-    "torch.distributed",
-)  # what every measurement needs, and takes seconds to import
+MODULES = ("torch", "torch.distributed")  # needed by every measurement, and slow to import
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What is to be measured, and how.
+    """A request to measure a profile.
 
-    device       cpu or cuda
-    models       whose shapes; none: a few that say most
-    cases        instead, exactly these
-    program      what measures a case: module:function, of (Case, device) -> Measured
+    device   cpu or cuda
+    models   models whose shapes are measured, empty for `default_workloads`
+    cases    exactly the cases to measure, in place of models
+    program  module:function that measures a case, (Case, device) -> Measured
     """
 
     output: Path
@@ -88,9 +84,7 @@ class ProfileRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """The file's profile; the cases that the budget or Ctrl-C did not reach; remarks on what was
-    found on the way.
-    """
+    """The file's profile, with the cases that the budget or Ctrl-C did not reach, and remarks."""
 
     profile: UserProfile
     missed: tuple[Case, ...] = ()
@@ -98,109 +92,112 @@ class Profiled:
     notes: tuple[str, ...] = ()
 
 
-def measure_operators(wanted: ProfileRequest, on_progress: OnProgress | None) -> Profiled:
-    """Measure what the file and its journals lack of the operators on one device, and write the
-    file. Raises ConfigError.
+def measure_operators(request: ProfileRequest, on_progress: OnProgress | None) -> Profiled:
+    """Measure operators on one device that the file and its journals lack, and write the file.
 
-    Every case twice, at two moments, where the budget has room for that, since what disturbs a
-    machine for a second shifts all repeats of a case: of each pass the faster one counts. All of
-    them or none, since one operator is compared with another.
+    Every case is measured twice, at two moments, if the budget has room for it: a disturbance of a
+    second shifts all repeats of a case. The faster time of each pass counts. Either all cases are
+    measured twice or none, since operators are compared with each other. Raises ConfigError.
     """
-    here, known = environment(wanted.device), known_profile(wanted)
+    here = environment(request.device)
+    known = known_profile(request)
     begins_s = time.monotonic()
-    ends_s = begins_s + 60 * wanted.minutes
+    ends_s = begins_s + 60 * request.minutes
     with (
-        closing(_journal(wanted, here, "")) as first,
-        closing(_journal(wanted, here, ".again")) as second,
+        closing(_journal(request, here, "")) as first,
+        closing(_journal(request, here, ".again")) as second,
     ):
         seen = {record.case.key: record for record in known.records} if known else {}
         first.records.update(seen | first.records)
-        found = _session(wanted, cases_wanted(wanted, here), here, first, ends_s, on_progress)
-        missing = lacking(here, found.records) if found.records else "anything"
-        if missing is not None and found.interrupted:
-            raise KeyboardInterrupt  # no profile can be made yet; the journal keeps what there is
-        if not found.records:
+        cases = requested_cases(request, here)
+        result = _session(request, cases, here, first, ends_s, on_progress)
+        missing = lacking(here, result.records) if result.records else "anything"
+        if missing is not None and result.interrupted:
+            raise KeyboardInterrupt  # the journal holds the records until a profile can be made
+        if not result.records:
             raise ConfigError(
                 "nothing was measured before it ended", hint="give it more time with --minutes"
             )
-        if missing is not None and found.missed:
+        if missing is not None and result.missed:
             raise ConfigError(
-                f"the time was over before {missing} was measured, so nothing says how fast {here.device} is",
+                f"the time was over before {missing} was measured, so nothing says how fast "
+                f"{here.device} is",
                 hint="give it more time with --minutes: the same command goes on",
             )
         fresh = [
             record.case
-            for record in found.records
+            for record in result.records
             if record.case.key not in seen and record.outcome is CaseOutcome.MEASURED
         ]
         roomy = 2 * (time.monotonic() - begins_s) < ends_s - begins_s or bool(second.records)
-        if fresh and roomy and not found.missed and not found.interrupted:
-            again = _session(wanted, fresh, here, second, math.inf, on_progress)
-            records = found.records if again.interrupted else faster(found.records, again.records)
-            found = replace(found, records=records, interrupted=again.interrupted)
-        profile = kept(wanted.output, known, found.records, here, wanted.precision)
+        if fresh and roomy and not result.missed and not result.interrupted:
+            repeat = _session(request, fresh, here, second, math.inf, on_progress)
+            records = result.records
+            if not repeat.interrupted:
+                records = faster(records, repeat.records)
+            result = replace(result, records=records, interrupted=repeat.interrupted)
+        profile = _write_merged(request.output, known, result.records, here, request.precision)
         second.delete()
         first.delete()
         return Profiled(
             profile=profile,
-            missed=found.missed,
-            interrupted=found.interrupted,
+            missed=result.missed,
+            interrupted=result.interrupted,
             notes=(*first.notes, *second.notes),
         )
 
 
-def _journal(wanted: ProfileRequest, here: ProfileEnvironment, which: str) -> Journal:
-    asked = {"fingerprint": fingerprint(here, wanted.precision), "device": here.device}
-    return open_journal(
-        beside(wanted.output.with_name(wanted.output.name + which)), asked, restart=wanted.restart
-    )
+def _journal(request: ProfileRequest, here: ProfileEnvironment, suffix: str) -> Journal:
+    header = {"fingerprint": fingerprint(here, request.precision), "device": here.device}
+    path = request.output.with_name(request.output.name + suffix)
+    return open_journal(beside(path), header, restart=request.restart)
 
 
-def faster(records: Sequence[Record], others: Sequence[Record]) -> tuple[Record, ...]:
-    """The records, with the faster timing of every pass that both have."""
-    again = {record.case.key: record.measured for record in others if record.measured}
-    return tuple(_faster(record, again.get(record.case.key)) for record in records)
+def faster(records: Sequence[Record], repeats: Sequence[Record]) -> tuple[Record, ...]:
+    """Returns the records, with the faster timing of every pass that both sequences have."""
+    repeated = {record.case.key: record.measured for record in repeats if record.measured}
+    return tuple(_faster(record, repeated.get(record.case.key)) for record in records)
 
 
-def _faster(record: Record, again: CaseFigures | None) -> Record:
-    if record.measured is None or again is None:
+def _faster(record: Record, repeat: CaseFigures | None) -> Record:
+    if record.measured is None or repeat is None:
         return record
     times = {
-        name: min(once, again.times.get(name, once), key=lambda one: one.median_us)
+        name: min(once, repeat.times.get(name, once), key=lambda timing: timing.median_us)
         for name, once in record.measured.times.items()
     }
     return replace(record, measured=replace(record.measured, times=times))
 
 
-def measure_links(wanted: ProfileRequest, minutes: float, told: Tell) -> Profiled:
-    """Measure the communication of this node's devices, and write the file. Raises PlannerError.
+def measure_links(request: ProfileRequest, minutes: float, told: Tell) -> Profiled:
+    """Measure the communication of this node's devices, and write the file.
 
-    Interrupted, it goes on when it is started again: its own journal has what was measured.
+    An interrupted measurement goes on when it is started again: its journal has its records.
+    Raises PlannerError.
     """
-    here, known = environment(wanted.device), known_profile(wanted)
-    beside_it = comm_path(wanted.output)
-    found = comm_records(
+    here = environment(request.device)
+    known = known_profile(request)
+    path = comm_path(request.output)
+    measured = comm_records(
         here.num_devices,
-        beside_it,
-        device=wanted.device,
+        path,
+        device=request.device,
         minutes=minutes,
-        restart=wanted.restart,
+        restart=request.restart,
         told=told,
     )
-    profile = kept(wanted.output, known, found.records, here, wanted.precision)
-    beside_it.unlink(missing_ok=True)
+    profile = _write_merged(request.output, known, measured.records, here, request.precision)
+    path.unlink(missing_ok=True)
     return Profiled(profile=profile)
 
 
 def comm_path(output: Path) -> Path:
-    """Where the communication's records are until the profile has them."""
+    """Returns the file of the communication's records until the profile has them."""
     return output.with_name(output.name + ".comm")
 
 
 def has_links(output: Path, num_ranks: int) -> bool:
-    """Whether the file has all that can be measured of the communication of one node of
-    `num_ranks`.
-    """
+    """True if the file has the whole communication of one node of `num_ranks`."""
     if not output.exists() or beside(comm_path(output)).exists():
         return False
     sizes = [
@@ -208,14 +205,15 @@ def has_links(output: Path, num_ranks: int) -> bool:
         for record in read_profile(output).records
         if record.case.work == ALL_REDUCE
     ]
-    return any(found["nodes"] == 1 and found["ranks_per_node"] == num_ranks for found in sizes)
+    return any(size["nodes"] == 1 and size["ranks_per_node"] == num_ranks for size in sizes)
 
 
 def add_records(
     output: Path, records: Sequence[Record], device: str | None, where: str
 ) -> Profiled:
-    """Put records that something else measured into a profile that is there. Raises ConfigError:
-    none is, or of another device.
+    """Add records of another program to an existing profile.
+
+    Raises ConfigError when there is no profile, or when it is of another device.
     """
     if not output.exists():
         hint = f"measure operators first: plan profile --no-comm -o {output}"
@@ -231,22 +229,23 @@ def add_records(
             f"{where}: it was measured on {device}, {output} on {known.environment.device}",
             hint="add it to a profile of its own device",
         )
-    return Profiled(
-        profile=kept(output, known, records, known.environment, Precision(known.precision))
-    )
+    precision = Precision(known.precision)
+    return Profiled(profile=_write_merged(output, known, records, known.environment, precision))
 
 
-def known_profile(wanted: ProfileRequest) -> UserProfile | None:
-    """What the file has already, None where it is to be made anew. Raises ConfigError."""
-    return read_profile(wanted.output) if wanted.output.exists() and not wanted.restart else None
+def known_profile(request: ProfileRequest) -> UserProfile | None:
+    """Returns the existing profile, None without one or with `restart`. Raises ConfigError."""
+    if request.output.exists() and not request.restart:
+        return read_profile(request.output)
+    return None
 
 
-def cases_wanted(wanted: ProfileRequest, here: ProfileEnvironment) -> tuple[Case, ...]:
-    """Those that were asked for, or of the models, on the node that this is."""
-    if wanted.cases is not None:
-        return wanted.cases
-    cluster, stack = nominal_cluster(here), load_stack(STACK)
-    training = training_of(wanted.precision, stack)
+def requested_cases(request: ProfileRequest, here: ProfileEnvironment) -> tuple[Case, ...]:
+    """Returns the cases of the request, by default those of its models on this node."""
+    if request.cases is not None:
+        return request.cases
+    cluster = nominal_cluster(here)
+    training = training_of(request.precision, load_stack(STACK))
     workloads = [
         ProfiledWorkload(
             model=entry.spec,
@@ -254,13 +253,13 @@ def cases_wanted(wanted: ProfileRequest, here: ProfileEnvironment) -> tuple[Case
                 training, global_batch_size=entry.global_batch_size, seq_length=entry.seq_length
             ),
         )
-        for entry in wanted.models
+        for entry in request.models
     ]
     return cases_of(workloads or default_workloads(cluster, training), cluster)
 
 
 def training_of(precision: Precision, stack: Stack) -> TrainingSpec:
-    """How the shapes that are measured are trained; batch and sequence are the models'."""
+    """Returns the training of measured shapes; models replace its batch and sequence."""
     return TrainingSpec(
         global_batch_size=1,
         seq_length=1,
@@ -272,78 +271,70 @@ def training_of(precision: Precision, stack: Stack) -> TrainingSpec:
 
 
 def nominal_cluster(here: ProfileEnvironment) -> Cluster:
-    """The node that this is before anything was measured: what a datasheet says, or what is
-    assumed, with its number of devices.
-    """
+    """Returns this node before any measurement, from a datasheet or from assumptions."""
     try:
         return cluster_of(here)
     except ConfigError:  # no datasheet
         base = load_cluster(CPU if here.device == CPU else ASSUMED_LINK)
         memory_bytes = here.memory_bytes or base.device.memory_bytes
-        return with_gpus(
-            replace(base, device=replace(base.device, memory_bytes=memory_bytes)),
-            here.num_devices,
-            here.num_devices,
-        )
+        cluster = replace(base, device=replace(base.device, memory_bytes=memory_bytes))
+        return with_gpus(cluster, here.num_devices, here.num_devices)
 
 
 def _session(
-    wanted: ProfileRequest,
+    request: ProfileRequest,
     cases: Sequence[Case],
     here: ProfileEnvironment,
     journal: Journal,
     ends_s: float,
     on_progress: OnProgress | None,
 ) -> Measurements:
-    """Measure: on CPUs one case at a time, since they share the memory; on GPUs one on each."""
-    devices = (
-        [CPU] if wanted.device == CPU else [f"cuda:{index}" for index in range(here.num_devices)]
-    )
+    """Measures one case at a time on CPUs, which share their memory, and one on each GPU."""
+    devices = [CPU]
+    if request.device != CPU:
+        devices = [f"cuda:{index}" for index in range(here.num_devices)]
     return run_session(
         cases,
-        wanted.program,
+        request.program,
         devices,
         journal,
         deadline_s=ends_s - time.monotonic(),
-        hang_limit_s=wanted.hang_limit_s,
+        hang_limit_s=request.hang_limit_s,
         on_progress=on_progress,
-        retry_failed=wanted.retry_failed,
-        modules=(*MODULES, wanted.program.split(":")[0]),
+        retry_failed=request.retry_failed,
+        modules=(*MODULES, request.program.split(":")[0]),
     )
 
 
-def kept(
+def _write_merged(
     output: Path,
     known: UserProfile | None,
     records: Sequence[Record],
     here: ProfileEnvironment,
     precision: Precision,
 ) -> UserProfile:
-    """Write the file with new records beside those it has, and every curve fitted to all. Raises
-    ConfigError.
-    """
-    new = UserProfile(
+    """Write the file with its old and new records, and fit every curve to all of them."""
+    profile = UserProfile(
         profile_version=PROFILE_VERSION,
         device=nominal_cluster(here).device.name,
         precision=precision.value,
         environment=here,
         records=rounded_records(tuple(records)),
     )
-    whole = (
-        new
-        if known is None
-        else merged(replace(known, calibration=None, fingerprint="", runs=()), new)
-    )
-    whole = fitted(whole)
-    write_profile(whole, output)
-    return whole
+    if known is not None:
+        profile = merged(replace(known, calibration=None, fingerprint="", runs=()), profile)
+    profile = fitted(profile)
+    write_profile(profile, output)
+    return profile
 
 
 def fitted(profile: UserProfile) -> UserProfile:
-    """The profile with cluster and curves of its records. Raises ConfigError: nothing that says how
-    fast the device is.
+    """Returns the profile with the cluster and curves of its records.
+
+    Raises ConfigError when no record says how fast the device is.
     """
-    here, precision = profile.environment, profile.precision
+    here = profile.environment
+    precision = profile.precision
     if here is None or precision is None:
         raise ConfigError(
             "the profile does not say what it was measured on",

@@ -1,21 +1,19 @@
-"""Runs -> a hardware profile of the user's own: the factors with which the prices give the times
-that were measured.
+"""Fits factors on prices to measured runs, and makes them a profile of the user's machine.
 
 The unknowns are the logarithms of the factors x_c of a few causes c
-(profiles/machines/calibration_factors.py), the equations the parts of the
-runs: forward and backward seconds of every stage, reduction and optimizer of every rank, waits for
-transfers,
+(profiles/machines/calibration_factors.py). The equations are the parts of the runs: forward and
+backward seconds of every stage, reduction and optimizer of every rank, waits for transfers,
 
     min over x of  sum_i (ln predicted_i(x) - ln measured_i)^2
 
-by Gauss-Newton on the plans priced again; relative errors count alike. Prices are nearly products
-of powers of the factors (exactly so where nothing is hidden under anything), so that two or three
-iterations are enough.
+by Gauss-Newton on the plans priced again, so that relative errors count alike. Prices are nearly
+products of powers of the factors (exactly so when nothing is hidden under compute), so that two or
+three iterations are enough.
 
-What no equation depends on is left alone. Where the equations cannot tell tensor-parallel or
-data-parallel communication from the compute around it (a single run at tp 2 says only what both
-take together), it gets the geometric mean of the factors of the two passes; a run at tp 1 (or dp 1)
-beside it tells them apart.
+A cause that no equation depends on has no factor. A single run at tp 2 tells only the sum of
+tensor-parallel communication and the compute around it. Such a cause, or likewise data-parallel
+communication, gets the geometric mean of the factors of the two passes; a second run at tp 1 (or
+dp 1) tells them apart.
 """
 
 from __future__ import annotations
@@ -51,22 +49,23 @@ from parplan.profiles.machines.user_profile import (
 )
 
 PASSES = ("forward", "backward")
-BETWEEN = ("tensor", "data")  # what runs inside the passes, and may not be told from them
-# of a doubled factor on the part that it moves most, in doublings: below it the runs say nothing of
-# it
+BETWEEN = ("tensor", "data")  # causes inside the passes, which the runs may not tell apart
+# Effect of a doubled factor on the part that it moves most, in doublings; a smaller one counts as
+# none.
 LEAST_EFFECT = 0.02
-# of the equations with columns of one length; beyond it a few percent of noise decide the factor
+# Condition number of the equations with normalized columns; beyond it a few percent of noise decide
+# the factor.
 MOST_CONDITION = 10.0
-_STEP = 1e-4  # of the logarithms, for the derivatives
+_STEP = 1e-4  # step in the logarithms, for the derivatives
 _ITERATIONS = 25
 _PRECISE = 1e-10
 
-Row = tuple[int, Key]  # of which run, which part
+Row = tuple[int, Key]  # index of the run, part of its step
 
 
 @dataclass(frozen=True, slots=True)
 class PricedRun:
-    """A run with its plan, without the calibration that the plan may have been made with."""
+    """A run with its plan, without a calibration that the plan was made with."""
 
     run: RunFile
     plan: Plan
@@ -83,26 +82,26 @@ class PricedRun:
 
 
 def calibrate(runs: Sequence[RunFile], names: Sequence[str]) -> UserProfile:
-    """The profile that `runs`, which `names` say where from, make. Raises ConfigError: not of one
-    device, stack and precision.
+    """Returns the profile that `runs` make; `names` are their files.
+
+    Raises ConfigError when they are not of one device, stack and precision.
     """
     priced = [_priced(run, name) for run, name in zip(runs, names, strict=True)]
     _require_alike(priced, names)
     calibration = _Equations(priced).solve()
     plan = priced[0].plan
     measured = plan.cluster.profile
+    cluster = replace(plan.cluster, calibration=None, profile=None)
     return UserProfile(
         profile_version=PROFILE_VERSION,
         fingerprint=prices_fingerprint(plan.cluster, plan.training.stack),
         device=plan.cluster.device.name,
         calibration=calibration,
         allocator_share=allocator_share(runs),
-        runs=tuple(_source(one, calibration) for one in priced),
+        runs=tuple(_source(priced_run, calibration) for priced_run in priced),
         precision=plan.training.precision.value if measured else None,
         profile=measured,
-        cluster=cluster_document(replace(plan.cluster, calibration=None, profile=None))
-        if measured
-        else None,
+        cluster=cluster_document(cluster) if measured else None,
     )
 
 
@@ -119,16 +118,16 @@ def _priced(run: RunFile, name: str) -> PricedRun:
 
 def _require_alike(priced: Sequence[PricedRun], names: Sequence[str]) -> None:
     first = priced[0].plan
-    for one, name in zip(priced, names, strict=True):
-        plan = one.plan
-        for what, expected, found in (
+    for priced_run, name in zip(priced, names, strict=True):
+        plan = priced_run.plan
+        for what, expected, value in (
             ("device", first.cluster.device.name, plan.cluster.device.name),
             ("software stack", first.training.stack.name, plan.training.stack.name),
             ("precision", first.training.precision.value, plan.training.precision.value),
         ):
-            if expected != found:
+            if expected != value:
                 raise ConfigError(
-                    f"{name}: its {what} is {found}, that of {names[0]} is {expected}",
+                    f"{name}: its {what} is {value}, that of {names[0]} is {expected}",
                     hint="make one profile for each of them",
                 )
         if measured_digest(plan.cluster.profile) != measured_digest(first.cluster.profile):
@@ -136,32 +135,30 @@ def _require_alike(priced: Sequence[PricedRun], names: Sequence[str]) -> None:
                 f"{name}: its plan was made with other measured curves than that of {names[0]}",
                 hint="make one profile for each of them",
             )
-        if not _ran_on(plan.cluster.device.name, one.run.environment.device):
+        device = plan.cluster.device.name
+        ran_on = priced_run.run.environment.device
+        if not _can_be(device, ran_on):
             raise ConfigError(
-                f"{name}: the plan is for {plan.cluster.device.name}, the run was on {one.run.environment.device}",
+                f"{name}: the plan is for {device}, the run was on {ran_on}",
                 hint="calibrate with a run on that device",
             )
 
 
 def measured_digest(profile: Profile | None) -> str | None:
-    """Of the curves that a machine's own profile has, None without one."""
+    """Returns a digest of the curves of a machine's profile, None without one."""
     return None if profile is None else digest(repr(document(profile)))
 
 
-def _ran_on(device: str, found: str) -> bool:
-    """Whether a run on what torch calls `found` (NVIDIA A100-SXM4-80GB) can be one on `device`; of
-    names of one's own only if a CPU.
-    """
+def _can_be(device: str, torch_name: str) -> bool:
+    """True if `torch_name` (NVIDIA A100-SXM4-80GB) can be `device`, which users may name freely."""
     chip = device.split("-")[0]
     if chip in {name.split("-")[0] for name in cluster_names()}:
-        return chip in found.lower().replace(" ", "")
-    return found != "cpu"
+        return chip in torch_name.lower().replace(" ", "")
+    return torch_name != "cpu"
 
 
 def allocator_share(runs: Sequence[RunFile]) -> float | None:
-    """The largest share that the allocator held beyond what was allocated; None where no run saw a
-    CUDA allocator.
-    """
+    """Largest share that the allocator reserved beyond allocated bytes, None without CUDA runs."""
     peaks = [
         (rank.peak_allocated_bytes.measured, rank.peak_reserved_bytes.measured)
         for run in runs
@@ -171,20 +168,24 @@ def allocator_share(runs: Sequence[RunFile]) -> float | None:
     return round(max(shares), 4) if shares else None
 
 
-def _source(one: PricedRun, calibration: Calibration) -> ProfiledRun:
+def _source(priced_run: PricedRun, calibration: Calibration) -> ProfiledRun:
+    run = priced_run.run
     return ProfiledRun(
-        fingerprint=run_fingerprint(one.run),
-        date=one.run.date,
-        model=one.plan.model.name,
-        mesh=str(one.plan.mesh),
-        measured_s=median(one.run.steps.seconds[-one.run.recorded_steps :]),
-        priced_s=one.step_s(None),
-        calibrated_s=one.step_s(calibration),
+        fingerprint=run_fingerprint(run),
+        date=run.date,
+        model=priced_run.plan.model.name,
+        mesh=str(priced_run.plan.mesh),
+        measured_s=median(run.steps.seconds[-run.recorded_steps :]),
+        priced_s=priced_run.step_s(None),
+        calibrated_s=priced_run.step_s(calibration),
     )
 
 
 class _Equations:
-    """The parts of the runs as functions of the logarithms of the factors."""
+    """The parts of the runs as functions of the logarithms of the factors.
+
+    Methods take the `free` causes with logarithms `x`, and `tied` causes, which follow the passes.
+    """
 
     def __init__(self, priced: Sequence[PricedRun]) -> None:
         self.priced = priced
@@ -195,19 +196,19 @@ class _Equations:
         self.rows, self.measured = self._rows()
 
     def _rows(self) -> tuple[list[Row], np.ndarray]:
-        """The parts with a price and a measurement above zero."""
-        found: dict[Row, float] = {}
-        for index, one in enumerate(self.priced):
-            prices = one.parts_s(None)
-            for part in one.run.parts:
+        """Returns the parts with a price and a measurement above zero, and log measurements."""
+        measured_s: dict[Row, float] = {}
+        for index, priced_run in enumerate(self.priced):
+            prices = priced_run.parts_s(None)
+            for part in priced_run.run.parts:
                 if part.measured_s and prices.get((part.work, part.stage), 0.0) > 0.0:
-                    found[index, (part.work, part.stage)] = part.measured_s
-        if not found:
+                    measured_s[index, (part.work, part.stage)] = part.measured_s
+        if not measured_s:
             raise ConfigError(
                 "the runs measured no part of a step that has a price",
                 hint="run the plan with --steps 5 or more",
             )
-        return list(found), np.log(np.array(list(found.values())))
+        return list(measured_s), np.log(np.array(list(measured_s.values())))
 
     def calibration(self, logarithms: Mapping[str, float]) -> Calibration:
         factors: dict[str, Any] = {
@@ -216,78 +217,77 @@ class _Equations:
         }
         return replace(self.none, **factors)
 
-    def predicted(self, own: Sequence[str], tied: Sequence[str], x: np.ndarray) -> np.ndarray:
-        """Logarithms of the parts."""
-        calibration = self.calibration(self._all(own, tied, x))
-        prices = [one.parts_s(calibration) for one in self.priced]
-        found: np.ndarray = np.log(np.array([prices[index][key] for index, key in self.rows]))
-        return found
+    def predicted(self, free: Sequence[str], tied: Sequence[str], x: np.ndarray) -> np.ndarray:
+        """Returns the logarithms of the predicted parts."""
+        calibration = self.calibration(self._all(free, tied, x))
+        prices = [priced_run.parts_s(calibration) for priced_run in self.priced]
+        logarithms: np.ndarray = np.log(np.array([prices[run][key] for run, key in self.rows]))
+        return logarithms
 
     @staticmethod
-    def _all(own: Sequence[str], tied: Sequence[str], x: np.ndarray) -> dict[str, float]:
-        found = {cause: float(value) for cause, value in zip(own, x, strict=True)}
-        passes = [found[cause] for cause in PASSES if cause in found]
-        return found | dict.fromkeys(tied, sum(passes) / len(passes) if passes else 0.0)
+    def _all(free: Sequence[str], tied: Sequence[str], x: np.ndarray) -> dict[str, float]:
+        logarithms = {cause: float(value) for cause, value in zip(free, x, strict=True)}
+        passes = [logarithms[cause] for cause in PASSES if cause in logarithms]
+        mean = sum(passes) / len(passes) if passes else 0.0
+        return logarithms | dict.fromkeys(tied, mean)
 
-    def jacobian(self, own: Sequence[str], tied: Sequence[str], x: np.ndarray) -> np.ndarray:
-        base = self.predicted(own, tied, x)
+    def jacobian(self, free: Sequence[str], tied: Sequence[str], x: np.ndarray) -> np.ndarray:
+        base = self.predicted(free, tied, x)
         columns = [
-            (self.predicted(own, tied, x + _STEP * unit) - base) / _STEP
-            for unit in np.eye(len(own))
+            (self.predicted(free, tied, x + _STEP * unit) - base) / _STEP
+            for unit in np.eye(len(free))
         ]
         return np.array(columns).T
 
     def solve(self) -> Calibration:
-        """The factors of what the runs exercised, with where each comes from."""
+        """Returns the factors of the causes that the runs exercised, with their sources."""
         effect = self.jacobian(CAUSES, (), np.zeros(len(CAUSES)))
         exercised = [
             cause
             for cause, column in zip(CAUSES, effect.T, strict=True)
             if np.abs(column).max() > LEAST_EFFECT
         ]
-        own, tied = self._told_apart(exercised)
-        x = self._least_squares(own, tied)
-        runs = ", ".join(run_fingerprint(one.run) for one in self.priced)
-        sources = dict.fromkeys(own, f"run {runs}") | dict.fromkeys(
-            tied, f"run {runs}: together with compute, not told apart"
-        )
-        factors: dict[str, Any] = {
-            cause: Factor(
-                value=float(f"{math.exp(value):.6g}"), measured=True, source=sources[cause]
-            )
-            for cause, value in self._all(own, tied, x).items()
-        }
+        free, tied = self._told_apart(exercised)
+        x = self._least_squares(free, tied)
+        runs = ", ".join(run_fingerprint(priced_run.run) for priced_run in self.priced)
+        together = f"run {runs}: together with compute, not told apart"
+        factors: dict[str, Any] = {}
+        for cause, logarithm in self._all(free, tied, x).items():
+            value = float(f"{math.exp(logarithm):.6g}")
+            source = together if cause in tied else f"run {runs}"
+            factors[cause] = Factor(value=value, measured=True, source=source)
         return replace(self.none, **factors)
 
     def _told_apart(self, exercised: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The causes that have a factor of their own, and those that follow the passes."""
-        own, tied = list(exercised), list[str]()
+        """Splits the causes into free ones, and ones tied to the passes."""
+        free = list(exercised)
+        tied: list[str] = []
         for cause in (None, *BETWEEN):
-            if cause in own:
-                own.remove(cause)
+            if cause in free:
+                free.remove(cause)
                 tied.append(cause)
-            if self._condition(own, tied) <= MOST_CONDITION:
+            if self._condition(free, tied) <= MOST_CONDITION:
                 break
-        return own, tied
+        return free, tied
 
-    def _condition(self, own: Sequence[str], tied: Sequence[str]) -> float:
-        if len(own) > len(self.rows):
+    def _condition(self, free: Sequence[str], tied: Sequence[str]) -> float:
+        if len(free) > len(self.rows):
             return math.inf
-        matrix = self.jacobian(own, tied, np.zeros(len(own)))
+        matrix = self.jacobian(free, tied, np.zeros(len(free)))
         singular = np.linalg.svd(matrix / np.linalg.norm(matrix, axis=0), compute_uv=False)
         return float(singular[0] / singular[-1]) if singular[-1] > 0 else math.inf
 
-    def _least_squares(self, own: Sequence[str], tied: Sequence[str]) -> np.ndarray:
-        x = np.zeros(len(own))
+    def _least_squares(self, free: Sequence[str], tied: Sequence[str]) -> np.ndarray:
+        x = np.zeros(len(free))
         for _ in range(_ITERATIONS):
-            short = self.measured - self.predicted(own, tied, x)
-            change = np.linalg.lstsq(self.jacobian(own, tied, x), short, rcond=None)[0]
-            x = x + np.clip(change, -2.0, 2.0)  # a factor of 7 at a time, so that a price stays one
+            short = self.measured - self.predicted(free, tied, x)
+            change = np.linalg.lstsq(self.jacobian(free, tied, x), short, rcond=None)[0]
+            x = x + np.clip(change, -2.0, 2.0)  # at most a factor of 7 in one iteration
             if np.abs(change).max() < _PRECISE:
                 break
         return x
 
 
 def unexercised(calibration: Calibration) -> tuple[str, ...]:
-    """The causes that the runs said nothing of."""
+    """Returns the causes that the runs did not exercise."""
     return tuple(cause for cause in CAUSES if calibration.factor(cause) == UNCHANGED)

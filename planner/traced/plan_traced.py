@@ -1,6 +1,4 @@
-"""From a module to its plan: trace, shard, search, and what the plan file says of the best that was
-found.
-"""
+"""Plans a torch module: traces it, cuts it into shards, searches, and assembles the best plan."""
 
 from __future__ import annotations
 
@@ -38,13 +36,13 @@ from parplan.planner.traced.traced_search import ShardSolved, TracedSearch
 from parplan.planner.traced.traced_shortfall import infeasible_traced_error
 from parplan.profiles.errors import ConfigError, SolverError
 
-OnPhase = Callable[[str], None]  # what is done next: "trace", "search"
+OnPhase = Callable[[str], None]  # takes the name of the next phase: "trace", "search"
 SAMPLES = "samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedResult:
-    """The plan, and whether Ctrl-C ended the search."""
+    """The plan, and true if Ctrl-C ended the search."""
 
     plan: TracedPlan
     interrupted: bool
@@ -114,10 +112,10 @@ def find_traced_plan(
         )
     if not outcome.solved:
         raise infeasible_traced_error(search)
-    (best, strategy, price), *others = search.replayed(outcome)
+    (best, strategy, price), *slower = search.replayed(outcome)
     record = replace(
         _record(best, outcome, search),
-        runners_up=tuple(runner_up_of(other.layout, priced) for other, _, priced in others),
+        runners_up=tuple(runner_up_of(solved.layout, priced) for solved, _, priced in slower),
     )
     return TracedResult(
         plan=_assembled(strategy, price, record, search), interrupted=outcome.interrupted
@@ -127,7 +125,7 @@ def find_traced_plan(
 def _record(
     best: ShardSolved, outcome: BranchOutcome[ShardSolved], search: TracedSearch
 ) -> SearchRecord:
-    """What the search proved about `best`, in seconds under the closed form."""
+    """Returns the record of the search with the proof about `best`, in closed-form seconds."""
     considered, solved = len(search.space.layouts) + len(search.space.pruned), len(outcome.solved)
     return SearchRecord(
         objective=Objective.THROUGHPUT,
@@ -149,9 +147,14 @@ def _record(
 def _assembled(
     strategy: ShardStrategy, price: StepPrice, record: SearchRecord, search: TracedSearch
 ) -> TracedPlan:
-    layout, price_cache, sharded = strategy.layout, search.price_cache, search.sharded
-    model, cluster, training = sharded.model, price_cache.machine.cluster, price_cache.training
-    kind, flops = step_kind(price), model.model_flops // model.micro_batch_size
+    layout = strategy.layout
+    price_cache = search.price_cache
+    sharded = search.sharded
+    model = sharded.model
+    cluster = price_cache.machine.cluster
+    training = price_cache.training
+    kind = step_kind(price)
+    flops = model.model_flops // model.micro_batch_size
     speed = training.tokens_per_step / price.step_s / layout.mesh.num_ranks
     used = (
         flops
@@ -187,7 +190,7 @@ def _assembled(
                 first=run.first,
                 end=run.end,
                 zero=run.zero,
-                recompute=run.again,
+                recompute=run.recomputed,
             )
             for stage, run in enumerate(strategy.stages)
         ),
@@ -200,12 +203,12 @@ def _shards(sharded: Sharded, classes: list[int]) -> tuple[ShardPlan, ...]:
     operators = sharded.model.operators
     return tuple(
         ShardPlan(
-            name=found.name,
+            name=each.name,
             layer=letters(number),
-            first=found.first,
-            end=found.end,
-            starts=operators[found.first].operator.name,
-            parameters=found.parameters,
+            first=each.first,
+            end=each.end,
+            starts=operators[each.first].operator.name,
+            parameters=each.parameters,
         )
-        for found, number in zip(sharded.shards, classes, strict=True)
+        for each, number in zip(sharded.shards, classes, strict=True)
     )

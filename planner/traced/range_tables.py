@@ -1,8 +1,8 @@
-"""Prices of ranges of shards: by first shard i and end j, what a stage of shards [i, j) takes and
-holds, as arrays [shards, shards + 1].
+"""Prices of stages of shards [i, j), as arrays [shards, shards + 1] by first shard i and end j.
 
-Most of it is a sum over the shards. What a shard costs may depend on where its stage begins: a
-parameter that an earlier shard of the stage holds counts there. Entries with j <= i mean nothing.
+Most prices are sums over the shards. The price of a shard may depend on the first shard of its
+stage: a parameter that an earlier shard of the stage holds counts there. Entries with j <= i mean
+nothing.
 """
 
 from __future__ import annotations
@@ -23,28 +23,33 @@ from parplan.planner.traced.shard_price_cache import ONE, ShardPriceCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByShard:
-    """Of one micro-batch size, by shard: seconds of both passes, and of the forward pass that runs
-    again; bytes of its own that it keeps, and temporaries, once run (0) and run again (1).
+    """Prices by shard for one micro-batch size.
+
+    time_s       seconds of both passes
+    recompute_s  seconds of its recompute
+    saved        bytes that it saves, without (0) and with recompute (1)
+    workspace    bytes of temporaries, without (0) and with recompute (1)
     """
 
     time_s: Array
-    again_s: Array
+    recompute_s: Array
     saved: tuple[Array, Array]
     workspace: tuple[Array, Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangePasses:
-    """The same by range, and what a stage has besides its shards: bytes that it keeps, `besides`,
-    and seconds of constants.
+    """Prices by range for one micro-batch size, with `by_shard` and the sums of its entries.
 
-    temporaries: when nothing runs again, the most that a backward pass adds to what is kept
-    sent: bytes of the values that a stage receives and hands on, both ways
+    temporaries  most bytes that a backward pass adds to saved ones, without recompute
+    besides      bytes that a stage saves besides its shards
+    constants_s  seconds of the constants that a stage makes
+    sent         bytes of the values that a stage receives and hands on, both ways
     """
 
     by_shard: ByShard
     time_s: Array
-    again_s: Array
+    recompute_s: Array
     saved: tuple[Array, Array]
     temporaries: Array
     besides: Array
@@ -54,9 +59,14 @@ class RangePasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeStates:
-    """By range, at one ZeRO stage: seconds that data parallelism adds to a micro-batch, and after
-    the last; bytes of states, of ZeRO's buffers and of copies for the optimizer's step; `shares`:
-    whether another stage holds one of its parameters.
+    """Prices of data parallelism and of states by range, at one ZeRO stage.
+
+    per_micro_batch_s  seconds added to a micro-batch
+    tail_s             seconds after the last micro-batch
+    states             bytes of states
+    buffers            bytes of ZeRO's buffers
+    step_copies        bytes of copies for the optimizer's step
+    shares             1 if another stage holds one of its parameters, else 0
     """
 
     per_micro_batch_s: Array
@@ -68,7 +78,7 @@ class RangeStates:
 
 
 class RangeTables:
-    """The tables of one traced model, each made once."""
+    """The tables of one traced model, each computed once."""
 
     def __init__(self, price_cache: ShardPriceCache) -> None:
         self.price_cache = price_cache
@@ -78,13 +88,13 @@ class RangeTables:
         self._received: dict[tuple[int, bool, int], Array] = {}
 
     def passes(self, micro_batch_size: int) -> RangePasses:
-        """Of one micro-batch size."""
+        """Returns the prices of passes for one micro-batch size."""
         if micro_batch_size not in self._passes:
             self._passes[micro_batch_size] = self._make_passes(micro_batch_size)
         return self._passes[micro_batch_size]
 
     def held(self, micro_batch_size: int, mesh: Mesh, zero: int) -> RangeStates:
-        """Of one micro-batch size, mesh and ZeRO stage."""
+        """Returns the prices of states for one micro-batch size, mesh and ZeRO stage."""
         key = micro_batch_size, mesh, zero
         if key not in self._held:
             self._held[key] = self._make_held(micro_batch_size, mesh, zero)
@@ -97,15 +107,13 @@ class RangeTables:
         none = [price_cache.layer_time(key, b, ONE) for key in keys]
 
         def by_level(of: Callable[[int, Recompute], float]) -> tuple[Array, Array]:
-            once, again = (
-                np.array([float(of(shard, level)) for shard in shards])
-                for level in (Recompute.NONE, Recompute.FULL)
-            )
-            return once, again
+            saved = np.array([float(of(shard, Recompute.NONE)) for shard in shards])
+            recomputed = np.array([float(of(shard, Recompute.FULL)) for shard in shards])
+            return saved, recomputed
 
-        own = ByShard(
+        by_shard = ByShard(
             time_s=np.array([time.forward_s + time.backward_s for time in none]),
-            again_s=np.array([time.recompute_s for time in full]),
+            recompute_s=np.array([time.recompute_s for time in full]),
             saved=by_level(lambda shard, level: price_cache.saved_bytes(shard, level, b)),
             workspace=by_level(
                 lambda shard, level: price_cache.activations(keys[shard], b, ONE, level).workspace
@@ -115,18 +123,18 @@ class RangeTables:
             [*(float(sum(price_cache.flow.handed_on(shard, b).values())) for shard in shards), 0.0]
         )
         return RangePasses(
-            by_shard=own,
-            time_s=sum_of(own.time_s),
-            again_s=sum_of(own.again_s),
-            saved=(sum_of(own.saved[0]), sum_of(own.saved[1])),
-            temporaries=_temporaries(own),
+            by_shard=by_shard,
+            time_s=sum_of(by_shard.time_s),
+            recompute_s=sum_of(by_shard.recompute_s),
+            saved=(sum_of(by_shard.saved[0]), sum_of(by_shard.saved[1])),
+            temporaries=_temporaries(by_shard),
             besides=price_cache.flow.besides(b),
             constants_s=self._constants_s(b),
             sent=cut[: self.size, None] + cut[None, :],
         )
 
     def _constants_s(self, b: int) -> Array:
-        """What a range takes for the constants that its shards need, each once."""
+        """Seconds by range for the constants that its shards need, each once."""
         total = np.zeros((self.size, self.size + 1))
         seconds = self.price_cache.constants(b)
         for place, shards in self.price_cache.flow.needed_constants.items():
@@ -156,7 +164,7 @@ class RangeTables:
         )
 
     def _by_start(self, of: Callable[[ShardKey], float]) -> Array:
-        """[first, shard] -> what `of` says of the shard in a stage that begins with `first`."""
+        """Returns an array [first, shard] of `of` for a shard in a stage that begins at `first`."""
         made, classes = np.zeros((self.size, self.size)), self.price_cache.classes
         for shard in range(self.size):
             begin = 0
@@ -166,9 +174,7 @@ class RangeTables:
         return made
 
     def received(self, micro_batch_size: int, *, crosses_nodes: bool, sharing: int) -> Array:
-        """By shard, the seconds in which a stage that begins with it gets its values; nothing at
-        either end of the model.
-        """
+        """Seconds by shard to receive the values of a stage that begins with it, 0 at both ends."""
         key = micro_batch_size, crosses_nodes, sharing
         if key not in self._received:
             sent = (
@@ -181,10 +187,9 @@ class RangeTables:
         return self._received[key]
 
     def _shared(self, mesh: Mesh) -> tuple[Array, Array]:
-        """Seconds a step for the sums of gradients of parameters that other stages hold as well,
-        and whether there are any.
-        """
-        total, shares = (np.zeros((self.size, self.size + 1)) for _ in range(2))
+        """Seconds a step to sum gradients of parameters shared with other stages, and 1 if any."""
+        total = np.zeros((self.size, self.size + 1))
+        shares = np.zeros((self.size, self.size + 1))
         for _, elements, shards in self.price_cache.sharded.shared:
             some = sum_of(np.isin(np.arange(self.size), shards).astype(float))
             partly = (some > 0) & (some < len(shards))
@@ -199,13 +204,13 @@ class RangeTables:
 
 
 def sums(by_start: Array) -> Array:
-    """[first, shard] -> [first, end], the sum over the shards from `first` on."""
+    """Sums an array [first, shard] over the shards from `first` on to an array [first, end]."""
     upper = np.triu(by_start)
     return np.concatenate((np.zeros((len(upper), 1)), np.cumsum(upper, axis=1)), axis=1)
 
 
 def sum_of(by_shard: Array) -> Array:
-    """Of a value by shard, the sum over each range."""
+    """Sums a value by shard over each range."""
     return sums(np.broadcast_to(by_shard, (len(by_shard), len(by_shard))))
 
 
@@ -215,22 +220,25 @@ def _largest(by_start: Array) -> Array:
 
 
 def column_once(shards: Sequence[int]) -> list[tuple[slice, slice]]:
-    """The ranges that hold any of `shards`, each range once: slices of first shards and of ends."""
-    found, before = [], -1
+    """Returns the ranges that hold any of `shards`, once each, as slices of firsts and ends."""
+    ranges, before = [], -1
     for shard in sorted(shards):
-        found.append((slice(before + 1, shard + 1), slice(shard + 1, None)))
+        ranges.append((slice(before + 1, shard + 1), slice(shard + 1, None)))
         before = shard
-    return found
+    return ranges
 
 
-def _temporaries(own: ByShard) -> Array:
-    """By range, the most that a backward pass adds to what is kept when nothing runs again: that of
-    a shard, less what the shards behind it kept, which is free by then.
+def _temporaries(by_shard: ByShard) -> Array:
+    """Most bytes by range that a backward pass adds to saved ones, without recompute.
+
+    The bytes that the shards behind a shard saved are free by then.
     """
-    size = len(own.time_s)
-    saved, found = sum_of(own.saved[0]), np.full((size + 1, size + 1), -np.inf)
+    size = len(by_shard.time_s)
+    saved, temporaries = sum_of(by_shard.saved[0]), np.full((size + 1, size + 1), -np.inf)
     for first in reversed(range(size)):
-        behind = saved[first] - own.saved[0][first]
-        found[first] = np.maximum(found[first + 1], own.workspace[0][first] - behind)
-        found[first, : first + 1] = -np.inf
-    return found[:size]
+        behind = saved[first] - by_shard.saved[0][first]
+        temporaries[first] = np.maximum(
+            temporaries[first + 1], by_shard.workspace[0][first] - behind
+        )
+        temporaries[first, : first + 1] = -np.inf
+    return temporaries[:size]

@@ -1,6 +1,4 @@
-"""The repeated blocks of a traced model, found by what their operators compute, and the unit of the
-model that each operator is in.
-"""
+"""The repeated blocks of a traced model, by the signatures of operators, and units of operators."""
 
 from __future__ import annotations
 
@@ -14,9 +12,8 @@ import numpy.typing as npt
 from parplan.profiles.models.operator_graph import PRODUCTS
 from parplan.profiles.models.traced_model import TracedModel
 
-LEAST_PRODUCTS = (
-    2  # with parameters in a block: the linears of one attention are alike too, and no blocks
-)
+# products with parameters in a block: the linears of one attention are alike too, but no blocks
+LEAST_PRODUCTS = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -28,20 +25,21 @@ class OperatorRange:
 
 
 def repeated_blocks(model: TracedModel) -> tuple[OperatorRange, ...]:
-    """The blocks in the order in which they ran; none where nothing repeats.
+    """Returns the blocks in the order in which they ran, none if nothing repeats.
 
-    Sibling modules of which at least two are alike, the outermost such; where the modules say
-    nothing, as of one that is called several times, the longest run of operators that repeats at
-    once.
+    Blocks are the outermost sibling modules of which at least two are alike. If there are none,
+    for example for one module that is called several times, blocks are the repeats of the run of
+    operators that covers most when repeated at once.
     """
-    found = _of_siblings(model, _marks(model, paths=False), "", list(range(len(model.operators))))
-    found = found or _in_a_row(model, _marks(model, paths=True))
-    return tuple(sorted(found))
+    blocks = _of_siblings(model, _marks(model, paths=False), "", list(range(len(model.operators))))
+    blocks = blocks or _in_a_row(model, _marks(model, paths=True))
+    return tuple(sorted(blocks))
 
 
 def units(model: TracedModel, blocks: Sequence[OperatorRange]) -> tuple[object, ...]:
-    """By place: the number of its block, elsewhere the module that is named first on its path, with
-    its number in a list.
+    """Returns by place the number of its block, else the first module of its path.
+
+    The name of a module in a list has its number.
     """
     of: list[object] = [_named(traced.path) for traced in model.operators]
     for number, block in enumerate(blocks):
@@ -56,16 +54,14 @@ def _named(path: str) -> str:
 
 
 def _marks(model: TracedModel, *, paths: bool) -> npt.NDArray[np.int64]:
-    """A number for each operator, the same for those of one signature; `paths`: and of one
-    module.
-    """
+    """Numbers operators by their signature and, with `paths`, by their module."""
     known: dict[Hashable, int] = {}
     looks = ((traced.signature, traced.path if paths else "") for traced in model.operators)
     return np.array([known.setdefault(look, len(known)) for look in looks], dtype=np.int64)
 
 
 def _is_block(model: TracedModel, places: Sequence[int]) -> bool:
-    """Whether operators at `places` are enough for a block: several products with parameters."""
+    """True if the operators at `places` have the products with parameters that a block needs."""
     operators = (model.operators[place].operator for place in places)
     return (
         sum(operator.kind in PRODUCTS and bool(operator.parameters) for operator in operators)
@@ -76,7 +72,7 @@ def _is_block(model: TracedModel, places: Sequence[int]) -> bool:
 def _of_siblings(
     model: TracedModel, marks: npt.NDArray[np.int64], prefix: str, places: list[int]
 ) -> list[OperatorRange]:
-    """Blocks among the modules below `prefix`, whose operators are at `places`."""
+    """Returns blocks among the modules below `prefix`, whose operators are at `places`."""
     children: dict[str, list[int]] = {}
     for place in places:
         below = (
@@ -87,34 +83,35 @@ def _of_siblings(
         if below:
             children.setdefault(below.split(".")[0], []).append(place)
     looks = {
-        name: tuple(int(mark) for mark in marks[own])
-        for name, own in children.items()
-        if _is_block(model, own)
+        name: tuple(int(mark) for mark in marks[members])
+        for name, members in children.items()
+        if _is_block(model, members)
     }
     alike = Counter(looks.values())
     if any(count > 1 for count in alike.values()):
-        numbered = all(
-            name.isdigit() for name in children
-        )  # a list: its first may have something besides, as in T5
+        # a list counts whole: its first module may have more operators, as in T5
+        numbered = all(name.isdigit() for name in children)
         chosen = [children[name] for name, look in looks.items() if alike[look] > 1 or numbered]
-        return [OperatorRange(own[0], own[-1] + 1) for own in chosen if _is_alone(model, own)]
+        return [
+            OperatorRange(members[0], members[-1] + 1)
+            for members in chosen
+            if _is_alone(model, members)
+        ]
     inner = (
-        _of_siblings(model, marks, f"{prefix}.{name}" if prefix else name, own)
-        for name, own in children.items()
+        _of_siblings(model, marks, f"{prefix}.{name}" if prefix else name, members)
+        for name, members in children.items()
     )
     return [block for blocks in inner for block in blocks]
 
 
 def _is_alone(model: TracedModel, places: Sequence[int]) -> bool:
-    """Whether no operator of another module runs between those at `places`, but for constants."""
+    """True if only constants of other modules run between the operators at `places`."""
     between = set(range(places[0], places[-1] + 1)).difference(places)
     return all(model.operators[place].constant for place in between)
 
 
 def _in_a_row(model: TracedModel, marks: npt.NDArray[np.int64]) -> list[OperatorRange]:
-    """The repeats of the run of operators that covers most places when repeated at once; of
-    several, of the shortest.
-    """
+    """Returns the repeats of the run of operators that covers most places, the shortest such."""
     best: tuple[int, int, int] | None = None  # places covered, -length, first
     for length in range(2, len(marks) // 2 + 1):
         same = np.concatenate(([False], marks[:-length] == marks[length:], [False]))
@@ -130,5 +127,6 @@ def _in_a_row(model: TracedModel, marks: npt.NDArray[np.int64]) -> list[Operator
                 best = covers
     if best is None:
         return []
-    covered, length, first = best[0], -best[1], best[2]
+    covered, negative_length, first = best
+    length = -negative_length
     return [OperatorRange(place, place + length) for place in range(first, first + covered, length)]

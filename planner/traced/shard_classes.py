@@ -1,6 +1,4 @@
-"""The shards of a traced model as layer classes: those that are alike are one class, priced
-once.
-"""
+"""The shards of a traced model as layer classes; equal shards are one class and priced once."""
 
 from __future__ import annotations
 
@@ -21,13 +19,14 @@ from parplan.profiles.models.operator_graph import (
 )
 from parplan.profiles.models.traced_model import TracedModel, TracedOperator
 
-_NUMBER = re.compile(r"_\d+$")  # behind the function that a call is of
+_NUMBER = re.compile(r"_\d+$")  # suffix of the function's name in a call
 
 
 @dataclass(frozen=True, slots=True)
 class ShardKey:
-    """A class of shards by its number; `elsewhere`: those of its parameters, by their number, that
-    another shard of the stage holds.
+    """A class of shards by its number.
+
+    elsewhere  numbers of its parameters that another shard of the stage holds
     """
 
     number: int
@@ -36,9 +35,7 @@ class ShardKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What the tensors and the parameters of a shard are called in the trace, by their number in
-    the shard's class.
-    """
+    """Traced names of a shard's tensors and parameters, by their number in the shard's class."""
 
     tensors: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -48,7 +45,7 @@ class ShardClasses:
     """The distinct classes of the shards of `sharded`, in the order of their first shard.
 
     Operators of a class are those that run in the pass of a shard: constants are made apart, views
-    cost nothing. Their tensors and parameters are called by number, those of one memory alike.
+    cost nothing. Their tensors and parameters have numbers for names, equal for one memory.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -67,12 +64,13 @@ class ShardClasses:
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
-        """By class, its first shard."""
+        """The first shard of each class."""
         return tuple(self.of.index(number) for number in range(len(self)))
 
     def layer(self, key: ShardKey, micro_batch_size: int) -> LayerClass:
-        """The class for another micro-batch size; parameters that are elsewhere, or a second time
-        in the shard, are marked tied.
+        """Returns the class for a micro-batch size.
+
+        Parameters that are elsewhere, or a second time in the shard, are marked tied.
         """
         model = self.sharded.model
         operators = self._operators[key.number]
@@ -94,16 +92,15 @@ class ShardClasses:
         )
 
     def key(self, shard: int, first: int) -> ShardKey:
-        """Of a shard in a stage that begins with shard `first`: without the parameters that an
-        earlier shard of the stage holds.
+        """Returns the key of a shard in a stage that begins with shard `first`.
+
+        Parameters that an earlier shard of the stage holds are elsewhere.
         """
         return self._keys[shard][bisect_left(self.changes[shard], first)]
 
     @cached_property
     def changes(self) -> tuple[tuple[int, ...], ...]:
-        """By shard, the last first shards of stages before each of which it holds its parameters
-        alike: ascending, the last is itself.
-        """
+        """Last first shards of stages with equal keys, by shard, ascending up to the shard."""
         return tuple(
             tuple(sorted({before for _, before in self._before(shard)} | {shard}))
             for shard in range(len(self.of))
@@ -127,11 +124,9 @@ class ShardClasses:
         )
 
     def _before(self, shard: int) -> list[tuple[int, int]]:
-        """The shared parameters of a shard by number, and the last shard before it that holds
-        each.
-        """
+        """Returns the numbers of a shard's shared parameters, each with its last earlier holder."""
         holders = {
-            name: [other for other in shards if other < shard]
+            name: [earlier for earlier in shards if earlier < shard]
             for name, _, shards in self.sharded.shared
             if shard in shards
         }
@@ -143,7 +138,7 @@ class ShardClasses:
 
 
 def _numbered(sharded: Sharded, shard: Shard) -> tuple[tuple[TracedOperator, ...], Names]:
-    """The operators of a shard with numbers for names, and the names."""
+    """Returns the operators of a shard with numbers for names, and the names."""
     tensors, parameters = _NameNumbers(sharded.values.root), _NameNumbers(lambda name: name)
     chosen = [
         traced
@@ -174,30 +169,32 @@ class _NameNumbers:
 def _renamed(
     operator: Operator, used: set[str], tensors: _NameNumbers, parameters: _NameNumbers
 ) -> Operator:
-    """The operator with numbers for names; its own is that of what it computes, by which some
-    prices go, and a number the second time.
+    """Returns the operator with numbers for the names of its tensors and parameters.
+
+    Its name is the function that it computes, which some prices depend on, with a number when it
+    repeats.
     """
     base = _NUMBER.sub("", operator.name.rsplit(".", 1)[-1]) or "operator"
     name = f"{base}#{len(used)}" if base in used else base
     used.add(name)
 
-    def own(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(replace(tensor, name=tensors(tensor.name)) for tensor in found)
+    def numbered(named: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(replace(tensor, name=tensors(tensor.name)) for tensor in named)
 
     return replace(
         operator,
         name=name,
-        inputs=own(operator.inputs),
-        outputs=own(operator.outputs),
-        saved=own(operator.saved),
+        inputs=numbered(operator.inputs),
+        outputs=numbered(operator.outputs),
+        saved=numbered(operator.saved),
         parameters=tuple(
-            replace(found, name=parameters(found.name)) for found in operator.parameters
+            replace(parameter, name=parameters(parameter.name)) for parameter in operator.parameters
         ),
     )
 
 
 def _marked(operator: Operator, held: set[str]) -> Operator:
-    """The operator with the parameters in `held` marked tied; its own join them."""
+    """Marks the operator's parameters in `held` as tied, and adds its parameters to `held`."""
     marked = tuple(_marks(operator.parameters, held))
     return replace(operator, parameters=marked) if marked != operator.parameters else operator
 

@@ -1,9 +1,8 @@
-"""Columns of the master: for a virtual stage, every range of shards that it may hold, with the best
-ways to run it within memory.
+"""Columns of the master: ranges of shards of a virtual stage, with the best ways to run them.
 
-A stage that has its rank alone (one virtual stage a rank) needs one column a ZeRO stage, the
-fastest that fits its device. Where several share a rank, each has a few points of its front of time
-and memory, and the master adds up what they hold.
+A stage alone on its rank needs one column a ZeRO stage, the fastest that fits its device. A stage
+that shares its rank has a few points of its front of time and memory, and the master adds up the
+bytes of the stages of a rank.
 """
 
 from __future__ import annotations
@@ -24,25 +23,27 @@ from parplan.planner.traced.shard_price_cache import exposed_time, link
 from parplan.planner.traced.shard_strategy import held_stashes
 
 Rows = npt.NDArray[np.int64]
-POINTS = 4  # of the front of a range that shares its rank
+POINTS = 4  # points of the front of a range that shares its rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardColumn:
-    """One way to run one virtual stage: shards [first, end) at ZeRO stage `zero`, `again` those
-    that run again.
+    """One way to run shards [first, end) as a virtual stage at ZeRO stage `zero`.
 
-    time_s of one micro-batch; walk_s what of it a micro-batch waits for on its way; tail_s after
-    the last micro-batch
-    fixed_bytes, kept_bytes    whatever is in flight, and of each micro-batch that is
-    peak_bytes                 temporaries, of which a rank has the largest of its stages
-    shares                     whether another stage holds one of its parameters
+    recomputed   shards that are recomputed
+    time_s       seconds of one micro-batch
+    walk_s       seconds that a micro-batch waits for on its way through the pipeline
+    tail_s       seconds after the last micro-batch
+    fixed_bytes  bytes independent of the micro-batches in flight
+    kept_bytes   bytes of each micro-batch in flight
+    peak_bytes   temporaries; a rank has the largest of its stages
+    shares       true if another stage holds one of its parameters
     """
 
     first: int
     end: int
     zero: int
-    again: tuple[int, ...]
+    recomputed: tuple[int, ...]
     time_s: float
     walk_s: float
     tail_s: float
@@ -52,25 +53,20 @@ class ShardColumn:
     shares: bool
 
 
-Labelled = Callable[
-    [int, tuple[int, ...]], LabelTable
-]  # of a micro-batch size, and of what a shard may do
+# the label table of a micro-batch size and of allowed levels
+Labelled = Callable[[int, tuple[int, ...]], LabelTable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """What pins leave of a stage: ZeRO stages, and whether a shard may run once (0) or again
-    (1).
-    """
+    """Choices of a stage under the pins: ZeRO stages, and levels saved (0) and recomputed (1)."""
 
     zeros: tuple[int, ...]
     levels: tuple[int, ...]
 
 
 class StageTable:
-    """Everything about one virtual stage of a layout, by range [first, end): least seconds first,
-    columns when they are asked for.
-    """
+    """Least seconds, least bytes and columns of one virtual stage of a layout, by range."""
 
     def __init__(
         self,
@@ -81,7 +77,10 @@ class StageTable:
         labels: Labelled,
         limit_bytes: float,
     ) -> None:
-        self.stage, self.layout, self.tables, self.labels = stage, layout, tables, labels
+        self.stage = stage
+        self.layout = layout
+        self.tables = tables
+        self.labels = labels
         self.rank, self.zeros = layout.rank_of(stage), allowed.zeros
         self.usable_bytes = usable_bytes(limit_bytes, layout.mesh, tables.price_cache)
         self.passes: RangePasses = tables.passes(layout.micro_batch_size)
@@ -104,7 +103,7 @@ class StageTable:
         self.base_s[np.arange(tables.size)[:, None] >= np.arange(tables.size + 1)[None, :]] = np.inf
 
     def _received_s(self) -> Array:
-        """Seconds for the inputs, by first shard, and for the gradients of outputs, by end."""
+        """Seconds to receive inputs, by first shard, and gradients of outputs, by end."""
         last = self.layout.num_virtual_stages - 1
         before = (
             self._from(self.layout.rank_of(self.stage - 1))
@@ -118,32 +117,32 @@ class StageTable:
         )
         return np.asarray(before[: self.tables.size, None] + behind[None, :])
 
-    def _from(self, other: int) -> Array:
+    def _from(self, rank: int) -> Array:
         layout, price_cache = self.layout, self.tables.price_cache
-        if other == self.rank:
+        if rank == self.rank:
             return np.zeros(self.tables.size + 1)
-        crosses, sharing = link(other, self.rank, layout, price_cache)
+        crosses, sharing = link(rank, self.rank, layout, price_cache)
         return exposed_time(layout, price_cache) * self.tables.received(
             layout.micro_batch_size, crosses_nodes=crosses, sharing=sharing
         )
 
     @property
     def least_s(self) -> Array:
-        """Seconds of a micro-batch at least."""
-        again_s = 0.0 if 0 in self.levels else self.passes.again_s
+        """Lower bound of the seconds of a micro-batch, by range."""
+        recompute_s = 0.0 if 0 in self.levels else self.passes.recompute_s
         return np.asarray(
             self.base_s
-            + again_s
+            + recompute_s
             + np.minimum.reduce([held.per_micro_batch_s for held in self.held.values()])
         )
 
     @property
     def least_tail_s(self) -> Array:
-        """Seconds after the last micro-batch at least."""
+        """Lower bound of the seconds after the last micro-batch, by range."""
         return np.asarray(np.minimum.reduce([held.tail_s for held in self.held.values()]))
 
     def least_bytes(self) -> Array:
-        """What tensors of a range fill at least, whatever runs again, temporaries left out."""
+        """Lower bound of bytes by range for any recompute, without temporaries."""
         kept = np.minimum.reduce([self.passes.saved[level] for level in self.levels])
         states = np.minimum.reduce(
             [held.states + held.step_copies + held.buffers for held in self.held.values()]
@@ -151,20 +150,18 @@ class StageTable:
         return np.asarray(states + self.stashes * (kept + self.passes.besides) + self.sent)
 
     def columns(self, first: int, end: int) -> list[ShardColumn]:
-        """The columns of one range that fit the device by themselves, but for those that another
-        stands for.
-        """
-        found = [column for zero in self.zeros for column in self._of_zero(first, end, zero)]
+        """Returns the undominated columns of one range that fit the device by themselves."""
+        columns = [column for zero in self.zeros for column in self._of_zero(first, end, zero)]
         kept: list[ShardColumn] = []
-        for column in sorted(found, key=_values):
-            if not any(_beats(other, column) for other in kept):
+        for column in sorted(columns, key=_values):
+            if not any(_beats(better, column) for better in kept):
                 kept.append(column)
         return kept
 
     def leanest(self, first: int, end: int) -> ShardColumn:
-        """The column of a range that holds least, whether it fits or not."""
-        found = (self._of_rows(first, end, zero, _least) for zero in self.zeros)
-        columns = [column for columns in found for column in columns]
+        """Returns the column of a range that holds least, even if it does not fit."""
+        candidates = (self._of_rows(first, end, zero, _least) for zero in self.zeros)
+        columns = [column for columns in candidates for column in columns]
         return min(
             columns,
             key=lambda column: (
@@ -173,9 +170,7 @@ class StageTable:
         )
 
     def _of_zero(self, first: int, end: int, zero: int) -> list[ShardColumn]:
-        """Those that fit: the fastest where the stage has its rank alone, else some of the
-        front.
-        """
+        """Returns columns that fit: the fastest if the stage is alone, else points of the front."""
         at, passes = (first, end), self.passes
         room = (
             self.usable_bytes
@@ -211,15 +206,12 @@ class StageTable:
     def _of_rows(
         self, first: int, end: int, zero: int, chosen: Callable[[Array], Rows]
     ) -> list[ShardColumn]:
-        """Columns of the labels that `chosen` picks by the bytes that each needs besides the fixed
-        ones.
-        """
+        """Returns columns of the labels that `chosen` picks by their bytes without fixed ones."""
         passes, at = self.passes, (first, end)
         table = self.labels(self.layout.micro_batch_size, self.levels)
         labels = table.of_range(first, end)
-        ahead = (
-            passes.saved[0][at] - labels.kept + passes.temporaries[at]
-        )  # all that runs again is there at once
+        # with recompute ahead, all recomputed activations are there at once
+        ahead = passes.saved[0][at] - labels.kept + passes.temporaries[at]
         peak = np.where(self.ahead & (labels.added_s > 0), ahead, labels.temporaries)
         return [
             self._column(
@@ -229,7 +221,7 @@ class StageTable:
                 float(labels.added_s[row]),
                 float(labels.kept[row]),
                 float(peak[row]),
-                table.again(first, end, int(row)) if labels.added_s[row] else (),
+                table.recomputed(first, end, int(row)) if labels.added_s[row] else (),
             )
             for row in chosen(self.stashes * labels.kept + peak)
         ]
@@ -246,7 +238,7 @@ class StageTable:
         added_s: float,
         kept: float,
         peak: float,
-        again: tuple[int, ...],
+        recomputed: tuple[int, ...],
     ) -> ShardColumn:
         held, at = self.held[zero], (first, end)
         walk_s = float(self.base_s[at] + held.per_micro_batch_s[at])
@@ -254,9 +246,9 @@ class StageTable:
             first=first,
             end=end,
             zero=zero,
-            again=again,
+            recomputed=recomputed,
             time_s=walk_s + added_s,
-            walk_s=walk_s + added_s * (not self.ahead),
+            walk_s=walk_s if self.ahead else walk_s + added_s,
             tail_s=float(held.tail_s[at]),
             fixed_bytes=self._fixed_bytes(first, end, zero),
             kept_bytes=kept + float(self.passes.besides[at]),
@@ -276,11 +268,11 @@ def _values(column: ShardColumn) -> tuple[float, ...]:
     )
 
 
-def _beats(one: ShardColumn, other: ShardColumn) -> bool:
-    """Whether a column is at least as good as another of the same range, which it can stand for."""
-    if one.shares and (one.zero > 0) != (other.zero > 0):
+def _beats(better: ShardColumn, column: ShardColumn) -> bool:
+    """True if `better` is at least as good as `column` of the same range, and can replace it."""
+    if better.shares and (better.zero > 0) != (column.zero > 0):
         return False
-    return all(a <= b for a, b in zip(_values(one), _values(other), strict=True))
+    return all(a <= b for a, b in zip(_values(better), _values(column), strict=True))
 
 
 def _least(needs: Array) -> Rows:
@@ -288,7 +280,7 @@ def _least(needs: Array) -> Rows:
 
 
 def _spread(rows: Rows) -> Rows:
-    """POINTS of the rows, the first and the last among them."""
+    """Returns POINTS of the rows, with the first and the last."""
     if len(rows) <= POINTS:
         return rows
     return np.asarray(

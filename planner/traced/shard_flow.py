@@ -1,14 +1,13 @@
-"""Bytes of a micro-batch by shard and by range of shards: what is handed on, and what a stage keeps
-between its passes.
+"""Bytes of a micro-batch that shards and ranges of shards hand on, and save between passes.
 
-A shard keeps what its operators save, or what it reads from others where it runs again
-(costmodels/layers/recompute.py). Not all of that is its own. Counted once a stage, whatever its
-shards recompute, are:
+A shard saves the tensors that its operators save, or its inputs when it is recomputed
+(costmodels/layers/recompute.py). Some of these tensors are counted once a stage, whatever its
+shards recompute:
 
-    what the stage receives, but for what one shard reads and keeps anyway
-    values that several shards read, and constants, where any shard keeps them
-    an output that its maker keeps where another shard keeps it as its input: there; at the end of
-    the stage: as well
+    values that the stage receives, except a value that its only reader saves anyway
+    values that several shards read, and constants, if any shard saves them
+    an output that its maker saves and another shard saves as its input: at the reader, and at the
+    maker if the reader is in a later stage
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ LEVELS = (Recompute.NONE, Recompute.FULL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A tensor that stages may keep: its shards. `maker` is -1 for constants and the batch.
+    """A tensor that stages may save, with its shards.
 
-    readers   shards that read it, but for the maker; sure: those of them that keep it whatever they
-              recompute
-    keepers   shards that keep it, at least where they run once (or again)
+    maker    shard that makes it, -1 for constants and the batch
+    readers  shards that read it, without the maker
+    sure     readers that save it whatever they recompute
+    keepers  shards that save it at one level of recompute at least
     """
 
     tensor: Tensor
@@ -50,7 +50,7 @@ class _Kept:
 
 
 class Flow:
-    """What the shards of a model hand on and keep, for any micro-batch size."""
+    """Bytes that the shards of a model hand on and save, for any micro-batch size."""
 
     def __init__(self, classes: ShardClasses) -> None:
         self.classes, self.sharded = classes, classes.sharded
@@ -59,23 +59,21 @@ class Flow:
         self._kept = {name: self._found(name, tensor) for name, tensor in self._names().items()}
 
     def num_bytes(self, tensor: Tensor, micro_batch_size: int) -> int:
-        """Of a tensor of the trace, for another micro-batch size."""
+        """Bytes of a traced tensor for another micro-batch size."""
         elements, traced = tensor.element_bytes, self.sharded.model.micro_batch_size
         for dim in tensor.dims:
             elements *= dim.size * micro_batch_size // traced if dim.name == BATCH else dim.size
         return elements
 
     def handed_on(self, shard: int, micro_batch_size: int) -> dict[str, int]:
-        """What the stage that begins with `shard` receives: bytes by name; nothing where it is the
-        first.
-        """
+        """Bytes by name that the stage that begins with `shard` receives, none for the first."""
         return {
             name: self.num_bytes(tensor, micro_batch_size)
             for name, tensor in self.sharded.cuts[shard]
         }
 
     def not_own(self, shard: int, level: Recompute, micro_batch_size: int) -> int:
-        """Of what a shard keeps by itself, the bytes that are counted elsewhere."""
+        """Bytes that a shard saves by itself but that are counted elsewhere."""
         kept = self._levels[shard][level]
         return sum(
             self.num_bytes(tensor, micro_batch_size)
@@ -84,19 +82,18 @@ class Flow:
         )
 
     def _is_elsewhere(self, name: str, shard: int) -> bool:
-        found = self._kept.get(name)
-        return found is not None and (
-            found.is_shared or (found.maker == shard and bool(found.sure))
-        )
+        kept = self._kept.get(name)
+        return kept is not None and (kept.is_shared or (kept.maker == shard and bool(kept.sure)))
 
     def besides(self, micro_batch_size: int) -> Array:
-        """By first shard and end of a stage, what it keeps besides its shards' own: [shards, shards
-        + 1] bytes.
+        """Bytes that a stage saves besides its shards, by first shard and end.
+
+        The shape is [shards, shards + 1].
         """
         total = np.zeros((self.size, self.size + 1))
-        for name, found in self._kept.items():
-            num_bytes = self.num_bytes(found.tensor, micro_batch_size)
-            for first, end in _regions(found, self._last(name, found)):
+        for name, kept in self._kept.items():
+            num_bytes = self.num_bytes(kept.tensor, micro_batch_size)
+            for first, end in _regions(kept, self._last(name, kept)):
                 total[first, end] += num_bytes
         for name, tensor, maker, last in self._passed():
             if name not in self._kept:
@@ -105,7 +102,7 @@ class Flow:
 
     @cached_property
     def needed_constants(self) -> dict[int, tuple[int, ...]]:
-        """By the place of each constant, the shards that need it, also for other constants."""
+        """The shards that need each constant, by its place, even for other constants."""
         made: dict[str, int] = {}
         needs: dict[int, set[int]] = {}
         users: dict[int, set[int]] = {}
@@ -120,21 +117,19 @@ class Flow:
         return {place: tuple(sorted(shards)) for place, shards in users.items()}
 
     def _passed(self) -> Iterator[tuple[str, Tensor, int, int]]:
-        """Every value that crosses a cut: name, tensor, the shard that makes it and the last that
-        reads it.
-        """
+        """Yields name, tensor, maker's shard and last reader's shard of values that cross a cut."""
         shard_of = self.sharded.shard_of
         for name, value in self.sharded.values.by_name.items():
             maker, last = shard_of[value.maker], shard_of[value.last]
             if last > maker:
                 yield name, value.tensor, maker, last
 
-    def _last(self, name: str, found: _Kept) -> int:
-        """The last shard that reads it."""
-        return max((found.maker, *found.readers))
+    def _last(self, name: str, kept: _Kept) -> int:
+        """Returns the last shard that reads a tensor."""
+        return max((kept.maker, *kept.readers))
 
     def _by_level(self, shard: int) -> Mapping[Recompute, dict[str, Tensor]]:
-        """What a shard keeps at each level, by the name of the trace."""
+        """Returns the tensors that a shard saves at each level, by traced name."""
         layer = self.classes.layer(
             ShardKey(self.classes.of[shard]), self.sharded.model.micro_batch_size
         )
@@ -148,22 +143,22 @@ class Flow:
         }
 
     def _names(self) -> dict[str, Tensor]:
-        """Every kept tensor that more than one shard, or none, makes or reads."""
-        found: dict[str, Tensor] = {}
+        """Returns every saved tensor, except those that a single shard makes and reads."""
+        tensors: dict[str, Tensor] = {}
         values, shard_of = self.sharded.values.by_name, self.sharded.shard_of
         for shard, levels in enumerate(self._levels):
             for kept in levels.values():
                 for name, tensor in kept.items():
                     value = values.get(name)
-                    own = (
+                    inside = (
                         value is not None
                         and shard_of[value.maker] == shard
                         and shard_of[value.last] == shard
                     )
                     inner = value is None and name not in self.sharded.values.constants
-                    if not own and not inner:
-                        found.setdefault(name, tensor)
-        return found
+                    if not inside and not inner:
+                        tensors.setdefault(name, tensor)
+        return tensors
 
     def _found(self, name: str, tensor: Tensor) -> _Kept:
         value, shard_of = self.sharded.values.by_name.get(name), self.sharded.shard_of
@@ -182,28 +177,24 @@ class Flow:
         return _Kept(tensor=value.tensor, maker=maker, readers=readers, sure=sure, keepers=keepers)
 
 
-def _regions(found: _Kept, last: int) -> Iterator[tuple[slice, slice]]:
-    """The first shards and the ends of the stages that keep a tensor besides what their shards
-    keep.
-    """
-    maker = found.maker
+def _regions(kept: _Kept, last: int) -> Iterator[tuple[slice, slice]]:
+    """Yields first shards and ends of the stages that save a tensor besides their shards."""
+    maker = kept.maker
     if maker < 0:  # once where any of the stage keeps it
         before = -1
-        for keeper in found.keepers:
+        for keeper in kept.keepers:
             yield slice(before + 1, keeper + 1), slice(keeper + 1, None)
             before = keeper
         return
-    if found.is_shared:
+    if kept.is_shared:
         yield slice(maker + 1, last + 1), slice(None)  # received
-        if found.keepers:
+        if kept.keepers:
             yield slice(0, maker + 1), slice(maker + 1, None)
         return
-    if found.sure:
+    if kept.sure:
         yield slice(maker + 1, last + 1), slice(0, last + 1)  # received and passed on
-        if maker in found.keepers:
-            yield (
-                slice(0, maker + 1),
-                slice(maker + 1, last + 1),
-            )  # kept by its maker, read behind the end
+        if maker in kept.keepers:
+            # saved by its maker, read behind the end
+            yield slice(0, maker + 1), slice(maker + 1, last + 1)
         return
     yield slice(maker + 1, last + 1), slice(None)

@@ -2,16 +2,17 @@
 
     min  (M - 1) Z + sum_k walk_k + E
 
-    (C1) sum over columns of stage k that end at shard j = sum over columns of stage k + 1 that
-    begin there     for k < P - 1 (C2) sum over columns of stage 0 = 1               and so of every
-    stage, of which the last ends at the last shard (C3) time of stage k <= Z
-    for each stage: the slowest sets the pace (C4) tail of stage k <= E                          for
-    each stage (C5) stages that share a parameter all shard their states (ZeRO > 0), or none does
+    (C1) sum over columns of stage k that end at shard j
+         = sum over columns of stage k + 1 that begin there        for k < P - 1
+    (C2) sum over columns of stage 0 = 1          and so for every stage; the last ends at the end
+    (C3) time of stage k <= Z                     for each stage: the slowest sets the pace
+    (C4) tail of stage k <= E                     for each stage
+    (C5) stages that share a parameter all shard their states (ZeRO > 0), or none does
 
-Memory is inside the columns: each fits its device. Before the program is built, every column goes
-through which no choice of ranges can take less than a known one: `RangeBounds.least` is the closed
-form with the least pace, sum and tail of the stages before a range and behind it, by dynamic
-programming over the cuts. Several virtual stages a rank: planner/traced/shared_rank_master.py.
+Memory is inside the columns: each fits its device. Before the program is built, columns are dropped
+that cannot be part of a plan faster than a known one. `RangeBounds.least` is the closed form with
+the least pace, sum and tail of the stages before a range and behind it, by dynamic programming over
+the cuts. Several virtual stages a rank are in planner/traced/shared_rank_master.py.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from parplan.profiles.units import US_PER_S
 
 @dataclass(frozen=True, slots=True)
 class ShardChoice:
-    """A column for each virtual stage, its closed form, and whether it is proven best."""
+    """A column for each virtual stage, its closed form, and true if it is proven best."""
 
     columns: tuple[ShardColumn, ...]
     step_s: float
@@ -44,14 +45,12 @@ class ShardChoice:
 def evaluate(
     layout: ParallelLayout, columns: Sequence[ShardColumn], *, proven: bool
 ) -> ShardChoice:
-    """The closed form of one column for each virtual stage."""
-    share, own = (
-        1 / layout.virtual_stages,
-        [layout.stages_of(rank) for rank in range(layout.mesh.pp)],
-    )
-    pace = [sum(columns[stage].time_s for stage in stages) for stages in own]
-    walk = [sum(columns[stage].walk_s for stage in stages) for stages in own]
-    tails = [sum(columns[stage].tail_s for stage in stages) for stages in own]
+    """Returns the choice of one column for each virtual stage, with its closed form."""
+    share = 1 / layout.virtual_stages
+    by_rank = [layout.stages_of(rank) for rank in range(layout.mesh.pp)]
+    pace = [sum(columns[stage].time_s for stage in stages) for stages in by_rank]
+    walk = [sum(columns[stage].walk_s for stage in stages) for stages in by_rank]
+    tails = [sum(columns[stage].tail_s for stage in stages) for stages in by_rank]
     step_s = closed_form_s(pace, tails, layout.num_micro_batches, share) + share * (
         sum(walk) - sum(pace)
     )
@@ -59,8 +58,9 @@ def evaluate(
 
 
 class RangeBounds:
-    """Over all ways to cut: by stage and range the least closed form of a plan that has it.
-    `time_s`, `tail_s`: least of a stage.
+    """Lower bounds of the closed form over all cuts, by stage and range.
+
+    `time_s`, `walk_s` and `tail_s` are the least of each stage.
     """
 
     def __init__(
@@ -70,18 +70,19 @@ class RangeBounds:
         walk_s: Sequence[Array],
         tail_s: Sequence[Array],
     ) -> None:
-        self.layout, self.time_s, self.walk_s, self.tail_s = layout, time_s, walk_s, tail_s
+        self.layout = layout
+        self.time_s = time_s
+        self.walk_s = walk_s
+        self.tail_s = tail_s
         self.pace = _from_both_ends(time_s, np.maximum)
         self.walk = _from_both_ends(walk_s, np.add)
         size = time_s[0].shape[0]
-        self.least_pace_s, self.least_walk_s = (
-            float(self.pace[0][-1][size]),
-            float(self.walk[0][-1][size]),
-        )
+        self.least_pace_s = float(self.pace[0][-1][size])
+        self.least_walk_s = float(self.walk[0][-1][size])
 
     @property
     def least_s(self) -> float:
-        """No plan of the layout takes less; infinity where none can be."""
+        """Lower bound of every plan of the layout, infinity if there is none."""
         if not np.isfinite(self.least_pace_s):
             return np.inf
         layout, share = self.layout, 1 / self.layout.virtual_stages
@@ -93,7 +94,7 @@ class RangeBounds:
         return (layout.num_micro_batches - share) * pace_s + share * self.least_walk_s + tail_s
 
     def least(self, stage: int) -> Array:
-        """By range, the least closed form of a plan whose virtual stage `stage` has it."""
+        """Returns by range a lower bound of plans whose virtual stage `stage` has it."""
         share, m = 1 / self.layout.virtual_stages, self.layout.num_micro_batches
         before, behind = self.pace[0][stage][:-1, None], self.pace[1][stage + 1][None, :]
         pace = np.maximum(np.maximum(before, behind), self.time_s[stage])
@@ -105,7 +106,7 @@ class RangeBounds:
         return np.asarray(paced + share * walk + self.tail_s[stage])
 
     def least_of(self, stage: int, column: ShardColumn) -> float:
-        """The same for a column of that stage."""
+        """Returns a lower bound of plans with a column of virtual stage `stage`."""
         share, m = 1 / self.layout.virtual_stages, self.layout.num_micro_batches
         walk_s = (
             float(self.walk[0][stage][column.first] + self.walk[1][stage + 1][column.end])
@@ -121,14 +122,12 @@ class RangeBounds:
 
 
 def are_alike(columns: Sequence[ShardColumn]) -> bool:
-    """Whether one column for each stage keeps (C5)."""
+    """True if one column for each stage satisfies (C5)."""
     return len({column.zero > 0 for column in columns if column.shares}) <= 1
 
 
 def _from_both_ends(values: Sequence[Array], joined: Any) -> tuple[list[Array], list[Array]]:
-    """The least of the stages before stage k that end at each cut, and of those from stage k on
-    that begin there.
-    """
+    """Returns the least of stages before stage k that end at each cut, and of stages from k on."""
     size, count = values[0].shape[0], len(values)
     start, stop = np.full(size + 1, np.inf), np.full(size + 1, np.inf)
     start[0] = stop[size] = 0.0
@@ -149,8 +148,9 @@ def solve(
     solver: SolverName,
     limit_s: float | None,
 ) -> ShardChoice | None:
-    """The fastest choice of one column for each virtual stage, None where there is none. Raises
-    SolverError, Unsolved.
+    """Returns the fastest choice of one column for each virtual stage, None if there is none.
+
+    Raises SolverError, Unsolved.
     """
     problem = Problem("shards")
     picks = [
@@ -159,8 +159,8 @@ def solve(
     ]
     _require_path(problem, picks)
     pace, tail = problem.continuous("Z"), problem.continuous("E")
-    own = [[picks[stage] for stage in layout.stages_of(rank)] for rank in range(layout.mesh.pp)]
-    for rank, parts in enumerate(own):
+    by_rank = [[picks[stage] for stage in layout.stages_of(rank)] for rank in range(layout.mesh.pp)]
+    for rank, parts in enumerate(by_rank):
         columns = [(z, column) for part in parts for column, z in part.items()]
         problem.require(
             weighted((z, column.time_s * US_PER_S) for z, column in columns) <= pace,
@@ -197,14 +197,12 @@ def _require_alike(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) ->
         (stage, [(z, column.zero) for column, z in part.items() if column.shares])
         for stage, part in enumerate(picks)
     ]
-    if not any(found for _, found in sharing):
+    if not any(stage_picks for _, stage_picks in sharing):
         return
     divided = problem.binary("Y")
-    for stage, found in sharing:
-        whole, parted = (
-            [(z, 1.0) for z, zero in found if (zero > 0) is is_parted]
-            for is_parted in (False, True)
-        )
+    for stage, stage_picks in sharing:
+        whole = [(z, 1.0) for z, zero in stage_picks if zero == 0]
+        parted = [(z, 1.0) for z, zero in stage_picks if zero > 0]
         if parted:
             problem.require(weighted(parted) <= divided, f"C5_divided_{stage}")
         if whole:
@@ -212,9 +210,7 @@ def _require_alike(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) ->
 
 
 def path(time_s: Sequence[Array]) -> Iterator[tuple[int, int]]:
-    """The ranges, stage by stage, whose slowest is fastest. Raises ValueError where there is no way
-    to cut.
-    """
+    """Yields the ranges, by stage, whose slowest is fastest; raises ValueError without cuts."""
     (before, behind), first = _from_both_ends(time_s, np.maximum), 0
     if not np.isfinite(before[-1][-1]):
         raise ValueError("no way to cut")

@@ -1,5 +1,6 @@
-"""Prices of the shards of a traced model: those of layers (costmodels/layers/layer_price_cache.py),
-and what stages of shards have besides.
+"""Prices of the shards of a traced model, like layers, with those of cuts and constants.
+
+The prices of layers are in costmodels/layers/layer_price_cache.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ONE = Sharding()  # a traced module is not divided inside a stage
 class ShardPriceCache(LayerPriceCache[ShardKey]):
     """Prices of the shards of `sharded`, trained as `training` on `machine`.
 
-    flow: the bytes that shards hand on and keep
+    flow  bytes that shards hand on and save
     """
 
     def __init__(
@@ -57,14 +58,13 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
         return recompute_operators(self.layer(kind, self.sharded.model.micro_batch_size), level)
 
     def counts_tied(self, mesh: Mesh) -> bool:
-        """Never: a stage counts a parameter at the first shard that holds it, and
-        `ShardKey.elsewhere` says so.
-        """
+        """Returns False: `ShardKey.elsewhere` counts a parameter at the first shard of a stage."""
         return False
 
     def saved_bytes(self, shard: int, level: Recompute, micro_batch_size: int) -> int:
-        """What a shard keeps of a micro-batch, without what is counted once a stage
-        (planner/traced/shard_flow.py).
+        """Bytes that a shard saves of a micro-batch, without those counted once a stage.
+
+        planner/traced/shard_flow.py counts the latter.
         """
         key = ShardKey(self.classes.of[shard])
         return self.activations(key, micro_batch_size, ONE, level).saved - self.flow.not_own(
@@ -74,8 +74,9 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
     def sent(
         self, shard: int, micro_batch_size: int, *, crosses_nodes: bool, sharing: int
     ) -> Seconds:
-        """What the stage that begins with `shard` receives of one micro-batch, a message for each
-        value; so long takes its gradient.
+        """Seconds to receive one micro-batch at the stage that begins with `shard`.
+
+        Each value is a message. Its gradient takes as long.
         """
 
         def make() -> Seconds:
@@ -87,9 +88,7 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
         return self._once(("sent", shard, micro_batch_size, crosses_nodes, sharing), make)
 
     def constants(self, micro_batch_size: int) -> dict[int, Seconds]:
-        """Seconds of each constant by its place; a stage makes those that it needs once a
-        micro-batch.
-        """
+        """Seconds of each constant by place; a stage makes its constants once a micro-batch."""
 
         def make() -> dict[int, Seconds]:
             model = self.sharded.model
@@ -119,9 +118,7 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
         return self._once(("constants", micro_batch_size), make)
 
     def shared_reduction(self, elements: int, holders: int, mesh: Mesh) -> Seconds:
-        """The once-a-step sum of the gradients of a parameter that `holders` pipeline ranks hold,
-        as of a tied embedding.
-        """
+        """Seconds a step to sum the gradients of a parameter that `holders` pipeline ranks hold."""
 
         def make() -> Seconds:
             gpus_per_node = self.machine.cluster.gpus_per_node
@@ -143,9 +140,7 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
 def link(
     here: int, there: int, layout: ParallelLayout, price_cache: ShardPriceCache
 ) -> tuple[bool, int]:
-    """Whether two pipeline ranks are on different nodes, and how many transfers leave a node at
-    once.
-    """
+    """Returns true if two pipeline ranks are on different nodes, and transfers sharing a node."""
     gpus_per_node, stride = price_cache.machine.cluster.gpus_per_node, layout.mesh.stride(Axis.PP)
     return here * stride // gpus_per_node != there * stride // gpus_per_node, min(
         stride, gpus_per_node
@@ -153,9 +148,7 @@ def link(
 
 
 def exposed_time(layout: ParallelLayout, price_cache: ShardPriceCache) -> float:
-    """The share of transfers that delays a stage: all of it, unless the stack hides those of the
-    interleaved schedule.
-    """
+    """Share of transfers that delays a stage: all, unless the stack hides interleaved ones."""
     hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
     return contention(price_cache.machine) if hidden else 1.0
 
@@ -163,8 +156,9 @@ def exposed_time(layout: ParallelLayout, price_cache: ShardPriceCache) -> float:
 def transfer_between(
     here: int, there: int, shard: int, layout: ParallelLayout, price_cache: ShardPriceCache
 ) -> Seconds:
-    """What is handed on to the stage that begins with `shard`, from one pipeline rank to another;
-    nothing from a rank to itself.
+    """Seconds to hand on values between ranks to the stage that begins with `shard`.
+
+    A transfer from a rank to itself takes no time.
     """
     if here == there:
         return ZERO

@@ -1,8 +1,8 @@
-"""The price of a whole step of a traced module: as that of layers (costmodels/step.py,
-costmodels/memory/rank_memory.py), with a shard for a layer.
+"""The price of a step of a traced module, whose shards are priced like layers.
 
-What differs is what a stage of shards has besides its shards: more than one tensor may cross a cut,
-parameters may be shared by any stages, and constants are made by every stage that needs them.
+The prices are those of costmodels/step.py and costmodels/memory/rank_memory.py. Stages of shards
+differ in three ways: more than one tensor may cross a cut, any stages may share parameters, and
+every stage makes the constants that it needs.
 """
 
 from __future__ import annotations
@@ -30,31 +30,27 @@ from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRun:
-    """One virtual stage: shards [first, end), its ZeRO stage, and those of the shards that run
-    again in the backward pass.
-    """
+    """One virtual stage: shards [first, end), its ZeRO stage, and the shards it recomputes."""
 
     first: int
     end: int
     zero: int
-    again: tuple[int, ...] = ()
+    recomputed: tuple[int, ...] = ()
 
     def level(self, shard: int) -> Recompute:
-        return Recompute.FULL if shard in self.again else Recompute.NONE
+        return Recompute.FULL if shard in self.recomputed else Recompute.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStrategy:
-    """A layout and its virtual stages in the order of the model; stage k runs on pipeline rank
-    `layout.rank_of(k)`.
-    """
+    """A layout and its virtual stages in model order; stage k runs on rank `layout.rank_of(k)`."""
 
     layout: ParallelLayout
     stages: tuple[ShardRun, ...]
 
 
 def price_shards(strategy: ShardStrategy, tables: RangeTables) -> StepPrice:
-    """Time, memory and redundancy of `strategy`, which is legal for its schedule."""
+    """Prices time, memory and redundancy of `strategy`, which must be legal for its schedule."""
     layout, price_cache = strategy.layout, tables.price_cache
     ranks = range(layout.mesh.pp)
     costs = tuple(
@@ -66,10 +62,8 @@ def price_shards(strategy: ShardStrategy, tables: RangeTables) -> StepPrice:
         for rank in ranks
     ]
     walk_s = [sum(_micro_batch_s(cost) for cost in row) for row in costs]
-    share, memory = (
-        1 / layout.virtual_stages,
-        tuple(shard_rank_memory(strategy, rank, tables) for rank in ranks),
-    )
+    share = 1 / layout.virtual_stages
+    memory = tuple(shard_rank_memory(strategy, rank, tables) for rank in ranks)
     simulated = replayed(layout, costs, tuple(tails))
     return StepPrice(
         closed_form_s=closed_form_s(walk_s, tails, layout.num_micro_batches, share),
@@ -96,16 +90,16 @@ def _micro_batch_s(cost: StageCost) -> float:
 def receives(
     stage: int, strategy: ShardStrategy, price_cache: ShardPriceCache
 ) -> tuple[Seconds, Seconds]:
-    """What virtual stage `stage` waits for its inputs, and for the gradients of its outputs."""
-    layout, own = strategy.layout, strategy.stages[stage]
+    """Waits of virtual stage `stage` for its inputs, and for the gradients of its outputs."""
+    layout, run = strategy.layout, strategy.stages[stage]
     here, last = layout.rank_of(stage), layout.num_virtual_stages - 1
     forward = (
-        transfer_between(layout.rank_of(stage - 1), here, own.first, layout, price_cache)
+        transfer_between(layout.rank_of(stage - 1), here, run.first, layout, price_cache)
         if stage > 0
         else ZERO
     )
     backward = (
-        transfer_between(layout.rank_of(stage + 1), here, own.end, layout, price_cache)
+        transfer_between(layout.rank_of(stage + 1), here, run.end, layout, price_cache)
         if stage < last
         else ZERO
     )
@@ -113,7 +107,9 @@ def receives(
 
 
 def _stage_cost(strategy: ShardStrategy, stage: int, tables: RangeTables) -> StageCost:
-    layout, run, price_cache = strategy.layout, strategy.stages[stage], tables.price_cache
+    layout = strategy.layout
+    run = strategy.stages[stage]
+    price_cache = tables.price_cache
     forward_s = float(tables.passes(layout.micro_batch_size).constants_s[run.first, run.end])
     backward_s = recompute_s = 0.0
     for shard in range(run.first, run.end):
@@ -141,15 +137,15 @@ def _stage_cost(strategy: ShardStrategy, stage: int, tables: RangeTables) -> Sta
 
 
 def tail(strategy: ShardStrategy, rank: int, tables: RangeTables) -> Seconds:
-    """What follows the last backward pass of a rank: exposed reductions, those of shared
-    parameters, and the optimizer.
-    """
+    """Time after a rank's last backward pass: exposed and shared reductions, and the optimizer."""
     reduced, updated = _steps(strategy, rank, tables)
     return reduced + updated
 
 
 def _steps(strategy: ShardStrategy, rank: int, tables: RangeTables) -> tuple[Seconds, Seconds]:
-    layout, price_cache, reduced, updated = strategy.layout, tables.price_cache, ZERO, ZERO
+    layout = strategy.layout
+    price_cache = tables.price_cache
+    reduced = updated = ZERO
     for run in (strategy.stages[stage] for stage in layout.stages_of(rank)):
         for shard in range(run.first, run.end):
             data = price_cache.data_parallel(
@@ -168,14 +164,9 @@ def _steps(strategy: ShardStrategy, rank: int, tables: RangeTables) -> tuple[Sec
 
 
 def _rank_time(strategy: ShardStrategy, rank: int, tables: RangeTables) -> RankTime:
-    layout, price_cache, compute, again, data, received = (
-        strategy.layout,
-        tables.price_cache,
-        ZERO,
-        ZERO,
-        ZERO,
-        ZERO,
-    )
+    layout = strategy.layout
+    price_cache = tables.price_cache
+    compute = recompute = data = received = ZERO
     for stage in layout.stages_of(rank):
         run = strategy.stages[stage]
         compute += Seconds(
@@ -188,17 +179,15 @@ def _rank_time(strategy: ShardStrategy, rank: int, tables: RangeTables) -> RankT
             of_data = price_cache.data_parallel(
                 key, layout.micro_batch_size, layout.mesh, ONE, run.zero
             )
-            compute, again, data = (
-                compute + time.forward + time.backward,
-                again + time.recompute,
-                data + of_data.forward + of_data.backward,
-            )
+            compute = compute + time.forward + time.backward
+            recompute = recompute + time.recompute
+            data = data + of_data.forward + of_data.backward
         received += sum(receives(stage, strategy, price_cache), ZERO)
     reduced, updated = _steps(strategy, rank, tables)
     m = layout.num_micro_batches
     return RankTime(
         compute=compute.scaled(m),
-        recompute=again.scaled(m),
+        recompute=recompute.scaled(m),
         tp_comm=ZERO,
         pp_comm=received.scaled(m),
         dp_comm=data.scaled(m) + reduced,
@@ -207,29 +196,30 @@ def _rank_time(strategy: ShardStrategy, rank: int, tables: RangeTables) -> RankT
 
 
 def kept_bytes(strategy: ShardStrategy, stage: int, tables: RangeTables) -> float:
-    """What a virtual stage keeps of one micro-batch between its passes."""
+    """Bytes that a virtual stage saves of one micro-batch between its passes."""
     run, b = strategy.stages[stage], strategy.layout.micro_batch_size
-    own = sum(
+    saved = sum(
         tables.price_cache.saved_bytes(shard, run.level(shard), b)
         for shard in range(run.first, run.end)
     )
-    return own + float(tables.passes(b).besides[run.first, run.end])
+    return saved + float(tables.passes(b).besides[run.first, run.end])
 
 
 def _whole_bytes(strategy: ShardStrategy, stage: int, tables: RangeTables) -> float:
-    """The same when nothing runs again."""
+    """Bytes that a virtual stage saves of one micro-batch without recompute."""
     run, b = strategy.stages[stage], strategy.layout.micro_batch_size
-    own = sum(
+    saved = sum(
         tables.price_cache.saved_bytes(shard, Recompute.NONE, b)
         for shard in range(run.first, run.end)
     )
-    return own + float(tables.passes(b).besides[run.first, run.end])
+    return saved + float(tables.passes(b).besides[run.first, run.end])
 
 
 @lru_cache(maxsize=1024)
 def held_stashes(layout: ParallelLayout, rank: int) -> tuple[tuple[int, ...], ...]:
-    """How many micro-batches of each chunk a rank holds at once, at the moments of which one is the
-    fullest, whatever the bytes.
+    """Numbers of micro-batches of each chunk in flight on a rank, at its undominated moments.
+
+    One of these moments is the fullest, whatever the bytes of the chunks.
     """
     if layout.virtual_stages == 1:
         return ((in_flight(layout.schedule, rank, layout.mesh.pp, layout.num_micro_batches),),)
@@ -237,12 +227,15 @@ def held_stashes(layout: ParallelLayout, rank: int) -> tuple[tuple[int, ...], ..
         layout.schedule, rank, layout.mesh.pp, layout.num_micro_batches, layout.virtual_stages
     )
     changes = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
-    held, seen = [0] * layout.virtual_stages, set[tuple[int, ...]]()
+    held = [0] * layout.virtual_stages
+    seen: set[tuple[int, ...]] = set()
     for action in order:
         held[action.chunk] += changes.get(action.work, 0)
         if action.work is ActionKind.FORWARD:
             seen.add(tuple(held))
-    return tuple(sorted(one for one in seen if not any(_covers(other, one) for other in seen)))
+    return tuple(
+        sorted(counts for counts in seen if not any(_covers(larger, counts) for larger in seen))
+    )
 
 
 def _covers(larger: tuple[int, ...], smaller: tuple[int, ...]) -> bool:
@@ -252,25 +245,24 @@ def _covers(larger: tuple[int, ...], smaller: tuple[int, ...]) -> bool:
 def shard_rank_memory(strategy: ShardStrategy, rank: int, tables: RangeTables) -> RankMemory:
     """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
     layout, price_cache = strategy.layout, tables.price_cache
-    own = [(stage, strategy.stages[stage]) for stage in layout.stages_of(rank)]
-    kept = [kept_bytes(strategy, stage, tables) for stage, _ in own]
-    sent = sum(_sent_bytes(strategy, stage, price_cache) for stage, _ in own)
+    runs = [(stage, strategy.stages[stage]) for stage in layout.stages_of(rank)]
+    kept = [kept_bytes(strategy, stage, tables) for stage, _ in runs]
+    sent = sum(_sent_bytes(strategy, stage, price_cache) for stage, _ in runs)
     activations = sent + max(
         sum(n * size for n, size in zip(held, kept, strict=True))
         for held in held_stashes(layout, rank)
     )
-    states, copies, buffer = StateBytes(), 0, 0
-    for _, run in own:
+    states = StateBytes()
+    copies = buffer = 0
+    for _, run in runs:
         for shard in range(run.first, run.end):
-            found = price_cache.states(
+            shard_states = price_cache.states(
                 price_cache.classes.key(shard, run.first), layout.mesh, ONE, run.zero
             )
-            states, copies, buffer = (
-                states + found.states,
-                copies + found.step_copies,
-                max(buffer, found.zero_buffer),
-            )
-    temporaries = buffer + max(_workspace(strategy, stage, tables) for stage, _ in own)
+            states = states + shard_states.states
+            copies = copies + shard_states.step_copies
+            buffer = max(buffer, shard_states.zero_buffer)
+    temporaries = buffer + max(_workspace(strategy, stage, tables) for stage, _ in runs)
     spare = price_cache.training.stack.allocator_share * (states.total + activations + temporaries)
     return RankMemory(
         states=states,
@@ -283,11 +275,12 @@ def shard_rank_memory(strategy: ShardStrategy, rank: int, tables: RangeTables) -
 
 
 def _workspace(strategy: ShardStrategy, stage: int, tables: RangeTables) -> float:
-    """The most that a backward pass adds to what is kept; where all runs again ahead of it, all of
-    that is there at once.
+    """Largest bytes that a backward pass adds to saved activations.
+
+    With recompute ahead of the pass, all recomputed activations are there at once.
     """
     run, layout = strategy.stages[stage], strategy.layout
-    if layout.schedule in AHEAD and run.again:
+    if layout.schedule in AHEAD and run.recomputed:
         remade = _whole_bytes(strategy, stage, tables) - kept_bytes(strategy, stage, tables)
         return remade + _largest_workspace(
             ((shard, Recompute.NONE) for shard in range(run.first, run.end)), layout, tables
@@ -300,10 +293,10 @@ def _workspace(strategy: ShardStrategy, stage: int, tables: RangeTables) -> floa
 def _largest_workspace(
     levels: Iterable[tuple[int, Recompute]], layout: ParallelLayout, tables: RangeTables
 ) -> float:
-    """The largest temporaries of a shard, less what the shards behind it kept of the micro-batch,
-    which is free by then.
-    """
-    price_cache, b, listed = tables.price_cache, layout.micro_batch_size, list(levels)[::-1]
+    """Largest temporaries of a shard, less the saved activations of later shards, free by then."""
+    price_cache = tables.price_cache
+    b = layout.micro_batch_size
+    listed = list(levels)[::-1]
     saved = [float(price_cache.saved_bytes(shard, level, b)) for shard, level in listed]
     freed = [0.0, *accumulate(saved)]
     sizes = (
@@ -314,9 +307,7 @@ def _largest_workspace(
 
 
 def _sent_bytes(strategy: ShardStrategy, stage: int, price_cache: ShardPriceCache) -> float:
-    """What a stage has sent at the end of a step, where the stack keeps it until then: values on,
-    gradients back.
-    """
+    """Bytes that a stage has sent in a step, both ways, if the stack holds them until its end."""
     layout, run = strategy.layout, strategy.stages[stage]
     if not price_cache.training.stack.keeps_sent:
         return 0.0
@@ -333,8 +324,9 @@ def _sent_bytes(strategy: ShardStrategy, stage: int, price_cache: ShardPriceCach
 def _redundant(
     strategy: ShardStrategy, rank: int, memory: RankMemory, price_cache: ShardPriceCache
 ) -> RedundantBytes:
-    """Beyond the device's share of one copy (EQUATIONS R1): activations are divided by batch, of
-    them only what was sent is held twice.
+    """Bytes beyond the device's share of one copy (EQUATIONS R1).
+
+    Activations are divided by batch, so that only sent ones are held twice.
     """
     layout, ideal = strategy.layout, [0.0, 0.0, 0.0]
     runs = [strategy.stages[stage] for stage in layout.stages_of(rank)]
@@ -344,10 +336,10 @@ def _redundant(
                 price_cache.classes.key(shard, run.first), layout.mesh, ONE, run.zero
             ).ideal
             ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
-        again = sum(
+        copied = sum(
             elements for _, elements, shards in price_cache.sharded.shared if _is_copy(shards, run)
         )
-        parts = ideal_states(again, layout.mesh.ranks_per_stage, price_cache.training)
+        parts = ideal_states(copied, layout.mesh.ranks_per_stage, price_cache.training)
         ideal = [total - part for total, part in zip(ideal, parts, strict=True)]
     sent = sum(_sent_bytes(strategy, stage, price_cache) for stage in layout.stages_of(rank))
     return RedundantBytes(
@@ -360,5 +352,5 @@ def _redundant(
 
 
 def _is_copy(shards: tuple[int, ...], run: ShardRun) -> bool:
-    """Whether a stage holds a parameter that an earlier one has: all of it is redundant."""
+    """True if an earlier stage has the parameter, so that all of it is redundant."""
     return shards[0] < run.first and any(run.first <= shard < run.end for shard in shards)

@@ -1,20 +1,19 @@
-"""Merak's partitioner: a traced model -> shards, the runs of operators between which a pipeline may
-be cut.
+"""Merak's partitioner: cuts a traced model into shards, runs of operators between legal cuts.
 
-    target   2 L shards where L blocks repeat, their attention and their MLP; without blocks as many
-             as there are legal cuts, at most 64
+    target   2 L shards for L repeated blocks, their attention and their MLP; without blocks the
+             number of legal cuts, at most 64
     quota    the parameters of all blocks (without blocks: of all but embeddings) over the target
     walk     from one legal cut to the next, in the order in which the operators ran; the shard ends
-             at the cut whose parameters are nearest to the quota, and of cuts with as many
+             at the cut whose parameters are nearest to the quota, and among cuts with equal
              parameters at the one that hands on least
-    apart    embeddings, and what is before, between and behind the runs of blocks, have shards of
-             their own
+    apart    embeddings, and operators before, between and behind the runs of blocks, have shards
+             of their own
     merge    a shard of less than a quarter of the quota goes to the neighbour with which it shares
              more, so that no cut grows
 
-Legal cuts (planner/traced/boundary_values.py) are those that no skip connection crosses: Merak
-pulls what reads an older value back into the shard that made it, which is the same. Source: Merak,
-arXiv 2206.04959, section 3.1 (EQUATIONS G2).
+No skip connection crosses a legal cut (planner/traced/boundary_values.py). Merak pulls readers of
+an older value back into the shard that made it, which is the same. Source: Merak, arXiv 2206.04959,
+section 3.1 (EQUATIONS G2).
 """
 
 from __future__ import annotations
@@ -31,17 +30,18 @@ from parplan.profiles.models.operator_graph import OperatorKind, Tensor
 from parplan.profiles.models.traced_model import TracedModel
 
 MOST_WITHOUT_BLOCKS = 64  # shards of a model in which nothing repeats
-SMALL = 0.25  # of the quota: a shard with fewer parameters is merged
-# of the quota: cuts whose parameters are as close to each other are told apart by what they hand on
+SMALL = 0.25  # share of the quota; a shard with fewer parameters is merged
+# share of the quota; cuts whose parameters differ by less are ranked by the bytes they hand on
 NEAR = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Operators [first, end) of the trace; `name` of the modules they belong to; `parameters`
-    counts each of its own once.
+    """Operators [first, end) of the trace.
 
-    apart: whether it is embeddings, which are never merged
+    name        modules that the operators belong to
+    parameters  number of its parameters, each counted once
+    apart       true for embeddings, which are never merged
     """
 
     name: str
@@ -53,9 +53,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """A traced model cut into shards. `cuts[k]`: what shard k takes from the shards before it, by
-    name.
-    """
+    """A traced model cut into shards; `cuts[k]` has the values that shard k receives, by name."""
 
     model: TracedModel
     values: Values
@@ -72,7 +70,7 @@ class Sharded:
 
     @cached_property
     def shard_of(self) -> tuple[int, ...]:
-        """By place, the number of its shard."""
+        """The number of each place's shard."""
         return tuple(
             number
             for number, shard in enumerate(self.shards)
@@ -81,7 +79,7 @@ class Sharded:
 
     @cached_property
     def shared(self) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
-        """Parameters that several shards hold: name, elements, the shards."""
+        """Name, elements and shards of the parameters that several shards hold."""
         held: dict[str, dict[int, int]] = {}
         for place, traced in enumerate(self.model.operators):
             for parameter in traced.operator.parameters:
@@ -94,9 +92,7 @@ class Sharded:
 
 
 def shard(model: TracedModel, *, cross_skips: bool = False) -> Sharded:
-    """The shards of `model`; `cross_skips`: skip connections may be handed on from stage to stage,
-    as every other value.
-    """
+    """Cuts `model` into shards; with `cross_skips`, skip connections may pass between stages."""
     blocks = repeated_blocks(model)
     values = Values(model, units(model, blocks))
     cuts = values.legal_cuts(cross_skips=cross_skips)
@@ -119,10 +115,12 @@ def shard(model: TracedModel, *, cross_skips: bool = False) -> Sharded:
 
 
 class _Counted:
-    """What the walk asks of a model: parameters by range, sizes of cuts, names."""
+    """Parameters by range, ranks of cuts, and names, for the walk over a model."""
 
     def __init__(self, model: TracedModel, values: Values, blocks: Sequence[OperatorRange]) -> None:
-        self.model, self.values, self.blocks = model, values, blocks
+        self.model = model
+        self.values = values
+        self.blocks = blocks
         self.paths = [traced.path.split(".") if traced.path else [] for traced in model.operators]
         self.holds = [
             {p.name: p.num_elements for p in traced.operator.parameters}
@@ -131,21 +129,21 @@ class _Counted:
         self.embeds = [traced.operator.kind is OperatorKind.EMBEDDING for traced in model.operators]
 
     def parameters(self, first: int, end: int, *, embeddings: bool = True) -> int:
-        """Of operators [first, end), each once."""
-        found: dict[str, int] = {}
+        """Number of parameters of operators [first, end), each counted once."""
+        elements: dict[str, int] = {}
         for place in range(first, end):
             if embeddings or not self.embeds[place]:
-                found.update(self.holds[place])
-        return sum(found.values())
+                elements.update(self.holds[place])
+        return sum(elements.values())
 
     def is_apart(self, first: int, end: int) -> bool:
-        """Whether operators [first, end) are embeddings, with no product in a block."""
+        """True if operators [first, end) have embeddings and no block begins among them."""
         return any(self.embeds[first:end]) and not any(
             first <= block.first < end for block in self.blocks
         )
 
     def depth(self, place: int) -> int:
-        """How many modules enclose both sides of a cut: the fewer, the better a place."""
+        """Number of modules that enclose both sides of a cut; a better place has fewer."""
         before, behind = self.paths[place - 1], self.paths[place]
         return next(
             (index for index, (a, b) in enumerate(zip(before, behind, strict=False)) if a != b),
@@ -153,17 +151,15 @@ class _Counted:
         )
 
     def rank(self, place: int) -> tuple[int, int, int]:
-        """Orders cuts of equal parameters, the best first."""
+        """Returns a key that orders cuts of equal parameters, the best first."""
         return self.values.alive_bytes[place], self.depth(place), place
 
     def name(self, first: int, end: int) -> str:
-        """The module that operators [first, end) with parameters are in, and which parts of it
-        where they are not all.
-        """
-        own = [self.paths[place] for place in range(first, end) if self.holds[place]] or self.paths[
-            first:end
-        ]
-        common = _prefix(own)
+        """Names the module of the operators [first, end) with parameters, or its parts."""
+        paths = [
+            self.paths[place] for place in range(first, end) if self.holds[place]
+        ] or self.paths[first:end]
+        common = _prefix(paths)
         whole = [
             place
             for place in range(len(self.paths))
@@ -174,7 +170,7 @@ class _Counted:
         depth = len(common) + 1 if common else None
         parts = list(
             dict.fromkeys(
-                ".".join(path[len(common) : depth]) for path in own if len(path) > len(common)
+                ".".join(path[len(common) : depth]) for path in paths if len(path) > len(common)
             )
         )
         inner = f"{parts[0]} to {parts[-1]}" if len(parts) > 2 else ", ".join(parts)
@@ -184,7 +180,7 @@ class _Counted:
 
 
 def _prefix(paths: Sequence[Sequence[str]]) -> list[str]:
-    """The modules that all paths begin with."""
+    """Returns the modules that all paths begin with."""
     shared = []
     for parts in zip(*paths, strict=False):
         if len(set(parts)) > 1:
@@ -194,20 +190,18 @@ def _prefix(paths: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _segments(counted: _Counted, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges that no shard may leave: runs of blocks, and what is before, between and behind
-    them.
-    """
+    """Yields ranges that no shard may leave: runs of blocks, and the operators around them."""
     size, bounds = len(counted.model.operators), [0]
     for run in _runs(counted):
-        for wanted in (run[0].first, run[-1].end):
-            found = _snapped(counted, wanted, cuts)
-            if found is not None and found > bounds[-1]:
-                bounds.append(found)
+        for place in (run[0].first, run[-1].end):
+            cut = _snapped(counted, place, cuts)
+            if cut is not None and cut > bounds[-1]:
+                bounds.append(cut)
     yield from pairwise((*bounds, size) if bounds[-1] < size else bounds)
 
 
 def _runs(counted: _Counted) -> Iterator[list[OperatorRange]]:
-    """The blocks, those together between which nothing has parameters."""
+    """Yields runs of blocks between which no operator has parameters."""
     run: list[OperatorRange] = []
     for block in counted.blocks:
         if run and counted.parameters(run[-1].end, block.first):
@@ -218,22 +212,21 @@ def _runs(counted: _Counted) -> Iterator[list[OperatorRange]]:
         yield run
 
 
-def _snapped(counted: _Counted, wanted: int, cuts: Sequence[int]) -> int | None:
-    """The legal cut nearest to a place, with no parameter between them; None where there is
-    none.
-    """
-    index = bisect_left(cuts, wanted)
+def _snapped(counted: _Counted, place: int, cuts: Sequence[int]) -> int | None:
+    """Returns the legal cut nearest to a place, None if all have parameters between."""
+    index = bisect_left(cuts, place)
     near = [
         cut
         for cut in cuts[max(0, index - 1) : index + 1]
-        if not any(counted.holds[min(cut, wanted) : max(cut, wanted)])
+        if not any(counted.holds[min(cut, place) : max(cut, place)])
     ]
-    return min(near, key=lambda cut: abs(cut - wanted), default=None)
+    return min(near, key=lambda cut: abs(cut - place), default=None)
 
 
 def _quota(counted: _Counted, segments: Sequence[tuple[int, int]], cuts: Sequence[int]) -> float:
-    """Parameters of a shard: those of the blocks over 2 L, or without blocks all but embeddings'
-    over the number of legal cuts.
+    """Parameters of a shard: those of L blocks over 2 L.
+
+    Without blocks, parameters outside embeddings are divided by the number of shards.
     """
     if counted.blocks:
         return sum(counted.parameters(block.first, block.end) for block in counted.blocks) / (
@@ -246,21 +239,19 @@ def _quota(counted: _Counted, segments: Sequence[tuple[int, int]], cuts: Sequenc
 def _walked(
     counted: _Counted, first: int, stop: int, cuts: Sequence[int], quota: float
 ) -> Iterator[int]:
-    """Where the shards of a segment end."""
+    """Yields the ends of the shards of a segment."""
     inside = [cut for cut in cuts if first < cut < stop]
     while inside and counted.parameters(first, stop, embeddings=False) > quota:
-        found = _next_end(counted, first, inside, quota)
-        if found is None or not any(counted.holds[found:stop]):
+        end = _next_end(counted, first, inside, quota)
+        if end is None or not any(counted.holds[end:stop]):
             break
-        yield found
-        first, inside = found, [cut for cut in inside if cut > found]
+        yield end
+        first, inside = end, [cut for cut in inside if cut > end]
     yield stop
 
 
 def _next_end(counted: _Counted, first: int, cuts: Sequence[int], quota: float) -> int | None:
-    """The cut whose parameters since `first` are nearest to the quota, None where all have too few
-    for a shard.
-    """
+    """Returns the cut with parameters since `first` nearest to the quota, None if all have few."""
     sizes: dict[int, int] = {}
     names: dict[str, int] = {}
     place = first
@@ -284,8 +275,9 @@ def _next_end(counted: _Counted, first: int, cuts: Sequence[int], quota: float) 
 
 
 def _merged(counted: _Counted, firsts: list[int], quota: float) -> list[int]:
-    """The bounds without those of shards that are too small, smallest first; embeddings stay
-    apart.
+    """Merges shards that are too small, smallest first, and returns the bounds.
+
+    Embeddings stay apart.
     """
     while len(firsts) > 2:
         small = sorted(
@@ -306,10 +298,10 @@ def _merged(counted: _Counted, firsts: list[int], quota: float) -> list[int]:
 def _without_apart(
     counted: _Counted, firsts: Sequence[int], index: int, sides: Iterable[int]
 ) -> list[int]:
-    """Those sides of shard `index` behind which are no embeddings."""
+    """Returns the sides of shard `index` that do not border on embeddings."""
     return [side for side in sides if not counted.is_apart(*_neighbour(firsts, index, side))]
 
 
 def _neighbour(firsts: Sequence[int], index: int, side: int) -> tuple[int, int]:
-    other = index - 1 if side == index else index + 1
-    return firsts[other], firsts[other + 1]
+    neighbour = index - 1 if side == index else index + 1
+    return firsts[neighbour], firsts[neighbour + 1]

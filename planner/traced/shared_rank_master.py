@@ -1,9 +1,8 @@
-"""The master where cuts are given and several virtual stages share a rank: exact without an integer
-program.
+"""The master for given cuts with several virtual stages a rank: exact without an integer program.
 
-A rank's stages are combined to columns of the rank, of which those stay that fit and that no other
-beats in time and tail. What is left joins the ranks in the slowest time Z and the longest tail E
-alone, so that for each pair of them every rank takes its fastest.
+A rank's stages are combined to columns of the rank; columns that do not fit or are dominated in
+time and tail are dropped. Ranks depend on each other only by the slowest time Z and the longest
+tail E, so that for each pair (Z, E) every rank takes its fastest column.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from parplan.planner.traced.shard_flow import Array
 from parplan.planner.traced.shard_master import ShardChoice, evaluate
 from parplan.planner.traced.shard_strategy import held_stashes
 
-Combined = list[
-    tuple[tuple[ShardColumn, ...], float, float]
-]  # the columns of a rank's stages, their seconds, their tail
+# the columns of a rank's stages, with their seconds and their tail
+Combined = list[tuple[tuple[ShardColumn, ...], float, float]]
 
 
 def solve_ranks(
     layout: ParallelLayout, options: Sequence[Sequence[ShardColumn]], stages: Sequence[StageTable]
 ) -> ShardChoice | None:
-    """The fastest choice of one column for each virtual stage, None where no rank's fit together.
-    The cuts of all columns are the same.
+    """Returns the fastest choice of one column for each virtual stage, None if none fits.
+
+    All columns have the same cuts.
     """
     classes = (
         (False, True)
         if any(column.shares for columns in options for column in columns)
         else (None,)
     )
-    found = [
+    choices = [
         choice
         for parted in classes
         if (choice := _of_class(layout, options, stages, parted)) is not None
     ]
-    return min(found, key=lambda choice: choice.step_s, default=None)
+    return min(choices, key=lambda choice: choice.step_s, default=None)
 
 
 def _of_class(
@@ -51,10 +50,10 @@ def _of_class(
     stages: Sequence[StageTable],
     parted: bool | None,
 ) -> ShardChoice | None:
-    """With stages that share a parameter all of ZeRO > 0, or none."""
+    """Solves for stages with shared parameters that all have ZeRO > 0 (`parted`), or none."""
     ranks = []
     for rank in range(layout.mesh.pp):
-        own = [
+        by_stage = [
             [
                 column
                 for column in options[stage]
@@ -64,7 +63,7 @@ def _of_class(
         ]
         ranks.append(
             _combined(
-                own, held_stashes(layout, rank), stages[layout.stages_of(rank)[0]].usable_bytes
+                by_stage, held_stashes(layout, rank), stages[layout.stages_of(rank)[0]].usable_bytes
             )
         )
     if not all(ranks):
@@ -72,8 +71,8 @@ def _of_class(
     picked = _fastest(ranks, layout.num_micro_batches, 1 / layout.virtual_stages)
     columns = {
         stage: column
-        for rank, own in enumerate(picked)
-        for stage, column in zip(layout.stages_of(rank), own, strict=True)
+        for rank, by_stage in enumerate(picked)
+        for stage, column in zip(layout.stages_of(rank), by_stage, strict=True)
     }
     return evaluate(
         layout, [columns[stage] for stage in range(layout.num_virtual_stages)], proven=True
@@ -81,32 +80,34 @@ def _of_class(
 
 
 def _combined(
-    own: Sequence[Sequence[ShardColumn]], moments: Sequence[tuple[int, ...]], usable: float
+    columns_of_stages: Sequence[Sequence[ShardColumn]],
+    moments: Sequence[tuple[int, ...]],
+    usable: float,
 ) -> Combined:
-    """What the stages of one rank may be together, without what another beats."""
-    if not all(own):
+    """Returns the undominated combinations of columns of one rank's stages that fit."""
+    if not all(columns_of_stages):
         return []
-    indices = np.array(list(product(*(range(len(columns)) for columns in own))))
+    indices = np.array(list(product(*(range(len(columns)) for columns in columns_of_stages))))
 
     def each(name: str) -> list[Array]:
         return [
             np.array([getattr(column, name) for column in columns])[indices[:, chunk]]
-            for chunk, columns in enumerate(own)
+            for chunk, columns in enumerate(columns_of_stages)
         ]
 
-    kept, time_s, tail_s = (
-        each("kept_bytes"),
-        np.sum(each("time_s"), axis=0),
-        np.sum(each("tail_s"), axis=0),
-    )
-    stashes = np.max(np.array(moments) @ np.array(kept), axis=0)
+    time_s = np.sum(each("time_s"), axis=0)
+    tail_s = np.sum(each("tail_s"), axis=0)
+    stashes = np.max(np.array(moments) @ np.array(each("kept_bytes")), axis=0)
     fits = np.flatnonzero(
         np.sum(each("fixed_bytes"), axis=0) + stashes + np.max(each("peak_bytes"), axis=0) <= usable
     )
     rows = fits[undominated_rows(time_s[fits], tail_s[fits])]
     return [
         (
-            tuple(columns[index] for columns, index in zip(own, indices[row], strict=True)),
+            tuple(
+                columns[index]
+                for columns, index in zip(columns_of_stages, indices[row], strict=True)
+            ),
             float(time_s[row]),
             float(tail_s[row]),
         )
@@ -117,13 +118,14 @@ def _combined(
 def _fastest(
     ranks: Sequence[Combined], num_micro_batches: int, share: float
 ) -> list[tuple[ShardColumn, ...]]:
-    """Of each rank the fastest within the best pair of slowest time and longest tail. On a rank's
-    front less time is more tail.
+    """Returns each rank's fastest columns within the best pair of slowest time and longest tail.
+
+    On a rank's front, less time means more tail.
     """
     tails = np.unique([tail for rank in ranks for _, _, tail in rank])
     tails = tails[tails >= max(min(tail for _, _, tail in rank) for rank in ranks)]
-    # within a tail a rank takes its first column of at most that tail: the fastest, which also
-    # keeps the slowest time least
+    # Within a tail, a rank takes its first column of at most that tail. It is the fastest, so that
+    # the slowest time is least.
     first = [np.argmax(_tails(rank)[None, :] <= tails[:, None], axis=1) for rank in ranks]
     seconds = np.array(
         [

@@ -1,6 +1,4 @@
-"""Shards to virtual stages by a rule, instead of by the search: uniform, by parameters, or as many
-as the user says.
-"""
+"""Rules that assign shards to virtual stages in place of the search."""
 
 from __future__ import annotations
 
@@ -18,8 +16,12 @@ from parplan.profiles.errors import ConfigError
 
 
 class StageRuleKind(StrEnum):
-    """`uniform`: as many shards in every stage, the first have one more; `parameters`: the largest
-    stage as small as can be; `ilp`: the fastest plan; `custom`: counts.
+    """Rules of --stages.
+
+    uniform     equal numbers of shards, one more in the first stages
+    parameters  the least parameters in the largest stage
+    ilp         the fastest plan
+    custom      given counts
     """
 
     UNIFORM = "uniform"
@@ -30,14 +32,14 @@ class StageRuleKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRule:
-    """How shards are given to stages; `counts` of each virtual stage where the rule is custom."""
+    """A rule that assigns shards to stages; `counts` has the shards of each for a custom rule."""
 
     rule: StageRuleKind = StageRuleKind.ILP
     counts: tuple[int, ...] = ()
 
 
 def parse_stages(text: str) -> StageRule:
-    """What --stages says: uniform, parameters, ilp, or counts like 5,6,6,5. Raises ConfigError."""
+    """Parses --stages: uniform, parameters, ilp, or counts like 5,6,6,5. Raises ConfigError."""
     if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII):
         counts = tuple(map(int, text.split(",")))
         if min(counts) < 1:
@@ -52,8 +54,9 @@ def parse_stages(text: str) -> StageRule:
 
 
 def ranges(how: StageRule, sharded: Sharded, num_stages: int) -> tuple[tuple[int, int], ...] | None:
-    """The shards [first, end) of each of `num_stages` stages, None where the search decides. Raises
-    ConfigError for wrong counts.
+    """Returns the shards [first, end) of each of `num_stages` stages, None if the search decides.
+
+    Raises ConfigError for wrong counts.
     """
     size = len(sharded.shards)
     if how.rule is StageRuleKind.ILP:
@@ -67,16 +70,13 @@ def ranges(how: StageRule, sharded: Sharded, num_stages: int) -> tuple[tuple[int
         return tuple(pairwise(accumulate(how.counts, initial=0)))
     if how.rule is StageRuleKind.UNIFORM:
         each, over = divmod(size, num_stages)
-        return tuple(
-            pairwise(accumulate((each + (stage < over) for stage in range(num_stages)), initial=0))
-        )
+        counts = [each + 1] * over + [each] * (num_stages - over)
+        return tuple(pairwise(accumulate(counts, initial=0)))
     return _by_parameters(sharded, num_stages)
 
 
 def _by_parameters(sharded: Sharded, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Contiguous ranges whose largest has as few parameters as can be; each stage has at least one
-    shard.
-    """
+    """Returns contiguous ranges of shards with the least parameters in the largest."""
     size = len(sharded.shards)
     held = sum_of(np.array([float(shard.parameters) for shard in sharded.shards]))
     held[np.arange(size)[:, None] >= np.arange(size + 1)[None, :]] = np.inf

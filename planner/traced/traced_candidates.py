@@ -1,6 +1,4 @@
-"""The outer candidates of a traced module: pipeline and data parallelism, micro-batch and schedule,
-each illegal one with its reason.
-"""
+"""The outer candidates of a traced module: mesh, micro-batch and schedule, with illegal ones."""
 
 from __future__ import annotations
 
@@ -36,20 +34,21 @@ RUN = (
 
 
 def require_known(pins: Constraints) -> None:
-    """Raises ConfigError for pins of choices that a traced module does not have."""
-    for option, found, only in (
+    """Raise ConfigError for pins of choices that a traced module does not have."""
+    for option, values, only in (
         ("--tp", pins.tp, 1),
         ("--ep", pins.ep, 1),
         ("--sequence-parallel", pins.sequence_parallel, False),
     ):
-        if found is not None and set(found) != {only}:
+        if values is not None and set(values) != {only}:
             raise ConfigError(
                 f"{option} is pinned, a traced module is not divided inside a stage",
                 hint=f"leave out {option}",
             )
     if pins.recompute and Recompute.SELECTIVE in pins.recompute:
         raise ConfigError(
-            "--recompute selective needs a described model, of a traced one shards run again or not",
+            "--recompute selective needs a described model, of a traced one shards run again or "
+            "not",
             hint="--recompute none, full or none,full",
         )
     unknown = [schedule for schedule in pins.schedule or () if schedule not in RUN]
@@ -67,7 +66,8 @@ def enumerate_traced_candidates(
 
     counts: shards of each virtual stage, where they are given
 
-    Raises ConfigError for pins that the stack does not run.
+    `counts` are the shards of each virtual stage, empty when the search decides. Raises
+    ConfigError for pins that the stack does not run.
     """
     cluster, training, pins = request.cluster, request.training, request.constraints
     require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
@@ -143,20 +143,22 @@ def _layouts(
 def _schedules(
     layout: ParallelLayout, num_shards: int, pins: Constraints
 ) -> Iterator[tuple[Schedule, int]]:
-    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where the
-    pipeline does not fill, or pinned.
+    """Yields schedules worth trying, with their virtual stages.
+
+    GPipe takes as long as 1F1B and holds more: it is tried when the pipeline does not fill, or
+    when it is pinned.
     """
     pp, m = layout.mesh.pp, layout.num_micro_batches
     if pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
         return
-    asked = (
+    named = (
         *(pins.schedule or ()),
         *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()),
     )
-    if m >= pp or Schedule.ONE_F_ONE_B in asked:
+    if m >= pp or Schedule.ONE_F_ONE_B in named:
         yield Schedule.ONE_F_ONE_B, 1
-    if m < pp or Schedule.GPIPE in asked:
+    if m < pp or Schedule.GPIPE in named:
         yield Schedule.GPIPE, 1
     if m >= pp:
         yield from ((schedule, 1) for schedule in RUN if schedule in AHEAD)
@@ -185,7 +187,13 @@ def _excluded(
     if layout.schedule in AHEAD and levels is not None and Recompute.FULL not in levels:
         return f"{layout.schedule} is for recompute, --recompute or --forbid excludes that"
     if layout.schedule in LAST_KEEPS_ALL and levels is not None and Recompute.NONE not in levels:
-        return f"the last stage of {layout.schedule} recomputes nothing, --recompute or --forbid excludes that"
+        return (
+            f"the last stage of {layout.schedule} recomputes nothing, --recompute or --forbid "
+            f"excludes that"
+        )
     if layout.schedule is Schedule.ONE_F_ONE_B and layout.num_micro_batches < layout.mesh.pp:
-        return f"1f1b needs at least pp {layout.mesh.pp} micro-batches to fill, there are {layout.num_micro_batches}"
+        return (
+            f"1f1b needs at least pp {layout.mesh.pp} micro-batches to fill, there are "
+            f"{layout.num_micro_batches}"
+        )
     return legal(layout.schedule, layout.mesh.pp, layout.num_micro_batches, layout.virtual_stages)

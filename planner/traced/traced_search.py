@@ -1,9 +1,8 @@
-"""The search over a traced module: trace -> shards -> space -> bounds -> columns -> integer program
--> simulation -> ModulePlan.
+"""The search over a traced module: shards, bounds, columns, integer program, simulation.
 
-As for described models (planner/search/find_plan.py): candidates in the order of a valid lower
-bound, until the next bound is above the worst of those worth replaying; the best are replayed in
-the event simulator, and the fastest becomes the plan.
+It works like that of described models (planner/search/find_plan.py). Candidates are solved in the
+order of a valid lower bound, until the next bound is above the worst candidate worth replaying. The
+best are replayed in the event simulator, and the fastest becomes the plan.
 """
 
 from __future__ import annotations
@@ -48,17 +47,16 @@ from parplan.planner.traced.stage_rules import StageRule, ranges
 from parplan.planner.traced.traced_candidates import enumerate_traced_candidates, require_known
 from parplan.profiles.machines.shipped_profiles import machine_for
 
-LEAST_SOLVE_S, MOST_SOLVE_S = (
-    1.0,
-    2.0,
-)  # of one program; a layout that needs longer keeps its bound, and the gap says so
-# a bound that is closer than this to the best is not worth another program, as in
+# seconds of one program; a layout that needs longer has its bound in the gap
+LEAST_SOLVE_S = 1.0
+MOST_SOLVE_S = 2.0
+# relative distance of a bound to the best plan below which no program is solved, as in
 # planner/search/find_plan.py
 WORTH_PROVING = 0.0005
-REPLAY_SOLVE_S = 1.0  # of a layout that is only worth replaying
+REPLAY_SOLVE_S = 1.0  # seconds for a layout that is only worth replaying
 ROUNDING = 1e-9  # relative
-WORTH_SOLVING = 0.01  # a layout that is only worth replaying is not solved for less
-WIDENED = (1.05, 1.3, 2.0, np.inf)  # times the least pace: ranges that are tried for a first plan
+WORTH_SOLVING = 0.01  # least relative gain for which a layout worth replaying alone is solved
+WIDENED = (1.05, 1.3, 2.0, np.inf)  # factors on the least pace, tried in turn for a first plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ class TracedSearch:
         self._labels: dict[tuple[int, tuple[int, ...]], LabelTable] = {}
 
     def allowed(self, layout: ParallelLayout) -> Allowed:
-        """What the pins leave of each stage."""
+        """Returns the choices of each stage under the pins."""
         zeros = self.pins.zero or ZERO_STAGES
         levels = {Recompute.NONE: 0, Recompute.FULL: 1}
         chosen = [level for level in self.pins.recompute or levels if level in levels]
@@ -112,14 +110,14 @@ class TracedSearch:
         )
 
     def labels(self, micro_batch_size: int, levels: tuple[int, ...]) -> LabelTable:
-        """The labels of ranges of shards that may run once (0) or again (1)."""
+        """Returns the labels of ranges of shards at levels saved (0) and recomputed (1)."""
         key = micro_batch_size, levels
         if key not in self._labels:
             self._labels[key] = LabelTable(self.tables.passes(micro_batch_size).by_shard, levels)
         return self._labels[key]
 
     def stages(self, layout: ParallelLayout) -> list[StageTable]:
-        """The tables of every virtual stage of a frame."""
+        """Returns the tables of every virtual stage of a layout."""
         allowed = self.allowed(layout)
         self.deadline.check()
         return [
@@ -130,10 +128,10 @@ class TracedSearch:
     def cut_ranges(
         self, layout: ParallelLayout, stages: Sequence[StageTable]
     ) -> tuple[tuple[int, int], ...] | None:
-        """The ranges that --stages says, None where the search decides.
+        """Returns the ranges that --stages gives, None if the search decides.
 
-        With several virtual stages a rank they are even, as those of described models: the slowest
-        takes as little as can be.
+        With several virtual stages a rank they are even, as for described models: the time of the
+        slowest is least.
         """
         fixed = ranges(self.rule, self.sharded, layout.num_virtual_stages)
         return (
@@ -143,9 +141,7 @@ class TracedSearch:
         )
 
     def least_times(self, layout: ParallelLayout, stages: Sequence[StageTable]) -> list[Array]:
-        """By stage and range the least seconds of a micro-batch, infinite for what can never fit or
-        is not asked for.
-        """
+        """Least seconds of a micro-batch by stage and range, infinite if a range cannot be used."""
         times, fixed = [], self.cut_ranges(layout, stages)
         for stage, table in enumerate(stages):
             least = np.where(table.least_bytes() <= table.usable_bytes, table.least_s, np.inf)
@@ -157,7 +153,7 @@ class TracedSearch:
         return times
 
     def bound_s(self, layout: ParallelLayout) -> float:
-        """A lower bound of the layout's closed form, infinite where nothing fits."""
+        """Returns a lower bound of the layout's closed form, infinite if nothing fits."""
         stages = self.stages(layout)
         times = self.least_times(layout, stages)
         return RangeBounds(layout, times, times, [table.least_tail_s for table in stages]).least_s
@@ -165,10 +161,10 @@ class TracedSearch:
     def solve(
         self, layout: ParallelLayout, bound_s: float, cut_s: float, best_s: float
     ) -> ShardSolved | None:
-        """The best choice of a layout that takes less than `cut_s`, None where there is none.
-        Raises Unsolved, SolverError.
+        """Returns the best choice of a layout that takes less than `cut_s`, None if there is none.
 
-        One that cannot beat `best_s`, but may in the simulator, gets little of the solver's time.
+        A layout that may beat `best_s` only in the simulator gets little of the solver's time.
+        Raises Unsolved, SolverError.
         """
         self.most_solve_s = (
             MOST_SOLVE_S if bound_s < best_s * (1 - WORTH_PROVING) else REPLAY_SOLVE_S
@@ -179,9 +175,8 @@ class TracedSearch:
         known, among = self._first(finder, cut_s)
         if known is None:
             return None
-        if (
-            layout.virtual_stages > 1 and known.proven
-        ):  # its cuts are given: it was chosen among all columns
+        # with several virtual stages a rank the cuts are given, and all columns were considered
+        if layout.virtual_stages > 1 and known.proven:
             return self._worthwhile(layout, known, bound_s)
         options, least_s = finder.tightened(
             finder.below(min(cut_s, known.step_s)), min(cut_s, known.step_s)
@@ -199,40 +194,40 @@ class TracedSearch:
                 bound_s,
             )
         if known.proven and all(
-            set(columns) <= set(others) for columns, others in zip(options, among, strict=True)
+            set(columns) <= set(known_columns)
+            for columns, known_columns in zip(options, among, strict=True)
         ):
-            found: ShardChoice | None = known
+            best: ShardChoice | None = known
         else:
             try:
-                found = self._solved(finder, options)
+                best = self._solved(finder, options)
             except Unsolved:
-                found = None
-        if found is None or found.step_s > known.step_s:
-            found = evaluate(layout, known.columns, proven=found is not None and found.proven)
-        return self._worthwhile(layout, found, bound_s)
+                best = None
+        if best is None or best.step_s > known.step_s:
+            best = evaluate(layout, known.columns, proven=best is not None and best.proven)
+        return self._worthwhile(layout, best, bound_s)
 
     def _worthwhile(
-        self, layout: ParallelLayout, found: ShardChoice, bound_s: float
+        self, layout: ParallelLayout, choice: ShardChoice, bound_s: float
     ) -> ShardSolved | None:
-        """A choice with its bound; None for a schedule with recompute ahead in which nothing runs
-        again: that is 1F1B.
+        """Returns a choice with its bound.
+
+        It is None for a schedule with recompute ahead but without recompute, which is 1F1B.
         """
         if (
             layout.schedule in AHEAD
             and self.also_1f1b
-            and not any(column.again for column in found.columns)
+            and not any(column.recomputed for column in choice.columns)
         ):
             return None
         return ShardSolved(
-            layout, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s
+            layout, choice, choice.step_s * (1 - ROUNDING) if choice.proven else bound_s
         )
 
     def _first(
         self, finder: Finder, cut_s: float
     ) -> tuple[ShardChoice | None, list[list[ShardColumn]]]:
-        """A plan to begin with and the columns that it was chosen among; None where none takes less
-        than `cut_s`, or none fits.
-        """
+        """Returns a first choice and its columns, None if none fits or takes less than `cut_s`."""
         if finder.bounds.least_s >= cut_s:
             return None, []
         for factor in WIDENED:
@@ -260,8 +255,9 @@ class TracedSearch:
         return self.deadline.solver_limit_s(LEAST_SOLVE_S, self.most_solve_s)
 
     def run(self, on_progress: OnProgress | None) -> BranchOutcome[ShardSolved]:
-        """All layouts, as long as one may be among the best. Raises KeyboardInterrupt before the
-        first plan, SolverError.
+        """Solves layouts as long as one may be among the best.
+
+        Raises KeyboardInterrupt before the first plan, SolverError.
         """
         bounded = (
             (bound, layout)
@@ -280,20 +276,18 @@ class TracedSearch:
     def replayed(
         self, outcome: BranchOutcome[ShardSolved]
     ) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
-        """The best solved layouts priced in full, the fastest first."""
+        """Prices the best solved layouts in full, and returns the fastest first."""
         priced = list[tuple[ShardSolved, ShardStrategy, StepPrice]]()
-        for one in outcome.to_replay:
+        for solved in outcome.to_replay:
             if priced and self.deadline.has_ended:
                 break
-            made = to_shard_strategy(one)
-            priced.append((one, made, price_shards(made, self.tables)))
-        return sorted(priced, key=lambda found: found[2].step_s)
+            made = to_shard_strategy(solved)
+            priced.append((solved, made, price_shards(made, self.tables)))
+        return sorted(priced, key=lambda priced_layout: priced_layout[2].step_s)
 
 
 class Finder:
-    """The columns of one layout, made for ranges as they are asked for; `coupled`: whether stages
-    must fit together besides.
-    """
+    """The columns of one layout, made on demand; `coupled` means that stages share constraints."""
 
     def __init__(
         self,
@@ -302,7 +296,10 @@ class Finder:
         times: Sequence[Array],
         deadline: Deadline,
     ) -> None:
-        self.layout, self.stages, self.times, self.check = layout, stages, times, deadline.check
+        self.layout = layout
+        self.stages = stages
+        self.times = times
+        self.check = deadline.check
         walks = (
             times
             if layout.schedule not in AHEAD
@@ -320,7 +317,7 @@ class Finder:
         self._made: dict[tuple[int, int, int], list[ShardColumn]] = {}
 
     def columns(self, stage: int, first: int, end: int) -> list[ShardColumn]:
-        """The columns of a range on a stage."""
+        """Returns the columns of a range on a stage."""
         key = stage, first, end
         if key not in self._made:
             self.check()
@@ -328,9 +325,7 @@ class Finder:
         return self._made[key]
 
     def near(self, pace_s: float, cut_s: float) -> list[list[ShardColumn]]:
-        """By stage, the columns of ranges that may take `pace_s` at most, in a plan of less than
-        `cut_s`.
-        """
+        """Returns by stage the columns of ranges within `pace_s`, in plans of less than `cut_s`."""
         return [
             [
                 column
@@ -343,8 +338,9 @@ class Finder:
         ]
 
     def even(self, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
-        """The ranges whose slowest is fastest, each with its fastest column; None where there are
-        none, or they do not fit together.
+        """Returns the ranges whose slowest is fastest, each with its fastest column.
+
+        It is None if there are none, or if they violate (C5).
         """
         exact = [np.full_like(times, np.inf) for times in self.times]
         for stage, columns in enumerate(options):
@@ -353,21 +349,21 @@ class Finder:
                     column.time_s, exact[stage][column.first, column.end]
                 )
         try:
-            found = list(path(exact))
+            cuts = list(path(exact))
         except ValueError:
             return None
         chosen = [
-            min(self.columns(stage, *one), key=lambda column: (column.time_s, column.tail_s))
-            for stage, one in enumerate(found)
+            min(self.columns(stage, *cut), key=lambda column: (column.time_s, column.tail_s))
+            for stage, cut in enumerate(cuts)
         ]
         return evaluate(self.layout, chosen, proven=False) if are_alike(chosen) else None
 
     def below(self, cut_s: float) -> list[list[ShardColumn]]:
-        """By stage, every column that a plan of at most `cut_s` may have."""
+        """Returns by stage every column that a plan of at most `cut_s` may have."""
         options = []
         for stage in range(len(self.stages)):
             near = np.argwhere(self.bounds.least(stage) <= cut_s)
-            found = [
+            affordable = [
                 column
                 for first, end in near
                 for column in self.columns(stage, int(first), int(end))
@@ -375,7 +371,7 @@ class Finder:
             options.append(
                 [
                     column
-                    for column in found
+                    for column in affordable
                     if self.bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)
                 ]
             )
@@ -384,9 +380,7 @@ class Finder:
     def tightened(
         self, options: Sequence[Sequence[ShardColumn]], cut_s: float
     ) -> tuple[list[list[ShardColumn]], float]:
-        """Of the columns of at most `cut_s` those that are so with what fits in place of the least,
-        and no plan takes less than.
-        """
+        """Drops columns that exceed `cut_s` by bounds from `options`; returns a lower bound too."""
         listed = [list(columns) for columns in options]
         least_s, before = np.inf, -1
         while all(listed) and sum(map(len, listed)) != before:
@@ -415,7 +409,7 @@ _SECONDS = ("time_s", "walk_s", "tail_s")
 
 
 def _least_of(columns: Sequence[ShardColumn], name: str, like: Array) -> Array:
-    """By range the least of a value of its columns, infinite where there are none."""
+    """Returns by range the least of a value of its columns, infinite without columns."""
     least = np.full_like(like, np.inf)
     for column in columns:
         least[column.first, column.end] = min(
@@ -429,11 +423,13 @@ def _least_data(table: StageTable) -> Array:
 
 
 def to_shard_strategy(solved: ShardSolved) -> ShardStrategy:
-    """The strategy of a choice."""
+    """Returns the strategy of a choice."""
     return ShardStrategy(
         layout=solved.layout,
         stages=tuple(
-            ShardRun(first=column.first, end=column.end, zero=column.zero, again=column.again)
+            ShardRun(
+                first=column.first, end=column.end, zero=column.zero, recomputed=column.recomputed
+            )
             for column in solved.choice.columns
         ),
     )

@@ -1,6 +1,4 @@
-"""When no plan of a traced module fits: how much the leanest is short, on which stage, what binds,
-and what would help.
-"""
+"""The error when no plan of a traced module fits: the leanest plan, its shortfall, and a hint."""
 
 from __future__ import annotations
 
@@ -23,15 +21,14 @@ from parplan.profiles.units import gib
 
 
 def infeasible_traced_error(search: TracedSearch) -> InfeasibleError:
-    """The error that says what binds, by how many GiB, and what would help, as far as the time
-    goes.
-    """
+    """Returns the error with the shortfall of the leanest plan and a hint, if there is time."""
     try:
         return _explained(search)
     except OutOfTimeError:
         cluster = search.price_cache.machine.cluster
         return InfeasibleError(
-            f"{search.sharded.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not "
+            f"{search.sharded.model.name} does not fit on {cluster.num_gpus} x "
+            f"{cluster.device.name}; how much it is short was not "
             "searched, the time was over",
             hint="use more GPUs, or give it a longer --time-limit",
         )
@@ -44,7 +41,10 @@ def _explained(search: TracedSearch) -> InfeasibleError:
         (made, price_shards(made, search.tables))
         for made in (leanest_traced(search, layout) for layout in _layouts(search))
     )
-    strategy, price = min(priced, key=lambda found: max(memory.total for memory in found[1].memory))
+    strategy, price = min(
+        priced,
+        key=lambda strategy_and_price: max(memory.total for memory in strategy_and_price[1].memory),
+    )
     rank = max(range(strategy.layout.mesh.pp), key=lambda index: price.memory[index].total)
     memory, limit = price.memory[rank], search.limit_bytes
     parts = {
@@ -65,27 +65,32 @@ def _explained(search: TracedSearch) -> InfeasibleError:
     )
     shards = search.sharded.shards
     return InfeasibleError(
-        f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({strategy.layout.mesh}, zero {run.zero}, "
-        f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}) needs {gib(memory.total):.1f} GiB on stage "
-        f"{rank} ({shards[run.first].name} to {shards[run.end - 1].name}), {gib(limit):.1f} usable{margin}: "
-        f"{gib(memory.total - limit):.1f} GiB short; the largest part is {largest}, {gib(parts[largest]):.1f} GiB",
+        f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan "
+        f"({strategy.layout.mesh}, zero {run.zero}, "
+        f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}) needs "
+        f"{gib(memory.total):.1f} GiB on stage "
+        f"{rank} ({shards[run.first].name} to {shards[run.end - 1].name}), {gib(limit):.1f} "
+        f"usable{margin}: "
+        f"{gib(memory.total - limit):.1f} GiB short; the largest part is {largest}, "
+        f"{gib(parts[largest]):.1f} GiB",
         hint=_hint(search),
     )
 
 
 def _recompute_text(run: ShardRun) -> str:
-    if not run.again:
+    if not run.recomputed:
         return "no"
     return (
         "full"
-        if len(run.again) == run.end - run.first
-        else f"{len(run.again)} of {run.end - run.first} shards"
+        if len(run.recomputed) == run.end - run.first
+        else f"{len(run.recomputed)} of {run.end - run.first} shards"
     )
 
 
 def _layouts(search: TracedSearch) -> Iterator[ParallelLayout]:
-    """Per mesh the layout of the smallest micro-batch and the fewest virtual stages: one of them is
-    the leanest.
+    """Yields for each mesh the layout with the smallest micro-batch and the fewest virtual stages.
+
+    The leanest layout is among them.
     """
     seen: dict[object, ParallelLayout] = {}
     for layout in search.space.layouts:
@@ -99,7 +104,7 @@ def _layouts(search: TracedSearch) -> Iterator[ParallelLayout]:
 
 
 def _hint(search: TracedSearch) -> str:
-    """More GPUs, where a number of them is enough; else what else was pinned."""
+    """Returns --stages ilp if cuts are given, else a number of GPUs that is enough, if any is."""
     cluster = search.price_cache.machine.cluster
     if search.rule.rule is not StageRuleKind.ILP:
         return "--stages ilp also looks for other cuts"
@@ -114,7 +119,10 @@ def _hint(search: TracedSearch) -> str:
         for layout in _layouts(larger):
             price = price_shards(leanest_traced(larger, layout), larger.tables)
             if max(memory.total for memory in price.memory) <= larger.limit_bytes:
-                return f"{larger.price_cache.machine.cluster.num_gpus} GPUs are enough (--gpus {larger.price_cache.machine.cluster.num_gpus})"
+                return (
+                    f"{larger.price_cache.machine.cluster.num_gpus} GPUs are enough (--gpus "
+                    f"{larger.price_cache.machine.cluster.num_gpus})"
+                )
     shorter = (
         ""
         if search.price_cache.training.seq_length == 1
@@ -124,7 +132,7 @@ def _hint(search: TracedSearch) -> str:
 
 
 def leanest_ranges(layout: ParallelLayout, stages: list[StageTable]) -> tuple[tuple[int, int], ...]:
-    """The ranges whose fullest stage holds least."""
+    """Returns the ranges whose fullest stage holds least."""
     held = []
     for table in stages:
         least = table.least_bytes()
@@ -133,9 +141,7 @@ def leanest_ranges(layout: ParallelLayout, stages: list[StageTable]) -> tuple[tu
 
 
 def leanest_traced(search: TracedSearch, layout: ParallelLayout) -> ShardStrategy:
-    """The way to run a layout that holds least: its cuts by memory, every stage at its leanest ZeRO
-    stage and recompute.
-    """
+    """Returns the leanest strategy of a layout: cuts, ZeRO stages and recompute by memory."""
     stages = search.stages(layout)
     cuts = search.cut_ranges(layout, stages) or leanest_ranges(layout, stages)
     return ShardStrategy(
@@ -146,4 +152,4 @@ def leanest_traced(search: TracedSearch, layout: ParallelLayout) -> ShardStrateg
 
 def _leanest_run(table: StageTable, first: int, end: int) -> ShardRun:
     column = table.leanest(first, end)
-    return ShardRun(first=first, end=end, zero=column.zero, again=column.again)
+    return ShardRun(first=first, end=end, zero=column.zero, recomputed=column.recomputed)

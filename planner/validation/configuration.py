@@ -1,10 +1,9 @@
-"""A row of a steps table -> the configuration that was run: model, cluster, training, layout, and
-what the row leaves open.
+"""Reads a row of a steps table as a configuration: model, cluster, training, layout, open choices.
 
-Columns are those of docs/accuracy.md. What a row does not say and its framework decides is read off
-the framework's name (frameworks.py); what nobody says (a micro-batch, a recompute level, virtual
-stages) stays open, and `priced.py` takes the fastest choice that fits, as whoever published a tuned
-run did.
+The columns are those of docs/accuracy.md. Settings that a framework implies come from the
+framework's name (frameworks.py). Settings that nothing states (a micro-batch, a recompute level,
+virtual stages) stay open, and priced_rows.py takes the fastest choice that fits, since published
+runs were tuned.
 """
 
 from __future__ import annotations
@@ -92,18 +91,23 @@ _packaged_cluster = functools.cache(load_cluster)
 
 @functools.cache
 def _facts(stack: str) -> Stack:
-    """A packaged stack without fitted terms."""
+    """Loads a packaged stack without fitted terms."""
     return load_stack(stack, Terms())
 
 
 class UnpricedError(Exception):
-    """Why a row is outside what can be priced."""
+    """A row that cannot be priced, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What was run. Tuples hold one choice where the row states it, all sensible ones where it
-    leaves it open.
+    """The configuration of a run.
+
+    micro_batches, virtual_stages and recompute hold one choice if the row states it, else all
+    sensible choices.
+
+    recompute  choices, each with the levels that blocks take in turn
+    blocks     blocks of each pipeline rank, None when they are divided evenly
     """
 
     model: ModelSpec
@@ -114,17 +118,13 @@ class Configuration:
     zero: int
     micro_batches: tuple[int, ...]
     virtual_stages: tuple[int, ...]
-    recompute: tuple[
-        tuple[Recompute, ...], ...
-    ]  # choices; each the levels that blocks take in turn
+    recompute: tuple[tuple[Recompute, ...], ...]
     known_framework: bool = True
-    blocks: tuple[int, ...] | None = (
-        None  # of each pipeline rank, where the framework does not divide them evenly
-    )
+    blocks: tuple[int, ...] | None = None
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """The settings that the row leaves open, and `framework` where no stack describes it."""
+        """Names the settings that the row leaves open, and `framework` if no stack describes it."""
         open_ = {
             "micro_batch": self.micro_batches,
             "vpp": self.virtual_stages,
@@ -134,11 +134,10 @@ class Configuration:
         return left if self.known_framework else ("framework", *left)
 
     def layout(self, micro_batch: int, virtual_stages: int) -> ParallelLayout:
-        """The layout of one of the choices."""
+        """Returns the layout of one choice of micro-batch size and virtual stages."""
         count = self.training.global_batch_size // (micro_batch * self.mesh.dp)
-        plain = (
-            Schedule.ONE_F_ONE_B if count >= self.mesh.pp else Schedule.GPIPE
-        )  # the same order when the pipeline never fills
+        # 1F1B runs in the order of GPipe when the pipeline never fills
+        plain = Schedule.ONE_F_ONE_B if count >= self.mesh.pp else Schedule.GPIPE
         return ParallelLayout(
             mesh=self.mesh,
             schedule=Schedule.INTERLEAVED if virtual_stages > 1 else plain,
@@ -150,15 +149,15 @@ class Configuration:
 
 
 def source_of(row: Row) -> str:
-    """The id prefix: the part before the first dash."""
+    """Returns the part of the id before the first dash."""
     return row["id"].split("-")[0]
 
 
 def experiment_of(row: Row) -> str:
-    """What cross-validation leaves out together: the rows of one source.
+    """Names the fold of a row, whose rows cross-validation leaves out together.
 
-    Of a source that alone shows how its stack behaves, the rows that agree in one column (`FOLDS`):
-    every model, or every number of GPUs. Of vTrain's two tables, two machines, the name says which.
+    A fold is a source. A source that alone covers its stack is divided by one column (`FOLDS`),
+    such as the number of GPUs; vTrain's tables of two machines are divided by table as well.
     """
     source = source_of(row)
     if source not in FOLDS:
@@ -168,7 +167,7 @@ def experiment_of(row: Row) -> str:
 
 
 def stack_name(row: Row) -> str:
-    """The stack of the row's framework; plain PyTorch's parts for one that no stack describes."""
+    """Names the stack of the row's framework, by default one of plain PyTorch parts."""
     return _described_stack(row) or UNKNOWN_STACK
 
 
@@ -179,8 +178,9 @@ def _described_stack(row: Row) -> str | None:
 def configuration_of(
     row: Row, terms: Terms | None = None, *, without: str | None = None
 ) -> Configuration:
-    """The configuration that the row states, under the shipped terms or others. Raises
-    UnpricedError, ConfigError.
+    """Returns the configuration that the row states, under `terms` or the shipped terms.
+
+    Raises UnpricedError for a row that cannot be priced, and ConfigError.
     """
     _refuse(row)
     row = _completed(row)
@@ -190,7 +190,8 @@ def configuration_of(
     terms = shipped_terms() if terms is None else terms
     stack = _stack(row, terms.of_stack(_facts(stack_name(row)), without))
     mesh = Mesh(pp=_whole(row, "pp"), dp=_whole(row, "dp"), tp=_whole(row, "tp"))
-    cluster, model = _cluster(row), _model(row, stack)
+    cluster = _cluster(row)
+    model = _model(row, stack)
     if mesh.num_ranks != cluster.num_gpus:
         raise UnpricedError("dp x tp x pp is not the number of GPUs")
     return Configuration(
@@ -227,13 +228,13 @@ def _refuse(row: Row) -> None:
 
 
 def _completed(row: Row) -> Row:
-    """The row with what its source leaves out and its framework decides.
+    """Completes the row with settings that its framework implies.
 
     Megatron's release tests have the vocabulary of their default tokenizer. BigScience's V100 runs
-    shard optimizer states wherever there is data parallelism (tr3m-1B3-emb-norm-pile.slurm says so
-    of some, of others it is assumed). vTrain divides 50,257 by tp without padding
-    (src/model/gpt_model.py of the repository); and the head of its single-node rows takes 2.3 times
-    as long at tp 1, where the share is odd, as the same head on two ranks says.
+    shard optimizer states under data parallelism (tr3m-1B3-emb-norm-pile.slurm says so for some
+    runs; for the rest it is assumed). vTrain divides 50,257 by tp without padding
+    (src/model/gpt_model.py of the repository). The head of its single-node rows takes 2.3 times as
+    long at tp 1, where the share is odd, as the rows on two ranks imply.
     """
     row = dict(row)
     if "Megatron-LM CI" in row["framework"] and not row["vocab"]:
@@ -247,23 +248,19 @@ def _completed(row: Row) -> Row:
 
 
 def _stack(row: Row, stack: Stack) -> Stack:
-    """The stack as the row's notes specify it: `attention=flash1` names the kernel that ran, a
-    fused cross entropy its bytes.
-    """
-    if (
-        re.search(r"fused cross entropy|cross-entropy fusion on", row["notes"])
-        or "cross_entropy_loss_fusion" in row["id"]
-    ):
+    """Returns the stack with the changes in the row's notes, such as `attention=flash1`."""
+    notes = row["notes"]
+    fused_loss = re.search(r"fused cross entropy|cross-entropy fusion on", notes)
+    if fused_loss or "cross_entropy_loss_fusion" in row["id"]:
         stack = replace(stack, logit_bytes=FUSED_LOSS_LOGIT_BYTES)
-    if NO_OVERLAP.search(row["notes"]):
+    if NO_OVERLAP.search(notes):
         stack = replace(stack, overlap_tensor_parallel=False, overlap_transfers=False)
     if "asyncTP" in row["id"]:
         stack = replace(stack, overlap_tensor_parallel=True)
-    if re.search(
-        r"attention-backend unfused|TE impl local", row["notes"]
-    ) or RELEASE_TEST_UNFUSED.search(row["id"]):
+    unfused = re.search(r"attention-backend unfused|TE impl local", notes)
+    if unfused or RELEASE_TEST_UNFUSED.search(row["id"]):
         return replace(stack, attention=AttentionKernel.UNFUSED)
-    noted = re.search(r"\battention=(\w+)", row["notes"])
+    noted = re.search(r"\battention=(\w+)", notes)
     if noted is None:
         return stack
     kernel = KERNELS.get(noted[1], noted[1])
@@ -279,7 +276,9 @@ def _stack(row: Row, stack: Stack) -> Stack:
 
 
 def _model(row: Row, stack: Stack) -> ModelSpec:
-    gated, heads, hidden = _true(row, "gated_ffn"), _whole(row, "heads"), _whole(row, "hidden")
+    gated = _true(row, "gated_ffn")
+    heads = _whole(row, "heads")
+    hidden = _whole(row, "hidden")
     old = stack.attention is AttentionKernel.UNFUSED and source_of(row) != "bloom"
     dropout = DROPOUT if old or "Megatron-LM CI" in row["framework"] else 0.0
     return ModelSpec(
@@ -304,9 +303,7 @@ def _model(row: Row, stack: Stack) -> ModelSpec:
 
 
 def _tied(row: Row, gated: bool) -> bool:
-    """Whether the head shares the embedding's table: as the notes say, else as GPTs do and gated
-    models do not.
-    """
+    """True if the head shares the embedding's table: per the notes, else for ungated models."""
     if "untied" in row["notes"]:
         return False
     return "tied embeddings" in row["notes"] or (
@@ -315,7 +312,7 @@ def _tied(row: Row, gated: bool) -> bool:
 
 
 def _blocks(row: Row, model: ModelSpec, mesh: Mesh) -> tuple[int, ...] | None:
-    """Blocks of each pipeline rank where the framework does not divide them evenly."""
+    """Returns blocks of each pipeline rank, None when the framework divides them evenly."""
     if "nanotron" in row["framework"] and mesh.pp > 1:
         return blocks_by_compute(model, mesh)
     if "method redis" not in row["framework"]:
@@ -323,8 +320,8 @@ def _blocks(row: Row, model: ModelSpec, mesh: Mesh) -> tuple[int, ...] | None:
     if model.vocab_size not in LAST_STAGE_OF_REDIS:
         raise UnpricedError("layers moved between stages, how many is not stated")
     last = LAST_STAGE_OF_REDIS[model.vocab_size]
-    others, more = divmod(model.num_layers - last, mesh.pp - 1)
-    return (*(others + (rank >= mesh.pp - 1 - more) for rank in range(mesh.pp - 1)), last)
+    each, more = divmod(model.num_layers - last, mesh.pp - 1)
+    return (*[each] * (mesh.pp - 1 - more), *[each + 1] * more, last)
 
 
 def _cluster(row: Row) -> Cluster:
@@ -332,7 +329,8 @@ def _cluster(row: Row) -> Cluster:
     if name is None:
         raise UnpricedError(f"no device profile for {row['gpu'] or 'an unnamed GPU'}")
     cluster = _packaged_cluster(name)
-    gpus, per_node = _whole(row, "n_gpus"), _whole(row, "gpus_per_node", cluster.gpus_per_node)
+    gpus = _whole(row, "n_gpus")
+    per_node = _whole(row, "gpus_per_node", cluster.gpus_per_node)
     cluster = with_gpus(cluster, gpus, min(gpus, per_node))
     network = re.search(r"(\d+)x ?(\d+) ?Gb", row["interconnect"]) or re.search(
         r"()(\d+) Gb/s (?:IB )?per node", row["interconnect"]
@@ -341,21 +339,15 @@ def _cluster(row: Row) -> Cluster:
         nics = max(1, int(network[1] or 1))
         if not int(network[2]):
             raise UnpricedError("interconnect is 0 Gb/s")
-        cluster = replace(
-            cluster,
-            nics_per_node=nics,
-            nic=replace(cluster.nic, bytes_per_s=int(network[2]) * 1e9 / 8),
-        )
-    kind = next(
-        (ours for theirs, ours in NETWORKS.items() if theirs in row["interconnect"].lower()), None
-    )
+        nic = replace(cluster.nic, bytes_per_s=int(network[2]) * 1e9 / 8)
+        cluster = replace(cluster, nics_per_node=nics, nic=nic)
+    interconnect = row["interconnect"].lower()
+    kind = next((ours for theirs, ours in NETWORKS.items() if theirs in interconnect), None)
     return replace(cluster, nic=replace(cluster.nic, name=kind)) if kind else cluster
 
 
 def _device(gpu: str) -> str | None:
-    """The cluster file of a gpu cell, never that of a device whose name only begins alike: an L40S
-    is no L4.
-    """
+    """Names the cluster file of a gpu cell; whole words are compared, since an L40S is no L4."""
     gpu = re.sub(r"(\d)gb\b", r"\1g", gpu.lower())
     name = next(
         (ours for theirs, ours in DEVICES.items() if re.match(rf"{theirs}(?![a-z0-9])", gpu)), None
@@ -371,9 +363,8 @@ def _training(row: Row, stack: Stack) -> TrainingSpec:
     if dtype not in PRECISIONS and not fp8:
         raise UnpricedError(f"precision {row['dtype']!r}")
     precision = Precision.BF16 if fp8 else PRECISIONS[dtype]
-    overlap = (
-        stack.overlap_grad_reduce and "Megatron-LM" not in row["framework"]
-    )  # a flag there, off by default
+    # Megatron-LM has a flag for it that is off by default
+    overlap = stack.overlap_grad_reduce and "Megatron-LM" not in row["framework"]
     if NO_OVERLAP.search(row["notes"]):
         overlap = False
     elif "overlap=grad" in row["notes"]:
@@ -391,14 +382,10 @@ def _training(row: Row, stack: Stack) -> TrainingSpec:
 
 
 def _gradient_precision(row: Row, precision: Precision) -> Precision:
-    """What gradients are held in: fp32 under bf16 weights, but for InternEvo, and the weights' own
-    under fp16.
-    """
-    return (
-        Precision.FP32
-        if precision is Precision.BF16 and "InternEvo" not in row["framework"]
-        else precision
-    )
+    """Returns fp32 for bf16 weights (except in InternEvo), else the precision of the weights."""
+    if precision is Precision.BF16 and "InternEvo" not in row["framework"]:
+        return Precision.FP32
+    return precision
 
 
 def _micro_batches(row: Row, mesh: Mesh) -> tuple[int, ...]:
@@ -411,7 +398,7 @@ def _micro_batches(row: Row, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _virtual_stages(row: Row, mesh: Mesh, stack: Stack) -> tuple[int, ...]:
-    """Open only where the framework interleaves and nothing else of the pipeline is stated."""
+    """Returns open choices only if the framework interleaves and the row states no micro-batch."""
     if row["vpp"] or mesh.pp == 1 or row["micro_batch"] or stack.name not in INTERLEAVING_STACKS:
         return (max(1, _whole(row, "vpp", 1)),)  # some write 0 for no interleaving
     per_rank = _whole(row, "layers") // mesh.pp
@@ -421,25 +408,23 @@ def _virtual_stages(row: Row, mesh: Mesh, stack: Stack) -> tuple[int, ...]:
 def _recompute(row: Row, stack: Stack) -> tuple[tuple[Recompute, ...], ...]:
     if not row["recompute"]:
         return tuple((level,) for level in Recompute)
-    cell = (
-        SELECTIVE_OF.get(stack.name, row["recompute"])
-        if row["recompute"] == Recompute.SELECTIVE
-        else row["recompute"]
-    )
+    cell = row["recompute"]
+    if cell == Recompute.SELECTIVE:
+        cell = SELECTIVE_OF.get(stack.name, cell)
     if cell not in RECOMPUTE:
         raise UnpricedError(f"recompute {cell!r}")
     return (RECOMPUTE[cell],)
 
 
 def _true(row: Row, name: str) -> bool:
-    """Whether a cell says true; an empty one does not. Raises UnpricedError."""
+    """Reads a cell of true or false; an empty cell is false. Raises UnpricedError."""
     if row[name].lower() not in ("", "true", "false"):
         raise UnpricedError(f"{name} is neither true nor false")
     return row[name].lower() == "true"
 
 
 def _whole(row: Row, name: str, default: int | None = None) -> int:
-    """The whole number in a cell, or the default of an empty one. Raises UnpricedError."""
+    """Reads a whole number; an empty cell has the default. Raises UnpricedError."""
     if not row.get(name) and default is not None:
         return default
     try:

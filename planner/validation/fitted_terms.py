@@ -1,6 +1,4 @@
-"""The terms of the prices that were fitted to measured steps: few, bounded, each with the rows it
-was fitted on.
-"""
+"""The bounded terms of the prices that were fitted to measured steps, with their rows."""
 
 from __future__ import annotations
 
@@ -12,11 +10,12 @@ from parplan.profiles.machines.stack_terms import shipped_terms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedTerm:
-    """One fitted value of one software stack or network (`stack` names it).
+    """One fitted value of the software stack or network named `stack`.
 
-    low, high: the bounds it was kept in, in `unit`; fitted_on: the sources whose rows the fit saw;
-    rows: how many;
-    without: the value when all rows of one source are left out, by source
+    low, high  bounds of the fit, in `unit`
+    fitted_on  experiments that the fit used
+    rows       number of rows that the fit used
+    without    by experiment, the value when its rows are left out
     """
 
     stack: str
@@ -31,21 +30,21 @@ class FittedTerm:
 
 
 def fitted_terms() -> list[FittedTerm]:
-    """Every fitted term that the shipped prices use: of stacks and networks."""
+    """Returns every fitted term of stacks and networks that the shipped prices use."""
     terms = shipped_terms()
     return [
         FittedTerm(
             stack=name,
             term=term,
-            unit=one.unit,
-            value=one.value,
-            low=one.low,
-            high=one.high,
-            fitted_on=one.fitted_on,
-            rows=one.rows,
-            without=one.without,
+            unit=fit.unit,
+            value=fit.value,
+            low=fit.low,
+            high=fit.high,
+            fitted_on=fit.fitted_on,
+            rows=fit.rows,
+            without=fit.without,
         )
         for group in (terms.stacks, terms.links)
-        for name, found in group.items()
-        for term, one in found.items()
+        for name, fits in group.items()
+        for term, fit in fits.items()
     ]

@@ -1,6 +1,4 @@
-"""What measured rows call things, and what their frameworks decide without saying it: data, no
-logic.
-"""
+"""Names in measured rows, and settings that their frameworks imply: data, no logic."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import re
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.profiles.models.spec import Precision
 
-DEVICES = {  # how a gpu cell begins, up to the end of a word -> the cluster file
+DEVICES = {  # start of a gpu cell, up to the end of a word -> the cluster file
     "a100-80g-pcie": "a100-80gb-pcie",
     "a100-40g-pcie": "a100-40gb-pcie",
     "a100-80g": "a100-80gb",
@@ -28,14 +26,9 @@ DEVICES = {  # how a gpu cell begins, up to the end of a word -> the cluster fil
     "a10g": "a10g-24gb",
     "l4": "l4-24gb",
 }
-PCIE_IS_ANOTHER = (
-    "v100",
-    "a100",
-    "a800",
-    "h100",
-    "h200",
-)  # devices whose PCIe card is slower than the one of `DEVICES`
-STACKS = (  # what a framework cell contains, first match first -> the stack
+# devices whose PCIe card is slower than the one of `DEVICES`
+PCIE_IS_ANOTHER = ("v100", "a100", "a800", "h100", "h200")
+STACKS = (  # pattern in a framework cell, first match first -> the stack
     (r"Megatron-LM v[12]\.|Megatron-LM \(2020\)", "megatron-lm-2020"),
     (r"Megatron-LM \((\w+ )?2021\)", "megatron-lm-2021"),
     (r"Megatron-LM \((\w+ )?2022\)", "megatron-lm-2022"),
@@ -49,15 +42,15 @@ STACKS = (  # what a framework cell contains, first match first -> the stack
     (r"NeMo|Megatron-Bridge|Megatron-Core r0", "nemo"),
     (r"Megatron", "megatron-core"),
 )
-UNKNOWN_STACK = (
-    "torchtitan"  # of a framework that no pattern names; the row says so among its assumed settings
-)
-NETWORKS = {
+# the stack of a framework that matches no pattern; its rows have `framework` among their assumed
+# settings
+UNKNOWN_STACK = "torchtitan"
+NETWORKS = {  # name in an interconnect cell -> the NIC
     "omnipath": "omni-path",
     "omni-path": "omni-path",
     "roce": "roce",
     "efa": "efa",
-}  # named in an interconnect -> the NIC
+}
 PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
     "bf16": Precision.BF16,
     "bfloat16": Precision.BF16,
@@ -77,39 +70,37 @@ RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "selective blocks": (Recompute.FULL,),
     "selective (every other layer)": (Recompute.NONE, Recompute.FULL),
 }
-# What a framework calls selective. torchtitan: every second product and all that is cheap runs
-# again, attention stays; half of the blocks selective and half full take as long and keep a fifth
-# fewer bytes. fms-fsdp: one block in k; its published HFU / MFU of 1.35 on A100 and 1.29 on H100
-# (4/3 at most) says that nearly all blocks run again.
+# The recompute level that a framework calls selective. torchtitan recomputes every second product
+# and all cheap operators, and saves attention; half of the blocks selective and half full take as
+# long and save a fifth fewer bytes. fms-fsdp recomputes one block in k; its published HFU / MFU of
+# 1.35 on A100 and 1.29 on H100 (4/3 at most) says that it recomputes nearly all blocks.
 SELECTIVE_OF = {
     "torchtitan": "selective op",
     "torchtitan-2024": "selective op",
     "fsdp1": "selective blocks",
 }
-KERNELS = {"sdpa": "flash2", "te": "cudnn"}  # what a note calls a kernel -> the kernel
-FOLDS = {
+KERNELS = {"sdpa": "flash2", "te": "cudnn"}  # name of a kernel in a note -> the kernel
+FOLDS = {  # source -> the column that divides its rows into folds
     "vtrain": "hidden",
     "mpt": "hidden",
     "nanotron": "n_gpus",
     "titan": "n_gpus",
     "internevo": "n_gpus",
 }
-# of GPT recipes before 2022, and Megatron's default, which its release tests keep; BLOOM was
+# dropout of GPT recipes before 2022, and Megatron's default, which its release tests use; BLOOM was
 # trained without
 DROPOUT = 0.1
-NOT_DECODERS = ("bert", "t5", "multimodal", "mimo", "hybrid", "vit")  # how a model cell begins
-RELEASE_TEST_VOCAB = (
-    50257  # of the tokenizer of Megatron's GPT release tests that name none (GPT2BPETokenizer)
-)
-FUSED_LOSS_LOGIT_BYTES = (
-    10  # Megatron's fused cross entropy keeps fp32 logits beside their gradient
-)
+NOT_DECODERS = ("bert", "t5", "multimodal", "mimo", "hybrid", "vit")  # start of a model cell
+# vocabulary of GPT2BPETokenizer, the default of Megatron's GPT release tests
+RELEASE_TEST_VOCAB = 50257
+# Megatron's fused cross entropy holds fp32 logits beside their gradient
+FUSED_LOSS_LOGIT_BYTES = 10
 # Blocks on the last stage of the vocabulary-parallel fork's `redis` (sail-sg/VocabularyParallelism
 # artifact/exp_one_host.csv).
 LAST_STAGE_OF_REDIS = {32000: 4, 64000: 3, 128000: 2, 256000: 0}
 INTERLEAVING_STACKS = ("megatron-lm-2021", "megatron-lm-2022", "megatron-core", "nemo")
 OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
-# Release tests whose golden values equal those of the un-fused test, and were not refreshed since
+# Release tests whose golden values equal those of the un-fused test: they were not refreshed since
 # (inferred from the values).
 RELEASE_TEST_UNFUSED = re.compile(r"lts-dgxa100_dracooci")
 NO_OVERLAP = re.compile(r"overlap=none|overlap features OFF")

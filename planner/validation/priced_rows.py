@@ -1,8 +1,8 @@
-"""Measured training steps -> the same configurations priced here: the honest look at the prices.
+"""Prices the configurations of measured training steps, to compare prediction and measurement.
 
-A row that cannot be priced is returned with its reason, never dropped. A row that the fit of the
-terms saw (profiles/machines/stack_terms.py) is priced with the terms of the fit that saw nothing of
-its experiment; any other with those that ship.
+A row that cannot be priced is returned with its reason, never dropped. A row of an experiment that
+the terms were fitted to (profiles/machines/stack_terms.py) is priced with terms fitted without that
+experiment; every other row is priced with the shipped terms.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
 @dataclass(frozen=True, slots=True)
 class PricedRow:
-    """One row: measured and predicted seconds, and GiB where the row has them; `reason` when it is
-    not priced.
+    """Measured and predicted seconds and GiB of one row, or the `reason` why it is not priced.
 
-    grid               same source, model, GPUs and tokens in a step: what a ranking is about
-    predicted_total_gib, capacity_gib, predicted_fits    with the reserve, against the device, with
-                                                         the margin kept free
-    out_of_memory      whether the run did
-    assumed            settings that the row left open
+    grid                 key of the rows of one source, model, number of GPUs and tokens in a step
+    predicted_total_gib  GiB of the fullest device, with the reserve
+    capacity_gib         GiB of the device
+    predicted_fits       true if the fullest device fits with its margin
+    out_of_memory        true if the run ran out of memory, None when unknown
+    assumed              settings that the row left open
     """
 
     id: str
@@ -70,33 +70,29 @@ class PricedRow:
 
     @property
     def error(self) -> float | None:
-        """Relative error of the step time: positive when the prediction is too slow."""
-        return (
-            self.predicted_s / self.measured_s - 1 if self.predicted_s and self.measured_s else None
-        )
+        """Relative error of the step time, positive when the prediction is too slow."""
+        return _relative_error(self.predicted_s, self.measured_s)
 
     @property
     def memory_error(self) -> float | None:
-        return (
-            self.predicted_gib / self.measured_gib - 1
-            if self.predicted_gib and self.measured_gib
-            else None
-        )
+        return _relative_error(self.predicted_gib, self.measured_gib)
+
+
+def _relative_error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted and measured else None
 
 
 def price_row(row: Row, terms: Terms | None = None, *, held_out: bool | None = None) -> PricedRow:
-    """The row priced as the configuration it states, or the reason why not.
+    """Prices the row as the configuration it states, or returns the reason why it cannot.
 
-    terms: those of another fit than the shipped one; held_out: leave the row's experiment out of
-    the fit, by default where the shipped table, which terms are fitted to, has rows of the same
-    experiment, model and GPUs
+    `terms` replaces the shipped terms. With `held_out` the terms are those fitted without the
+    row's experiment; by default a row is held out if the shipped table, which terms are fitted to,
+    has rows of the same experiment, model and GPUs.
     """
     row = dict.fromkeys(OPTIONAL, "") | dict(row)
-    without = (
-        experiment_of(row)
-        if (_workload(row) in _fitted_workloads() if held_out is None else held_out)
-        else None
-    )
+    if held_out is None:
+        held_out = _workload(row) in _fitted_workloads()
+    without = experiment_of(row) if held_out else None
     try:
         configuration = configuration_of(row, terms, without=without)
         price_cache = PriceCache(
@@ -132,15 +128,13 @@ def price_row(row: Row, terms: Terms | None = None, *, held_out: bool | None = N
 
 
 def _grid(row: Row, configuration: Configuration) -> str:
-    """The key of the grid: model, GPUs and batch, which for sequences of several lengths is counted
-    in tokens.
-    """
+    """Returns the key of the row's grid; the batch is in tokens, since sequence lengths differ."""
     tokens = configuration.training.tokens_per_step
     return "|".join((source_of(row), row["model"], row["gpu"], row["n_gpus"], f"{tokens} tokens"))
 
 
 def _counted(reason: str) -> str:
-    """A reason without its numbers, so that the same reason counts as one."""
+    """Replaces the numbers of a reason, so that equal reasons are counted together."""
     return re.sub(r"\b\d+\b", "N", reason)
 
 
@@ -150,27 +144,21 @@ def _workload(row: Row) -> tuple[str, ...]:
 
 @functools.cache
 def _fitted_workloads() -> frozenset[tuple[str, ...]]:
-    """What the shipped table holds measured rows of."""
+    """Returns the workloads of the shipped table of measured steps."""
     return frozenset(map(_workload, read_table()))
 
 
 def _ran_out(row: Row) -> bool | None:
-    """Whether the run ran out of memory: said so, or has a step time; None where the row tells
-    neither.
-    """
+    """True if the run ran out of memory, False if it has a measurement, None if it has neither."""
     if row["memory_kind"] in OUT_OF_MEMORY or row["notes"].startswith("OOM"):
         return True
-    return (
-        False
-        if row["step_time_s"] or row["derived_step_time_s"] or row["peak_memory_gib"]
-        else None
-    )
+    if row["step_time_s"] or row["derived_step_time_s"] or row["peak_memory_gib"]:
+        return False
+    return None
 
 
 def _price(configuration: Configuration, price_cache: PriceCache) -> StepPrice:
-    """The price of what was run; of what is open the fastest choice that fits the device, or the
-    leanest when none does.
-    """
+    """Prices a configuration with its fastest choice that fits, or its leanest if none does."""
     prices: list[StepPrice] = []
     refused: UnpricedError | None = None
     for micro_batch in configuration.micro_batches:
@@ -198,10 +186,10 @@ def _price_one(
     levels: tuple[Recompute, ...],
     price_cache: PriceCache,
 ) -> StepPrice:
-    model, cluster, training = configuration.model, configuration.cluster, configuration.training
+    model = configuration.model
     reason = illegal_tensor_parallel(
-        layout.mesh.tp, model, cluster, across_nodes=True
-    ) or illegal_layout(layout, model, training)
+        layout.mesh.tp, model, configuration.cluster, across_nodes=True
+    ) or illegal_layout(layout, model, configuration.training)
     if reason:
         raise UnpricedError(_counted(reason))
     blocks = configuration.blocks or default_blocks(layout, model.num_layers)
@@ -212,7 +200,7 @@ def _price_one(
 
 
 def _in_turn(strategy: Strategy, levels: tuple[Recompute, ...]) -> Strategy:
-    """The strategy with its blocks at the levels in turn."""
+    """Returns the strategy with its blocks at the recompute levels in turn."""
     cycle = itertools.cycle(levels)
     stages = tuple(
         tuple(
@@ -225,14 +213,10 @@ def _in_turn(strategy: Strategy, levels: tuple[Recompute, ...]) -> Strategy:
 
 
 def _measured_s(row: Row) -> float | None:
-    """The step time, stated or derived; that of toy models, which the host launches no faster, is
-    none.
-    """
-    return (
-        None
-        if LAUNCH_BOUND in row["notes"]
-        else _number(row["step_time_s"] or row["derived_step_time_s"])
-    )
+    """Returns the step time, stated or derived; None for toy models, which are launch-bound."""
+    if LAUNCH_BOUND in row["notes"]:
+        return None
+    return _number(row["step_time_s"] or row["derived_step_time_s"])
 
 
 def _number(text: str | None) -> float | None:

@@ -1,9 +1,8 @@
-"""Which of a device's memory figures a row reports, and of which pipeline rank: the predicted
-figure to compare it with.
+"""The predicted memory figure that compares with the figure that a row reports.
 
 allocated   torch.cuda.max_memory_allocated: tensors alone
-reserved    torch.cuda.max_memory_reserved: what the allocator took from the device
-device      nvidia-smi: also the communicators and the context; what runs out
+reserved    torch.cuda.max_memory_reserved: memory that the allocator took from the device
+device      nvidia-smi: reserved memory, communicators and context; this is the one that runs out
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ class Figure(StrEnum):
     DEVICE = "device"
 
 
-# what a memory_kind cell contains, first match first; torchtitan prints what is reserved, nanotron
-# what is allocated
+# patterns of a memory_kind cell, first match first; torchtitan prints reserved memory, nanotron
+# allocated memory
 FIGURES = (
     (r"reserved|torchtitan", Figure.RESERVED),
     (r"alloc|active|nanotron|allocator", Figure.ALLOCATED),
@@ -33,9 +32,7 @@ LAST_RANK = r"last[ -](PP |pipeline )?stage"
 
 
 def figure_of(memory_kind: str) -> Figure:
-    """The figure that a memory_kind cell names; an unnamed one is the whole device's, as nvidia-smi
-    prints it.
-    """
+    """Returns the figure that a memory_kind cell names, by default that of the whole device."""
     return next(
         (figure for pattern, figure in FIGURES if re.search(pattern, memory_kind, re.IGNORECASE)),
         Figure.DEVICE,
@@ -43,7 +40,7 @@ def figure_of(memory_kind: str) -> Figure:
 
 
 def measured_as(memory: RankMemory, figure: Figure) -> float:
-    """Bytes of the device of one pipeline rank, counted as `figure` counts them."""
+    """Bytes of one pipeline rank's device, counted as `figure` counts them."""
     return {
         Figure.ALLOCATED: memory.allocated,
         Figure.RESERVED: memory.reserved,
@@ -52,6 +49,6 @@ def measured_as(memory: RankMemory, figure: Figure) -> float:
 
 
 def predicted_gib(memory: Sequence[RankMemory], memory_kind: str) -> float:
-    """What a row of that memory_kind would have measured on pipeline ranks that hold `memory`."""
+    """GiB that a row of this memory_kind would report for pipeline ranks that hold `memory`."""
     sizes = [measured_as(rank, figure_of(memory_kind)) for rank in memory]
     return (sizes[-1] if re.search(LAST_RANK, memory_kind) else max(sizes)) / GIB

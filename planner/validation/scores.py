@@ -1,15 +1,12 @@
-"""Predicted against measured steps -> the figures a set of prices is judged by, for each source of
-rows.
+"""Scores of predicted against measured steps, for each source of rows.
 
-Pure functions on rows that are priced already. With p a predicted and m a measured value, both of
-one row:
+The functions are pure and take priced rows. With p a predicted and m a measured value of a row:
 
-    e = p / m - 1               relative error: positive when the prediction is too slow, or too
-    large mape = mean |e|             median = median |e|             bias = mean e tau-b = (C - D)
-    / sqrt((n0 - n1) (n0 - n2))                 C, D concordant and discordant pairs of a grid's n
-    rows,
-                                                                n0 = n (n - 1) / 2, n1 and n2 the
-                                                                pairs tied in p and in m
+    e = p / m - 1            relative error, positive when the prediction is too slow or too large
+    mape = mean |e|          median = median |e|          bias = mean e
+    tau-b = (C - D) / sqrt((n0 - n1) (n0 - n2))
+                             C, D concordant and discordant pairs of a grid's n rows,
+                             n0 = n (n - 1) / 2, n1 and n2 the pairs tied in p and in m
     regret@k = min m of the k rows that p ranks fastest / min m of the grid - 1
 
 tau-b: Kendall 1945, Biometrika 33(3), doi:10.1093/biomet/33.3.239. A grid is the rows of one
@@ -29,13 +26,13 @@ from typing import Any
 
 from parplan.planner.validation.priced_rows import PricedRow
 
-SMALLEST_GRID = 3  # configurations: fewer have hardly an order to get wrong
+SMALLEST_GRID = 3  # configurations; the order of fewer says little
 GOLDEN_DIGITS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridScore:
-    """How well the rows of one grid are ranked; best_s: the measured seconds of its fastest row."""
+    """The ranking quality of one grid; `best_s` is the measured time of its fastest row."""
 
     key: str
     rows: int
@@ -47,11 +44,11 @@ class GridScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceScore:
-    """The figures of one source, in the order in which they are printed and written as JSON.
+    """The scores of one source, in the order in which they are printed and written as JSON.
 
-    unpriced: reason -> rows; oom_recall: share of the rows that ran out of memory that were
-    predicted not to fit;
-    oom_precision: share of the rows predicted not to fit that did run out of memory
+    unpriced       number of rows by reason
+    oom_recall     share of the rows out of memory that were predicted not to fit
+    oom_precision  share of the rows predicted not to fit that ran out of memory
     """
 
     rows: int
@@ -70,7 +67,7 @@ class SourceScore:
 
 
 def score(priced: Iterable[PricedRow]) -> dict[str, SourceScore]:
-    """The score of every source, in the order in which the sources first appear."""
+    """Returns the score of every source, in the order in which the sources first appear."""
     by_source: dict[str, list[PricedRow]] = {}
     for row in priced:
         by_source.setdefault(row.source, []).append(row)
@@ -99,20 +96,19 @@ def _score_of(rows: Sequence[PricedRow]) -> SourceScore:
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return statistics.fmean(found) if found else None
+    listed = list(values)
+    return statistics.fmean(listed) if listed else None
 
 
 def unpriced(rows: Iterable[PricedRow]) -> dict[str, int]:
-    """How many rows were not priced for each reason, most first."""
+    """Counts the rows that were not priced by reason, the most frequent first."""
     return dict(Counter(row.reason for row in rows if row.reason is not None).most_common())
 
 
 def grid_scores(rows: Iterable[PricedRow]) -> list[GridScore]:
-    """The grids with at least three configurations that were timed and priced.
+    """Returns the grids with at least three configurations that were timed and priced.
 
-    Repeats of a run are priced alike, so the distinct predictions are what tells how many
-    configurations a grid has.
+    Repeats of a run have equal prices, so distinct predictions count the configurations of a grid.
     """
     grids: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -138,8 +134,9 @@ def _grid_score(key: str, pairs: Sequence[tuple[float, float]]) -> GridScore:
 
 
 def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
-    """Kendall's tau-b of two orders, -1 to 1; None where one of them ranks nothing. O(n^2), for
-    grids of some hundred rows.
+    """Kendall's tau-b of two orders, -1 to 1; None if an order is all ties.
+
+    It takes O(n^2), for grids of some hundred rows.
     """
     balance = ranked_p = ranked_m = 0
     for (p, m), (other_p, other_m) in combinations(zip(predicted, measured, strict=True), 2):
@@ -155,40 +152,37 @@ def _sign(a: float, b: float) -> int:
 
 
 def regret(predicted: Sequence[float], measured: Sequence[float], k: int) -> float:
-    """How much slower than the best of the grid is the best of the `k` predicted fastest; ties
-    count against the prediction.
+    """Slowdown of the best of the `k` predicted fastest rows against the best row of the grid.
+
+    Ties count against the prediction.
     """
     ranked = sorted(zip(predicted, measured, strict=True), key=lambda row: (row[0], -row[1]))
     return min(m for _, m in ranked[:k]) / min(measured) - 1
 
 
 def oom_recall(rows: Iterable[PricedRow]) -> float | None:
-    """Share of the priced rows that ran out of memory that were predicted not to fit."""
-    found = [
+    """Share of the priced rows out of memory that were predicted not to fit."""
+    return _mean(
         row.predicted_fits is False
         for row in rows
         if row.out_of_memory and row.predicted_fits is not None
-    ]
-    return _mean(found)
+    )
 
 
 def oom_precision(rows: Iterable[PricedRow]) -> float | None:
-    """Share of the rows predicted not to fit, among those known to have run or not, that ran out of
-    memory.
-    """
-    found = [
+    """Share of the rows predicted not to fit, with a known outcome, that ran out of memory."""
+    return _mean(
         row.out_of_memory
         for row in rows
         if row.predicted_fits is False and row.out_of_memory is not None
-    ]
-    return _mean(found)
+    )
 
 
 def error_table(priced: Iterable[PricedRow]) -> dict[str, dict[str, Any]]:
-    """The scores by source, rounded: what `tests/golden/validation.json` holds."""
+    """Returns the rounded scores by source, as in `tests/golden/validation.json`."""
     return {
-        source: {name: _rounded(value) for name, value in asdict(found).items()}
-        for source, found in score(priced).items()
+        source: {name: _rounded(value) for name, value in asdict(source_score).items()}
+        for source, source_score in score(priced).items()
     }
 
 

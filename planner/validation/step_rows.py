@@ -1,6 +1,4 @@
-"""A table of measured steps, read: the shipped one or a file, one mapping of column to text a
-row.
-"""
+"""Reads a table of measured steps, with one mapping of column to text for each row."""
 
 from __future__ import annotations
 
@@ -18,8 +16,9 @@ SHIPPED = "published_steps.csv"
 
 
 def read_table(path: Path | None = None) -> list[Row]:
-    """The rows of a table of measured steps, by default of the one that is shipped. Raises
-    ConfigError.
+    """Returns the rows of a table of measured steps, by default the shipped one.
+
+    Raises ConfigError when the file is no table of steps.
     """
     if path is None:
         with as_file(files("parplan.profiles") / "data" / SHIPPED) as shipped:
@@ -32,13 +31,14 @@ def read_table(path: Path | None = None) -> list[Row]:
 
 
 def _cleaned(row: Row) -> Row:
-    """The row without the cells that no column names; those that a short line lacks are empty."""
+    """Drops cells without a column name; cells that a short line lacks become empty."""
     return {name: (value or "").strip() for name, value in row.items() if name}
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a steps table. Raises ConfigError when the file cannot be read or lacks a needed
-    column.
+    """Returns the rows of a steps table, as they are in the file.
+
+    Raises ConfigError when the file cannot be read or lacks a needed column.
     """
     file = io.StringIO(read_text(path, hints=Hints(_HINT, _HINT)), newline="")
     rows: list[Row] = [dict.fromkeys(OPTIONAL, "") | row for row in csv.DictReader(file)]

@@ -1,6 +1,4 @@
-"""The rows of a table of measured steps: those of the sources asked for, each priced or with its
-reason.
-"""
+"""Selects rows of a table of measured steps by source, and prices each or says why not."""
 
 from __future__ import annotations
 
@@ -20,22 +18,17 @@ _COUNTS = (
     "head_dim",
     "vocab_multiple",
 )
-_COUNTS_OR_NONE = (
-    "vpp",
-    "cp",
-    "ep",
-    "experts",
-    "zero_stage",
-)  # where some write 0 for what was not used
+_COUNTS_OR_NONE = ("vpp", "cp", "ep", "experts", "zero_stage")  # 0 is allowed: not in use
 _MEASURED = ("step_time_s", "derived_step_time_s", "peak_memory_gib")
-_MOST_DIGITS = 9  # of a count
+_MOST_DIGITS = 9  # digits of a count
 
-OnRow = Callable[[int], None]  # told how many rows are done
+OnRow = Callable[[int], None]  # takes the number of rows that are done
 
 
 def of_sources(rows: Sequence[Row], sources: Collection[str]) -> list[Row]:
-    """The rows of these sources, every row when none is named. Raises ConfigError for one that the
-    table lacks.
+    """Returns the rows of `sources`, every row when none is named.
+
+    Raises ConfigError for a source that the table lacks.
     """
     known = dict.fromkeys(map(source_of, rows))
     for name in sources:
@@ -45,24 +38,21 @@ def of_sources(rows: Sequence[Row], sources: Collection[str]) -> list[Row]:
 
 
 def price_table(rows: Sequence[Row], on_row: OnRow | None = None) -> list[PricedRow]:
-    """Every row priced, in order; a cell that is no number is a reason why not, as what `price_row`
-    cannot price is.
-    """
+    """Prices every row in order; a cell that is no number becomes the reason of an unpriced row."""
     priced = []
     for row in rows:
         fault = _fault(row)
-        priced.append(
-            PricedRow(row["id"], source_of(row), reason=fault) if fault else price_row(row)
-        )
+        if fault:
+            priced.append(PricedRow(row["id"], source_of(row), reason=fault))
+        else:
+            priced.append(price_row(row))
         if on_row is not None:
             on_row(len(priced))
     return priced
 
 
 def _fault(row: Row) -> str | None:
-    """A row without a name, or what is wrong with a cell that must be a number; other empty cells
-    are not judged here.
-    """
+    """Returns the fault of a row without an id or with a malformed number; empty cells pass."""
     if not row["id"]:
         return "id is not stated"
     for name in (*_COUNTS, *_COUNTS_OR_NONE):

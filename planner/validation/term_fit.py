@@ -1,12 +1,12 @@
-"""Measured steps -> profiles/data/terms.yaml: `python -m parplan.planner.validation.term_fit
-[--steps FILE]`, a few minutes.
+"""Fits the terms of profiles/data/terms.yaml to measured steps, in a few minutes.
 
-Every term is one number with physical bounds, of a software stack or of a network. Each is fitted
-by trying values, one term after another, so that the mean of |log(predicted / measured)| over the
-experiments that ran it is least; an experiment counts once, however many rows it has. Then the same
-is done without each experiment in turn: those values price its own rows in `plan validate`, so that
-no figure is of rows that its fit saw. A stack whose only experiment is left out falls back to the
-median slowdown of the other stacks and to neutral terms. Same table, same bytes.
+Every term is one number with physical bounds, of a software stack or of a network. Terms are fitted
+one after another: each takes the tried value with the least mean of |log(predicted / measured)|
+over the experiments that ran it. An experiment counts once, however many rows it has. The fit is
+repeated without each experiment in turn, and the values without an experiment price its rows in
+`plan validate`, so that no score comes from rows that its fit saw. A stack whose only experiment is
+left out falls back to the median slowdown of the remaining stacks and to neutral terms. The same
+table gives the same bytes.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from parplan.profiles.machines.stack_terms import (
 )
 from parplan.profiles.stack import NEUTRAL
 
-ROWS_OF_EXPERIMENT = 24  # evenly spaced over the rows of an experiment
+ROWS_OF_EXPERIMENT = 24  # at most, evenly spaced over the rows of an experiment
 SWEEPS = 2
 REFINEMENTS = 3
 TRIES = 5
 DIGITS = 3
 PRICE_OF_TERMS = 0.01
 BAND_SHARE = 0.8  # eight rows in ten lie within a band
-# of the rows, those that ran out of memory too, needed no more than predicted and the margin
+# share of the rows, with those out of memory, that need no more than predicted and the margin
 MARGIN_SHARE = 0.99
-TOY_SHARE = 0.1  # of a device: runs that hold less say little of one that fills it
-WORST = 1.5  # an error counts as at most this, in log: rows of a broken run pull no term
+TOY_SHARE = 0.1  # share of a device; smaller runs say little about a device that is nearly full
+WORST = 1.5  # largest error in log, so that rows of a broken run pull no term
 
 
 @dataclass(frozen=True, slots=True)
 class TermBounds:
-    """Where a term is looked for, its unit, and what it is when nobody measured it."""
+    """Bounds of a term, its unit, and its value without a measurement."""
 
     low: float
     high: float
@@ -69,40 +69,35 @@ STACK_TERMS = {
     SLOWDOWN: TermBounds(1.0, 1.6, "factor", 1.0),
     "host_operator_s": TermBounds(10e-6, 300e-6, "s", NEUTRAL.host_operator_s),
 }
-OWN_TERMS = {  # of the one stack whose rows show them
+TERMS_OF_ONE_STACK = {  # terms that the rows of a single stack show
     "nanotron-2024": {"transfer_share": TermBounds(0.005, 1.0, "share", 1.0)},
 }
-MEMORY_TERMS = {
-    "allocator_share": TermBounds(0.005, 0.25, "share", NEUTRAL.allocator_share)
-}  # of stacks with rows of a whole device
-# a share of a NIC's bandwidth; Omni-Path's before any step: the median of three all-reduces on 4
-# and 16 nodes
+# terms of stacks with rows on the memory of a whole device
+MEMORY_TERMS = {"allocator_share": TermBounds(0.005, 0.25, "share", NEUTRAL.allocator_share)}
+# Shares of a NIC's bandwidth. Omni-Path's neutral value is the median of three all-reduces on 4 and
+# 16 nodes (bigscience-workshop/bigscience experiments/bandwidth).
 LINK_TERMS = {
-    "omni-path": TermBounds(
-        0.05, 0.95, "share", 0.14
-    ),  # (bigscience-workshop/bigscience experiments/bandwidth)
+    "omni-path": TermBounds(0.05, 0.95, "share", 0.14),
     "roce": TermBounds(0.05, 0.95, "share", 0.9),
     "efa": TermBounds(0.05, 0.95, "share", 0.9),
 }
 NIC_SHARE = "nic_share"
-# noted of release tests: slower kernels on purpose, which say nothing of a stack
+# note of release tests whose kernels are slower on purpose, so that they say nothing about a stack
 DETERMINISTIC = "deterministic kernels"
 
-Key = tuple[str, str, str]  # "stacks" or "links", the name of one, the term
+Key = tuple[str, str, str]  # "stacks" or "links", name of the stack or link, term
 Values = Mapping[Key, float]
 
 
 def bounds_of(key: Key) -> TermBounds:
-    """The bounds of a term."""
-    return (
-        LINK_TERMS[key[1]]
-        if key[0] == "links"
-        else (STACK_TERMS | MEMORY_TERMS | OWN_TERMS.get(key[1], {}))[key[2]]
-    )
+    group, name, term = key
+    if group == "links":
+        return LINK_TERMS[name]
+    return (STACK_TERMS | MEMORY_TERMS | TERMS_OF_ONE_STACK.get(name, {}))[term]
 
 
 def terms_of(values: Values) -> Terms:
-    """Values as terms that prices can read."""
+    """Returns the values as terms that prices can read."""
     return _grouped({key: _term(key, value) for key, value in values.items()})
 
 
@@ -113,17 +108,17 @@ def _term(key: Key, value: float) -> Term:
 
 def _grouped(terms: Mapping[Key, Term]) -> Terms:
     groups: dict[str, dict[str, dict[str, Term]]] = {"stacks": {}, "links": {}}
-    for (group, name, term), found in terms.items():
-        groups[group].setdefault(name, {})[term] = found
+    for (group, name, term_name), term in terms.items():
+        groups[group].setdefault(name, {})[term_name] = term
     return Terms(stacks=groups["stacks"], links=groups["links"])
 
 
 class Fit:
-    """The rows that terms are fitted to, by experiment, and which terms each row depends on."""
+    """The rows that terms are fitted to, and the terms that they depend on, by experiment."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows: dict[str, list[Row]] = {}
-        self.keys: dict[str, set[Key]] = {}  # of an experiment
+        self.keys: dict[str, set[Key]] = {}
         for row in rows:
             priced = price_row(row, held_out=False)
             measured = priced.error is not None or _memory_error(row, priced) is not None
@@ -131,21 +126,21 @@ class Fit:
                 self.rows.setdefault(experiment_of(row), []).append(row)
                 self.keys.setdefault(experiment_of(row), set()).update(_keys(row))
         self.rows = {
-            name: _spaced(found, ROWS_OF_EXPERIMENT) for name, found in sorted(self.rows.items())
+            name: _spaced(rows, ROWS_OF_EXPERIMENT) for name, rows in sorted(self.rows.items())
         }
         self.all_keys = sorted(set().union(*self.keys.values()))
         self._losses: dict[tuple[str, tuple[tuple[Key, float], ...]], float] = {}
 
     def experiments(self, key: Key, without: str | None = None) -> tuple[str, ...]:
-        """The experiments that a term is fitted on."""
+        """Returns the experiments that a term is fitted on."""
         return tuple(name for name in self.rows if key in self.keys[name] and name != without)
 
     def loss(self, experiments: Iterable[str], values: Values) -> float:
-        """The mean over experiments of the mean |log(predicted / measured)| of their times and
-        memories, and what terms cost.
+        """Mean error of the experiments, and a price of terms that are not neutral.
 
-        A factor e away from its neutral value costs as much as 1 % of error: a term that rows do
-        not need stays neutral.
+        The error of an experiment is the mean |log(predicted / measured)| of its times plus that
+        of its memories. A term a factor e away from its neutral value costs as much as 1 % of
+        error, so that a term that rows do not need stays neutral.
         """
         paid = sum(abs(math.log(value / bounds_of(key).neutral)) for key, value in values.items())
         return (
@@ -154,23 +149,23 @@ class Fit:
         )
 
     def _loss(self, experiment: str, values: Values) -> float:
-        own = tuple(sorted((key, values[key]) for key in self.keys[experiment]))
-        if (experiment, own) not in self._losses:
+        used = tuple(sorted((key, values[key]) for key in self.keys[experiment]))
+        if (experiment, used) not in self._losses:
             terms = terms_of(values)
-            priced = [(row, price_row(row, terms, held_out=False)) for row in self.rows[experiment]]
-            times = [_log(one.error) for _, one in priced if one.error is not None]
-            memories = [
-                _log(error) for row, one in priced if (error := _memory_error(row, one)) is not None
-            ]
-            self._losses[experiment, own] = sum(
+            rows = self.rows[experiment]
+            priced = [price_row(row, terms, held_out=False) for row in rows]
+            memory_errors = map(_memory_error, rows, priced)
+            times = [_log(each.error) for each in priced if each.error is not None]
+            memories = [_log(error) for error in memory_errors if error is not None]
+            self._losses[experiment, used] = sum(
                 statistics.fmean(errors) for errors in (times, memories) if errors
             )
-        return self._losses[experiment, own]
+        return self._losses[experiment, used]
 
     def fitted(
         self, start: Values, keys: Sequence[Key], without: str | None = None
     ) -> dict[Key, float]:
-        """The values after a few sweeps over `keys`, each set to the best of ever finer tries."""
+        """Returns the values after sweeps over `keys`, each set to the best of ever finer tries."""
         values = dict(start)
         for _ in range(SWEEPS):
             before = dict(values)
@@ -183,7 +178,8 @@ class Fit:
         return values
 
     def _best(self, key: Key, experiments: tuple[str, ...], values: Values) -> float:
-        bounds, best = bounds_of(key), values[key]
+        bounds = bounds_of(key)
+        best = values[key]
         low, high = bounds.low, bounds.high
         for _ in range(REFINEMENTS):
             ratio = (high / low) ** (1 / (TRIES - 1))
@@ -197,12 +193,16 @@ class Fit:
 
 def _keys(row: Row) -> set[Key]:
     configuration = configuration_of(row)
-    nic, stack = configuration.cluster.nic.name, configuration.training.stack
+    nic = configuration.cluster.nic.name
+    stack = configuration.training.stack
     name = stack.terms_of or stack.name
-    found: set[Key] = {("stacks", name, term) for term in STACK_TERMS | OWN_TERMS.get(name, {})}
+    terms = list(STACK_TERMS | TERMS_OF_ONE_STACK.get(name, {}))
     if _counts_the_allocator(row):
-        found |= {("stacks", name, term) for term in MEMORY_TERMS}
-    return found | ({("links", nic, NIC_SHARE)} if nic in LINK_TERMS else set())
+        terms += MEMORY_TERMS
+    keys: set[Key] = {("stacks", name, term) for term in terms}
+    if nic in LINK_TERMS:
+        keys.add(("links", nic, NIC_SHARE))
+    return keys
 
 
 def _counts_the_allocator(row: Row) -> bool:
@@ -210,7 +210,7 @@ def _counts_the_allocator(row: Row) -> bool:
 
 
 def _memory_error(row: Row, priced: PricedRow) -> float | None:
-    """The error of a memory figure that a term of memory has a part in."""
+    """Returns the memory error of a row whose figure depends on a memory term, else None."""
     return priced.memory_error if _counts_the_allocator(row) else None
 
 
@@ -230,36 +230,31 @@ def _rounded(value: float) -> float:
 
 
 def _fallback(key: Key, values: Values, fit: Fit, without: str) -> float:
-    """What a term is when its only experiment is left out: how slow kernels are on the other
-    stacks, or neutral.
-    """
-    others = [
+    """Returns a term's value without its only experiment: median slowdown of stacks, or neutral."""
+    if key[2] != SLOWDOWN:
+        return bounds_of(key).neutral
+    slowdowns = [
         value
-        for other, value in values.items()
-        if other[2] == key[2] == SLOWDOWN and fit.experiments(other, without)
+        for candidate, value in values.items()
+        if candidate[2] == SLOWDOWN and fit.experiments(candidate, without)
     ]
-    return _rounded(statistics.median(others)) if others else bounds_of(key).neutral
+    return _rounded(statistics.median(slowdowns)) if slowdowns else bounds_of(key).neutral
 
 
 def fit_terms(rows: Sequence[Row]) -> Terms:
-    """Every term, and its values without each experiment; no residuals, which are of predictions
-    made with these.
-    """
+    """Fits every term, with all experiments and without each; the terms have no residuals yet."""
     fit = Fit(rows)
     start = {key: bounds_of(key).neutral for key in fit.all_keys}
     values = fit.fitted(start, fit.all_keys)
     without: dict[Key, dict[str, float]] = {key: {} for key in fit.all_keys}
     for experiment in fit.rows:
         keys = sorted(fit.keys[experiment])
-        left = {
-            **values,
-            **{
-                key: _fallback(key, values, fit, experiment)
-                for key in keys
-                if not fit.experiments(key, experiment)
-            },
+        fallbacks = {
+            key: _fallback(key, values, fit, experiment)
+            for key in keys
+            if not fit.experiments(key, experiment)
         }
-        for key, value in fit.fitted(left, keys, experiment).items():
+        for key, value in fit.fitted({**values, **fallbacks}, keys, experiment).items():
             if key in fit.keys[experiment]:
                 without[key][experiment] = value
     terms = {}
@@ -273,35 +268,38 @@ def fit_terms(rows: Sequence[Row]) -> Terms:
 
 
 def residuals_of(rows: Sequence[Row], priced: Sequence[PricedRow]) -> dict[str, Residuals]:
-    """The residuals by stack and over all rows, of predictions whose fit had not seen them; stacks
-    that share terms share them.
+    """Returns the residuals of held-out predictions, by stack and over all rows.
 
-    Rows that leave a setting open, or ran slower kernels on purpose, say nothing of a plan's error.
+    Stacks that share terms share residuals. Rows that leave a setting open, or ran slower kernels
+    on purpose, say nothing about a plan's error and are left out.
     """
-    family = {name: load_stack(name).terms_of or name for name in stack_names()}
+    family_of = {name: load_stack(name).terms_of or name for name in stack_names()}
     by_family: dict[str, list[PricedRow]] = {}
-    for row, one in zip(rows, priced, strict=True):
-        if one.reason is None and not one.assumed and DETERMINISTIC not in row["notes"]:
-            by_family.setdefault(family[stack_name(row)], []).append(one)
-    every = [one for found in by_family.values() for one in found]
-    own = {
-        name: _residuals(by_family[found]) for name, found in family.items() if found in by_family
+    for row, priced_row in zip(rows, priced, strict=True):
+        stated = priced_row.reason is None and not priced_row.assumed
+        if stated and DETERMINISTIC not in row["notes"]:
+            by_family.setdefault(family_of[stack_name(row)], []).append(priced_row)
+    every = [priced_row for family_rows in by_family.values() for priced_row in family_rows]
+    by_stack = {
+        name: _residuals(by_family[family])
+        for name, family in family_of.items()
+        if family in by_family
     }
-    return {EVERY_STACK: _residuals(every), **own}
+    return {EVERY_STACK: _residuals(every), **by_stack}
 
 
 def _residuals(priced: Sequence[PricedRow]) -> Residuals:
     times = [
-        one.measured_s / one.predicted_s - 1 for one in priced if one.measured_s and one.predicted_s
+        row.measured_s / row.predicted_s - 1 for row in priced if row.measured_s and row.predicted_s
     ]
     memories = [
-        one.measured_gib / one.predicted_gib - 1
-        for one in priced
-        if one.measured_gib
-        and one.predicted_gib
-        and one.measured_gib >= TOY_SHARE * (one.capacity_gib or 0)
+        row.measured_gib / row.predicted_gib - 1
+        for row in priced
+        if row.measured_gib
+        and row.predicted_gib
+        and row.measured_gib >= TOY_SHARE * (row.capacity_gib or 0)
     ]
-    missed = [found for one in priced if (found := _missed_share(one)) is not None]
+    missed = [share for share in map(_missed_share, priced) if share is not None]
     return Residuals(
         time_rows=len(times),
         time_band=_quantile(map(abs, times), BAND_SHARE),
@@ -311,41 +309,44 @@ def _residuals(priced: Sequence[PricedRow]) -> Residuals:
     )
 
 
-def _missed_share(one: PricedRow) -> float | None:
-    """The share of the device by which a row needed more than predicted; one that ran out needed at
-    least all of it.
+def _missed_share(row: PricedRow) -> float | None:
+    """Share of the device by which a row needed more than predicted.
+
+    A run out of memory counts as having needed the whole device.
     """
-    if not one.capacity_gib:
+    if not row.capacity_gib:
         return None
-    if one.out_of_memory and one.predicted_total_gib:
-        return max(0.0, 1 - one.predicted_total_gib / one.capacity_gib)
-    if one.measured_gib and one.predicted_gib:
-        return max(0.0, one.measured_gib - one.predicted_gib) / one.capacity_gib
+    if row.out_of_memory and row.predicted_total_gib:
+        return max(0.0, 1 - row.predicted_total_gib / row.capacity_gib)
+    if row.measured_gib and row.predicted_gib:
+        return max(0.0, row.measured_gib - row.predicted_gib) / row.capacity_gib
     return None
 
 
 def _quantile(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least this share of the values do not exceed; 0 of none."""
+    """Returns the smallest value that `share` of the values do not exceed, 0 without values."""
     ordered = sorted(values)
     return _rounded(ordered[max(0, math.ceil(share * len(ordered)) - 1)]) if ordered else 0.0
 
 
 def terms_to_yaml(terms: Terms) -> str:
-    """The text of profiles/data/terms.yaml."""
+    """Returns the text of profiles/data/terms.yaml."""
     import yaml
 
     body: Any = document(terms)
     text = yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=140)
-    return f"# Written by `python -m parplan.planner.validation.term_fit` from measured training steps; do not edit.\n{text}"
+    return (
+        f"# Written by `python -m parplan.planner.validation.term_fit` from measured training "
+        f"steps; do not edit.\n{text}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fits the terms to a table of measured steps and writes them, with the residuals of what they
-    predict.
-    """
+    """Fit the terms to a table of measured steps, and write them with their residuals."""
     parser = argparse.ArgumentParser(
         prog="python -m parplan.planner.validation.term_fit",
-        description=(__doc__ or "").splitlines()[0],
+        description="Measured steps -> profiles/data/terms.yaml: "
+        "`python -m parplan.planner.validation.term_fit [--steps FILE]`, a few minutes.",
     )
     parser.add_argument(
         "--steps", type=Path, default=None, help="CSV table of measured steps (the shipped one)"
@@ -357,9 +358,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(error.message)
     terms = fit_terms(rows)
-    terms = replace(
-        terms, residuals=residuals_of(rows, [price_row(row, terms, held_out=True) for row in rows])
-    )
+    held_out = [price_row(row, terms, held_out=True) for row in rows]
+    terms = replace(terms, residuals=residuals_of(rows, held_out))
     options.out.write_text(terms_to_yaml(terms), encoding="ascii")
     return 0
 

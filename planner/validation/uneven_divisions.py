@@ -1,4 +1,4 @@
-"""How frameworks divide blocks over pipeline stages where they do not divide them evenly."""
+"""Divisions of blocks over pipeline stages by frameworks that do not divide them evenly."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from parplan.profiles.models.spec import ModelSpec
 
 
 def blocks_by_compute(model: ModelSpec, mesh: Mesh) -> tuple[int, ...]:
-    """Blocks for each pipeline rank in nanotron: a stage ends with the layer that takes it past its
-    share of the compute.
+    """Returns the number of blocks of each pipeline rank in nanotron.
 
-    The weights of a block (4 h^2 and its feed-forward) and of the head count, the embedding and
-    norms do not: huggingface/nanotron src/nanotron/models/base.py (build_model), models/llama.py
+    A stage ends with the layer that takes it past its share of the compute. The weights of a block
+    (4 h^2 and its feed-forward) and of the head count, the embedding and norms do not:
+    huggingface/nanotron src/nanotron/models/base.py (build_model), models/llama.py
     (get_block_compute_costs).
     """
     matrices = 3 if model.gated_ffn else 2
@@ -20,8 +20,10 @@ def blocks_by_compute(model: ModelSpec, mesh: Mesh) -> tuple[int, ...]:
         + matrices * model.ffn_hidden_size * model.hidden_size
     )
     share = (model.num_layers * block + model.vocab_size * model.hidden_size) / mesh.pp
-    blocks, rank = [0] * mesh.pp, 0
+    blocks = [0] * mesh.pp
+    rank = 0
     for index in range(model.num_layers):
         blocks[rank] += 1
-        rank += (index + 1) * block > share * (rank + 1)
+        if (index + 1) * block > share * (rank + 1):
+            rank += 1
     return tuple(blocks)

@@ -1,6 +1,4 @@
-"""The models, clusters and software stacks that come with the planner, as rows for people and for
-programs.
-"""
+"""The packaged models, clusters and software stacks as tables and as JSON values."""
 
 from __future__ import annotations
 
@@ -28,16 +26,20 @@ from parplan.profiles.units import GB, US_PER_S, format_count, gib, tflops
 from parplan.report.text import FIXED_WIDTH, joined, percent, print_table, say
 
 STACK_NOTES = (
-    "attention: with the newest fused kernel; a device gets the newest that it can run (--json has all, by architecture)",
-    "time, memory: eight in ten of so many measured rows, whose fit had not seen them, were within; `all`: of every stack",
-    "fitted: by what factor kernels take longer than alone, and the host's time for one operator (plan validate --fitted)",
-    "hides: the axes whose communication runs under compute; sp: tensor parallelism with sequence parallelism",
+    "attention: with the newest fused kernel; a device gets the newest that it can run (--json "
+    "has all, by architecture)",
+    "time, memory: eight in ten of so many measured rows, whose fit had not seen them, were "
+    "within; `all`: of every stack",
+    "fitted: by what factor kernels take longer than alone, and the host's time for one operator "
+    "(plan validate --fitted)",
+    "hides: the axes whose communication runs under compute; sp: tensor parallelism with sequence "
+    "parallelism",
 )
-_SOURCE_WIDTH = 30  # of where a model's shape comes from; --json has it whole
+_SOURCE_WIDTH = 30  # characters of a model's source; --json has all
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """One mapping a packaged model, and one a member of a family."""
+    """Returns one mapping for each packaged model and each member of a family."""
     rows = []
     for entry in (*map(load_model, model_names()), *family_members()):
         spec = entry.spec
@@ -61,23 +63,11 @@ def model_rows() -> list[dict[str, Any]]:
 
 
 def print_models(out: Console) -> None:
-    """The table of `plan models`."""
-    with_source = out.width >= FIXED_WIDTH
-    heading = (
-        "name",
-        "parameters",
-        "layers",
-        "hidden",
-        "heads (kv)",
-        "seq",
-        "batch",
-        *(("source",) if with_source else ()),
-    )
-    rows = [
-        (*_cells(row), *((_shortened(row["source"]),) if with_source else ()))
-        for row in model_rows()
-    ]
-    print_table(out, heading, rows, left=("name", "source"), indent=0)
+    """Print the table of `plan models`; a narrow terminal has no room for the sources."""
+    heading = ("name", "parameters", "layers", "hidden", "heads (kv)", "seq", "batch", "source")
+    num_columns = len(heading) if out.width >= FIXED_WIDTH else len(heading) - 1
+    rows = [_cells(row)[:num_columns] for row in model_rows()]
+    print_table(out, heading[:num_columns], rows, left=("name", "source"), indent=0)
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -90,6 +80,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["hidden_size"]),
         heads,
         *sizes,
+        _shortened(row["source"]),
     )
 
 
@@ -99,9 +90,7 @@ def _shortened(text: str) -> str:
 
 
 def cluster_rows() -> list[dict[str, Any]]:
-    """One mapping a packaged cluster: its device, its usual node, and whether its speeds are fitted
-    to measurements.
-    """
+    """Returns one mapping for each packaged cluster: device, usual node, source of its speeds."""
     rows = []
     for name in cluster_names():
         cluster = load_cluster(name)
@@ -128,9 +117,7 @@ def cluster_rows() -> list[dict[str, Any]]:
 
 
 def speeds_of(device_name: str) -> str:
-    """What the speeds of a device rest on: its own measurements, a like device's, or its
-    datasheet.
-    """
+    """Names the source of a device's speeds: fitted, carried from a like device, or assumed."""
     profile = shipped_profile(device_name)
     if profile is None:
         return "assumed"
@@ -141,7 +128,7 @@ def speeds_of(device_name: str) -> str:
 
 
 def print_clusters(out: Console) -> None:
-    """The table of `plan clusters`."""
+    """Print the table of `plan clusters`."""
     heading = (
         "name",
         "GiB",
@@ -175,21 +162,21 @@ def _peak(peaks: Mapping[str, float]) -> str:
 
 
 def stack_rows() -> list[dict[str, Any]]:
-    """One mapping a packaged stack: its facts, its fitted terms with their bounds, and the error
-    bands of its prices.
-    """
-    terms, rows = shipped_terms(), []
+    """Returns one mapping for each packaged stack: facts, fitted terms, error bands."""
+    terms = shipped_terms()
+    rows = []
     for name in stack_names():
-        stack, band = load_stack(name, terms), stack_band(name, terms)
+        stack = load_stack(name, terms)
+        band = stack_band(name, terms)
         fitted = {
             term: {
-                "value": found.value,
-                "low": found.low,
-                "high": found.high,
-                "unit": found.unit,
-                "rows": found.rows,
+                "value": fit.value,
+                "low": fit.low,
+                "high": fit.high,
+                "unit": fit.unit,
+                "rows": fit.rows,
             }
-            for term, found in terms.stacks.get(stack.terms_of or name, {}).items()
+            for term, fit in terms.stacks.get(stack.terms_of or name, {}).items()
         }
         rows.append(
             {
@@ -204,36 +191,30 @@ def stack_rows() -> list[dict[str, Any]]:
 
 
 def print_stacks(out: Console) -> None:
-    """The table of `plan stacks`: what each stack does, its error bands, and how much slower
-    kernels and host are fitted to be.
-    """
-    found, wide = stack_rows(), out.width >= FIXED_WIDTH
-    heading = ("name", "attention", "time +-", "memory +-", *(("fitted", "hides") if wide else ()))
-    rows = [
-        (
-            row["name"],
-            _kernels(row),
-            _band(row["time_band"]),
-            _band(row["memory_band"]),
-            *(
-                (
-                    f"{row['kernel_slowdown']:.3g} x {row['host_operator_s'] * US_PER_S:.0f} us",
-                    _hidden(row),
-                )
-                if wide
-                else ()
-            ),
-        )
-        for row in found
-    ]
-    print_table(out, heading, rows, left=("name", "attention", "hides", "fitted"), indent=0)
+    """Print the table of `plan stacks`; a narrow terminal lacks fitted terms and hidden axes."""
+    heading = ("name", "attention", "time +-", "memory +-", "fitted", "hides")
+    num_columns = len(heading) if out.width >= FIXED_WIDTH else len(heading) - 2
+    rows = [_stack_cells(row)[:num_columns] for row in stack_rows()]
+    left = ("name", "attention", "hides", "fitted")
+    print_table(out, heading[:num_columns], rows, left=left, indent=0)
     say(out)
     for note in STACK_NOTES:
         say(out, joined(note.split(" "), " ", out.width), "dim")
 
 
+def _stack_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        row["name"],
+        _kernels(row),
+        _band(row["time_band"]),
+        _band(row["memory_band"]),
+        f"{row['kernel_slowdown']:.3g} x {row['host_operator_s'] * US_PER_S:.0f} us",
+        _hidden(row),
+    )
+
+
 def _kernels(row: Mapping[str, Any]) -> str:
-    """The attention of a stack with its newest fused kernel: `flash (cudnn)`, `unfused`."""
+    """Names a stack's attention with its newest fused kernel: `flash (cudnn)`, `unfused`."""
     if row["attention"] != AttentionKernel.FLASH:
         return str(row["attention"])
     newest = max(row["flash_kernels"], key=lambda each: each["from_capability"])
@@ -241,8 +222,9 @@ def _kernels(row: Mapping[str, Any]) -> str:
 
 
 def _hidden(row: Mapping[str, Any]) -> str:
-    """The axes whose communication a stack hides under compute; sp: tensor parallelism with
-    sequence parallelism.
+    """Names the axes whose communication a stack hides under compute.
+
+    The entry `sp` stands for tensor parallelism with sequence parallelism.
     """
     facts = (
         ("dp", "overlap_grad_reduce"),
@@ -254,6 +236,6 @@ def _hidden(row: Mapping[str, Any]) -> str:
 
 
 def _band(band: Mapping[str, Any]) -> str:
-    """`4.1 % (700)`: the band and its rows; `(all 100)` where they are those of every stack."""
+    """`4.1 % (700)`: the band and its number of rows; `(all 100)` if they are of every stack."""
     whose = f"all {band['rows']:,}" if band["stack"] == EVERY_STACK else f"{band['rows']:,}"
     return f"{percent(band['share'])} ({whose})"

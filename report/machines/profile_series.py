@@ -1,6 +1,4 @@
-"""The measured points of a profile beside what its curves say of them: what its table, its pictures
-and its comparison show.
-"""
+"""The measured points of a profile beside the fitted values of its curves."""
 
 from __future__ import annotations
 
@@ -29,8 +27,10 @@ from parplan.profiles.units import GB, TERA, US_PER_S
 
 @dataclass(frozen=True, slots=True)
 class RatedPoint:
-    """One measured point of a curve: its sizes, the FLOPs that it does or the bytes that it moves,
-    its seconds and those fitted.
+    """One measured point of a curve.
+
+    work      FLOPs, or bytes moved
+    fitted_s  seconds of the curve for the same sizes
     """
 
     sizes: tuple[int, ...]
@@ -62,13 +62,14 @@ class CurveSeries:
 
     @property
     def scale(self) -> float:
-        """What a rate is divided by for that unit."""
+        """Rate of one `unit`."""
         return GB if isinstance(self.curve, MemoryCurve) else TERA
 
 
 def chip_of(profile: UserProfile) -> Chip | None:
-    """The datasheet that the curves' shares are of, None where the file has no machine. Raises
-    ConfigError: no such arithmetic.
+    """Returns the datasheet speeds that curves are shares of, None if the file has no machine.
+
+    Raises ConfigError when the machine lacks the precision.
     """
     if profile.cluster is None or profile.precision is None:
         return None
@@ -81,29 +82,27 @@ def chip_of(profile: UserProfile) -> Chip | None:
 
 
 def series_of(profile: UserProfile) -> tuple[CurveSeries, ...]:
-    """The curves that have points, in the order of the file. Raises ConfigError, as `chip_of`
-    does.
-    """
+    """Returns the curves with points, in the file's order; raises ConfigError like `chip_of`."""
     chip = chip_of(profile)
     if profile.profile is None or chip is None or profile.precision is None:
         return ()
     element_bytes = Precision(profile.precision).num_bytes
-    found = []
+    all_series = []
     for name, curve in curves_of(profile.profile.compute).items():
         rate = _rater(name, curve, chip, element_bytes)
         points = sorted(
             (rate(tuple(map(int, sizes)), time_us / US_PER_S) for *sizes, time_us in curve.points),
-            key=lambda one: one.work,
+            key=lambda point: point.work,
         )
         if points:
-            found.append(CurveSeries(name, curve, tuple(points)))
-    return tuple(found)
+            all_series.append(CurveSeries(name, curve, tuple(points)))
+    return tuple(all_series)
 
 
 def _rater(
     name: str, curve: Curve, chip: Chip, element_bytes: int
 ) -> Callable[[tuple[int, ...], float], RatedPoint]:
-    """What makes a point of its sizes and seconds."""
+    """Returns a function that makes a point of sizes and seconds."""
 
     def rate(sizes: tuple[int, ...], time_s: float) -> RatedPoint:
         if isinstance(curve, MatmulCurve):
@@ -111,14 +110,8 @@ def _rater(
             return RatedPoint(sizes, product.flops, time_s, matmul_s(product, curve, chip))
         if isinstance(curve, FlashCurve):
             heads, seq, head_dim = sizes
-            flops = (
-                (FLASH_BACKWARD_FLOPS if name.endswith("backward") else 1.0)
-                * 2.0
-                * heads
-                * seq
-                * seq
-                * head_dim
-            )
+            passes = FLASH_BACKWARD_FLOPS if name.endswith("backward") else 1.0
+            flops = passes * 2.0 * heads * seq * seq * head_dim
             fitted_s = flash_attention_s(
                 flops, heads=heads, seq=seq, keys=seq / 2, head_dim=head_dim, curve=curve, chip=chip
             )
@@ -132,7 +125,7 @@ def _rater(
 
 
 def product_of(sizes: Sequence[int], element_bytes: int) -> Product:
-    """(m, n, k), or (batch, m, n, k)."""
+    """Returns the product of `sizes`, which are (m, n, k) or (batch, m, n, k)."""
     *batch, m, n, k = sizes
     return Product(
         m=m,

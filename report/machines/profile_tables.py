@@ -1,6 +1,4 @@
-"""What `plan profile --show` prints: on what a profile was measured, its curves with their errors,
-what failed, figures and memory.
-"""
+"""The tables of `plan profile --show`: machine, curves with their errors, failed cases, figures."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ _MEMORY = ("allocator_share", "context_bytes", "communicator_bytes", "granularit
 
 
 def print_profile(profile: UserProfile, out: Console) -> None:
-    """Print a profile for a person. Raises ConfigError: its machine has no arithmetic of its
-    precision.
-    """
+    """Print a profile for a person; raises ConfigError if the machine lacks its precision."""
     measured = sum(record.outcome is CaseOutcome.MEASURED for record in profile.records)
     cases = (
         f"{measured:,} of {len(profile.records):,} cases measured"
@@ -41,7 +37,7 @@ def print_profile(profile: UserProfile, out: Console) -> None:
 
 
 def _facts(profile: UserProfile) -> Iterator[tuple[str, list[str]]]:
-    """The labelled lines over the table."""
+    """Yields the labelled lines above the tables."""
     here = profile.environment
     if here is not None:
         yield "measured", [f"{here.date} on {here.num_devices} x {here.device}"]
@@ -72,7 +68,8 @@ def _facts(profile: UserProfile) -> Iterator[tuple[str, list[str]]]:
             "in a step",
             [
                 f"{in_step.stack}: kernels x {in_step.kernel_slowdown:.3g}",
-                f"host {seconds_text(in_step.forward_s)} an operator forward, {seconds_text(in_step.backward_s)} backward",
+                f"host {seconds_text(in_step.forward_s)} an operator forward, "
+                f"{seconds_text(in_step.backward_s)} backward",
             ],
         )
 
@@ -129,51 +126,38 @@ def _memory(profile: UserProfile) -> list[str]:
 
 
 def _rates(profile: UserProfile) -> list[str]:
-    """The figures of the machine itself: bandwidths, and the host's time for one operator."""
-    return [
-        f"{name} {text}"
-        for name, text in (
-            (
-                _words(name),
-                f"{rate_text(value / GB)} GB/s"
-                if name.endswith("_bytes_per_s")
-                else seconds_text(value),
-            )
-            for name, value in figures_of(profile).items()
-            if name.endswith(("_bytes_per_s", "launch_s"))
-        )
-    ]
-
-
-def _words(name: str) -> str:
-    return name.removesuffix("_bytes_per_s").removesuffix("_s").replace("_", " ")
+    """Returns the figures of the machine: bandwidths, and the host's time for one operator."""
+    texts = []
+    for name, value in figures_of(profile).items():
+        words = name.removesuffix("_bytes_per_s").removesuffix("_s").replace("_", " ")
+        if name.endswith("_bytes_per_s"):
+            texts.append(f"{words} {rate_text(value / GB)} GB/s")
+        elif name.endswith("launch_s"):
+            texts.append(f"{words} {seconds_text(value)}")
+    return texts
 
 
 def figures_of(profile: UserProfile) -> dict[str, float]:
-    """The largest of each figure that the records have by name: that of the largest size, where
-    there are several.
-    """
-    found: dict[str, float] = {}
+    """Returns the largest value of each figure in the records, by name."""
+    figures: dict[str, float] = {}
     for record in profile.records:
         for name, value in (record.measured.figures if record.measured else {}).items():
             shown = f"{record.case.work}_{name}" if name == "bytes_per_s" else name
-            found[shown] = max(value, found.get(shown, value))
-    return found
+            figures[shown] = max(value, figures.get(shown, value))
+    return figures
 
 
 def _print_curves(profile: UserProfile, out: Console) -> None:
     if profile.profile is None:
         return
-    found = series_of(profile)
+    all_series = series_of(profile)
     say(out)
     heading = ("curve", "points", "from", "to", "rate there", "and there", "", "off by", "at worst")
-    print_table(
-        out, heading, [_cells(one) for one in found], left=("curve", "from", "to", ""), indent=0
-    )
-    with_points = {one.name for one in found}
-    fields_of = replace(
-        profile.profile.compute, named={}
-    )  # a named operation may have one pass only
+    rows = [_cells(series) for series in all_series]
+    print_table(out, heading, rows, left=("curve", "from", "to", ""), indent=0)
+    with_points = {series.name for series in all_series}
+    # named operations are left out: they may have one pass only
+    fields_of = replace(profile.profile.compute, named={})
     assumed = [
         name
         for name, curve in curves_of(fields_of).items()
@@ -183,38 +167,38 @@ def _print_curves(profile: UserProfile, out: Console) -> None:
         say(out, joined(assumed, ", ", out.width, start="assumed, not measured: ", indent=2), "dim")
 
 
-def _cells(one: CurveSeries) -> tuple[str, ...]:
-    first, last = one.points[0], one.points[-1]
-    rates = (rate_text(point.rate / one.scale) for point in (first, last))
-    curve = one.curve
+def _cells(series: CurveSeries) -> tuple[str, ...]:
+    first, last = series.points[0], series.points[-1]
+    rates = (rate_text(point.rate / series.scale) for point in (first, last))
+    curve = series.curve
     errors = (
         "-" if error is None else percent(error)
         for error in (curve.median_error, curve.worst_error)
     )
     return (
-        one.name,
-        str(len(one.points)),
-        _sizes(one, first.sizes),
-        _sizes(one, last.sizes),
+        series.name,
+        str(len(series.points)),
+        _sizes(series, first.sizes),
+        _sizes(series, last.sizes),
         *rates,
-        one.unit,
+        series.unit,
         *errors,
     )
 
 
-def _sizes(one: CurveSeries, sizes: tuple[int, ...]) -> str:
-    return format_bytes(sizes[0]) if one.unit == "GB/s" else " x ".join(map(str, sizes))
+def _sizes(series: CurveSeries, sizes: tuple[int, ...]) -> str:
+    return format_bytes(sizes[0]) if series.unit == "GB/s" else " x ".join(map(str, sizes))
 
 
 def collectives_of(profile: UserProfile) -> tuple[CollectiveCurve, ...]:
-    """The curves of collectives inside nodes and, where there are any, across them."""
+    """Returns the curves of collectives inside nodes, then those across nodes."""
     if profile.profile is None:
         return ()
     return (*profile.profile.intra.curves, *profile.profile.inter.crossing)
 
 
 def placement_text(curve: CollectiveCurve) -> str:
-    """`2 x 8 ranks, 4 groups`: nodes (left out where it is one), ranks on each, groups at once."""
+    """`2 x 8 ranks, 4 groups`: nodes (if more than one), ranks on each, concurrent groups."""
     nodes = f"{curve.nodes} x " if curve.nodes > 1 else ""
     return f"{nodes}{curve.ranks} ranks" + (f", {curve.groups} groups" if curve.groups > 1 else "")
 
@@ -260,28 +244,27 @@ def _first_line(record: Record) -> str:
 
 
 def rate_text(rate: float) -> str:
-    """Three digits, no exponent: `1.29`, `154`, `1,810`."""
+    """Formats a rate with three digits and no exponent: `1.29`, `154`, `1,810`."""
     return format_number(rate, 3)
 
 
 def profile_document(profile: UserProfile) -> dict[str, Any]:
-    """The same for programs: rates in FLOP/s and bytes/s, seconds, bytes."""
+    """Returns the tables as JSON values: FLOP/s, bytes/s, seconds and bytes."""
     curves = [
         {
-            "name": one.name,
-            "points": len(one.points),
-            "fitted_points": one.curve.rows,
-            "kind": str(one.curve.kind),
-            "unit": "bytes_per_s" if one.unit == "GB/s" else "flops_per_s",
-            **{
-                f"{end}_{name}": value
-                for end, point in (("first", one.points[0]), ("last", one.points[-1]))
-                for name, value in (("sizes", list(point.sizes)), ("rate", point.rate))
-            },
-            "median_error": one.curve.median_error,
-            "worst_error": one.curve.worst_error,
+            "name": series.name,
+            "points": len(series.points),
+            "fitted_points": series.curve.rows,
+            "kind": str(series.curve.kind),
+            "unit": "bytes_per_s" if series.unit == "GB/s" else "flops_per_s",
+            "first_sizes": list(series.points[0].sizes),
+            "first_rate": series.points[0].rate,
+            "last_sizes": list(series.points[-1].sizes),
+            "last_rate": series.points[-1].rate,
+            "median_error": series.curve.median_error,
+            "worst_error": series.curve.worst_error,
         }
-        for one in series_of(profile)
+        for series in series_of(profile)
     ]
     failures = [
         {"case": record.case.key, "outcome": record.outcome.value, "detail": record.detail}

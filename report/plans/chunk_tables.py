@@ -1,6 +1,4 @@
-"""The chunks of a plan: where the states of its blocks lie, what a step moves, and the fullest
-moments of one device.
-"""
+"""The chunks of a plan: locations of states, bytes that a step moves, and the fullest moments."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import format_bytes, gib
 from parplan.report.text import gib_text, percent, print_table, say
 
-MOST_ROWS = 8  # of the fullest moments
-_HOMES = {
+MOST_ROWS = 8  # fullest moments that are printed
+_LOCATIONS = {
     StateLocation.DEVICE: "device",
     StateLocation.OPTIMIZER: "optimizer on the host",
     StateLocation.HOST: "host",
@@ -28,53 +26,49 @@ _HOMES = {
 
 
 def home_blocks(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]:
-    """By pipeline rank and home the blocks in chunks, in the order of the model."""
-    found: dict[tuple[int, StateLocation], list[int]] = {}
+    """Returns the blocks in chunks by pipeline rank and state location, in model order."""
+    blocks: dict[tuple[int, StateLocation], list[int]] = {}
     for stage in plan.stages:
         for run in stage.layers:
             layer_plan = plan.layer_plans[run.plan]
             if run.blocks is None or layer_plan.layer is not LayerKind.BLOCK:
                 continue
-            home = next(
-                home
-                for home in reversed(OFFLOAD_OF)
-                if set(OFFLOAD_OF[home]) <= set(layer_plan.offload)
-            )
-            found.setdefault((stage.rank, home), []).extend(range(run.blocks[0], run.blocks[1] + 1))
-    return found
+            offload = set(layer_plan.offload)
+            location = next(loc for loc in reversed(OFFLOAD_OF) if set(OFFLOAD_OF[loc]) <= offload)
+            span = range(run.blocks[0], run.blocks[1] + 1)
+            blocks.setdefault((stage.rank, location), []).extend(span)
+    return blocks
 
 
 def chunks_fact(plan: Plan, chunks: ChunkPlan) -> tuple[str, str, str]:
-    """The line of the summary: how many blocks leave the device, and what the rank moves that moves
-    most.
-    """
+    """The summary's line: blocks with states on the host, and bytes that the busiest rank moves."""
     counts = Counter[StateLocation]()
-    for (_, home), blocks in home_blocks(plan).items():
-        counts[home] += len(blocks)
+    for (_, location), blocks in home_blocks(plan).items():
+        counts[location] += len(blocks)
     busiest = max(chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes)
-    host, optimizer = counts[StateLocation.HOST], counts[StateLocation.OPTIMIZER]
-    whose, more = (
-        f"{host} of {plan.model.num_layers} blocks on the host",
-        f"the optimizer of {optimizer} more, " if optimizer else "",
-    )
+    host = counts[StateLocation.HOST]
+    optimizer = counts[StateLocation.OPTIMIZER]
     if optimizer and not host:
-        whose, more = (
-            f"the optimizer of {optimizer} of {plan.model.num_layers} blocks on the host",
-            "",
-        )
+        whose = f"the optimizer of {optimizer} of {plan.model.num_layers} blocks on the host"
+        more = ""
+    else:
+        whose = f"{host} of {plan.model.num_layers} blocks on the host"
+        more = f"the optimizer of {optimizer} more, " if optimizer else ""
     return (
         "chunks",
         whose,
-        f"{more}{format_bytes(busiest.in_bytes)} in and {format_bytes(busiest.out_bytes)} out a step and GPU",
+        f"{more}{format_bytes(busiest.in_bytes)} in and {format_bytes(busiest.out_bytes)} out a "
+        f"step and GPU",
     )
 
 
 def print_chunks(plan: Plan, out: Console) -> None:
-    """Groups of chunks and what they move, by pipeline rank; nothing where the plan has none."""
+    """Print groups of chunks and the bytes they move by pipeline rank; nothing without chunks."""
     chunks = plan.chunks
     if chunks is None:
         return
-    blocks, width = home_blocks(plan), plan.training.precision.num_bytes
+    blocks = home_blocks(plan)
+    width = plan.training.precision.num_bytes
     heading = ("stage", "home", "blocks", "chunks", "elements", "of parameters", "used")
     rows = [_group_row(group, blocks[group.stage, group.home], width) for group in chunks.groups]
     say(out)
@@ -88,7 +82,8 @@ def print_chunks(plan: Plan, out: Console) -> None:
     say(out)
     say(
         out,
-        f"  what a step moves of one GPU, evicting by {chunks.eviction}; tensors may fill the budget",
+        f"  what a step moves of one GPU, evicting by {chunks.eviction}; tensors may fill the "
+        f"budget",
         "dim",
     )
     print_table(
@@ -111,7 +106,7 @@ def print_chunks(plan: Plan, out: Console) -> None:
 def _group_row(group: ChunkGroup, blocks: Sequence[int], width: int) -> tuple[str, ...]:
     return (
         f"{group.stage}",
-        _HOMES[group.home],
+        _LOCATIONS[group.home],
         spans_text(blocks),
         f"{group.num_chunks}",
         f"{group.chunk_elements:,}",
@@ -121,7 +116,7 @@ def _group_row(group: ChunkGroup, blocks: Sequence[int], width: int) -> tuple[st
 
 
 def spans_text(blocks: Sequence[int]) -> str:
-    """`0-17, 24-41`: ascending numbers, those in a row as one."""
+    """Formats ascending numbers as `0-17, 24-41`."""
     ends = [
         index
         for index in range(len(blocks))
@@ -133,21 +128,21 @@ def spans_text(blocks: Sequence[int]) -> str:
 
 
 def fullest_levels(levels: Sequence[ChunkLevel]) -> list[ChunkLevel]:
-    """The fullest moments, the first of each pass of a block, in the order of the step."""
-    found: dict[tuple[str, int], ChunkLevel] = {}
+    """Returns the fullest moments in the order of the step, one for each pass of a block."""
+    fullest: dict[tuple[str, int], ChunkLevel] = {}
     for level in sorted(levels, key=lambda level: (-level.total, level.moment)):
-        found.setdefault((level.work, level.block), level)
-    return sorted(list(found.values())[:MOST_ROWS], key=lambda level: level.moment)
+        fullest.setdefault((level.work, level.block), level)
+    return sorted(list(fullest.values())[:MOST_ROWS], key=lambda level: level.moment)
 
 
 def print_levels(levels: Sequence[ChunkLevel], rank: int, chunks: RankChunks, out: Console) -> None:
-    """The fullest moments of one device of a pipeline rank, in GiB, and what is moved around all of
-    them and after the update.
-    """
-    shown, budget = fullest_levels(levels), gib_text(gib(chunks.device_bytes))
+    """Print the fullest moments of a pipeline rank's device, and the bytes moved in all of them."""
+    shown = fullest_levels(levels)
+    budget = gib_text(gib(chunks.device_bytes))
     say(
         out,
-        f"  fullest of {len(levels):,} moments of stage {rank}, GiB of one GPU; the budget is {budget}",
+        f"  fullest of {len(levels):,} moments of stage {rank}, GiB of one GPU; the budget is "
+        f"{budget}",
         "dim",
     )
     heading = ("moment", "pass", "micro-batch", "block", *CLASSES, "total", "in", "out")
@@ -160,7 +155,8 @@ def print_levels(levels: Sequence[ChunkLevel], rank: int, chunks: RankChunks, ou
     text = ", ".join(f"{format_bytes(size)} {name}" for name, size in sums.items())
     say(
         out,
-        f"  in all {text} around the moments of a step{f'; {format_bytes(after)} in after the update' if after else ''}",
+        f"  in all {text} around the moments of a "
+        f"step{f'; {format_bytes(after)} in after the update' if after else ''}",
         "dim",
     )
 
@@ -182,7 +178,7 @@ def _level_row(level: ChunkLevel) -> tuple[str, ...]:
 
 
 def levels_document(levels: Sequence[ChunkLevel], rank: int, budget_bytes: int) -> dict[str, Any]:
-    """The same for programs: every moment, in bytes."""
+    """Returns every moment as JSON values, in bytes."""
     return {
         "stage": rank,
         "device_bytes": budget_bytes,

@@ -1,6 +1,4 @@
-"""What the summary of a plan says of the machine's own profile: how much of the plan it has
-measured, and how to measure the rest.
-"""
+"""Lines of the summary on the machine's profile: how much of the plan it has measured."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from parplan.profiles.provenance import Kind
 
 
 def coverage_of_profile(plan: Plan) -> Coverage | None:
-    """What the plan's own profile has of it, None without a profile, or where layers were changed
-    by hand to what has no price.
+    """Returns the coverage of the plan by its profile.
+
+    It is None without a profile, and when layers were edited by hand so that they have no price.
     """
     try:
         return coverage(plan)
@@ -24,59 +23,60 @@ def coverage_of_profile(plan: Plan) -> Coverage | None:
         return None
 
 
-def coverage_text(found: Coverage) -> str:
-    """`34 shapes measured, 6 interpolated, 3 analytic`, and the same of what ranks send each other,
-    if they do.
-    """
-    counts = (
-        {kind: found.count(kind, of_ranks=of_ranks) for kind in Kind} for of_ranks in (False, True)
-    )
-    return "; ".join(
-        _counts(what, of)
-        for what, of in zip(("shape{}", "size{} of messages"), counts, strict=True)
-        if any(of.values())
-    )
+def coverage_text(profiled: Coverage) -> str:
+    """`34 shapes measured, 6 interpolated, 3 analytic`, and likewise sizes of messages if any."""
+    parts = []
+    for what, of_ranks in (("shape{}", False), ("size{} of messages", True)):
+        counts = {kind: profiled.count(kind, of_ranks=of_ranks) for kind in Kind}
+        if any(counts.values()):
+            parts.append(_counts(what, counts))
+    return "; ".join(parts)
 
 
 def _counts(what: str, counts: dict[Kind, int]) -> str:
-    (kind, count), *others = ((kind, count) for kind, count in counts.items() if count)
-    return ", ".join(
-        (
-            f"{count} {what.format('' if count == 1 else 's')} {kind}",
-            *(f"{other} {kind}" for kind, other in others),
-        )
-    )
+    phrases: list[str] = []
+    for kind, count in counts.items():
+        if count and not phrases:
+            phrases.append(f"{count} {what.format('' if count == 1 else 's')} {kind}")
+        elif count:
+            phrases.append(f"{count} {kind}")
+    return ", ".join(phrases)
 
 
-def _unmeasured_messages(found: Coverage, plan: Plan) -> list[Case]:
-    """Messages between groups that no curve is of; where one is, but of smaller messages, nothing
-    larger would be measured again.
+def _unmeasured_messages(profiled: Coverage, plan: Plan) -> list[Case]:
+    """Returns messages between groups without a curve.
+
+    A group whose curve ends below a message is left out: measuring again would add no larger size.
     """
     profile = plan.cluster.profile
     curves = (*profile.intra.curves, *profile.inter.crossing) if profile else ()
     measured = {(curve.collective, curve.nodes, curve.ranks) for curve in curves}
     return [
         case
-        for case in found.missing
+        for case in profiled.missing
         if case.work in TIMED
         and (case.work, case.size("nodes"), case.size("ranks_per_node")) not in measured
     ]
 
 
-def coverage_notes(found: Coverage, plan: Plan, profile: str, plan_file: str) -> Iterator[str]:
-    """How to measure what is missing, what nothing measures, and under which stack whole blocks
-    were measured.
-    """
+def coverage_notes(profiled: Coverage, plan: Plan, profile: str, plan_file: str) -> Iterator[str]:
+    """Yields how to measure missing cases, which have no measurement, and the stack of blocks."""
     measure = f"measure what is analytic: plan profile -o {profile or 'PROFILE'}"
-    if found.count(Kind.ANALYTIC, of_ranks=False):
+    if profiled.count(Kind.ANALYTIC, of_ranks=False):
         yield f"{measure} --missing {plan_file or 'PLAN'}"
-    messages = _unmeasured_messages(found, plan)
+    messages = _unmeasured_messages(profiled, plan)
     if any(case.size("nodes") == 1 for case in messages):
         yield f"{measure} --comm"
     if any(case.size("nodes") > 1 for case in messages):
-        yield f"{measure} --add COMM, of torchrun --nnodes {plan.cluster.nodes} ... -m parplan.profiles.profile_comm -o COMM"
-    if found.beyond:
-        yield f"analytic whatever is measured: {', '.join(found.beyond)}"
+        yield (
+            f"{measure} --add COMM, of torchrun --nnodes {plan.cluster.nodes} ... -m "
+            f"parplan.profiles.profile_comm -o COMM"
+        )
+    if profiled.beyond:
+        yield f"analytic whatever is measured: {', '.join(profiled.beyond)}"
     measured = plan.cluster.profile and plan.cluster.profile.in_step
     if measured and measured.stack != plan.training.stack.name:
-        yield f"whole blocks were measured as {measured.stack} runs them, what a step adds is {plan.training.stack.name}'s"
+        yield (
+            f"whole blocks were measured as {measured.stack} runs them, what a step adds is "
+            f"{plan.training.stack.name}'s"
+        )

@@ -1,6 +1,4 @@
-"""The layer plans of a plan, and the placement of every operator when tensor parallelism splits
-them.
-"""
+"""The layer plans of a plan, and the placement of every operator under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,48 +6,44 @@ from rich.console import Console
 
 from parplan.planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.report.names import graph_of, kept_text, recompute_names, recompute_text, zero_text
+from parplan.report.names import (
+    graph_of,
+    host_activations_text,
+    recompute_names,
+    recompute_text,
+    zero_text,
+)
 from parplan.report.text import print_table, say
 
 
 def print_layers(plan: Plan, out: Console) -> None:
-    """Which layers run on which plan, and what those plans are."""
+    """Print the layer plans, and the layers that run on each."""
     graph = graph_of(plan)
-    names, kept = (
-        recompute_names(graph),
-        any(layer_plan.keep_on_host for layer_plan in plan.layer_plans.values()),
-    )
+    names = recompute_names(graph)
+    offloads = any(layer_plan.keep_on_host for layer_plan in plan.layer_plans.values())
     rows = []
     for name, layer_plan in plan.layer_plans.items():
         recompute = (
             recompute_text(layer_plan, names) if layer_plan.layer is LayerKind.BLOCK else "none"
         )
-        on_host = (kept_text(layer_plan, graph) or "-",) if kept else ()
+        on_host = (host_activations_text(layer_plan, graph) or "-",) if offloads else ()
         rows.append((name, zero_text(layer_plan), recompute, *on_host, _where(plan, name)))
     say(out)
-    heading = ("layer plan", "ZeRO", "recompute", *(("kept on the host",) if kept else ()), "runs")
-    words = (
-        "layer plan",
-        *(("ZeRO",) if plan.chunks else ()),
-        "recompute",
-        "kept on the host",
-        "runs",
-    )
+    on_host_heading = ("kept on the host",) if offloads else ()
+    heading = ("layer plan", "ZeRO", "recompute", *on_host_heading, "runs")
+    zero_is_text = ("ZeRO",) if plan.chunks else ()
+    words = ("layer plan", *zero_is_text, "recompute", "kept on the host", "runs")
     print_table(out, heading, rows, left=words)
     if plan.mesh.tp > 1:
         _print_placements(plan, out)
 
 
 def _where(plan: Plan, name: str) -> str:
-    """`blocks 0-17, 22-39`, or the layer itself for embedding and head; runs that touch are one."""
+    """`blocks 0-17, 22-39` with adjacent runs joined, or the layer itself: `embedding`, `head`."""
     spans: list[tuple[int, int]] = []
-    for run in (
-        run
-        for stage in plan.stages
-        for run in stage.layers
-        if run.plan == name and run.blocks is not None
-    ):
-        assert run.blocks is not None
+    for run in (run for stage in plan.stages for run in stage.layers if run.plan == name):
+        if run.blocks is None:
+            continue
         if spans and spans[-1][1] + 1 == run.blocks[0]:
             spans[-1] = (spans[-1][0], run.blocks[1])
         else:
@@ -62,7 +56,7 @@ def _where(plan: Plan, name: str) -> str:
 
 
 def _print_placements(plan: Plan, out: Console) -> None:
-    """Per kind of layer: layer plans of one kind differ in recompute and ZeRO, not in placement."""
+    """Print each distinct placement once: most layer plans differ in recompute and ZeRO only."""
     shown: list[LayerPlan] = []
     for layer_plan in plan.layer_plans.values():
         if not any(

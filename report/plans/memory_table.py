@@ -1,4 +1,4 @@
-"""The memory table: what each pipeline stage holds, stages that look alike in one row."""
+"""The memory table: GiB of each pipeline stage, with equal consecutive stages in one row."""
 
 from __future__ import annotations
 
@@ -14,25 +14,18 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.report.text import aligned, gib_text, say
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total")
-SHORT = (
-    "params",
-    "grads",
-    "optim",
-    "activ",
-    "temps",
-    "reserve",
-    "total",
-)  # of an 80-column terminal
-MOST_ROWS = 12  # of the short form: the fullest rows, in order
+# headings for a terminal of 80 columns
+SHORT = ("params", "grads", "optim", "activ", "temps", "reserve", "total")
+MOST_ROWS = 12  # rows of the short form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """Pipeline stages `first` to `last`, alike in memory and in number of blocks (`blocks` first
-    and last block).
+    """Pipeline stages `first` to `last`, equal in memory and in number of blocks.
 
-    chunks: model chunks a stage holds, more than one when interleaved; ends: embedding, head, or
-    neither
+    blocks  first and last block of the row, None when they are not consecutive
+    chunks  model chunks of a stage, more than one when interleaved
+    ends    embedding and head, as far as the stages hold them
     """
 
     first: int
@@ -54,7 +47,7 @@ class MemoryRow:
 
 
 def fullest(plan: Plan | TracedPlan) -> StageMemory:
-    """The memory of the stage that needs most of its device."""
+    """Returns the memory of the stage that needs most of its device."""
     return max(plan.predicted.memory_gib, key=lambda memory: memory.total)
 
 
@@ -78,7 +71,7 @@ def _row(plan: Plan, memory: StageMemory) -> MemoryRow:
 
 
 def rows(plan: Plan) -> list[MemoryRow]:
-    """One row a pipeline stage; consecutive ones that would print the same numbers are one row."""
+    """Returns one row a pipeline stage; consecutive rows of the same numbers are merged."""
     single = [_row(plan, memory) for memory in plan.predicted.memory_gib]
     return [
         _merged(list(alike))
@@ -95,9 +88,10 @@ def _merged(alike: list[MemoryRow]) -> MemoryRow:
 
 
 def layers_text(row: MemoryRow, *, short: bool) -> str:
-    """`embedding, 0-10`; `11-43 (11 each)` for a merged row; `embedding, 11 x 2 blocks` for
-    interleaved chunks, `embedding, 7 blocks in 4` when the first or the last chunk has one block
-    less.
+    """`embedding, 0-10`, or `11-43 (11 each)` for a merged row.
+
+    Interleaved chunks are `embedding, 11 x 2 blocks`, or `embedding, 7 blocks in 4` when chunks
+    differ in their number of blocks.
     """
     if row.blocks is None:
         each, over = divmod(row.num_blocks, row.chunks)
@@ -105,11 +99,8 @@ def layers_text(row: MemoryRow, *, short: bool) -> str:
             f"{row.num_blocks} blocks in {row.chunks}" if over else f"{row.chunks} x {each} blocks"
         )
     else:
-        text = (
-            f"{row.blocks[0]}-{row.blocks[1]}"
-            if row.blocks[0] != row.blocks[1]
-            else f"{row.blocks[0]}"
-        )
+        first, last = row.blocks
+        text = f"{first}-{last}" if first != last else f"{first}"
         if row.first != row.last:
             text += f" ({row.num_blocks} each)"
     names = {"embedding": "embed"} if short else {}
@@ -119,9 +110,7 @@ def layers_text(row: MemoryRow, *, short: bool) -> str:
 
 
 def _selected(table: list[MemoryRow]) -> list[MemoryRow]:
-    """At most MOST_ROWS rows: the first, the last and the fullest of the others, in the order of
-    the stages.
-    """
+    """Returns at most MOST_ROWS rows in order: the first, the last and the fullest between."""
     if len(table) <= MOST_ROWS:
         return table
     inner = sorted(table[1:-1], key=lambda row: -row.memory.total)[: MOST_ROWS - 2]
@@ -129,7 +118,7 @@ def _selected(table: list[MemoryRow]) -> list[MemoryRow]:
 
 
 def print_stages(plan: Plan, out: Console, *, whole: bool) -> None:
-    """The table in GiB per device; `whole` shows every row of a long pipeline."""
+    """Print the table in GiB per device; `whole` shows every row of a long pipeline."""
     everything = rows(plan)
     shown = everything if whole else _selected(everything)
     heading, *lines = _lines(shown, out.width)
@@ -150,17 +139,11 @@ def print_stages(plan: Plan, out: Console, *, whole: bool) -> None:
 
 
 def _lines(shown: list[MemoryRow], width: int) -> list[str]:
-    """Heading and rows, in whole words where they fit."""
+    """Returns heading and rows, with short headings when whole words do not fit."""
     for names, short in ((CLASSES, False), (SHORT, True)):
         heading = ("stage", "layers", *names)
-        lines = aligned(
-            (
-                heading,
-                *((row.stages, layers_text(row, short=short), *row.numbers) for row in shown),
-            ),
-            width,
-            left=(0, 1),
-        )
+        cells = [(row.stages, layers_text(row, short=short), *row.numbers) for row in shown]
+        lines = aligned((heading, *cells), width, left=(0, 1))
         if max(map(len, lines)) <= width:
             break
     return lines

@@ -1,4 +1,4 @@
-"""Where bytes are held twice: by stage, by layer plan, and by operator."""
+"""Redundant bytes by stage, by layer plan and by operator."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from parplan.planner.plan.prediction import RedundantGib
 from parplan.report.text import gib_text, print_table, say
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "total")
-NOTHING = 1e-4  # GiB: what is less is not worth a line
+NOTHING = 1e-4  # GiB below which an operator gets no line
 
 
 def print_redundancy(plan: Plan, out: Console) -> None:
-    """GiB of one device beyond its share of one copy of everything."""
-    found = plan.predicted.redundancy_gib
-    if not found.stages:
+    """Print GiB of one device beyond its share of one copy of everything."""
+    if not plan.predicted.redundancy_gib.stages:
         return
     say(out)
     say(
@@ -29,22 +28,22 @@ def print_redundancy(plan: Plan, out: Console) -> None:
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
-    found = plan.predicted.redundancy_gib
-    for first, last, stage in _alike(found.stages):
+    redundancy = plan.predicted.redundancy_gib
+    for first, last, stage in _alike(redundancy.stages):
         yield f"stage {first}" + (f"-{last}" if last > first else ""), "", *_numbers(stage)
-    for name, layer in found.layers.items():
+    for name, layer in redundancy.layers.items():
         yield (
             f"one {name}" if plan.layer_plans[name].layer.value != name else name,
             "all",
             *_numbers(layer.layer),
         )
-        for operator, own in layer.operators.items():
-            if own.total >= NOTHING:
-                yield "", operator, *_numbers(own)
+        for operator, operator_gib in layer.operators.items():
+            if operator_gib.total >= NOTHING:
+                yield "", operator, *_numbers(operator_gib)
 
 
 def _alike(stages: tuple[RedundantGib, ...]) -> Iterator[tuple[int, int, RedundantGib]]:
-    """Runs of stages that hold the same."""
+    """Yields first stage, last stage and redundancy of each run of equal stages."""
     first = 0
     for index in range(1, len(stages) + 1):
         if index == len(stages) or stages[index] != stages[first]:
@@ -52,5 +51,5 @@ def _alike(stages: tuple[RedundantGib, ...]) -> Iterator[tuple[int, int, Redunda
             first = index
 
 
-def _numbers(found: RedundantGib) -> tuple[str, ...]:
-    return tuple(gib_text(getattr(found, name)) for name in CLASSES)
+def _numbers(redundancy: RedundantGib) -> tuple[str, ...]:
+    return tuple(gib_text(getattr(redundancy, name)) for name in CLASSES)

@@ -1,4 +1,4 @@
-"""The strategies of operators as tables, and why others are not legal."""
+"""The strategies of operators as tables, with the reason why each illegal strategy is rejected."""
 
 from __future__ import annotations
 
@@ -24,38 +24,37 @@ HEADING = (
 )
 
 
-def print_strategies(found: Iterable[OperatorStrategies], out: Console, mesh: str) -> None:
-    """One table an operator, fastest first; times are forward + backward of one micro-batch on one
-    GPU.
+def print_strategies(operators: Iterable[OperatorStrategies], out: Console, mesh: str) -> None:
+    """Print one table an operator, fastest strategy first.
+
+    Times are forward and backward of one micro-batch on one GPU.
     """
     say(
         out,
-        f"strategies over the tensor-parallel axis of {mesh}; what lies between operators is priced by placement pair",
+        f"strategies over the tensor-parallel axis of {mesh}; what lies between operators is "
+        f"priced by placement pair",
         "bold",
     )
-    for operator in found:
+    for operator in operators:
         say(out)
         note = "keep or recompute" if operator.recomputable else "keep only"
         host = (
-            f"; {operator.kept_bytes / MIB:,.1f} MiB to the host in {operator.copy_s * US_PER_S:,.0f} us"
+            f"; {operator.kept_bytes / MIB:,.1f} MiB to the host in "
+            f"{operator.copy_s * US_PER_S:,.0f} us"
             if operator.kept_bytes
             else ""
         )
         counts = f"{len(operator.legal)} legal ({note}), {len(operator.rejected)} rejected"
         say(out, f"{operator.layer}.{operator.operator.name}: {counts}{host}")
         rows = sorted(operator.legal, key=lambda s: s.price.forward_s + s.price.backward_s)
-        print_table(
-            out,
-            HEADING,
-            [_cells(strategy.splits, _numbers(strategy)) for strategy in rows],
-            left=("split by",),
-        )
+        cells = [_cells(strategy.splits, _numbers(strategy)) for strategy in rows]
+        print_table(out, HEADING, cells, left=("split by",))
         for rejected in operator.rejected:
             say(out, f"    not {text(rejected.splits)}: {rejected.reason}", "dim")
 
 
 def text(splits: Splits) -> str:
-    """What the axes split, outermost first: `heads`, `heads -> sequence`, `replicated`."""
+    """Names the dims that the axes split, outermost first: `heads`, `heads -> sequence`, ...."""
     return ", ".join(map(str, splits))
 
 
@@ -77,8 +76,8 @@ def _cells(splits: Splits, numbers: tuple[float, ...]) -> tuple[str, ...]:
     return (text(splits), *(f"{number:,.1f}" for number in numbers))
 
 
-def strategies_document(found: Iterable[OperatorStrategies]) -> list[dict[str, Any]]:
-    """The same for JSON, in seconds and bytes."""
+def strategies_document(operators: Iterable[OperatorStrategies]) -> list[dict[str, Any]]:
+    """Returns the tables as JSON values, in seconds and bytes."""
     return [
         {
             "layer": operator.layer.value,
@@ -92,7 +91,7 @@ def strategies_document(found: Iterable[OperatorStrategies]) -> list[dict[str, A
                 for rejected in operator.rejected
             ],
         }
-        for operator in found
+        for operator in operators
     ]
 
 

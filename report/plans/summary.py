@@ -19,12 +19,12 @@ from parplan.profiles.units import format_count, gib
 from parplan.report.names import (
     attention_text,
     blocks_by_plan,
-    found_text,
     graph_of,
-    kept_text,
+    host_activations_text,
     pipeline_phrases,
     recompute_names,
     recompute_text,
+    search_text,
     zero_text,
 )
 from parplan.report.plans.chunk_tables import chunks_fact
@@ -43,7 +43,7 @@ from parplan.report.text import (
 )
 
 AnyPlan = Plan | TracedPlan
-RUNNERS_UP = 3  # of the short form
+RUNNERS_UP = 3  # plans in the short form
 NOTHING = 1e-9  # share of the step below which a time is rounding
 _CAUSES = (
     ("compute", "compute_s"),
@@ -58,19 +58,23 @@ _CAUSES = (
 EXECUTORS_STACK = "parplan"
 _REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 _PRICE_NOTES = {
-    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far to trust it' in the README",
-    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of this step",
+    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far "
+    "to trust it' in the README",
+    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of "
+    "this step",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryContext:
-    """What the summary says that the plan does not hold: defaults taken, how long it took, whether
-    Ctrl-C ended it.
+    """Facts of the summary that the plan does not hold.
 
-    whole: every stage and every runner-up, however many
-    profile, plan_file: the files of --profile and of the plan, as the user named them; empty where
-    that is not known
+    assumed      defaults that were taken
+    elapsed_s    seconds of the search, None when unknown
+    interrupted  true when Ctrl-C ended the search
+    whole        true to print every stage and every runner-up
+    profile      file of --profile as the user named it, empty when unknown
+    plan_file    file of the plan as the user named it, empty when unknown
     """
 
     assumed: tuple[str, ...] = ()
@@ -98,8 +102,10 @@ def print_summary(plan: Plan, out: Console, context: SummaryContext) -> None:
     say(out)
     print_runners_up(plan, out, whole=context.whole)
     _print_ties(plan, out)
-    own = coverage_notes(measured, plan, context.profile, context.plan_file) if measured else ()
-    for index, note in enumerate((*_notes(plan), *own)):
+    notes = list(_notes(plan))
+    if measured:
+        notes += coverage_notes(measured, plan, context.profile, context.plan_file)
+    for index, note in enumerate(notes):
         say(
             out,
             joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")),
@@ -108,7 +114,7 @@ def print_summary(plan: Plan, out: Console, context: SummaryContext) -> None:
 
 
 def print_header(plan: Plan, out: Console, context: SummaryContext) -> None:
-    """What is trained on what, the defaults that were taken, and an empty line."""
+    """Print model, cluster and training, the defaults that were taken, and an empty line."""
     say(out, header(plan, out.width), "bold")
     if context.assumed:
         say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
@@ -116,22 +122,30 @@ def print_header(plan: Plan, out: Console, context: SummaryContext) -> None:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """What the solver failed on, what kind of number the step time is, and what the error band was
-    measured on.
-    """
+    """Yields failures of the solver, the kind of the step time, and the rows of the error band."""
     if plan.search.solver_failure:
         yield plan.search.solver_failure
     space = _space_text(plan)
     if space:
         yield space
-    note, band = _PRICE_NOTES.get(plan.predicted.step_time_s.kind), plan.predicted.error_band
+    note = _PRICE_NOTES.get(plan.predicted.step_time_s.kind)
+    band = plan.predicted.error_band
     if note:
         yield note
     if band:
-        yield f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen them, were within it"
+        yield (
+            f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen "
+            f"them, were within it"
+        )
     elif plan.model.num_experts:
-        yield "band unknown: no measured steps of models with experts, whose routing is taken as balanced"
-        yield "blocks of experts are divided over tp as Megatron divides them, and recompute nothing, a selection or everything"
+        yield (
+            "band unknown: no measured steps of models with experts, whose routing is taken as "
+            "balanced"
+        )
+        yield (
+            "blocks of experts are divided over tp as Megatron divides them, and recompute "
+            "nothing, a selection or everything"
+        )
     elif plan.cluster.profile:
         yield "band unknown: no published step was priced with a profile of your own"
     else:
@@ -141,16 +155,22 @@ def _notes(plan: Plan) -> Iterator[str]:
             "; the band is of prices without" if band else ""
         )
     if plan.training.stack.name != EXECUTORS_STACK:
-        yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack {EXECUTORS_STACK}"
+        yield (
+            f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack "
+            f"{EXECUTORS_STACK}"
+        )
 
 
 def _space_text(plan: Plan) -> str | None:
-    """What the gap of a search is over."""
+    """Names the space that the gap of a search covers."""
     search = plan.search
     if search.status is Status.ESTIMATE:
         return None
     if search.objective is Objective.MEMORY:
-        return "the gap is over all candidates whose stages run mixes of at most two options; --explain says what is not searched"
+        return (
+            "the gap is over all candidates whose stages run mixes of at most two options; "
+            "--explain says what is not searched"
+        )
     choices = (
         "a ZeRO stage, a recompute list and a division of its operators"
         if plan.mesh.tp > 1
@@ -161,12 +181,17 @@ def _space_text(plan: Plan) -> str | None:
         if plan.mesh.pp > 1
         else ""
     )
-    return f"the gap is over all candidates, with {choices} for each block by itself{measured}; --explain says what is not searched"
+    return (
+        f"the gap is over all candidates, with {choices} for each block by itself{measured}; "
+        f"--explain says what is not searched"
+    )
 
 
 def header(plan: Plan, width: int) -> str:
-    """Model, cluster and what a step trains on: the first line of every report of a plan."""
-    model, cluster, training = plan.model, plan.cluster, plan.training
+    """Returns model, cluster and training: the first line of every report of a plan."""
+    model = plan.model
+    cluster = plan.cluster
+    training = plan.training
     precision = (
         f"{training.precision} with fp8 products" if training.fp8_matmuls else training.precision
     )
@@ -174,7 +199,8 @@ def header(plan: Plan, width: int) -> str:
         (
             f"{model.name}, {_parameters(plan)}, {model.num_layers} layers",
             f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
-            f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, {training.optimizer.capitalize()}",
+            f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, "
+            f"{training.optimizer.capitalize()}",
         ),
         " | ",
         width,
@@ -193,7 +219,8 @@ def _parameters(plan: Plan) -> str:
 def _facts(
     plan: Plan, context: SummaryContext, measured: Coverage | None
 ) -> Iterator[tuple[str, str, str]]:
-    predicted, worst = plan.predicted, fullest(plan)
+    predicted = plan.predicted
+    worst = fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *layers_phrases(plan))
     if plan.chunks:
@@ -212,13 +239,14 @@ def _facts(
             plan.module.text,
             "unmodified: divided as Megatron does, blocks recomputed whole or not",
         )
-    step, of_step, of_memory = predicted.step_time_s, "", ""
-    if predicted.error_band:
-        of_step, of_memory = (
-            f" {band_text(predicted.error_band.time.share)}",
-            f" ({band_text(predicted.error_band.memory.share)})",
-        )
-    speed = f"{predicted.tokens_per_s_per_gpu.value:,.0f} tokens/s/GPU, {percent(predicted.mfu.value)} MFU"
+    step = predicted.step_time_s
+    band = predicted.error_band
+    of_step = f" {band_text(band.time.share)}" if band else ""
+    of_memory = f" ({band_text(band.memory.share)})" if band else ""
+    speed = (
+        f"{predicted.tokens_per_s_per_gpu.value:,.0f} tokens/s/GPU, "
+        f"{percent(predicted.mfu.value)} MFU"
+    )
     yield "step", f"{seconds_text(step.value)}{of_step} ({step.kind})", speed
     free = worst.capacity - worst.total
     place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
@@ -229,7 +257,10 @@ def _facts(
     )
     yield "memory", f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}", place + room
     if host := max(memory.host for memory in plan.predicted.memory_gib):
-        node = f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of {gib(plan.cluster.host_memory_bytes):,.0f}"
+        node = (
+            f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of "
+            f"{gib(plan.cluster.host_memory_bytes):,.0f}"
+        )
         looks_up = any(
             Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values()
         )
@@ -242,23 +273,22 @@ def _facts(
     front = plan.search.front
     if front:
         place = f"point {front.number} of {front.points}, fastest first"
-        yield (
-            "front",
-            found_text(plan.search),
-            place if front.complete else f"{place}; the front is incomplete",
-        )
+        incomplete = "" if front.complete else "; the front is incomplete"
+        yield "front", search_text(plan.search), place + incomplete
 
 
 def layers_phrases(plan: Plan) -> tuple[str, str]:
-    """ZeRO stage, recompute and what the host keeps of the blocks; with numbers of blocks where
-    they differ.
-    """
-    graph, zero, recompute, kept = graph_of(plan), Counter[str](), Counter[str](), Counter[str]()
+    """Returns ZeRO stage, recompute and host activations, with numbers of blocks if they differ."""
+    graph = graph_of(plan)
     names = recompute_names(graph)
+    zero = Counter[str]()
+    recompute = Counter[str]()
+    kept = Counter[str]()
     for name, count in blocks_by_plan(plan).items():
-        zero[f"ZeRO {zero_text(plan.layer_plans[name], homes=False)}"] += count
-        recompute[recompute_text(plan.layer_plans[name], names)] += count
-        kept[kept_text(plan.layer_plans[name], graph) or "nothing"] += count
+        layer_plan = plan.layer_plans[name]
+        zero[f"ZeRO {zero_text(layer_plan, chunk_states=False)}"] += count
+        recompute[recompute_text(layer_plan, names)] += count
+        kept[host_activations_text(layer_plan, graph) or "nothing"] += count
     sequence = (
         ", sequence parallel"
         if any(layer.sequence_parallel for layer in plan.layer_plans.values())
@@ -269,9 +299,7 @@ def layers_phrases(plan: Plan) -> tuple[str, str]:
 
 
 def stack_phrases(plan: AnyPlan) -> tuple[str, str]:
-    """The software that the prices are for, its attention kernel, and whether it reduces gradients
-    under compute.
-    """
+    """Returns the priced software stack, its attention kernel and its gradient reduction."""
     training = plan.training
     attention = attention_text(training, plan.cluster.device)
     reduction = "hidden" if training.overlap_grad_reduce else "not hidden"
@@ -284,22 +312,26 @@ def _shares(counts: Counter[str]) -> Iterator[str]:
 
 
 def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
-    """What the search proved, of how many candidates."""
+    """Returns the summary's line on what the search proved, with its numbers of candidates."""
     search = plan.search
     if search.status is Status.ESTIMATE:
         return "proven", "nothing", "priced by hand, not searched"
     took = "" if context.elapsed_s is None else f", {context.elapsed_s:.1f} s"
-    counts = f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, {search.candidates.solved:,} solved{took}"
+    counts = (
+        f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, "
+        f"{search.candidates.solved:,} solved{took}"
+    )
     gap = f"gap {percent(search.gap)}"
     if search.objective is not Objective.THROUGHPUT:
         slower = plan.predicted.step_time_s.value / search.fastest_step_time_s - 1
-        of_what = (
-            "one copy and redundancy"
-            if max(memory.host for memory in plan.predicted.memory_gib)
-            else "the redundancy"
-        )
-        of_what = "the fullest GPU's peak" if search.objective is Objective.PEAK else of_what
-        gap, counts = f"{gap} of {of_what}", f"{percent(slower)} slower than the fastest; {counts}"
+        if search.objective is Objective.PEAK:
+            measure = "the fullest GPU's peak"
+        elif max(memory.host for memory in plan.predicted.memory_gib):
+            measure = "one copy and redundancy"
+        else:
+            measure = "the redundancy"
+        gap = f"{gap} of {measure}"
+        counts = f"{percent(slower)} slower than the fastest; {counts}"
     if search.status is Status.OPTIMAL:
         return "proven", gap, counts
     reason = "stopped early (Ctrl-C); " if context.interrupted else "stopped early; "
@@ -307,22 +339,23 @@ def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
 
 
 def time_line(plan: AnyPlan, width: int) -> str:
-    """Where the step goes; causes that cost nothing are left out."""
+    """Returns the step time by cause; causes that cost nothing are left out."""
     step_s = plan.predicted.step_time_s.value
     scale, unit = (1.0, "s") if step_s >= 1 else (1e3, "ms")
     digits = 1 if step_s * scale >= 100 else 2
-    found = ((name, getattr(plan.predicted.breakdown, field).value) for name, field in _CAUSES)
+    breakdown = plan.predicted.breakdown
+    times = ((name, getattr(breakdown, field).value) for name, field in _CAUSES)
     names = {"tensor": "tensor + experts"} if plan.mesh.ep > 1 else {}
     phrases = [
         f"{names.get(name, name)} {seconds * scale:.{digits}f}"
-        for name, seconds in found
+        for name, seconds in times
         if seconds > NOTHING * step_s
     ]
     return joined((f"{phrases[0]} {unit}", *phrases[1:]), " | ", width, start=labelled("time"))
 
 
 def redundancy_line(plan: AnyPlan, width: int) -> str:
-    """What the cluster holds beyond one copy of everything, by class."""
+    """Returns GiB of the cluster beyond one copy of everything, by class."""
     redundancy = plan.predicted.redundancy_gib
     classes = {name: getattr(redundancy, name) for name in _REDUNDANT if getattr(redundancy, name)}
     parts = [f"{name} {gib_text(value)}" for name, value in classes.items()]
@@ -337,16 +370,16 @@ def redundancy_line(plan: AnyPlan, width: int) -> str:
 
 
 def print_runners_up(plan: AnyPlan, out: Console, *, whole: bool) -> None:
-    """The candidates that were nearly as good."""
-    found = (
-        plan.search.runners_up if whole else _best_of_each_mesh(plan.search.runners_up)[:RUNNERS_UP]
-    )
-    if not found:
+    """Print the candidates that were nearly as good as the plan."""
+    runners_up = plan.search.runners_up
+    if not whole:
+        runners_up = _best_of_each_mesh(runners_up)[:RUNNERS_UP]
+    if not runners_up:
         return
-    labels = ("also", *[""] * (len(found) - 1))
+    labels = ("also", *[""] * (len(runners_up) - 1))
     rows = (
-        (f"{label:{LABEL_WIDTH - 4}}", *_runner_up(other, plan))
-        for label, other in zip(labels, found, strict=True)
+        (f"{label:{LABEL_WIDTH - 4}}", *_runner_up(runner_up, plan))
+        for label, runner_up in zip(labels, runners_up, strict=True)
     )
     for line in aligned(rows, out.width, left=(0, 4)):
         say(out, line)
@@ -354,49 +387,48 @@ def print_runners_up(plan: AnyPlan, out: Console, *, whole: bool) -> None:
 
 def _best_of_each_mesh(runners_up: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
     best: dict[Mesh, RunnerUp] = {}
-    for other in runners_up:
-        best.setdefault(other.mesh, other)
+    for runner_up in runners_up:
+        best.setdefault(runner_up.mesh, runner_up)
     return tuple(best.values())
 
 
-def _runner_up(other: RunnerUp, plan: AnyPlan) -> tuple[str, str, str, str]:
-    step_s = other.step_time_s.value
+def _runner_up(runner_up: RunnerUp, plan: AnyPlan) -> tuple[str, str, str, str]:
+    step_s = runner_up.step_time_s.value
     slower = step_s / plan.predicted.step_time_s.value - 1
-    memory = f"{gib_text(other.peak_memory_gib)} GiB"
+    memory = f"{gib_text(runner_up.peak_memory_gib)} GiB"
     if plan.search.objective is Objective.MEMORY:
-        memory += f", {gib_text(other.redundancy_gib)} redundant"
+        memory += f", {gib_text(runner_up.redundancy_gib)} redundant"
     return (
         seconds_text(step_s),
-        f"({100 * slower:+.1f} %{', tie' if _is_tie(other, plan) else ''})",
+        f"({100 * slower:+.1f} %{', tie' if _is_tie(runner_up, plan) else ''})",
         memory,
-        _name(other),
+        _name(runner_up),
     )
 
 
-def _name(other: RunnerUp) -> str:
-    sequence = ("sequence parallel",) if other.sequence_parallel else ()
-    return ", ".join((str(other.mesh), *pipeline_phrases(other.pipeline, other.mesh), *sequence))
+def _name(runner_up: RunnerUp) -> str:
+    sequence = ("sequence parallel",) if runner_up.sequence_parallel else ()
+    return ", ".join(
+        (str(runner_up.mesh), *pipeline_phrases(runner_up.pipeline, runner_up.mesh), *sequence)
+    )
 
 
-def _is_tie(other: RunnerUp, plan: AnyPlan) -> bool:
-    """Whether the prices cannot say that `other` is worse: they can, where redundant memory is what
-    counts.
-    """
-    return other.inside_error_band and plan.search.objective is Objective.THROUGHPUT
+def _is_tie(runner_up: RunnerUp, plan: AnyPlan) -> bool:
+    """Tells if the step is within the plan's error band, with throughput as the objective."""
+    return runner_up.inside_error_band and plan.search.objective is Objective.THROUGHPUT
 
 
 def _print_ties(plan: Plan, out: Console) -> None:
-    """How many plans the prices cannot tell from the best, and the leanest of them where it really
-    needs less memory.
-    """
-    ties, band = (
-        [other for other in plan.search.runners_up if _is_tie(other, plan)],
-        plan.predicted.error_band,
-    )
+    """Print the number of ties, and the tie with least memory if it needs less than the plan."""
+    ties = [runner_up for runner_up in plan.search.runners_up if _is_tie(runner_up, plan)]
+    band = plan.predicted.error_band
     if not ties or band is None:
         return
-    lean = min(ties, key=lambda other: other.peak_memory_gib)
-    text = f"{'1 other plan is' if len(ties) == 1 else f'{len(ties)} other plans are'} inside the error band of the step time"
+    lean = min(ties, key=lambda tie: tie.peak_memory_gib)
+    text = (
+        f"{'1 other plan is' if len(ties) == 1 else f'{len(ties)} other plans are'} inside the "
+        f"error band of the step time"
+    )
     if lean.peak_memory_gib < fullest(plan).total * (1 - band.memory.share):
         text += (
             f"; the one with least memory, {gib_text(lean.peak_memory_gib)} GiB, is {_name(lean)}"

@@ -1,6 +1,4 @@
-"""The summary of the plan of a traced module, in the shape of that of a described model
-(report/plans/summary.py).
-"""
+"""The summary of a traced module's plan, in the shape of report/plans/summary.py."""
 
 from __future__ import annotations
 
@@ -35,9 +33,11 @@ from parplan.report.text import (
 )
 
 _PRICE_NOTES = {
-    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; traced operators that have no curve of their own are "
+    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; traced "
+    "operators that have no curve of their own are "
     "priced by their FLOPs and bytes",
-    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of this step",
+    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of "
+    "this step",
 }
 
 
@@ -69,8 +69,10 @@ def print_traced_summary(plan: TracedPlan, out: Console, context: SummaryContext
 
 
 def traced_header(plan: TracedPlan, width: int) -> str:
-    """Module, cluster and what a step trains on."""
-    traced, cluster, training = plan.traced, plan.cluster, plan.training
+    """Returns module, cluster and training as the first line."""
+    traced = plan.traced
+    cluster = plan.cluster
+    training = plan.training
     of = (
         f"{training.global_batch_size} sequences of {training.seq_length}"
         if traced.unit == "tokens"
@@ -78,9 +80,11 @@ def traced_header(plan: TracedPlan, width: int) -> str:
     )
     return joined(
         (
-            f"{traced.name}, {format_count(traced.num_parameters)} parameters, {counted(traced.num_operators, 'operator')} in "
+            f"{traced.name}, {format_count(traced.num_parameters)} parameters, "
+            f"{counted(traced.num_operators, 'operator')} in "
             f"{counted(len(plan.shards), 'shard')}",
-            f"{cluster.num_gpus} x {cluster.device.name} in {cluster.nodes} x {cluster.gpus_per_node}",
+            f"{cluster.num_gpus} x {cluster.device.name} in {cluster.nodes} x "
+            f"{cluster.gpus_per_node}",
             f"{of}, {training.precision}",
         ),
         "; ",
@@ -89,13 +93,17 @@ def traced_header(plan: TracedPlan, width: int) -> str:
 
 
 def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str, str]]:
-    predicted, worst = plan.predicted, fullest(plan)
+    predicted = plan.predicted
+    worst = fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield "stages", *_stage_phrases(plan)
     yield ("stack", *stack_phrases(plan))
     yield "module", plan.module.text, "unmodified: traced, and cut between its shards"
     step = predicted.step_time_s
-    speed = f"{format_number(predicted.tokens_per_s_per_gpu.value, 4)} {plan.traced.unit}/s/GPU, {percent(predicted.mfu.value)} MFU"
+    speed = (
+        f"{format_number(predicted.tokens_per_s_per_gpu.value, 4)} {plan.traced.unit}/s/GPU, "
+        f"{percent(predicted.mfu.value)} MFU"
+    )
     yield "step", f"{seconds_text(step.value)} ({step.kind})", speed
     free = worst.capacity - worst.total
     place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
@@ -108,10 +116,14 @@ def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str
 
 
 def _stage_phrases(plan: TracedPlan) -> tuple[str, str]:
-    """ZeRO stages, and how many shards run again."""
+    """Returns ZeRO stages, and the number of shards that are recomputed."""
     zero = Counter(f"ZeRO {stage.zero}" for stage in plan.stages)
-    again, whole = sum(len(stage.recompute) for stage in plan.stages), len(plan.shards)
-    recompute = "none" if not again else "full" if again == whole else f"{again} of {whole} shards"
+    num_recomputed = sum(len(stage.recompute) for stage in plan.stages)
+    if num_recomputed:
+        whole = len(plan.shards)
+        recompute = "full" if num_recomputed == whole else f"{num_recomputed} of {whole} shards"
+    else:
+        recompute = "none"
     phrases = (
         name if len(zero) == 1 else f"{name} on {counted(count, 'stage')}"
         for name, count in zero.items()
@@ -120,9 +132,7 @@ def _stage_phrases(plan: TracedPlan) -> tuple[str, str]:
 
 
 def _print_stages(plan: TracedPlan, out: Console, *, whole: bool) -> None:
-    """Memory of each pipeline rank in GiB, with the shards that it holds; of a long pipeline the
-    fullest ranks.
-    """
+    """Print GiB and shards of each pipeline rank; a long pipeline shows its fullest ranks."""
     ranks = list(plan.predicted.memory_gib)
     if not whole and len(ranks) > MOST_ROWS:
         inner = sorted(ranks[1:-1], key=lambda memory: -memory.total)[: MOST_ROWS - 2]
@@ -147,7 +157,8 @@ def _print_stages(plan: TracedPlan, out: Console, *, whole: bool) -> None:
     if len(ranks) < plan.mesh.pp:
         say(
             out,
-            f"  ({counted(plan.mesh.pp - len(ranks), 'less full stage')} left out: plan show lists them all)",
+            f"  ({counted(plan.mesh.pp - len(ranks), 'less full stage')} left out: plan show "
+            f"lists them all)",
             "dim",
         )
 
@@ -159,9 +170,7 @@ def _shards_text(plan: TracedPlan, stage: ShardStage) -> str:
 
 
 def _notes(plan: TracedPlan) -> Iterator[str]:
-    """What the solver failed on, what kind of number the step time is, and that nobody measured
-    such steps.
-    """
+    """Yields failures of the solver, the kind of the step time, and the lack of an error band."""
     if plan.search.solver_failure:
         yield plan.search.solver_failure
     note = _PRICE_NOTES.get(plan.predicted.step_time_s.kind)
@@ -169,4 +178,7 @@ def _notes(plan: TracedPlan) -> Iterator[str]:
         yield note
     yield "band unknown: no measured steps of traced modules"
     if plan.training.stack.name != EXECUTORS_STACK:
-        yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack {EXECUTORS_STACK}"
+        yield (
+            f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack "
+            f"{EXECUTORS_STACK}"
+        )

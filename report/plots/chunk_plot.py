@@ -1,6 +1,4 @@
-"""A chunk schedule as a picture: what fills one device of a pipeline rank at every moment of a
-step, and where it fetches.
-"""
+"""A chunk schedule as a picture: bytes of one device at every moment of a step, and its fetches."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _LIMIT_COLOUR = "#D55E00"
 def draw_levels(
     levels: Sequence[ChunkLevel], plan: Plan, rank: int, budget_bytes: int, path: Path
 ) -> None:
-    """Draw the moments and write them to `path`. Raises ConfigError when it cannot be written."""
+    """Draw the moments and write them to `path`; raises ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 5.0), layout="constrained")
@@ -38,7 +36,8 @@ def draw_levels(
     _draw_bytes(axes, levels, budget_bytes)
     _draw_marks(marks, levels)
     axes.set_title(
-        f"{plan.model.name}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} micro-batches"
+        f"{plan.model.name}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} "
+        f"micro-batches"
     )
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
@@ -46,7 +45,7 @@ def draw_levels(
 
 
 def _draw_bytes(axes: Axes, levels: Sequence[ChunkLevel], budget_bytes: int) -> None:
-    """A step a moment, the classes on top of each other, those that change least below."""
+    """Draw stacked areas with one step a moment; the class that changes least is lowest."""
     edges = [level.moment for level in levels] + [len(levels)]
     floor = [0.0] * len(edges)
     for name in sorted(CLASSES, key=list(_LABELS).index):
@@ -70,9 +69,7 @@ def _draw_bytes(axes: Axes, levels: Sequence[ChunkLevel], budget_bytes: int) -> 
 
 
 def _draw_marks(axes: Axes, levels: Sequence[ChunkLevel]) -> None:
-    """A mark in every moment that waits for a chunk from the host, and below in every one that
-    sends gradients there.
-    """
+    """Mark moments that wait for a chunk from the host, and below them moments that send one."""
     for height, (field, name) in enumerate((("out_bytes", "sent"), ("in_bytes", "fetched"))):
         moved = [level.moment + 0.5 for level in levels if getattr(level, field)]
         axes.scatter(moved, [height] * len(moved), marker="|", s=30, color="black", linewidths=0.8)

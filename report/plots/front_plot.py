@@ -1,6 +1,4 @@
-"""The front as a picture: step time against peak memory, coloured by redundant memory; squares use
-the host.
-"""
+"""The front as a picture: step time against peak memory, coloured by redundant memory."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from parplan.planner.search.pareto import ParetoFront, ParetoPoint
 from parplan.profiles.units import counted, format_number
-from parplan.report.names import FASTEST, found_text
+from parplan.report.names import FASTEST, search_text
 from parplan.report.plots.scatter_plot import save
 from parplan.report.text import gib_text, seconds_text
 
@@ -19,9 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-_LAST_COLOUR = 0.92  # of the colour map: its palest end is lost on paper
-# times the fastest step; slower points stand at the upper edge, with their time, so that the others
-# are told apart
+_LAST_COLOUR = 0.92  # share of the colour map in use: its palest end is lost on paper
+# Factor on the fastest step. Slower points stand at the upper edge with their time, so that the
+# scale separates the rest.
 _FAR = 2.5
 _ROOM = 1.04  # factor that the axis of memory leaves beyond the device
 _LIMIT_COLOUR = "#D55E00"
@@ -30,7 +28,7 @@ _TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 
 
 def draw_front(front: ParetoFront, path: Path) -> None:
-    """Draw the front and write it to `path`. Raises ConfigError when it cannot be written."""
+    """Draw the front and write it to `path`; raises ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 5.6), layout="constrained")
@@ -49,9 +47,7 @@ def _capacity_gib(front: ParetoFront) -> float:
 
 
 def _draw_scales(axes: Axes, front: ParetoFront) -> float:
-    """Axes around the points that are not far slower than the fastest; the step time of the upper
-    edge.
-    """
+    """Set axes around the points near the fastest; returns the step time of the upper edge."""
     fastest_s = front.points[0].step_time_s
     near_s = max(
         point.step_time_s for point in front.points if point.step_time_s <= _FAR * fastest_s
@@ -70,8 +66,9 @@ def _draw_scales(axes: Axes, front: ParetoFront) -> float:
 
 
 def front_steps(front: ParetoFront) -> list[ParetoPoint]:
-    """The points that are fastest within their own peak memory, by peak: what redundancy alone
-    keeps on the front is left out.
+    """Returns the points that are fastest within their peak memory, by rising peak.
+
+    Points that are on the front for their redundant memory alone are left out.
     """
     steps: list[ParetoPoint] = []
     for point in sorted(front.points, key=lambda point: (point.peak_memory_gib, point.step_time_s)):
@@ -81,7 +78,7 @@ def front_steps(front: ParetoFront) -> list[ParetoPoint]:
 
 
 def _draw_steps(axes: Axes, front: ParetoFront, top_s: float) -> None:
-    """The fastest known step within a peak: level until more memory makes it faster."""
+    """Draw the fastest known step within each peak, as a descending staircase."""
     steps = front_steps(front)
     peaks = [
         *(point.peak_memory_gib for point in steps),
@@ -100,10 +97,10 @@ def _draw_steps(axes: Axes, front: ParetoFront, top_s: float) -> None:
 
 
 def _draw_points(figure: Figure, axes: Axes, front: ParetoFront, top_s: float) -> None:
-    """The points, with a bar that says what redundancy a colour is; triangles at the edge are far
-    slower, squares use the host.
+    """Draw the points, with a colour bar of redundant memory.
 
-    The scale is logarithmic, but where devices hold less than one copy.
+    Triangles at the edge are far slower, squares use the host. The colour scale is logarithmic
+    unless devices hold less than one copy.
     """
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
@@ -123,13 +120,12 @@ def _draw_points(figure: Figure, axes: Axes, front: ParetoFront, top_s: float) -
     )
     named = set()
     for point, value in zip(front.points, redundant, strict=True):
-        marker, label = (
-            ("s", "uses the host, GiB a node")
-            if point.host_gib
-            else ("o", "plan, numbered as in the table")
-        )
         if point.step_time_s > top_s:
             marker, label = "^", "plan, beyond the scale"
+        elif point.host_gib:
+            marker, label = "s", "uses the host, GiB a node"
+        else:
+            marker, label = "o", "plan, numbered as in the table"
         axes.scatter(
             point.peak_memory_gib,
             min(point.step_time_s, top_s),
@@ -185,9 +181,9 @@ def _draw_limits(axes: Axes, front: ParetoFront) -> None:
 
 
 def end_names(front: ParetoFront) -> dict[int, str]:
-    """The number of the points at the ends of the front, and what they are."""
-    found: dict[int, str] = {}
-    default = found_text(front.points[0].plan.search) == FASTEST
+    """Returns names of the points at the ends of the front, by number."""
+    names: dict[int, str] = {}
+    default = search_text(front.points[0].plan.search) == FASTEST
     ends = (
         (
             "fastest, the default plan" if default else "fastest",
@@ -198,24 +194,28 @@ def end_names(front: ParetoFront) -> dict[int, str]:
     )
     for name, values in ends:
         number = values.index(min(values)) + 1
-        found[number] = f"{found[number]}, {name}" if number in found else name
-    return found
+        names[number] = f"{names[number]}, {name}" if number in names else name
+    return names
 
 
 def _name_points(axes: Axes, front: ParetoFront, top_s: float) -> None:
-    """Every point by its number, the ends by what they are; where no step line is."""
+    """Write number and name of every point, away from the staircase."""
     from matplotlib.patheffects import withStroke
 
-    ends, middle, steps = end_names(front), sum(axes.get_xlim()) / 2, front_steps(front)
+    ends = end_names(front)
+    middle = sum(axes.get_xlim()) / 2
+    steps = front_steps(front)
     for number, point in enumerate(front.points, 1):
         far = point.step_time_s > top_s
-        words = [
-            str(number),
-            *([f"{seconds_text(point.step_time_s)}"] if far else []),
-            *([ends[number]] if number in ends else []),
-        ]
-        words += [f"host {gib_text(point.host_gib)}"] if point.host_gib else []
-        left, below = point.peak_memory_gib > middle, far or point in steps
+        words = [str(number)]
+        if far:
+            words.append(seconds_text(point.step_time_s))
+        if number in ends:
+            words.append(ends[number])
+        if point.host_gib:
+            words.append(f"host {gib_text(point.host_gib)}")
+        left = point.peak_memory_gib > middle
+        below = far or point in steps
         axes.annotate(
             ", ".join(words),
             (point.peak_memory_gib, min(point.step_time_s, top_s)),
@@ -230,13 +230,14 @@ def _name_points(axes: Axes, front: ParetoFront, top_s: float) -> None:
 
 
 def _name_axes(figure: Figure, axes: Axes, front: ParetoFront) -> None:
-    plan, prediction = front.points[0].plan, front.points[0].plan.predicted
+    plan = front.points[0].plan
     partial = ", incomplete" if front.stopped else ""
     plans = counted(len(front.points), "plan")
     axes.set_title(
-        f"{plan.model.name} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: {plans}{partial}",
+        f"{plan.model.name} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: "
+        f"{plans}{partial}",
         pad=12,
     )
     axes.set_xlabel("peak memory of the fullest GPU, GiB (predicted, analytic)")
-    axes.set_ylabel(f"step time, s (predicted, {prediction.step_time_s.kind})")
+    axes.set_ylabel(f"step time, s (predicted, {plan.predicted.step_time_s.kind})")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)

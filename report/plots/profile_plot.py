@@ -1,6 +1,4 @@
-"""A profile as a picture: the speed of products and fused attention by their FLOPs, of memory and
-collectives by bytes.
-"""
+"""A profile as a picture: FLOP/s of products and attention, bytes/s of memory and collectives."""
 
 from __future__ import annotations
 
@@ -30,6 +28,7 @@ from parplan.report.plots.scatter_plot import save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# most eyes can tell these apart
 _COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -39,19 +38,17 @@ _COLOURS = (
     "#56B4E9",
     "#000000",
     "#8C564B",
-)  # told apart by most eyes
+)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _COLUMNS = 2
 _PANEL_INCHES = (6.6, 4.4)
-_STEPS = 60  # of a drawn curve
+_STEPS = 60  # segments of a drawn curve
 _FEW_DECADES = 200  # a scale shorter than this factor has ticks at 2 and 5 as well
 
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One pair of axes: its title, what its two scales are, a limit to mark (its name and height),
-    what draws in it.
-    """
+    """One pair of axes: title, names of both scales, a limit to mark (name, height), its drawer."""
 
     title: str
     across: str
@@ -62,8 +59,9 @@ class _Panel:
 
 
 def draw_profile(profile: UserProfile, path: Path) -> None:
-    """Draw a profile and write it to `path`. Raises ConfigError: nothing was measured, or the file
-    cannot be written.
+    """Draw a profile and write it to `path`.
+
+    Raises ConfigError when nothing was measured, or when the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -97,18 +95,19 @@ def _title(profile: UserProfile) -> str:
 
 
 def _speeds(profile: UserProfile) -> Iterable[_Panel]:
-    """The panels of what one device does alone."""
-    found, chip = series_of(profile), chip_of(profile)
+    """Yields the panels of operations on one device."""
+    chip = chip_of(profile)
     if chip is None:
         return
+    all_series = series_of(profile)
     for title, kind in (("matrix products", MatmulCurve), ("fused attention", FlashCurve)):
-        series = [one for one in found if isinstance(one.curve, kind)]
+        series = [each for each in all_series if isinstance(each.curve, kind)]
         if series:
             limit = (
                 f"peak, {format_number(chip.peak_flops_per_s / TERA, 3)} TFLOP/s",
                 chip.peak_flops_per_s / TERA,
             )
-            cube = next((one for one in series if one.name == "forward"), None)
+            cube = next((each for each in series if each.name == "forward"), None)
             line = (
                 _cubes(cube, chip, Precision(profile.precision).num_bytes)
                 if cube and profile.precision
@@ -122,7 +121,7 @@ def _speeds(profile: UserProfile) -> Iterable[_Panel]:
                 _fitted_points(series, line),
                 bytes_across=False,
             )
-    streams = [one for one in found if isinstance(one.curve, MemoryCurve)]
+    streams = [each for each in all_series if isinstance(each.curve, MemoryCurve)]
     if streams:
         limit = (f"memory, {format_number(chip.bytes_per_s / GB, 4)} GB/s", chip.bytes_per_s / GB)
         yield _Panel(
@@ -137,25 +136,17 @@ def _speeds(profile: UserProfile) -> Iterable[_Panel]:
 def _fitted_points(
     series: Sequence[CurveSeries], line: tuple[list[float], list[float]] | None
 ) -> Callable[[Axes], None]:
-    """Measured points filled, what the curve says of the same shapes as rings; a line of the curve
-    where one is given.
-    """
+    """Returns a drawer of measured points (filled), fitted points (rings) and `line`."""
 
     def draw(axes: Axes) -> None:
-        for one, colour, marker in zip(series, _COLOURS, _MARKERS, strict=False):
-            work = [point.work for point in one.points]
-            axes.vlines(
-                work,
-                [point.rate / one.scale for point in one.points],
-                [point.fitted_rate / one.scale for point in one.points],
-                color=colour,
-                linewidth=0.8,
-                alpha=0.6,
-                zorder=1,
-            )
+        for each, colour, marker in zip(series, _COLOURS, _MARKERS, strict=False):
+            work = [point.work for point in each.points]
+            measured = [point.rate / each.scale for point in each.points]
+            fitted = [point.fitted_rate / each.scale for point in each.points]
+            axes.vlines(work, measured, fitted, color=colour, linewidth=0.8, alpha=0.6, zorder=1)
             axes.scatter(
                 work,
-                [point.fitted_rate / one.scale for point in one.points],
+                fitted,
                 s=34,
                 marker=marker,
                 facecolors="none",
@@ -165,12 +156,12 @@ def _fitted_points(
             )
             axes.scatter(
                 work,
-                [point.rate / one.scale for point in one.points],
+                measured,
                 s=16,
                 marker=marker,
                 color=colour,
                 zorder=3,
-                label=one.name,
+                label=each.name,
             )
         if line:
             axes.plot(
@@ -196,18 +187,17 @@ def _fitted_points(
 
 
 def _streams(series: Sequence[CurveSeries], chip: Chip) -> Callable[[Axes], None]:
-    """Measured points, and the fitted curve through them: forward filled and drawn through,
-    backward hollow and dashed.
-    """
+    """Returns a drawer of measured points and their curve; backward is hollow and dashed."""
 
     def draw(axes: Axes) -> None:
-        operations = list(dict.fromkeys(one.name.partition(".")[0] for one in series))
-        for one in series:
-            place = operations.index(one.name.partition(".")[0])
-            colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
-            backward = one.name.endswith("backward")
+        operations = list(dict.fromkeys(each.name.partition(".")[0] for each in series))
+        for each in series:
+            place = operations.index(each.name.partition(".")[0])
+            colour = _COLOURS[place % len(_COLOURS)]
+            marker = _MARKERS[place % len(_MARKERS)]
+            backward = each.name.endswith("backward")
             axes.plot(
-                *_stream_line(one, chip),
+                *_stream_line(each, chip),
                 color=colour,
                 linewidth=0.9,
                 linestyle="--" if backward else "-",
@@ -215,41 +205,42 @@ def _streams(series: Sequence[CurveSeries], chip: Chip) -> Callable[[Axes], None
                 zorder=1,
             )
             axes.scatter(
-                [point.work for point in one.points],
-                [point.rate / GB for point in one.points],
+                [point.work for point in each.points],
+                [point.rate / GB for point in each.points],
                 s=18,
                 marker=marker,
                 facecolors="white" if backward else colour,
                 edgecolors=colour,
                 linewidths=0.9,
                 zorder=3,
-                label=one.name,
+                label=each.name,
             )
 
     return draw
 
 
-def _stream_line(one: CurveSeries, chip: Chip) -> tuple[list[float], list[float]]:
-    """Bytes from the smallest to the largest point, and GB/s of the curve there."""
-    sizes = _between(one)
-    curve = one.curve
+def _stream_line(series: CurveSeries, chip: Chip) -> tuple[list[float], list[float]]:
+    """Returns bytes from the smallest to the largest point, and the curve's GB/s at each."""
+    sizes = _between(series)
+    curve = series.curve
     assert isinstance(curve, MemoryCurve)
     return sizes, [
         n_bytes / memory_bound_s(n_bytes, curve, chip.bytes_per_s) / GB for n_bytes in sizes
     ]
 
 
-def _between(one: CurveSeries) -> list[float]:
-    low, high = one.points[0].work, one.points[-1].work
+def _between(series: CurveSeries) -> list[float]:
+    low, high = series.points[0].work, series.points[-1].work
     return [low * (high / low) ** (step / _STEPS) for step in range(_STEPS + 1)]
 
 
-def _cubes(one: CurveSeries, chip: Chip, element_bytes: int) -> tuple[list[float], list[float]]:
-    """FLOPs and TFLOP/s of products with m = n = k as the curve has them."""
-    curve = one.curve
+def _cubes(series: CurveSeries, chip: Chip, element_bytes: int) -> tuple[list[float], list[float]]:
+    """Returns FLOPs and fitted TFLOP/s of products with m = n = k."""
+    curve = series.curve
     assert isinstance(curve, MatmulCurve)
     products = [
-        product_of((round((flops / 2) ** (1 / 3)),) * 3, element_bytes) for flops in _between(one)
+        product_of((round((flops / 2) ** (1 / 3)),) * 3, element_bytes)
+        for flops in _between(series)
     ]
     return [product.flops for product in products], [
         product.flops / matmul_s(product, curve, chip) / TERA for product in products
@@ -257,7 +248,7 @@ def _cubes(one: CurveSeries, chip: Chip, element_bytes: int) -> tuple[list[float
 
 
 def _collectives(curves: Sequence[CollectiveCurve]) -> Iterable[_Panel]:
-    """One panel a collective, one line a placement of its group."""
+    """Yields one panel a collective, with one line for each placement of its group."""
     for name in dict.fromkeys(curve.collective for curve in curves):
         same = [curve for curve in curves if curve.collective == name]
         yield _Panel(
@@ -290,7 +281,7 @@ def _placements(curves: Sequence[CollectiveCurve]) -> Callable[[Axes], None]:
 
 
 def _draw(axes: Axes, panel: _Panel) -> None:
-    """A panel with its scales, its limit and its legend beside it."""
+    """Draw a panel with its scales, its limit and its legend beside it."""
     panel.draw(axes)
     axes.set(xscale="log", yscale="log", title=panel.title, xlabel=panel.across, ylabel=panel.up)
     if panel.limit:
@@ -303,7 +294,7 @@ def _draw(axes: Axes, panel: _Panel) -> None:
 
 
 def _set_ticks(axes: Axes, panel: _Panel) -> None:
-    """Plain numbers up; across powers of two with their units, or powers of ten."""
+    """Set plain numbers upwards; across are powers of two with units, or powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     low, high = axes.get_ylim()

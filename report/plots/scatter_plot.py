@@ -1,6 +1,4 @@
-"""Predicted against measured as a picture; with front_plot.py, profile_plot.py and chunk_plot.py
-what alone names matplotlib.
-"""
+"""Predicted against measured steps as a picture, and the files that pictures are written to."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 BAND = 0.1  # share above and below the diagonal
+# most eyes can tell these apart
 _COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -29,7 +28,7 @@ _COLOURS = (
     "#56B4E9",
     "#000000",
     "#8C564B",
-)  # told apart by most eyes
+)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 8 colours, 56 sources differ
 _DPI = 150
 _EXACT_NAME, _BAND_NAME = "exact", f"within {100 * BAND:.0f} %"
@@ -43,9 +42,7 @@ _Styles = dict[str, tuple[str, str]]  # by source: colour, marker
 
 
 def require_plot(path: Path) -> None:
-    """Raises ConfigError when the picture could not be drawn or written: found before the pricing,
-    not after it.
-    """
+    """Raise ConfigError if the picture could not be drawn or written, before anything is priced."""
     if path.suffix.lower() not in FORMATS:
         formats = ", ".join(FORMATS)
         raise ConfigError(
@@ -62,43 +59,39 @@ def require_plot(path: Path) -> None:
 
 
 def draw(priced: Sequence[PricedRow], path: Path) -> None:
-    """The step times of the rows, and their memory where some have it, one marker a source, written
-    to `path`.
-    """
+    """Draw step times and, if rows have it, memory to `path`, with one marker a source."""
     from matplotlib.figure import Figure
 
-    found = {
+    points_by_name = {
         "step time, s": _points((row.source, row.measured_s, row.predicted_s) for row in priced),
         "memory of one GPU, GiB": _points(
             (row.source, row.measured_gib, row.predicted_gib) for row in priced
         ),
     }
-    panels = [(name, points) for name, points in found.items() if points]
+    panels = [(name, points) for name, points in points_by_name.items() if points]
     if not panels:
         raise ConfigError(
             "nothing to draw: no row is both measured and priced",
             hint="plan validate without --plot says why",
         )
     figure = Figure(figsize=(1.8 + 4.7 * len(panels), 5.0), layout="constrained")
-    styles = dict(
-        zip(sorted({source for _, points in panels for source in points}), _looks(), strict=False)
-    )
-    for axes, (name, points) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    sources = sorted({source for _, points in panels for source in points})
+    styles = dict(zip(sources, _looks(), strict=False))
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (name, points) in zip(all_axes, panels, strict=True):
         _draw_panel(axes, name, points, styles)
     _draw_legend(figure)
     save(figure, path)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a picture whole, in the format that the file's suffix names. Raises ConfigError."""
+    """Write a picture in the format of the file's suffix; raises ConfigError."""
     with replacing(path, hint=_OTHER_FILE) as file:
         figure.savefig(file, format=path.suffix[1:].lower(), dpi=_DPI)
 
 
 def _draw_legend(figure: Figure) -> None:
-    """One for all panels, beside them: the sources by name, then the lines."""
+    """Draw one legend for all panels: the sources by name, then the lines."""
     handles = {
         label: handle
         for axes in figure.axes
@@ -124,12 +117,12 @@ def _points(rows: Iterable[tuple[str, float | None, float | None]]) -> _Points:
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """Colours and markers, both changing from each to the next."""
+    """Yields colours with markers; both change from each pair to the next."""
     return zip(cycle(_COLOURS), cycle(_MARKERS), strict=False)
 
 
 def _draw_panel(axes: Axes, name: str, points: _Points, styles: _Styles) -> None:
-    """Log-log with the same limits both ways; sources with many rows lie below those with few."""
+    """Draw log-log axes with equal limits; sources with many rows lie below those with few."""
     for source in sorted(points, key=lambda source: -len(points[source])):
         colour, marker = styles[source]
         measured, predicted = zip(*points[source], strict=True)
@@ -145,10 +138,8 @@ def _draw_panel(axes: Axes, name: str, points: _Points, styles: _Styles) -> None
             label=source,
         )
     values = [value for of_source in points.values() for pair in of_source for value in pair]
-    middle, room = (
-        math.sqrt(min(values) * max(values)),
-        max(_ROOM * math.sqrt(max(values) / min(values)), _SMALLEST_HALF),
-    )
+    middle = math.sqrt(min(values) * max(values))
+    room = max(_ROOM * math.sqrt(max(values) / min(values)), _SMALLEST_HALF)
     _draw_scale(axes, middle / room, middle * room)
     axes.set_title(name.split(",")[0])
     axes.set_xlabel(f"measured {name}")
@@ -156,13 +147,12 @@ def _draw_panel(axes: Axes, name: str, points: _Points, styles: _Styles) -> None
 
 
 def _draw_scale(axes: Axes, low: float, high: float) -> None:
-    """The diagonal, the band around it, and axes from `low` to `high` whose ticks are plain
-    numbers.
-    """
+    """Draw the diagonal and its band; the axes run from `low` to `high` with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     ends = (low, high)
-    below, above = ([end * share for end in ends] for share in (1 - BAND, 1 + BAND))
+    below = [end * (1 - BAND) for end in ends]
+    above = [end * (1 + BAND) for end in ends]
     axes.fill_between(ends, below, above, color="0.86", linewidth=0, zorder=0, label=_BAND_NAME)
     axes.plot(ends, ends, color="0.3", linewidth=1, zorder=1, label=_EXACT_NAME)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")

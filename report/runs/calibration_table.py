@@ -1,6 +1,4 @@
-"""What `plan calibrate` prints: the factors with where they come from, and the runs priced with
-them.
-"""
+"""The tables of `plan calibrate`: factors with their sources, and the runs priced with them."""
 
 from __future__ import annotations
 
@@ -21,13 +19,14 @@ _NAMES = {
 
 
 def print_calibration(profile: UserProfile, out: Console) -> None:
-    """Print a profile for a person."""
+    """Print the calibration of a profile for a person; nothing without one."""
     calibration = profile.calibration
     if calibration is None:
         return
     say(
         out,
-        f"{profile.device}, {calibration.stack}, {calibration.precision}: measured over predicted seconds",
+        f"{profile.device}, {calibration.stack}, {calibration.precision}: measured over predicted "
+        f"seconds",
         "bold",
     )
     rows = []

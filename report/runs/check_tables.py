@@ -1,4 +1,4 @@
-"""What `plan check` prints: held and sent, predicted beside found, and the verdict."""
+"""The tables of `plan check`: bytes held and sent, predicted beside measured, and the verdict."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from parplan.report.text import joined, print_table, say
 
 
 def print_check(plan: Plan, checks: Sequence[RankCheck], out: Console) -> None:
-    """The peak of every stage, classes and collectives of the fullest, notes, and the verdict as
-    the last line.
-    """
+    """Print peaks of all stages, classes and collectives of the fullest, notes and the verdict."""
     full = max(checks, key=lambda check: check.found.held)
     say(
         out,
-        f"{plan.model.name}, {plan.mesh}: one rank of {_stages(plan, checks)}, at full size on tensors without data",
+        f"{plan.model.name}, {plan.mesh}: one rank of {_stages(plan, checks)}, at full size on "
+        f"tensors without data",
         "bold",
     )
     if len(checks) > 1:
@@ -40,13 +39,8 @@ def print_check(plan: Plan, checks: Sequence[RankCheck], out: Console) -> None:
         print_table(out, heading, [_peak_row(check) for check in checks], left=("stage", "device"))
     where = f"of stage {full.rank}, the fullest" if len(checks) > 1 else f"of stage {full.rank}"
     say(out)
-    heading = (
-        "",
-        "predicted",
-        "found",
-        "deviation",
-        *(("worst of all stages",) if len(checks) > 1 else ()),
-    )
+    of_all = ("worst of all stages",) if len(checks) > 1 else ()
+    heading = ("", "predicted", "found", "deviation", *of_all)
     say(out, f"  bytes {where}; {device_text(full)}", "dim")
     print_table(out, heading, list(_class_rows(full, checks)), left=("",))
     say(out)
@@ -94,7 +88,7 @@ def _class_rows(check: RankCheck, checks: Sequence[RankCheck]) -> Iterator[tuple
 
 
 def name_text(name: str) -> str:
-    """A class as people call it: what is held at the fullest moment is the peak."""
+    """Returns the printed name of a class; `held` is the peak."""
     return "peak" if name == "held" else name
 
 
@@ -102,34 +96,32 @@ def _deviation(check: RankCheck, name: str) -> str:
     return "equal" if exact((check,), name) else share_text(check.share(name))
 
 
-def _share(predicted: int, found: int) -> float | None:
-    return found / predicted - 1 if predicted else None
+def _share(predicted: int, measured: int) -> float | None:
+    return measured / predicted - 1 if predicted else None
 
 
 def device_text(check: RankCheck) -> str:
-    """Whether the found peak, with what is no tensor, fits the device."""
+    """Returns the bytes that are free, or too much, at the measured peak with its reserve."""
     free = check.capacity - check.occupied
     return f"{format_bytes(free)} free" if check.fits else f"{format_bytes(-free)} too much"
 
 
 def _sent_row(sent: SentCheck) -> tuple[str, ...]:
-    sides = sent.predicted, sent.found
-    calls, sizes = (
-        (f"{side.calls:,}" for side in sides),
-        (format_bytes(side.num_bytes) for side in sides),
-    )
-    predicted, found = (side.num_bytes for side in sides)
+    predicted = sent.predicted.num_bytes
+    measured = sent.found.num_bytes
     return (
         sent.axis,
         sent.kind,
-        *calls,
-        *sizes,
-        "equal" if predicted == found else share_text(_share(predicted, found)),
+        f"{sent.predicted.calls:,}",
+        f"{sent.found.calls:,}",
+        format_bytes(predicted),
+        format_bytes(measured),
+        "equal" if predicted == measured else share_text(_share(predicted, measured)),
     )
 
 
 def share_text(share: float | None) -> str:
-    """A deviation as `+0.4 %`, with two decimals below 0.1 %."""
+    """Formats a deviation as `+0.4 %`, with two decimals below 0.1 %."""
     if share is None:
         return "not predicted"
     return f"{100 * share:+.{1 if abs(share) >= 0.001 else 2}f} %"
@@ -140,45 +132,50 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
     if short:
         most = max(short, key=lambda check: check.micro_batches)
         yield (
-            f"counted on steps of {' and '.join(map(str, most.micro_batches))} micro-batches, of {most.of}: "
+            f"counted on steps of {' and '.join(map(str, most.micro_batches))} micro-batches, of "
+            f"{most.of}: "
             "what is sent is linear in their number, what is held stays"
         )
     old = [check for check in checks if check.outdated]
     if old:
         yield (
-            f"the plan file predicts a peak of {format_bytes(old[0].planned)} on stage {old[0].rank}, today's prices "
+            f"the plan file predicts a peak of {format_bytes(old[0].planned)} on stage "
+            f"{old[0].rank}, today's prices "
             f"{format_bytes(old[0].predicted.held)}: make the plan again"
         )
     yield (
-        "found: one rank of the executor, its kernels' own workspace left out; predicted: what the stack of the plan holds "
-        "and sends; temporaries: what the fullest moment holds beyond states and the most activations, which may never be there "
+        "found: one rank of the executor, its kernels' own workspace left out; predicted: what "
+        "the stack of the plan holds "
+        "and sends; temporaries: what the fullest moment holds beyond states and the most "
+        "activations, which may never be there "
         "together; peak: tensors alone, the device also holds the reserve"
     )
 
 
 def verdict(checks: Sequence[RankCheck]) -> str:
-    """One line: what is as predicted, what is not and by how much, and whether it fits."""
+    """Returns one line: classes as predicted, deviations of the rest, and if the plan fits."""
     equal = [name for name in CLASSES if exact(checks, name)]
-    others = [
+    deviating = [
         f"{name_text(name)} {share_text(worst(checks, name))}"
         for name in CLASSES
         if name not in equal
     ]
     start = "matches" if matches(checks) else "differs"
     parts = [f"{', '.join(map(name_text, equal))} to the byte"] if equal else []
-    parts += [", ".join(others)] if others else []
+    parts += [", ".join(deviating)] if deviating else []
     full = [check for check in checks if not check.fits]
     if full:
         most = max(full, key=lambda check: check.occupied)
         return (
-            f"does not fit: stage {most.rank} needs {format_bytes(most.occupied)} of {format_bytes(most.capacity)}, "
+            f"does not fit: stage {most.rank} needs {format_bytes(most.occupied)} of "
+            f"{format_bytes(most.capacity)}, "
             f"{device_text(most)}; {'; '.join(parts)}"
         )
     return f"{start}: {'; '.join(parts)}"
 
 
 def check_document(checks: Sequence[RankCheck]) -> dict[str, Any]:
-    """The same for programs, in bytes."""
+    """Returns the tables as JSON values, in bytes."""
     return {
         "matches": matches(checks),
         "fits": all(check.fits for check in checks),

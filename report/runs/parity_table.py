@@ -1,6 +1,4 @@
-"""What `plan check --execute` prints: losses and gradients of the shrunk plan beside those of one
-process.
-"""
+"""The tables of `plan check --execute`: losses and gradients against those of one process."""
 
 from __future__ import annotations
 
@@ -16,28 +14,26 @@ from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_file import ChunkMoved
 from parplan.report.text import joined, print_table, say
 
-WORST = 10  # parameters of a module that are listed
+WORST = 10  # listed parameters of a module
 
 
-def relative_error(found: float, expected: float) -> float:
-    """Relative; infinite where a loss is not finite, which comparisons would not find to be beyond
-    a tolerance.
-    """
-    if found == expected and math.isfinite(found):
+def relative_error(value: float, expected: float) -> float:
+    """Returns the relative error; it is infinite, not NaN, when a value is not finite."""
+    if value == expected and math.isfinite(value):
         return 0.0
-    error = abs(found / expected - 1) if expected else math.inf
+    error = abs(value / expected - 1) if expected else math.inf
     return error if math.isfinite(error) else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The plan and its shrunk form; what the ranks of that found against one process.
+    """A plan, its shrunk form `small`, and the results of its ranks against one process.
 
-    losses: by step, of the ranks and of one process; gradients: error by parameter, of the first
-    step
-    agree: whether all ranks hold the same; as_predicted: whether every rank holds the predicted
-    bytes of states
-    moved: of the ranks that have chunks, what they moved in a step
+    losses        by step: loss of the ranks, loss of one process
+    gradients     relative error by parameter, in the first step
+    agree         true when all ranks hold equal losses and gradients
+    as_predicted  true when every rank holds the predicted bytes of states
+    moved         bytes that chunks moved in a step, for each rank with chunks
     """
 
     plan: Plan | TracedPlan
@@ -52,11 +48,11 @@ class Parity:
 
     @property
     def loss_error(self) -> float:
-        return max(relative_error(found, expected) for found, expected in self.losses)
+        return max(relative_error(loss, expected) for loss, expected in self.losses)
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The parameter with the largest gradient error."""
+        """Returns the parameter with the largest gradient error, and the error."""
         return max(self.gradients.items(), key=lambda item: item[1])
 
     @property
@@ -69,12 +65,12 @@ class Parity:
 
     @property
     def bytes_as_predicted(self) -> bool:
-        """Whether states and what chunks moved are as predicted on every rank."""
+        """True when the bytes of states and of moved chunks are as predicted on every rank."""
         return self.as_predicted and all(rank.as_predicted for rank in self.moved)
 
 
 def print_parity(parity: Parity, out: Console) -> None:
-    """Losses, the error of every parameter, and the verdict as the last line."""
+    """Print losses, the error of every parameter, and the verdict as the last line."""
     small = parity.small
     say(out, f"{_name(small)}: {small.mesh} on gloo, fp32, against one process", "bold")
     say(out, joined(_kept(parity), ", ", out.width, start="  shrunk    ", indent=12))
@@ -126,7 +122,7 @@ def _changed(parity: Parity) -> list[str]:
 
 
 def _moved(ranks: Sequence[ChunkMoved]) -> list[str]:
-    """Bytes of a step, counted on all ranks, and whether they are those of the plan."""
+    """Returns bytes moved in a step, summed over ranks, beside those of the plan."""
     names = {
         "in_bytes": "to the device",
         "out_bytes": "to the host",
@@ -135,12 +131,11 @@ def _moved(ranks: Sequence[ChunkMoved]) -> list[str]:
     }
     parts = []
     for field, name in names.items():
-        found = [getattr(rank, field) for rank in ranks]
-        predicted, counted = (
-            sum(getattr(each, side) or 0 for each in found) for side in ("predicted", "measured")
-        )
+        figures = [getattr(rank, field) for rank in ranks]
+        predicted = sum(figure.predicted or 0 for figure in figures)
+        counted = sum(figure.measured or 0 for figure in figures)
         if predicted or counted:
-            same = all(each.predicted == each.measured for each in found)
+            same = all(figure.predicted == figure.measured for figure in figures)
             parts.append(
                 f"{counted:,.0f} bytes {name} {'as' if same else 'NOT as'} predicted"
                 + ("" if same else f", {predicted:,.0f}")
@@ -149,29 +144,27 @@ def _moved(ranks: Sequence[ChunkMoved]) -> list[str]:
 
 
 def _gradient_rows(parity: Parity) -> list[tuple[str, str, str]]:
-    """One row for each parameter of a layer, with the layer where its error is worst; of a module
-    the worst ones.
+    """Returns one row for each parameter of a layer, with the layer where its error is worst.
+
+    A traced module has rows for its worst parameters only.
     """
     if isinstance(parity.small, TracedPlan):
         worst = sorted(parity.gradients.items(), key=lambda item: -item[1])[:WORST]
         return [(name, f"{error:.1e}", "") for name, error in worst]
-    found: dict[str, tuple[float, str]] = {}
+    largest: dict[str, tuple[float, str]] = {}
     for name, error in parity.gradients.items():
         layer, parameter = name.split(".", 1)
         key = parameter if layer.startswith("block") else name
-        found[key] = max(found.get(key, (0.0, layer)), (error, layer))
-    return [(name, f"{error:.1e}", layer) for name, (error, layer) in found.items()]
+        largest[key] = max(largest.get(key, (0.0, layer)), (error, layer))
+    return [(name, f"{error:.1e}", layer) for name, (error, layer) in largest.items()]
 
 
 def parity_verdict(parity: Parity) -> str:
-    """One line: whether the shrunk plan trains as one process does, and within what."""
+    """Returns one line: if the shrunk plan trains as one process does, with its errors."""
     name, error = parity.worst
     bytes_text = "" if parity.as_predicted else "; bytes of states are NOT as predicted"
-    bytes_text += (
-        ""
-        if all(rank.as_predicted for rank in parity.moved)
-        else "; what chunks moved is NOT as predicted"
-    )
+    if not all(rank.as_predicted for rank in parity.moved):
+        bytes_text += "; what chunks moved is NOT as predicted"
     text = (
         f"gradients within {error:.1e} (tolerance {parity.gradient_tolerance:.0e}, worst {name}), "
         f"losses within {parity.loss_error:.1e} (tolerance {parity.loss_tolerance:.0e}){bytes_text}"
@@ -182,7 +175,7 @@ def parity_verdict(parity: Parity) -> str:
 
 
 def parity_document(parity: Parity) -> dict[str, Any]:
-    """The same for programs."""
+    """Returns the tables as JSON values."""
     small = parity.small
     size = {} if isinstance(small, TracedPlan) else {"num_layers": small.model.num_layers}
     return {
@@ -193,8 +186,8 @@ def parity_document(parity: Parity) -> dict[str, Any]:
         "mesh": str(small.mesh),
         **size,
         "losses": [
-            {"found": _number(found), "one_process": _number(expected)}
-            for found, expected in parity.losses
+            {"found": _number(loss), "one_process": _number(expected)}
+            for loss, expected in parity.losses
         ],
         **(
             {"moved_as_predicted": all(rank.as_predicted for rank in parity.moved)}
@@ -208,5 +201,5 @@ def parity_document(parity: Parity) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no word for what is not finite."""
+    """Returns None for a number that is not finite, since JSON cannot express it."""
     return value if math.isfinite(value) else None

@@ -27,11 +27,12 @@ _MOVED = {
     "chunks gathered": "gathered_bytes",
     "chunks reduced": "reduced_bytes",
 }
-MOST_STAGES, MOST_RANKS = 8, 16  # in a table; the file has all
+MOST_STAGES = 8  # in a table; the file has all
+MOST_RANKS = 16  # in a table; the file has all
 
 
 def print_run(run: RunFile, out: Console) -> None:
-    """Print what was predicted of the step and of memory, and what was measured."""
+    """Print predicted and measured values of the step and of memory."""
     say(out)
     rows = [*_step(run), *_parts(run), *_memory(run)]
     print_table(out, ("", "predicted", "measured", "off by"), rows, left=("",))
@@ -44,15 +45,15 @@ def print_run(run: RunFile, out: Console) -> None:
 
 
 def print_record(run: RunFile, out: Console) -> None:
-    """A run that was read back: what was run, its losses, the table, and what the chunks of every
-    rank moved.
-    """
-    steps, where = run.steps, run.environment
+    """Print a run file: plan, losses, the table, and bytes that the chunks of every rank moved."""
+    steps = run.steps
+    where = run.environment
     plan = run.any_plan()
     name = plan.traced.name if isinstance(plan, TracedPlan) else plan.model.name
     say(
         out,
-        f"{name}, {plan.mesh}: a run of {run.date} on {where.world_size} x {where.device}, torch {where.torch}",
+        f"{name}, {plan.mesh}: a run of {run.date} on {where.world_size} x {where.device}, torch "
+        f"{where.torch}",
         "bold",
     )
     skipped = f", {len(steps.skipped)} skipped" if steps.skipped else ""
@@ -97,10 +98,13 @@ def _moved_cells(moved: ChunkMoved) -> Iterator[str]:
 
 
 def _row(name: str, figure: Beside, show: Callable[[float], str]) -> tuple[str, str, str, str]:
-    there, here = figure.predicted, figure.measured
-    off = f"{100 * (here / there - 1):+.0f} %" if there and here is not None else ""
-    predicted, measured = ("-" if value is None else show(value) for value in (there, here))
-    return name, predicted, measured, off
+    predicted, measured = figure.predicted, figure.measured
+    off = ""
+    if predicted and measured is not None:
+        off = f"{100 * (measured / predicted - 1):+.0f} %"
+    predicted_text = "-" if predicted is None else show(predicted)
+    measured_text = "-" if measured is None else show(measured)
+    return name, predicted_text, measured_text, off
 
 
 def _step(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
@@ -146,15 +150,9 @@ def _memory(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
         )
         if most.predicted or most.measured:
             yield _row(name, most, format_bytes)
-    if moved:  # beside what they may hold, which is no prediction
-        yield (
-            *_row(
-                "budget, held by chunks",
-                max((each.device_bytes for each in moved), key=_measured),
-                format_bytes,
-            )[:3],
-            "",
-        )
+    if moved:  # the budget is a limit and no prediction, so that there is no deviation
+        largest = max((each.device_bytes for each in moved), key=_measured)
+        yield (*_row("budget, held by chunks", largest, format_bytes)[:3], "")
 
 
 def _measured(figure: Beside) -> float:
@@ -164,8 +162,14 @@ def _measured(figure: Beside) -> float:
 def _notes(run: RunFile) -> Iterator[str]:
     if run.environment.device == "cpu":
         most = max(rank.host_rss_bytes for rank in run.ranks)
-        yield f"host memory of a process at most {format_bytes(most)}, with Python and its libraries: no figure that is predicted"
+        yield (
+            f"host memory of a process at most {format_bytes(most)}, with Python and its "
+            f"libraries: no figure that is predicted"
+        )
         if "profile" not in run.plan["cluster"]:
-            yield "prices of the device cpu are assumed: 'plan profile' measures them, 'plan calibrate' takes them from this run"
+            yield (
+                "prices of the device cpu are assumed: 'plan profile' measures them, 'plan "
+                "calibrate' takes them from this run"
+            )
     if run.clock_error_s:
         yield f"clocks of the machines agree to within about {seconds_text(run.clock_error_s)}"

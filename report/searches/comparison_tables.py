@@ -1,6 +1,4 @@
-"""A plan beside the baselines: who is faster, who needs less, and which parts of the step and of
-the memory it comes from.
-"""
+"""A plan beside the baselines: step time and memory, with the differences by part."""
 
 from __future__ import annotations
 
@@ -27,44 +25,44 @@ from parplan.report.text import (
     seconds_text,
 )
 
-SAME_STEP = 5e-4  # share of a step below which two are as long
-SAME_GIB = 0.05  # below which two need as much
-NOTHING = 5e-3  # of the table's unit: a line of only such numbers is left out
+SAME_STEP = 5e-4  # share of a step; smaller differences count as equal
+SAME_GIB = 0.05  # GiB; smaller differences count as equal
+NOTHING = 5e-3  # in the table's unit; a line of only smaller numbers is left out
 
 
 def print_comparison(
-    found: Comparison, out: Console, *, assumed: Sequence[str] = (), pinned: bool = False
+    comparison: Comparison, out: Console, *, assumed: Sequence[str] = (), pinned: bool = False
 ) -> None:
-    """Print the comparison for a person; `pinned`: choices of ours were pinned, which the baselines
-    do not know of.
-    """
-    say(out, header(found.ours.plan, out.width), "bold")
+    """Print the comparison for a person; `pinned` says that our search alone had pins."""
+    say(out, header(comparison.ours.plan, out.width), "bold")
     if assumed:
         say(out, joined(assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
     print_table(
         out,
         ("plan", "step", "than ours", "tokens/s/GPU", "MFU", "peak GiB", "redundant GiB"),
-        _overview(found),
+        _overview(comparison),
         left=("plan",),
     )
     say(out)
-    for line in aligned(((name, *text) for name, *text in _layouts(found)), out.width, left=(0, 1)):
+    for line in aligned(
+        ((name, *text) for name, *text in _layouts(comparison)), out.width, left=(0, 1)
+    ):
         say(out, line)
-    sides = _sides(found)
-    scale, unit = (1.0, "s") if found.ours.step_s >= 1 else (1e3, "ms")
+    sides = _sides(comparison)
+    scale, unit = (1.0, "s") if comparison.ours.step_s >= 1 else (1e3, "ms")
     times = [tuple(part * scale for part in side.parts.values) for side in sides]
-    others = ", and what the others take more" if len(sides) > 1 else ""
-    _print_parts(out, f"{unit} of the mean GPU: ours{others}", "step", sides, NAMES, times)
+    ours = "ours, and what the others take more" if len(sides) > 1 else "ours"
+    _print_parts(out, f"{unit} of the mean GPU: {ours}", "step", sides, NAMES, times)
     memory = [tuple(map(gib, side.memory_bytes)) for side in sides]
-    _print_parts(out, f"GiB of the fullest GPU: ours{others}", "total", sides, MEMORY_NAMES, memory)
+    _print_parts(out, f"GiB of the fullest GPU: {ours}", "total", sides, MEMORY_NAMES, memory)
     say(out)
-    for line in _verdicts(found):
+    for line in _verdicts(comparison):
         _say_words(out, line)
     say(out)
-    for line in _notes(found, pinned=pinned):
+    for line in _notes(comparison, pinned=pinned):
         _say_words(out, line, "dim")
-    for row in found.rows:
+    for row in comparison.rows:
         _say_words(out, f"{row.baseline.name}: {_meaning(row)}", "dim")
 
 
@@ -72,24 +70,24 @@ def _say_words(out: Console, text: str, style: str = "") -> None:
     say(out, joined(text.split(" "), " ", out.width, start="  ", indent=4), style)
 
 
-def _sides(found: Comparison) -> list[ComparedPlan]:
-    return [found.ours, *(row.side for row in found.rows if row.side)]
+def _sides(comparison: Comparison) -> list[ComparedPlan]:
+    return [comparison.ours, *(row.side for row in comparison.rows if row.side)]
 
 
-def _overview(found: Comparison) -> Iterator[tuple[str, ...]]:
-    yield _numbers(found.ours, "")
-    for row in found.rows:
+def _overview(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    yield _numbers(comparison.ours, "")
+    for row in comparison.rows:
         if row.side is None:
             yield (row.baseline.name, "no fit", *["-"] * 5)
         else:
-            yield _numbers(row.side, _slower(found, row.side))
+            yield _numbers(row.side, _slower(comparison, row.side))
 
 
-def _slower(found: Comparison, other: ComparedPlan) -> str:
-    slower = other.step_s / found.ours.step_s - 1
+def _slower(comparison: Comparison, baseline_plan: ComparedPlan) -> str:
+    slower = baseline_plan.step_s / comparison.ours.step_s - 1
     if abs(slower) < SAME_STEP:
         return "the same"
-    return f"{'tie ' if found.is_tie(other) else ''}{100 * slower:+.1f} %"
+    return f"{'tie ' if comparison.is_tie(baseline_plan) else ''}{100 * slower:+.1f} %"
 
 
 def _numbers(side: ComparedPlan, against: str) -> tuple[str, ...]:
@@ -105,15 +103,11 @@ def _numbers(side: ComparedPlan, against: str) -> tuple[str, ...]:
     )
 
 
-def _layouts(found: Comparison) -> Iterator[tuple[str, str]]:
-    for side in _sides(found):
+def _layouts(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    for side in _sides(comparison):
         plan = side.plan
-        yield (
-            side.name,
-            ", ".join(
-                (str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *layers_phrases(plan))
-            ),
-        )
+        pipeline = pipeline_phrases(plan.pipeline, plan.mesh)
+        yield side.name, ", ".join((str(plan.mesh), *pipeline, *layers_phrases(plan)))
 
 
 def _print_parts(
@@ -124,15 +118,16 @@ def _print_parts(
     names: Sequence[str],
     values: Sequence[tuple[float, ...]],
 ) -> None:
-    """One line a part, one column a side: the first as it is, the others as differences, which add
-    up to the last line.
+    """Print one line a part: our value, then each baseline's difference from it.
+
+    The last line, `whole`, has the sums.
     """
     rows = []
-    for name, (ours, *others) in zip(
-        (*names, whole), zip(*((*one, sum(one)) for one in values), strict=True), strict=True
-    ):
-        if max(abs(ours), *(abs(other - ours) for other in others), 0.0) >= NOTHING:
-            rows.append((name, f"{ours:.2f}", *(_difference(other - ours) for other in others)))
+    with_sums = [(*parts, sum(parts)) for parts in values]
+    for name, (ours, *theirs) in zip((*names, whole), zip(*with_sums, strict=True), strict=True):
+        differences = [their - ours for their in theirs]
+        if max(abs(ours), *map(abs, differences), 0.0) >= NOTHING:
+            rows.append((name, f"{ours:.2f}", *map(_difference, differences)))
     say(out)
     say(out, f"  {title}", "dim")
     print_table(out, ("", *(side.name for side in sides)), rows, left=("",))
@@ -142,24 +137,25 @@ def _difference(value: float) -> str:
     return f"{value:+.2f}" if abs(value) >= NOTHING else "0.00"
 
 
-def _verdicts(found: Comparison) -> Iterator[str]:
-    for row in found.rows:
-        yield _verdict(found, row.side) if row.side else _shortfall(found, row)
+def _verdicts(comparison: Comparison) -> Iterator[str]:
+    for row in comparison.rows:
+        yield _verdict(comparison, row.side) if row.side else _shortfall(comparison, row)
 
 
-def _verdict(found: Comparison, other: ComparedPlan) -> str:
-    """How much more or less another side needs than ours, and in what ours loses."""
-    ours = found.ours
-    slower, more_gib = other.step_s / ours.step_s - 1, gib(other.fullest.total - ours.fullest.total)
+def _verdict(comparison: Comparison, baseline_plan: ComparedPlan) -> str:
+    """Returns a baseline's differences in time and memory, and the measures in which it wins."""
+    ours = comparison.ours
+    slower = baseline_plan.step_s / ours.step_s - 1
+    more_gib = gib(baseline_plan.fullest.total - ours.fullest.total)
     redundant_gib = (
-        other.plan.predicted.redundancy_gib.total - ours.plan.predicted.redundancy_gib.total
+        baseline_plan.plan.predicted.redundancy_gib.total - ours.plan.predicted.redundancy_gib.total
     )
     time = (
         "takes as long"
         if abs(slower) < SAME_STEP
         else f"takes {percent(abs(slower))} {'longer' if slower > 0 else 'less time'}"
     )
-    if found.is_tie(other) and abs(slower) >= SAME_STEP:
+    if comparison.is_tie(baseline_plan) and abs(slower) >= SAME_STEP:
         time += ", inside the error band: a tie"
     lost = [
         what
@@ -171,7 +167,7 @@ def _verdict(found: Comparison, other: ComparedPlan) -> str:
         if difference <= -same
     ]
     memory = f"{_amount(more_gib)} at the peak, {_amount(redundant_gib)} redundant over all GPUs"
-    return f"{other.name} {time}; {memory}" + (
+    return f"{baseline_plan.name} {time}; {memory}" + (
         f". Ours loses in {' and '.join(lost)}" if lost else ""
     )
 
@@ -182,24 +178,25 @@ def _amount(difference_gib: float) -> str:
     return f"{gib_text(abs(difference_gib))} GiB {'more' if difference_gib > 0 else 'less'}"
 
 
-def _shortfall(found: Comparison, row: ComparisonRow) -> str:
-    """Why a baseline has no plan: by how much its leanest is short, or that it has no legal
-    strategy.
-    """
-    lean, plan = row.baseline.leanest, found.ours.plan
+def _shortfall(comparison: Comparison, row: ComparisonRow) -> str:
+    """Returns the GiB that a baseline's leanest plan is short of, or its lack of a legal layout."""
+    lean, plan = row.baseline.leanest, comparison.ours.plan
     if lean is None:
         return (
-            f"{row.baseline.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a global batch of "
+            f"{row.baseline.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a "
+            f"global batch of "
             f"{plan.training.global_batch_size}"
         )
     return (
-        f"{row.baseline.name} does not fit: its leanest ({_lean_text(lean)}) needs {gib_text(gib(lean.peak_bytes))} GiB on stage "
-        f"{lean.rank}, {gib_text(_short_gib(found, lean))} GiB more than the {gib_text(gib(found.limit_bytes))} usable"
+        f"{row.baseline.name} does not fit: its leanest ({_lean_text(lean)}) needs "
+        f"{gib_text(gib(lean.peak_bytes))} GiB on stage "
+        f"{lean.rank}, {gib_text(_short_gib(comparison, lean))} GiB more than the "
+        f"{gib_text(gib(comparison.limit_bytes))} usable"
     )
 
 
-def _short_gib(found: Comparison, lean: Leanest) -> float:
-    return gib(lean.peak_bytes - found.limit_bytes)
+def _short_gib(comparison: Comparison, lean: Leanest) -> float:
+    return gib(lean.peak_bytes - comparison.limit_bytes)
 
 
 def _lean_text(lean: Leanest) -> str:
@@ -207,15 +204,19 @@ def _lean_text(lean: Leanest) -> str:
     return f"{layout.mesh}, micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}"
 
 
-def _notes(found: Comparison, *, pinned: bool) -> Iterator[str]:
-    band, ours = found.ours.plan.predicted.error_band, found.ours
-    if found.unpriced:
-        yield f"not priced before the time limit: {', '.join(found.unpriced)}"
-    if found.filed_step_s is not None:
-        yield f"the plan file says {seconds_text(found.filed_step_s)}; the comparison is of {seconds_text(ours.step_s)}, as priced now"
-    if ours.fullest.total > found.limit_bytes:
+def _notes(comparison: Comparison, *, pinned: bool) -> Iterator[str]:
+    band, ours = comparison.ours.plan.predicted.error_band, comparison.ours
+    if comparison.unpriced:
+        yield f"not priced before the time limit: {', '.join(comparison.unpriced)}"
+    if comparison.filed_step_s is not None:
         yield (
-            f"ours needs {gib_text(gib(ours.fullest.total))} GiB, more than the {gib_text(gib(found.limit_bytes))} that the baselines "
+            f"the plan file says {seconds_text(comparison.filed_step_s)}; the comparison is of "
+            f"{seconds_text(ours.step_s)}, as priced now"
+        )
+    if ours.fullest.total > comparison.limit_bytes:
+        yield (
+            f"ours needs {gib_text(gib(ours.fullest.total))} GiB, more than the "
+            f"{gib_text(gib(comparison.limit_bytes))} that the baselines "
             "were held to: --memory-margin, --memory-limit"
         )
     if pinned:
@@ -228,19 +229,23 @@ def _notes(found: Comparison, *, pinned: bool) -> Iterator[str]:
 
 
 def _meaning(row: ComparisonRow) -> str:
-    """What a baseline is, and how much of it was priced."""
+    """Describes a baseline, with the number of its strategies that were priced."""
     baseline, optimum = row.baseline, row.baseline.optimum
     strategies = f"{baseline.candidates:,} strategies"
     if optimum is None:
         return f"{baseline.what} ({strategies}, none fits)"
-    return f"{baseline.what} ({f'the first of {strategies} that fits' if baseline.in_order else f'{strategies}, {optimum.fitted:,} fit'})"
+    if baseline.in_order:
+        return f"{baseline.what} (the first of {strategies} that fits)"
+    return f"{baseline.what} ({strategies}, {optimum.fitted:,} fit)"
 
 
-def comparison_document(found: Comparison) -> dict[str, Any]:
-    """What `plan compare --json` prints: seconds, GiB and shares; differences are a baseline's less
-    ours.
+def comparison_document(comparison: Comparison) -> dict[str, Any]:
+    """Returns the output of `plan compare --json`: seconds, GiB and shares.
+
+    A difference is the baseline's value less ours.
     """
-    plan, unpriced = found.ours.plan, {"unpriced": list(found.unpriced)} if found.unpriced else {}
+    plan = comparison.ours.plan
+    unpriced = {"unpriced": list(comparison.unpriced)} if comparison.unpriced else {}
     return {
         "model": plan.model.name,
         "gpu": plan.cluster.device.name,
@@ -248,17 +253,18 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
         "global_batch_size": plan.training.global_batch_size,
         "seq_length": plan.training.seq_length,
         "stack": plan.training.stack.name,
-        "memory_limit_gib": round(gib(found.limit_bytes), 4),
+        "memory_limit_gib": round(gib(comparison.limit_bytes), 4),
         "error_band": asdict(plan.predicted.error_band) if plan.predicted.error_band else None,
-        "filed_step_time_s": found.filed_step_s,
-        "ours": _side_document(found.ours),
-        "baselines": [_row_document(found, row) for row in found.rows],
+        "filed_step_time_s": comparison.filed_step_s,
+        "ours": _side_document(comparison.ours),
+        "baselines": [_row_document(comparison, row) for row in comparison.rows],
         **unpriced,
     }
 
 
 def _side_document(side: ComparedPlan) -> dict[str, Any]:
-    predicted, plan = side.plan.predicted, side.plan
+    plan = side.plan
+    predicted = plan.predicted
     zero, recompute = layers_phrases(plan)
     return {
         "step_time_s": side.step_s,
@@ -276,7 +282,7 @@ def _side_document(side: ComparedPlan) -> dict[str, Any]:
     }
 
 
-def _row_document(found: Comparison, row: ComparisonRow) -> dict[str, Any]:
+def _row_document(comparison: Comparison, row: ComparisonRow) -> dict[str, Any]:
     baseline, lean = row.baseline, row.baseline.leanest
     document = {
         "name": baseline.name,
@@ -285,18 +291,17 @@ def _row_document(found: Comparison, row: ComparisonRow) -> dict[str, Any]:
         "fits": row.side is not None,
     }
     if row.side is None:
-        return document | {"short_gib": None if lean is None else _short_gib(found, lean)}
-    ours, other = _side_document(found.ours), _side_document(row.side)
+        return document | {"short_gib": None if lean is None else _short_gib(comparison, lean)}
+    ours = _side_document(comparison.ours)
+    theirs = _side_document(row.side)
     differences = {
-        table: {name: other[table][name] - ours[table][name] for name in other[table]}
+        table: {name: theirs[table][name] - ours[table][name] for name in theirs[table]}
         for table in ("parts_s", "memory_gib")
     }
-    return (
-        document
-        | other
-        | {
-            "slower": row.side.step_s / found.ours.step_s - 1,
-            "tie": found.is_tie(row.side),
-            "difference": differences,
-        }
-    )
+    return {
+        **document,
+        **theirs,
+        "slower": row.side.step_s / comparison.ours.step_s - 1,
+        "tie": comparison.is_tie(row.side),
+        "difference": differences,
+    }

@@ -1,6 +1,4 @@
-"""The error for a request that does not fit: what binds, and what makes it fit at what cost in
-time.
-"""
+"""The error for a request that does not fit, with changes that make it fit and their step times."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.report.text import aligned, seconds_text
 
-_WIDE = 1000  # lines of the hint are as long as they are
+_WIDE = 1000  # characters, so that no line of the hint is wrapped
 _INDENT = 8
 
 
@@ -53,7 +51,7 @@ def explained_error(request: Request) -> InfeasibleError:
 
 
 def hint_text(found: Relaxations, cluster: Cluster, when: str = f"in {BUDGET_S:g} s") -> str:
-    """The ways out, one a line; what was not tried `when` there was time for it."""
+    """Returns the changes that fit, one a line, and those that were not tried `when`."""
     untried = f"not tried {when}: {', '.join(found.untried)}" if found.untried else ""
     if not found.found:
         known = "use more GPUs or pin less" if GPUS in found.untried else no_cluster_text(cluster)
@@ -72,9 +70,7 @@ def _how(relaxed: Relaxation) -> str:
 
 
 def _cost(relaxed: Relaxation, unlimited_s: float | None, *, first: bool) -> str:
-    """`41.2 s a step (+12 % on the 36.8 s it would take with unlimited memory)`; the words once, on
-    the first line.
-    """
+    """`41.2 s a step (+12 % on the 36.8 s it would take ...)`; later lines lack the words."""
     if relaxed.step_s is None:
         text = "its step was not searched"
     else:

@@ -42,9 +42,7 @@ _HEADING = (
 
 
 def flops_per_s(plan: Plan) -> float:
-    """FLOP/s of the model on all devices together: recompute is left out, attention counted in full
-    (EQUATIONS K4).
-    """
+    """FLOP/s of the model on all devices, without recompute, with full attention (EQUATIONS K4)."""
     return (
         plan.predicted.mfu.value
         * plan.cluster.device.peak(plan.training.precision)
@@ -53,17 +51,17 @@ def flops_per_s(plan: Plan) -> float:
 
 
 def tokens_per_s(plan: Plan) -> float:
-    """Of all devices together."""
+    """Tokens/s on all devices."""
     return plan.training.tokens_per_step / plan.predicted.step_time_s.value
 
 
 def peak_gib(plan: Plan) -> float:
-    """Of the fullest device."""
+    """GiB of the fullest device."""
     return max(stage.total for stage in plan.predicted.memory_gib)
 
 
 def host_text(offload: Sequence[Offload]) -> str:
-    """What the host may keep, in a cell of a table."""
+    """Names what may be offloaded to the host, for a cell of the table."""
     if tuple(offload) == LEVELS[-1]:
         return "all"
     return ", ".join(offload) or "nothing"
@@ -77,7 +75,7 @@ def print_largest(
     assumed: Sequence[str],
     elapsed_s: float,
 ) -> None:
-    """What each choice can train, what it costs, and why no larger model fits."""
+    """Print the largest model of each offload level, its cost, and why no larger model fits."""
     cluster, training = request.cluster, request.training
     say(
         out,
@@ -85,7 +83,8 @@ def print_largest(
             (
                 f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
                 f"{gib(cluster.host_memory_bytes):,.0f} GiB of host memory a node",
-                f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {training.precision}, {training.optimizer.capitalize()}",
+                f"{training.global_batch_size:,} x {training.seq_length:,} tokens, "
+                f"{training.precision}, {training.optimizer.capitalize()}",
             ),
             " | ",
             out.width,
@@ -130,9 +129,7 @@ def _plan_text(plan: Plan) -> str:
 def _facts(
     rows: Sequence[LargestModel], elapsed_s: float, *, wide: bool
 ) -> Iterator[tuple[str, str]]:
-    """The lines under the table: the plans where a terminal has no room for them, why nothing
-    larger fits, what the columns are.
-    """
+    """Yields the lines under the table: plans if it is narrow, why nothing larger fits, notes."""
     label = "plan"
     for row in rows if not wide else ():
         if row.plan:
@@ -152,7 +149,8 @@ def _facts(
     yield (
         "note",
         (
-            f"all values are predicted ({', '.join(sorted(kinds)) or 'computed'}). TFLOP/s: of the model on all GPUs, recompute left out; "
+            f"all values are predicted ({', '.join(sorted(kinds)) or 'computed'}). TFLOP/s: of "
+            f"the model on all GPUs, recompute left out; "
             "GPU, host: GiB of the fullest GPU and of a node's host"
         ),
     )
@@ -161,7 +159,7 @@ def _facts(
 def largest_document(
     rows: Sequence[LargestModel], request: Request, elapsed_s: float
 ) -> dict[str, Any]:
-    """The rows as JSON values."""
+    """Returns the rows as JSON values."""
     return {
         "gpus": request.cluster.num_gpus,
         "device": request.cluster.device.name,

@@ -1,6 +1,4 @@
-"""Why candidates were not searched: the pruned ones of a space, grouped by reason, and what no
-search looks at.
-"""
+"""The pruned candidates of a space, grouped by reason, and the choices that no search covers."""
 
 from __future__ import annotations
 
@@ -17,16 +15,14 @@ from parplan.report.text import aligned, joined, say
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedGroup:
-    """Candidates pruned for one reason up to its numbers, with the first of them."""
+    """Candidates pruned for reasons that differ only in numbers, with the first of them."""
 
     count: int
     example: Pruned
 
 
 def grouped(pruned: Sequence[Pruned]) -> list[PrunedGroup]:
-    """The groups, largest first: `dp 3 does not divide ...` and `dp 6 does not divide ...` are one
-    reason.
-    """
+    """Returns the groups, largest first; reasons that differ only in numbers make one group."""
     alike: dict[str, list[Pruned]] = {}
     for candidate in pruned:
         alike.setdefault(re.sub(r"\d[\d,]*", "#", candidate.reason), []).append(candidate)
@@ -34,22 +30,24 @@ def grouped(pruned: Sequence[Pruned]) -> list[PrunedGroup]:
     return sorted(groups, key=lambda group: -group.count)
 
 
-def print_pruned(space: CandidateSpace, others: Sequence[LeftOut], out: Console) -> None:
-    """The groups with counts; the numbers in a reason are those of its example. Then what the
-    search leaves out besides.
+def print_pruned(space: CandidateSpace, left_out: Sequence[LeftOut], out: Console) -> None:
+    """Print the groups with counts, then the choices that the search never covers.
+
+    The numbers in a reason are those of the group's example.
     """
     total = len(space.layouts) + len(space.pruned)
     say(
         out,
-        f"{total:,} candidates: {len(space.layouts):,} legal, {len(space.pruned):,} pruned before the search",
+        f"{total:,} candidates: {len(space.layouts):,} legal, {len(space.pruned):,} pruned before "
+        f"the search",
         "bold",
     )
-    found = [row for group in grouped(space.pruned) for row in _rows(group)]
-    for line in aligned(found, out.width, left=(1,)) if found else ():
+    rows = [row for group in grouped(space.pruned) for row in _rows(group)]
+    for line in aligned(rows, out.width, left=(1,)) if rows else ():
         say(out, line)
     say(out, "not searched, and no part of the gap:", "bold")
-    for other in others:
-        say(out, joined(f"{other.what}: {other.reason}".split(" "), " ", out.width, start="  "))
+    for choice in left_out:
+        say(out, joined(f"{choice.what}: {choice.reason}".split(" "), " ", out.width, start="  "))
     say(out)
 
 

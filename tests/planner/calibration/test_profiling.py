@@ -10,7 +10,7 @@ import pytest
 from parplan.planner.calibration.profiling import (
     ProfileRequest,
     add_records,
-    cases_wanted,
+    requested_cases,
     faster,
     has_links,
     measure_operators,
@@ -50,7 +50,7 @@ def measured(tmp_path_factory):
         models=(MODEL,),
         hang_limit_s=2.0,
     )
-    cases = cases_wanted(wanted, environment("cpu"))
+    cases = requested_cases(wanted, environment("cpu"))
     hanging = [case for case in cases if case.work == "attention"]
     wanted = replace(wanted, cases=tuple(case for case in cases if case not in hanging[1:]))
     return wanted, measure_operators(wanted, None)
@@ -209,7 +209,7 @@ def test_ctrl_c_before_anything_says_how_fast_the_machine_is_is_one_and_keeps_th
         program=PROGRAM,
         models=(MODEL,),
     )
-    cases = cases_wanted(wanted, environment("cpu"))
+    cases = requested_cases(wanted, environment("cpu"))
     norms = [case for case in cases if case.work == "layer_norm"]
     wanted = replace(
         wanted, cases=(norms[0], *[case for case in cases if case.work == "linear"][:1])

@@ -95,14 +95,14 @@ def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_ba
     described = Strategy(
         layout=layout, stages=((ends[0], block), (block,), (block,), (block, ends[1]))
     )
-    again = (lambda *shards: shards) if level is Recompute.FULL else (lambda *shards: ())
+    at_level = (lambda *shards: shards) if level is Recompute.FULL else (lambda *shards: ())
     traced = ShardStrategy(
         layout=layout,
         stages=(
-            ShardRun(first=0, end=2, zero=zero, again=again(1)),
-            ShardRun(first=2, end=3, zero=zero, again=again(2)),
-            ShardRun(first=3, end=4, zero=zero, again=again(3)),
-            ShardRun(first=4, end=6, zero=zero, again=again(4)),
+            ShardRun(first=0, end=2, zero=zero, recomputed=at_level(1)),
+            ShardRun(first=2, end=3, zero=zero, recomputed=at_level(2)),
+            ShardRun(first=3, end=4, zero=zero, recomputed=at_level(3)),
+            ShardRun(first=4, end=6, zero=zero, recomputed=at_level(4)),
         ),
     )
 
@@ -167,13 +167,16 @@ def every_plan(
     found = []
     for inner in combinations(range(1, size), pp - 1):
         for chosen, bits in product(product(zeros, repeat=pp), product((False, True), repeat=size)):
-            again = [k for k in range(size) if bits[k]]
+            recomputed = [k for k in range(size) if bits[k]]
             price = price_shards(
                 ShardStrategy(
                     layout=layout,
                     stages=tuple(
                         ShardRun(
-                            first=a, end=b, zero=zero, again=tuple(k for k in again if a <= k < b)
+                            first=a,
+                            end=b,
+                            zero=zero,
+                            recomputed=tuple(k for k in recomputed if a <= k < b),
                         )
                         for a, b, zero in zip((0, *inner), (*inner, size), chosen, strict=True)
                     ),
@@ -214,7 +217,7 @@ def test_the_search_finds_what_brute_force_finds(schedule):
     first = searched(sharded, pins, training=training, cluster=cluster)
     (layout,) = first.space.layouts
     plans = every_plan(first, layout, (0, 2))
-    peaks, again = sorted({peak for _, peak in plans}), set()
+    peaks, counts = sorted({peak for _, peak in plans}), set()
 
     for limit in (
         peaks[-1],
@@ -230,8 +233,10 @@ def test_the_search_finds_what_brute_force_finds(schedule):
             [] if expected is None else [pytest.approx(expected, rel=1e-9)]
         )
         assert found.bound <= (expected or float("inf"))
-        again |= {sum(len(column.again) for column in one.choice.columns) for one in found.solved}
-    assert len(again) > 1, "some of the limits ask for recompute"
+        counts |= {
+            sum(len(column.recomputed) for column in one.choice.columns) for one in found.solved
+        }
+    assert len(counts) > 1, "some of the limits ask for recompute"
 
 
 FRAME_OF_TWO = ParallelLayout(
@@ -277,7 +282,7 @@ def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns
             ShardStrategy(
                 layout=layout,
                 stages=tuple(
-                    ShardRun(first=one.first, end=one.end, zero=one.zero, again=one.again)
+                    ShardRun(first=one.first, end=one.end, zero=one.zero, recomputed=one.recomputed)
                     for one in columns
                 ),
             ),

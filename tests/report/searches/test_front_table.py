@@ -16,7 +16,7 @@ from rich.console import Console
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.search.pareto import ParetoFront, plan_paths
 from parplan.profiles.errors import ConfigError
-from parplan.report.names import found_text
+from parplan.report.names import search_text
 from parplan.report.plans.summary import SummaryContext, print_summary
 from parplan.report.plots.front_plot import draw_front, end_names, front_steps
 from parplan.report.progress_bars import front_bar
@@ -139,7 +139,7 @@ def test_what_found_a_point_is_its_objective_and_its_limit():
     base = replace(record.front, memory_limit_gib=None, max_slowdown=None)
 
     def text(objective: Objective, **limit: float) -> str:
-        return found_text(replace(record, objective=objective, front=replace(base, **limit)))
+        return search_text(replace(record, objective=objective, front=replace(base, **limit)))
 
     assert text(Objective.THROUGHPUT) == "fastest"
     assert text(Objective.THROUGHPUT, memory_limit_gib=40.04) == "fastest within 40.0 GiB"
@@ -241,7 +241,7 @@ def test_the_ends_are_named_by_what_they_are():
     }
 
     assert names[1].startswith("fastest")
-    assert ("the default plan" in names[1]) == (found_text(points[0].plan.search) == "fastest")
+    assert ("the default plan" in names[1]) == (search_text(points[0].plan.search) == "fastest")
     assert by_end["least peak memory"].peak_memory_gib == min(
         point.peak_memory_gib for point in points
     )
