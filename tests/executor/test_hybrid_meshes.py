@@ -50,7 +50,7 @@ from tests.helpers.executor_world import (
     LOSS_TOLERANCE,
     NORM_TOLERANCE,
     OPTIONS,
-    Outcome,
+    TrainingOutcome,
     run_plans,
     run_reference,
     worst_gradient,
@@ -360,7 +360,7 @@ SLOW = ("dp2-llama-lru", "tp2-llama-mixed")
 
 
 @cache
-def outcomes(slow: bool) -> dict[str, tuple[Plan, Outcome]]:
+def outcomes(slow: bool) -> dict[str, tuple[Plan, TrainingOutcome]]:
     plans = {
         name: tight(request, model, **choices)
         for name, (request, model, choices) in TWO_RANKS.items()
@@ -520,7 +520,7 @@ def of_blocks(plan: Plan, **changes: object) -> Plan:
     ],
 )
 def test_what_chunks_do_not_go_with_is_refused_with_the_nearest_plan(plan, message):
-    found = {refusal.found: rule.name for rule, refusal in refusals(plan)}
+    found = {refusal.problem: rule.name for rule, refusal in refusals(plan)}
 
     assert any(rule == "chunks" and message in text for text, rule in found.items())
     nearest = nearest_legal(plan)

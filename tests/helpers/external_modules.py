@@ -21,7 +21,7 @@ from parplan.profiles.models.huggingface import entry_from_config
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions
 from tests.helpers.executor_plans import SEQ_LENGTH, make_plan
-from tests.helpers.executor_world import OPTIONS, STEPS, Outcome, reference_optimizer
+from tests.helpers.executor_world import OPTIONS, STEPS, TrainingOutcome, reference_optimizer
 
 _LLAMA_LIKE = {
     "vocab_size": 64,
@@ -290,7 +290,7 @@ def reference_model(plan: Plan) -> nn.Module:
     return model
 
 
-def run_foreign_reference(plan: Plan) -> Outcome:
+def run_foreign_reference(plan: Plan) -> TrainingOutcome:
     """The same batches through the unmodified module, whole batch at once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -313,4 +313,6 @@ def run_foreign_reference(plan: Plan) -> Outcome:
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), OPTIONS.clip_gradients).item())
         optimizer.step()
         losses.append(loss.item())
-    return Outcome(losses=losses, norms=norms, gradients=first, states={}, collectives=Counter())
+    return TrainingOutcome(
+        losses=losses, norms=norms, gradients=first, states={}, collectives=Counter()
+    )

@@ -19,7 +19,7 @@ from tests.helpers.executor_world import (
     BF16_NORM_TOLERANCE,
     LOSS_TOLERANCE,
     NORM_TOLERANCE,
-    Outcome,
+    TrainingOutcome,
     Worlds,
     require_parity,
     run_reference,
@@ -160,7 +160,7 @@ WORLDS = Worlds(PLANS, SLOW)
 
 
 @cache
-def reference(name: str) -> Outcome:
+def reference(name: str) -> TrainingOutcome:
     return run_reference(dataclasses.replace(PLANS[name], mesh=Mesh(pp=1, dp=1, tp=1)))
 
 

@@ -24,7 +24,7 @@ from tests.helpers.executor_world import (
     BF16_LOSS_TOLERANCE,
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
-    Outcome,
+    TrainingOutcome,
     run_plans,
     run_reference,
     worst_gradient,
@@ -76,13 +76,13 @@ PLAIN = {
 
 
 @cache
-def outcomes(world: int) -> dict[str, Outcome]:
+def outcomes(world: int) -> dict[str, TrainingOutcome]:
     plans = {name: plan for name, plan in PLANS.items() if plan.mesh.num_ranks == world}
     return dict(zip(plans, run_plans(list(plans.values())), strict=True))
 
 
 @cache
-def with_and_without() -> dict[str, tuple[Outcome, Outcome]]:
+def with_and_without() -> dict[str, tuple[TrainingOutcome, TrainingOutcome]]:
     """Each plan with its table on the host, and without."""
     found = iter(
         run_plans([plan for name, plain in PLAIN.items() for plan in (PLANS[name], plain)])

@@ -26,7 +26,13 @@ from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.executor_plans import LLAMA, MIXTRAL, SEQ_LENGTH, make_plan
-from tests.helpers.executor_world import Outcome, Worlds, require_parity, run_plans, run_reference
+from tests.helpers.executor_world import (
+    TrainingOutcome,
+    Worlds,
+    require_parity,
+    run_plans,
+    run_reference,
+)
 
 ALL = "full"
 PLANS: dict[str, Plan] = {
@@ -69,7 +75,7 @@ WORLDS = Worlds(
 
 
 @cache
-def reference() -> Outcome:
+def reference() -> TrainingOutcome:
     return run_reference(PLANS["one-rank"])
 
 

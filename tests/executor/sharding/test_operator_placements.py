@@ -43,7 +43,7 @@ from tests.helpers.executor_plans import (
 )
 from tests.helpers.executor_world import (
     GRADIENT_TOLERANCE,
-    Outcome,
+    TrainingOutcome,
     Worlds,
     require_parity,
     run_plans,
@@ -150,7 +150,7 @@ PLAIN = {
 WORLDS = Worlds(PLANS, slow=PLANS.keys() - PLAIN)
 
 
-def reference(plan: Plan) -> Outcome:
+def reference(plan: Plan) -> TrainingOutcome:
     return run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
 
 
