@@ -153,7 +153,7 @@ def _kept_on_host(name: str, external: bool) -> dict[str, tuple[str, ...]]:
 
 def refused(plan: Plan) -> str | None:
     """Why the executor does not run it, or None."""
-    return next((f"{refusal.found}: {rule.why}" for rule, refusal in refusals(plan)), None)
+    return next((f"{refusal.problem}: {rule.why}" for rule, refusal in refusals(plan)), None)
 
 
 def judged(plan: Plan, found: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, bool]:
