@@ -28,18 +28,14 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
     """
     if plan.chunks is not None:
         raise ConfigError(
-            (
-                "--compile: parameters in chunks come and go around the passes of their "
-                "block, which torch.compile cannot trace"
-            ),
+            "--compile: parameters in chunks come and go around the passes of their "
+            "block, which torch.compile cannot trace",
             hint="leave --compile out, or make a plan without chunks",
         )
     if plan.mesh.tp > 1:
         raise ConfigError(
-            (
-                f"--compile: with tp {plan.mesh.tp} the gathered inputs are kept by "
-                "recipes, which torch.compile cannot trace"
-            ),
+            f"--compile: with tp {plan.mesh.tp} the gathered inputs are kept by "
+            "recipes, which torch.compile cannot trace",
             hint="leave --compile out, or make a plan with --tp 1",
         )
     block = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).block
@@ -50,28 +46,22 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
             and set(layer.recompute) != {operator.name for operator in block.operators}
         ):
             raise ConfigError(
-                (
-                    f"--compile: layer_plans.{name} recomputes "
-                    f"{', '.join(layer.recompute)} by recipes, which torch.compile cannot "
-                    "trace"
-                ),
+                f"--compile: layer_plans.{name} recomputes "
+                f"{', '.join(layer.recompute)} by recipes, which torch.compile cannot "
+                "trace",
                 hint="leave --compile out, or make a plan with --recompute none,full",
             )
         if layer.keep_on_host:
             raise ConfigError(
-                (
-                    f"--compile: layer_plans.{name} has {', '.join(layer.keep_on_host)} "
-                    "keep on the host, which torch.compile cannot trace"
-                ),
+                f"--compile: layer_plans.{name} has {', '.join(layer.keep_on_host)} "
+                "keep on the host, which torch.compile cannot trace",
                 hint="leave --compile out, or make a plan without --offload activations",
             )
     schedule = plan.pipeline.schedule
     if recomputes_ahead(plan) and any(layer.recompute for layer in plan.layer_plans.values()):
         raise ConfigError(
-            (
-                f"--compile: {schedule} recomputes ahead of the gradient, and a compiled "
-                "block does so when that is there"
-            ),
+            f"--compile: {schedule} recomputes ahead of the gradient, and a compiled "
+            "block does so when that is there",
             hint="leave --compile out, or make a plan with --schedule 1f1b",
         )
     if device.type == "cpu":
