@@ -1,12 +1,12 @@
-"""What the token table on the host is worth: a large vocabulary over few blocks, with the table on
-the devices and wherever it pays.
+"""The gain of a token table on the host, for a large vocabulary over few blocks.
 
-    python benchmarks/prices/token_table.py                # three minutes of one core
+    # three minutes of one core
+    python benchmarks/prices/token_table.py
     python benchmarks/prices/token_table.py --json
 
-Blocks of GPT's width 4096, 256k tokens, a head of its own; the same search twice, with and without
-`lookup` in what the host may keep. Nothing here is run: every figure is predicted, all of them
-analytic. docs/design/chunks.md has the table.
+Blocks of GPT's width 4096, 256k tokens, a head of its own. The same search runs twice, with and
+without `lookup` among the offload choices. Every figure is predicted and analytic.
+docs/design/chunks.md has the table.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEADING = ("node", "blocks", "table", "step", "GPU GiB", "host GiB", "plan")
 
 
 def model_of(num_blocks: int) -> ModelSpec:
-    """The blocks under a table of their own."""
+    """Return the model of the blocks under a table of their own."""
     return replace(
         load_family("gpt").of_width(WIDTH, num_blocks).spec,
         name="gpt-256k",
@@ -55,7 +55,7 @@ def model_of(num_blocks: int) -> ModelSpec:
 
 
 def plan_of(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) -> Plan | None:
-    """The fastest plan, None where nothing fits."""
+    """Return the fastest plan, or None if nothing fits."""
     training, _ = asked_training(Asked(), SEQUENCES, model.max_seq_length, None, cluster.device)
     try:
         return find_plan(model, cluster, training, constraints=Constraints(offload=offload))
@@ -64,16 +64,17 @@ def plan_of(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) ->
 
 
 def rows_of(gpu: str, gpus: int, num_blocks: int) -> list[tuple[str, ...]]:
-    """With the table on the devices, and where the search puts it."""
+    """Return rows with the table on the devices, and with the location that the search chooses."""
     cluster = replace(with_gpus(load_cluster(gpu), gpus), host_memory_bytes=HOST_BYTES)
-    node, found = f"{gpus} x {gpu}", []
+    node = f"{gpus} x {gpu}"
+    rows = []
     for offload in (
         tuple(what for what in SEARCHED_OFFLOAD if what is not Offload.LOOKUP),
         SEARCHED_OFFLOAD,
     ):
         plan = plan_of(model_of(num_blocks), cluster, offload)
-        found.append((node, str(num_blocks), *_cells(plan)))
-    return found
+        rows.append((node, str(num_blocks), *_cells(plan)))
+    return rows
 
 
 def _cells(plan: Plan | None) -> tuple[str, ...]:
@@ -101,7 +102,8 @@ def main(*, as_json: bool) -> None:
     out = console(sys.stdout)
     say(
         out,
-        f"{VOCABULARY:,} tokens, width {WIDTH}, {SEQUENCES} sequences; predicted, all of it analytic",
+        f"{VOCABULARY:,} tokens, width {WIDTH}, {SEQUENCES} sequences; predicted, all "
+        "of it analytic",
     )
     print_table(out, HEADING, rows, left=("node", "table", "plan"))
 

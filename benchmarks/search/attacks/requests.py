@@ -57,18 +57,18 @@ PINS = (
 class Request:
     """A question to the planner with its pins and search options."""
 
-    asked: Asked
+    arguments: Asked
     pins: Constraints = field(default_factory=Constraints)
     options: SearchOptions = field(default_factory=SearchOptions)
     objective: Objective = Objective.THROUGHPUT
 
     @cached_property
     def question(self) -> Question:
-        return question(self.asked)
+        return question(self.arguments)
 
     def __str__(self) -> str:
         """Return the request as on the command line, without `plan`."""
-        words = [_words(name.name, getattr(self.asked, name.name)) for name in fields(Asked)]
+        words = [_words(name.name, getattr(self.arguments, name.name)) for name in fields(Asked)]
         words += [_words(name.name, getattr(self.pins, name.name)) for name in fields(Constraints)]
         if self.options.memory_limit_bytes:
             words.append(f"--memory-limit {gib(self.options.memory_limit_bytes):g}GiB")

@@ -108,7 +108,7 @@ class Attack:
     def __init__(self, request: Request, plan: Plan | None, evaluations: int, seed: int) -> None:
         problem = request.question
         self.request = request
-        self.asked = problem
+        self.problem = problem
         self.plan = plan
         self.evaluations = evaluations
         self.chance = random.Random(f"{seed} {request}")
@@ -219,7 +219,7 @@ class Attack:
         """
         known = frozenset(
             enumerate_candidates(
-                self.asked.model, self.asked.cluster, self.asked.training, self.request.pins
+                self.problem.model, self.problem.cluster, self.problem.training, self.request.pins
             ).layouts
         )
         every = [layout for layout in self._layouts() if layout != planned]
@@ -239,7 +239,7 @@ class Attack:
     def _layouts(self) -> list[ParallelLayout]:
         return [
             layout
-            for layout in layouts(self.asked, self.request.pins)
+            for layout in layouts(self.problem, self.request.pins)
             if layout.micro_batch_size <= MAX_MICRO_BATCH_SIZE
         ]
 
@@ -247,7 +247,7 @@ class Attack:
         """Yield random layouts as `estimate` prices them."""
         possible = self._layouts()
         for _ in range(RANDOM_LAYOUTS if possible else 0):
-            plan = random_layout(self.chance, self.asked, self.request.pins, possible)
+            plan = random_layout(self.chance, self.problem, self.request.pins, possible)
             priced = plan and self.prices.price(reprice(plan).strategy)
             if priced and plan:
                 assert (
