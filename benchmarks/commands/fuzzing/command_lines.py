@@ -200,7 +200,9 @@ def make_executor(chance: Random, seeds: Seeds) -> Mapping[str, object]:
         "check plan.yaml" if checks else "plan.yaml --steps 1 --timeout 5 --no-record"
     )
     command = (
-        _main().commands["check"] if checks else importlib.import_module("parplan.executor").main
+        _main().commands["check"]
+        if checks
+        else importlib.import_module("parplan.executor.__main__").main
     )
     for _ in range(chance.choice((1, 1, 2, 3))):
         arguments = _changed(arguments, command, chance)
