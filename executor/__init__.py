@@ -1,1 +1,1 @@
-"""RUN: a plan on GPUs through NCCL, or on CPUs through gloo."""
+"""Runs a plan on GPUs through NCCL, or on CPUs through gloo."""

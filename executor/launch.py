@@ -1,6 +1,4 @@
-"""What torchrun tells each process that it starts, in environment variables, and the store through
-which they meet.
-"""
+"""torchrun's environment variables of each process, and the store through which ranks meet."""
 
 from __future__ import annotations
 
@@ -15,22 +13,22 @@ _START = "start it with torchrun, or take that variable away"
 
 
 def rank() -> int:
-    """This process's number among all. Raises ConfigError."""
+    """Return this process's number among all. Raises ConfigError."""
     return _number("RANK", 0, world() - 1, default=0)
 
 
 def world() -> int:
-    """How many processes were started. Raises ConfigError."""
+    """Return the number of processes that were started. Raises ConfigError."""
     return _number("WORLD_SIZE", 1, 2**31 - 1, default=1)
 
 
 def local_rank() -> int:
-    """This process's number on its node. Raises ConfigError."""
+    """Return this process's number on its node. Raises ConfigError."""
     return _number("LOCAL_RANK", 0, 2**31 - 1, default=0)
 
 
 def is_rank_0() -> bool:
-    """Whether this process speaks for all; each one does where what it was told is wrong."""
+    """Return True if this process prints for all; every process does if RANK is wrong."""
     try:
         return rank() == 0
     except ConfigError:
@@ -38,16 +36,15 @@ def is_rank_0() -> bool:
 
 
 def open_store(timeout: timedelta) -> dist.Store:
-    """torchrun's store, under a prefix per restart: a restarted rank must not meet the keys of the
-    last try. Raises ConfigError.
+    """Return torchrun's store, under a prefix for each restart. Raises ConfigError.
+
+    A restarted rank must not read keys of the last try.
     """
     host = os.environ.get("MASTER_ADDR")
     if host is None:
         return dist.HashStore()
-    port, is_agents = (
-        _number("MASTER_PORT", 0, 2**16 - 1),
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    port = _number("MASTER_PORT", 0, 2**16 - 1)
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
             host, port, world(), timeout=timeout, is_master=rank() == 0 and not is_agents
@@ -61,7 +58,7 @@ def open_store(timeout: timedelta) -> dist.Store:
 
 
 def _number(name: str, smallest: int, largest: int, default: int | None = None) -> int:
-    """The whole number in an environment variable."""
+    """Return the whole number in an environment variable. Raises ConfigError."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default

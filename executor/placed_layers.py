@@ -1,4 +1,4 @@
-"""Which layers run on which rank: the plan's stages spelled out, layer by layer."""
+"""The layers of each rank: the plan's stages spelled out, layer by layer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from parplan.profiles.models.transformer import build_graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedLayer:
-    """One layer of the model with the plan it runs on. `index` counts embedding 0, blocks 1 to L,
-    head L + 1.
+    """One layer of the model with its layer plan.
+
+    `index` is 0 for the embedding, 1 to L for blocks and L + 1 for the head.
     """
 
     kind: LayerKind
@@ -36,7 +37,7 @@ class PlacedLayer:
 
 
 def stage_layers(plan: Plan) -> tuple[tuple[PlacedLayer, ...], ...]:
-    """The layers of every (virtual) stage in the order of the forward pass."""
+    """Return the layers of every (virtual) stage in the order of the forward pass."""
     return tuple(
         tuple(layer for run in stage.layers for layer in _run_layers(plan, run))
         for stage in plan.stages
@@ -51,7 +52,8 @@ def _run_layers(plan: Plan, run: LayerRun) -> Iterator[PlacedLayer]:
     layer_plan = plan.layer_plans[run.plan]
     if (run.blocks is None) == (layer_plan.layer is LayerKind.BLOCK):
         raise ConfigError(
-            f"stages: layer plan {run.plan!r} is for {layer_plan.layer}, it is used with blocks {run.blocks}"
+            f"stages: layer plan {run.plan!r} is for {layer_plan.layer}, it is used "
+            f"with blocks {run.blocks}"
         )
     if run.blocks is not None:
         for block in range(run.blocks[0], run.blocks[1] + 1):
@@ -62,13 +64,14 @@ def _run_layers(plan: Plan, run: LayerRun) -> Iterator[PlacedLayer]:
 
 
 def local_stages(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
-    """The indices of the stages that a pipeline rank runs."""
+    """Return the indices of the stages that a pipeline rank runs."""
     return tuple(k for k, stage in enumerate(plan.stages) if stage.rank == pipeline_rank)
 
 
 def action_rows(plan: Plan) -> tuple[str, ...]:
-    """What every pipeline rank runs, one CSV line each (costmodels/schedules/actions.py). Raises
-    ConfigError.
+    """Return the actions of every pipeline rank, one CSV line each. Raises ConfigError.
+
+    costmodels/schedules/actions.py defines the format.
     """
     pipeline = plan.pipeline
     return pipeline.actions or csv_rows(
@@ -77,37 +80,38 @@ def action_rows(plan: Plan) -> tuple[str, ...]:
 
 
 def recomputes_ahead(plan: Plan) -> bool:
-    """Whether a list has a recompute ahead of its gradient."""
+    """Return True if an action list has a recompute ahead of its gradient."""
     return plan.mesh.pp > 1 and any(
         ActionKind.RECOMPUTE.value in text for text in action_rows(plan)
     )
 
 
 def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:
-    """How many neighbouring data-parallel ranks hold one copy of the layer's states together."""
-    return layer.plan.zero_ranks or mesh.dp if layer.plan.zero else mesh.dp
+    """Return how many neighbouring dp ranks hold one copy of the layer's states together."""
+    if layer.plan.zero and layer.plan.zero_ranks:
+        return layer.plan.zero_ranks
+    return mesh.dp
 
 
 def effective_zero(layer: PlacedLayer, mesh: Mesh) -> int:
-    """The ZeRO stage that runs: with one rank to a copy there is nothing to shard, but what the
-    host keeps can be gathered.
+    """Return the ZeRO stage that runs.
+
+    A copy on one rank has nothing to shard, but states on the host can be gathered.
     """
-    return (
-        layer.plan.zero
-        if zero_ranks(layer, mesh) > 1 or Offload.STATES in layer.plan.offload
-        else 0
-    )
+    gathers = zero_ranks(layer, mesh) > 1 or Offload.STATES in layer.plan.offload
+    return layer.plan.zero if gathers else 0
 
 
 def torchrun_line(plan: Plan, path: str = "plan.yaml") -> str:
-    """The command that starts as many ranks as the plan's mesh has."""
+    """Return the command that starts as many ranks as the plan's mesh has."""
     ranks, per_node = plan.mesh.num_ranks, plan.cluster.gpus_per_node
     if ranks <= per_node or ranks % per_node:
         return f"torchrun --nproc-per-node {ranks} -m parplan.executor {path}"
-    return f"torchrun --nnodes {ranks // per_node} --nproc-per-node {per_node} -m parplan.executor {path}"
+    nodes = ranks // per_node
+    return f"torchrun --nnodes {nodes} --nproc-per-node {per_node} -m parplan.executor {path}"
 
 
 def layer_operators(plan: Plan, layer_plan: LayerPlan) -> tuple[str, ...]:
-    """The names of the operators of the layers that run on `layer_plan`."""
+    """Return the names of the operators of layers that run on `layer_plan`."""
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     return tuple(operator.name for operator in graph.layer_class(layer_plan.layer).operators)

@@ -1,4 +1,4 @@
-"""What a run needs to know that the plan leaves open; read without torch."""
+"""The options of a run that the plan leaves open; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from parplan.profiles.errors import ConfigError, choose
 
-LARGEST_SEED = 2**64 - 1  # of torch's generators
+LARGEST_SEED = 2**64 - 1  # the limit of torch's generators
 
 
 class LearningRateSchedule(StrEnum):
-    """How the learning rate goes on after the warm-up."""
+    """The course of the learning rate after the warm-up."""
 
     CONSTANT = "constant"
     COSINE = "cosine"
@@ -22,12 +22,14 @@ class LearningRateSchedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the plan leaves open. Without `data` the tokens are random; 0 for `clip_gradients` is no
-    clipping.
+    """The options of a run.
 
-    allow_non_finite: a loss or gradient that is not finite does not end the run
     The learning rate rises over `warmup_steps` and then follows `lr_schedule` down to
     `min_learning_rate` at `steps`.
+
+    data              token file; tokens are random without it
+    clip_gradients    the largest gradient norm; 0 is no clipping
+    allow_non_finite  True if a loss or gradient that is not finite does not end the run
     """
 
     steps: int = 5
@@ -72,17 +74,19 @@ class Options:
     def _check_least(self) -> None:
         if self.min_learning_rate > self.learning_rate:
             raise ConfigError(
-                f"--min-learning-rate {self.min_learning_rate:g} is above --learning-rate {self.learning_rate:g}"
+                f"--min-learning-rate {self.min_learning_rate:g} is above "
+                f"--learning-rate {self.learning_rate:g}"
             )
         if self.min_learning_rate and self.lr_schedule is LearningRateSchedule.CONSTANT:
             raise ConfigError(
-                f"--min-learning-rate {self.min_learning_rate:g} with --lr-schedule constant: the rate never falls to it",
+                f"--min-learning-rate {self.min_learning_rate:g} with --lr-schedule "
+                "constant: the rate never falls to it",
                 hint="add --lr-schedule cosine or linear",
             )
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """A seed for the thing of this number, of the 64 bits that torch's generators take."""
+    """Return a seed for the object of this number, within the 64 bits of torch's generators."""
     return (seed * 1_000_003 + number) % (LARGEST_SEED + 1)
 
 

@@ -1,6 +1,4 @@
-"""Tensors that may or may not be DTensors, their types by precision, and what torch remembers of
-them.
-"""
+"""Tensors that may be DTensors, their types by precision, and torch's caches of meshes."""
 
 from __future__ import annotations
 
@@ -26,46 +24,48 @@ DTYPES = {
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor as it is; a plain tensor (token ids, targets) as one that every rank of `mesh`
-    holds whole.
+    """Return a DTensor unchanged, and a plain tensor as one that is replicated over `mesh`.
+
+    Token ids and targets are plain tensors.
     """
-    return (
-        tensor
-        if isinstance(tensor, DTensor)
-        else DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
-    )
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank holds."""
+    """Return the part of `tensor` that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part(tensor: Tensor) -> Tensor:
-    """The same outside autograd and without a call of torch: to look at, not to compute with."""
+    """Return the part of `tensor` that this rank holds, outside autograd.
+
+    Calls no operator of torch: the result is for inspection, not for computing.
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tells the memory of this rank's part from any other that lives; a fake tensor has no
-    address.
+    """Return a key that tells the memory of this rank's part from any other living memory.
+
+    A fake tensor has no address.
     """
     return int(part(tensor).untyped_storage()._cdata)
 
 
 def begin_fork() -> None:
-    """In a process that was forked to be a rank: leave alone, and forget, what its parent did as
-    another one.
+    """Drop the parent's state in a process that was forked to be a rank.
 
-    A gloo group that the collector finds here would wait for threads that no fork has; and what
-    torch remembers by mesh is of the rank that the parent was.
+    A gloo group that the garbage collector met here would wait for threads that no fork has, and
+    torch's caches by mesh belong to the parent's rank.
     """
     gc.freeze()
     forget_meshes()
 
 
 def forget_meshes() -> None:
-    """Empty what torch remembers by mesh."""
+    """Empty torch's caches by mesh."""
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()

@@ -1,22 +1,24 @@
-"""15,000 hostile inputs: does every command end with an exit code and one error, in time, and run
-no plan that does not fit together?
+"""15,000 hostile inputs to every command.
 
-    python benchmarks/commands/fuzz.py                          # about an hour on two cores
-    python benchmarks/commands/fuzz.py --inputs 300             # a minute
-    python benchmarks/commands/fuzz.py --kind plan-fields       # only these, as many as of the
-                                                                whole
-    python benchmarks/commands/fuzz.py --replay plan-fields:17  # one input: its files, its command
-                                                                and its output
+    # about an hour on two cores
+    python benchmarks/commands/fuzz.py
+    # a minute
+    python benchmarks/commands/fuzz.py --inputs 300
+    # one kind alone, as many inputs as in the whole
+    python benchmarks/commands/fuzz.py --kind plan-fields
+    # one input: its files, its command and its output
+    python benchmarks/commands/fuzz.py --replay plan-fields:17
 
-An input writes in its own folder alone and reaches no network
+Every command must end in time with an exit code and one error, and run no plan whose parts do not
+fit together. Inputs are mutations of every file that a command reads, of command lines, of the
+surroundings of a process, and of plans that parse and do not fit together. The same seed gives the
+same inputs. An input writes in its own folder alone and reaches no network
 (benchmarks/commands/fuzzing/contained.py).
 
-Mutations of every file that a command reads, of command lines, of what a process finds around it,
-and of plans whose parts parse and do not fit together. The same seed gives the same inputs. Each
-runs in a fork, with 6 GiB of address space and 20 s; a failure is a traceback, a hang, a death by a
-signal, another exit code, a warning of Python, an error that is not one line, or exit code 0 of a
-plan that benchmarks/commands/fuzzing/consistent.py finds inconsistent. Ends with 1 if there is one;
-the smallest input of each cause is saved.
+Each input runs in a fork, with 6 GiB of address space and 20 s. A failure is a traceback, a hang, a
+death by a signal, another exit code, a warning of Python, an error that is not one line, or exit
+code 0 of a plan that benchmarks/commands/fuzzing/consistent.py rejects. The exit code is 1 if there
+is one; the smallest input of each cause is saved.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ HEADER = (
 
 @dataclass(kw_only=True)
 class Tally:
-    """The inputs of one kind."""
+    """The counts of the inputs of one kind."""
 
     inputs: int = 0
     codes: Counter[int] = field(default_factory=Counter)
@@ -87,18 +89,18 @@ class Tally:
 
     def row(self, name: str) -> list[str]:
         codes = [self.codes[code] for code in CODES]
-        own = [self.failures[failure] for failure in OWN_COLUMN]
-        others = sum(self.failures.values()) - sum(own)
+        by_column = [self.failures[failure] for failure in OWN_COLUMN]
+        remaining = sum(self.failures.values()) - sum(by_column)
         return [
             name,
-            *map(str, (self.inputs, *codes, self.inputs - sum(codes), *own, others)),
+            *map(str, (self.inputs, *codes, self.inputs - sum(codes), *by_column, remaining)),
             f"{self.slowest_s:.1f}",
         ]
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What is known so far, and a line on standard error while it grows."""
+    """The results so far, and a progress line on standard error."""
 
     total: int
     tallies: dict[str, Tally] = field(default_factory=dict)
@@ -115,7 +117,8 @@ class Report:
         done = sum(tally.inputs for tally in self.tallies.values())
         if done % 100 == 0:
             print(
-                f"{done} of {self.total}, {len(self.failures)} failures, {time.monotonic() - self.started_s:.0f} s",
+                f"{done} of {self.total}, {len(self.failures)} failures, "
+                f"{time.monotonic() - self.started_s:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
@@ -131,13 +134,12 @@ class Report:
             slowest_s=max((tally.slowest_s for tally in self.tallies.values()), default=0.0),
         )
         print_table(out, HEADER, [*rows, whole.row("all")], left=HEADER[:1])
-        refused, inconsistent = (
-            sum(getattr(t, name) for t in self.tallies.values())
-            for name in ("refused", "inconsistent")
-        )
+        refused = sum(tally.refused for tally in self.tallies.values())
+        inconsistent = sum(tally.inconsistent for tally in self.tallies.values())
         say(
             out,
-            f"{inconsistent} plans did not fit together, {refused} of them were refused; {time.monotonic() - self.started_s:.0f} s",
+            f"{inconsistent} plans did not fit together, {refused} of them were "
+            f"refused; {time.monotonic() - self.started_s:.0f} s",
         )
         for note, names in sorted(self.notes.items()):
             say(out, f"note: {note}: {len(names)}, such as {', '.join(names[:3])}")
@@ -148,7 +150,7 @@ class Report:
 
 
 def replay(name: str, seed: int, seeds: Seeds, folder: Path) -> int:
-    """Run one input again and print how it ended."""
+    """Run one input again and print its end."""
     kind_name, _, number = name.partition(":")
     kind = next(kind for kind in KINDS if kind.name == kind_name)
     make_seeds([kind], seeds)
@@ -158,16 +160,18 @@ def replay(name: str, seed: int, seeds: Seeds, folder: Path) -> int:
     result = Result(given=given, ended=ended, verdict=judge(given, ended))
     write_result(result, folder / name.replace(":", "-"))
     print(
-        f"{command(given)!r}\nexit code {ended.code}, {ended.seconds:.2f} s\n{ended.stdout}\n{ended.stderr}\n{ended.stack}"
+        f"{command(given)!r}\nexit code {ended.code}, {ended.seconds:.2f} "
+        f"s\n{ended.stdout}\n{ended.stderr}\n{ended.stack}"
     )
     print(
-        f"{result.verdict.failure or 'handled'} {result.verdict.cause}; inconsistent: {given.inconsistent or 'no'}; in {folder}"
+        f"{result.verdict.failure or 'handled'} {result.verdict.cause}; inconsistent: "
+        f"{given.inconsistent or 'no'}; in {folder}"
     )
     return 1 if result.verdict.failure else 0
 
 
 def chosen_kinds(names: list[str]) -> list[Kind]:
-    """The kinds of these names, all where there are none."""
+    """Return the kinds of these names, or all without names."""
     unknown = [name for name in names if name not in {kind.name for kind in KINDS}]
     if unknown:
         sys.exit(f"no kind {unknown[0]}, there are {', '.join(kind.name for kind in KINDS)}")

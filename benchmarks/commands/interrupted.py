@@ -1,12 +1,11 @@
-"""`plan profile` killed with SIGKILL at random moments and started again, against one that nobody
-disturbs.
+"""`plan profile` killed with SIGKILL at random moments and started again.
 
-    python benchmarks/commands/interrupted.py             # gpt-tiny on a CPU, five kills, about
-                                                          three minutes
+    # gpt-tiny on a CPU, five kills, about three minutes
+    python benchmarks/commands/interrupted.py
     python benchmarks/commands/interrupted.py --kills 20 --seed 1
 
-Both must end with the same shapes, every record whole and there once, no journal and no process
-left. Times are not compared.
+It is compared with an undisturbed profile. Both must end with the same shapes, every record whole
+and there once, no journal and no process left. Times are not compared.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from parplan.profiles.profiler.journal import beside
 
 ROOT = Path(__file__).resolve().parents[2]
 
-LEAST_S = 4.0  # until the first measurement: torch is imported
-# until the last process notices that it is alone: one that imports torch sees nothing meanwhile
+LEAST_S = 4.0  # until the first measurement: the process imports torch
+# Until the last process notices that its parent is gone, which it does not while it imports torch.
 MOST_S = 30.0
 
 
@@ -60,7 +59,7 @@ def start(output: Path) -> subprocess.Popen[bytes]:
 
 
 def finish(output: Path) -> float:
-    """Run to the end; its seconds."""
+    """Run to the end; return its seconds."""
     started = time.monotonic()
     if start(output).wait():
         sys.exit(output.with_suffix(".log").read_text()[-3000:])
@@ -68,22 +67,23 @@ def finish(output: Path) -> float:
 
 
 def survivors(session: int) -> list[int]:
-    """Processes of the session that a killed profiler leaves."""
-    found = []
+    """Return processes of the session that a killed profiler leaves."""
+    pids = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             try:
                 fields = (path / "stat").read_text().rpartition(") ")[2].split()
-            except OSError:  # gone meanwhile
+            except OSError:  # the process has ended
                 continue
             if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(path.name))
-    return found
+                pids.append(int(path.name))
+    return pids
 
 
 def kill_at(output: Path, after_s: float) -> tuple[int, float]:
-    """Start, kill after a while; how many records are on disk, and the seconds until no process is
-    left.
+    """Start, and kill after a while.
+
+    Returns the number of records on disk, and the seconds until no process is left.
     """
     process = start(output)
     time.sleep(after_s)
@@ -98,21 +98,24 @@ def kill_at(output: Path, after_s: float) -> tuple[int, float]:
     ) if journal.exists() else 0, time.monotonic() - killed_s
 
 
-def differences(one: UserProfile, other: UserProfile) -> list[str]:
-    """What the second has otherwise than the first."""
-    keys, others = ([record.case.key for record in profile.records] for profile in (one, other))
-    found = [f"missing: {key}" for key in keys if key not in others] + [
-        f"beyond: {key}" for key in others if key not in keys
+def differences(first: UserProfile, second: UserProfile) -> list[str]:
+    """Return the differences of the second profile from the first as lines."""
+    keys = [record.case.key for record in first.records]
+    keys_again = [record.case.key for record in second.records]
+    lines = [f"missing: {key}" for key in keys if key not in keys_again] + [
+        f"beyond: {key}" for key in keys_again if key not in keys
     ]
-    found += [f"twice: {key}" for key in set(others) if others.count(key) > 1]
-    outcomes = {record.case.key: record.outcome for record in one.records}
-    found += [
-        f"{r.case.key}: {r.outcome}" for r in other.records if outcomes.get(r.case.key) != r.outcome
+    lines += [f"twice: {key}" for key in set(keys_again) if keys_again.count(key) > 1]
+    outcomes = {record.case.key: record.outcome for record in first.records}
+    lines += [
+        f"{r.case.key}: {r.outcome}"
+        for r in second.records
+        if outcomes.get(r.case.key) != r.outcome
     ]
-    passes = {record.case.key: record.case.passes for record in one.records}
-    return found + [
+    passes = {record.case.key: record.case.passes for record in first.records}
+    return lines + [
         f"passes of {r.case.key}"
-        for r in other.records
+        for r in second.records
         if r.measured and {p.name for p in passes.get(r.case.key, ())} - set(r.measured.times)
     ]
 
@@ -137,16 +140,17 @@ def main() -> int:
             after_s = draw.uniform(LEAST_S / 2, LEAST_S + share_s)
             kept, gone_s = kill_at(killed, after_s)
             print(
-                f"kill {number + 1} after {after_s:4.1f} s: {kept} records on disk, its processes gone in {gone_s:.1f} s",
+                f"kill {number + 1} after {after_s:4.1f} s: {kept} records on disk, "
+                f"its processes gone in {gone_s:.1f} s",
                 flush=True,
             )
             if gone_s >= MOST_S:
                 return 1
         print(f"finished in {finish(killed):.0f} s")
-        found = differences(read_profile(whole), read_profile(killed))
-        print("\n".join(found) or "the same shapes, each once and whole")
+        lines = differences(read_profile(whole), read_profile(killed))
+        print("\n".join(lines) or "the same shapes, each once and whole")
         print(f"journal left: {beside(killed).exists()}")
-        return 1 if found or beside(killed).exists() else 0
+        return 1 if lines or beside(killed).exists() else 0
 
 
 if __name__ == "__main__":

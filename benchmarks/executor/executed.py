@@ -1,14 +1,14 @@
-"""The plan of the memory objective and Megatron's plan, both run on 8 gloo ranks: same losses,
-measured against predicted bytes.
+"""The plan of the memory objective and Megatron's plan on 8 gloo ranks: losses and bytes.
 
-    python benchmarks/executor/executed.py               # gpt-tiny, seconds
-    python benchmarks/executor/executed.py gpt-100m      # GPT-2's 12 blocks of 768 on sequences of
-                                                         128, some minutes
+    # gpt-tiny, seconds
+    python benchmarks/executor/executed.py
+    # GPT-2's 12 blocks of 768 on sequences of 128, some minutes
+    python benchmarks/executor/executed.py gpt-100m
 
-Without a pipeline, of which MemTracker sees one micro-batch at a time. Megatron's: tensor x data
-parallelism with its default flags (replicated optimizer, no sequence parallelism, no recompute).
-States by class are what the ranks really hold after a step; the peak is MemTracker's over a whole
-step, of the fullest rank.
+Losses must be equal, and measured bytes are compared with predicted ones. There is no pipeline:
+MemTracker sees one micro-batch at a time. Megatron's plan is tensor x data parallelism with its
+default flags (replicated optimizer, no sequence parallelism, no recompute). States by class are the
+bytes that ranks hold after a step; the peak is MemTracker's over a whole step, on the fullest rank.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.rules.all_rules import validate
-from parplan.executor.run_options import Options
-from parplan.executor.training.train import build_trainer
+from parplan.executor.training.train import Options, build_trainer
 from parplan.executor.watch.state_bytes import Meter
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Objective
-from parplan.planner.request import Constraints, PlanRequest, SearchOptions
+from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GIB, MIB
 
@@ -50,9 +49,7 @@ WORLD, STEPS = 8, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a rank measured: losses, predicted and measured bytes of the states, and the peak of a
-    step.
-    """
+    """A rank's measurements: losses, predicted and measured state bytes, and the peak of a step."""
 
     losses: list[float]
     predicted: list[int]
@@ -61,7 +58,10 @@ class Run:
 
 
 def plans(model: ModelSpec, seq_length: int, tp: int) -> dict[str, Plan]:
-    """Ours, least redundant within any slowdown, and Megatron's on the same ranks and batch."""
+    """Return our plan and Megatron's on the same ranks and batch.
+
+    Ours is the least redundant at any slowdown.
+    """
     stack = load_stack("torchtitan")
     training = TrainingSpec(
         global_batch_size=16,
@@ -79,29 +79,18 @@ def plans(model: ModelSpec, seq_length: int, tp: int) -> dict[str, Plan]:
         num_micro_batches=16 // 2 // (WORLD // tp),
         sequence_parallel=False,
     )
-    found = {
-        "megatron": estimate_plan(
-            PlanRequest(model=model, cluster=cluster, training=training), layout
-        )
-    }
+    by_name = {"megatron": estimate_plan(model, cluster, training, layout)}
     for label, degrees in (("memory", None), ("memory at tp 2", (2,))):
         pins = Constraints(pp=(1,), micro_batch_size=(2,), tp=degrees)
         options = SearchOptions(max_slowdown=9.0)
-        found[label] = find_plan(
-            PlanRequest(
-                model=model,
-                cluster=cluster,
-                training=training,
-                objective=Objective.MEMORY,
-                constraints=pins,
-                options=options,
-            )
+        by_name[label] = find_plan(
+            model, cluster, training, Objective.MEMORY, constraints=pins, options=options
         )
-    return found
+    return by_name
 
 
 def run(plan: Plan) -> list[Run]:
-    """Every rank's measurements, in a world of its own."""
+    """Return the measurements of every rank, in a world of its own."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plan, folder), nprocs=WORLD, start_method="fork")
         return [
@@ -165,18 +154,23 @@ def main() -> None:
         )
         zeros = sorted({layer.zero for layer in plan.layer_plans.values()})
         print(
-            f"{name} {label}: {plan.mesh}, ZeRO {zeros}, recompute {sorted({p.recompute for p in plan.layer_plans.values()})}"
+            f"{name} {label}: {plan.mesh}, ZeRO {zeros}, recompute "
+            f"{sorted({p.recompute for p in plan.layer_plans.values()})}"
         )
         print(
-            f"  losses {' '.join(f'{loss:.6f}' for loss in worst.losses)}, at most {apart:.1e} from Megatron's"
+            f"  losses {' '.join(f'{loss:.6f}' for loss in worst.losses)}, at most "
+            f"{apart:.1e} from Megatron's"
         )
+        states = " ".join(f"{b / MIB:.2f}" for b in worst.states)
         print(
-            f"  states of the fullest rank, MiB: {' '.join(f'{b / MIB:.2f}' for b in worst.states)}; "
+            f"  states of the fullest rank, MiB: {states}; "
             f"{'equal to predicted on all 8 ranks' if exact else 'NOT as predicted'}"
         )
+        redundant_mib = plan.predicted.redundancy_gib.total * 1024
         print(
-            f"  peak of a step: measured {worst.peak / MIB:.1f} MiB, predicted {predicted / MIB:.1f}; "
-            f"redundant over all ranks, predicted {plan.predicted.redundancy_gib.total * 1024:.1f} MiB",
+            f"  peak of a step: measured {worst.peak / MIB:.1f} MiB, "
+            f"predicted {predicted / MIB:.1f}; "
+            f"redundant over all ranks, predicted {redundant_mib:.1f} MiB",
             flush=True,
         )
 

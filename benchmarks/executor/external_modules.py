@@ -1,12 +1,11 @@
-"""Modules and configs that no one here wrote: each is planned for two CPUs, and the plan is trained
-beside one process.
+"""External modules and configs, planned for two CPUs and trained beside one process.
 
     python benchmarks/executor/external_modules.py [NAME ...]
 
-Of each, with data parallelism and ZeRO 1, and in two pipeline stages: "equal" where losses and
-gradients are those of one process, or the error with its hint. Each command has a process of its
-own, with 8 GiB of address space and a minute. A traceback, a process that has to be killed and a
-result that is different are failures; the exit code is 1 where there is one.
+Each is planned with data parallelism and ZeRO 1, and in two pipeline stages. A cell is "equal" if
+losses and gradients are those of one process, or the error with its hint. Each command has a
+process of its own, with 8 GiB of address space and a minute. A traceback, a process that has to be
+killed and a different result are failures; the exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import transformers
 
-import parplan.executor.traced.traced_parity  # noqa: F401  so that no child has to load it
+import parplan.executor.traced.traced_parity  # noqa: F401  loaded once for all children
 import parplan.report.plans.summary  # noqa: F401
 from parplan import cli
 from parplan.profiles.units import GIB
@@ -37,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S, LIMIT_BYTES = 60, 8 * GIB
 LAYOUTS = {"dp 2, ZeRO 1": ("--pp", "1", "--zero", "1"), "pp 2": ("--pp", "2")}
 FIRST = ("error: ", "hint: ")
-# families by transformers' name, with the class where it is not the causal language model
+# Families by transformers' name, with the class if it is not the causal language model.
 FAMILIES: dict[str, str | None] = dict.fromkeys(
     (
         "gpt2",
@@ -205,7 +204,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a command ended; `failed`: not as one ought to."""
+    """The end of a command; `failed` is true for an end that is a bug."""
 
     code: int
     text: str
@@ -236,7 +235,7 @@ class Ended:
 
 
 def command(folder: Path, *arguments: str) -> Ended:
-    """`plan` with these arguments in a child of its own."""
+    """Run `plan` with these arguments in a child process."""
     started_s, log = time.monotonic(), folder / "log"
     child = os.fork()
     if child == 0:
@@ -266,8 +265,8 @@ def command(folder: Path, *arguments: str) -> Ended:
 
 def _waited(child: int, started_s: float) -> int:
     while True:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() - started_s > LIMIT_S:
             os.killpg(child, signal.SIGKILL)
@@ -277,7 +276,7 @@ def _waited(child: int, started_s: float) -> int:
 
 
 def model_of(name: str, folder: Path) -> str:
-    """What --model is given."""
+    """Return the value of --model."""
     if name not in FAMILIES:
         return f"tests.helpers.zoo:{name}"
     default = transformers.AutoConfig.for_model(name)
@@ -292,38 +291,38 @@ def model_of(name: str, folder: Path) -> str:
 
 
 def _small(values: dict[str, Any]) -> dict[str, Any]:
-    """With a small value for every size that it says, and without dropout."""
-    found = {}
+    """Return the values with small sizes and without dropout."""
+    small = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            found[key] = _small(value) if key.endswith("config") else value
+            small[key] = _small(value) if key.endswith("config") else value
         elif (
             key in SMALL
             and isinstance(value, int | None)
             and not isinstance(value, bool)
             and value != 0
         ):
-            found[key] = SMALL[key]
+            small[key] = SMALL[key]
         elif ("drop" in key or "pdrop" in key) and isinstance(value, float):
-            found[key] = 0.0
+            small[key] = 0.0
         elif key == "layer_types" and isinstance(value, list):
-            found[key] = value[-2:]
+            small[key] = value[-2:]
         elif key == "attention_window":
-            found[key] = [SMALL[key]] * 2
+            small[key] = [SMALL[key]] * 2
         elif not key.startswith("_") and key not in (
             "transformers_version",
             "id2label",
             "label2id",
             "torch_dtype",
         ):
-            found[key] = value
-    if "q_lora_rank" in found:  # latent attention has as many heads for keys
-        found["num_key_value_heads"] = found["num_attention_heads"]
-    return found
+            small[key] = value
+    if "q_lora_rank" in small:  # latent attention has as many heads for keys
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    return small
 
 
 def tried(name: str) -> dict[str, Ended]:
-    """By layout, how planning ended, or the check of the plan."""
+    """Return by layout the end of planning, or of the check of the plan."""
     results: dict[str, Ended] = {}
     with tempfile.TemporaryDirectory() as at:
         folder = Path(at)
@@ -334,7 +333,7 @@ def tried(name: str) -> dict[str, Ended]:
         for layout, pins in LAYOUTS.items():
             plan = folder / "plan.yaml"
             traced = ("--trace",) if model.endswith(".json") else ()
-            asked = (
+            arguments = (
                 "--model",
                 model,
                 *traced,
@@ -354,9 +353,9 @@ def tried(name: str) -> dict[str, Ended]:
                 "-o",
                 str(plan),
             )
-            ended = command(folder, *asked)
+            ended = command(folder, *arguments)
             if "hint: use --attention unfused" in ended.text:
-                ended = command(folder, *asked, "--attention", "unfused")
+                ended = command(folder, *arguments, "--attention", "unfused")
             if ended.code == 0 and not ended.failed:
                 ended = command(folder, "check", str(plan), "--execute")
             results[layout] = ended
@@ -369,17 +368,14 @@ def main() -> int:
     for name in names:
         for layout, ended in tried(name).items():
             failures += ended.failed
-            mark = (
-                "FAILED"
-                if ended.failed
-                else "equal"
-                if ended.code == 0
-                else "refused"
-                if ended.text.count("error: ")
-                else "DIFFERENT"
-            )
+            mark = "refused" if ended.text.count("error: ") else "DIFFERENT"
+            if ended.failed:
+                mark = "FAILED"
+            elif ended.code == 0:
+                mark = "equal"
             print(
-                f"{name:36} {layout:13} {mark:8} {ended.seconds:5.1f} s  {'' if mark == 'equal' else ended.what}",
+                f"{name:36} {layout:13} {mark:8} {ended.seconds:5.1f} s  "
+                f"{'' if mark == 'equal' else ended.what}",
                 flush=True,
             )
     print(f"{failures} failures")

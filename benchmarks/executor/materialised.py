@@ -1,11 +1,10 @@
-"""Host memory of ranks that start to train a module which is larger than the share of one: each
-makes the values of its own stages.
+"""Host memory of ranks that start to train a module larger than one rank's share.
 
     python benchmarks/executor/materialised.py
 
-A torch.nn.TransformerEncoder of 24 layers of 1024, 1.1 GiB in fp32. Each process says by how much
-its resident memory was above what it had before, at most, from the call of the factory until its
-optimizer is there; the last row is the module made as it is.
+Each rank makes the values of its own stages. The module is a torch.nn.TransformerEncoder of 24
+layers of 1024, 1.1 GiB in fp32. Each process prints the peak rise of its resident memory from the
+call of the factory until its optimizer exists; the last row is the module made whole.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def encoder() -> tuple[nn.Module, Any]:
 
 
 def _memory(key: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
+    """Return a figure of /proc/self/status in bytes."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -59,14 +58,12 @@ def _memory(key: str) -> int:
 
 
 def _start() -> int:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     return _memory("VmRSS")
 
 
 def _built(plan: Any) -> tuple[int, int, int]:
-    """Bytes of this rank's share of the parameters, and how far its memory rose, at most and in the
-    end.
-    """
+    """Return bytes of this rank's parameters, and the rise of its memory at peak and at the end."""
     before = _start()
     trainer = build_traced_trainer(plan, OPTIONS, torch.device("cpu"))
     share = sum(local(parameter.detach()).nbytes for parameter in trainer.pipeline.parameters)

@@ -1,13 +1,14 @@
-"""A GPT trains within a device budget of a third of its model states: losses, peaks by two counts,
-and what is moved.
+"""A GPT that trains within a device budget of a third of its model states.
 
-    python benchmarks/executor/one_third.py 100m      # a minute, 2 GiB
-    python benchmarks/executor/one_third.py 1b        # five minutes, 17 GiB; with --precision fp32
-                                                      19 GiB
+    # a minute, 2 GiB
+    python benchmarks/executor/one_third.py 100m
+    # five minutes, 17 GiB; with --precision fp32 19 GiB
+    python benchmarks/executor/one_third.py 1b
 
-One CPU process, whose "device" is memory of its own. The blocks are in chunks: as many at home on
-the device as the budget has room for, the others on the host, evicted by Belady's choice. The
-tokens are a pattern that repeats, so that a loss that falls shows that it trains.
+Prints losses, peaks by two counts, and transfers. The run is one CPU process whose "device" is
+memory of its own. The blocks are in chunks: as many located on the device as the budget has room
+for, all others on the host, evicted by Belady's choice. The tokens are a pattern that repeats, so a
+falling loss shows that the model trains.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SHAPES = {
     "1b": (2048, 20, 16, 50257),
 }  # hidden size, blocks, heads, vocabulary
 SHARE = 3
-PATTERN = 61  # tokens before it begins again
+PATTERN = 61  # tokens before it repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +116,11 @@ def request(name: str, args: argparse.Namespace) -> Request:
     )
 
 
-def within(asked: Request, budget_bytes: int) -> Plan:
-    """The plan with most blocks at home on the device that fits the budget."""
-    for host_blocks in range(asked.model.num_layers + 1):
+def within(wish: Request, budget_bytes: int) -> Plan:
+    """Return the plan with most blocks located on the device that fits the budget."""
+    for host_blocks in range(wish.model.num_layers + 1):
         try:
-            return asked.plan(host_blocks, budget_bytes)
+            return wish.plan(host_blocks, budget_bytes)
         except InfeasibleError as error:
             reason = error
     raise reason
@@ -141,11 +142,12 @@ def told(plan: Plan, states_bytes: int) -> None:
     homes = {group.home.value: group for group in plan.chunks.groups}
     for name, group in homes.items():
         print(
-            f"  {name:<10}{group.num_chunks} chunks of {group.chunk_elements:,}, {group.utilisation:.1%} used"
+            f"  {name:<10}{group.num_chunks} chunks of {group.chunk_elements:,}, "
+            f"{group.utilisation:.1%} used"
         )
     print(
-        f"  states {states_bytes / GIB:.2f} GiB, budget {rank.device_bytes / GIB:.2f} ({rank.device_bytes / states_bytes:.1%}), "
-        f"smallest {rank.smallest_bytes / GIB:.2f}"
+        f"  states {states_bytes / GIB:.2f} GiB, budget {rank.device_bytes / GIB:.2f} "
+        f"({rank.device_bytes / states_bytes:.1%}), smallest {rank.smallest_bytes / GIB:.2f}"
     )
 
 
@@ -158,12 +160,13 @@ def train(trainer: Trainer, chunks: ChunkManager) -> list[float]:
             ("D2H", counts.out_bytes, schedule.out_bytes),
         )
         said = ", ".join(
-            f"{name} {found:,} {'=' if found == predicted else '!='} {predicted:,}"
-            for name, found, predicted in moved
+            f"{name} {counted:,} {'=' if counted == predicted else '!='} {predicted:,}"
+            for name, counted, predicted in moved
         )
         print(
-            f"  step {result.step + 1}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3g}  {result.seconds:.1f} s  {said}"
-            f"  rss {rss_bytes() / GIB:.1f} GiB",
+            f"  step {result.step + 1}  loss {result.loss:.4f}  grad norm "
+            f"{result.gradient_norm:.3g}  {result.seconds:.1f} s  {said}  "
+            f"rss {rss_bytes() / GIB:.1f} GiB",
             flush=True,
         )
         losses.append(result.loss)
@@ -183,10 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    asked = request(args.model, args)
-    states_bytes = predicted_state_bytes(asked.plan(asked.model.num_layers, None), 0, 0).total
-    plan = within(asked, states_bytes // SHARE)
-    print(f"{asked.model.name}, {args.batch} x {args.seq_length} tokens, {args.precision}")
+    wish = request(args.model, args)
+    states_bytes = predicted_state_bytes(wish.plan(wish.model.num_layers, None), 0, 0).total
+    plan = within(wish, states_bytes // SHARE)
+    print(f"{wish.model.name}, {args.batch} x {args.seq_length} tokens, {args.precision}")
     told(plan, states_bytes)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
@@ -197,10 +200,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         losses = train(trainer, chunks)
     peak = trainer.recorder.cpu_peak.num_bytes
     assert peak is not None, "a run of 3 steps or more counts one"
-    budget, own = chunks.ledger.limit_bytes, peak - chunks.host_bytes
+    budget, device_bytes = chunks.ledger.limit_bytes, peak - chunks.host_bytes
     print(
-        f"  chunks held {chunks.ledger.most_bytes / GIB:.2f} GiB of the device at most, all tensors {own / GIB:.2f} (measured), "
-        f"budget {budget / GIB:.2f}: {'kept' if own <= budget else 'EXCEEDED'}"
+        f"  chunks held {chunks.ledger.most_bytes / GIB:.2f} GiB of the device at most, "
+        f"all tensors {device_bytes / GIB:.2f} (measured), budget {budget / GIB:.2f}: "
+        f"{'kept' if device_bytes <= budget else 'EXCEEDED'}"
     )
     print(
         f"  loss {losses[0]:.4f} to {losses[-1]:.4f}; all states {states_bytes / GIB:.2f} GiB, "

@@ -1,14 +1,14 @@
-"""What the executor costs beside the same mesh written by hand with torch's own parts: step times
-in one run, as ratios.
+"""Step times of the executor beside the same mesh written by hand with torch's own parts.
 
-    python benchmarks/executor/overhead.py                  # GPT-2's 12 blocks of 768 on 2 and 4
-                                                            gloo ranks
-    python benchmarks/executor/overhead.py pp2-dp2-tp2      # one of the meshes, by name
+    # GPT-2's 12 blocks of 768 on 2 and 4 gloo ranks
+    python benchmarks/executor/overhead.py
+    # one of the meshes, by name
+    python benchmarks/executor/overhead.py pp2-dp2-tp2
 
-By hand is what a user of torch writes: plain modules, `parallelize_module`, `fully_shard` for every
-block, a schedule class of torch.distributed.pipelining, fused AdamW. Both hold the same model, take
-the same micro-batches and step in turn, A B B A, in the same processes; a ratio is the median of
-those of neighbours.
+The hand-written trainer is what a user of torch writes: plain modules, `parallelize_module`,
+`fully_shard` for every block, a schedule class of torch.distributed.pipelining, fused AdamW. Both
+hold the same model, take the same micro-batches and step in turn, A B B A, in the same processes; a
+ratio is the median of the ratios of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ from parplan.profiles.machines.machine_catalog import (
 )
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
-SEQ_LENGTH, WARM_UP, PAIRS = 128, 1, 5
+SEQ_LENGTH = 128
+WARM_UP = 1
+PAIRS = 5
 MESHES = {  # degrees, ZeRO stage
     "dp2": (Mesh(pp=1, dp=2, tp=1), 1),
     "dp2-zero3": (Mesh(pp=1, dp=2, tp=1), 3),
@@ -75,14 +77,15 @@ DEFAULT = ("dp2", "dp2-zero3", "tp2", "pp2", "pp2-dp2", "pp2-tp2")
 
 
 class Block(nn.Module):
-    """A GPT-2 block with the heads that its rank holds."""
+    """A GPT-2 block with the heads of its rank."""
 
     def __init__(self, model: ModelSpec, heads: int) -> None:
         super().__init__()
         width = model.hidden_size
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
         self.fc1, self.fc2 = (
             nn.Linear(width, model.ffn_hidden_size),
             nn.Linear(model.ffn_hidden_size, width),
@@ -90,17 +93,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
-        query, key, value = (
-            f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for f in (self.query, self.key, self.value)
-        )
+        query = self._by_head(self.query(h))
+        key = self._by_head(self.key(h))
+        value = self._by_head(self.value(h))
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.fc2(functional.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
 
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
 
 class Part(nn.Module):
-    """The part of GPT-2 that one pipeline rank holds."""
+    """The part of GPT-2 on one pipeline rank."""
 
     def __init__(self, model: ModelSpec, pp: int, rank: int, heads: int) -> None:
         super().__init__()
@@ -126,8 +131,9 @@ class Part(nn.Module):
 
 
 def by_hand(plan: Plan, mesh: DeviceMesh) -> Callable[[int], None]:
-    """One step of the hand-written trainer, by its number."""
-    tp, pp, dp = plan.mesh.tp, plan.mesh.pp, plan.mesh.dp
+    """Return the step of the hand-written trainer, a function of its number."""
+    tp = plan.mesh.tp
+    pp, dp = plan.mesh.pp, plan.mesh.dp
     rank = mesh.get_local_rank("pp")
     part = Part(plan.model, pp, rank, plan.model.num_heads // tp)
     if tp > 1:
@@ -145,12 +151,12 @@ def by_hand(plan: Plan, mesh: DeviceMesh) -> Callable[[int], None]:
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def loop(ids: Tensor, targets: Tensor) -> None:
-        for number, (own, wanted) in enumerate(
+        for number, (part_ids, part_targets) in enumerate(
             zip(ids.split(size), targets.split(size), strict=True)
         ):
             if isinstance(part, FSDPModule) and not zero3:
                 part.set_requires_gradient_sync(number == count - 1)
-            (loss_of(part(own), wanted) / count).backward()
+            (loss_of(part(part_ids), part_targets) / count).backward()
 
     schedule = _schedule(part, plan, mesh, loss_of) if pp > 1 else None
 
@@ -173,7 +179,7 @@ def by_hand(plan: Plan, mesh: DeviceMesh) -> Callable[[int], None]:
 
 
 def _groups(part: Part) -> list[dict[str, list[nn.Parameter]]]:
-    """Fused AdamW cannot mix parameters on different meshes."""
+    """Return parameter groups by mesh, which fused AdamW cannot mix."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in part.parameters():
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -181,7 +187,7 @@ def _groups(part: Part) -> list[dict[str, list[nn.Parameter]]]:
 
 
 def _divide(part: Part, mesh: DeviceMesh) -> None:
-    """Megatron's tensor parallelism with torch's styles."""
+    """Apply Megatron's tensor parallelism with torch's styles."""
     if part.tokens is not None:
         parallelize_module(
             part,
@@ -230,8 +236,9 @@ def _schedule(
 
 
 def by_executor(plan: Plan) -> Callable[[int], None]:
-    """One step of the executor, by its number: all that it does in a step, the gradients' norm and
-    the record included.
+    """Return the step of the executor, a function of its number.
+
+    It is the whole step, including the gradients' norm and the record.
     """
     trainer = build_trainer(
         plan, Options(steps=WARM_UP + PAIRS, seed=0, learning_rate=1e-4), torch.device("cpu")
@@ -242,7 +249,7 @@ def by_executor(plan: Plan) -> Callable[[int], None]:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of the steps of both, in pairs of neighbours."""
+    """Seconds of the steps of both trainers, in pairs of neighbours."""
 
     by_hand_s: list[float]
     executor_s: list[float]
@@ -255,8 +262,9 @@ class Times:
 
 
 def measure(plan: Plan) -> Times:
-    """Both trainers in a new world of the plan's ranks; the times of rank 0, whose steps start and
-    end with all others'.
+    """Run both trainers in a new world of the plan's ranks.
+
+    Returns the times of rank 0, whose steps start and end with those of all ranks.
     """
     world = plan.mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:
@@ -296,8 +304,9 @@ def _timed(step: Callable[[int], None], number: int) -> float:
 
 
 def plan_of(name: str) -> Plan:
-    """A plan of 4 micro-batches of one sequence a data-parallel rank, the embedding not tied: the
-    hand-written one has two.
+    """Return a plan of 4 micro-batches of one sequence per data-parallel rank.
+
+    The embedding is not tied: the hand-written trainer has two tables.
     """
     mesh, zero = MESHES[name]
     stack = load_stack("torchtitan")
@@ -328,13 +337,13 @@ def plan_of(name: str) -> Plan:
 
 def main() -> None:
     print(
-        f"{'mesh':<14}{'by hand':>10}{'executor':>10}{'ratio':>8}   seconds a step, medians of {PAIRS}"
+        f"{'mesh':<14}{'by hand':>10}{'executor':>10}{'ratio':>8}   seconds a step, "
+        f"medians of {PAIRS}"
     )
     for name in sys.argv[1:] or DEFAULT:
         times = measure(plan_of(name))
-        by_hand_s, executor_s = (
-            statistics.median(seconds) for seconds in (times.by_hand_s, times.executor_s)
-        )
+        by_hand_s = statistics.median(times.by_hand_s)
+        executor_s = statistics.median(times.executor_s)
         print(f"{name:<14}{by_hand_s:>10.3f}{executor_s:>10.3f}{times.ratio:>8.3f}", flush=True)
 
 

@@ -1,12 +1,11 @@
-"""What sub-pipelined tensor parallelism costs where nothing can overlap: step times of its levels
-in one run, as ratios to level 0.
+"""Step times of the levels of sub-pipelined tensor parallelism on CPUs, as ratios to level 0.
 
-    python benchmarks/executor/overlap.py                  # gpt-tiny and two blocks of gpt-100m on
-                                                           2 gloo ranks of a core each
+    # gpt-tiny and two blocks of gpt-100m on 2 gloo ranks of a core each
+    python benchmarks/executor/overlap.py
 
-gloo sums on the cores that compute, so no level can gain here: what is seen is the price of halves,
+gloo sums on the cores that compute, so no level can gain here. The ratios are the price of halves,
 smaller products and twice as many calls, which the overlap has to earn back. All levels hold the
-same model, take the same micro-batches and step in turn, in an order that goes round, in the same
+same model, take the same micro-batches and step in turn, in a rotating order, in the same
 processes; a ratio is the median over the rounds.
 """
 
@@ -54,7 +53,7 @@ MODELS = {
 
 
 def plan_of(model: ModelSpec, seq_length: int, level: int) -> Plan:
-    """2 micro-batches of 4 sequences, tp 2."""
+    """Return a plan of 2 micro-batches of 4 sequences at tp 2."""
     mesh, stack = Mesh(pp=1, dp=1, tp=2), load_stack("parplan")
     training = TrainingSpec(
         global_batch_size=8,
@@ -80,7 +79,7 @@ def plan_of(model: ModelSpec, seq_length: int, level: int) -> Plan:
 
 
 def measure(plans: list[Plan]) -> list[list[float]]:
-    """Seconds of the steps of every plan, round by round."""
+    """Return the seconds of the steps of every plan, round by round."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plans, folder), nprocs=2, start_method="fork")
         return json.loads((Path(folder) / "times").read_text())
@@ -122,9 +121,9 @@ def main() -> None:
         + f"   seconds a step, and ratios to level 0 (quartiles): medians of {ROUNDS}"
     )
     for name, (model, seq_length) in MODELS.items():
-        base, *others = measure([plan_of(model, seq_length, level) for level in TP_OVERLAP_LEVELS])
+        base, *levels = measure([plan_of(model, seq_length, level) for level in TP_OVERLAP_LEVELS])
         cells = []
-        for times in others:
+        for times in levels:
             low, middle, high = statistics.quantiles(
                 (a / b for a, b in zip(times, base, strict=True)), n=4
             )

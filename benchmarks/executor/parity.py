@@ -1,16 +1,16 @@
-"""The parity matrix: schedules x ways to divide x models, executed on 2, 4 and 8 gloo ranks beside
-one process.
+"""The parity matrix: schedules x divisions x models on 2, 4 and 8 gloo ranks beside one process.
 
-    python benchmarks/executor/parity.py                        # all of it, about 20 minutes on two
-                                                                cores
-    python benchmarks/executor/parity.py --world 4 --model gpt  # a part of it
+    # the whole matrix, about 20 minutes on two cores
+    python benchmarks/executor/parity.py
+    # a part of it
+    python benchmarks/executor/parity.py --world 4 --model gpt
 
 A cell is the worst error of a first-step gradient, max |g - reference| / max(|reference| max,
-1e-4). It ends in `!` where that is above 1e-5, where a loss of three AdamW steps is further than
-1e-6 from the reference's, where ranks disagree, or where a stage held more or fewer micro-batches
-than its action list says. On 8 ranks the ways that divide data also have tp 2, those that divide
-tensors dp 2, and more rows have pp 4. Early recompute, last-no-recompute and SCP recompute in full
-whatever the way, but on the last stage where the schedule forbids it. What the executor refuses is
+1e-4). It ends in `!` if that is above 1e-5, a loss of three AdamW steps differs from the
+reference's by more than 1e-6, ranks disagree, or a stage held more or fewer micro-batches than its
+action list says. On 8 ranks the ways that divide data also have tp 2, those that divide tensors dp
+2, and more rows have pp 4. Early recompute, last-no-recompute and SCP recompute in full for every
+way, except on a last stage where the schedule forbids it. Plans that the executor refuses are
 listed with the reason.
 """
 
@@ -77,7 +77,7 @@ MODELS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], TrainingOutcome]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One cell: `plan` is None where the way needs what the world has no ranks for."""
+    """One cell; `plan` is None if the world has too few ranks for the way."""
 
     schedule: str
     way: str
@@ -85,7 +85,7 @@ class Case:
 
 
 def cases(model: str, world: int) -> Iterator[Case]:
-    """The plans of one model on `world` ranks."""
+    """Yield the plans of one model on `world` ranks."""
     build = MODELS[model][0]
     shared = {"num_micro_batches": 4, "global_batch_size": 8}
     for way, settings in WAYS.items():
@@ -96,7 +96,9 @@ def cases(model: str, world: int) -> Iterator[Case]:
                 plan=_altered(way, build(**shared, **settings), model),
             )
             continue
-        more = {} if world == 4 else {"tp": 2} if "dp" in settings else {"dp": 2, "zero": (1,)}
+        more = {}
+        if world != 4:
+            more = {"tp": 2} if "dp" in settings else {"dp": 2, "zero": (1,)}
         for schedule, how in SCHEDULES.items():
             yield Case(
                 schedule=schedule,
@@ -115,10 +117,11 @@ def cases(model: str, world: int) -> Iterator[Case]:
 
 
 def _altered(way: str, plan: Plan, model: str) -> Plan:
-    """`mixed` also recomputes differently by layer; `offload` keeps states on the host, and what
-    own blocks keep, each other operators.
+    """Return the plan altered for its way.
 
-    Where the last stage must not recompute it does not.
+    `mixed` also has different recompute by layer; `offload` puts states and saved activations of
+    the executor's blocks on the host, of other operators in each layer plan. A last stage that must
+    not recompute does not.
     """
     external = model.startswith("hf")
     change: dict[str, dict[str, Any]] = {}
@@ -133,7 +136,8 @@ def _altered(way: str, plan: Plan, model: str) -> Plan:
             "block-1": {"recompute": ("attention",)},
         }
     layer_plans = {
-        name: replace(found, **change.get(name, {})) for name, found in plan.layer_plans.items()
+        name: replace(layer_plan, **change.get(name, {}))
+        for name, layer_plan in plan.layer_plans.items()
     }
     altered = replace(plan, layer_plans=layer_plans)
     return (
@@ -152,20 +156,21 @@ def _kept_on_host(name: str, external: bool) -> dict[str, tuple[str, ...]]:
 
 
 def refused(plan: Plan) -> str | None:
-    """Why the executor does not run it, or None."""
-    return next((f"{refusal.found}: {rule.why}" for rule, refusal in refusals(plan)), None)
+    """Return the reason why the executor refuses the plan, or None."""
+    return next((f"{refusal.problem}: {rule.why}" for rule, refusal in refusals(plan)), None)
 
 
-def judged(plan: Plan, found: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, bool]:
-    """The worst gradient error, and whether all is well."""
-    worst = max(gradient_errors(found, expected).values())
-    trained = worst <= GRADIENT_TOLERANCE and max(loss_errors(found, expected)) <= LOSS_TOLERANCE
-    return worst, trained and found.agree and found.in_flight == listed_in_flight(plan)
+def judged(plan: Plan, outcome: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, bool]:
+    """Return the worst gradient error, and whether the cell is good."""
+    worst = max(gradient_errors(outcome, expected).values())
+    trained = worst <= GRADIENT_TOLERANCE and max(loss_errors(outcome, expected)) <= LOSS_TOLERANCE
+    return worst, trained and outcome.agree and outcome.in_flight == listed_in_flight(plan)
 
 
 def listed_in_flight(plan: Plan) -> dict[int, int]:
-    """By stage, the most micro-batches between their forward pass and the end of their backward
-    pass, as the action lists say.
+    """Return by stage the most micro-batches in flight that the action lists say.
+
+    A micro-batch is in flight from its forward pass to the end of its backward pass.
     """
     changes, most = (
         {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1},
@@ -179,16 +184,16 @@ def listed_in_flight(plan: Plan) -> dict[int, int]:
     return most
 
 
-def run(found: Sequence[Case], expected: TrainingOutcome) -> tuple[dict[tuple[str, str], str], int]:
-    """The cells of `found`, run one after the other in one world, and how many of them are bad."""
+def run(batch: Sequence[Case], expected: TrainingOutcome) -> tuple[dict[tuple[str, str], str], int]:
+    """Run the cases in turn in one world; return their cells and the number of bad ones."""
     cells, bad = {}, 0
     try:
         outcomes: list[TrainingOutcome | None] = (
-            list(run_plans([case.plan for case in found])) if found else []
+            list(run_plans([case.plan for case in batch])) if batch else []
         )
-    except ProcessRaisedException:  # one of them failed: which, is found one by one
-        outcomes = [_alone(case) for case in found]
-    for case, outcome in zip(found, outcomes, strict=True):
+    except ProcessRaisedException:  # each is run alone to tell which one failed
+        outcomes = [_alone(case) for case in batch]
+    for case, outcome in zip(batch, outcomes, strict=True):
         worst, good = (
             judged(case.plan, outcome, expected) if outcome is not None else (float("nan"), False)
         )
@@ -225,7 +230,9 @@ def _alone(case: Case) -> TrainingOutcome | None:
 def main(worlds: tuple[str, ...], models: tuple[str, ...]) -> None:
     """Print the parity matrix; the exit code is 1 where a cell is bad."""
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
-    out, total, bad, reasons = Console(width=140, highlight=False), 0, 0, dict[str, int]()
+    out = Console(width=140, highlight=False)
+    total, bad = 0, 0
+    reasons: dict[str, int] = {}
     for model in models or MODELS:
         for world in map(int, worlds or ("2", "4", "8")):
             every = list(cases(model, world))

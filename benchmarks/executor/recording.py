@@ -1,10 +1,10 @@
-"""What recording costs: the same training step with and without the spans of
-executor/watch/run_recorder.py, in turn, on one rank.
+"""The cost of recording: one training step with and without spans, in turn, on one rank.
 
-    python benchmarks/executor/recording.py               # gpt-tiny on one CPU rank, half a minute
+    # gpt-tiny on one CPU rank, half a minute
+    python benchmarks/executor/recording.py
 
-Prints the median step of both and their ratio, and the time of one span by itself; seconds of this
-process on the CPU, so that other processes do not count.
+The spans are those of executor/watch/run_recorder.py. Prints the median step of both, their ratio,
+and the time of one span by itself, in CPU seconds of this process: other processes do not count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPANS = 20_000
 
 
 def plan() -> Plan:
-    """gpt-tiny in 16 micro-batches: many spans beside little work, the worst case."""
+    """Return gpt-tiny in 16 micro-batches: many spans beside little work, the worst case."""
     training = TrainingSpec(
         global_batch_size=16,
         seq_length=64,
@@ -79,15 +79,18 @@ def step_s(trainer: Trainer, *, record: bool) -> float:
 
 
 def measured(trainer: Trainer, *, recorded_first: bool) -> tuple[float, float]:
-    """CPU seconds of a step without and with recording; which comes first takes turns."""
-    found = {
+    """CPU seconds of a step without and with recording.
+
+    recorded_first  alternates between calls
+    """
+    seconds = {
         record: step_s(trainer, record=record) for record in (recorded_first, not recorded_first)
     }
-    return found[False], found[True]
+    return seconds[False], seconds[True]
 
 
 def span_s() -> float:
-    """CPU seconds of one span around nothing."""
+    """CPU seconds of one empty span."""
     recorder = RunRecorder(torch.device("cpu"), 1)
     recorder.start()
     started = time.process_time()
@@ -105,10 +108,12 @@ def main() -> None:
     for _ in range(5):
         step_s(trainer, record=False)
     pairs = [measured(trainer, recorded_first=bool(turn % 2)) for turn in range(PAIRS)]
-    off, on = (statistics.median(column) for column in zip(*pairs, strict=True))
+    off = statistics.median(plain for plain, _ in pairs)
+    on = statistics.median(recorded for _, recorded in pairs)
     ratio = statistics.median(recorded / plain for plain, recorded in pairs)
     print(
-        f"step without recording {1e3 * off:.2f} ms, with {1e3 * on:.2f} ms, median ratio of {PAIRS} pairs {ratio:.4f}"
+        f"step without recording {1e3 * off:.2f} ms, with {1e3 * on:.2f} ms, median "
+        f"ratio of {PAIRS} pairs {ratio:.4f}"
     )
     spans, one_s = 2 * plan().pipeline.num_micro_batches + 3, span_s()
     print(f"one span {1e6 * one_s:.1f} us, {spans} in a step: {one_s * spans / off:.2%} of it")

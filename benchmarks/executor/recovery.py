@@ -1,13 +1,12 @@
-"""kill -9 of random ranks at random moments: is the loss curve after each recovery that of the
-undisturbed run?
+"""Recovery from kill -9 of random ranks at random moments.
 
-    python benchmarks/executor/recovery.py               # 20 kills over three meshes, some minutes
+    # 20 kills over three meshes, some minutes
+    python benchmarks/executor/recovery.py
     python benchmarks/executor/recovery.py --kills 3 --seed 7
 
-gpt-tiny (dropout 0.1, so the generators count) under torchrun --max-restarts with a checkpoint
-every 3 steps. Every third kill waits for a save that is being written. Every loss that is printed,
-steps that run again included, must equal the undisturbed run's in all digits. Ends with 1 if one
-differs.
+gpt-tiny (dropout 0.1, so the generators count) runs under torchrun --max-restarts with a checkpoint
+every 3 steps. Every third kill waits for a save in progress. Every printed loss, repeated steps
+included, must equal the undisturbed run's in all digits; the exit code is 1 if one differs.
 """
 
 from __future__ import annotations
@@ -42,8 +41,9 @@ POLL_S = 0.002
 
 @dataclass(kw_only=True)
 class Kill:
-    """One kill: planned as rank, step and moment, then what came of it. `first` is its recovery's
-    first printed loss.
+    """One kill: its planned rank, step and moment, then its outcome.
+
+    first  index of the first loss printed after its recovery
     """
 
     mesh: str
@@ -60,7 +60,7 @@ class Kill:
 
 @dataclass(kw_only=True)
 class Curve:
-    """The losses of a run as they were printed, by step, in the order of printing."""
+    """The losses of a run as printed, by step, in the order of printing."""
 
     losses: list[tuple[int, str]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Curve:
 
 
 def plans() -> dict[str, tuple[Plan, float]]:
-    """The meshes, with their shares of the kills."""
+    """Return the meshes with their shares of the kills."""
     model = load_model("gpt-tiny").spec
     return {
         "dp 2, ZeRO 3": (make_plan(model, dp=2, zero=(3,)), 0.4),
@@ -78,7 +78,7 @@ def plans() -> dict[str, tuple[Plan, float]]:
 
 
 def planned(mesh: str, world: int, count: int, chance: random.Random) -> list[Kill]:
-    """Kills at ever later steps, so that each is met once."""
+    """Return kills at increasing steps, so that each step is met once."""
     kills, step = [], 0
     for number in range(count):
         in_save = number % 3 == 2
@@ -117,7 +117,9 @@ def run(plan: Path, world: int, steps: int, kills: list[Kill], folder: Path | No
     ]
     if folder is not None:
         arguments += ["--checkpoint-dir", str(folder), "--checkpoint-every", str(EVERY)]
-    curve, todo, last = Curve(), list(kills), None
+    curve = Curve()
+    todo = list(kills)
+    last = None
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         arguments,
@@ -142,16 +144,16 @@ def run(plan: Path, world: int, steps: int, kills: list[Kill], folder: Path | No
 
 
 def note(line: str, curve: Curve, last: Kill | None) -> None:
-    """What a line says: where a recovery begins, and losses."""
+    """Note the losses of a line, or the beginning of a recovery."""
     curve.log.append(line)
-    if last and (found := re.match(r"note: goes on from .* after step (\d+)", line)):
-        last.resumed, last.first = int(found[1]), len(curve.losses)
-    if found := re.match(r"step +(\d+)  loss ([\d.]+)", line):
-        if last and last.first is None and found[1] == "1":
+    if last and (match := re.match(r"note: goes on from .* after step (\d+)", line)):
+        last.resumed, last.first = int(match[1]), len(curve.losses)
+    if match := re.match(r"step +(\d+)  loss ([\d.]+)", line):
+        if last and last.first is None and match[1] == "1":
             last.first = len(curve.losses)  # killed before the first checkpoint
         if last and last.first is not None and not last.back_s:
             last.back_s = time.perf_counter() - last.killed_s
-        curve.losses.append((int(found[1]), found[2]))
+        curve.losses.append((int(match[1]), match[2]))
 
 
 def strike(kill: Kill, agent: int, folder: Path | None) -> None:
@@ -177,8 +179,9 @@ def _save_begins(folder: Path) -> bool:
 
 
 def equal(kills: list[Kill], curve: Curve, whole: Curve) -> list[bool]:
-    """Of every kill, whether all that was printed from its recovery to the next one's is as in the
-    undisturbed run.
+    """Return for every kill whether its losses are those of the undisturbed run.
+
+    They are the losses from its recovery to the next one's.
     """
     expected = dict(whole.losses)
     ends = [kill.first for kill in kills[1:]] + [None]
@@ -190,17 +193,17 @@ def equal(kills: list[Kill], curve: Curve, whole: Curve) -> list[bool]:
 
 
 def measure(mesh: str, plan: Plan, kills: list[Kill], folder: Path) -> tuple[list[bool], bool]:
-    """Both runs of a mesh: which recoveries are equal, and whether the whole curve is."""
+    """Run a mesh twice; return which recoveries are equal, and whether the whole curve is."""
     steps, world = kills[-1].step + 2 * EVERY, plan.mesh.num_ranks
     path = folder / f"{world}-{plan.mesh.pp}.yaml"
     write_plan(plan, path)
     whole = run(path, world, steps, [], None)
     curve = run(path, world, steps, kills, folder / f"{path.stem}-checkpoints")
-    for run_name, found in (("undisturbed", whole), ("killed", curve)):
-        if found.exit_code:
+    for run_name, curve_of_run in (("undisturbed", whole), ("killed", curve)):
+        if curve_of_run.exit_code:
             print(
-                f"{mesh}: the {run_name} run ended with {found.exit_code}:",
-                *found.log[-40:],
+                f"{mesh}: the {run_name} run ended with {curve_of_run.exit_code}:",
+                *curve_of_run.log[-40:],
                 file=sys.stderr,
             )
     expected = dict(whole.losses)
@@ -231,7 +234,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     chance, out = random.Random(arguments.seed), console(sys.stdout)
-    table, whole_curves, left = [], [], arguments.kills
+    table, whole_curves = [], []
+    left = arguments.kills
     with tempfile.TemporaryDirectory() as folder:
         for mesh, (plan, share) in plans().items():
             kills = planned(

@@ -1,11 +1,10 @@
-"""Modules that are not GPT or Llama, as they are: traced, planned, cut and trained on gloo ranks,
-beside one process.
+"""Modules other than GPT or Llama, traced, planned, cut and trained on gloo ranks.
 
     python benchmarks/executor/traced.py [NAME ...]
 
-Of each: the plan, how far losses of three steps and first-step gradients (over the largest entry)
-are from those of the module in one process, which takes the same micro-batches one after the other,
-and the largest peak of a rank's host memory with Python and libraries.
+For each module it prints the plan, the errors of the losses of three steps and of first-step
+gradients (relative to the largest entry) against the module in one process on the same
+micro-batches, and the largest peak of a rank's host memory with Python and libraries.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ COLUMNS = "{:<12}{:<34}{:>6}{:>10}{:>10}{:>12}"
 
 
 def planned(name: str) -> TracedPlan:
-    """The plan that the search finds for 4 ranks on the mesh of PINS, 1F1B over 4 micro-batches."""
+    """Return the searched plan for 4 ranks on the mesh of PINS, 1F1B over 4 micro-batches."""
     source = (
         ModuleSource(huggingface=HUGGING_FACE[name])
         if name in HUGGING_FACE
@@ -91,12 +90,10 @@ def main() -> None:
     torch.set_num_threads(1)
     print(COLUMNS.format("model", "plan", "world", "loss", "gradient", "host memory"))
     for name in sys.argv[1:] or PINS:
-        found = planned(name)
-        for plan in (found, _recomputing(found)):
-            (ranks,), expected = (
-                run_ranks([plan], _train),
-                run_traced_reference(plan, by_micro_batch=True),
-            )
+        searched = planned(name)
+        for plan in (searched, _recomputing(searched)):
+            (ranks,) = run_ranks([plan], _train)
+            expected = run_traced_reference(plan, by_micro_batch=True)
             outcome = joined([result for result, _ in ranks])
             stages = plan.stages
             text = f"pp {plan.mesh.pp} x dp {plan.mesh.dp}, ZeRO {stages[0].zero}" + (

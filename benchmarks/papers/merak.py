@@ -1,19 +1,19 @@
-"""Merak's techniques one after the other, beside Megatron-LM and DeepSpeed at their best:
-predicted, on 64 RTX 3090.
+"""Merak's techniques in turn, beside Megatron-LM and DeepSpeed at their best, on 64 RTX 3090.
 
-    python benchmarks/papers/merak.py                                      # four GPT models, a
-                                                                           batch of 128 sequences
+    # four GPT models, a batch of 128 sequences
+    python benchmarks/papers/merak.py
     python benchmarks/papers/merak.py --models gpt-8.3b --global-batch-size 512 --json
 
 Lai et al. 2023 (Merak, IEEE TPDS 34(5), doi:10.1109/TPDS.2023.3247001, arXiv:2206.04959) report
 speed-ups of up to 1.42, 1.39, 1.43 and 1.61 over the 3D parallelism frameworks of the time on 64
 GPUs. Every row here is the fastest of its space that fits, proven, with the same prices, memory
-margin and software for all; nothing was run, and every number is analytic.
+margin and software for all. Nothing is run: every number is predicted and analytic.
 
-The baselines pick their degrees, micro-batch and ZeRO stage (0 or 1) themselves. Ours begins where
-the paper does, at 1F1B with everything recomputed, and adds one technique a row; a row may use all
-of those before it, and less. A gain is the step of the row before over the row's own, so it holds
-in this order alone: what an earlier technique has hidden, a later one cannot.
+The baselines choose their degrees, micro-batch and ZeRO stage (0 or 1) themselves. Our rows begin
+like the paper with 1F1B and full recompute, and add one technique a row; a row may use all
+techniques of the rows before it, or fewer. A gain is the step of the previous row over the row's
+own, so it holds in this order alone: time that an earlier technique has hidden, a later one cannot
+hide.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from dataclasses import asdict, dataclass, replace
 import click
 from rich.console import Console
 
-from parplan.commands.options import TargetOptions
-from parplan.commands.requests.requests import request_of
+from parplan.commands.requests.described import Asked, question
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice
@@ -49,7 +48,7 @@ from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
-from parplan.planner.request import Constraints, PlanRequest, SearchOptions
+from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -64,7 +63,10 @@ from parplan.report.names import (
 from parplan.report.text import print_table, say, seconds_text
 
 PUBLISHED = {"gpt-1.5b": 1.42, "gpt-2.5b": 1.39, "gpt-8.3b": 1.43, "gpt-20b": 1.61}
-GPUS, GPU, SEQ_LENGTH, STACK = 64, "rtx3090-24gb", 1024, "megatron-lm-2021"
+GPUS = 64
+GPU = "rtx3090-24gb"
+SEQ_LENGTH = 1024
+STACK = "megatron-lm-2021"
 FULL_RECOMPUTE = "1F1B, all recomputed"
 BASELINES = {
     "Megatron-LM 1F1B": "megatron-1f1b",
@@ -76,8 +78,9 @@ SEARCH = "+ full search"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One system or technique: its fastest plan in words; `gain` over the row before it, of the
-    techniques alone.
+    """One system or technique with its fastest plan in words.
+
+    gain  the previous row's step over this one's, for techniques alone
     """
 
     model: str
@@ -93,8 +96,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A model on the cluster, with its prices and what a plan may fill of a device; `tp` of the
-    techniques where it is held.
+    """A model on the cluster, with its prices and the bytes that a plan may fill of a device.
+
+    tp  the techniques' tp if it is pinned
     """
 
     model: str
@@ -104,11 +108,12 @@ class Setting:
 
 
 def setting_of(model: str, global_batch_size: int, stack: str, tp: int | None) -> Setting:
-    """fp16 with fp16 gradients, which the step copies to fp32, as Megatron-LM and DeepSpeed train
-    in fp16.
+    """Return the setting with fp16 and fp16 gradients, which the step copies to fp32.
+
+    Megatron-LM and DeepSpeed train in fp16 so.
     """
-    asked = request_of(
-        TargetOptions(
+    problem = question(
+        Asked(
             model=model,
             gpus=GPUS,
             gpu=GPU,
@@ -119,17 +124,17 @@ def setting_of(model: str, global_batch_size: int, stack: str, tp: int | None) -
             stack=stack,
         )
     )
-    # Merak's runtime has schedules that no stack of its year has
-    runtime = replace(asked.training.stack, schedules=EVERY_SCHEDULE, recompute=EVERY_RECOMPUTE)
+    # Merak's runtime has schedules that no stack of its year has.
+    runtime = replace(problem.training.stack, schedules=EVERY_SCHEDULE, recompute=EVERY_RECOMPUTE)
     price_cache = PriceCache(
-        asked.model, replace(asked.training, stack=runtime), machine_for(asked.cluster)
+        problem.model, replace(problem.training, stack=runtime), machine_for(problem.cluster)
     )
-    limit = limit_bytes(asked.cluster, asked.training.stack, SearchOptions())
+    limit = limit_bytes(problem.cluster, problem.training.stack, SearchOptions())
     return Setting(model=model, price_cache=price_cache, limit_bytes=limit, tp=tp)
 
 
 def techniques(setting: Setting) -> Iterator[tuple[str, Callable[[], Iterator[Strategy]]]]:
-    """What each technique adds to the strategies before it, on equal stages."""
+    """Yield the strategies that each technique adds, on equal stages."""
     price_cache, num_layers = setting.price_cache, setting.price_cache.model.num_layers
     plain = tuple(
         layout for layout in one_chunk_layouts(price_cache) if setting.tp in (None, layout.mesh.tp)
@@ -149,12 +154,15 @@ def _with_knob(setting: Setting, layouts: Sequence[ParallelLayout]) -> Iterator[
 
 
 def plan_text(plan: Plan) -> str:
-    """A plan in a line: degrees, schedule, ZeRO stage, and of how many blocks all or a part is
-    recomputed.
+    """Return a plan in a line.
+
+    It names degrees, schedule, ZeRO stage, and how many blocks are recomputed in full or in part.
     """
-    names, again = recompute_names(graph_of(plan)), Counter[str]()
+    names, recomputed = recompute_names(graph_of(plan)), Counter[str]()
     for name, count in blocks_by_plan(plan).items():
-        again[names.get(plan.layer_plans[name].recompute, "some operators").split(" (")[0]] += count
+        recomputed[
+            names.get(plan.layer_plans[name].recompute, "some operators").split(" (")[0]
+        ] += count
     zeros = sorted({zero_text(layer) for layer in plan.layer_plans.values()})
     sequence = (
         ("sequence parallel",)
@@ -163,7 +171,7 @@ def plan_text(plan: Plan) -> str:
     )
     layers = (
         f"ZeRO {'/'.join(zeros)}",
-        f"recompute {' + '.join(f'{name} {count}' for name, count in again.items())}",
+        f"recompute {' + '.join(f'{name} {count}' for name, count in recomputed.items())}",
     )
     return ", ".join(
         (str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *sequence, *layers)
@@ -202,30 +210,31 @@ def _assembled(strategy: Strategy, price: StepPrice, price_cache: PriceCache) ->
 
 
 def baseline_rows(setting: Setting) -> Iterator[Row]:
-    """The baselines that fit, each at its fastest."""
+    """Yield the baselines that fit, each at its fastest."""
     for system, name in BASELINES.items():
         started = time.monotonic()
-        found = price_baseline(name, setting.price_cache, setting.limit_bytes).optimum
-        if found:
+        optimum = price_baseline(name, setting.price_cache, setting.limit_bytes).optimum
+        if optimum:
             yield _row(
                 setting,
                 system,
-                _assembled(found.strategy, found.price, setting.price_cache),
+                _assembled(optimum.strategy, optimum.price, setting.price_cache),
                 started,
             )
 
 
 def technique_rows(setting: Setting) -> Iterator[Row]:
-    """The techniques that fit, each with all before it; then the search, whose space has all of
-    them.
+    """Yield the techniques that fit, each with all before it, then the search.
+
+    The space of the search has all techniques.
     """
     best: tuple[StepPrice, Strategy] | None = None
     before = None
     for name, space in techniques(setting):
         started = time.monotonic()
-        found = fastest(space(), setting.price_cache, setting.limit_bytes)
-        if found and (best is None or found.price.step_s < best[0].step_s):
-            best = found.price, found.strategy
+        optimum = fastest(space(), setting.price_cache, setting.limit_bytes)
+        if optimum and (best is None or optimum.price.step_s < best[0].step_s):
+            best = optimum.price, optimum.strategy
         if best:
             before = _row(
                 setting, name, _assembled(best[1], best[0], setting.price_cache), started, before
@@ -237,12 +246,10 @@ def technique_rows(setting: Setting) -> Iterator[Row]:
     )
     try:
         plan = find_plan(
-            PlanRequest(
-                model=setting.price_cache.model,
-                cluster=setting.price_cache.machine.cluster,
-                training=setting.price_cache.training,
-                constraints=pins,
-            )
+            setting.price_cache.model,
+            setting.price_cache.machine.cluster,
+            setting.price_cache.training,
+            constraints=pins,
         )
     except InfeasibleError:
         return
@@ -250,11 +257,12 @@ def technique_rows(setting: Setting) -> Iterator[Row]:
 
 
 def summary(rows: list[Row]) -> dict[str, object]:
-    """The speed-up of the last row over each baseline, over the best of them and over where ours
-    began, beside the published.
+    """Return the speed-ups of the last row beside the published ones.
+
+    They are over each baseline, over the best baseline and over our first row.
     """
-    ours, others = rows[-1], [row for row in rows if row.system in BASELINES]
-    best = min(others, key=lambda row: row.step_s)
+    ours, baselines = rows[-1], [row for row in rows if row.system in BASELINES]
+    best = min(baselines, key=lambda row: row.step_s)
     return {
         "model": ours.model,
         "best_baseline": best.system,
@@ -284,15 +292,16 @@ def _print(setting: Setting, rows: list[Row], out: Console) -> None:
         for row in rows
     ]
     print_table(out, heading, cells, left=("system", "plan"))
-    found = summary(rows)
+    speedups = summary(rows)
     published = (
-        f"published: up to {found['published_up_to']} x"
-        if found["published_up_to"]
+        f"published: up to {speedups['published_up_to']} x"
+        if speedups["published_up_to"]
         else "none published"
     )
     say(
         out,
-        f"  {found['speedup_over_best']:.2f} x the best baseline, {found['best_baseline']}; {published}",
+        f"  {speedups['speedup_over_best']:.2f} x the best baseline, "
+        f"{speedups['best_baseline']}; {published}",
     )
     say(out)
 

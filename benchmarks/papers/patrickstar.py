@@ -1,13 +1,12 @@
-"""PatrickStar's published scale and throughput beside predictions: its own rules, our search,
-DeepSpeed-like plans, eviction, chunk sizes.
+"""PatrickStar's published scale and throughput beside predictions.
 
-    python benchmarks/papers/patrickstar.py                                 # everything, three
-                                                                            minutes of two cores
+    # everything, three minutes of two cores
+    python benchmarks/papers/patrickstar.py
     python benchmarks/papers/patrickstar.py --part scale --part chunks --json
 
-Nothing here is run: published figures (benchmarks/papers/patrickstar_published.py says from where)
-stand beside prices, all of them analytic. docs/design/patrickstar.md says what the tables show, and
-why predictions differ.
+The parts are PatrickStar's own rules, our search, DeepSpeed-like plans, eviction and chunk sizes.
+Nothing is run: published figures (sources in benchmarks/papers/patrickstar_published.py) stand
+beside analytic prices. docs/design/patrickstar.md explains the tables and the differences.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ from benchmarks.papers.patrickstar_published import (
     searched_size,
     tensors_of,
 )
-from parplan.commands.options import TargetOptions
-from parplan.commands.requests.machine import TrainingDefaults
-from parplan.commands.requests.machine import training_of as requested_training
+from parplan.commands.requests.described import Asked, asked_training
 from parplan.costmodels.chunks.chunk_layout import groups_after
 from parplan.costmodels.chunks.group_size import group_size_of
 from parplan.costmodels.communication.mesh import Mesh
@@ -43,38 +40,53 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.derived import host_gib
-from parplan.planner.request import Constraints, PlanRequest, SearchOptions
-from parplan.planner.search.estimate import ChunkRequest, UniformChoices, estimate_plan
+from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.search.estimate import ChunkRequest, estimate_plan
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.largest_model import (
     LEVELS,
+    Asking,
     find_largest,
     last_that_fits,
     members,
 )
+from parplan.profiles.catalog import load_cluster, load_family, load_model, with_gpus
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.models.model_catalog import load_family, load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GB, GIB, MIB, tflops
-from parplan.report.searches.largest_table import flops_per_s, peak_gib
+from parplan.report.searches.largest_table import flops_per_s, host_gib, peak_gib
 from parplan.report.text import gib_text, print_table, say, seconds_text
 
-# software of the same year whose kernels were measured: un-fused attention, nothing hidden
+# Software of the same year with measured kernels: unfused attention, nothing hidden.
 STACK = "megatron-deepspeed"
 SMALLEST_BATCH = published.BATCHES[0]
 FAMILY = "gpt"
 FP32_BYTES = 4
 NOTES = {
-    "scale": "the most blocks of the published model's width, B parameters; published: the largest that was run, not the limit",
-    "tflops": "TFLOP/s of all GPUs, 8 FLOPs a parameter and token: published / predicted / predicted with every copy waited for; "
-    "of 4, 8 and 16 sequences a GPU the fastest; last columns: mean error of both",
-    "search": "the largest member of the family that our search fits, with what it costs; TFLOP/s of the model, recompute left out",
-    "deepspeed": "the largest member with states on the host as FSDP2 keeps them, ZeRO 2 and 3; by DeepSpeed's own estimate; published",
-    "eviction": "GB to the device in a step, all blocks at home on the host, by share of their chunks that finds room",
-    "chunks": "share of chunks that is parameters, by size in Mi elements; search: PatrickStar's way; ours: the planner's size",
+    "scale": (
+        "the most blocks of the published model's width, B parameters; published: the "
+        "largest that was run, not the limit"
+    ),
+    "tflops": "TFLOP/s of all GPUs, 8 FLOPs a parameter and token: published / predicted / "
+    "predicted with every copy waited for; of 4, 8 and 16 sequences a GPU the fastest; "
+    "last columns: mean error of both",
+    "search": (
+        "the largest member of the family that our search fits, with what it costs; "
+        "TFLOP/s of the model, recompute left out"
+    ),
+    "deepspeed": (
+        "the largest member with states on the host as FSDP2 keeps them, ZeRO 2 and 3; "
+        "by DeepSpeed's own estimate; published"
+    ),
+    "eviction": (
+        "GB to the device in a step, all blocks at home on the host, by share of their "
+        "chunks that finds room"
+    ),
+    "chunks": (
+        "share of chunks that is parameters, by size in Mi elements; search: "
+        "PatrickStar's way; ours: the planner's size"
+    ),
 }
 
 
@@ -88,26 +100,28 @@ class Table:
 
 
 def cluster_of(gpu: str, gpus: int, share: float = 1.0) -> Cluster:
-    """A published node with `gpus` devices; `share` of the memory of devices and hosts is usable,
-    and nothing else lies there.
+    """Return a published node with `gpus` devices.
+
+    `share` of the memory of devices and hosts is usable, and holds nothing else.
     """
     whole = with_gpus(load_cluster(gpu), gpus)
     device = whole.device
-    if share < 1:  # context and communicators are outside of the share
+    if share < 1:  # context and communicators are outside the share
         device = replace(device, memory_bytes=round(share * device.memory_bytes), context_bytes=0)
     return replace(whole, device=device, host_memory_bytes=round(share * published.HOST_BYTES[gpu]))
 
 
 def training_of(cluster: Cluster, batch: int, *, stack: str | None = STACK) -> TrainingSpec:
-    """fp16 with fp16 gradients, a global batch of `batch` sequences."""
-    target = TargetOptions(precision="fp16", gradient_precision="fp16", stack=stack)
-    defaults = TrainingDefaults(global_batch_size=batch, seq_length=1024)
-    return requested_training(target, defaults, None, cluster.device)[0]
+    """Return fp16 training with fp16 gradients and a global batch of `batch` sequences."""
+    request = Asked(precision="fp16", gradient_precision="fp16", stack=stack)
+    return asked_training(request, batch, 1024, None, cluster.device)[0]
 
 
 def rules_pins(gpus: int, batch: int) -> Constraints:
-    """PatrickStar's own: data parallel alone, one micro-batch, everything recomputed, states in
-    chunks on device and host.
+    """Return the pins of PatrickStar's own rules.
+
+    They are data parallelism alone, one micro-batch, full recompute, and states in chunks on device
+    and host.
     """
     return Constraints(
         pp=(1,),
@@ -121,19 +135,18 @@ def rules_pins(gpus: int, batch: int) -> Constraints:
 
 
 def planned(model: ModelSpec, gpu: str, gpus: int, batch: int, share: float) -> Plan | None:
-    """The planner's plan under PatrickStar's rules, `batch` sequences a GPU; None where nothing
-    fits.
+    """Return the plan under PatrickStar's rules, or None if nothing fits.
+
+    batch  sequences a GPU
     """
     cluster = cluster_of(gpu, gpus, share)
     try:
         return find_plan(
-            PlanRequest(
-                model=model,
-                cluster=cluster,
-                training=training_of(cluster, batch * gpus),
-                constraints=rules_pins(gpus, batch),
-                options=SearchOptions(memory_margin=0.0),
-            ),
+            model,
+            cluster,
+            training_of(cluster, batch * gpus),
+            constraints=rules_pins(gpus, batch),
+            options=SearchOptions(memory_margin=0.0),
             explain=_nothing,
         )
     except InfeasibleError:
@@ -147,7 +160,7 @@ def _nothing(*_: object) -> InfeasibleError:
 def most_blocks(
     of_width: Callable[[int], ModelSpec], fits: Callable[[ModelSpec], bool], most: int = 512
 ) -> float:
-    """Parameters of the model with the most blocks that fits, 0 where none does."""
+    """Return the parameters of the model with the most blocks that fits, or 0."""
     best = last_that_fits(
         lambda index: fits(of_width(index + 1)),
         lambda high, low: high if high >= low else None,
@@ -161,8 +174,9 @@ def most_blocks(
 
 
 def scale(shares: Sequence[float] = (0.8, 0.9)) -> Table:
-    """The largest published models beside the closed forms and the planner, under PatrickStar's
-    rules and usable shares.
+    """Return the largest published models beside the closed forms and the planner.
+
+    The planner has PatrickStar's rules and usable shares.
     """
     heading = (
         "node",
@@ -173,7 +187,7 @@ def scale(shares: Sequence[float] = (0.8, 0.9)) -> Table:
     rows = []
     for each in published.largest_published():
         label = num_parameters(load_model(MEMBERS[each.label]).spec)
-        found = [
+        figures = [
             *(closed_largest(each, share) for share in shares),
             *(planned_largest(each, share) for share in shares),
         ]
@@ -182,14 +196,14 @@ def scale(shares: Sequence[float] = (0.8, 0.9)) -> Table:
                 each.gpu,
                 str(each.gpus),
                 f"{each.label} ({label / 1e9:.1f})",
-                *(_against(value, label) for value in found),
+                *(_against(value, label) for value in figures),
             )
         )
     return Table(part="scale", heading=heading, rows=tuple(rows))
 
 
 def closed_largest(each: Largest, share: float, batch: int = 8) -> float:
-    """By EQUATIONS O3 alone."""
+    """Return the largest model by EQUATIONS O3 alone."""
     rules, cluster = Rules(gpu_share=share, cpu_share=share), cluster_of(each.gpu, each.gpus)
 
     def fits(model: ModelSpec) -> bool:
@@ -200,7 +214,7 @@ def closed_largest(each: Largest, share: float, batch: int = 8) -> float:
 
 
 def planned_largest(each: Largest, share: float) -> float:
-    """By the planner's search, with the smallest batch of PatrickStar's scripts."""
+    """Return the largest model by the search, with the smallest batch of PatrickStar's scripts."""
     return most_blocks(
         _of_width(each),
         lambda model: planned(model, each.gpu, each.gpus, SMALLEST_BATCH, share) is not None,
@@ -222,15 +236,17 @@ def _against(value: float, reference: float) -> str:
 def throughput(
     gpu: str, labels: Sequence[str], figures: Mapping[int, tuple[float, ...]], share: float
 ) -> Table:
-    """Published TFLOP/s of PatrickStar beside the planner's under its rules, with copies under
-    compute and waited for.
+    """Return PatrickStar's published TFLOP/s beside the planner's under its rules.
+
+    The planner's copies are hidden under compute, and waited for.
     """
     rows = []
     for gpus, row in figures.items():
-        found = [_speeds(label, gpu, gpus, share) for label, _ in zip(labels, row, strict=False)]
-        cells = [_speed_cell(value, speeds) for value, speeds in zip(row, found, strict=True)]
+        by_batch = [_speeds(label, gpu, gpus, share) for label, _ in zip(labels, row, strict=False)]
+        cells = [_speed_cell(value, speeds) for value, speeds in zip(row, by_batch, strict=True)]
         errors = [
-            _mean_error(row, [speeds and speeds[waited] for speeds in found]) for waited in (0, 1)
+            _mean_error(row, [speeds and speeds[waited] for speeds in by_batch])
+            for waited in (0, 1)
         ]
         rows.append((gpu, str(gpus), *cells, *("" for _ in labels[len(cells) :]), *errors))
     return Table(
@@ -239,38 +255,39 @@ def throughput(
 
 
 def _speeds(label: str, gpu: str, gpus: int, share: float) -> tuple[float, float] | None:
-    """TFLOP/s of the fastest batch, copies hidden and waited for; None where nothing fits or the
-    shape is not known.
+    """Return TFLOP/s of the fastest batch, with copies hidden and waited for.
+
+    None if nothing fits or the shape is not known.
     """
     if label not in MEMBERS:
         return None
     model = load_model(MEMBERS[label]).spec
-    found = [
+    plans = [
         plan for batch in published.BATCHES if (plan := planned(model, gpu, gpus, batch, share))
     ]
-    if not found:
+    if not plans:
         return None
-    work = [8 * num_parameters(model) * plan.training.tokens_per_step for plan in found]
+    work = [8 * num_parameters(model) * plan.training.tokens_per_step for plan in plans]
     hidden = max(
         tflops(flops / plan.predicted.step_time_s.value)
-        for flops, plan in zip(work, found, strict=True)
+        for flops, plan in zip(work, plans, strict=True)
     )
     return hidden, max(
-        tflops(flops / waited_s(plan)) for flops, plan in zip(work, found, strict=True)
+        tflops(flops / waited_s(plan)) for flops, plan in zip(work, plans, strict=True)
     )
 
 
 def waited_s(plan: Plan) -> float:
-    """The step where every copy is waited for, and more is copied, as PatrickStar's scripts run it.
+    """Seconds of the step with more copies, each waited for, as PatrickStar's scripts run it.
 
-    ASYNC_MOVE is 0 in examples/run_transformers.sh; the host has no clean copies (EQUATIONS O4:
-    another 2 bytes a parameter at HOST); what the host has updated comes in fp32 and is cast on the
-    device (patrickstar/ops/chunk_io_buff.py: 2 more at OPTIMIZER).
+    ASYNC_MOVE is 0 in examples/run_transformers.sh. The host has no clean copies (EQUATIONS O4:
+    another 2 bytes a parameter at HOST). Parameters updated on the host come in fp32 and are cast
+    on the device (patrickstar/ops/chunk_io_buff.py: 2 more at OPTIMIZER).
     """
     if plan.chunks is None:
         return plan.predicted.step_time_s.value
     rank, width = plan.chunks.ranks[0], plan.training.precision.num_bytes
-    own = {
+    block_bytes = {
         home: sum(
             group.num_chunks * group.chunk_elements
             for group in plan.chunks.groups
@@ -280,8 +297,8 @@ def waited_s(plan: Plan) -> float:
         for home in (StateLocation.HOST, StateLocation.OPTIMIZER)
     }
     in_bytes, out_bytes = (
-        rank.in_bytes + (FP32_BYTES - width) * own[StateLocation.OPTIMIZER],
-        rank.out_bytes + width * own[StateLocation.HOST],
+        rank.in_bytes + (FP32_BYTES - width) * block_bytes[StateLocation.OPTIMIZER],
+        rank.out_bytes + width * block_bytes[StateLocation.HOST],
     )
     copies_s = (
         copy_time(in_bytes, plan.cluster).value_s
@@ -297,8 +314,10 @@ def _speed_cell(value: float, speeds: tuple[float, float] | None) -> str:
 
 
 def _mean_error(row: Sequence[float], predicted: Sequence[float | None]) -> str:
-    """The mean of predicted over published, less one."""
-    errors = [found / value - 1 for value, found in zip(row, predicted, strict=True) if found]
+    """Return the mean of predicted over published, less one."""
+    errors = [
+        expected / value - 1 for value, expected in zip(row, predicted, strict=True) if expected
+    ]
     return f"{100 * sum(errors) / len(errors):+.0f} %"
 
 
@@ -306,7 +325,7 @@ def _mean_error(row: Sequence[float], predicted: Sequence[float | None]) -> str:
 
 
 def searched(nodes: Sequence[tuple[str, int]], batch: int = 64) -> Table:
-    """The largest member that our search fits on whole nodes, without and with the host."""
+    """Return the largest member that the search fits on whole nodes, without and with the host."""
     heading = (
         "node",
         "GPUs",
@@ -321,15 +340,17 @@ def searched(nodes: Sequence[tuple[str, int]], batch: int = 64) -> Table:
     rows = []
     for gpu, gpus in nodes:
         cluster = cluster_of(gpu, gpus)
-        entries = load_family(FAMILY).members
-        request = PlanRequest(
-            model=entries[0].spec,
+        asking = Asking(
             cluster=cluster,
             training=training_of(cluster, batch, stack="megatron-core"),
+            pins=Constraints(),
+            options=SearchOptions(),
         )
-        for found in find_largest(members(entries), request, (LEVELS[0], LEVELS[-1])):
+        for answer in find_largest(
+            members(load_family(FAMILY).members), asking, (LEVELS[0], LEVELS[-1])
+        ):
             rows.append(
-                (gpu, str(gpus), "all" if found.offload else "nothing", *_plan_cells(found.plan))
+                (gpu, str(gpus), "all" if answer.offload else "nothing", *_plan_cells(answer.plan))
             )
     return Table(part="search", heading=heading, rows=tuple(rows))
 
@@ -343,7 +364,10 @@ def _plan_cells(plan: Plan | None) -> tuple[str, ...]:
         f"{tflops(flops_per_s(plan)):,.0f}",
         gib_text(peak_gib(plan)),
         gib_text(host_gib(plan)),
-        f"{plan.mesh}, micro-batch {plan.pipeline.micro_batch_size} x {plan.pipeline.num_micro_batches}",
+        (
+            f"{plan.mesh}, micro-batch {plan.pipeline.micro_batch_size} x "
+            f"{plan.pipeline.num_micro_batches}"
+        ),
     )
 
 
@@ -351,8 +375,9 @@ def _plan_cells(plan: Plan | None) -> tuple[str, ...]:
 
 
 def deepspeed() -> Table:
-    """States on the host as FSDP2 keeps them, whole layers at a time: the largest member that fits,
-    ZeRO 2 and 3.
+    """Return the largest members with states on the host in whole layers, as FSDP2 holds them.
+
+    The table has ZeRO 2 and 3.
     """
     heading = (
         "node",
@@ -370,8 +395,8 @@ def deepspeed() -> Table:
     ]
     rows = []
     for gpu, gpus in nodes:
-        found = [_states_on_host(gpu, gpus, zero) for zero in (2, 3)]
-        cells = [cell for plan in found for cell in _largest_cells(plan)]
+        plans = [_states_on_host(gpu, gpus, zero) for zero in (2, 3)]
+        cells = [cell for plan in plans for cell in _largest_cells(plan)]
         rows.append(
             (
                 gpu,
@@ -385,7 +410,7 @@ def deepspeed() -> Table:
 
 
 def _estimated(gpu: str, gpus: int, zero: int) -> str:
-    """The largest member that DeepSpeed's own estimate of model states fits."""
+    """Return the largest member that fits by DeepSpeed's own estimate of model states."""
     fitting = [
         entry.spec.name
         for entry in load_family(FAMILY).members
@@ -413,7 +438,7 @@ def _deepspeed_text(gpu: str, gpus: int) -> str:
 
 
 def _states_on_host(gpu: str, gpus: int, zero: int) -> Plan | None:
-    """Of the largest member that fits."""
+    """Return the plan of the largest member that fits."""
     sizes = members(load_family(FAMILY).members)
     plans: dict[int, Plan] = {}
 
@@ -432,13 +457,13 @@ def _offloaded(model: ModelSpec, gpu: str, gpus: int, zero: int) -> Plan | None:
     layout = _frame(Mesh(pp=1, dp=gpus, tp=1), SMALLEST_BATCH, 1)
     try:
         plan = estimate_plan(
-            PlanRequest(
-                model=model,
-                cluster=cluster,
-                training=training_of(cluster, SMALLEST_BATCH * gpus, stack="parplan"),
-            ),
+            model,
+            cluster,
+            training_of(cluster, SMALLEST_BATCH * gpus, stack="parplan"),
             layout,
-            UniformChoices(zero=zero, recompute=Recompute.FULL, offload=(Offload.STATES,)),
+            zero=zero,
+            recompute=Recompute.FULL,
+            offload=(Offload.STATES,),
         )
     except InfeasibleError:
         return None
@@ -467,7 +492,7 @@ def _frame(
 def eviction(
     model_name: str = "gpt-2b", rooms: Sequence[float] = (0, 0.1, 0.25, 0.5, 0.75)
 ) -> Table:
-    """Bytes that come to the first pipeline rank's device in a step, by policy and budget."""
+    """Return bytes copied to the first pipeline rank in a step, by policy and budget."""
     cases = [
         (1, Schedule.ONE_F_ONE_B, 1),
         (1, Schedule.ONE_F_ONE_B, 4),
@@ -503,17 +528,21 @@ def _moved(
     policy: Eviction,
     budget: int | None,
 ) -> tuple[int, int, int]:
-    """To the device in a step, the smallest budget, and bytes of all parameters of the rank's
-    blocks.
+    """Return bytes to the device in a step, the smallest budget, and bytes of all parameters.
+
+    The parameters are those of the rank's blocks.
     """
     model, cluster = load_model(model_name).spec, cluster_of("v100-32gb", pp)
     request = ChunkRequest(
         host_blocks=model.num_layers, optimizer_blocks=0, eviction=policy, device_bytes=budget
     )
     plan = estimate_plan(
-        PlanRequest(model=model, cluster=cluster, training=training_of(cluster, num_micro_batches)),
+        model,
+        cluster,
+        training_of(cluster, num_micro_batches),
         _frame(Mesh(pp=pp, dp=1, tp=1), 1, num_micro_batches, schedule),
-        UniformChoices(recompute=Recompute.FULL, chunks=request),
+        recompute=Recompute.FULL,
+        chunks=request,
     )
     assert plan.chunks is not None
     rank, groups = plan.chunks.ranks[0], [group for group in plan.chunks.groups if group.stage == 0]
@@ -528,7 +557,7 @@ def _moved(
 def _budgets(
     model_name: str, pp: int, schedule: Schedule, num_micro_batches: int, rooms: Iterable[float]
 ) -> list[int]:
-    """From the smallest to one with room for all parameters beside it."""
+    """Return budgets from the smallest to one with room for all parameters beside it."""
     _, smallest, parameters = _moved(
         model_name, pp, schedule, num_micro_batches, Eviction.OPT, None
     )
@@ -539,7 +568,7 @@ def _budgets(
 
 
 def chunk_sizes(sizes: Sequence[int] = (64, 128, 256, 288, 384), ranks: int = 8) -> Table:
-    """Utilisation of all blocks' chunks by size."""
+    """Return utilisation of all blocks' chunks by size."""
     heading = ("model", "largest tensor", *(f"{size}" for size in sizes), "search", "", "ours", "")
     rows = []
     for name in MEMBERS.values():
@@ -549,7 +578,7 @@ def chunk_sizes(sizes: Sequence[int] = (64, 128, 256, 288, 384), ranks: int = 8)
             f"{100 * packed(model, size * MIB, ranks):.0f} %" if size * MIB >= max(block) else "-"
             for size in sizes
         ]
-        found, share = searched_size(model, ranks)
+        chosen, share = searched_size(model, ranks)
         group = group_size_of(block, model.num_layers, ranks, load_cluster("a100-40gb"))
         used = (
             model.num_layers
@@ -561,7 +590,7 @@ def chunk_sizes(sizes: Sequence[int] = (64, 128, 256, 288, 384), ranks: int = 8)
                 name,
                 f"{max(block) / MIB:.1f}",
                 *at_sizes,
-                f"{found / MIB:.0f}",
+                f"{chosen / MIB:.0f}",
                 f"{100 * share:.1f} %",
                 f"{group / ranks / MIB:.1f}",
                 f"{100 * used:.1f} %",

@@ -1,12 +1,11 @@
-"""What PatrickStar and DeepSpeed reached, as published, and by which rules PatrickStar's memory is
-shared out.
+"""Published figures of PatrickStar and DeepSpeed, and PatrickStar's rules for memory.
 
 Figures: read off the numbers beside the points of doc/mgpu_scalability.png and
 doc/one_node_perf_a100.png of github.com/Tencent/PatrickStar (v0.4.3 to v0.4.5, November and
 December 2021; Fang et al. 2021, arXiv:2108.05818). TFLOP/s of all GPUs together, counted as 8 FLOPs
 a parameter and token (examples/pretrain_demo.py), the embedding included. Batch and chunk size of a
 point are not published: its scripts try 4, 8 and 16 sequences a GPU and chunks of 256, 288 and 384
-Mi elements, and keep the fastest.
+Mi elements, and report the fastest.
 
 Rules: read in patrickstar/core/memtracer/memtracer.py, examples/ps_config.py and
 patrickstar/ops/embedding.py.
@@ -27,7 +26,7 @@ from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import GIB, MIB
 
-MEMBERS = {  # of configs/families/gpt.yaml by the size that the figures say
+MEMBERS = {  # members of configs/families/gpt.yaml by the size in the figures
     "1B": "gpt-1b",
     "2B": "gpt-2b",
     "4B": "gpt-4b",
@@ -87,8 +86,9 @@ HOST_BYTES = {"v100-32gb": 240 * GIB, "a100-40gb": 1024 * GIB}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The largest published model of a system on so many GPUs of a kind; `label` as in the
-    figures.
+    """The largest published model of a system on so many GPUs of a kind.
+
+    label  the name in the figures
     """
 
     gpu: str
@@ -97,8 +97,9 @@ class Largest:
 
 
 def largest_published() -> tuple[Largest, ...]:
-    """PatrickStar's, by node and GPUs; 175B on 32 A100 is the README's, which does not call it the
-    largest.
+    """Return PatrickStar's largest models by node and GPUs.
+
+    175B on 32 A100 is the README's, which does not call it the largest.
     """
     of_v100 = tuple(
         Largest(gpu="v100-32gb", gpus=gpus, label=V100[len(row) - 1])
@@ -113,13 +114,14 @@ def largest_published() -> tuple[Largest, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How PatrickStar shares memory out.
+    """PatrickStar's rules for memory.
 
-    gpu_share, cpu_share: usable (overall_gpu_mem_ratio, overall_cpu_mem_ratio): 0.8 in
-    doc/optimization_options.md and in its examples
-        until 10 December 2021 (fd02f3b), 0.9 after
-    cpu_embedding: tables and their states in fp32 on the host, outside of chunks, once for every
-    process (use_cpu_embedding)
+    gpu_share      usable share of device memory (overall_gpu_mem_ratio): 0.8 in
+                   doc/optimization_options.md and in its examples until 10 December 2021 (fd02f3b),
+                   0.9 after
+    cpu_share      usable share of host memory (overall_cpu_mem_ratio), as `gpu_share`
+    cpu_embedding  tables and their states in fp32 on the host, outside of chunks, once for every
+                   process (use_cpu_embedding)
     """
 
     gpu_share: float = 0.8
@@ -127,7 +129,7 @@ class Rules:
     cpu_embedding: bool = True
 
 
-EMBEDDING_BYTES = 16  # of a parameter: fp32 table, gradient and two moments
+EMBEDDING_BYTES = 16  # of one parameter: fp32 table, gradient and two moments
 TRIED = (
     *range(88, 313, 32),
     256,
@@ -138,7 +140,7 @@ STEP_ELEMENTS, LARGE_ELEMENTS = 32 * MIB, 256 * MIB
 
 
 def num_parameters(model: ModelSpec) -> int:
-    """All parameters; the head's table is the embedding's."""
+    """Return the number of all parameters; the head's table is the embedding's."""
     return build_graph(model, _STEP, 1).num_parameters
 
 
@@ -146,20 +148,22 @@ _STEP = TrainingSpec(global_batch_size=1, seq_length=1, stack=NEUTRAL)
 
 
 def table_elements(model: ModelSpec) -> int:
-    """Parameters of the tables of tokens and positions."""
+    """Return the parameters of the tables of tokens and positions."""
     return (model.padded_vocab_size + model.max_seq_length) * model.hidden_size
 
 
 def tensors_of(model: ModelSpec) -> tuple[SizedTensor, ...]:
-    """The tensors of one block of one device, undivided."""
+    """Return the tensors of one block of one device, undivided."""
     return block_tensors(
         build_graph(model, _STEP, 1).layer_class(LayerKind.BLOCK), Sharding(1, False)
     )
 
 
 def packed(model: ModelSpec, chunk_elements: int, ranks: int) -> float:
-    """Utilisation of the chunks of all blocks as PatrickStar packs them (EQUATIONS O1): no tensor
-    in two chunks, `ranks` chunks in a row a communication group, the last one filled up.
+    """Return the utilisation of all blocks' chunks as PatrickStar packs them (EQUATIONS O1).
+
+    No tensor lies in two chunks, `ranks` chunks in a row are a communication group, and the last
+    group is filled up.
     """
     block = tuple(tensor.elements for tensor in tensors_of(model))
     groups = -(-len(first_tensors(block, model.num_layers, chunk_elements)) // ranks)
@@ -167,11 +171,10 @@ def packed(model: ModelSpec, chunk_elements: int, ranks: int) -> float:
 
 
 def searched_size(model: ModelSpec, ranks: int) -> tuple[int, float]:
-    """PatrickStar's way to a chunk size: of those that its search and its scripts try, the one with
-    most utilisation.
+    """Return PatrickStar's chunk size and its utilisation.
 
-    For tensors that are too large for those: of multiples of 32 Mi elements up to twice the
-    largest.
+    Of the sizes that its search and its scripts try, it is the one with most utilisation. For
+    tensors larger than those, it is a multiple of 32 Mi elements up to twice the largest tensor.
     """
     largest = max(tensor.elements for tensor in tensors_of(model))
     sizes = [size * MIB for size in TRIED if size * MIB >= largest]
@@ -182,13 +185,14 @@ def searched_size(model: ModelSpec, ranks: int) -> tuple[int, float]:
     )
     return max(
         ((size, packed(model, size, ranks)) for size in sizes),
-        key=lambda found: (found[1], -found[0]),
+        key=lambda candidate: (candidate[1], -candidate[0]),
     )
 
 
 def activation_bytes(model: ModelSpec, batch: int, seq_length: int = 1024) -> float:
-    """R of EQUATIONS O3 with full recompute: the inputs of all blocks, and one block with its S x S
-    scores (EQUATIONS M3), fp16.
+    """Return R of EQUATIONS O3 with full recompute in fp16.
+
+    It is the inputs of all blocks, and one block with its S x S scores (EQUATIONS M3).
     """
     kept = 2 * seq_length * batch * model.hidden_size
     return kept * model.num_layers + seq_length * batch * (
@@ -204,13 +208,12 @@ def states_fit(
     utilisation: float,
     chunk_elements: int,
 ) -> bool:
-    """Whether PatrickStar's rules find room for all states, 14 bytes a parameter of the blocks / u,
-    on devices and hosts.
+    """Return True if PatrickStar's rules find room for all states on devices and hosts.
 
         14 Phi / u <= G (a_g M_gpu - R - K) + nodes (a_c M_host - g 16 E)
 
-    G GPUs, g of them a node, E parameters of the tables, K two chunks of working set (EQUATIONS
-    O3). delta and gamma are free.
+    States take 14 bytes a parameter of the blocks / u. G GPUs, g of them a node, E parameters of
+    the tables, K two chunks of working set (EQUATIONS O3). delta and gamma are free.
     """
     tables = table_elements(model)
     room = (
@@ -230,8 +233,9 @@ ESTIMATORS_BUFFERS = 1.5  # additional_buffer_factor
 
 
 def deepspeed_fits(model: ModelSpec, cluster: Cluster, zero: int) -> bool:
-    """By DeepSpeed's own estimators of model states with everything on the host (v0.5:
-    deepspeed/runtime/zero/stage2.py, stage3.py).
+    """Return True if a model fits by DeepSpeed's estimators, with everything on the host.
+
+    The estimators of model states are those of v0.5 (deepspeed/runtime/zero/stage2.py, stage3.py).
 
     ZeRO 2    host 1.5 max(4 G, 16) Phi                  device 2 Phi         G GPUs of a node: fp32
               gradients of every one

@@ -1,22 +1,22 @@
-"""Memory of one device and redundant memory of a cluster: Megatron-LM's strategies, ZeRO, FSDP and
-an Alpa-like plan beside ours.
+"""Memory of one device and redundant memory of a cluster, by strategies of several systems.
 
-    python benchmarks/papers/redundancy.py                                  # five models on 8 to 64
-                                                                            a100-80gb
+    # five models on 8 to 64 a100-80gb
+    python benchmarks/papers/redundancy.py
     python benchmarks/papers/redundancy.py --models gpt-20b --gpus 64 --json
 
-Megatron-LM here has no pipeline: tensor parallelism inside the node x data parallelism, with a
-replicated optimizer, then also with sequence parallelism, then also with the distributed optimizer,
-each at every recompute setting; the degrees and the micro-batch once those of least peak memory,
-once the fastest that fit. The Alpa-like plan is the fastest without a pipeline of any tp x dp (tp
-may leave the node), ZeRO stage, and recompute of whole blocks or none, alike for all layers. Ours
-is searched under `memory` (least redundant within 10 % of the fastest) and `throughput`.
+The systems are Megatron-LM, ZeRO, FSDP, an Alpa-like plan and ours. Megatron-LM here has no
+pipeline: tensor parallelism inside the node x data parallelism, with a replicated optimizer, then
+also with sequence parallelism, then also with the distributed optimizer, each at every recompute
+setting. Degrees and micro-batch are once those of least peak memory, once the fastest that fit. The
+Alpa-like plan is the fastest without a pipeline of any tp x dp (tp may leave the node), ZeRO stage,
+and recompute of whole blocks or none, alike for all layers. Ours is searched under `memory` (least
+redundant within 10 % of the fastest) and `throughput`.
 
-The second table of a setting holds our plans, pinned to one recompute setting, against Megatron-LM
-without distributed optimizer and sequence parallelism at the same recompute, GPUs and batch: under
-both objectives, and the fastest that needs at most 33 % of their peak (`--memory-limit`), which
-proves whether a saving of 67 % within 10 % of their step exists at all. A saving is 1 - ours /
-theirs.
+The second table of a setting compares our plans, pinned to one recompute setting, with Megatron-LM
+without distributed optimizer and sequence parallelism at the same recompute, GPUs and batch. Ours
+are the plans under both objectives, and the fastest that needs at most 33 % of their peak
+(`--memory-limit`), which proves whether a saving of 67 % within 10 % of their step exists. A saving
+is 1 - ours / theirs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from itertools import chain
 import click
 from rich.console import Console
 
-from parplan.commands.options import TargetOptions
-from parplan.commands.requests.requests import request_of
+from parplan.commands.requests.described import Asked, question
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import RankMemory
@@ -47,10 +46,10 @@ from parplan.planner.baselines.uniform_strategies import (
 )
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
 from parplan.planner.infeasible.shortfall import limit_bytes
-from parplan.planner.plan.derived import layout_of
+from parplan.planner.plan.plan import layout_of
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.plan.reprice import reprice
-from parplan.planner.request import Constraints, PlanRequest, SearchOptions
+from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import InfeasibleError
@@ -68,9 +67,7 @@ CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One model on a number of GPUs, with its prices and the bytes that a plan may fill of a
-    device.
-    """
+    """One model on a number of GPUs, with its prices and the bytes that a plan may fill."""
 
     model: str
     gpus: int
@@ -80,11 +77,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One system's strategy: how it was picked, its step, and what its fullest device and the
-    cluster hold; GiB.
+    """One system's strategy, how it was picked, its step, and memory in GiB.
 
-    tensors_gib: the peak without what is no tensor (context, communicators, the allocator's
-    reserve)
+    Memory is that of its fullest device and of the cluster.
+
+    tensors_gib  the peak without context, communicators and the allocator's reserve
     """
 
     model: str
@@ -103,8 +100,9 @@ class Measure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """Ours against Megatron-LM at one recompute setting: shares of memory saved, and our step over
-    theirs.
+    """Ours against Megatron-LM at one recompute setting.
+
+    It holds shares of memory saved, and our step over theirs.
     """
 
     model: str
@@ -123,15 +121,15 @@ class Saving:
 
     @property
     def reaches(self) -> bool:
-        """Whether both the saving and the step time are what was asked for."""
+        """Return True if both the saving and the step time reach their goals."""
         return self.peak_saving >= WANTED_SAVING and self.step_ratio <= WANTED_RATIO
 
 
 def setting_of(model: str, gpus: int) -> Setting:
-    """The setting with the model's own batch and sequence, on a100-80gb."""
-    asked = request_of(TargetOptions(model=model, gpus=gpus))
-    price_cache = PriceCache(asked.model, asked.training, machine_for(asked.cluster))
-    limit = limit_bytes(asked.cluster, asked.training.stack, SearchOptions())
+    """Return the setting with the model's own batch and sequence, on a100-80gb."""
+    problem = question(Asked(model=model, gpus=gpus))
+    price_cache = PriceCache(problem.model, problem.training, machine_for(problem.cluster))
+    limit = limit_bytes(problem.cluster, problem.training.stack, SearchOptions())
     return Setting(model=model, gpus=gpus, price_cache=price_cache, limit_bytes=limit)
 
 
@@ -181,23 +179,24 @@ def _measure(
 
 
 def _picked(
-    setting: Setting, found: tuple[Strategy, ...], system: str, recompute: str
+    setting: Setting, strategies: tuple[Strategy, ...], system: str, recompute: str
 ) -> Iterator[Measure]:
-    """The strategy with the least peak, and the fastest of those that fit."""
-    if not found:
+    """Yield the strategy with the least peak, and the fastest of those that fit."""
+    if not strategies:
         return
-    lean = leanest(found, setting.price_cache).strategy
+    lean = leanest(strategies, setting.price_cache).strategy
     yield _measure(
         setting, lean.layout, price_step(lean, setting.price_cache), system, recompute, "memory"
     )
-    best = fastest(found, setting.price_cache, setting.limit_bytes)
+    best = fastest(strategies, setting.price_cache, setting.limit_bytes)
     if best:
         yield _measure(setting, best.strategy.layout, best.price, system, recompute, "time")
 
 
 def megatron_measures(setting: Setting) -> Iterator[Measure]:
-    """Megatron-LM without a pipeline: replicated optimizer, + sequence parallelism, + distributed
-    optimizer.
+    """Yield Megatron-LM without a pipeline.
+
+    It has a replicated optimizer, + sequence parallelism, + distributed optimizer.
     """
     price_cache = setting.price_cache
     meshes = [
@@ -229,8 +228,9 @@ def megatron_measures(setting: Setting) -> Iterator[Measure]:
 
 
 def zero_measures(setting: Setting) -> Iterator[Measure]:
-    """ZeRO 1 to 3 with the best recompute, and FSDP: ZeRO 3 with recompute of whole blocks or
-    none.
+    """Yield ZeRO 1 to 3 with the best recompute, and FSDP.
+
+    FSDP is ZeRO 3 with recompute of whole blocks or none.
     """
     price_cache = setting.price_cache
     layouts = tuple(
@@ -252,7 +252,7 @@ def zero_measures(setting: Setting) -> Iterator[Measure]:
 
 
 def alpa_measures(setting: Setting) -> Iterator[Measure]:
-    """The fastest plan of one stage: any tp x dp, also across nodes, alike for all layers."""
+    """Yield the fastest plan of one stage: any tp x dp, also across nodes, alike for all layers."""
     price_cache = setting.price_cache
     cluster, batch = price_cache.machine.cluster, price_cache.training.global_batch_size
     meshes = [
@@ -280,21 +280,19 @@ def _ours(
     picked: str,
     options: SearchOptions,
 ) -> Measure | None:
-    """Our plan, free or pinned to one recompute setting; None where nothing fits."""
+    """Return our plan, free or pinned to one recompute setting; None if nothing fits."""
     price_cache, pins = (
         setting.price_cache,
         Constraints(recompute=None if level is None else (level,)),
     )
     try:
         plan = find_plan(
-            PlanRequest(
-                model=price_cache.model,
-                cluster=price_cache.machine.cluster,
-                training=price_cache.training,
-                objective=objective,
-                constraints=pins,
-                options=options,
-            )
+            price_cache.model,
+            price_cache.machine.cluster,
+            price_cache.training,
+            objective,
+            constraints=pins,
+            options=options,
         )
     except InfeasibleError:
         return None
@@ -309,11 +307,11 @@ def _ours(
 
 
 def our_measures(setting: Setting, level: Recompute | None) -> Iterator[Measure]:
-    """Our plan under both objectives."""
+    """Yield our plan under both objectives."""
     for objective in (Objective.MEMORY, Objective.THROUGHPUT):
-        found = _ours(setting, objective, level, objective.value, SearchOptions())
-        if found:
-            yield found
+        measure = _ours(setting, objective, level, objective.value, SearchOptions())
+        if measure:
+            yield measure
 
 
 def _saving(ours: Measure, theirs: Measure) -> Saving:
@@ -331,13 +329,14 @@ def _saving(ours: Measure, theirs: Measure) -> Saving:
 
 
 def savings(
-    setting: Setting, level: Recompute, pinned: Iterable[Measure], others: Iterable[Measure]
+    setting: Setting, level: Recompute, pinned: Iterable[Measure], measures: Iterable[Measure]
 ) -> Iterator[Saving]:
-    """Our plans at one recompute setting against Megatron-LM's least peak and its fastest, where
-    those fit.
+    """Yield the savings of our plans at one recompute setting.
+
+    They are against Megatron-LM's least peak and its fastest plan, if those fit.
     """
     ours = [row for row in pinned if row.recompute == level.value]
-    for theirs in others:
+    for theirs in measures:
         if theirs.system == "megatron" and theirs.recompute == level.value and theirs.fits:
             third = SearchOptions(
                 memory_limit_bytes=int((1 - WANTED_SAVING) * theirs.peak_gib * GIB)
@@ -347,16 +346,17 @@ def savings(
 
 
 def _print_setting(
-    setting: Setting, measures: list[Measure], found: list[Saving], out: Console
+    setting: Setting, measures: list[Measure], saved: list[Saving], out: Console
 ) -> None:
     batch = setting.price_cache.training.global_batch_size
     say(
         out,
-        f"{setting.model} on {setting.gpus} a100-80gb, batch {batch}; GiB of the fullest device, redundant over all",
+        f"{setting.model} on {setting.gpus} a100-80gb, batch {batch}; GiB of the "
+        "fullest device, redundant over all",
         "bold",
     )
     _print_measures(measures, out)
-    _print_savings(found, out)
+    _print_savings(saved, out)
     say(out)
 
 
@@ -420,20 +420,24 @@ def _print_savings(rows: list[Saving], out: Console) -> None:
     print_table(out, heading, cells, left=("recompute", "against megatron's", "our objective", ""))
 
 
-def _print_summary(found: list[Saving], measures: list[Measure], out: Console) -> None:
-    """In which settings the saving is what was asked for, and where some other system beats both of
-    our free plans.
+def _print_summary(saved: list[Saving], measures: list[Measure], out: Console) -> None:
+    """Print the settings that reach the saving.
+
+    Also prints where another system beats both of our free plans.
     """
     say(
         out,
-        f"settings with at least {100 * WANTED_SAVING:.0f} % less peak memory in at most {WANTED_RATIO:g} of the step time",
+        f"settings with at least {100 * WANTED_SAVING:.0f} % less peak memory in at "
+        f"most {WANTED_RATIO:g} of the step time",
         "bold",
     )
     for name, against in (("least peak", "memory"), ("fastest", "time")):
-        here = [saving for saving in found if saving.against == against]
+        here = [saving for saving in saved if saving.against == against]
         say(
             out,
-            f"  against megatron's {name}: {len({s.setting for s in here if s.reaches})} of {len({s.setting for s in here})}",
+            f"  against megatron's {name}: "
+            f"{len({s.setting for s in here if s.reaches})} of "
+            f"{len({s.setting for s in here})}",
         )
         for setting in dict.fromkeys(saving.setting for saving in here):
             say(
@@ -447,7 +451,8 @@ def _print_summary(found: list[Saving], measures: list[Measure], out: Console) -
     ]
     say(
         out,
-        "where another system is faster than our fastest, or leaner than our leaner plan in as short a step",
+        "where another system is faster than our fastest, or leaner than our leaner "
+        "plan in as short a step",
         "bold",
     )
     for line in losses or ["nowhere"]:
@@ -455,9 +460,7 @@ def _print_summary(found: list[Saving], measures: list[Measure], out: Console) -
 
 
 def _reached(setting: tuple[str, int, str], here: list[Saving]) -> str:
-    """By which of our plans the saving is reached, or how near the best one within the step time
-    comes.
-    """
+    """Return the plans that reach the saving, or how near the best within the step time comes."""
     rows = [saving for saving in here if saving.setting == setting]
     reached = [saving.ours for saving in rows if saving.reaches]
     if reached:
@@ -473,37 +476,38 @@ def _reached(setting: tuple[str, int, str], here: list[Saving]) -> str:
 
 
 def _losses(here: list[Measure]) -> Iterator[str]:
-    """Who is faster than our fastest, and who needs a lower peak than our leanest without a longer
-    step than ours there.
+    """Yield who is faster than our fastest plan.
+
+    Also yields who needs a lower peak than our leanest plan without a longer step.
     """
     ours = [m for m in here if m.system == "ours" and m.recompute == "best"]
-    others = [m for m in here if m.system != "ours"]
+    theirs = [m for m in here if m.system != "ours"]
     if not ours:
         return
     quick, lean = min(ours, key=lambda m: m.step_s), min(ours, key=lambda m: m.peak_gib)
-    faster = [m for m in others if m.step_s < quick.step_s * (1 - 1e-6)]
+    faster = [m for m in theirs if m.step_s < quick.step_s * (1 - 1e-6)]
     if faster:
         best = min(faster, key=lambda m: m.step_s)
         yield f"{best.system} is faster, {best.step_s:.2f} s against {quick.step_s:.2f} s"
     leaner = [
         m
-        for m in others
+        for m in theirs
         if m.peak_gib < lean.peak_gib - 0.05 and m.step_s <= lean.step_s * (1 + 1e-6)
     ]
     if leaner:
         best = min(leaner, key=lambda m: m.peak_gib)
         yield (
-            f"{best.system} ({best.layout}) peaks at {best.peak_gib:.1f} GiB in {best.step_s:.2f} s, our leaner plan at "
-            f"{lean.peak_gib:.1f} GiB in {lean.step_s:.2f} s"
+            f"{best.system} ({best.layout}) peaks at {best.peak_gib:.1f} GiB in {best.step_s:.2f} "
+            f"s, our leaner plan at {lean.peak_gib:.1f} GiB in {lean.step_s:.2f} s"
         )
 
 
 def run(setting: Setting) -> tuple[list[Measure], list[Saving]]:
-    """All systems of a setting, our plans pinned to each recompute setting, and what those save."""
-    others = [*megatron_measures(setting), *zero_measures(setting), *alpa_measures(setting)]
+    """Return all systems of a setting, our plans at each recompute setting, and the savings."""
+    theirs = [*megatron_measures(setting), *zero_measures(setting), *alpa_measures(setting)]
     pinned = [measure for level in LEVELS for measure in our_measures(setting, level)]
-    found = [saving for level in LEVELS for saving in savings(setting, level, pinned, others)]
-    return [*others, *our_measures(setting, None), *pinned], found
+    saved = [saving for level in LEVELS for saving in savings(setting, level, pinned, theirs)]
+    return [*theirs, *our_measures(setting, None), *pinned], saved
 
 
 @click.command()
@@ -524,21 +528,21 @@ def main(models: str, gpus: str, as_json: bool) -> None:
     """Price every system in every setting, and print what each device holds."""
     out, started = Console(width=200, highlight=False, markup=False), time.monotonic()
     measures: list[Measure] = []
-    found: list[Saving] = []
+    all_saved: list[Saving] = []
     for setting in (
         setting_of(model, int(count)) for model in models.split(",") for count in gpus.split(",")
     ):
         here, saved = run(setting)
-        measures, found = [*measures, *here], [*found, *saved]
+        measures, all_saved = [*measures, *here], [*all_saved, *saved]
         if not as_json:
             _print_setting(setting, here, saved, out)
     if as_json:
-        rows = [{**asdict(row), "reaches": row.reaches} for row in found]
+        rows = [{**asdict(row), "reaches": row.reaches} for row in all_saved]
         click.echo(
             json.dumps({"rows": [asdict(row) for row in measures], "savings": rows}, indent=2)
         )
         return
-    _print_summary(found, measures, out)
+    _print_summary(all_saved, measures, out)
     say(out, f"{time.monotonic() - started:.0f} s", "dim")
 
 

@@ -1,9 +1,10 @@
-"""Saved activations of a block on every rank, measured against the memory model, for plans of 8
-gloo ranks (dp 2, tp 2, pp 2).
+"""Saved activations of a block on every rank of plans of 8 gloo ranks (dp 2, tp 2, pp 2).
 
-`python benchmarks/prices/activations.py [gpt-100m|gpt-tiny]` prints one row a plan: MiB of a block
-that MemTracker sees, the executor's rule (tests/helpers/divided_bytes.py) and, for Megatron's
-divisions, `parplan.costmodels.layers.recompute.saved_bytes`.
+    python benchmarks/prices/activations.py [gpt-100m|gpt-tiny]
+
+Prints one row a plan: MiB of a block that MemTracker measures, by the executor's rule
+(tests/helpers/divided_bytes.py) and, for Megatron's divisions, by the memory model's
+`parplan.costmodels.layers.recompute.saved_bytes`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ from tests.helpers.executor_plans import (
     with_divisions,
 )
 
-# GPT-2's 85 M parameters of blocks; its vocabulary is cut, of which no block keeps anything, so
-# that 8 ranks fit in 8 GiB
+# GPT-2's 85 M parameters of blocks. The vocabulary, which does not change a block's saved tensors,
+# is cut so that 8 ranks fit in 8 GiB.
 GPT_100M = ModelSpec(
     name="gpt-100m",
     num_layers=12,
@@ -78,8 +79,10 @@ CHAIN = ("norm2", "fc1", "activation")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Bytes of one block of a plan: the median of all ranks, the executor's rule, and the memory
-    model for Megatron's plans.
+    """Bytes of one block of a plan.
+
+    They are the median of all ranks, the executor's rule, and the memory model for Megatron's
+    plans.
     """
 
     plan: str
@@ -94,8 +97,9 @@ def gpt_tiny() -> ModelSpec:
 
 
 def plans(model: ModelSpec, seq_length: int) -> dict[tuple[str, str], Plan]:
-    """Every division with no recompute, the selective one and a chain; blocks alternate between
-    ZeRO 1 and 3.
+    """Return plans of every division without recompute, with the selective one and with a chain.
+
+    Blocks alternate between ZeRO 1 and 3.
     """
     training = TrainingSpec(
         global_batch_size=8, seq_length=seq_length, precision="fp32", stack=NEUTRAL
@@ -106,24 +110,24 @@ def plans(model: ModelSpec, seq_length: int) -> dict[tuple[str, str], Plan]:
         "selective": recompute_operators(block, Recompute.SELECTIVE),
         "chain": CHAIN,
     }
-    found = {}
+    by_name = {}
     for name, (division, sequence_parallel) in DIVISIONS.items():
         for recompute, operators in lists.items():
             plan = make_plan(
                 model, pp=2, dp=2, tp=2, sp=sequence_parallel, zero=(1, 3), recompute=operators
             )
-            found[name, recompute] = dataclasses.replace(
+            by_name[name, recompute] = dataclasses.replace(
                 with_divisions(plan, division), training=training
             )
-    return found
+    return by_name
 
 
 def measure(plan: Plan) -> int:
-    """The bytes that a block keeps, the median over all blocks behind a rank's first and all 8
-    ranks.
+    """Return the saved bytes of a block.
 
-    They keep the same; gloo's threads may hold the buffers of a collective when a block ends. A
-    world of its own, because MemTracker does not let go of what it has tracked.
+    It is the median over all blocks behind a rank's first and over all 8 ranks. They save the same
+    bytes, but gloo's threads may hold the buffers of a collective when a block ends. Each plan has
+    a world of its own, because MemTracker does not release what it has tracked.
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plan, folder), nprocs=8, start_method="fork")
@@ -176,9 +180,9 @@ def _held_bytes(tracker: MemTracker) -> int:
     return sum(n_bytes for kind, n_bytes in held.items() if str(kind).endswith("ACT"))
 
 
-def rows(found: Mapping[tuple[str, str], Plan]) -> Iterator[Row]:
-    """The table of some of the plans."""
-    for name, plan in found.items():
+def rows(plans_by_name: Mapping[tuple[str, str], Plan]) -> Iterator[Row]:
+    """Yield the rows of some of the plans."""
+    for name, plan in plans_by_name.items():
         validate(plan)
         yield _row(name, plan, measure(plan))
 
@@ -211,7 +215,8 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "gpt-100m"
     model, seq_length = (GPT_100M, 512) if name == "gpt-100m" else (gpt_tiny(), 64)
     print(
-        f"{name}, MiB a block: {'plan':<20}{'recompute':<12}{'measured':>10}{'rule':>10}{'error':>8}{'saved_bytes':>13}{'error':>8}"
+        f"{name}, MiB a block: "
+        f"{'plan':<20}{'recompute':<12}{'measured':>10}{'rule':>10}{'error':>8}{'saved_bytes':>13}{'error':>8}"
     )
     for row in rows(plans(model, seq_length)):
         model_text = (
@@ -220,8 +225,8 @@ def main() -> None:
             else ""
         )
         print(
-            f"{'':<25}{row.plan:<20}{row.recompute:<12}{row.measured / MIB:>10.3f}{row.rule / MIB:>10.3f}"
-            f"{100 * (row.measured / row.rule - 1):>7.2f}%{model_text}",
+            f"{'':<25}{row.plan:<20}{row.recompute:<12}{row.measured / MIB:>10.3f}"
+            f"{row.rule / MIB:>10.3f}{100 * (row.measured / row.rule - 1):>7.2f}%{model_text}",
             flush=True,
         )
 

@@ -1,13 +1,13 @@
-"""Predicted beside measured peak memory of CPU runs of parplan's own executor, of the rank that is
-furthest off.
+"""Predicted and measured peak memory of CPU runs, on the rank with the largest error.
 
-    python benchmarks/prices/peaks.py               # gpt-tiny on 1 and 2 ranks, two minutes
-    python benchmarks/prices/peaks.py gpt-100m      # 12 blocks of 768, vocabulary 32,000, sequences
-                                                    of 256: ten minutes, 5 GiB
+    # gpt-tiny on 1 and 2 ranks, two minutes
+    python benchmarks/prices/peaks.py
+    # 12 blocks of 768, vocabulary 32,000, sequences of 256: ten minutes, 5 GiB
+    python benchmarks/prices/peaks.py gpt-100m
 
-Every row is a run of its own under torchrun, as a user starts one; measured is
-`peak_allocated_bytes` of its run.json (docs/reference/run-file.md). Interleaved and zero-bubble
-schedules are priced by bounds, the others action by action.
+Every row is a run under torchrun, as a user starts it; the measured peak is `peak_allocated_bytes`
+of its run.json (docs/reference/run-file.md). Interleaved and zero-bubble schedules are priced by
+bounds, all others action by action.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def gpt_100m() -> ModelSpec:
 
 
 def cases(global_batch_size: int) -> Iterator[Case]:
-    """One rank with one and with several micro-batches, and two along every axis."""
+    """Yield cases of one rank with one and several micro-batches, and two along every axis."""
     half = global_batch_size // 2
     yield from (Case(micro_batch_size=size) for size in (global_batch_size, global_batch_size // 4))
     yield from (Case(dp=2, micro_batch_size=half, zero=zero) for zero in range(4))
@@ -104,7 +104,7 @@ def cases(global_batch_size: int) -> Iterator[Case]:
 
 
 def peaks(plan: Plan) -> list[tuple[float, float]]:
-    """Predicted and measured bytes of every rank of a run of `plan`."""
+    """Return predicted and measured bytes of every rank of a run of `plan`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.yaml"
         plans.write_plan(plan, path)
@@ -125,10 +125,10 @@ def peaks(plan: Plan) -> list[tuple[float, float]]:
             check=True,
             capture_output=True,
         )
-        found = [
+        measured = [
             rank.peak_allocated_bytes for rank in runs.read_run(path.with_name("run.json")).ranks
         ]
-    return [(peak.predicted or 0.0, peak.measured or 0.0) for peak in found]
+    return [(peak.predicted or 0.0, peak.measured or 0.0) for peak in measured]
 
 
 def main() -> None:
@@ -137,7 +137,8 @@ def main() -> None:
         (gpt_100m(), 4, 256) if name == "gpt-100m" else (load_model("gpt-tiny").spec, 16, 64)
     )
     print(
-        f"{name}, {batch} x {seq_length} tokens, dropout {model.dropout:g}; MiB of the rank furthest off"
+        f"{name}, {batch} x {seq_length} tokens, dropout {model.dropout:g}; MiB of "
+        "the rank furthest off"
     )
     print(
         f"{'mesh':<22}{'ZeRO':>5}{'micro-batches':>15}{'predicted':>12}{'measured':>12}{'measured/predicted':>20}"
@@ -148,8 +149,8 @@ def main() -> None:
         stages = f", v {case.virtual_stages}" if case.virtual_stages > 1 else ""
         split = f"{plan.pipeline.num_micro_batches} of {case.micro_batch_size}"
         print(
-            f"{f'{plan.mesh}{stages}':<22}{case.zero:>5}{split:>15}{predicted / MIB:>12.2f}{measured / MIB:>12.2f}"
-            f"{measured / predicted:>20.4f}",
+            f"{f'{plan.mesh}{stages}':<22}{case.zero:>5}{split:>15}{predicted / MIB:>12.2f}"
+            f"{measured / MIB:>12.2f}{measured / predicted:>20.4f}",
             flush=True,
         )
 

@@ -1,16 +1,15 @@
-"""Profile this machine, plan with the profile, run the plans, compare: predicted against measured
-step time and memory.
+"""Predicted and measured step time and memory of plans on this machine's own profile.
 
-    python benchmarks/prices/profiled.py                            # gpt-tiny and gpt-100m on 1 and
-                                                                    2 CPU processes, under 10
-                                                                    minutes
+    # gpt-tiny and gpt-100m on 1 and 2 CPU processes, under 10 minutes
+    python benchmarks/prices/profiled.py
     python benchmarks/prices/profiled.py --minutes 2 --repeats 1
-    python benchmarks/prices/profiled.py --keep runs/               # leaves profile, plans and
-                                                                    run.json files there
+    # leaves profile, plans and run.json files in the folder
+    python benchmarks/prices/profiled.py --keep runs/
 
-Every plan is run several times, in turns, so that a slow minute of the machine meets all of them;
-the figures are medians of the runs' own medians, with the least and the most. Predictions are the
-plan's, made before the first run, without calibration.
+The machine is profiled, and plans are made with the profile and run. Every plan runs several times,
+in turns, so that a slow minute of the machine affects all of them; the figures are medians of the
+runs' own medians, with the least and the most. Predictions are the plan's, made before the first
+run, without calibration.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ STEPS = {"gpt-tiny": 40, "gpt-100m": 6}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One plan and where its runs go."""
+    """One plan and the paths of its runs."""
 
     model: str
     world: int
@@ -60,10 +59,10 @@ class Job:
 
 
 def call(command: Sequence[str], log: Path) -> None:
-    """Run one command of the project with one thread a process; on failure show its log and end."""
+    """Run a command of the project with one thread a process; on failure print its log and end."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("a") as file:
-        found = subprocess.run(
+        process = subprocess.run(
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -71,12 +70,12 @@ def call(command: Sequence[str], log: Path) -> None:
             cwd=log.parent,
             check=False,
         )
-    if found.returncode:
-        sys.exit(f"{' '.join(command)}: exit code {found.returncode}\n{log.read_text()[-3000:]}")
+    if process.returncode:
+        sys.exit(f"{' '.join(command)}: exit code {process.returncode}\n{log.read_text()[-3000:]}")
 
 
 def profile(folder: Path, minutes: float) -> Path:
-    """The profile of this machine for both models."""
+    """Profile this machine for both models and return the file."""
     output = folder / "cpu.yaml"
     models = [argument for model in MODELS for argument in ("--model", model)]
     call(
@@ -96,7 +95,7 @@ def profile(folder: Path, minutes: float) -> Path:
     return output
 
 
-def make_plan(job: Job, own: Path) -> None:
+def make_plan(job: Job, profile_path: Path) -> None:
     call(
         [
             *PLAN,
@@ -105,7 +104,7 @@ def make_plan(job: Job, own: Path) -> None:
             "--gpus",
             str(job.world),
             "--profile",
-            str(own),
+            str(profile_path),
             "-o",
             str(job.plan),
         ],
@@ -135,17 +134,18 @@ def run(job: Job, repeat: int) -> None:
 
 
 def figures(job: Job, repeats: int) -> dict[str, Any]:
-    """Predicted and measured step, and peak of the fullest rank; ratios are predicted over
-    measured.
+    """Return predicted and measured step time, and peak of the fullest rank.
+
+    Ratios are predicted over measured.
     """
     runs = [json.loads(job.run_json(repeat).read_text()) for repeat in range(repeats)]
-    steps = [found["figures"]["step_time_s"] for found in runs]
+    steps = [run["figures"]["step_time_s"] for run in runs]
     peaks = [
         max(
-            (rank["peak_allocated_bytes"] for rank in found["ranks"]),
+            (rank["peak_allocated_bytes"] for rank in run["ranks"]),
             key=lambda peak: peak["measured"],
         )
-        for found in runs
+        for run in runs
     ]
     ratios = sorted(step["predicted"] / step["measured"] for step in steps)
     return {
@@ -210,11 +210,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        own = profile(folder, options.minutes)
+        profile_path = profile(folder, options.minutes)
         profiled_s = time.monotonic() - started
         jobs = [Job(model, world, folder) for model in MODELS for world in (1, 2)]
         for job in jobs:
-            make_plan(job, own)
+            make_plan(job, profile_path)
         for repeat in range(options.repeats):
             for job in jobs:
                 run(job, repeat)

@@ -1,19 +1,18 @@
-"""Where the published tuned configurations of a 20B-class GPT stand among all candidates, by
-predicted step time.
+"""Ranks of published tuned configurations of a 20B-class GPT among all candidates.
 
-    python benchmarks/prices/published_ranking.py                                   # gpt-20b on 64
-                                                                                    h100-80gb, the
-                                                                                    model's batch
+    # gpt-20b on 64 h100-80gb, the model's batch
+    python benchmarks/prices/published_ranking.py
+    # the choices that NeMo's runs had
     python benchmarks/prices/published_ranking.py --global-batch-size 256 --fp8 --bf16-gradients
-    --max-zero 1   # what NeMo's runs chose from
+    --max-zero 1
 
-Every legal candidate is solved under its own best layers that fit, with the columns and the program
-of the search, and replayed. A published configuration is priced as published (ZeRO 1, no recompute,
-an even split), and its mesh, schedule and micro-batch also with their own best layers. Facts that
-no source states (a micro-batch) are left to the price.
+Candidates rank by predicted step time. Every legal candidate is solved with its own best layers
+that fit, with the columns and the program of the search, and replayed. A published configuration is
+priced as published (ZeRO 1, no recompute, an even split), and its mesh, schedule and micro-batch
+also with their own best layers. If no source states a choice (a micro-batch), the price decides.
 
 The published runs have tensor-parallel communication under the products (userbuffers; all rows with
-tp > 1). The stack that is taken by default has not; with `--stack nemo` every candidate has.
+tp > 1). The default stack has not; with `--stack nemo` every candidate has.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from parplan.commands.options import TargetOptions
-from parplan.commands.requests.machine import DEFAULT_STACK
-from parplan.commands.requests.requests import request_of as planning_request_of
+from parplan.commands.requests.described import DEFAULT_STACK, Asked, question
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
@@ -40,7 +37,7 @@ from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.master import Master, MasterChoice
 from parplan.planner.plan.error_band import error_band
-from parplan.planner.request import Constraints, PlanRequest, SearchOptions, SolverName
+from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
@@ -53,10 +50,13 @@ from parplan.profiles.units import GIB
 
 LAUNCHER = "NVIDIA/NeMo-Framework-Launcher@26e42fa91d"
 NEMO = "NVIDIA/NeMo@000e8c17a3 scripts/performance/recommended_model_configs/model_configs_h100.csv"
-MEGATRON = "NVIDIA/Megatron-LM@d98e8a64dd images/model_table.png; README.md (TP overlap, so sequence parallel; distributed optimizer)"
+MEGATRON = (
+    "NVIDIA/Megatron-LM@d98e8a64dd images/model_table.png; README.md (TP overlap, so "
+    "sequence parallel; distributed optimizer)"
+)
 WIDTH = 165
-# for the layers of one layout: equal ranks of a deep pipeline take CBC minutes, and the even split
-# is there
+# For the layers of one layout: equal ranks of a deep pipeline take CBC minutes, and the even split
+# is an answer.
 SOLVE_S = 1.0
 
 
@@ -64,9 +64,10 @@ SOLVE_S = 1.0
 class Published:
     """One tuned configuration as its source states it, of a model of `num_layers`.
 
-    micro_batch_size: None where the source does not say. All rows: sequence parallel where tp > 1,
-    distributed optimizer (ZeRO 1), no recompute where it is stated. gpus, batch and numbers: what
-    it was published for
+    micro_batch_size  None if the source does not state it
+
+    All rows have sequence parallelism if tp > 1, a distributed optimizer (ZeRO 1), and no recompute
+    where it is stated. GPUs, batch and figures are those of the publication.
     """
 
     name: str
@@ -92,8 +93,9 @@ PUBLISHED = (
         pp=1,
         virtual_stages=1,
         micro_batch_size=2,
-        citation=f"{LAUNCHER} examples/README.md, examples/training/gpt/h100/20b_fp8_8node.sh and 20b_bf16_8node.sh "
-        "(grad_sync_dtype=bf16), launcher_scripts/conf/training/gpt3/20b.yaml (sequence_parallel, no recompute)",
+        citation=f"{LAUNCHER} examples/README.md, examples/training/gpt/h100/20b_fp8_8node.sh and "
+        "20b_bf16_8node.sh (grad_sync_dtype=bf16), launcher_scripts/conf/training/gpt3/20b.yaml "
+        "(sequence_parallel, no recompute)",
     ),
     Published(
         name="NeMo gpt3-20b, A100",
@@ -117,7 +119,10 @@ PUBLISHED = (
         pp=4,
         virtual_stages=10,
         micro_batch_size=2,
-        citation=f"{LAUNCHER} examples/README.md; virtual stages, no recompute: launcher_scripts/conf/training/nemotron/nemotron_22b.yaml",
+        citation=(
+            f"{LAUNCHER} examples/README.md; virtual stages, no recompute: "
+            "launcher_scripts/conf/training/nemotron/nemotron_22b.yaml"
+        ),
     ),
     Published(
         name="NeMo nemotron3-22b",
@@ -198,8 +203,9 @@ class Candidate:
 class Placing:
     """A published configuration among the candidates; ranks count from 1.
 
-    price, fits: as published, and rank and mesh_rank with it, None where it does not fit
-    own, own_rank: the same layout with its best layers, None where nothing of the layout fits
+    price, fits      the price as published, and whether it fits
+    rank             its rank; None if it does not fit, as is `mesh_rank`
+    best, best_rank  the same layout with its best layers; None if no layers of the layout fit
     """
 
     published: Published
@@ -208,14 +214,16 @@ class Placing:
     fits: bool
     rank: int | None
     mesh_rank: int | None
-    own: Candidate | None
-    own_rank: int | None
+    best: Candidate | None
+    best_rank: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is ranked: the prices of a model, cluster and training, the bytes that a plan may fill
-    of a device, and the pins.
+    """The problem of a ranking.
+
+    It has the prices of a model, cluster and training, the bytes that a plan may fill of a device,
+    and the pins.
     """
 
     price_cache: PriceCache
@@ -223,15 +231,10 @@ class Request:
     pins: Constraints
 
     def layouts(self, pins: Constraints | None = None) -> tuple[ParallelLayout, ...]:
-        """The legal candidates that `pins` allow, by default those of the request."""
+        """Return the legal candidates that `pins` allow; the request's pins by default."""
         price_cache = self.price_cache
         return enumerate_candidates(
-            PlanRequest(
-                model=price_cache.model,
-                cluster=price_cache.machine.cluster,
-                training=price_cache.training,
-                constraints=pins or self.pins,
-            )
+            price_cache.model, price_cache.machine.cluster, price_cache.training, pins or self.pins
         ).layouts
 
 
@@ -246,26 +249,24 @@ def request_of(
     max_zero: int = 3,
     stack: str = DEFAULT_STACK,
 ) -> Request:
-    """The request of the options, with the memory margin that a search takes by default."""
-    asked = planning_request_of(
-        TargetOptions(
-            model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=stack
-        )
+    """Return the request of the options, with the default memory margin of a search."""
+    problem = question(
+        Asked(model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=stack)
     )
-    gradients = Precision.BF16 if bf16_gradients else asked.training.gradient_precision
-    training = replace(asked.training, fp8_matmuls=fp8, gradient_precision=gradients)
-    price_cache = PriceCache(asked.model, training, machine_for(asked.cluster))
+    gradients = Precision.BF16 if bf16_gradients else problem.training.gradient_precision
+    training = replace(problem.training, fp8_matmuls=fp8, gradient_precision=gradients)
+    price_cache = PriceCache(problem.model, training, machine_for(problem.cluster))
     pins = Constraints(zero=tuple(range(max_zero + 1)))
-    return Request(price_cache, limit_bytes(asked.cluster, training.stack, SearchOptions()), pins)
+    return Request(price_cache, limit_bytes(problem.cluster, training.stack, SearchOptions()), pins)
 
 
 def _solve(
     layout: ParallelLayout, table: MixTable, limit: float, counts: Sequence[Iterable[int]]
 ) -> MasterChoice | None:
-    """The fastest choice with `counts[rank]` blocks on a rank, by the columns and the master of the
-    search; None when nothing fits.
+    """Return the fastest choice with `counts[rank]` blocks on a rank; None if nothing fits.
 
-    Raises Unsolved when the time of a layout ends before the solver has any.
+    Uses the columns and the master of the search. Raises Unsolved if the time of a layout ends
+    before the solver has an answer.
     """
     options = []
     for rank, allowed in enumerate(counts):
@@ -279,8 +280,9 @@ def _solve(
 
 
 def _splits(layout: ParallelLayout, table: MixTable, limit: float) -> Iterator[MasterChoice]:
-    """The best of the even split, then the best of all splits that can beat it, if the solver finds
-    it in its time.
+    """Yield the best choice of the even split, then the best of all splits that can beat it.
+
+    The latter is left out if the solver does not find it in time.
     """
     num_layers = table.price_cache.model.num_layers
     even = _solve(layout, table, limit, [(count,) for count in default_blocks(layout, num_layers)])
@@ -301,7 +303,7 @@ def _splits(layout: ParallelLayout, table: MixTable, limit: float) -> Iterator[M
 
 
 def best_of(layout: ParallelLayout, table: MixTable, limit: float) -> Candidate | None:
-    """The fastest layers of `layout` within `limit` bytes; None when nothing fits."""
+    """Return the fastest layers of `layout` within `limit` bytes; None if nothing fits."""
     choice = min(_splits(layout, table, limit), key=lambda choice: choice.step_s, default=None)
     return (
         None
@@ -311,17 +313,17 @@ def best_of(layout: ParallelLayout, table: MixTable, limit: float) -> Candidate 
 
 
 def ranked(request: Request) -> list[Candidate]:
-    """All candidates that fit, fastest first."""
+    """Return all candidates that fit, fastest first."""
     table = MixTable(request.price_cache, request.pins)
-    found = (best_of(layout, table, request.limit_bytes) for layout in request.layouts())
-    return sorted(filter(None, found), key=lambda candidate: candidate.step_s)
+    best = (best_of(layout, table, request.limit_bytes) for layout in request.layouts())
+    return sorted(filter(None, best), key=lambda candidate: candidate.step_s)
 
 
 def frames_of(published: Published, request: Request) -> list[ParallelLayout]:
-    """The candidates that a row describes: several where its micro-batch is not stated, none where
-    it is not legal.
+    """Return the candidates that a row describes.
 
-    A virtual stage keeps its number of blocks: 10 virtual stages of 40 layers are 11 of 44.
+    They are several if its micro-batch is not stated, and none if it is not legal. A virtual stage
+    keeps its number of blocks: 10 virtual stages of 40 layers are 11 of 44.
     """
     size, num_layers = published.micro_batch_size, request.price_cache.model.num_layers
     virtual_stages = (
@@ -340,7 +342,7 @@ def frames_of(published: Published, request: Request) -> list[ParallelLayout]:
 
 
 def as_published(layout: ParallelLayout, price_cache: PriceCache) -> StepPrice:
-    """The price of an even split at ZeRO 1 without recompute."""
+    """Return the price of an even split at ZeRO 1 without recompute."""
     blocks = default_blocks(layout, price_cache.model.num_layers)
     return price_step(
         uniform_strategy(layout, blocks, zero=1, recompute=Recompute.NONE, price_cache=price_cache),
@@ -356,8 +358,9 @@ def peak_bytes(price: StepPrice) -> float:
 def place(
     published: Published, candidates: Sequence[Candidate], request: Request
 ) -> Placing | None:
-    """Where a row stands; of several micro-batches the fastest that fits. None when it is not legal
-    here.
+    """Return the placing of a row; None if it is not legal here.
+
+    Of several micro-batches it takes the fastest that fits.
     """
     priced = [
         (as_published(layout, request.price_cache), layout)
@@ -366,22 +369,28 @@ def place(
     if not priced:
         return None
     price, layout = min(
-        priced, key=lambda found: (peak_bytes(found[0]) > request.limit_bytes, found[0].step_s)
+        priced,
+        key=lambda candidate: (peak_bytes(candidate[0]) > request.limit_bytes, candidate[0].step_s),
     )
-    own_rank, own = next(
-        ((rank, found) for rank, found in enumerate(candidates, 1) if found.layout == layout),
-        (None, None),
+    ranked_alike = (
+        (rank, candidate)
+        for rank, candidate in enumerate(candidates, 1)
+        if candidate.layout == layout
     )
+    best_rank, best = next(ranked_alike, (None, None))
     rank = mesh_rank = None
     if peak_bytes(price) <= request.limit_bytes:
-        others = {
-            found.layout.mesh: found.step_s
-            for found in reversed(candidates)
-            if found.layout.mesh != layout.mesh
+        other_meshes = {
+            candidate.layout.mesh: candidate.step_s
+            for candidate in reversed(candidates)
+            if candidate.layout.mesh != layout.mesh
         }
-        rank = _rank([found.step_s for found in candidates if found.layout != layout], price.step_s)
-        mesh_rank = _rank(sorted(others.values()), price.step_s)
-    return Placing(published, layout, price, rank is not None, rank, mesh_rank, own, own_rank)
+        rank = _rank(
+            [candidate.step_s for candidate in candidates if candidate.layout != layout],
+            price.step_s,
+        )
+        mesh_rank = _rank(sorted(other_meshes.values()), price.step_s)
+    return Placing(published, layout, price, rank is not None, rank, mesh_rank, best, best_rank)
 
 
 def _rank(others_s: Sequence[float], step_s: float) -> int:
@@ -395,25 +404,22 @@ def _share(part: int | None, of: int) -> str:
 def _cells(
     placing: Placing, candidates: Sequence[Candidate], band: float | None
 ) -> tuple[str, ...]:
-    layout, own, step_s = placing.layout, placing.own, placing.price.step_s
+    layout, best = placing.layout, placing.best
+    step_s = placing.price.step_s
     meshes = {candidate.layout.mesh for candidate in candidates}
 
     def loss(of_s: float) -> float:
         return of_s / candidates[0].step_s - 1
 
-    best_layers = (
-        ("-", "-", "-")
-        if own is None
-        else (f"{own.step_s:.3f} s", str(placing.own_rank), f"{100 * loss(own.step_s):+.1f} %")
-    )
-    judged_s = step_s if placing.fits else own.step_s if own else None
-    verdict = (
-        ""
-        if judged_s is None or band is None
-        else "inside"
-        if loss(judged_s) <= band
-        else "outside"
-    )
+    best_layers = ("-", "-", "-")
+    judged_s = step_s if placing.fits else None
+    if best is not None:
+        best_s = best.step_s
+        best_layers = (f"{best_s:.3f} s", str(placing.best_rank), f"{100 * loss(best_s):+.1f} %")
+        judged_s = step_s if placing.fits else best_s
+    verdict = ""
+    if judged_s is not None and band is not None:
+        verdict = "inside" if loss(judged_s) <= band else "outside"
     return (
         placing.published.name,
         str(layout.mesh),
@@ -433,8 +439,10 @@ def _cells(
 def _ranking_table(
     placings: Sequence[Placing], candidates: Sequence[Candidate], band: float | None
 ) -> Table:
-    """One row a published configuration: as published, then with the best layers of its mesh,
-    schedule and micro-batch.
+    """Return the table of published configurations.
+
+    Each row is priced as published, then with the best layers of its mesh, schedule and
+    micro-batch.
     """
     table = Table(box=None)
     left = {"published", "mesh", "band"}
@@ -458,7 +466,10 @@ def _ranking_table(
 
 
 def _breakdown_table(named: Iterable[tuple[str, StepPrice]]) -> Table:
-    """Seconds by cause on the rank that takes longest; what is left of the step is the bubble."""
+    """Return seconds by cause on the rank that takes longest.
+
+    The rest of the step is the bubble.
+    """
     causes = ("compute", "recompute", "tp_comm", "dp_comm", "pp_comm", "optimizer")
     table = Table(box=None)
     for index, name in enumerate(("seconds", *causes, "bubble")):
@@ -478,30 +489,35 @@ def _headline(candidates: Sequence[Candidate], request: Request, band: float | N
     inside = (
         ""
         if band is None
-        else f" of +- {100 * band:.1f} %, {sum(c.step_s <= (1 + band) * best.step_s for c in candidates)} inside it"
+        else (
+            f" of +- {100 * band:.1f} %, "
+            f"{sum(c.step_s <= (1 + band) * best.step_s for c in candidates)} inside it"
+        )
     )
     return (
-        f"best: {layout_text(best.layout)}: {best.step_s:.3f} s\n{len(candidates)} of {len(request.layouts())} candidates fit "
-        f"{request.limit_bytes / GIB:.1f} GiB; error band{inside or ' unknown'}"
+        f"best: {layout_text(best.layout)}: {best.step_s:.3f} s\n{len(candidates)} of "
+        f"{len(request.layouts())} candidates fit {request.limit_bytes / GIB:.1f} GiB; "
+        f"error band{inside or ' unknown'}"
     )
 
 
 def report(request: Request, console: Console) -> None:
-    """Print the rank of every row, the breakdowns and the sources. Raises ClickException when
-    nothing fits.
+    """Print the rank of every row, the breakdowns and the sources.
+
+    Raises ClickException if nothing fits.
     """
     candidates = ranked(request)
     if not candidates:
         raise click.ClickException("nothing fits")
     bands = error_band(request.price_cache.machine, request.price_cache.training.stack)
     band = None if bands is None else bands.time.share
-    found = [(row, place(row, candidates, request)) for row in PUBLISHED]
-    placings = [placing for _, placing in found if placing]
+    placed = [(row, place(row, candidates, request)) for row in PUBLISHED]
+    placings = [placing for _, placing in placed if placing]
     console.print(_headline(candidates, request, band))
     console.print(_ranking_table(placings, candidates, band))
     published = ((f"{placing.published.name}, as published", placing.price) for placing in placings)
     console.print(_breakdown_table((("the best", candidates[0].price), *published)))
-    for row, placing in found:
+    for row, placing in placed:
         note = "" if placing else "; not legal here"
         console.print(
             f"{row.name}: for {row.gpus}, batch {row.batch}, {row.numbers}{note}. {row.citation}",
@@ -558,9 +574,10 @@ def main(
         raise click.ClickException(f"{error.message}; {error.hint}") from None
     training, console = request.price_cache.training, Console(width=WIDTH, highlight=False)
     console.print(
-        f"{request.price_cache.model.name} on {gpus} x {gpu}, {training.global_batch_size:,} x {training.seq_length:,} tokens, "
-        f"{training.precision}{' with fp8 products' if fp8 else ''}, {training.gradient_precision} gradients, ZeRO up to {max_zero}, "
-        f"{training.stack.name}"
+        f"{request.price_cache.model.name} on {gpus} x {gpu}, {training.global_batch_size:,} x "
+        f"{training.seq_length:,} tokens, {training.precision}"
+        f"{' with fp8 products' if fp8 else ''}, {training.gradient_precision} gradients, "
+        f"ZeRO up to {max_zero}, {training.stack.name}"
     )
     report(request, console)
 

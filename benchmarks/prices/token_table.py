@@ -1,12 +1,12 @@
-"""What the token table on the host is worth: a large vocabulary over few blocks, with the table on
-the devices and wherever it pays.
+"""The gain of a token table on the host, for a large vocabulary over few blocks.
 
-    python benchmarks/prices/token_table.py                # three minutes of one core
+    # three minutes of one core
+    python benchmarks/prices/token_table.py
     python benchmarks/prices/token_table.py --json
 
-Blocks of GPT's width 4096, 256k tokens, a head of its own; the same search twice, with and without
-`lookup` in what the host may keep. Nothing here is run: every figure is predicted, all of them
-analytic. docs/design/chunks.md has the table.
+Blocks of GPT's width 4096, 256k tokens, a head of its own. The same search runs twice, with and
+without `lookup` among the offload choices. Every figure is predicted and analytic.
+docs/design/chunks.md has the table.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from dataclasses import replace
 
 import click
 
-from parplan.commands.options import TargetOptions
-from parplan.commands.requests.machine import TrainingDefaults, training_of
+from parplan.commands.requests.described import Asked, asked_training
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.derived import host_gib
-from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, PlanRequest
+from parplan.planner.request import SEARCHED_OFFLOAD, Constraints
 from parplan.planner.search.find_plan import find_plan
+from parplan.profiles.catalog import load_cluster, load_family, with_gpus
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.models.model_catalog import load_family
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.units import GIB
-from parplan.report.searches.largest_table import peak_gib
+from parplan.report.searches.largest_table import host_gib, peak_gib
 from parplan.report.text import console, gib_text, print_table, say, seconds_text
 
 VOCABULARY = 256_000
@@ -48,7 +45,7 @@ HEADING = ("node", "blocks", "table", "step", "GPU GiB", "host GiB", "plan")
 
 
 def model_of(num_blocks: int) -> ModelSpec:
-    """The blocks under a table of their own."""
+    """Return the model of the blocks under a table of their own."""
     return replace(
         load_family("gpt").of_width(WIDTH, num_blocks).spec,
         name="gpt-256k",
@@ -58,33 +55,26 @@ def model_of(num_blocks: int) -> ModelSpec:
 
 
 def plan_of(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) -> Plan | None:
-    """The fastest plan, None where nothing fits."""
-    defaults = TrainingDefaults(global_batch_size=SEQUENCES, seq_length=model.max_seq_length)
-    training, _ = training_of(TargetOptions(), defaults, None, cluster.device)
+    """Return the fastest plan, or None if nothing fits."""
+    training, _ = asked_training(Asked(), SEQUENCES, model.max_seq_length, None, cluster.device)
     try:
-        return find_plan(
-            PlanRequest(
-                model=model,
-                cluster=cluster,
-                training=training,
-                constraints=Constraints(offload=offload),
-            )
-        )
+        return find_plan(model, cluster, training, constraints=Constraints(offload=offload))
     except InfeasibleError:
         return None
 
 
 def rows_of(gpu: str, gpus: int, num_blocks: int) -> list[tuple[str, ...]]:
-    """With the table on the devices, and where the search puts it."""
+    """Return rows with the table on the devices, and with the location that the search chooses."""
     cluster = replace(with_gpus(load_cluster(gpu), gpus), host_memory_bytes=HOST_BYTES)
-    node, found = f"{gpus} x {gpu}", []
+    node = f"{gpus} x {gpu}"
+    rows = []
     for offload in (
         tuple(what for what in SEARCHED_OFFLOAD if what is not Offload.LOOKUP),
         SEARCHED_OFFLOAD,
     ):
         plan = plan_of(model_of(num_blocks), cluster, offload)
-        found.append((node, str(num_blocks), *_cells(plan)))
-    return found
+        rows.append((node, str(num_blocks), *_cells(plan)))
+    return rows
 
 
 def _cells(plan: Plan | None) -> tuple[str, ...]:
@@ -112,7 +102,8 @@ def main(*, as_json: bool) -> None:
     out = console(sys.stdout)
     say(
         out,
-        f"{VOCABULARY:,} tokens, width {WIDTH}, {SEQUENCES} sequences; predicted, all of it analytic",
+        f"{VOCABULARY:,} tokens, width {WIDTH}, {SEQUENCES} sequences; predicted, all "
+        "of it analytic",
     )
     print_table(out, HEADING, rows, left=("node", "table", "plan"))
 

@@ -1,22 +1,20 @@
-"""Attacks on proven plans: single blocks, stages, micro-batches, schedules and whole random
-layouts, priced as the plans are.
+"""Attacks on proven plans with other strategies, priced as the plans are.
 
-    python benchmarks/search/attack.py                                     # 60 requests and 12
-                                                                           under --objective memory,
-                                                                           about 15 minutes
+    # 60 requests, and 12 under --objective memory: about 15 minutes
+    python benchmarks/search/attack.py
     python benchmarks/search/attack.py --requests 10 --memory-requests 0 --seed 3 --evaluations 500
 
-A plan says that nothing is faster by more than its gap. Each plan is found once and then attacked
-within the pins of its request: a hill climb with many starts gives runs of blocks other ZeRO
-stages, lists of recomputed operators and divisions, moves blocks between neighbouring stages, and
-fills other layouts (micro-batch, schedule, virtual stages, mesh), also those that the search does
-not try; random layouts are priced through `estimate`. What counts is a strategy that fits the
-memory limit of the search and that the executor's rules accept. What the search leaves out and says
-so is one table in benchmarks/search/attacks/allowed.py.
+A plan claims that no strategy is faster by more than its gap. Each plan is searched once and then
+attacked within the pins of its request. A hill climb with many starts gives runs of blocks other
+ZeRO stages, recompute lists and divisions, moves blocks between neighbouring stages, and fills
+other layouts (micro-batch, schedule, virtual stages, mesh), including layouts that the search does
+not try; random layouts are priced through `estimate`. A strategy counts if it fits the memory limit
+of the search and the executor's rules accept it. The documented exclusions of the search are one
+table in benchmarks/search/attacks/allowed.py.
 
-`beats` is by how much the best attack is below the plan, `beyond` by how much more than the stated
-gap: the exit code is 1 where any is. `as fast in` is the smallest peak of what was as good as the
-plan and needs less than it.
+`beats` is the margin of the best attack over the plan, `beyond` the part of it above the stated
+gap; the exit code is 1 if any `beyond` is positive. `as fast in` is the smallest peak of a strategy
+as good as the plan that needs less memory.
 """
 
 from __future__ import annotations
@@ -47,30 +45,33 @@ HEADING = (
 )
 
 
-def _row(found: Outcome) -> tuple[str, ...]:
-    smaller = "" if found.smaller_peak_gib is None else gib_text(found.smaller_peak_gib)
-    plan = "none fits" if found.plan is None else f"{found.plan:,.4g}"
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    smaller = "" if outcome.smaller_peak_gib is None else gib_text(outcome.smaller_peak_gib)
+    plan = "none fits" if outcome.plan is None else f"{outcome.plan:,.4g}"
     return (
-        str(found.request),
+        str(outcome.request),
         plan,
-        f"{100 * found.gap:.3f}",
-        f"{found.best:,.4g}",
-        f"{100 * found.beats:.3f}",
-        f"{100 * found.beyond:.3f}",
-        gib_text(found.peak_gib),
+        f"{100 * outcome.gap:.3f}",
+        f"{outcome.best:,.4g}",
+        f"{100 * outcome.beats:.3f}",
+        f"{100 * outcome.beyond:.3f}",
+        gib_text(outcome.peak_gib),
         smaller,
-        ", ".join(found.kinds),
+        ", ".join(outcome.kinds),
     )
 
 
-def summary(found: Sequence[Outcome]) -> str:
-    """How many plans were beaten, and how many beyond their gap."""
-    beaten = sum(one.beats > 0 for one in found)
-    beyond = [one for one in found if one.beyond]
-    most = f", by at most {100 * max(one.beyond for one in beyond):.2f} %" if beyond else ""
-    ties = sum(one.smaller_peak_gib is not None for one in found)
-    priced = sum(one.evaluations for one in found)
-    return f"{len(found)} plans, {priced:,} prices: {beaten} beaten, {len(beyond)} beyond the gap{most}; {ties} as good in less memory"
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return how many plans were beaten, and how many beyond their gap."""
+    beaten = sum(outcome.beats > 0 for outcome in outcomes)
+    beyond = [outcome for outcome in outcomes if outcome.beyond]
+    most = f", by at most {100 * max(outcome.beyond for outcome in beyond):.2f} %" if beyond else ""
+    ties = sum(outcome.smaller_peak_gib is not None for outcome in outcomes)
+    priced = sum(outcome.evaluations for outcome in outcomes)
+    return (
+        f"{len(outcomes)} plans, {priced:,} prices: {beaten} beaten, {len(beyond)} beyond "
+        f"the gap{most}; {ties} as good in less memory"
+    )
 
 
 @click.command()
@@ -115,40 +116,48 @@ def main(
 ) -> None:
     """Attack the plans of fixed requests."""
     errors = console(sys.stderr)
-    asked, found = (*requests(count, seed), *memory_requests(lean_count, seed)), []
-    for number, request in enumerate(asked, 1):
-        found.append(attacked(request, evaluations, seed))
-        say(errors, f"{number} of {len(asked)}  {_line(found[-1])}")
+    attacks = (*requests(count, seed), *memory_requests(lean_count, seed))
+    outcomes: list[Outcome] = []
+    for number, request in enumerate(attacks, 1):
+        outcomes.append(attacked(request, evaluations, seed))
+        say(errors, f"{number} of {len(attacks)}  {_line(outcomes[-1])}")
     if as_json:
-        click.echo(json.dumps([_document(one) for one in found], indent=2))
+        click.echo(json.dumps([_document(outcome) for outcome in outcomes], indent=2))
     else:
-        _print(found, changes=changes)
-    sys.exit(1 if any(one.beyond for one in found) else 0)
+        _print(outcomes, changes=changes)
+    sys.exit(1 if any(outcome.beyond for outcome in outcomes) else 0)
 
 
-def _document(found: Outcome) -> dict[str, object]:
-    best = None if found.best == INFINITY else found.best
+def _document(outcome: Outcome) -> dict[str, object]:
+    best = None if outcome.best == INFINITY else outcome.best
     return {
-        **asdict(found),
-        "request": str(found.request),
+        **asdict(outcome),
+        "request": str(outcome.request),
         "best": best,
-        "beats": found.beats,
-        "beyond": found.beyond,
+        "beats": outcome.beats,
+        "beyond": outcome.beyond,
     }
 
 
-def _line(found: Outcome) -> str:
-    return f"{found.request}: beyond {100 * found.beyond:.3f} %  ({found.search_s:.1f} s search, {found.attack_s:.1f} s attack)"
+def _line(outcome: Outcome) -> str:
+    return (
+        f"{outcome.request}: beyond {100 * outcome.beyond:.3f} %  ({outcome.search_s:.1f} s "
+        f"search, {outcome.attack_s:.1f} s attack)"
+    )
 
 
-def _print(found: Sequence[Outcome], *, changes: bool) -> None:
+def _print(outcomes: Sequence[Outcome], *, changes: bool) -> None:
     out = console(sys.stdout)
-    print_table(out, HEADING, map(_row, found), left=("request", "changed"))
+    print_table(out, HEADING, map(_row, outcomes), left=("request", "changed"))
     say(out)
-    for one in (one for one in found if changes and one.how):
-        for line in (str(one.request), f"  plan    {one.plan_how}", f"  attack  {one.how}"):
+    for outcome in (outcome for outcome in outcomes if changes and outcome.how):
+        for line in (
+            str(outcome.request),
+            f"  plan    {outcome.plan_how}",
+            f"  attack  {outcome.how}",
+        ):
             say(out, line)
-    say(out, summary(found))
+    say(out, summary(outcomes))
     for entry in LEFT_OUT:
         say(out, f"left out: {entry.reason} ({entry.said})")
 

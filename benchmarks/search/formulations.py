@@ -1,10 +1,10 @@
-"""Other integer programs of the same choices, to be compared with the ones that the planner uses.
+"""Other integer programs of the same choices, for comparison with the planner's.
 
 strategy pairs   one layer, an edge variable for every pair of strategies of two neighbours (Alpa,
                  arXiv 2201.12023, 4.2)
 flat             every layer by itself, all of them under one memory limit
-collapsed        how many layers of each stage run on each option, integers (EQUATIONS I4: what not
-                 to do)
+collapsed        the number of layers of each stage on each option, as integers (EQUATIONS I4
+                 rejects this form)
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from parplan.profiles.units import MIB, US_PER_S
 
 
 class StrategyPairs:
-    """One layer: s_ik as in planner/layer_options/layer_program.py, and e_uv(k, l) for every two
-    strategies, with the same marginals.
+    """One layer with a variable for every pair of strategies of neighbours.
+
+    The variables are s_ik as in planner/layer_options/layer_program.py, and e_uv(k, l) for every
+    two strategies, with the same marginals.
     """
 
     def __init__(self, problem: LayerProblem, stashes: float = 1.0) -> None:
@@ -79,8 +81,9 @@ class _WithoutLinks(LayerProgram):
 
 
 class Flat:
-    """`copies` layers, each with its own variables, under one memory limit; the workspace is that
-    of the widest.
+    """`copies` layers, each with its own variables, under one memory limit.
+
+    The workspace is that of the widest layer.
     """
 
     def __init__(self, problem: LayerProblem, copies: int, stashes: float) -> None:
@@ -92,7 +95,7 @@ class Flat:
     def fastest(
         self, budget_bytes: float, solver: SolverName, time_limit_s: float
     ) -> Solution | None:
-        """Microseconds of all layers."""
+        """Return the fastest solution in microseconds of all layers."""
         self.program.minimize(
             weighted((v, c.time_s * US_PER_S) for layer in self.layers for _, v, c in layer.priced)
         )
@@ -105,8 +108,9 @@ class Flat:
 
 
 class Collapsed:
-    """n_sc layers of stage s on option c; room_bytes[s] for kept tensors and states, beside
-    workspaces.
+    """Integer variables n_sc: layers of stage s on option c.
+
+    room_bytes  by stage, bytes for saved tensors and states beside workspaces
     """
 
     def __init__(

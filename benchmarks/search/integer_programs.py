@@ -1,15 +1,13 @@
-"""How large each integer program is, how long it takes to build and to solve, and how far its
-answer is from proven.
+"""Sizes, build and solve times, and gaps of each integer program.
 
-    python benchmarks/search/integer_programs.py                   # gpt-20b on 64 A100: one block,
-                                                                   all blocks, all stages; CBC and
-                                                                   HiGHS
+    # gpt-20b on 64 A100: one block, all blocks, all stages; CBC and HiGHS
+    python benchmarks/search/integer_programs.py
     python benchmarks/search/integer_programs.py --time-limit 60
 
 One block: strategy pairs against placement pairs at tp 4, under half of the range of its memory.
 All blocks of one GPU: every block by itself (flat) against the best mix of the catalogue, under the
-same memory. All stages: numbers of blocks as integers (collapsed) against one column a stage. The
-gap of an answer is to the best bound known of its case.
+same memory. All stages: numbers of blocks as integers (collapsed) against one column a stage. A gap
+is relative to the best bound known of the case.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.search.formulations import Collapsed, Flat, StrategyPairs
-from parplan.commands.options import TargetOptions
-from parplan.commands.requests.requests import request_of
+from parplan.commands.requests.described import Asked, question
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.memory.rank_memory import usable_bytes
 from parplan.costmodels.price_cache import PriceCache
@@ -60,9 +57,7 @@ Solve = Callable[[SolverName, float], Answer]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One program: how it is built, and a lower bound of its value where another program gives
-    one.
-    """
+    """One program with its builder, and a lower bound of its value if another program gives one."""
 
     name: str
     build: Callable[[], tuple[Problem, Solve]]
@@ -70,22 +65,22 @@ class Case:
 
 
 def timed(case: Case, solver: SolverName, limit_s: float) -> tuple[str, ...]:
-    """A row of the table."""
+    """Return the row of a case in the table."""
     started = time.perf_counter()
     program, solve = case.build()
     built_s = time.perf_counter() - started
     started = time.perf_counter()
     try:
-        found = solve(solver, limit_s)
+        answer = solve(solver, limit_s)
     except Unsolved:
-        found = None
+        answer = None
     solved_s = time.perf_counter() - started
     variables, rows = program.size
     value, gap = "-", "no point in its time"
-    if found:
+    if answer:
         value, gap = (
-            f"{found[0]:.3f}",
-            "proven" if found[1] else f"{100 * (found[0] / case.bound_ms - 1):.2f} %, not proven",
+            f"{answer[0]:.3f}",
+            "proven" if answer[1] else f"{100 * (answer[0] / case.bound_ms - 1):.2f} %, not proven",
         )
     return (
         case.name,
@@ -100,7 +95,7 @@ def timed(case: Case, solver: SolverName, limit_s: float) -> tuple[str, ...]:
 
 
 def block_cases(problem: LayerProblem) -> Iterator[Case]:
-    """One block within half of the range between the most and the least memory on its front."""
+    """Yield cases of one block under half of the memory range on its front."""
     sizes = [evaluate(problem, options).memory_bytes(1) for options in layer_front(problem)]
     budget = (max(sizes) + min(sizes)) / 2
 
@@ -111,8 +106,8 @@ def block_cases(problem: LayerProblem) -> Iterator[Case]:
             layer = make(problem)
 
             def solve(solver: SolverName, _: float) -> Answer:
-                found = layer.fastest(budget, solver)
-                return found and (found.cost.time_s * 1e3, found.proven)
+                solution = layer.fastest(budget, solver)
+                return solution and (solution.cost.time_s * 1e3, solution.proven)
 
             return layer.program, solve
 
@@ -123,8 +118,9 @@ def block_cases(problem: LayerProblem) -> Iterator[Case]:
 
 
 def flat_cases(table: MixTable, layout: ParallelLayout) -> Iterator[Case]:
-    """All blocks on one GPU, kept tensors and workspace within half of their range; the mix is
-    found without a program.
+    """Yield cases of all blocks on one GPU.
+
+    Saved tensors and workspace have half of their range. The mix is computed without a program.
     """
     price_cache, copies = table.price_cache, table.price_cache.model.num_layers
     problem = layer_problem(
@@ -144,15 +140,16 @@ def flat_cases(table: MixTable, layout: ParallelLayout) -> Iterator[Case]:
     best_ms = float(times_ms[memory <= budget].min())
     mixed_s = time.perf_counter() - started
     click.echo(
-        f"  {copies} blocks, best of {len(times_ms):,} mixes of {len(mixes.options)} options: {best_ms:.3f} ms in {mixed_s:.3f} s"
+        f"  {copies} blocks, best of {len(times_ms):,} mixes of {len(mixes.options)} "
+        f"options: {best_ms:.3f} ms in {mixed_s:.3f} s"
     )
 
     def build() -> tuple[Problem, Solve]:
         flat = Flat(problem, copies, 1.0)
 
         def solve(solver: SolverName, limit_s: float) -> Answer:
-            found = flat.fastest(budget + copies * states, solver, limit_s)
-            return found and (found.objective / 1e3, found.proven)
+            solution = flat.fastest(budget + copies * states, solver, limit_s)
+            return solution and (solution.objective / 1e3, solution.proven)
 
         return flat.program, solve
 
@@ -160,12 +157,10 @@ def flat_cases(table: MixTable, layout: ParallelLayout) -> Iterator[Case]:
 
 
 def stage_cases(table: MixTable, layout: ParallelLayout, limit_bytes: float) -> Iterator[Case]:
-    """All stages of a pipeline under a limit that makes most of them recompute."""
-    price_cache, num_layers, pp = (
-        table.price_cache,
-        table.price_cache.model.num_layers,
-        layout.mesh.pp,
-    )
+    """Yield cases of all stages of a pipeline under a limit that makes most of them recompute."""
+    price_cache = table.price_cache
+    num_layers = price_cache.model.num_layers
+    pp = layout.mesh.pp
     usable = usable_bytes(limit_bytes, layout.mesh, price_cache)
     stashes = [in_flight(layout.schedule, rank, pp, layout.num_micro_batches) for rank in range(pp)]
     options = table.options(layout)
@@ -176,13 +171,13 @@ def stage_cases(table: MixTable, layout: ParallelLayout, limit_bytes: float) -> 
         made = Collapsed(layout, options, num_layers, stashes, room, state)
 
         def solve(solver: SolverName, limit_s: float) -> Answer:
-            found = made.fastest(solver, limit_s)
-            return found and (found.objective / 1e3, found.proven)
+            solution = made.fastest(solver, limit_s)
+            return solution and (solution.objective / 1e3, solution.proven)
 
         return made.program, solve
 
     def columns() -> tuple[Problem, Solve]:
-        found = [
+        by_rank = [
             [
                 c
                 for count in block_counts(rank, layout, num_layers)
@@ -190,7 +185,7 @@ def stage_cases(table: MixTable, layout: ParallelLayout, limit_bytes: float) -> 
             ]
             for rank in range(pp)
         ]
-        master = Master(layout, found, num_layers)
+        master = Master(layout, by_rank, num_layers)
 
         def solve(solver: SolverName, limit_s: float) -> Answer:
             choice = master.fastest(solver, limit_s)
@@ -203,8 +198,9 @@ def stage_cases(table: MixTable, layout: ParallelLayout, limit_bytes: float) -> 
 
 
 def _continuous_ms(layout: ParallelLayout, options: tuple[object, ...], num_layers: int) -> float:
-    """Every block on the fastest option, the stages equal: no answer of the collapsed program is
-    below it.
+    """Return a lower bound of the collapsed program in milliseconds.
+
+    Every block runs on the fastest option, and stages are equal.
     """
     fastest_s = min(option.time_s for option in options)  # type: ignore[attr-defined]
     return 1e3 * (
@@ -219,8 +215,8 @@ def _continuous_ms(layout: ParallelLayout, options: tuple[object, ...], num_laye
 @click.option("--time-limit", default=30.0, show_default=True, help="Seconds of one solve.")
 def main(model: str, gpus: int, time_limit: float) -> None:
     """Build and solve every formulation with both solvers."""
-    asked = request_of(TargetOptions(model=model, gpus=gpus, gpu="a100-80gb"))
-    price_cache = PriceCache(asked.model, asked.training, machine_for(asked.cluster))
+    problem = question(Asked(model=model, gpus=gpus, gpu="a100-80gb"))
+    price_cache = PriceCache(problem.model, problem.training, machine_for(problem.cluster))
     table = MixTable(price_cache, Constraints(zero=(1,)))
 
     def layout(pp: int, tp: int, micro_batch_size: int) -> ParallelLayout:
@@ -230,16 +226,16 @@ def main(model: str, gpus: int, time_limit: float) -> None:
             schedule=Schedule.ONE_F_ONE_B,
             virtual_stages=1,
             micro_batch_size=micro_batch_size,
-            num_micro_batches=asked.training.global_batch_size // dp // micro_batch_size,
+            num_micro_batches=problem.training.global_batch_size // dp // micro_batch_size,
             sequence_parallel=False,
         )
 
     tensor = layout(1, 4, 4)
-    one = layer_problem(
+    block = layer_problem(
         price_cache.graph(4).block, tensor.sharding, price_cache.machine, price_cache.training
     )
     cases = [
-        *block_cases(one),
+        *block_cases(block),
         *flat_cases(table, layout(1, 1, 4)),
         *stage_cases(table, layout(8, 1, 2), 50 * 2**30),
     ]

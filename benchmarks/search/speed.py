@@ -1,8 +1,9 @@
-"""How long planning takes: the whole command in a fresh process, against importing its libraries
-alone, and CBC against HiGHS.
+"""Planning times: whole commands in fresh processes, and CBC against HiGHS.
 
-python benchmarks/search/speed.py                     # the requests of the README
-python benchmarks/search/speed.py --repeat 5
+    python benchmarks/search/speed.py                     # the requests of the README
+    python benchmarks/search/speed.py --repeat 5
+
+The time to import the libraries alone is listed for comparison.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def main(repeat: int) -> None:
     libraries_s = _wall_s(["-c", LIBRARIES], repeat)
     help_s = _wall_s(["-c", START, "--help"], repeat)
     console.print(
-        f"importing the libraries {libraries_s:.2f} s; plan --help {help_s:.2f} s, {help_s / libraries_s:.2f} of that"
+        f"importing the libraries {libraries_s:.2f} s; plan --help {help_s:.2f} s, "
+        f"{help_s / libraries_s:.2f} of that"
     )
     table = Table(box=None)
     for name in (
@@ -74,7 +76,7 @@ def main(repeat: int) -> None:
         for model, gpu, gpus in REQUESTS:
             for solver in ("cbc", "highs"):
                 output = Path(folder) / "plan.yaml"
-                asked = [
+                arguments = [
                     "--model",
                     model,
                     "--gpu",
@@ -86,7 +88,7 @@ def main(repeat: int) -> None:
                     "--output",
                     str(output),
                 ]
-                wall_s = _wall_s(["-c", START, *asked], repeat)
+                wall_s = _wall_s(["-c", START, *arguments], repeat)
                 record = read_plan(output).search
                 table.add_row(
                     f"{model} on {gpus} {gpu}",

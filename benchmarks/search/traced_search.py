@@ -1,10 +1,9 @@
-"""How long it takes to trace, cut and plan a large Hugging Face model, and how much memory: the
-whole command, start-up included.
+"""Time and memory to trace, cut and plan a large Hugging Face model, start-up included.
 
     python benchmarks/search/traced_search.py [--gpus 64] [--json]
 
-The model has the shape of GPT-NeoX-20B (arXiv 2204.06745, section 2.1), of which nothing but the
-configuration is needed.
+The model has the shape of GPT-NeoX-20B (arXiv 2204.06745, section 2.1); only its configuration is
+needed.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def main() -> None:
         wall_s = time.monotonic() - started_s
     peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * KIB
     plan = json.loads(done.stdout)
-    found = {
+    figures = {
         "wall_s": round(wall_s, 2),
         "peak_bytes": peak_bytes,
         "operators": plan["traced"]["num_operators"],
@@ -88,15 +87,17 @@ def main() -> None:
         "within": wall_s <= MOST_S and peak_bytes <= MOST_BYTES,
     }
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(figures, indent=2))
         return
     print(
-        f"{found['parameters'] / 1e9:.1f} B parameters, {found['operators']} operators in {found['shards']} shards, {options.gpus} GPUs"
+        f"{figures['parameters'] / 1e9:.1f} B parameters, {figures['operators']} "
+        f"operators in {figures['shards']} shards, {options.gpus} GPUs"
     )
     print(f"{format_seconds(wall_s)} (at most {format_seconds(MOST_S)})")
     print(f"peak {format_bytes(peak_bytes)} (at most {format_bytes(MOST_BYTES)})")
     print(
-        f"gap {found['gap']:.1%}, {found['candidates']['solved']} of {found['candidates']['considered']} candidates solved"
+        f"gap {figures['gap']:.1%}, {figures['candidates']['solved']} of "
+        f"{figures['candidates']['considered']} candidates solved"
     )
 
 

@@ -1,1 +1,1 @@
-"""A plan is checked before it runs: dry run and parity with one process."""
+"""Checks a plan before it runs: dry run, and parity with one process."""

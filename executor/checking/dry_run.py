@@ -1,9 +1,8 @@
-"""The dry run of one pipeline rank: a step at full size on fake tensors, with everything it holds
-and sends written down.
+"""The dry run of one pipeline rank: memory and traffic of a full-size step on fake tensors.
 
-Of a step with many micro-batches two short ones are run, one of them past the warm-up of the
-schedule: what a step sends is linear in their number, and what it holds stays the same from there
-on.
+For a step with many micro-batches two short steps run, one of them past the warm-up of the
+schedule. Traffic is linear in the number of micro-batches, and memory does not change past the
+warm-up.
 """
 
 from __future__ import annotations
@@ -35,17 +34,20 @@ from parplan.executor.watch.state_bytes import Meter, optimizer_states
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.spec import Precision
 
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
 
-BUILDING = 2  # micro-batches that take as long as to build a rank again
+BUILDING = 2  # micro-batches that take as long as building a rank
 
 OnBackward = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What a device of one pipeline rank uses; `micro_batches` are the steps that were run, of as
-    many as the plan has.
+    """Use of a device of one pipeline rank.
+
+    micro_batches  the number of micro-batches in each step that ran, to stand for the plan's number
     """
 
     pipeline_rank: int
@@ -54,8 +56,9 @@ class DryRun:
 
 
 def dry_run(plan: Plan, pipeline_rank: int, on_backward: OnBackward = lambda: None) -> DryRun:
-    """Run the first rank of `pipeline_rank`; `on_backward` is called after each backward pass.
-    Raises ConfigError.
+    """Run the first rank of `pipeline_rank`. Raises ConfigError.
+
+    on_backward  called after each backward pass
     """
     runs: list[RankUse] = []
     counts = counted_micro_batches(plan, pipeline_rank)
@@ -68,42 +71,38 @@ def dry_run(plan: Plan, pipeline_rank: int, on_backward: OnBackward = lambda: No
 
 
 def counted_micro_batches(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
-    """A number of micro-batches to count by and a larger one past the warm-up, or the plan's own
-    where that is less work.
+    """Return the numbers of micro-batches of the steps to run.
+
+    They are one to count by and a larger one past the warm-up, or the plan's number if that is less
+    work.
     """
     pipeline, pp = plan.pipeline, plan.mesh.pp
-    whole, chunks, in_turn = (
-        pipeline.num_micro_batches,
-        pipeline.virtual_stages,
-        pipeline.schedule is Schedule.INTERLEAVED,
-    )
-    step = pp if in_turn else 1
-    if pipeline.schedule is Schedule.CUSTOM:  # its lists are of that many
+    whole = pipeline.num_micro_batches
+    virtual_stages = pipeline.virtual_stages
+    in_rounds = pipeline.schedule is Schedule.INTERLEAVED
+    step = pp if in_rounds else 1
+    if pipeline.schedule is Schedule.CUSTOM:  # its lists name every micro-batch
         return (whole,)
-    if (
-        pipeline.schedule is Schedule.ZBV
-    ):  # which holds no more than two chunks' worth for every rank
+    if pipeline.schedule is Schedule.ZBV:  # holds at most two virtual stages' worth for every rank
         first = 2 * pp
         last = first + 1
-    elif (
-        pipeline.schedule is Schedule.GPIPE
-    ):  # which holds all micro-batches: linear as soon as there are gradients
+    elif pipeline.schedule is Schedule.GPIPE:  # holds all: linear as soon as there are gradients
         first = max(pp, 2)
         last = first + 1
     else:
         first = max(pp, SHIFTED_FEWEST) if pipeline.schedule is Schedule.SCP else pp
-        most = in_flight(pipeline.schedule, pipeline_rank, pp, whole, chunks)
-        # every chunk has had a backward pass, so that there are gradients beside a full set of
-        # activations
+        most = in_flight(pipeline.schedule, pipeline_rank, pp, whole, virtual_stages)
+        # Every virtual stage has had a backward pass, so a full set of activations lies beside
+        # gradients.
         last = first + step
-        while last < whole and last * chunks < most + step * (chunks - 1) + 1:
+        while last < whole and last * virtual_stages < most + step * (virtual_stages - 1) + 1:
             last += step
-        last += step if in_turn else 0
+        last += step if in_rounds else 0
     return (first, last) if BUILDING + first + last < whole else (whole,)
 
 
 def with_micro_batches(plan: Plan, count: int) -> Plan:
-    """The plan with another number of micro-batches in a step."""
+    """Return the plan with another number of micro-batches in a step."""
     size = count * plan.pipeline.micro_batch_size * plan.mesh.dp
     return replace(
         plan,
@@ -113,10 +112,10 @@ def with_micro_batches(plan: Plan, count: int) -> Plan:
 
 
 def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: Plan) -> RankUse:
-    """What a step of the plan uses, from two steps of `counts`.
+    """Return the use of a whole step of the plan, from two steps of `counts` micro-batches.
 
-    Collectives are linear in the number of micro-batches. Of what is held only token ids are, and
-    in GPipe activations.
+    Collectives are linear in the number of micro-batches. Memory is not, except for token ids and,
+    in GPipe, activations.
     """
     pipeline = plan.pipeline
     more = pipeline.num_micro_batches - counts[1]
@@ -135,9 +134,8 @@ def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: P
                 num_bytes=line(earlier.num_bytes, later.num_bytes),
             )
         )
-    ids = (
-        2 * 8 * more * pipeline.micro_batch_size * plan.training.seq_length
-    )  # and targets, in int64
+    # ids and targets, in int64
+    ids = 2 * 8 * more * pipeline.micro_batch_size * plan.training.seq_length
     gpipe = pipeline.schedule is Schedule.GPIPE
     return replace(
         last,
@@ -147,22 +145,22 @@ def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: P
 
 
 def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
-    """One step of the rank that this process is, and the update after it."""
+    """Return the use of one step and its update on the rank that this process is."""
     with FakeTensorMode(), Observed() as memory:
         moments = _Moments(plan.training.precision, memory, on_backward)
         trainer = trainer_of(plan, Options(), ranks, moments)
         memory.axes = _axes(trainer)
         sequences = plan.pipeline.micro_batch_size * plan.pipeline.num_micro_batches
-        ids, targets = (
-            torch.empty((sequences, plan.training.seq_length), dtype=torch.int64) for _ in range(2)
-        )
+        shape = (sequences, plan.training.seq_length)
+        ids = torch.empty(shape, dtype=torch.int64)
+        targets = torch.empty(shape, dtype=torch.int64)
         memory.start()
         trainer.pipeline.step(ids, targets)
         fullest, sent = sum(memory.fullest().values()), memory.sent()
         trainer.optimizer.step()
     states = moments.measured(trainer.optimizer)
-    # in any step but the first the optimizer has its states; copies of parameters that are gathered
-    # for a moment are none
+    # The optimizer has states in every step but the first. A parameter gathered for a moment is no
+    # state.
     made = sum(part(tensor).nbytes for tensor in optimizer_states(trainer.optimizer))
     beyond = fullest + made - states.total - moments.activations
     return RankUse(
@@ -176,22 +174,23 @@ def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
 
 
 def _axes(trainer: Trainer) -> dict[str, str]:
-    """Mesh axes by the name of their process group."""
+    """Return mesh axes by the name of their process group."""
     mesh, tied = trainer.ranks.mesh, trainer.pipeline.tied_group
-    found = {
+    axes = {
         mesh[axis].get_group().group_name: axis
         for axis in ("pp", "dp", "tp")
         if mesh[axis].size() > 1
     }
-    return found | ({tied.group_name: "pp"} if tied is not None else {})
+    return axes | ({tied.group_name: "pp"} if tied is not None else {})
 
 
 class _Moments(Meter):
-    """A meter that looks at all memory between the actions of the schedule: around a forward pass,
-    and after another.
+    """A meter that measures all memory between the actions of the schedule.
 
-    activations: the most that was held then and is no state; saved: by stage, what its last
-    micro-batch left there
+    It measures before and after a forward pass and after a backward pass.
+
+    activations  peak bytes at these moments that are no state
+    saved        by stage, bytes that its last micro-batch saved
     """
 
     def __init__(self, precision: Precision, memory: Observed, on_backward: OnBackward) -> None:
@@ -225,7 +224,7 @@ class _Moments(Meter):
         self.activations = max(self.activations, self._memory.held()[OTHER])
 
     def mark(self) -> None:
-        """Say of what is a state what it is; in bf16 the shards are the optimizer's master copy."""
+        """Mark the memory of states by kind; in bf16 the shards are the optimizer's master copy."""
         self._memory.mark(
             PARAMETERS if self.precision is Precision.FP32 else OPTIMIZER, self.shards
         )
@@ -234,7 +233,7 @@ class _Moments(Meter):
 
     def _begin(self, before: _Before, *_: object) -> None:
         self._turn += 1
-        self.mark()  # in the first pass of a step parameters are not known yet
+        self.mark()  # the first pass of a step gathers parameters that are not marked yet
         before.turn, before.num_bytes = self._turn, self._memory.held()[OTHER]
 
     def _end(self, index: int, before: _Before, stage: nn.Module, *_: object) -> None:
@@ -243,21 +242,22 @@ class _Moments(Meter):
             self._look(index, before)
 
     def _lost(self, index: int, before: _Before, _: nn.Module, __: object, loss: Tensor) -> None:
-        """The last stage keeps what its loss keeps, and no logits: look when the backward pass
-        begins.
+        """Measure when the backward pass begins.
+
+        The last stage then holds the saved tensors of its loss, and no logits.
         """
         loss.register_hook(partial(self._look, index, before))
 
     def _look(self, index: int, before: _Before, *_: object) -> None:
         held = self._memory.held()[OTHER]
         self.activations = max(self.activations, held)
-        if before.turn == self._turn:  # else another forward pass came in between
+        if before.turn == self._turn:  # no other forward pass ran in between
             self.saved[index] = held - before.num_bytes
 
 
 @dataclass(slots=True)
 class _Before:
-    """What was held when a forward pass began, and which one it was."""
+    """Bytes held when a forward pass began, and the number of that pass."""
 
     turn: int = 0
     num_bytes: int = 0

@@ -1,6 +1,4 @@
-"""Dry runs of several pipeline ranks, each in a child process, as many at once as there are
-cores.
-"""
+"""Dry runs of several pipeline ranks in child processes, as many at once as there are cores."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from parplan.profiles.interrupts import leave_to_parent
 
 
 def num_actions(plan: Plan, pipeline_ranks: Sequence[int]) -> int:
-    """The backward passes of all ranks, by which progress is counted."""
+    """Return the number of backward passes of all ranks, by which progress is counted."""
     return plan.pipeline.virtual_stages * sum(
         sum(counted_micro_batches(plan, rank)) for rank in pipeline_ranks
     )
@@ -31,32 +29,34 @@ def num_actions(plan: Plan, pipeline_ranks: Sequence[int]) -> int:
 def dry_runs(
     plan: Plan, pipeline_ranks: Sequence[int], on_done: Callable[[int], None] | None = None
 ) -> list[DryRun]:
-    """One dry run for each pipeline rank; `on_done` is told how many of `num_actions` are done.
+    """Return one dry run for each pipeline rank.
 
-    Raises the ConfigError of a child, and RunError for one that was killed; however it ends, no
-    child is left.
+    on_done  called with the number of actions done, of `num_actions`
+
+    Raises the ConfigError of a child, and RunError for a child that was killed. No child is left in
+    any case.
     """
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     count = min(len(pipeline_ranks), os.cpu_count() or 1)
-    context, children, ends = multiprocessing.get_context("fork"), [], []
+    context = multiprocessing.get_context("fork")
+    children, ends = [], []
     try:
         for index in range(count):
-            end, other = context.Pipe(duplex=False)
-            child = context.Process(
-                target=_child, args=(other, plan, tuple(pipeline_ranks[index::count])), daemon=True
-            )
+            end, child_end = context.Pipe(duplex=False)
+            ranks = tuple(pipeline_ranks[index::count])
+            child = context.Process(target=_child, args=(child_end, plan, ranks), daemon=True)
             child.start()
-            other.close()
+            child_end.close()
             children.append(child)
             ends.append(end)
-        found = _results(_messages(ends), on_done)
+        runs = _results(_messages(ends), on_done)
         for child in children:
             child.join()
     finally:
         for child in children:
             child.terminate()
             child.join()
-    missing = set(pipeline_ranks) - {run.pipeline_rank for run in found}
+    missing = set(pipeline_ranks) - {run.pipeline_rank for run in runs}
     if missing:
         code = children[pipeline_ranks.index(min(missing)) % count].exitcode or 0
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -64,25 +64,26 @@ def dry_runs(
             f"the dry run of pipeline rank {min(missing)} {how}, without a result",
             hint="run it alone: --rank, with more memory free",
         )
-    return sorted(found, key=lambda run: run.pipeline_rank)
+    return sorted(runs, key=lambda run: run.pipeline_rank)
 
 
 def _results(messages: Iterator[Any], on_done: Callable[[int], None] | None) -> list[DryRun]:
-    found, done = [], 0
+    runs = []
+    done = 0
     for message in messages:
         if isinstance(message, PlannerError):
             raise message
         if message is not None:
-            found.append(message)
+            runs.append(message)
             continue
         done += 1
         if on_done is not None:
             on_done(done)
-    return found
+    return runs
 
 
 def _messages(ends: Sequence[Connection]) -> Iterator[Any]:
-    """What the children send, until the last has closed its end."""
+    """Yield messages of the children until the last has closed its end."""
     left = list(ends)
     while left:
         for end in wait(left):

@@ -1,16 +1,15 @@
-"""One rank of a plan by itself: a process group in which nobody answers, tensors without data, and
-the kernels of a GPU.
+"""Runs one rank of a plan by itself.
 
-Everything else is the executor's own: its stages, its schedule with torch's runtime, its optimizer.
-What is put aside, and why:
+The process group has no other members that answer, tensors have no data, and kernels are a GPU's.
+Everything else is the executor's: its stages, its schedule with torch's runtime, its optimizer. The
+following is replaced:
 
-- FSDP's list of all shards of a parameter, of which it reads two
-- the vote of torch.distributed.pipelining on whether shapes are known reads a number that another
-rank sent; they are given
-- between CPUs DTensor gathers where GPUs exchange, dropout keeps a mask of its input's type, an RMS
-norm copies in fp32, and
-  attention that drops out keeps the scores: for a plan of GPUs the operators that run there stand
-  in, on the same shapes
+- FSDP's list of all shards of a parameter, of which it reads two;
+- the vote of torch.distributed.pipelining on whether shapes are known, which reads a number that
+  another rank sent: shapes are given;
+- operators of a plan of GPUs whose CPU kernels save other tensors: between CPUs DTensor gathers
+  where GPUs exchange, dropout saves a mask of its input's type, an RMS norm copies in fp32, and
+  attention with dropout saves the scores. GPU operators of the same shapes stand in.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from parplan.planner.plan.plan import Plan
 
 @contextmanager
 def alone(plan: Plan, rank: int) -> Iterator[None]:
-    """A process group of all ranks of the plan, as `rank` sees it; transfers and collectives end at
-    once.
+    """Enter a process group of all ranks of the plan, as `rank` sees it.
+
+    Transfers and collectives end at once.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.mesh.num_ranks)
     try:
@@ -59,8 +59,9 @@ def _vote(_: Any, stages: Any, has_backward: bool, __: bool) -> None:
 
 
 class FirstAndLastChunk:
-    """`torch.chunk` with empty ones at the end, as FSDP cuts a parameter for its ranks. It reads
-    two of them: to make all for 64 ranks took a third of a dry run.
+    """`torch.chunk` with empty chunks at the end, as FSDP cuts a parameter for its ranks.
+
+    FSDP reads two chunks. Making all of them for 64 ranks took a third of a dry run.
     """
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
@@ -88,20 +89,21 @@ def _gpu_kernels() -> tuple[tuple[Any, str, Any], ...]:
 
 
 def _exchange(x: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
-    """`torch.distributed.tensor._collective_utils.shard_dim_alltoall` between GPUs."""
+    """Exchange shards as `_collective_utils.shard_dim_alltoall` of DTensor does between GPUs."""
     return torch.ops._dtensor.shard_dim_alltoall(
         x, gather_dim, shard_dim, mesh.get_group(mesh_dim).group_name
     )
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """The fused kernel of GPUs, which keeps a byte an element."""
+    """Run the fused kernel of GPUs, which saves one byte per element."""
     return torch.native_dropout(x, p, training)[0] if training and p else x
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The memory of the fused kernel of GPUs, which keeps its input and a number a token; the
-    values are nobody's.
+    """The memory of the fused kernel of GPUs, which saves its input and one number per token.
+
+    Its values are undefined.
     """
 
     @staticmethod
@@ -120,7 +122,7 @@ def _rms_norm(x: Tensor, _: Any, weight: Tensor, __: float | None = None) -> Ten
 
 
 def _attention(kernel: Any) -> Any:
-    """Fused attention of GPUs drops out without a mask."""
+    """Return fused attention as on GPUs, where dropout saves no mask."""
 
     def without_mask(
         query: Tensor,

@@ -1,9 +1,7 @@
-"""What a rank holds and sends while it runs on fake tensors: the life of every piece of memory, and
-every collective.
+"""Memory and traffic of a rank on fake tensors: the life of every storage, and every collective.
 
-A piece of memory is a storage: it is met when an operator returns a tensor in it, changes when FSDP
-empties or fills it, and ends with its last tensor. Memory that a kernel uses inside itself is not
-seen.
+A storage is noted when an operator first returns a tensor in it, changes when FSDP empties or fills
+it, and ends with its last tensor. Memory that a kernel uses internally is not seen.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from parplan.costmodels.communication.collectives import Collective
 from parplan.costmodels.usage.rank_traffic import MESSAGE, SentBytes, Tally
 from parplan.executor.tensors import memory_of, part
 
-OTHER = "other"  # of memory that is no state: activations and temporaries
+OTHER = "other"  # memory that is no state: activations and temporaries
 
-# kind, and which argument's bytes `collective_time` counts: the output of a gather, the input of
-# all else
+# The kind, and the index of the argument whose bytes `collective_time` counts (None: the result):
+# the output of a gather, the input of any other collective.
 _CALLS = {
     "allreduce_": (Collective.ALL_REDUCE, 0),
     "all_reduce": (Collective.ALL_REDUCE, 0),
@@ -45,17 +43,12 @@ _CALLS = {
     "recv_": (MESSAGE, 0),
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-_SILENT = (
-    "send",
-    "wait_tensor",
-    "_wrap_tensor_autograd",
-    "barrier",
-    "monitored_barrier_",
-)  # a message counts where it arrives
+# A message counts on the rank that receives it.
+_SILENT = ("send", "wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
 class _Storage:
-    """One storage: its bytes now, and what it turned out to be."""
+    """One storage: its bytes now, and its kind."""
 
     __slots__ = ("alive", "kind", "num_bytes")
 
@@ -66,10 +59,10 @@ class _Storage:
 
 
 class Observed(TorchDispatchMode):
-    """Follows all memory of fake tensors and counts collectives; `axes` names the mesh axis of
-    every process group.
+    """Follows all memory of fake tensors and counts collectives.
 
-    Operators on real tensors alone run for real: the device mesh is made of those.
+    `axes` names the mesh axis of every process group. An operator on real tensors alone runs for
+    real: the device mesh is made of them.
     """
 
     def __init__(self) -> None:
@@ -111,25 +104,23 @@ class Observed(TorchDispatchMode):
         return out
 
     def start(self) -> None:
-        """From here on count collectives and look for the fullest moment."""
+        """Begin to count collectives and to look for the peak."""
         self._tally, self._log = Tally(), []
         self._before = {piece: piece.num_bytes for piece in self._pieces.values()}
 
     def mark(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
-        """The memory of these tensors, where they have any now, is of this kind: now, before and
-        later.
-        """
+        """Set the kind of the tensors' memory, now, before and later; skip empty storages."""
         for tensor in tensors:
             piece = None if tensor is None else self._pieces.get(memory_of(tensor))
             if piece is not None and piece.num_bytes:
                 piece.kind = kind
 
     def held(self) -> Counter[str]:
-        """Bytes that live now, by kind."""
+        """Return the bytes that are alive, by kind."""
         return _by_kind({piece: piece.num_bytes for piece in self._pieces.values()})
 
     def fullest(self) -> Counter[str]:
-        """Bytes by kind at the fullest moment since `start`."""
+        """Return bytes by kind at the peak since `start`."""
         total = most = sum(self._before.values())
         at = 0
         for index, (_, change) in enumerate(self._log, 1):
@@ -142,7 +133,7 @@ class Observed(TorchDispatchMode):
         return _by_kind(sizes)
 
     def sent(self) -> tuple[SentBytes, ...]:
-        """The collectives since `start`."""
+        """Return the collectives since `start`."""
         return self._tally.total()
 
     def _meet(self, tensor: Tensor) -> None:
@@ -155,7 +146,8 @@ class Observed(TorchDispatchMode):
             self._change(piece, storage.size())
 
     def _resized(self, storage: torch.UntypedStorage, size: int) -> Any:
-        out, piece = self._resize(storage, size), self._pieces.get(storage._cdata)
+        out = self._resize(storage, size)
+        piece = self._pieces.get(storage._cdata)
         if piece is not None:
             self._change(piece, size)
         return out
@@ -183,19 +175,19 @@ class Observed(TorchDispatchMode):
 
 
 def _by_kind(sizes: Mapping[_Storage, int]) -> Counter[str]:
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for piece, num_bytes in sizes.items():
-        found[piece.kind] += num_bytes
-    return found
+        totals[piece.kind] += num_bytes
+    return totals
 
 
 def _group_name(args: Any) -> str:
-    """The process group that a collective was given: by name, or boxed."""
+    """Return the name of the process group of a collective, given by name or boxed."""
     unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
-    found = ""
+    name = ""
     for arg in args:
         if isinstance(arg, str) and arg in dist.distributed_c10d._world.pg_names.values():
             return arg
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            found = unbox(arg).group_name
-    return found
+            name = unbox(arg).group_name
+    return name

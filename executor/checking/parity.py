@@ -1,5 +1,7 @@
-"""Run plans in a forked world of gloo ranks, and the same model in one process without any of the
-machinery; compare both.
+"""Parity of plans with one process.
+
+Plans run in a forked world of gloo ranks, and the same model runs in one process without
+parallelism; losses and gradients are compared.
 """
 
 from __future__ import annotations
@@ -39,18 +41,15 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.report.runs.parity_table import relative_error
 
-# of `plan check --execute`, in fp32: of first-step gradients as `gradient_error` measures them, of
-# losses relative
+# Tolerances of `plan check --execute` in fp32: of first-step gradients as `gradient_error` measures
+# them, and relative ones of losses.
 GRADIENT_TOLERANCE = 1e-5
 LOSS_TOLERANCE = 1e-6
-SMALLEST = (
-    1e-4  # a gradient is compared with its largest entry, or with this: some are exactly zero
-)
+SMALLEST = 1e-4  # least scale of a gradient's error: some gradients are exactly zero
 
 STEPS = 3
-OPTIONS = Options(
-    steps=STEPS, seed=7, learning_rate=1e-2, allow_non_finite=True
-)  # a difference is what is looked for
+# A value that is not finite must not end the run: it is compared.
+OPTIONS = Options(steps=STEPS, seed=7, learning_rate=1e-2, allow_non_finite=True)
 TIMEOUT = timedelta(seconds=60)
 
 T = TypeVar("T", bound=Trainer)
@@ -66,14 +65,16 @@ Result = tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
-    """Losses of all steps, norms of their gradients before clipping, first-step gradients by
-    parameter name, per rank the predicted and measured bytes, and what rank 0 sent in the first
-    step, by kind; what DTensor's own rules send for the embedding is not counted.
+    """The outcome of a short training run.
 
-    agree: whether all ranks have the same losses, and the same gradient of every parameter that
-    several of them hold
-    in_flight: by pipeline stage, the most micro-batches that it held at once; moved: by rank, of
-    one that has chunks, by the last step
+    losses       mean loss of each step
+    norms        gradient norm of each step before clipping
+    gradients    first-step gradients by parameter name
+    states       predicted and measured bytes by rank
+    collectives  rank 0's collectives in the first step by kind, without DTensor's for the embedding
+    agree        True if all ranks have equal losses, and equal gradients of parameters they share
+    in_flight    by pipeline stage, the most micro-batches held at once
+    moved        transfers of chunks in the last step, by rank that has chunks
     """
 
     losses: list[float]
@@ -87,7 +88,7 @@ class TrainingOutcome:
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts the calls of torch.distributed by the name of their operator."""
+    """Counts the calls of torch.distributed by operator name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,17 +101,21 @@ class CountCollectives(TorchDispatchMode):
 
 
 def run_plans(plans: Sequence[Plan]) -> list[TrainingOutcome]:
-    """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no
-    process is left.
+    """Train the plans one after the other, in a new world of as many ranks as their mesh has.
+
+    No process is left.
     """
     return [joined(results) for results in run_ranks(plans, _train)]
 
 
 def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -> list[list[Any]]:
-    """By plan, what `train` gives on every rank: tensors, plain values, and objects of `types`."""
+    """Return by plan the result of `train` on every rank.
+
+    Results are tensors, plain values, and objects of `types`.
+    """
     world = plans[0].mesh.num_ranks
-    # torch does so in every fork, where groups that only it remembers would wait for threads that
-    # no fork has
+    # A fork drops the process groups in torch's caches, which would wait for threads that no fork
+    # has, so the caches are emptied first.
     forget_meshes()
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
@@ -125,9 +130,9 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -
             while not context.join():
                 pass
         except (mp.ProcessExitedException, mp.ProcessRaisedException):
-            for found in sorted(Path(folder).glob("error*.pt")):
+            for file in sorted(Path(folder).glob("error*.pt")):
                 with torch.serialization.safe_globals([*_errors(PlannerError)]):
-                    raise torch.load(found, weights_only=True) from None
+                    raise torch.load(file, weights_only=True) from None
             raise
         finally:
             for process in context.processes:
@@ -142,7 +147,7 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -
 
 
 def _errors(error: type[PlannerError]) -> Iterator[type[PlannerError]]:
-    """An error and all that are one."""
+    """Yield an error class and all its subclasses."""
     yield error
     for each in error.__subclasses__():
         yield from _errors(each)
@@ -154,18 +159,16 @@ def _rank(
     begin_fork()
     leave_to_parent()
     torch.set_num_threads(1)
-    logging.getLogger("torch.distributed.tensor").setLevel(
-        logging.ERROR
-    )  # full_tensor() of a gradient sharded twice is slow
+    # torch warns that full_tensor() of a gradient sharded twice is slow.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
     except PlannerError as error:
-        torch.save(
-            type(error)(error.message, hint=error.hint), f"{folder}/error{rank}.pt"
-        )  # without its traceback
+        without_traceback = type(error)(error.message, hint=error.hint)
+        torch.save(without_traceback, f"{folder}/error{rank}.pt")
         sys.exit(1)
     dist.destroy_process_group()
 
@@ -175,8 +178,9 @@ def _train(plan: Plan) -> Result:
 
 
 def observed(trainer: T, gradients_of: Callable[[T], dict[str, Tensor]]) -> Result:
-    """What a rank finds: the collectives and gradients of the first step, then losses and norms of
-    all.
+    """Return the result of a rank.
+
+    It has the collectives and gradients of the first step, and losses and norms of all steps.
     """
     with CountCollectives() as counted:
         loss = trainer.gradients(0)
@@ -194,13 +198,14 @@ def observed(trainer: T, gradients_of: Callable[[T], dict[str, Tensor]]) -> Resu
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """The gradient of every parameter on this rank, gathered over its data and tensor parallel
-    ranks, by its own name; of those in chunks the ones that this rank owns.
+    """Return the gradients of this rank's parameters by name.
+
+    Gradients are gathered over the data and tensor parallel ranks. A rank returns those gradients
+    in chunks that it owns.
     """
     chunks = trainer.pipeline.chunks
-    in_chunks, owned = (
-        (set(chunks.parameters), chunks.gradients()) if chunks is not None else (set(), {})
-    )
+    in_chunks = set(chunks.parameters) if chunks is not None else set()
+    owned = chunks.gradients() if chunks is not None else {}
     outside = {
         name.replace(_CHECKPOINT_PREFIX, ""): parameter.grad
         for stage in trainer.pipeline.stages
@@ -214,15 +219,16 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def joined(results: list[Result]) -> TrainingOutcome:
-    """What all ranks found together."""
+    """Return the outcome of all ranks together."""
     gradients: dict[str, Tensor] = {}
     agree = all(steps == results[0][0] for steps, *_ in results)
-    losses, norms = (list(values) for values in zip(*results[0][0], strict=True))
+    losses = [loss for loss, _ in results[0][0]]
+    norms = [norm for _, norm in results[0][0]]
     in_flight: dict[int, int] = {}
-    for _, found, _, _, held, _ in results:
-        for stage, most in held.items():
+    for _, rank_gradients, _, _, most_held, _ in results:
+        for stage, most in most_held.items():
             agree = most == in_flight.setdefault(stage, most) and agree
-        for name, gradient in found.items():
+        for name, gradient in rank_gradients.items():
             agree = torch.equal(gradient, gradients.setdefault(name, gradient)) and agree
     states = {at: (predicted, measured) for _, _, (at, predicted, measured), *_ in results}
     moved = {result[2][0]: result[5] for result in results if result[5] is not None}
@@ -239,7 +245,7 @@ def joined(results: list[Result]) -> TrainingOutcome:
 
 
 def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.ModuleDict:
-    """The whole model in one process."""
+    """Return the layers of the whole model, for one process."""
     kinds = [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * model.num_layers, LayerKind.HEAD]
     names = ["embedding", *(f"block{i}" for i in range(model.num_layers)), "head"]
     layers = nn.ModuleDict(
@@ -254,7 +260,7 @@ def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.
 
 
 def forward(layers: nn.ModuleDict, ids: Tensor) -> Tensor:
-    """Token ids through all layers: the logits."""
+    """Return the logits of token ids."""
     x = ids
     for layer in layers.values():
         x = layer(x)
@@ -262,7 +268,7 @@ def forward(layers: nn.ModuleDict, ids: Tensor) -> Tensor:
 
 
 def reference_optimizer(layers: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """AdamW in torch's plain loop, without decay of vectors."""
+    """Return AdamW in torch's plain loop, without decay of vectors."""
     decays = {
         True: [p for p in layers.parameters() if p.ndim > 1],
         False: [p for p in layers.parameters() if p.ndim == 1],
@@ -275,13 +281,15 @@ def reference_optimizer(layers: nn.Module, options: Options) -> torch.optim.Opti
 
 
 def run_reference(plan: Plan) -> TrainingOutcome:
-    """The same batches through plain modules, whole batch at once: no mesh, no micro-batches, no
-    wrappers.
+    """Run the same batches through plain modules in one process.
+
+    A batch runs whole: there is no mesh, no micro-batch and no wrapper.
     """
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
     optimizer = reference_optimizer(layers, OPTIONS)
     batches = synthetic(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
-    losses, norms, first = [], [], {}
+    losses, norms = [], []
+    first = {}
     for step in range(STEPS):
         ids, targets = batches(step)
         logits = forward(layers, ids)
@@ -301,29 +309,32 @@ def run_reference(plan: Plan) -> TrainingOutcome:
     )
 
 
-def gradient_errors(found: TrainingOutcome, expected: TrainingOutcome) -> dict[str, float]:
-    """The error of every parameter's gradient; of one that only one side has, infinite."""
+def gradient_errors(actual: TrainingOutcome, expected: TrainingOutcome) -> dict[str, float]:
+    """Return the error of every gradient; infinite for a parameter that only one side has."""
     names = [
         *expected.gradients,
-        *(name for name in found.gradients if name not in expected.gradients),
+        *(name for name in actual.gradients if name not in expected.gradients),
     ]
-    both = expected.gradients.keys() & found.gradients.keys()
+    both = expected.gradients.keys() & actual.gradients.keys()
     return {
-        name: gradient_error(found.gradients[name], expected.gradients[name])
+        name: gradient_error(actual.gradients[name], expected.gradients[name])
         if name in both
         else float("inf")
         for name in names
     }
 
 
-def gradient_error(found: Tensor, expected: Tensor) -> float:
-    """max |found - expected| over the largest expected entry, at least SMALLEST; infinite where an
-    entry is not finite.
+def gradient_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest error of a gradient relative to its largest entry.
+
+        max |actual - expected| / max(max |expected|, SMALLEST)
+
+    Infinite if an entry is not finite.
     """
-    error = float((found - expected).abs().max() / max(float(expected.abs().max()), SMALLEST))
+    error = float((actual - expected).abs().max() / max(float(expected.abs().max()), SMALLEST))
     return error if math.isfinite(error) else math.inf
 
 
-def loss_errors(found: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, ...]:
-    """Relative errors of the losses, step by step."""
-    return tuple(relative_error(a, b) for a, b in zip(found.losses, expected.losses, strict=True))
+def loss_errors(actual: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, ...]:
+    """Return the relative errors of the losses, step by step."""
+    return tuple(relative_error(a, b) for a, b in zip(actual.losses, expected.losses, strict=True))

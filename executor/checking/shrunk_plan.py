@@ -1,12 +1,11 @@
-"""A plan of a small model with the structure of a large one: what can be run on a few CPUs to see
-whether a plan trains rightly.
+"""A plan of a small model with the structure of a large one, which a few CPUs can run.
 
-Kept: every mesh axis that is more than 1, the schedule, virtual stages where there are any, every
-layer plan (its ZeRO stage, recompute list and placements) in the order of the stages, kinds of
-norm, positions, attention and residual, tied embeddings, grouped heads, homes and eviction of
-chunks, in the smallest budget. Made small: degrees to 2, virtual stages to at most 4, runs of alike
-blocks, micro-batches, all sizes. Precision is fp32, and nothing is dropped out: only then can one
-process be compared with.
+It shows whether the large plan trains correctly. It has the same mesh axes of more than 1,
+schedule, virtual stages if any, layer plans (ZeRO stage, recompute list and placements) in the
+order of the stages, kinds of norm, positions, attention and residual, tied embeddings, grouped
+heads, and locations and eviction of chunks, in the smallest budget. Degrees shrink to 2, virtual
+stages to at most 4, and runs of equal blocks, micro-batches and all sizes shrink too. Precision is
+fp32 and nothing is dropped out: only then can the plan be compared with one process.
 """
 
 from __future__ import annotations
@@ -22,14 +21,24 @@ from parplan.planner.plan.plan_chunks import rechunked, require_own_chunks
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, Precision
 
-DEGREE, MOST_CHUNKS, MOST_MICRO_BATCHES, MOST_RANKS = 2, 4, 4, 8
-SEQ_LENGTH, HEADS, HEAD_DIM, FFN, VOCAB, PADDED = 16, 4, 8, 64, 100, 128
+DEGREE = 2
+MOST_VIRTUAL_STAGES = 4
+MOST_MICRO_BATCHES = 4
+MOST_RANKS = 8
+
+SEQ_LENGTH = 16
+HEADS = 4
+HEAD_DIM = 8
+FFN = 64
+VOCAB = 100
+PADDED = 128
 EXPERTS = 4
 
 
 def shrunk(plan: Plan) -> Plan:
-    """The small plan; of its predictions nothing holds. Raises ConfigError where there is none, and
-    for chunks of other blocks.
+    """Return the small plan; its predictions are those of the large one and do not apply.
+
+    Raises ConfigError if there is no small plan, or the plan's chunks do not hold its blocks.
     """
     if plan.module is not None:
         raise ConfigError(
@@ -56,34 +65,37 @@ def shrunk(plan: Plan) -> Plan:
         pipeline=pipeline,
         stages=stages,
         layer_plans={
-            name: _layer_plan(found, plan.mesh, mesh) for name, found in plan.layer_plans.items()
+            name: _layer_plan(each, plan.mesh, mesh) for name, each in plan.layer_plans.items()
         },
     )
     if plan.chunks is None:
         return small
-    require_own_chunks(plan)  # the small plan gets others
+    require_own_chunks(plan)  # the small plan gets new chunks
     return rechunked(small)
 
 
 def _mesh(plan: Plan) -> Mesh:
-    """Degrees of 2; 4 data-parallel ranks where fewer than all of them hold one copy, if there is
-    room; a custom schedule's pp.
+    """Return the small mesh: degrees of 2, and a custom schedule's pp.
+
+    dp is 4 if fewer than all data-parallel ranks hold one copy of the states and there is room.
     """
     custom = plan.pipeline.schedule is Schedule.CUSTOM
     pp = plan.mesh.pp if custom else min(plan.mesh.pp, DEGREE)
     if pp > MOST_RANKS:
         raise ConfigError(
-            f"the lists of a custom schedule are of {pp} pipeline ranks, a small plan has at most {MOST_RANKS}",
+            f"the lists of a custom schedule are of {pp} pipeline ranks, a small plan "
+            f"has at most {MOST_RANKS}",
             hint="make one of fewer ranks, and check that",
         )
     tp = min(plan.mesh.tp, DEGREE, MOST_RANKS // pp)
-    several = any(_holds_copies(found, plan.mesh) for found in plan.layer_plans.values())
-    dp = min(plan.mesh.dp, DEGREE * (1 + several), MOST_RANKS // (pp * tp))
+    holds_copies = any(_holds_copies(each, plan.mesh) for each in plan.layer_plans.values())
+    most_dp = 2 * DEGREE if holds_copies else DEGREE
+    dp = min(plan.mesh.dp, most_dp, MOST_RANKS // (pp * tp))
     return Mesh(pp=pp, dp=dp, tp=tp, ep=min(plan.mesh.ep, DEGREE, dp))
 
 
 def _holds_copies(layer_plan: LayerPlan, mesh: Mesh) -> bool:
-    """Whether fewer than all data-parallel ranks hold one copy of the layer's states."""
+    """Return True if fewer than all data-parallel ranks hold one copy of the layer's states."""
     return layer_plan.zero > 0 and layer_plan.zero_ranks not in (None, mesh.dp)
 
 
@@ -94,26 +106,26 @@ def _layer_plan(layer_plan: LayerPlan, before: Mesh, mesh: Mesh) -> LayerPlan:
 
 
 def _pipeline(plan: Plan, mesh: Mesh) -> PipelinePlan:
-    found = plan.pipeline
-    if found.schedule is Schedule.CUSTOM:
-        return replace(found, micro_batch_size=min(found.micro_batch_size, DEGREE))
+    large = plan.pipeline
+    if large.schedule is Schedule.CUSTOM:
+        return replace(large, micro_batch_size=min(large.micro_batch_size, DEGREE))
     most = MOST_MICRO_BATCHES if mesh.pp > 1 else MOST_MICRO_BATCHES // 2
-    count = min(found.num_micro_batches, most)
+    count = min(large.num_micro_batches, most)
+    if large.schedule is Schedule.INTERLEAVED:
+        count = -(-count // mesh.pp) * mesh.pp
     return replace(
-        found,
-        virtual_stages=min(found.virtual_stages, MOST_CHUNKS),
-        micro_batch_size=min(found.micro_batch_size, DEGREE),
-        num_micro_batches=-(-count // mesh.pp) * mesh.pp
-        if found.schedule is Schedule.INTERLEAVED
-        else count,
+        large,
+        virtual_stages=min(large.virtual_stages, MOST_VIRTUAL_STAGES),
+        micro_batch_size=min(large.micro_batch_size, DEGREE),
+        num_micro_batches=count,
     )
 
 
 def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[StagePlan, ...]:
-    """The plan's stages drawn together to as many as the small pipeline has, one block for each run
-    of alike ones.
+    """Return the plan's stages, merged into as many as the small pipeline has.
 
-    Two where all is one stage, and where blocks overlap with the next.
+    A run of equal blocks becomes one block; two if all layers form one stage, or if blocks overlap
+    with the next one.
     """
     count, before = pp * pipeline.virtual_stages, len(plan.stages)
     custom = pipeline.schedule is Schedule.CUSTOM
@@ -123,24 +135,27 @@ def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[StagePlan, ...
     runs: list[list[LayerRun]] = [[] for _ in range(count)]
     for index, stage in enumerate(plan.stages):
         runs[index * count // before].extend(stage.layers)
-    alike, first, stages = 2 if count == 1 or pipeline.tp_overlap == 3 else 1, 0, []
-    for index, found in enumerate(runs):
-        layers = tuple(_short(found, first, alike))
+    most_blocks = 2 if count == 1 or pipeline.tp_overlap == 3 else 1
+    first = 0
+    stages = []
+    for index, stage_runs in enumerate(runs):
+        layers = tuple(_short(stage_runs, first, most_blocks))
         first += sum(run.blocks is not None for run in layers)
         stages.append(StagePlan(rank=ranks[index], layers=layers))
     return tuple(stages)
 
 
-def _short(runs: list[LayerRun], first: int, alike: int) -> Iterator[LayerRun]:
-    """Runs of one block each, numbered from `first`: of each layer plan of a stage as many as it
-    has, up to `alike`.
+def _short(runs: list[LayerRun], first: int, most_blocks: int) -> Iterator[LayerRun]:
+    """Yield runs of one block each, numbered from `first`.
+
+    Each layer plan of a stage has as many blocks as before, at most `most_blocks`.
     """
     seen: dict[str, int] = {}
     for run in runs:
         if run.blocks is None:
             yield run
             continue
-        more = min(run.blocks[1] - run.blocks[0] + 1, alike - seen.get(run.plan, 0))
+        more = min(run.blocks[1] - run.blocks[0] + 1, most_blocks - seen.get(run.plan, 0))
         for _ in range(more):
             yield LayerRun(plan=run.plan, blocks=(first, first))
             first += 1
@@ -149,7 +164,10 @@ def _short(runs: list[LayerRun], first: int, alike: int) -> Iterator[LayerRun]:
 
 def _model(model: ModelSpec, num_layers: int) -> ModelSpec:
     grouped = model.num_kv_heads != model.num_heads
-    kv_heads = 1 if model.num_kv_heads == 1 else HEADS // 2 if grouped else HEADS
+    if model.num_kv_heads == 1:
+        kv_heads = 1
+    else:
+        kv_heads = HEADS // 2 if grouped else HEADS
     hidden = HEADS * HEAD_DIM if model.q_size == model.hidden_size else HEADS * HEAD_DIM * 3 // 2
     padded = model.padded_vocab_size > model.vocab_size
     return replace(

@@ -1,1 +1,1 @@
-"""The operations that a profile times."""
+"""Times the operations of a profile on a machine."""

@@ -1,6 +1,4 @@
-"""The executor's whole Block, forward and backward, as a rank runs it for one of a step's
-micro-batches.
-"""
+"""The executor's whole Block, forward and backward, as a rank runs it for one micro-batch."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from parplan.profiles.stack import NEUTRAL
 class Whole(Graph):
     """A Graph whose parameters add their gradients to the step's.
 
-    In fp32 autograd does that; in 16 bits the executor adds them to gradients in fp32 once the
-    layer's backward pass is over.
+    In fp32 autograd adds them. In 16 bits the executor adds them to fp32 gradients after the
+    layer's backward pass.
     """
 
     parameters: tuple[nn.Parameter, ...] = ()
@@ -44,7 +42,7 @@ class Whole(Graph):
 
 
 def block_specs(sizes: Sizes) -> tuple[ModelSpec, TrainingSpec]:
-    """The model of one block that a case is of, and how it is trained."""
+    """Return the one-block model of a case, and its training."""
     model = model_spec(
         hidden_size=sizes["hidden"],
         num_heads=sizes["heads"],
@@ -54,7 +52,7 @@ def block_specs(sizes: Sizes) -> tuple[ModelSpec, TrainingSpec]:
         gated_ffn=bool(sizes["gated"]),
         norm=Norm.RMS_NORM if sizes["rms"] else Norm.LAYER_NORM,
         positions=Positions.ROTARY if sizes["rotary"] else Positions.LEARNED,
-        dropout=DROPOUT * bool(sizes["dropout"]),
+        dropout=DROPOUT if sizes["dropout"] else 0.0,
         linear_bias=not sizes["rms"],
         qkv_bias=not sizes["rms"],
     )

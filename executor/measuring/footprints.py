@@ -1,10 +1,9 @@
-"""Bytes that an operator keeps between its passes, and the most that a pass holds beyond its inputs
-and results.
+"""Saved bytes of an operator, and the peak bytes of a pass beyond its inputs and results.
 
-On a GPU the caching allocator says so. On a CPU torch's profiler records every allocation through
-torch's allocator, also those that a kernel makes inside (a TorchDispatchMode would see the tensors
-of operators alone); what libraries of kernels take themselves, as MKL does to pack its operands,
-neither shows.
+On a GPU the caching allocator reports them. On a CPU torch's profiler records every allocation
+through torch's allocator, also those inside kernels (a TorchDispatchMode would see only the tensors
+of operators). Neither shows memory that kernel libraries allocate themselves, as MKL does to pack
+its operands.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ _MARK = "step of a trial: "
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes beyond what was held when a step began: the most there were, and how many more there
-    are after it.
+    """Bytes beyond those held when a step began.
+
+    most   the peak during the step
+    after  the bytes when the step ended
     """
 
     most: int
@@ -34,17 +35,16 @@ class Footprint:
 def footprint(
     trial: Trial, steps: Sequence[str], device: torch.device, parameters: Sequence[Tensor] = ()
 ) -> tuple[int, int]:
-    """Bytes saved by the forward pass, and the largest workspace of the steps. Runs each once.
+    """Return bytes saved by the forward pass, and the largest workspace of the steps.
 
-    saved: each storage once, without `parameters` and without that of the output, which whoever
-    reads it keeps
-    workspace: not what a step leaves: outputs and what is saved, or the gradients of a backward
-    pass (which frees what was saved)
+    Each step runs once. Saved bytes count each storage once, without `parameters` and without the
+    output, which its reader holds. The workspace leaves out the bytes that a step leaves: outputs
+    and saved tensors, or the gradients of a backward pass (which frees the saved tensors).
     """
-    held: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def save(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     made: dict[str, int] = {}
@@ -54,15 +54,15 @@ def footprint(
         made[step] = sum(result.untyped_storage().nbytes() for result in trial.results)
         if step == "forward":
             for out in (*trial.results, *parameters):
-                held.pop(out.untyped_storage().data_ptr(), None)
+                saved.pop(out.untyped_storage().data_ptr(), None)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         spans = (_on_gpu if device.type == "cuda" else _on_host)(trial, steps, run)
     workspaces = (
         span.most - (made[step] if step == "backward" else span.after)
         for step, span in spans.items()
     )
-    return sum(held.values()), max(0, *workspaces)
+    return sum(saved.values()), max(0, *workspaces)
 
 
 def _on_gpu(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> dict[str, Footprint]:
@@ -83,10 +83,12 @@ def _on_gpu(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> d
 def _on_host(
     trial: Trial, steps: Sequence[str], run: Callable[[str], None]
 ) -> dict[str, Footprint]:
-    """All steps under one profiler, which does not see that what was made before it is freed."""
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # it would tell stderr whenever it starts and stops
+    """Run all steps under one profiler.
+
+    The profiler does not see frees of memory that was allocated before it started.
+    """
+    # Without this the profiler logs on stderr whenever it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
@@ -107,7 +109,7 @@ def _on_host(
 
 
 def _span(changes: Sequence[tuple[int, int]], begin: int, end: int) -> Footprint:
-    """Of the changes (when, bytes) from `begin` to `end`."""
+    """Return the footprint of the changes (time, bytes) from `begin` to `end`."""
     now = most = 0
     for when, change in changes:
         if begin <= when <= end:

@@ -1,6 +1,4 @@
-"""The other operators of a model, each through the executor's own module, with the micro-batch that
-the case gives.
-"""
+"""Operators of a model through the executor's own modules, with the micro-batch of the case."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ DROPOUT = 0.1  # its value does not change what runs
 def _module(
     make: Callable[[], nn.Module], shape: tuple[int, ...], out: tuple[int, ...]
 ) -> tuple[TimedPasses, ...]:
-    """A module of one input, both passes, with the gradients of the input and of all parameters."""
+    """Return both passes of a module of one input; all its parameters have gradients."""
 
     def trial(maker: Maker) -> Trial:
         with torch.device("meta"):
@@ -60,7 +58,7 @@ def gelu(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def swiglu(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """`width` is that of one half, and of the output."""
+    """Return the passes of SwiGLU; `width` is the width of one half, and of the output."""
     tokens, width = sizes["tokens"], sizes["width"]
     return _module(
         lambda: Activation(model_spec(gated_ffn=True)), (1, tokens, 2 * width), (1, tokens, width)
@@ -76,12 +74,12 @@ def rotary(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def attention(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """Fused attention with the copies that the module makes of queries, keys and values."""
+    """Return the passes of fused attention with the module's copies of queries, keys and values."""
     model = model_spec(
         num_heads=sizes["heads"],
         num_kv_heads=sizes["kv_heads"],
         head_dim=sizes["head_dim"],
-        dropout=DROPOUT * bool(sizes["dropout"]),
+        dropout=DROPOUT if sizes["dropout"] else 0.0,
     )
     tokens = (sizes["batch"], sizes["seq"])
     return _module(
@@ -92,7 +90,7 @@ def attention(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def softmax(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """Scale, mask and softmax of un-fused attention."""
+    """Return the passes of scale, mask and softmax of unfused attention."""
     attention = Attention(model_spec(), AttentionKernel.UNFUSED)
     shape = (sizes["batch"], sizes["heads"], sizes["seq"], sizes["seq"])
 
@@ -124,14 +122,17 @@ def dropped_residual(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def _residual(sizes: Sizes, dropped: float) -> tuple[TimedPasses, ...]:
-    """Backward: the branch's gradient, and that of the stream added to what the branch's norm has
-    just given, in place as autograd adds a gradient that nobody else holds.
+    """Return the passes of a residual connection.
+
+    The backward pass gives the branch's gradient. It adds the stream's gradient to the one that the
+    branch's norm has just returned, in place as autograd adds a gradient with no other holder.
     """
     shape = (1, sizes["tokens"], sizes["hidden"])
 
     def trial(maker: Maker) -> Trial:
         module = Residual(model_spec(dropout=dropped))
-        stream, branch = (maker.normal(*shape, learned=True) for _ in range(2))
+        stream = maker.normal(*shape, learned=True)
+        branch = maker.normal(*shape, learned=True)
         from_norm = maker.gradient(*shape)
 
         def add(gradients: tuple[Tensor, ...]) -> None:
@@ -153,7 +154,10 @@ def dropped_positions(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def _positions(sizes: Sizes, dropped: float) -> tuple[TimedPasses, ...]:
-    """Backward: the table's gradient too, added to the step's."""
+    """Return the passes of learned positions.
+
+    The backward pass adds the table's gradient to the step's.
+    """
     model = model_spec(hidden_size=sizes["hidden"], max_seq_length=sizes["seq"], dropout=dropped)
     shape = (sizes["batch"], sizes["seq"], sizes["hidden"])
 
@@ -174,7 +178,7 @@ def _positions(sizes: Sizes, dropped: float) -> tuple[TimedPasses, ...]:
 
 
 def embedding(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """The token table; its gradient is added to the step's."""
+    """Return the passes of the token table; its gradient is added to the step's."""
 
     def trial(maker: Maker) -> Trial:
         with torch.device("meta"):
@@ -190,7 +194,7 @@ def embedding(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def _accumulate(maker: Maker, table: Tensor) -> Callable[[tuple[Tensor, ...]], None]:
-    """Adds the last gradient to one in fp32, in which the executor accumulates."""
+    """Return a function that adds the last gradient to an fp32 sum, as the executor does."""
     accumulated = maker.zeros_like(table, torch.float32)
 
     def add(gradients: tuple[Tensor, ...]) -> None:

@@ -1,10 +1,10 @@
-"""What a layer costs the host more in a layout that divides it: blocks as one process runs them
-beside the same blocks under FSDP, as DTensors over tensor-parallel ranks, with a backward pass in
-two parts, and as stages of a pipeline.
+"""Host seconds that a layer costs more in a layout that divides it.
 
-Each on one process, in a group of its own alone, so that what is seen is what the layout adds and
-not what is sent: hooks, copies into buffers and out of them, the dispatch of DTensors. Both take
-turns, and of each part of a step the medians are compared.
+Plain blocks are compared with the same blocks under FSDP, as DTensors over tensor-parallel ranks,
+with a backward pass in two parts, and as stages of a pipeline. Each runs in one process, in a group
+of that process alone: the difference is the layout's host work (hooks, copies into and out of
+buffers, dispatch of DTensors) without traffic. Both take turns, and the medians of each part of a
+step are compared.
 """
 
 from __future__ import annotations
@@ -50,46 +50,41 @@ LAYERS = 4
 MICRO_BATCHES = 4
 MOST_ROUNDS = 9
 LEAST_ROUNDS = 3
-ENOUGH_S = 3.0  # of one comparison
+ENOUGH_S = 3.0  # seconds of one comparison
 WARM_UP = 2
 PARTS = ("forward", "backward", "reduce", "update")
 
 
 def layouts(sizes: Sizes, device: torch.device) -> CaseFigures:
-    """Seconds that one layer takes more, by layout and part of the step, at least 0."""
+    """Measure the additional seconds of a layer by layout and part of the step, at least 0."""
     with world_of_one(device):
         model, training = block_specs(sizes)
         x = torch.randn(sizes["batch"], sizes["seq"], sizes["hidden"], device=device)
         mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("tp",))
         figures: dict[str, float] = {}
-        made = {"sharded": _sharded, "split": _split} | (
-            {"divided": _divided} if sizes["kv_heads"] % 2 == 0 else {}
-        )
-        for name, make in made.items():
-            plain, other = (
-                _plain(model, training, device, mesh),
-                make(model, training, device, mesh),
-            )
-            figures |= {
-                f"{name}_{part}_s": seconds
-                for part, seconds in _more_s(plain, other, x).items()
-                if seconds
-            }
-        return CaseFigures(
-            figures=figures
-            | {"staged_action_s": _action_s(model, training, device, mesh.get_group())}
-        )
+        makers = {"sharded": _sharded, "split": _split}
+        if sizes["kv_heads"] % 2 == 0:
+            makers["divided"] = _divided
+        for name, make in makers.items():
+            plain = _plain(model, training, device, mesh)
+            layout = make(model, training, device, mesh)
+            for part, seconds in _more_s(plain, layout, x).items():
+                if seconds:
+                    figures[f"{name}_{part}_s"] = seconds
+        figures["staged_action_s"] = _action_s(model, training, device, mesh.get_group())
+        return CaseFigures(figures=figures)
 
 
 def _action_s(
     model: ModelSpec, training: TrainingSpec, device: torch.device, group: dist.ProcessGroup
 ) -> float:
-    """Seconds that torch's pipeline runtime takes for one action, a forward or a backward pass of a
-    stage: two stages of this process beside a loop over the same micro-batches.
+    """Seconds of torch's pipeline runtime for one action: a forward or backward pass of a stage.
+
+    Two stages of this process are compared with a loop over the same micro-batches.
     """
-    plain, halves = (_blocks(model, training, device) for _ in range(2))
-    body, half = nn.Sequential(*plain), LAYERS // 2
-    parts = [nn.Sequential(*halves[:half]), nn.Sequential(*halves[half:])]
+    body = nn.Sequential(*_blocks(model, training, device))
+    blocks = _blocks(model, training, device)
+    parts = [nn.Sequential(*blocks[: LAYERS // 2]), nn.Sequential(*blocks[LAYERS // 2 :])]
     stages = [
         PipelineStage(part, index, len(parts), device, group=group)
         for index, part in enumerate(parts)
@@ -126,7 +121,7 @@ def _loss(out: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class LayoutTrial:
-    """Blocks with what surrounds their passes in a step."""
+    """Blocks with the work around their passes in a step."""
 
     layers: Sequence[nn.Module]
     body: nn.Module
@@ -140,7 +135,7 @@ class LayoutTrial:
         self.optimizer = build_optimizer(list(self.body.parameters()), Options())
 
     def step(self, x: Tensor) -> Iterator[None]:
-        """The parts of a step, one after the other."""
+        """Run the parts of a step and yield after each."""
         self.begin()
         entered = self.enter(x.detach().requires_grad_())
         out = self.body(entered)
@@ -186,20 +181,18 @@ def _plain(
 def _split(
     model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh
 ) -> LayoutTrial:
-    found = _plain(model, training, device, mesh)
-    found.splits = True
-    return found
+    trial = _plain(model, training, device, mesh)
+    trial.splits = True
+    return trial
 
 
 def _sharded(
     model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh
 ) -> LayoutTrial:
-    """ZeRO 1, which gathers and reduces once a step."""
+    """Return blocks under ZeRO 1, which gathers and reduces once a step."""
     layers = _blocks(model, training, device)
-    body, units = (
-        nn.Sequential(*layers),
-        [Unit(layers=(layer,), zero=1, mesh=mesh) for layer in layers],
-    )
+    body = nn.Sequential(*layers)
+    units = [Unit(layers=(layer,), zero=1, mesh=mesh) for layer in layers]
     for unit in units:
         shard_unit(unit, training.precision)
     shard_root(body, units, mesh)
@@ -214,7 +207,7 @@ def _sharded(
 def _divided(
     model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh
 ) -> LayoutTrial:
-    """With the placements of Megatron's tensor parallelism."""
+    """Return blocks with the placements of Megatron's tensor parallelism."""
     block = build_graph(model, training, training.global_batch_size).block
     placed = {operator.name: placements(operator, Sharding(2)) for operator in block.operators}
     operators = {
@@ -231,27 +224,29 @@ def _divided(
     return LayoutTrial(layers, nn.Sequential(*layers), enter=enter)
 
 
-def _more_s(plain: LayoutTrial, other: LayoutTrial, x: Tensor) -> dict[str, float]:
-    """By part of the step, the seconds of a layer in `other` beyond those in `plain`."""
-    once, more = _in_turns(lambda: _laps_s(plain, x), lambda: _laps_s(other, x))
+def _more_s(plain: LayoutTrial, layout: LayoutTrial, x: Tensor) -> dict[str, float]:
+    """Seconds of a layer in `layout` beyond those in `plain`, by part of the step."""
+    plain_s, layout_s = _in_turns(lambda: _laps_s(plain, x), lambda: _laps_s(layout, x))
     return {
-        part: max(0.0, there - here) / LAYERS
-        for part, here, there in zip(PARTS, once, more, strict=True)
+        part: max(0.0, with_layout - without) / LAYERS
+        for part, without, with_layout in zip(PARTS, plain_s, layout_s, strict=True)
     }
 
 
 def _in_turns(*runs: Callable[[], list[float]]) -> list[list[float]]:
-    """Of each run, the medians of the seconds that it returns, over rounds in which all take turns,
-    after a warm-up.
+    """Return for each run the medians of the seconds that it returns.
+
+    In every round all runs take turns; a warm-up precedes.
     """
     laps: list[list[list[float]]] = [[] for _ in runs]
     started_s = time.perf_counter()
     for number in range(WARM_UP + MOST_ROUNDS):
-        for run, found in zip(runs, laps, strict=True):
-            found.append(run())
+        for run, run_laps in zip(runs, laps, strict=True):
+            run_laps.append(run())
         if number + 1 >= WARM_UP + LEAST_ROUNDS and time.perf_counter() - started_s > ENOUGH_S:
             break
-    return [[median(column) for column in zip(*found[WARM_UP:], strict=True)] for found in laps]
+    timed = [run_laps[WARM_UP:] for run_laps in laps]
+    return [[median(column) for column in zip(*run_laps, strict=True)] for run_laps in timed]
 
 
 def _laps_s(layout: LayoutTrial, x: Tensor) -> list[float]:

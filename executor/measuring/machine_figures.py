@@ -1,6 +1,4 @@
-"""Figures of the machine itself: its memory, the link to its host, the host's own pace, and what
-its allocator holds.
-"""
+"""Figures of the machine: memory, the link to its host, the host's pace, and the allocator."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ from parplan.profiles.machines.measurements import CaseFigures, Timing, Unsuppor
 from parplan.profiles.units import US_PER_S
 
 TRANSFER_REPEATS = 10
-LAUNCHES = 100  # operators launched in one go, so that a GPU's queue is never full
+LAUNCHES = 100  # operators launched at once, so that a GPU's queue is never full
 LAUNCH_ROUNDS = 30
-SMALL = 64  # elements of an operator that is nothing but its launch
-STEP_BLOCK = {  # of GPT-2's size: its step is to fill the allocator's pools
+SMALL = 64  # elements of an operator whose time is its launch
+STEP_BLOCK = {  # a block of GPT-2's size, whose step fills the allocator's pools
     "hidden": 1024,
     "heads": 16,
     "kv_heads": 16,
@@ -41,12 +39,11 @@ STEP_BLOCK = {  # of GPT-2's size: its step is to fill the allocator's pools
 
 
 def device_copy(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """From one place of the device's memory to another."""
+    """Return the pass of a copy within the device's memory."""
 
     def trial(maker: Maker) -> Trial:
-        source, target = (
-            maker.normal(-(-sizes["bytes"] // maker.dtype.itemsize)) for _ in range(2)
-        )
+        elements = -(-sizes["bytes"] // maker.dtype.itemsize)
+        source, target = maker.normal(elements), maker.normal(elements)
         return TrialStep(lambda: target.copy_(source))
 
     return once(trial)
@@ -57,34 +54,39 @@ def copied(sizes: Sizes, times: dict[str, Timing]) -> dict[str, float]:
 
 
 def adam_rates(sizes: Sizes, times: dict[str, Timing]) -> dict[str, float]:
-    """Of the bytes that a price of Adam on the host counts."""
+    """Return bytes per second of Adam on the host, in bytes as its price counts them."""
     return {"bytes_per_s": ADAM_BYTES * sizes["parameters"] / times["time"].median_us * US_PER_S}
 
 
 def transfer(sizes: Sizes, device: torch.device) -> CaseFigures:
-    """Between pinned memory of the host and the device: each way alone, and both at once, each on a
-    stream of its own.
+    """Measure transfers between pinned host memory and the device.
+
+    Each direction is measured alone, then both at once, each on its own stream. Raises
+    UnsupportedCase on a CPU.
     """
     if device.type != "cuda":
         raise UnsupportedCase("a transfer needs a device with memory of its own, a CPU has none")
     n_bytes = sizes["bytes"]
     hosts = [torch.empty(n_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     devices = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    there, back = (devices[0], hosts[0]), (hosts[1], devices[1])
+    to_device, from_device = (devices[0], hosts[0]), (hosts[1], devices[1])
+    directions = {
+        "to_device": (to_device,),
+        "from_device": (from_device,),
+        "both": (to_device, from_device),
+    }
     figures = {}
-    for name, pairs in (("to_device", (there,)), ("from_device", (back,)), ("both", (there, back))):
+    for name, pairs in directions.items():
         seconds = [_moved_s(pairs, device) for _ in range(TRANSFER_REPEATS)][1:]
         figures[f"{name}_bytes_per_s"] = n_bytes / statistics.median(seconds)
     return CaseFigures(figures=figures)
 
 
 def _moved_s(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> float:
-    """Seconds until the last of the copies (target, source) is done, all begun at once."""
+    """Seconds until the last of the copies (target, source) ends, when all begin at once."""
     streams = [torch.cuda.Stream(device) for _ in pairs]
-    begin, ends = (
-        torch.cuda.Event(enable_timing=True),
-        [torch.cuda.Event(enable_timing=True) for _ in pairs],
-    )
+    begin = torch.cuda.Event(enable_timing=True)
+    ends = [torch.cuda.Event(enable_timing=True) for _ in pairs]
     torch.cuda.synchronize(device)
     begin.record()
     for stream, end, (target, source) in zip(streams, ends, pairs, strict=True):
@@ -97,7 +99,7 @@ def _moved_s(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> fl
 
 
 def launch(_: Sizes, device: torch.device) -> CaseFigures:
-    """Seconds of the host for one small operator whose graph is recorded."""
+    """Measure host seconds of one small operator whose graph is recorded."""
     x = torch.ones(SMALL, device=device, requires_grad=True)
     y = torch.ones(SMALL, device=device)
     laps = []
@@ -108,15 +110,19 @@ def launch(_: Sizes, device: torch.device) -> CaseFigures:
         for _launch in range(LAUNCHES):
             x + y
         laps.append((time.perf_counter() - started) / LAUNCHES)
-    found = timing(laps[1:])
-    return CaseFigures(figures={"host_launch_s": found.median_us / US_PER_S})
+    launch_time = timing(laps[1:])
+    return CaseFigures(figures={"host_launch_s": launch_time.median_us / US_PER_S})
 
 
 def allocator(_: Sizes, device: torch.device) -> CaseFigures:
-    """What the caching allocator rounds a small tensor up to, what it holds beyond what was
-    allocated after a block's step, over that, and what lies on the device besides, tensors left
-    out. On a CPU there is no such allocator: what the process holds before its first tensor
-    alone.
+    """Measure the caching allocator.
+
+    granularity_bytes  bytes that it gives a tensor of one byte
+    reserved_share     reserved bytes over allocated ones, minus 1, at their peaks in a block's step
+    context_bytes      bytes on the device outside the allocator
+
+    A CPU has no such allocator: `context_bytes` are the bytes of the process before its first
+    tensor.
     """
     if device.type != "cuda":
         held = resident_bytes()
@@ -129,9 +135,8 @@ def allocator(_: Sizes, device: torch.device) -> CaseFigures:
     del small
     _step(device)
     share = torch.cuda.max_memory_reserved(device) / torch.cuda.max_memory_allocated(device) - 1
-    free, total = torch.cuda.mem_get_info(
-        device
-    )  # of all processes: nobody else is to be on the device
+    # The free bytes count all processes: no other may use the device.
+    free, total = torch.cuda.mem_get_info(device)
     context = total - free - torch.cuda.memory_reserved(device)
     return CaseFigures(
         figures={
@@ -154,17 +159,13 @@ def _step(device: torch.device) -> None:
 
 
 def clock_mhz(device: torch.device) -> float | None:
-    """Of the device now; None where it does not say."""
+    """Return the device's clock in MHz now, or None if it is unknown."""
     if device.type == "cuda":
         try:
             return float(torch.cuda.clock_rate(device))
-        except (
-            ModuleNotFoundError,
-            RuntimeError,
-        ):  # it asks NVML, by a package that torch does not bring
+        except (ModuleNotFoundError, RuntimeError):  # needs NVML's package, which torch lacks
             return None
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
-    return max(
-        (float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), default=None
-    )
+    clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
+    return max(clocks, default=None)

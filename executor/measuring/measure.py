@@ -12,24 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from parplan.executor.measuring import (
-    block_operations as blocks,
-)
-from parplan.executor.measuring import (
-    layer_operations as layers,
-)
-from parplan.executor.measuring import (
-    layout_costs as layouts,
-)
-from parplan.executor.measuring import (
-    machine_figures as machine,
-)
-from parplan.executor.measuring import (
-    products,
-)
-from parplan.executor.measuring import (
-    update_operations as updates,
-)
+from parplan.executor.measuring import block_operations as blocks
+from parplan.executor.measuring import layer_operations as layers
+from parplan.executor.measuring import layout_costs as layouts
+from parplan.executor.measuring import machine_figures as machine
+from parplan.executor.measuring import products
+from parplan.executor.measuring import update_operations as updates
 from parplan.executor.measuring.footprints import footprint
 from parplan.executor.measuring.operands import Maker, cache_bytes
 from parplan.executor.measuring.products import Sizes
@@ -41,7 +29,7 @@ from parplan.profiles.machines.measurements import Case, CaseFigures, Timing, Un
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GIB
 
-CACHES = 4  # times the last-level cache that lie between two uses of a tensor
+CACHES = 4  # bytes between two uses of a tensor, in last-level caches
 MOST_HOST_BYTES = GIB
 MOST_DEVICE_SHARE = 0.1
 SEED = 0
@@ -51,11 +39,13 @@ TIME = ("time",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredWork:
-    """What a work needs and gives: the names of its sizes, its passes, and how it is measured,
-    timed `parts` or a figure.
+    """The sizes and passes of a work, and its measurement: timed `parts` or a `figure`.
 
-    figures: what follows of the times; on_host: on the CPU whatever the device; on_dtensors: needs
-    a process group
+    sizes        names of its sizes
+    passes       names of its passes
+    figures      figures derived from the times
+    on_host      True if it runs on the CPU for every device
+    on_dtensors  True if it needs a process group
     """
 
     sizes: tuple[str, ...]
@@ -148,10 +138,10 @@ WORKS: Mapping[str, MeasuredWork] = {
 
 
 def measure(case: Case, device: str) -> CaseFigures:
-    """Times, bytes and figures of a case on a device ("cpu", "cuda:0").
+    """Return times, bytes and figures of a case on a device ("cpu", "cuda:0").
 
-    Raises ConfigError (no such work, sizes, passes or precision), UnsupportedCase (the device or
-    torch on it cannot do it), and torch.OutOfMemoryError or MemoryError (it does not fit).
+    Raises ConfigError (unknown work, sizes, passes or precision), UnsupportedCase (the device, or
+    torch on it, cannot run it), and torch.OutOfMemoryError or MemoryError (it does not fit).
     """
     work, precision = _checked(case)
     place = torch.device("cpu" if work.on_host else device)
@@ -165,19 +155,19 @@ def measure(case: Case, device: str) -> CaseFigures:
     except NotImplementedError as error:
         raise UnsupportedCase(str(error).splitlines()[0]) from error
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # torch's words where a CPU has no more
+        if "can't allocate memory" not in str(error):  # torch's text if the host has no memory left
             raise
         raise MemoryError(str(error).splitlines()[0]) from error
     return replace(measured, clock_mhz=machine.clock_mhz(place))
 
 
 def _checked(case: Case) -> tuple[MeasuredWork, Precision]:
-    for what, found, known in (
+    for what, name, known in (
         ("work", case.work, WORKS),
         ("precision", case.precision, list(Precision)),
     ):
-        if found not in known:
-            raise unknown_name_error(what, found, known, where=f"case {case.key}")
+        if name not in known:
+            raise unknown_name_error(what, name, known, where=f"case {case.key}")
     work, sizes = WORKS[case.work], dict(case.sizes)
     if set(sizes) != set(work.sizes) or len(sizes) != len(case.sizes):
         raise ConfigError(
@@ -186,10 +176,9 @@ def _checked(case: Case) -> tuple[MeasuredWork, Precision]:
         )
     for name, size in sizes.items():
         if size < (0 if name in FLAGS else 1) or (name in FLAGS and size > 1):
-            raise ConfigError(
-                f"case {case.key}: {name} is {size}, it must be {'0 or 1' if name in FLAGS else 'at least 1'}"
-            )
-    unknown = {asked.name for asked in case.passes} - set(work.passes)
+            legal = "0 or 1" if name in FLAGS else "at least 1"
+            raise ConfigError(f"case {case.key}: {name} is {size}, it must be {legal}")
+    unknown = {each.name for each in case.passes} - set(work.passes)
     if unknown:
         raise ConfigError(
             f"case {case.key}: found the passes {sorted(unknown)}, needed {list(work.passes)}",
@@ -205,22 +194,22 @@ def _measured(
     if work.parts is None:
         assert work.figure is not None
         return work.figure(sizes, device)
-    wanted = {asked.name for asked in case.passes}
+    passes = {each.name for each in case.passes}
     if work.figures is not None:
-        wanted = set(work.passes)
+        passes = set(work.passes)
     times: dict[str, Timing] = {}
     saved: list[int] = []
     workspaces = []
     for part in work.parts(sizes):
-        steps = {step: name for step, name in part.passes.items() if name in wanted}
+        steps = {step: name for step, name in part.passes.items() if name in passes}
         if not steps:
             continue
-        found, kept, workspace = _timed(part, tuple(steps), device, dtype)
+        timings, saved_bytes, workspace = _timed(part, tuple(steps), device, dtype)
         times |= {
             steps[step]: replace(timing, median_us=timing.median_us / part.times)
-            for step, timing in found.items()
+            for step, timing in timings.items()
         }
-        saved.append(kept)
+        saved.append(saved_bytes)
         workspaces.append(workspace)
     figures = work.figures(sizes, times) if work.figures is not None else {}
     return CaseFigures(
@@ -232,20 +221,21 @@ def _measured(
 
 
 def _timed(
-    part: TimedPasses, wanted: Sequence[str], device: torch.device, dtype: torch.dtype
+    part: TimedPasses, timed: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> tuple[Mapping[str, Timing], int, int]:
-    """Times of the wanted steps, saved bytes and workspace, over as many copies as keep caches
-    cold.
+    """Return times of the `timed` steps, saved bytes and workspace.
+
+    Steps run on as many copies of the operands as keep caches cold.
     """
     maker = Maker(device, dtype)
     trial = part.make(maker)
-    steps = trial.steps[: max(trial.steps.index(step) for step in wanted) + 1]
-    kept, workspace = footprint(trial, steps, device, maker.parameters)
-    copy_bytes = maker.num_bytes + kept + sum(result.nbytes for result in trial.results)
+    steps = trial.steps[: max(trial.steps.index(step) for step in timed) + 1]
+    saved_bytes, workspace = footprint(trial, steps, device, maker.parameters)
+    copy_bytes = maker.num_bytes + saved_bytes + sum(result.nbytes for result in trial.results)
     rounds = Rounds([trial], steps, device)
     slowest_s = max(lap for laps in rounds.run().values() for lap in laps)
     trials = [trial, *_copies(part, _num_copies(copy_bytes, slowest_s, device) - 1, device, dtype)]
-    return measure_steps(Rounds(trials, steps, device), wanted), kept, workspace
+    return measure_steps(Rounds(trials, steps, device), timed), saved_bytes, workspace
 
 
 def _copies(part: TimedPasses, count: int, device: torch.device, dtype: torch.dtype) -> list[Trial]:
@@ -253,8 +243,9 @@ def _copies(part: TimedPasses, count: int, device: torch.device, dtype: torch.dt
 
 
 def _num_copies(copy_bytes: int, slowest_s: float, device: torch.device) -> int:
-    """As many as are some times the last-level cache; fewer where memory, or the time for all of
-    them, does not allow it.
+    """Return the number of copies that exceed the last-level cache some times.
+
+    It is smaller if memory, or the time for all copies, does not allow so many.
     """
     most_bytes = MOST_HOST_BYTES
     if device.type == "cuda":

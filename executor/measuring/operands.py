@@ -1,6 +1,4 @@
-"""Operands of one case: normal values of the size that training has, on one device, and how many
-bytes they are.
-"""
+"""Operands of one case on one device, with normal values as large as in training."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from parplan.executor.models.transformer_layers import INIT_STD
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.units import GIB, KIB
 
-# of an activation's gradient: not so small that a product of two would be denormal in 16 bits
+# Of an activation's gradient; a product of two is not denormal in 16 bits.
 GRADIENT_STD = 1e-3
 _MEMORY = Path("/proc/meminfo")
 
@@ -25,8 +23,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(slots=True)
 class Maker:
-    """Makes the tensors of one copy of a case's operands and counts them. Raises MemoryError where
-    the host has no room for them.
+    """Makes the tensors of one copy of a case's operands and counts their bytes.
+
+    Raises MemoryError if the host has no room for them.
     """
 
     device: torch.device
@@ -41,7 +40,7 @@ class Maker:
     def normal(
         self, *shape: int, std: float = 1.0, learned: bool = False, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Normal values; `learned`: a leaf whose gradient is wanted."""
+        """Return normal values; `learned` makes a leaf that requires a gradient."""
         tensor = self._empty(shape, dtype or self.dtype).normal_(0.0, std)
         return tensor.requires_grad_(learned)
 
@@ -52,12 +51,13 @@ class Maker:
         return self._empty(tuple(like.shape), dtype).zero_()
 
     def numbers(self, below: int, *shape: int) -> Tensor:
-        """Random integers from 0: token ids, targets."""
+        """Return random integers from 0, as token ids or targets."""
         return self._empty(shape, torch.int64).random_(below)
 
     def module(self, module: Module) -> Module:
-        """`module`, made on the device "meta", in training mode and this precision: matrices
-        normal, norm weights one, biases zero.
+        """Fill `module`, which was made on the device "meta", and set it to training mode.
+
+        Matrices are normal, weights of norms one and biases zero, in the maker's precision.
         """
         for part in module.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
@@ -78,7 +78,10 @@ class Maker:
 
 
 def _require_room(n_bytes: int) -> None:
-    """Linux gives memory that it does not have and ends a process later, any process."""
+    """Raise MemoryError if the host has less memory.
+
+    Linux grants memory that it does not have and later kills some process.
+    """
     free = free_host_bytes()
     if free is not None and n_bytes > free:
         raise MemoryError(
@@ -87,7 +90,7 @@ def _require_room(n_bytes: int) -> None:
 
 
 def free_host_bytes() -> int | None:
-    """Bytes that the host could still give, None where it does not say."""
+    """Return the free bytes of the host, or None if the system does not report them."""
     if not _MEMORY.exists():
         return None
     fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
@@ -95,7 +98,7 @@ def free_host_bytes() -> int | None:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the last cache before memory; 32 MiB where nothing says."""
+    """Return the bytes of the last-level cache; 32 MiB if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
@@ -107,7 +110,7 @@ def _kibibytes(text: str) -> int:
 
 
 def model_spec(**sizes: Any) -> ModelSpec:
-    """A model of the sizes given, all others 1."""
+    """Return a model of the given sizes; every other size is 1."""
     ones = dict.fromkeys(
         (
             "num_layers",
@@ -124,6 +127,6 @@ def model_spec(**sizes: Any) -> ModelSpec:
 
 
 def resident_bytes() -> int | None:
-    """Bytes of memory of this process, None where the system does not say."""
+    """Return the resident bytes of this process, or None if the system does not report them."""
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else None

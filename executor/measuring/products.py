@@ -1,4 +1,4 @@
-"""Products: linear layers, each of their three products alone, and those of un-fused attention."""
+"""Matrix products: each of the three of a linear layer alone, and those of unfused attention."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ Sizes = Mapping[str, int]
 
 
 def linear(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """[1, m, k] x [n, k]^T. Each gradient is that of one operand alone, so that the graph has one
-    product; that of the bias is a case of its own.
+    """Return the passes of [1, m, k] x [n, k]^T.
+
+    Each gradient is that of one operand alone, so the graph has one product. The gradient of the
+    bias is a case of its own.
     """
     return (
         TimedPasses(_linear(sizes, ("x", "weight", "bias")), {"forward": "forward"}),
@@ -25,11 +27,12 @@ def linear(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def bias_gradient(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """The sum over tokens of an output's gradient: the backward pass of a linear layer whose bias
-    alone has one.
+    """Return the pass that sums an output's gradient over tokens.
+
+    It is the backward pass of a linear layer in which the bias alone has a gradient.
     """
-    ones = {"m": sizes["tokens"], "n": sizes["width"], "k": 1, "bias": 1}
-    return (TimedPasses(_linear(ones, ("bias",)), {"backward": "time"}),)
+    biased = {"m": sizes["tokens"], "n": sizes["width"], "k": 1, "bias": 1}
+    return (TimedPasses(_linear(biased, ("bias",)), {"backward": "time"}),)
 
 
 def _linear(sizes: Sizes, learned: tuple[str, ...]) -> Callable[[Maker], Trial]:
@@ -47,17 +50,22 @@ def _linear(sizes: Sizes, learned: tuple[str, ...]) -> Callable[[Maker], Trial]:
 
 
 def batched(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """One batched product [m, k] x [k, n], as un-fused attention lays out its operands.
+    """Return the passes of a batched product [m, k] x [k, n], as unfused attention lays it out.
 
-    forward: queries times transposed keys where n > k, else probabilities times values. backward:
-    the first is that of the probabilities' gradient; the second has its left operand transposed, as
-    two of its three uses have (the gradients of values and keys).
+    The forward product is queries times transposed keys if n > k, else probabilities times values.
+    The backward product of the former is that of the probabilities' gradient. That of the latter
+    has its left operand transposed, as two of its three uses have (the gradients of values and
+    keys).
     """
-    batch, m, n, k = (sizes[name] for name in ("batch", "m", "n", "k"))
+    batch, m = sizes["batch"], sizes["m"]
+    n, k = sizes["n"], sizes["k"]
 
     def make(backward: bool, maker: Maker) -> Trial:
-        turned = backward and n <= k
-        left = maker.normal(batch, k, m).transpose(1, 2) if turned else maker.normal(batch, m, k)
+        transposed = backward and n <= k
+        if transposed:
+            left = maker.normal(batch, k, m).transpose(1, 2)
+        else:
+            left = maker.normal(batch, m, k)
         right = maker.normal(batch, n, k).transpose(1, 2) if n > k else maker.normal(batch, k, n)
         return TrialStep(lambda: left @ right, (left,))
 

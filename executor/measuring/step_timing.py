@@ -1,10 +1,10 @@
-"""Seconds of the steps of trials: round after round over several copies of the operands, in each of
-which every step runs on all copies.
+"""Seconds of the steps of trials.
 
-Caches are then as cold as in a training step, where a whole model lies between two uses of a
-weight, and the rest of a forward pass between what is saved and its use. On a GPU the device is
-kept busy until the host has launched the round, so that the events around a step have its kernels
-between them and not the host's time to launch them; on a CPU the host is the device.
+In each round every step runs on all copies of the operands. Caches are then as cold as in a
+training step, where a whole model lies between two uses of a weight, and the rest of a forward pass
+between saving a tensor and using it. On a GPU the device is kept busy until the host has launched
+the round, so that the events around a step time its kernels and not the host's launches; on a CPU
+the host is the device.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from parplan.executor.measuring.trials import Trial
 from parplan.profiles.machines.measurements import Timing
 from parplan.profiles.units import US_PER_S
 
-ENOUGH_S = 0.3  # of measurement of one pass
+ENOUGH_S = 0.3  # seconds of measurement of one pass
 MOST_REPEATS = 50
 LEAST_REPEATS = 5
 LEAST_SLOW_REPEATS = 3
 SLOW_S = 1.0
 LEAST_WARM_UP = 2
 MOST_WARM_UP = 6
-CLOSE = 0.1  # by which two repeats in a row may differ once the device is warm
-# trials ahead of the device: a queue holds about a thousand kernels, and the host waits where it is
-# full
+CLOSE = 0.1  # largest relative difference of two repeats in a row on a warm device
+# Trials launched ahead of the device: a queue holds about a thousand kernels, and the host waits
+# if it is full.
 MOST_LAUNCHED = 16
-SPIN_MARGIN = 1.2  # over what launching took the last time
+SPIN_MARGIN = 1.2  # over the last launch time
 SPIN_HZ = 2e9  # at least the clock that torch.cuda._sleep counts
 MOST_SPIN_S = 0.5
 
@@ -39,9 +39,10 @@ Laps = dict[str, list[float]]
 
 
 class Rounds:
-    """Rounds over trials on one device, of which `steps` are run: the first ones, in order.
+    """Rounds over trials on one device.
 
-    launched_s: what the host took to launch a trial's step the last time
+    steps       the steps that run: the first ones of a trial, in order
+    launched_s  seconds of the host to launch a trial's step the last time
     """
 
     def __init__(self, trials: Sequence[Trial], steps: Sequence[str], device: torch.device) -> None:
@@ -51,7 +52,7 @@ class Rounds:
         self.launched_s = dict.fromkeys(steps, 0.0)
 
     def run(self) -> Laps:
-        """Seconds of each step on each trial."""
+        """Return the seconds of each step on each trial."""
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -95,20 +96,21 @@ class Rounds:
         return [start.elapsed_time(end) / 1000 for start, end in marks]
 
 
-def measure_steps(rounds: Rounds, wanted: Sequence[str]) -> Mapping[str, Timing]:
-    """Median and spread of the wanted steps, after a warm-up."""
+def measure_steps(rounds: Rounds, timed: Sequence[str]) -> Mapping[str, Timing]:
+    """Return median and spread of the `timed` steps, after a warm-up."""
     _warm_up(rounds)
     entry_s = engine_entry_s() if rounds.device.type == "cpu" else 0.0
     laps: Laps = {step: [] for step in rounds.steps}
-    while not all(_enough(laps[step]) for step in wanted):
-        for step, found in rounds.run().items():
-            laps[step] += [lap - entry_s for lap in found] if step == "backward" else found
-    return {step: timing(laps[step]) for step in wanted}
+    while not all(_enough(laps[step]) for step in timed):
+        for step, seconds in rounds.run().items():
+            laps[step] += [lap - entry_s for lap in seconds] if step == "backward" else seconds
+    return {step: timing(laps[step]) for step in timed}
 
 
 def engine_entry_s() -> float:
-    """The least seconds in which autograd's engine does nothing: what a step pays once for all of
-    its operators' backward passes.
+    """Least seconds of autograd's engine without work.
+
+    A training step pays them once for the backward passes of all its operators.
     """
     leaf, gradient = torch.zeros((), requires_grad=True), torch.zeros(())
     laps = []
@@ -120,7 +122,7 @@ def engine_entry_s() -> float:
 
 
 def timing(laps: Sequence[float]) -> Timing:
-    """Of seconds."""
+    """Return the timing of `laps` in seconds."""
     median_s = statistics.median(laps)
     low, _, high = statistics.quantiles(laps, n=4, method="inclusive")
     return Timing(
@@ -129,13 +131,14 @@ def timing(laps: Sequence[float]) -> Timing:
 
 
 def _warm_up(rounds: Rounds) -> None:
-    """At least one round, since the first use of a copy takes memory, until two repeats in a row
-    are close.
+    """Run rounds until two repeats in a row are close.
+
+    At least one round runs, since the first use of a copy allocates memory.
     """
     seen: Laps = {step: [] for step in rounds.steps}
     while True:
-        for step, found in rounds.run().items():
-            seen[step] += found
+        for step, laps in rounds.run().items():
+            seen[step] += laps
         repeats = len(seen[rounds.steps[0]])
         if repeats >= MOST_WARM_UP or (
             repeats >= LEAST_WARM_UP and all(_close(*laps[-2:]) for laps in seen.values())
@@ -143,8 +146,8 @@ def _warm_up(rounds: Rounds) -> None:
             return
 
 
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= CLOSE * max(one, other)
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= CLOSE * max(a, b)
 
 
 def _enough(laps: Sequence[float]) -> bool:

@@ -1,8 +1,8 @@
-"""What is timed: the steps of one case on one copy of its operands.
+"""Trials: the timed steps of one case on one copy of its operands.
 
-Memory is taken and given back as in training. A forward pass's results are kept until the same copy
-comes again, so that what is written was not touched lately; gradients are let go at once, and the
-next copy's lie where they were. Neither is in the timed span.
+Memory is allocated and freed as in training. A forward pass's results live until the same copy runs
+again, so that the written memory was not touched lately. Gradients are freed at once, and the next
+copy's take their place. Neither is in the timed span.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ class Trial(Protocol):
     def steps(self) -> tuple[str, ...]: ...
 
     def before(self, step: str) -> None:
-        """What is not timed: frees the last results, brings the tensors near that the operator
-        before has just written.
+        """Prepare a step; not timed.
+
+        Frees the last results, and touches the tensors that the previous operator has just written.
         """
 
     def run(self, step: str) -> None: ...
 
     def release(self, step: str) -> None:
-        """Lets go what the step made, where a training step would soon."""
+        """Free the results of the step that a training step would free soon."""
 
     @property
     def results(self) -> tuple[Tensor, ...]:
-        """What the last step made."""
+        """The results of the last step."""
 
 
 @dataclass(slots=True)
 class Graph:
-    """An operator with its backward pass: its output and its output's gradient were written just
-    before, all else long ago.
+    """An operator with its backward pass.
+
+    Its output and its output's gradient were written just before, all other tensors long ago.
 
     compute   the forward pass; records the graph
-    inputs    that the operator before writes
-    leaves    whose gradients are wanted
-    gradient  of the output
-    after     what the backward pass does with the gradients
+    inputs    tensors that the previous operator writes
+    leaves    tensors that require gradients
+    gradient  the output's gradient
+    after     the use of the gradients in the backward pass
     """
 
     compute: Callable[[], Tensor]
@@ -118,12 +120,13 @@ class TrialStep:
         self.made = made if isinstance(made, tuple) else (made,)
 
     def release(self, step: str) -> None:
-        """Kept until the copy comes again."""
+        """Keep the result until the copy runs again."""
 
 
 def _touch(tensors: tuple[Tensor, ...]) -> None:
-    """Write what is there once more. Not through autograd, which would take it for a change of what
-    it saved.
+    """Write the values of tensors once more.
+
+    Bypasses autograd, which would count it as a change of a saved tensor.
     """
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -132,8 +135,10 @@ def _touch(tensors: tuple[Tensor, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TimedPasses:
-    """A trial of a case, which of its passes the trial's steps are, and how many of what is wanted
-    a step does.
+    """A trial of a case.
+
+    passes  the case's passes by the trial's steps
+    times   how many of the case's operations one step does
     """
 
     make: Callable[[Maker], Trial]

@@ -1,9 +1,9 @@
-"""The optimizer's part of a step over parameters in tensors as a GPT has them: the update, and the
-gradients' norm with clipping.
+"""The optimizer's part of a step: the update, and the gradients' norm with clipping.
 
-Masters and gradients are in fp32. In 16 bits they are the DTensors that FSDP makes of a layer's
-parameters, whose operators cost the host more. Between two updates lies a whole step, of which
-nothing is left in a CPU's caches, neither data nor code: so here.
+Parameters lie in tensors of a GPT's shapes, masters and gradients in fp32. In 16 bits they are the
+DTensors that FSDP makes of a layer's parameters, whose operators cost the host more. A whole step
+lies between two updates and leaves neither data nor code of the update in a CPU's caches; the
+measurement does the same.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from parplan.profiles.units import GIB
 SWEPT_CACHES = 2
 TENSORS_STD = 0.02
 LAYERS = 8
-STATE_BYTES = 16  # of a parameter: master, two moments, gradient
+STATE_BYTES = 16  # of one parameter: master, two moments, gradient
 MOST_BYTES = GIB
 
 
 def layers_of(count: int) -> int:
-    """How many layers of `count` parameters are updated together, as in a model: what one of them
-    adds is wanted, and not the start of an update. Fewer where they take more than 1 GiB.
+    """Return how many layers of `count` parameters are updated together, as in a model.
+
+    Several layers keep the start of an update from counting as part of one layer. There are fewer
+    if they take more than 1 GiB.
     """
     return max(1, min(LAYERS, MOST_BYTES // (STATE_BYTES * count)))
 
 
 def parameter_shapes(count: int) -> Iterator[tuple[int, ...]]:
-    """Shapes of a layer with `count` elements: those of a GPT's block, and rows of a table for what
-    is left.
+    """Yield shapes of a layer with `count` elements.
+
+    They are those of a GPT's block, and rows of a table for the rest.
     """
     hidden = max(1, int(((169 + 48 * count) ** 0.5 - 13) / 24))  # 12 hidden^2 + 13 hidden = count
     vectors = (hidden, hidden, 3 * hidden, hidden, hidden, hidden, 4 * hidden, hidden)
@@ -65,7 +68,7 @@ def parameter_shapes(count: int) -> Iterator[tuple[int, ...]]:
 
 @contextmanager
 def world_of_one(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone, which DTensors need, unless it is in one."""
+    """Enter a process group of this process alone, which DTensors need, unless it is in one."""
     if dist.is_initialized():
         yield
         return
@@ -80,7 +83,7 @@ def world_of_one(device: torch.device) -> Iterator[None]:
 
 
 def _parameters(maker: Maker, count: int) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Masters and gradients."""
+    """Return masters and gradients."""
     shapes = list(parameter_shapes(count)) * layers_of(count)
     masters = [maker.normal(*shape, std=TENSORS_STD, dtype=torch.float32) for shape in shapes]
     gradients = [maker.normal(*shape, std=GRADIENT_STD, dtype=torch.float32) for shape in shapes]
@@ -88,7 +91,7 @@ def _parameters(maker: Maker, count: int) -> tuple[list[nn.Parameter], list[Tens
 
 
 def _held(maker: Maker, tensors: list[Tensor]) -> list[Tensor]:
-    """As the executor holds them."""
+    """Return the tensors in the form of the executor."""
     if maker.dtype is torch.float32:
         return tensors
     mesh = init_device_mesh(maker.device.type, (1,))
@@ -96,18 +99,18 @@ def _held(maker: Maker, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def adamw(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """The update, after which the gradients are let go; in 16 bits with the copies for the next
-    step's passes.
+    """Return the pass of the update, which then drops the gradients.
+
+    In 16 bits it also makes the copies for the next step's passes.
     """
 
     def trial(maker: Maker) -> Trial:
         parameters, gradients = _parameters(maker, sizes["parameters"])
-        optimizer, sweep = build_optimizer(parameters, Options()), _sweep(maker)
-        masters = (
-            [local(parameter.detach()) for parameter in parameters]
-            if maker.dtype is not torch.float32
-            else []
-        )
+        optimizer = build_optimizer(parameters, Options())
+        sweep = _sweep(maker)
+        masters = []
+        if maker.dtype is not torch.float32:
+            masters = [local(parameter.detach()) for parameter in parameters]
         copies = [maker.zeros_like(master, maker.dtype) for master in masters]
 
         def ready() -> None:
@@ -128,20 +131,18 @@ def adamw(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def gradient_norm(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """Norm and clipping, without the reduction over the ranks."""
+    """Return the pass of norm and clipping, without the reduction over the ranks."""
 
     def trial(maker: Maker) -> Trial:
         parameters, gradients = _parameters(maker, sizes["parameters"])
-        optimizer, largest = build_optimizer(parameters, Options()), Options().clip_gradients
+        optimizer = build_optimizer(parameters, Options())
+        largest = Options().clip_gradients
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
         def clip() -> Tensor:
-            norm = (
-                squared_norm({1: [local(gradient) for gradient in gradients]}, maker.device)
-                .sqrt()
-                .float()
-            )
+            parts = {1: [local(gradient) for gradient in gradients]}
+            norm = squared_norm(parts, maker.device).sqrt().float()
             clip_gradients(optimizer, largest, norm)
             return norm
 
@@ -151,7 +152,7 @@ def gradient_norm(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def accumulation(sizes: Sizes) -> tuple[TimedPasses, ...]:
-    """A weight gradient added to the fp32 one of earlier micro-batches."""
+    """Return the pass that adds a weight gradient to the fp32 one of earlier micro-batches."""
 
     def trial(maker: Maker) -> Trial:
         gradient = maker.normal(sizes["elements"], std=GRADIENT_STD)
@@ -162,7 +163,7 @@ def accumulation(sizes: Sizes) -> tuple[TimedPasses, ...]:
 
 
 def _sweep(maker: Maker) -> Callable[[], None]:
-    """Fills the caches of a CPU with something else."""
+    """Return a function that fills the caches of a CPU with other data."""
     if maker.device.type != "cpu":
         return lambda: None
 
@@ -174,5 +175,5 @@ def _sweep(maker: Maker) -> Callable[[], None]:
 
 @functools.cache
 def _swept() -> Tensor:
-    """Larger than the last-level cache."""
+    """Return a tensor larger than the last-level cache."""
     return torch.zeros(SWEPT_CACHES * cache_bytes(torch.device("cpu")), dtype=torch.uint8)

@@ -1,3 +1,1 @@
-"""The executor's limits, and the nearest plan that it can run. No room of the executor is imported
-here.
-"""
+"""The executor's limits, and the nearest plan that it can run; imports no room of the executor."""

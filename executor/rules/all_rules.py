@@ -1,10 +1,9 @@
-"""What the executor cannot run, or would run to wrong results: every rule, and the nearest plan
-that can run.
+"""All rules of the executor, and the nearest plan that it can run.
 
-A rule looks at a plan, without torch and without ranks, and says what it found. Why the executor
-cannot have it is the rule's own text, which docs/design/executor.md lists. The nearest plan differs
-in the fields that the hint names; it may break another rule, so `nearest_legal` goes on until there
-is none to break.
+A rule checks a plan without torch and without ranks. It covers a plan that the executor cannot run,
+or would run to wrong results. The rule's `why` gives the reason, which docs/design/executor.md
+lists. The nearest plan differs in the fields that the hint names. It may break another rule, so
+`nearest_legal` repairs until no rule is broken.
 """
 
 from __future__ import annotations
@@ -21,32 +20,33 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 
 RULES: tuple[Rule, ...] = (*SCHEDULE, *TRAINING, *LAYERS, halves, *CHUNKS)
-MAX_REPAIRS = (
-    1000  # each changes a field for good, so no plan of a few hundred layers needs as many
-)
+# A repair changes a field for good, so a plan of a few hundred layers needs fewer.
+MAX_REPAIRS = 1000
 
 
 def refusals(plan: Plan) -> Iterator[tuple[Rule, Refusal]]:
-    """Every rule that `plan` breaks; one that has no stages to speak of breaks the first alone."""
+    """Yield every rule that `plan` breaks, with the refusal.
+
+    A plan whose stages do not hold its layers breaks the first rule alone: other rules read the
+    stages.
+    """
     for rule in RULES:
-        found = [(rule, refusal) for refusal in rule.check(plan)]
-        yield from found
-        if found and rule.name == "layers":
+        broken = [(rule, refusal) for refusal in rule.check(plan)]
+        yield from broken
+        if broken and rule.name == "layers":
             return
 
 
 def validate(plan: Plan) -> None:
-    """Raises ConfigError for a plan that is well-formed but that the executor cannot run as it
-    stands.
-    """
+    """Raise ConfigError for a well-formed plan that the executor cannot run as it stands."""
     for rule, refusal in refusals(plan):
-        raise ConfigError(f"{refusal.found}: {rule.why}", hint=refusal.action)
+        raise ConfigError(f"{refusal.problem}: {rule.why}", hint=refusal.action)
 
 
 def nearest_legal(plan: Plan) -> Plan | None:
-    """`plan` with the changes of all hints, or None where a rule has none to give."""
+    """Return `plan` with the changes of all hints, or None if a rule has none to give."""
     for _ in range(MAX_REPAIRS):
-        refusal = next((found for _, found in refusals(plan)), None)
+        refusal = next((refusal for _, refusal in refusals(plan)), None)
         if refusal is None:
             return plan
         if refusal.nearest is None:

@@ -17,29 +17,31 @@ _IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]
 
 
 @rule(
-    why="chunks come and go around whole passes of the executor's own blocks, one after the other, over all of dp",
+    why="chunks come and go around whole passes of the executor's own blocks, one after the "
+    "other, over all of dp",
     action="hold the blocks in no chunks, or set what it says",
 )
 def chunks(plan: Plan) -> Iterator[Refusal]:
     if plan.chunks is None:
         return
-    problem = _without_chunks(plan)
-    if problem:
+    obstacle = _unchunkable(plan)
+    if obstacle:
         yield Refusal(
-            found=problem,
+            problem=obstacle,
             action="set chunks to null, and take optimizer and parameters out of offload",
             nearest=no_chunks(plan),
         )
         return
     if plan.pipeline.tp_overlap:
         yield Refusal(
-            found=f"pipeline: tp_overlap {plan.pipeline.tp_overlap} with chunks, whose blocks run whole",
+            problem=f"pipeline: tp_overlap {plan.pipeline.tp_overlap} with chunks, whose blocks "
+            "run whole",
             action="set tp_overlap to 0",
             nearest=replace(plan, pipeline=replace(plan.pipeline, tp_overlap=0)),
         )
     for name, layer_plan in plan.layer_plans.items():
         if layer_plan.layer is LayerKind.BLOCK:
-            yield from _of_block(plan, name, layer_plan)
+            yield from _block_refusals(plan, name, layer_plan)
     for rank in plan.chunks.ranks:
         if rank.device_bytes < rank.smallest_bytes:
             ranks = tuple(
@@ -47,18 +49,25 @@ def chunks(plan: Plan) -> Iterator[Refusal]:
                 for each in plan.chunks.ranks
             )
             yield Refusal(
-                found=f"chunks.ranks: stage {rank.stage} has device_bytes {rank.device_bytes}, it needs {rank.smallest_bytes}",
+                problem=f"chunks.ranks: stage {rank.stage} has device_bytes {rank.device_bytes}, "
+                f"it needs {rank.smallest_bytes}",
                 action=f"set device_bytes to {rank.smallest_bytes}",
                 nearest=replace(plan, chunks=replace(plan.chunks, ranks=ranks)),
             )
 
 
-def _without_chunks(plan: Plan) -> str | None:
-    """What of a plan no other value of the field helps with."""
+def _unchunkable(plan: Plan) -> str | None:
+    """Return the reason why the plan cannot have chunks at all, or None."""
     if layout_of(plan).splits_backward:
-        return f"pipeline: schedule {plan.pipeline.schedule} splits the backward passes of blocks in chunks"
+        return (
+            f"pipeline: schedule {plan.pipeline.schedule} splits the backward passes of blocks in "
+            "chunks"
+        )
     if recomputes_ahead(plan):
-        return f"pipeline: schedule {plan.pipeline.schedule} recomputes blocks in chunks ahead of their backward passes"
+        return (
+            f"pipeline: schedule {plan.pipeline.schedule} recomputes blocks in chunks ahead of "
+            "their backward passes"
+        )
     if plan.model.num_experts and plan.mesh.ep > 1:
         return f"mesh: ep {plan.mesh.ep} divides the experts of blocks in chunks"
     if plan.module is not None:
@@ -67,34 +76,37 @@ def _without_chunks(plan: Plan) -> str | None:
 
 
 def no_chunks(plan: Plan) -> Plan:
-    """The plan with its blocks in no chunks."""
+    """Return the plan with its blocks in no chunks."""
     layer_plans = {
-        name: replace(
-            found, offload=tuple(each for each in found.offload if each not in _IN_CHUNKS)
-        )
-        for name, found in plan.layer_plans.items()
+        name: replace(layer_plan, offload=_outside_chunks(layer_plan))
+        for name, layer_plan in plan.layer_plans.items()
     }
     return replace(plan, chunks=None, layer_plans=layer_plans)
 
 
-def _of_block(plan: Plan, name: str, layer_plan: LayerPlan) -> Iterator[Refusal]:
-    where, zero = f"layer_plans.{name}", 3 if plan.mesh.dp > 1 else 0
+def _outside_chunks(layer_plan: LayerPlan) -> tuple[Offload, ...]:
+    return tuple(each for each in layer_plan.offload if each not in _IN_CHUNKS)
+
+
+def _block_refusals(plan: Plan, name: str, layer_plan: LayerPlan) -> Iterator[Refusal]:
+    where = f"layer_plans.{name}"
+    zero = 3 if plan.mesh.dp > 1 else 0
     if layer_plan.zero != zero:
         yield Refusal(
-            found=f"{where}: zero {layer_plan.zero} of a block in chunks",
+            problem=f"{where}: zero {layer_plan.zero} of a block in chunks",
             action=f"set zero to {zero} on layer plan {name}",
             nearest=with_layer_plan(plan, name, zero=zero),
         )
     if layer_plan.zero_ranks not in (None, plan.mesh.dp):
         yield Refusal(
-            found=f"{where}: zero_ranks {layer_plan.zero_ranks} of a block in chunks",
+            problem=f"{where}: zero_ranks {layer_plan.zero_ranks} of a block in chunks",
             action=f"leave zero_ranks out of layer plan {name}",
             nearest=with_layer_plan(plan, name, zero_ranks=None),
         )
     if Offload.STATES in layer_plan.offload:
         offload = tuple(each for each in layer_plan.offload if each is not Offload.STATES)
         yield Refusal(
-            found=f"{where}: offload has states, of a block in chunks",
+            problem=f"{where}: offload has states, of a block in chunks",
             action=f"set offload to {list(map(str, offload))} on {name}",
             nearest=with_layer_plan(plan, name, offload=offload),
         )
@@ -106,11 +118,11 @@ def _of_block(plan: Plan, name: str, layer_plan: LayerPlan) -> Iterator[Refusal]
 )
 def homes(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items():
-        found = [each for each in layer_plan.offload if each in _IN_CHUNKS]
-        if found and (plan.chunks is None or layer_plan.layer is not LayerKind.BLOCK):
-            offload = tuple(each for each in layer_plan.offload if each not in _IN_CHUNKS)
+        in_chunks = [each for each in layer_plan.offload if each in _IN_CHUNKS]
+        if in_chunks and (plan.chunks is None or layer_plan.layer is not LayerKind.BLOCK):
+            offload = _outside_chunks(layer_plan)
             yield Refusal(
-                found=f"layer_plans.{name}: offload has {found[0]}, of no block in chunks",
+                problem=f"layer_plans.{name}: offload has {in_chunks[0]}, of no block in chunks",
                 action=f"set offload to {list(map(str, offload))} on layer plan {name}",
                 nearest=with_layer_plan(plan, name, offload=offload),
             )

@@ -1,4 +1,4 @@
-"""Which placements over the tensor-parallel axis an operator can have, and why not the others.
+"""Legal placements of an operator over the tensor-parallel axis, and the fault of any other.
 
     operator                  input      weight, bias           output
     matmul, by batch          Shard(0)   whole                  Shard(0)
@@ -10,8 +10,8 @@
     norm                      Shard(0) or Shard(1); the same output
     activation, residual      Shard(0), Shard(1) or Shard(2); the same output
 
-or everything whole. The token table and the head's product are divided over the vocabulary, as the
-loss reads them. Activations are [batch, sequence, feature].
+Every operator may also be whole. The token table and the head's product are divided over the
+vocabulary, as the loss reads them. Activations are [batch, sequence, feature].
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from parplan.profiles.models.transformer import build_graph
 Entries = tuple[str, ...]
 
 WHOLE: Entries = ()
-BATCH, SEQUENCE, FEATURES = (("Shard(0)@tp",), ("Shard(1)@tp",), ("Shard(2)@tp",))
+BATCH: Entries = ("Shard(0)@tp",)
+SEQUENCE: Entries = ("Shard(1)@tp",)
+FEATURES: Entries = ("Shard(2)@tp",)
 ROWS = BATCH  # of a weight [features out, features in]
 
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
 
 
 def shard_dim(entries: Entries) -> int | None:
-    """The dim that the plan's `("Shard(1)@tp",)` divides, or None where it is whole."""
+    """Return the dim that the plan's `("Shard(1)@tp",)` divides, or None if the tensor is whole."""
     match = _SHARD.fullmatch(entries[0]) if len(entries) == 1 else None
     return int(match[1]) if match else None
 
 
 def local_shape(shape: Sequence[int], entries: Entries, tp: int) -> tuple[int, ...]:
-    """The shape of one rank's part of a tensor that `entries` divide over `tp` ranks."""
+    """Return the shape of one rank's part of a tensor that `entries` divide over `tp` ranks."""
     divided = shard_dim(entries)
     return tuple(size // tp if i == divided else size for i, size in enumerate(shape))
 
@@ -58,7 +60,7 @@ class Misplaced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undivided:
-    """A dim of `size` units that the tensor-parallel ranks do not divide; `what` names it."""
+    """A dim of `size` units that `tp` does not divide; `what` names it."""
 
     layer_plan: str
     operator: str
@@ -67,9 +69,7 @@ class Undivided:
 
 
 def misplaced(plan: Plan) -> Iterator[Misplaced]:
-    """Every operator whose placements do not fit its kind, whatever the degree of tensor
-    parallelism.
-    """
+    """Yield every operator whose placements do not fit its kind, whatever the size of tp."""
     for name, layer, operator in _operators(plan):
         placement = plan.layer_plans[name].operators.get(operator.name)
         if placement is None:
@@ -83,7 +83,7 @@ def misplaced(plan: Plan) -> Iterator[Misplaced]:
 
 
 def undivided(plan: Plan) -> Iterator[Undivided]:
-    """Every dim that an operator's placements divide unevenly."""
+    """Yield every dim that an operator's placements divide unevenly."""
     for name, _, operator in _operators(plan):
         placement = plan.layer_plans[name].operators.get(operator.name, OperatorPlacement())
         for what, size in _divided_sizes(plan, operator, placement):
@@ -91,12 +91,13 @@ def undivided(plan: Plan) -> Iterator[Undivided]:
                 yield Undivided(layer_plan=name, operator=operator.name, what=what, size=size)
 
 
-def nearest_placement(plan: Plan, found: Misplaced) -> OperatorPlacement:
-    """The legal placement that differs from what was found in the fewest entries and, of those,
-    divides the most.
+def nearest_placement(plan: Plan, fault: Misplaced) -> OperatorPlacement:
+    """Return the legal placement nearest to the plan's.
+
+    It differs in the fewest entries and, among equals, divides the most.
     """
-    operator = found.operator
-    had = plan.layer_plans[found.layer_plan].operators.get(operator.name, OperatorPlacement())
+    operator = fault.operator
+    had = plan.layer_plans[fault.layer_plan].operators.get(operator.name, OperatorPlacement())
     names = [parameter.name for parameter in operator.parameters]
     legal = []
     for read, gives, *held in itertools.product(
@@ -105,7 +106,7 @@ def nearest_placement(plan: Plan, found: Misplaced) -> OperatorPlacement:
         placement = OperatorPlacement(
             parameters=dict(zip(names, held, strict=True)), input=read, output=gives
         )
-        if not any(_problems(operator, found.layer, placement)):
+        if not any(_problems(operator, fault.layer, placement)):
             legal.append(placement)
 
     def changes(placement: OperatorPlacement) -> int:
@@ -132,7 +133,7 @@ def _problems(operator: Operator, layer: LayerKind, placement: OperatorPlacement
 
 
 def _entries(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
-    """Entries that are not one shard of a dim that the tensor has."""
+    """Yield faults of entries that are not one shard of a dim that the tensor has."""
     num_dims = {
         "input": 3,
         "output": 3,
@@ -146,11 +147,14 @@ def _entries(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
         if name not in num_dims:
             yield f"it has no parameter {name}"
         elif entries and shard_dim(entries) not in range(num_dims[name]):
-            yield f"{name} placement {list(entries)} is not one Shard(d)@tp with d below {num_dims[name]}"
+            yield (
+                f"{name} placement {list(entries)} is not one Shard(d)@tp with d below "
+                f"{num_dims[name]}"
+            )
 
 
 def _rule(operator: Operator, layer: LayerKind, placement: OperatorPlacement) -> Iterator[str]:
-    """What the operator's kind forbids."""
+    """Yield faults against the rule of the operator's kind."""
     if operator.kind is OperatorKind.EMBEDDING or layer is LayerKind.EMBEDDING:
         yield from _embedding_rule(operator, placement)
     elif operator.kind is OperatorKind.CROSS_ENTROPY or operator.parallel_dim == "vocab":
@@ -162,26 +166,34 @@ def _rule(operator: Operator, layer: LayerKind, placement: OperatorPlacement) ->
 
 
 def _matmul_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
-    weight, bias = (placement.parameters.get(name, ()) for name in ("weight", "bias"))
+    weight = placement.parameters.get("weight", ())
+    bias = placement.parameters.get("bias", ())
     has_bias = any(parameter.name == "bias" for parameter in operator.parameters)
-    found = (placement.input, placement.output)
+    legal_bias = WHOLE
     if weight == WHOLE:
-        allowed, bias_wanted = [(entries, entries) for entries in (WHOLE, BATCH, SEQUENCE)], WHOLE
+        allowed = [(entries, entries) for entries in (WHOLE, BATCH, SEQUENCE)]
         why = "a whole weight reads and gives whole features, divided alike by batch or sequence"
     elif weight == ROWS:
-        allowed, bias_wanted = [(WHOLE, FEATURES)], ROWS
+        allowed = [(WHOLE, FEATURES)]
+        legal_bias = ROWS
         why = "a weight divided by rows reads the whole input and gives Shard(2)"
     else:
-        allowed, bias_wanted = [(FEATURES, output) for output in (WHOLE, BATCH, SEQUENCE)], WHOLE
-        why = "a weight divided by columns reads Shard(2) and its sums are reduced to whole, Shard(0) or Shard(1)"
-    if found not in allowed:
-        yield f"input {_text(placement.input)} and output {_text(placement.output)} with weight {_text(weight)}: {why}"
-    if has_bias and bias != bias_wanted:
-        yield f"bias {_text(bias)} with weight {_text(weight)}, it must be {_text(bias_wanted)}"
+        allowed = [(FEATURES, output) for output in (WHOLE, BATCH, SEQUENCE)]
+        why = (
+            "a weight divided by columns reads Shard(2) and its sums are reduced to whole, "
+            "Shard(0) or Shard(1)"
+        )
+    if (placement.input, placement.output) not in allowed:
+        yield (
+            f"input {_text(placement.input)} and output {_text(placement.output)} with weight "
+            f"{_text(weight)}: {why}"
+        )
+    if has_bias and bias != legal_bias:
+        yield f"bias {_text(bias)} with weight {_text(weight)}, it must be {_text(legal_bias)}"
 
 
 def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
-    """Operators without a product: input and output are divided alike."""
+    """Yield faults of an operator without a product: input and output must be divided alike."""
     if placement.input != placement.output:
         yield f"input {_text(placement.input)} and output {_text(placement.output)} differ"
     if any(placement.parameters.values()):
@@ -200,28 +212,37 @@ def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str
 
 def _embedding_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
     is_table = operator.kind is OperatorKind.EMBEDDING
-    weight, wanted = placement.parameters.get("weight", ()), ROWS if is_table else WHOLE
-    if weight != wanted:
-        yield f"weight {_text(weight)}, it must be {_text(wanted)}"
-    if placement.output not in (WHOLE, SEQUENCE) or placement.input not in (
-        (WHOLE,) if is_table else (placement.output,)
-    ):
-        yield f"input {_text(placement.input)} and output {_text(placement.output)}: its output is whole or divided by sequence"
+    weight = placement.parameters.get("weight", ())
+    legal_weight = ROWS if is_table else WHOLE
+    legal_input = WHOLE if is_table else placement.output
+    if weight != legal_weight:
+        yield f"weight {_text(weight)}, it must be {_text(legal_weight)}"
+    if placement.output not in (WHOLE, SEQUENCE) or placement.input != legal_input:
+        yield (
+            f"input {_text(placement.input)} and output {_text(placement.output)}: its output is "
+            "whole or divided by sequence"
+        )
 
 
 def _vocabulary_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
-    """The head's product gives its share of the vocabulary, which the loss reads."""
+    """Yield faults of the head's product and the loss.
+
+    The product gives a rank's share of the vocabulary, which the loss reads.
+    """
     is_loss = operator.kind is OperatorKind.CROSS_ENTROPY
-    weight, wanted = placement.parameters.get("weight", ()), WHOLE if is_loss else ROWS
+    weight = placement.parameters.get("weight", ())
+    legal_weight = WHOLE if is_loss else ROWS
     ends = (FEATURES, WHOLE) if is_loss else (WHOLE, FEATURES)
-    if weight != wanted or (placement.input, placement.output) != ends:
-        yield f"it must read {_text(ends[0])} and give {_text(ends[1])}, divided over the vocabulary"
+    if weight != legal_weight or (placement.input, placement.output) != ends:
+        yield (
+            f"it must read {_text(ends[0])} and give {_text(ends[1])}, divided over the vocabulary"
+        )
 
 
 def _divided_sizes(
     plan: Plan, operator: Operator, placement: OperatorPlacement
 ) -> Iterator[tuple[str, int]]:
-    """The extents that the placement divides, with their names."""
+    """Yield the sizes that the placement divides, with their names."""
     for parameter in operator.parameters:
         dim = shard_dim(placement.parameters.get(parameter.name, ()))
         if dim is not None:
@@ -238,13 +259,12 @@ def _divided_sizes(
         dim = shard_dim(entries)
         if dim is None or not tensors:
             continue
-        size, name = (tensors[0].dims[2].size, "features") if dim == 2 else (sizes[dim], names[dim])
-        if (
-            dim == 2
-            and operator.parallel_dim == "heads"
-            and operator.kind is not OperatorKind.MATMUL
-        ):
+        if dim != 2:
+            size, name = sizes[dim], names[dim]
+        elif operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
             size, name = plan.model.num_kv_heads, "num_kv_heads"
+        else:
+            size, name = tensors[0].dims[2].size, "features"
         yield f"{name} {size}", size
 
 

@@ -1,6 +1,4 @@
-"""What the executor requires of a plan for a model of experts: executor/rules/layer_rules.py asks
-it.
-"""
+"""Constraints on plans for a mixture of experts, which executor/rules/layer_rules.py checks."""
 
 from __future__ import annotations
 
@@ -22,14 +20,15 @@ MIXTURE = (
     "fc2",
     "combine",
 )  # one module: executor/models/mixture_of_experts.py
-AGAIN_ALONE = ("activation",)  # of it, what can run again by itself
+RECOMPUTED_ALONE = ("activation",)  # operators of the mixture that can be recomputed by themselves
 
-Problem = tuple[str, str, LayerPlan]  # what was found, what to set, and the layer plan with that
+Problem = tuple[str, str, LayerPlan]  # the problem, the remedy, and the layer plan with the remedy
 
 
 def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
-    """By name of a layer plan of blocks, placements or a list of operators that a mixture of
-    experts cannot have.
+    """Yield layer-plan names of blocks with a problem that the mixture of experts has.
+
+    A problem is in the placements, in `recompute` or in `keep_on_host`.
     """
     if not plan.model.num_experts:
         return
@@ -48,41 +47,55 @@ def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
 
 
 def _recompute(layer_plan: LayerPlan, names: set[str]) -> Problem | None:
-    again = set(layer_plan.recompute)
-    alone = [operator for operator in MIXTURE if operator in again and operator not in AGAIN_ALONE]
-    if not alone or again == names:
+    recomputed = set(layer_plan.recompute)
+    alone = [
+        operator
+        for operator in MIXTURE
+        if operator in recomputed and operator not in RECOMPUTED_ALONE
+    ]
+    if not alone or recomputed == names:
         return None
     left = tuple(operator for operator in layer_plan.recompute if operator not in alone)
-    found = f"recompute names {alone[0]}, of the experts only {', '.join(AGAIN_ALONE)} can run again by itself"
-    return found, f"set recompute to {list(left)}", replace(layer_plan, recompute=left)
+    problem = (
+        f"recompute names {alone[0]}, of the experts only {', '.join(RECOMPUTED_ALONE)} can run "
+        "again by itself"
+    )
+    return problem, f"set recompute to {list(left)}", replace(layer_plan, recompute=left)
 
 
 def _kept_on_host(layer_plan: LayerPlan, kept: Mapping[str, int]) -> Problem | None:
-    """What one of its operators keeps nothing tells from what another does."""
+    """Check that the host keeps all saved tensors of the mixture or none.
+
+    Saved tensors of one of its operators cannot be told from those of another.
+    """
     named = [operator for operator in MIXTURE if operator in layer_plan.keep_on_host]
     missing = [operator for operator in MIXTURE if kept[operator] and operator not in named]
     if not named or not missing:
         return None
     left = tuple(operator for operator in layer_plan.keep_on_host if operator not in MIXTURE)
-    found = f"keep_on_host names {named[0]} and not {missing[0]}: the host keeps all that the experts keep, or nothing"
-    return found, f"set keep_on_host to {list(left)}", replace(layer_plan, keep_on_host=left)
+    problem = (
+        f"keep_on_host names {named[0]} and not {missing[0]}: the host keeps all that the experts "
+        "keep, or nothing"
+    )
+    return problem, f"set keep_on_host to {list(left)}", replace(layer_plan, keep_on_host=left)
 
 
 def _placements(layer_plan: LayerPlan) -> Problem | None:
-    """The mixture is one module: what enters it stays divided as it is until it is combined."""
-    wanted = replace(
-        layer_plan.operators["router"], parameters={}, output=layer_plan.operators["router"].input
-    )
-    wrong = [
-        name for name in MIXTURE if _sides(layer_plan, name) != (wanted.input, wanted.output, False)
-    ]
+    """Check that tokens stay divided as they enter the mixture until they are combined."""
+    router = layer_plan.operators["router"]
+    legal = replace(router, parameters={}, output=router.input)
+    sides = (legal.input, legal.output, False)
+    wrong = [name for name in MIXTURE if _sides(layer_plan, name) != sides]
     if not wrong:
         return None
-    operators = {**layer_plan.operators, **dict.fromkeys(MIXTURE, wanted)}
-    found = f"operator {wrong[0]} is placed otherwise than router's input: a mixture divides its tokens alike, its parameters not at all"
+    operators = {**layer_plan.operators, **dict.fromkeys(MIXTURE, legal)}
+    problem = (
+        f"operator {wrong[0]} is placed otherwise than router's input: a mixture divides its "
+        "tokens alike, its parameters not at all"
+    )
     return (
-        found,
-        f"place router to combine on {list(wanted.input)}, parameters whole",
+        problem,
+        f"place router to combine on {list(legal.input)}, parameters whole",
         replace(layer_plan, operators=operators),
     )
 

@@ -1,5 +1,6 @@
-"""What the executor cannot run of a plan for a foreign module: executor/rules/layer_rules.py asks
-it. Loads no torch: `plan` asks it too.
+"""Constraints on plans for an external module, which executor/rules/layer_rules.py checks.
+
+Loads no torch: `plan` checks them too.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind, ModelGraph
 from parplan.profiles.models.transformer import build_graph
 
-Problem = tuple[str, str, Plan]  # what was found, what to set, and the plan with that
+Problem = tuple[str, str, Plan]  # the problem, the remedy, and the plan with the remedy
 
 
 def module_problems(plan: Plan) -> Iterator[Problem]:
-    """What torch's parts cannot run on the plan's module; nothing where the executor's own modules
-    run.
+    """Yield problems of running the plan's external module with torch's parallelism.
+
+    Yields nothing if the executor's own modules run.
     """
     if plan.module is None:
         return
     model = plan.model
     if model.padded_vocab_size != model.vocab_size:
-        found = (
+        problem = (
             f"model: the vocabulary of {model.vocab_size} is padded to {model.padded_vocab_size}"
         )
         yield (
-            found,
+            problem,
             "set vocab_multiple to 1",
             replace(plan, model=replace(model, vocab_multiple=1)),
         )
@@ -48,23 +50,28 @@ def module_problems(plan: Plan) -> Iterator[Problem]:
 
 
 def validate_module(plan: Plan) -> None:
-    """Raises ConfigError for the first of the problems."""
-    for found, action, _ in module_problems(plan):
-        raise ConfigError(found, hint=action)
+    """Raise ConfigError for the first problem."""
+    for problem, action, _ in module_problems(plan):
+        raise ConfigError(problem, hint=action)
 
 
 def _layer_problems(
     plan: Plan, name: str, layer_plan: LayerPlan, graph: ModelGraph
 ) -> Iterator[Problem]:
-    """A module runs again as a whole or not at all, its operators are not the plan's; and what it
-    keeps stays where it is.
+    """Yield problems of recompute and offload.
+
+    The operators of a module are not the plan's, so a module is recomputed as a whole or not at
+    all, and its saved activations stay on the device.
     """
     names = {operator.name for operator in graph.layer_class(layer_plan.layer).operators}
     whole = layer_plan.layer is LayerKind.BLOCK and set(layer_plan.recompute) == names
     if layer_plan.recompute and not whole:
-        found = f"layer_plans.{name}: recompute names {', '.join(layer_plan.recompute)}, it is all operators of a block or none"
+        problem = (
+            f"layer_plans.{name}: recompute names {', '.join(layer_plan.recompute)}, it is all "
+            "operators of a block or none"
+        )
         yield (
-            found,
+            problem,
             f"set recompute to [] on layer plan {name}",
             with_layer_plan(plan, name, recompute=()),
         )
@@ -77,7 +84,8 @@ def _layer_problems(
 
 
 def _tensor_parallel_problems(plan: Plan, graph: ModelGraph) -> Iterator[Problem]:
-    mesh, reason = plan.mesh, plan.module.undivided if plan.module else None
+    mesh = plan.mesh
+    reason = plan.module.undivided if plan.module else None
     if reason:
         smaller = replace(mesh, dp=mesh.dp * mesh.tp, tp=1)
         yield (
@@ -90,11 +98,11 @@ def _tensor_parallel_problems(plan: Plan, graph: ModelGraph) -> Iterator[Problem
     for name, layer_plan in plan.layer_plans.items():
         operators = graph.layer_class(layer_plan.layer).operators
         sharding = Sharding(tp=mesh.tp, sequence_parallel=sequence)
-        wanted = {
+        megatron = {
             op.name: OperatorPlacement(**asdict(placements(op, sharding))) for op in operators
         }
         wrong = [
-            op for op, placement in wanted.items() if layer_plan.operators.get(op) != placement
+            op for op, placement in megatron.items() if layer_plan.operators.get(op) != placement
         ]
         if wrong or layer_plan.sequence_parallel != sequence:
             uneven = layer_plan.sequence_parallel != sequence
@@ -106,16 +114,16 @@ def _tensor_parallel_problems(plan: Plan, graph: ModelGraph) -> Iterator[Problem
             yield (
                 f"layer_plans.{name}: {what}",
                 f"divide layer plan {name} as Megatron does",
-                with_layer_plan(plan, name, sequence_parallel=sequence, operators=wanted),
+                with_layer_plan(plan, name, sequence_parallel=sequence, operators=megatron),
             )
 
 
 def has_even_shards(plan: Plan) -> bool:
-    """Whether the planner's bytes are exactly those of the plan's module.
+    """Return True if the planner's bytes are exactly those of the plan's module.
 
-    A module may hold queries, keys, values and gates in several tensors, or transposed: the sum
-    over a rank's shards is the same where dp divides all their dims, and may be a few rows more or
-    less where it does not.
+    A module may hold queries, keys, values and gates in several tensors, or transposed. The sum
+    over a rank's shards is the same if dp divides all their dims; otherwise it may be a few rows
+    more or less.
     """
     model, mesh = plan.model, plan.mesh
     divided = (size // mesh.tp for size in (model.q_size, model.kv_size, model.ffn_hidden_size))

@@ -29,27 +29,31 @@ from parplan.profiles.models.operator_graph import LayerKind
     action="place it otherwise",
 )
 def placements_rule(plan: Plan) -> Iterator[Refusal]:
-    for found in misplaced(plan):
-        placement = nearest_placement(plan, found)
-        operators = {**plan.layer_plans[found.layer_plan].operators, found.operator.name: placement}
+    for fault in misplaced(plan):
+        placement = nearest_placement(plan, fault)
+        operators = {**plan.layer_plans[fault.layer_plan].operators, fault.operator.name: placement}
         sides = {"input": placement.input, "output": placement.output, **placement.parameters}
         yield Refusal(
-            found=f"layer_plans.{found.layer_plan}: operator {found.operator.name}: {found.problem}",
+            problem=(
+                f"layer_plans.{fault.layer_plan}: operator {fault.operator.name}: {fault.problem}"
+            ),
             action="set "
             + ", ".join(f"{name} to {list(entries)}" for name, entries in sides.items()),
-            nearest=with_layer_plan(plan, found.layer_plan, operators=operators),
+            nearest=with_layer_plan(plan, fault.layer_plan, operators=operators),
         )
 
 
 @rule(why="tensor-parallel ranks hold equal parts", action="use a tp that divides it")
 def divisible(plan: Plan) -> Iterator[Refusal]:
     mesh = plan.mesh
-    for found in undivided(plan):
-        tp = next(n for n in range(mesh.tp - 1, 0, -1) if mesh.tp % n == 0 and found.size % n == 0)
+    for uneven in undivided(plan):
+        smaller_tps = (n for n in range(mesh.tp - 1, 0, -1) if mesh.tp % n == 0)
+        tp = next(n for n in smaller_tps if uneven.size % n == 0)
         smaller = Mesh(pp=mesh.pp, dp=mesh.dp * mesh.tp // tp, tp=tp)
         yield Refusal(
-            found=f"layer_plans.{found.layer_plan}: operator {found.operator}: tp {mesh.tp} does not divide {found.what}",
-            action=f"use tp {tp}, dp {smaller.dp}: it divides {found.size}",
+            problem=f"layer_plans.{uneven.layer_plan}: operator {uneven.operator}: tp {mesh.tp} "
+            f"does not divide {uneven.what}",
+            action=f"use tp {tp}, dp {smaller.dp}: it divides {uneven.size}",
             nearest=replace(plan, mesh=smaller),
         )
 
@@ -60,54 +64,56 @@ def divisible(plan: Plan) -> Iterator[Refusal]:
 def zero_ranks(plan: Plan) -> Iterator[Refusal]:
     dp = plan.mesh.dp
     for name, layer_plan in plan.layer_plans.items():
-        found = layer_plan.zero_ranks
-        if layer_plan.zero and found and dp % found:
-            nearest = min(divisors(dp), key=lambda n: (abs(n - found), -n))
+        ranks = layer_plan.zero_ranks
+        if layer_plan.zero and ranks and dp % ranks:
+            nearest = min(divisors(dp), key=lambda n: (abs(n - ranks), -n))
             yield Refusal(
-                found=f"layer_plans.{name}: zero_ranks {found} does not divide dp {dp}",
+                problem=f"layer_plans.{name}: zero_ranks {ranks} does not divide dp {dp}",
                 action=f"set zero_ranks to {nearest} on layer plan {name}",
                 nearest=with_layer_plan(plan, name, zero_ranks=nearest),
             )
 
 
 @rule(
-    why="the two gradients of the one weight are added as they are held: whole, or in the same shards",
+    why="the two gradients of the one weight are added as they are held: whole, or in the same "
+    "shards",
     action="use one zero for both",
 )
 def tied(plan: Plan) -> Iterator[Refusal]:
     if not plan.model.tied_embeddings:
         return
     stages = stage_layers(plan)
-    embedding, head = (_held(layer, plan.mesh) for layer in (stages[0][0], stages[-1][-1]))
-    alike = (
-        embedding == head
-        if plan.mesh.pp == 1
-        else (embedding[0] == 0) == (head[0] == 0) and embedding[1] == head[1]
-    )
+    embedding = _sharded_as(stages[0][0], plan.mesh)
+    head = _sharded_as(stages[-1][-1], plan.mesh)
+    if plan.mesh.pp == 1:
+        alike = embedding == head
+    else:
+        alike = (embedding[0] == 0) == (head[0] == 0) and embedding[1] == head[1]
     if not alike:
         to_head = embedding[0] >= head[0]
         name = _plan_name(plan, stages[-1][-1] if to_head else stages[0][0])
         zero, ranks, on_host = embedding if to_head else head
         offload = (Offload.STATES,) if on_host else ()
         yield Refusal(
-            found=f"layer_plans: the tied embedding has zero {_said(embedding)} and the head zero {_said(head)}",
-            action=f"set zero to {zero}, zero_ranks to {ranks} and offload to {list(map(str, offload))} on layer plan {name}",
+            problem=f"layer_plans: the tied embedding has zero {_zero_text(embedding)} and the "
+            f"head zero {_zero_text(head)}",
+            action=f"set zero to {zero}, zero_ranks to {ranks} and offload to "
+            f"{list(map(str, offload))} on layer plan {name}",
             nearest=with_layer_plan(plan, name, zero=zero, zero_ranks=ranks, offload=offload),
         )
 
 
 def _plan_name(plan: Plan, layer: PlacedLayer) -> str:
-    return next(name for name, found in plan.layer_plans.items() if found is layer.plan)
+    return next(name for name, each in plan.layer_plans.items() if each is layer.plan)
 
 
-def _held(layer: PlacedLayer, mesh: Mesh) -> tuple[int, int, bool]:
+def _sharded_as(layer: PlacedLayer, mesh: Mesh) -> tuple[int, int, bool]:
     return effective_zero(layer, mesh), held_by(layer, mesh), Offload.STATES in layer.plan.offload
 
 
-def _said(held: tuple[int, int, bool]) -> str:
-    return (f"{held[0]} over {held[1]} ranks" if held[0] else "0") + (
-        " on the host" if held[2] else ""
-    )
+def _zero_text(sharded_as: tuple[int, int, bool]) -> str:
+    zero, ranks, on_host = sharded_as
+    return (f"{zero} over {ranks} ranks" if zero else "0") + (" on the host" if on_host else "")
 
 
 @rule(why="only operators of the layer can run again", action="leave out the others")
@@ -144,7 +150,7 @@ def kept_on_host(plan: Plan) -> Iterator[Refusal]:
             left = tuple(operator for operator in layer_plan.keep_on_host if operator in known)
             has = f"the layer has {', '.join(known)}" if known else f"it is the {layer_plan.layer}"
             yield Refusal(
-                found=f"layer_plans.{name}: keep_on_host: it names {unknown[0]}, {has}",
+                problem=f"layer_plans.{name}: keep_on_host: it names {unknown[0]}, {has}",
                 action=f"set keep_on_host to {list(left)}",
                 nearest=with_layer_plan(plan, name, keep_on_host=left),
             )
@@ -164,24 +170,21 @@ def lookup(plan: Plan) -> Iterator[Refusal]:
             if reason:
                 left = tuple(what for what in layer_plan.offload if what is not Offload.LOOKUP)
                 yield Refusal(
-                    found=f"layer_plans.{name}: offload has lookup: {reason}",
+                    problem=f"layer_plans.{name}: offload has lookup: {reason}",
                     action=f"set offload to {list(map(str, left))}",
                     nearest=with_layer_plan(plan, name, offload=left),
                 )
 
 
-DRAWS_MASK = (
-    "positions",
-    "residual1",
-    "residual2",
-)  # attention does too, and restores the generator when it runs again
+# Attention draws a mask too, and restores the generator when it is recomputed.
+DRAWS_MASK = ("positions", "residual1", "residual2")
 
 
 def _without(plan: Plan, name: str, operators: list[str], problem: str) -> Refusal:
     layer_plan: LayerPlan = plan.layer_plans[name]
     left = tuple(operator for operator in layer_plan.recompute if operator not in operators)
     return Refusal(
-        found=f"layer_plans.{name}: recompute: {problem}",
+        problem=f"layer_plans.{name}: recompute: {problem}",
         action=f"set recompute to {list(left)}",
         nearest=with_layer_plan(plan, name, recompute=left),
     )
@@ -200,7 +203,7 @@ def expert_parallel(plan: Plan) -> Iterator[Refusal]:
             if plan.mesh.dp % n == 0 and (plan.model.num_experts or 1) % n == 0
         )
         yield Refusal(
-            found=f"mesh: {reason}",
+            problem=f"mesh: {reason}",
             action=f"set ep to {fits}",
             nearest=replace(plan, mesh=replace(plan.mesh, ep=fits)),
         )
@@ -211,10 +214,10 @@ def expert_parallel(plan: Plan) -> Iterator[Refusal]:
     action="treat its operators alike",
 )
 def mixture(plan: Plan) -> Iterator[Refusal]:
-    for name, (found, action, layer_plan) in mixture_problems(plan):
+    for name, (problem, action, layer_plan) in mixture_problems(plan):
         nearest = replace(plan, layer_plans={**plan.layer_plans, name: layer_plan})
         yield Refusal(
-            found=f"layer_plans.{name}: {found}",
+            problem=f"layer_plans.{name}: {problem}",
             action=f"{action} on layer plan {name}",
             nearest=nearest,
         )
@@ -225,8 +228,8 @@ def mixture(plan: Plan) -> Iterator[Refusal]:
     action="plan with --module",
 )
 def modules(plan: Plan) -> Iterator[Refusal]:
-    for found, action, nearest in module_problems(plan):
-        yield Refusal(found=found, action=action, nearest=nearest)
+    for problem, action, nearest in module_problems(plan):
+        yield Refusal(problem=problem, action=action, nearest=nearest)
 
 
 LAYERS = (

@@ -1,6 +1,4 @@
-"""A rule on sub-pipelined tensor parallelism, which runs blocks as executor/sharding/overlap.py has
-them.
-"""
+"""A rule on sub-pipelined tensor parallelism, which executor/sharding/overlap.py runs."""
 
 from __future__ import annotations
 
@@ -18,25 +16,25 @@ ACROSS_BLOCKS = 3
 
 
 @rule(
-    why="the all-reduces of a block of Megatron's tensor parallelism run under the products of the other half of its micro-batch",
+    why="the all-reduces of a block of Megatron's tensor parallelism run under the products of "
+    "the other half of its micro-batch",
     action="set tp_overlap to 0, or what it says",
 )
 def halves(plan: Plan) -> Iterator[Refusal]:
     level = plan.pipeline.tp_overlap
-    problem = _problem(plan) if level else None
-    lower, remaining = (
-        (0, problem) if problem or level < ACROSS_BLOCKS else (ACROSS_BLOCKS - 1, _half_kept(plan))
-    )
-    if remaining:
+    lower, obstacle = 0, _obstacle(plan) if level else None
+    if not obstacle and level >= ACROSS_BLOCKS:
+        lower, obstacle = ACROSS_BLOCKS - 1, _half_kept(plan)
+    if obstacle:
         yield Refusal(
-            found=f"pipeline: tp_overlap {level} with {remaining}",
+            problem=f"pipeline: tp_overlap {level} with {obstacle}",
             action=f"set tp_overlap to {lower}",
             nearest=replace(plan, pipeline=replace(plan.pipeline, tp_overlap=lower)),
         )
 
 
-def _problem(plan: Plan) -> str | None:
-    """What keeps a plan from every level."""
+def _obstacle(plan: Plan) -> str | None:
+    """Return the reason why the plan can run at no level of overlap, or None."""
     if plan.mesh.tp == 1:
         return "tp 1, where nothing is all-reduced"
     if plan.module is not None:
@@ -46,37 +44,46 @@ def _problem(plan: Plan) -> str | None:
     if plan.pipeline.micro_batch_size % 2:
         return f"micro-batches of {plan.pipeline.micro_batch_size}, which have no two equal halves"
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
-    wanted = {
+    megatron = {
         operator.name: placements(operator, Sharding(tp=plan.mesh.tp))
         for operator in graph.block.operators
     }
     for name, layer_plan in _blocks(plan):
-        others = [
+        differing = [
             operator
-            for operator in wanted
-            if layer_plan.operators[operator] != OperatorPlacement(**asdict(wanted[operator]))
+            for operator in megatron
+            if layer_plan.operators[operator] != OperatorPlacement(**asdict(megatron[operator]))
         ]
-        if others:
-            return f"{others[0]} of layer plan {name} divided otherwise" + (
-                ", by sequence" if layer_plan.sequence_parallel else ""
-            )
+        if differing:
+            by_sequence = ", by sequence" if layer_plan.sequence_parallel else ""
+            return f"{differing[0]} of layer plan {name} divided otherwise{by_sequence}"
     return None
 
 
 def _half_kept(plan: Plan) -> str | None:
-    """What keeps a plan from level 3, whose blocks get half of their input while they run: nothing
-    sees it to draw or to move it.
+    """Return the reason why the plan cannot run at level 3, or None.
+
+    A block of level 3 gets half of its input while it runs: no hook sees that half to draw a mask
+    for it or to move it to the host.
     """
     for name, layer_plan in _blocks(plan):
         if set(layer_plan.recompute) == set(layer_operators(plan, layer_plan)):
             if plan.model.dropout:
-                return f"dropout, and layer plan {name} recomputed in full, which would draw no mask for half of its input"
+                return (
+                    f"dropout, and layer plan {name} recomputed in full, which would draw no mask "
+                    "for half of its input"
+                )
             if layer_plan.keep_on_host:
-                return f"layer plan {name} recomputed in full and kept on the host, half of whose input would stay"
+                return (
+                    f"layer plan {name} recomputed in full and kept on the host, half of whose "
+                    "input would stay"
+                )
     return None
 
 
 def _blocks(plan: Plan) -> Iterator[tuple[str, LayerPlan]]:
     return (
-        (name, found) for name, found in plan.layer_plans.items() if found.layer is LayerKind.BLOCK
+        (name, layer_plan)
+        for name, layer_plan in plan.layer_plans.items()
+        if layer_plan.layer is LayerKind.BLOCK
     )

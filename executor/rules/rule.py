@@ -1,4 +1,4 @@
-"""A rule of the executor: what it looks at, and what it says of a plan that it refuses."""
+"""A rule of the executor and the refusal that it returns for a plan."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from parplan.planner.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """`found` says where and what; `action` is the change, in field values, that gives the
-    `nearest` plan, if there is one.
+    """A plan that breaks a rule.
+
+    problem  where the plan breaks the rule, and how
+    action   the change, in field values, that gives the `nearest` plan
+    nearest  the plan with that change; None if there is none
     """
 
-    found: str
+    problem: str
     action: str
     nearest: Plan | None = None
 
@@ -25,7 +28,11 @@ Check = Callable[[Plan], Iterator[Refusal]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`why`: what happens without it; `action`: what to do, in general."""
+    """A check with its texts.
+
+    why      the consequence of running a plan that breaks the rule
+    action   the general remedy
+    """
 
     name: str
     why: str
@@ -34,16 +41,21 @@ class Rule:
 
 
 def rule(*, why: str, action: str) -> Callable[[Check], Rule]:
-    """Make a rule of a check, which is named after it."""
+    """Return a decorator that makes a rule of a check and names it after the function."""
 
-    def made(check: Check) -> Rule:
-        return Rule(name=check.__name__.replace("_", " "), why=why, action=action, check=check)
+    def make(check: Check) -> Rule:
+        return Rule(
+            name=check.__name__.removesuffix("_rule").replace("_", " "),
+            why=why,
+            action=action,
+            check=check,
+        )
 
-    return made
+    return make
 
 
 def with_layer_plan(plan: Plan, name: str, **changes: Any) -> Plan:
-    """The plan with fields of one of its layer plans changed."""
+    """Return the plan with fields of one layer plan changed."""
     return replace(
         plan, layer_plans={**plan.layer_plans, name: replace(plan.layer_plans[name], **changes)}
     )

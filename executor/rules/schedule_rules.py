@@ -26,56 +26,55 @@ from parplan.profiles.models.operator_graph import LayerKind
 )
 def layers(plan: Plan) -> Iterator[Refusal]:
     needed = list(range(plan.model.num_layers + 2))
-    found = [layer.index for stage in stage_layers(plan) for layer in stage]
+    held = [layer.index for stage in stage_layers(plan) for layer in stage]
     empty = [k for k, stage in enumerate(plan.stages) if not stage.layers]
-    if found == needed and not empty:
+    if held == needed and not empty:
         return
     nearest = _cut_anew(plan)
-    counts = (
-        [sum(len(_indices(plan, run)) for run in stage.layers) for stage in nearest.stages]
-        if nearest
-        else []
-    )
-    action = f"give the stages {counts} layers in order" if nearest else "make the plan again"
-    if found != needed:
+    action = "make the plan again"
+    if nearest:
+        counts = [sum(len(_indices(plan, run)) for run in stage.layers) for stage in nearest.stages]
+        action = f"give the stages {counts} layers in order"
+    if held != needed:
         yield Refusal(
-            found=f"stages: they hold layers {_text(found)}, the model has {len(needed)}",
+            problem=f"stages: they hold layers {_text(held)}, the model has {len(needed)}",
             action=action,
             nearest=nearest,
         )
     elif empty:
         yield Refusal(
-            found=f"stages: stage {empty[0]} of {len(plan.stages)} holds no layer",
+            problem=f"stages: stage {empty[0]} of {len(plan.stages)} holds no layer",
             action=action,
             nearest=nearest,
         )
 
 
 def _text(indices: list[int]) -> str:
-    """Layer numbers, runs of them as first-last."""
+    """Return layer numbers as text, runs of them as first-last."""
     runs = [
         [index for _, index in group]
         for _, group in groupby(enumerate(indices), lambda item: item[1] - item[0])
     ]
-    return (
-        ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
-    )
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(texts) or "none"
 
 
 def _indices(plan: Plan, run: LayerRun) -> range:
     if run.blocks is not None:
         return range(run.blocks[0] + 1, run.blocks[1] + 2)
-    first = (
-        0 if plan.layer_plans[run.plan].layer is LayerKind.EMBEDDING else plan.model.num_layers + 1
-    )
-    return range(first, first + 1)
+    is_embedding = plan.layer_plans[run.plan].layer is LayerKind.EMBEDDING
+    index = 0 if is_embedding else plan.model.num_layers + 1
+    return range(index, index + 1)
 
 
 def _cut_anew(plan: Plan) -> Plan | None:
-    """Each layer once, as evenly as can be, on the layer plan that it had, or on one that another
-    layer of its kind has.
+    """Return the plan with each layer once, as evenly as possible over the stages.
+
+    A layer keeps its layer plan, or gets one that another layer of its kind has. Returns None if
+    there are more stages than layers or a kind has no layer plan.
     """
-    num_layers, num_stages = plan.model.num_layers + 2, plan.mesh.pp * plan.pipeline.virtual_stages
+    num_layers = plan.model.num_layers + 2
+    num_stages = plan.mesh.pp * plan.pipeline.virtual_stages
     names = {
         index: run.plan
         for stage in plan.stages
@@ -108,22 +107,21 @@ def _cut_anew(plan: Plan) -> Plan | None:
 )
 def stage_ranks(plan: Plan) -> Iterator[Refusal]:
     pp, num_stages = plan.mesh.pp, plan.mesh.pp * plan.pipeline.virtual_stages
-    expected, found = (
-        [layout_of(plan).rank_of(k) for k in range(num_stages)],
-        [stage.rank for stage in plan.stages],
-    )
-    if len(found) != num_stages:
+    expected = [layout_of(plan).rank_of(k) for k in range(num_stages)]
+    ranks = [stage.rank for stage in plan.stages]
+    if len(ranks) != num_stages:
         yield Refusal(
-            found=f"stages: there are {len(found)}, pp {pp} with {plan.pipeline.virtual_stages} virtual stages has {num_stages}",
+            problem=f"stages: there are {len(ranks)}, pp {pp} with {plan.pipeline.virtual_stages} "
+            f"virtual stages has {num_stages}",
             action=f"cut the layers into {num_stages} stages",
             nearest=_cut_anew(plan),
         )
-    elif found != expected:
+    elif ranks != expected:
         stages = tuple(
             replace(stage, rank=rank) for stage, rank in zip(plan.stages, expected, strict=True)
         )
         yield Refusal(
-            found=f"stages: their ranks are {found}",
+            problem=f"stages: their ranks are {ranks}",
             action=f"set the ranks to {expected}",
             nearest=replace(plan, stages=stages),
         )
@@ -137,22 +135,16 @@ def virtual_stages(plan: Plan) -> Iterator[Refusal]:
     pipeline = plan.pipeline
     known = {Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.ZBV: 2, **dict.fromkeys(AHEAD, 1)}
     known |= {Schedule.INTERLEAVED: max(2, pipeline.virtual_stages)}
-    wanted = known.get(pipeline.schedule, pipeline.virtual_stages)
-    if plan.mesh.pp == 1 or pipeline.virtual_stages == wanted:
+    legal_stages = known.get(pipeline.schedule, pipeline.virtual_stages)
+    if plan.mesh.pp == 1 or pipeline.virtual_stages == legal_stages:
         return
-    found = f"pipeline: {pipeline.schedule} with virtual_stages {pipeline.virtual_stages}"
-    if pipeline.virtual_stages > 1:
-        yield Refusal(
-            found=found,
-            action="set schedule to interleaved",
-            nearest=_with_pipeline(plan, schedule=Schedule.INTERLEAVED),
-        )
-    else:
-        yield Refusal(
-            found=found,
-            action="set schedule to 1f1b",
-            nearest=_with_pipeline(plan, schedule=Schedule.ONE_F_ONE_B),
-        )
+    several = pipeline.virtual_stages > 1
+    schedule = Schedule.INTERLEAVED if several else Schedule.ONE_F_ONE_B
+    yield Refusal(
+        problem=f"pipeline: {pipeline.schedule} with virtual_stages {pipeline.virtual_stages}",
+        action=f"set schedule to {schedule}",
+        nearest=_with_pipeline(plan, schedule=schedule),
+    )
 
 
 def _with_pipeline(plan: Plan, **changes: Any) -> Plan:
@@ -169,15 +161,15 @@ def batch(plan: Plan) -> Iterator[Refusal]:
     if sequences != plan.training.global_batch_size:
         yield _micro_batch_refusal(
             plan,
-            (
-                f"pipeline: {pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} on {dp} data-parallel ranks are "
-                f"{sequences} sequences, global_batch_size is {plan.training.global_batch_size}"
-            ),
+            f"pipeline: {pipeline.num_micro_batches} micro-batches of {pipeline.micro_batch_size} "
+            f"on {dp} data-parallel ranks are {sequences} sequences, "
+            f"global_batch_size is {plan.training.global_batch_size}",
         )
 
 
 @rule(
-    why="the schedule goes round by round through all pipeline ranks, or needs as many to fill them",
+    why="the schedule goes round by round through all pipeline ranks, or needs as many to fill "
+    "them",
     action="change the number of micro-batches",
 )
 def micro_batches(plan: Plan) -> Iterator[Refusal]:
@@ -191,11 +183,13 @@ def _schedule_problem(pipeline: PipelinePlan, pp: int) -> str | None:
     return legal(pipeline.schedule, pp, pipeline.num_micro_batches, pipeline.virtual_stages)
 
 
-def _micro_batch_refusal(plan: Plan, found: str) -> Refusal:
-    """The refusal with micro-batches that make up the global batch; where none do, the global batch
-    changes.
+def _micro_batch_refusal(plan: Plan, problem: str) -> Refusal:
+    """Return the refusal with micro-batches that make up the global batch.
+
+    If there are none, the nearest plan has another global batch.
     """
-    pipeline, mesh, batch = plan.pipeline, plan.mesh, plan.training.global_batch_size
+    pipeline, mesh = plan.pipeline, plan.mesh
+    batch = plan.training.global_batch_size
     sizes = divisors(batch // mesh.dp) if batch % mesh.dp == 0 else ()
     shapes = [
         replace(pipeline, micro_batch_size=size, num_micro_batches=batch // size // mesh.dp)
@@ -204,24 +198,23 @@ def _micro_batch_refusal(plan: Plan, found: str) -> Refusal:
     legal = [shape for shape in shapes if not _schedule_problem(shape, mesh.pp)]
     if legal:
         best = min(legal, key=lambda shape: abs(shape.micro_batch_size - pipeline.micro_batch_size))
-        action = f"set micro_batch_size to {best.micro_batch_size} and num_micro_batches to {best.num_micro_batches}"
-        return Refusal(found=found, action=action, nearest=replace(plan, pipeline=best))
-    numbers = range(
-        pipeline.num_micro_batches, pipeline.num_micro_batches + max(mesh.pp, SHIFTED_FEWEST) + 1
+        action = (
+            f"set micro_batch_size to {best.micro_batch_size} and num_micro_batches to "
+            f"{best.num_micro_batches}"
+        )
+        return Refusal(problem=problem, action=action, nearest=replace(plan, pipeline=best))
+    least = pipeline.num_micro_batches
+    numbers = (
+        number
+        for number in range(least, least + max(mesh.pp, SHIFTED_FEWEST) + 1)
+        if not _schedule_problem(replace(pipeline, num_micro_batches=number), mesh.pp)
     )
-    number = next(
-        (
-            n
-            for n in numbers
-            if not _schedule_problem(replace(pipeline, num_micro_batches=n), mesh.pp)
-        ),
-        None,
-    )
+    number = next(numbers, None)
     if number is None:
-        return Refusal(found=found, action="make the plan again")
+        return Refusal(problem=problem, action="make the plan again")
     batch = number * pipeline.micro_batch_size * mesh.dp
     return Refusal(
-        found=found,
+        problem=problem,
         action=f"set num_micro_batches to {number} and global_batch_size to {batch}",
         nearest=replace(
             _with_pipeline(plan, num_micro_batches=number),
@@ -239,7 +232,7 @@ def action_lists(plan: Plan) -> Iterator[Refusal]:
     if plan.mesh.pp == 1:
         if pipeline.actions:
             yield Refusal(
-                found="pipeline: a custom schedule on 1 pipeline rank",
+                problem="pipeline: a custom schedule on 1 pipeline rank",
                 action="set schedule to 1f1b and actions to []",
                 nearest=_with_pipeline(plan, schedule=Schedule.ONE_F_ONE_B, actions=()),
             )
@@ -249,7 +242,7 @@ def action_lists(plan: Plan) -> Iterator[Refusal]:
     except ConfigError as error:
         schedule = Schedule.ONE_F_ONE_B if pipeline.virtual_stages == 1 else Schedule.INTERLEAVED
         yield Refusal(
-            found=f"pipeline: {error.message}",
+            problem=f"pipeline: {error.message}",
             action=f"{error.hint}, or set schedule to {schedule} and actions to []",
             nearest=_with_pipeline(plan, schedule=schedule, actions=()),
         )
@@ -263,7 +256,8 @@ def split_zero(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items() if _splits(plan) else ():
         if layer_plan.zero == 3 and plan.mesh.dp > 1:
             yield Refusal(
-                found=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of a layer of zero 3",
+                problem=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of "
+                "a layer of zero 3",
                 action=f"set zero to 2 on layer plan {name}",
                 nearest=with_layer_plan(plan, name, zero=2),
             )
@@ -277,7 +271,8 @@ def split_recompute(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items() if _splits(plan) else ():
         if set(layer_plan.recompute) == set(layer_operators(plan, layer_plan)):
             yield Refusal(
-                found=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of a layer that is recomputed in full",
+                problem=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of "
+                "a layer that is recomputed in full",
                 action=f"set recompute to [] on layer plan {name}",
                 nearest=with_layer_plan(plan, name, recompute=()),
             )
@@ -288,23 +283,26 @@ def split_recompute(plan: Plan) -> Iterator[Refusal]:
     action="recompute nothing there, or use early-recompute",
 )
 def last_stage(plan: Plan) -> Iterator[Refusal]:
-    schedule, again = (
-        plan.pipeline.schedule,
-        [run.plan for run in plan.stages[-1].layers if plan.layer_plans[run.plan].recompute],
-    )
-    if plan.mesh.pp > 1 and schedule in LAST_KEEPS_ALL and again:
+    schedule = plan.pipeline.schedule
+    runs = plan.stages[-1].layers
+    recomputed = [run.plan for run in runs if plan.layer_plans[run.plan].recompute]
+    if plan.mesh.pp > 1 and schedule in LAST_KEEPS_ALL and recomputed:
         yield Refusal(
-            found=f"stages: under {schedule} the last stage has layers of {', '.join(dict.fromkeys(again))}, which are recomputed",
+            problem=f"stages: under {schedule} the last stage has layers of "
+            f"{', '.join(dict.fromkeys(recomputed))}, which are recomputed",
             action="give the layers of the last stage plans with recompute []",
             nearest=_last_keeps_all(plan),
         )
 
 
 def _last_keeps_all(plan: Plan) -> Plan:
-    """Layers of the last stage that are recomputed on plans of their own, which differ in that they
-    are not.
+    """Return the plan without recompute in the last stage.
+
+    Layers that were recomputed there get copies of their layer plans, without recompute.
     """
-    plans, last, runs = dict(plan.layer_plans), plan.stages[-1], []
+    plans = dict(plan.layer_plans)
+    last = plan.stages[-1]
+    runs = []
     for run in last.layers:
         name = f"{run.plan}-kept" if plan.layer_plans[run.plan].recompute else run.plan
         while name != run.plan and name in plan.layer_plans:
@@ -316,12 +314,12 @@ def _last_keeps_all(plan: Plan) -> Plan:
     return replace(
         plan,
         stages=stages,
-        layer_plans={name: found for name, found in plans.items() if name in used},
+        layer_plans={name: layer_plan for name, layer_plan in plans.items() if name in used},
     )
 
 
 def _splits(plan: Plan) -> bool:
-    """Whether input and weight gradients are computed apart."""
+    """Return True if the schedule computes input and weight gradients apart."""
     return plan.mesh.pp > 1 and layout_of(plan).splits_backward
 
 

@@ -1,4 +1,4 @@
-"""What the executor cannot run of a plan for a traced module. Raises before any rank computes."""
+"""Constraints on plans for a traced module, checked before any rank computes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ _SPLIT = (Schedule.ZBV,)  # schedules that split backward passes
 
 
 def validate_traced_plan(plan: TracedPlan, options: Options | None = None) -> None:
-    """Raises ConfigError for a plan, or options, that would run to other results than one process,
-    or not at all.
+    """Raise ConfigError for a plan, or options, that the executor cannot run.
+
+    Such a plan would not run at all, or to other results than one process.
     """
     training = plan.training
     if training.precision is Precision.FP16 or training.gradient_precision is not Precision.FP32:
         raise ConfigError(
-            f"training: precision {training.precision} with gradients in {training.gradient_precision}",
+            f"training: precision {training.precision} with gradients in "
+            f"{training.gradient_precision}",
             hint="use bf16 or fp32, and fp32 gradients",
         )
     _check_stages(plan)
@@ -34,17 +36,19 @@ def validate_traced_plan(plan: TracedPlan, options: Options | None = None) -> No
 
 
 def _check_stages(plan: TracedPlan) -> None:
-    pipeline, pp, count = plan.pipeline, plan.mesh.pp, len(plan.stages)
+    pipeline, pp = plan.pipeline, plan.mesh.pp
     split = any(letter in row for row in pipeline.actions for letter in "IW")
     if pipeline.schedule in _SPLIT or split:
         raise ConfigError(
-            f"pipeline: schedule {pipeline.schedule} splits backward passes, a stage of a traced module has one",
+            f"pipeline: schedule {pipeline.schedule} splits backward passes, a stage of a "
+            "traced module has one",
             hint="use 1f1b or interleaved",
         )
-    wanted = [k % pp for k in range(pp * pipeline.virtual_stages)]
-    if [stage.rank for stage in plan.stages] != wanted:
+    ranks = [stage.rank for stage in plan.stages]
+    expected = [k % pp for k in range(pp * pipeline.virtual_stages)]
+    if ranks != expected:
         raise ConfigError(
-            f"stages: {count} on ranks {', '.join(str(stage.rank) for stage in plan.stages)}; pp {pp} with "
-            f"{pipeline.virtual_stages} virtual stages has them on {', '.join(map(str, wanted))}",
+            f"stages: {len(ranks)} on ranks {', '.join(map(str, ranks))}; pp {pp} with "
+            f"{pipeline.virtual_stages} virtual stages has them on {', '.join(map(str, expected))}",
             hint="make the plan again",
         )

@@ -17,21 +17,22 @@ from parplan.profiles.models.spec import Positions, Precision
 def fp8(plan: Plan) -> Iterator[Refusal]:
     if plan.training.fp8_matmuls:
         yield Refusal(
-            found="training: fp8_matmuls is set",
+            problem="training: fp8_matmuls is set",
             action="set fp8_matmuls to false",
             nearest=replace(plan, training=replace(plan.training, fp8_matmuls=False)),
         )
 
 
 @rule(
-    why="outside of chunks gradients accumulate and are reduced in fp32, which takes twice the planned bytes",
+    why="outside of chunks gradients accumulate and are reduced in fp32, which takes twice the "
+    "planned bytes",
     action="use fp32 gradients",
 )
 def gradient_precision(plan: Plan) -> Iterator[Refusal]:
-    found = plan.training.gradient_precision
-    if found is not Precision.FP32 and plan.chunks is None:
+    precision = plan.training.gradient_precision
+    if precision is not Precision.FP32 and plan.chunks is None:
         yield Refusal(
-            found=f"training: gradient_precision is {found}",
+            problem=f"training: gradient_precision is {precision}",
             action="set gradient_precision to fp32",
             nearest=replace(
                 plan, training=replace(plan.training, gradient_precision=Precision.FP32)
@@ -44,7 +45,7 @@ def positions_rule(plan: Plan) -> Iterator[Refusal]:
     length, most = plan.training.seq_length, plan.model.max_seq_length
     if plan.model.positions is Positions.LEARNED and length > most:
         yield Refusal(
-            found=f"training: seq_length is {length}, the model's max_seq_length {most}",
+            problem=f"training: seq_length is {length}, the model's max_seq_length {most}",
             action=f"set seq_length to {most}",
             nearest=replace(plan, training=replace(plan.training, seq_length=most)),
         )
@@ -55,13 +56,11 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
     model = plan.model
     turned = int(model.head_dim * model.rotary_fraction)
     if model.positions is Positions.ROTARY and turned % 2:
-        share = (
-            (turned + 1) / model.head_dim
-            if turned < model.head_dim
-            else (turned - 1) / model.head_dim
-        )
+        even = turned + 1 if turned < model.head_dim else turned - 1
+        share = even / model.head_dim
         yield Refusal(
-            found=f"model: rotary_fraction {model.rotary_fraction} of head_dim {model.head_dim} is {turned} features",
+            problem=f"model: rotary_fraction {model.rotary_fraction} of head_dim {model.head_dim} "
+            f"is {turned} features",
             action=f"set rotary_fraction to {share}",
             nearest=replace(plan, model=replace(model, rotary_fraction=share)),
         )

@@ -1,1 +1,1 @@
-"""The training loop, the optimizer and the states that training has."""
+"""Runs the training loop, the optimizer and the training states."""

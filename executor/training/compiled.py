@@ -1,8 +1,8 @@
-"""torch.compile of every block, each as one graph: `Module.compile`, which leaves parameters and
-their names alone.
+"""torch.compile of every block, each as one graph.
 
-Embedding, head and loss stay as they are. Blocks of one shape share what is compiled. What a block
-keeps for its backward pass is then the compiler's choice, which no price counts.
+`Module.compile` leaves parameters and their names alone. Embedding, head and loss are not compiled.
+Blocks of one shape share compiled code. The compiler then chooses the saved tensors of a block,
+which no price counts.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from parplan.profiles.models.transformer import build_graph
 
 
 def validate_compiled(plan: Plan, device: torch.device) -> None:
-    """Raises ConfigError for a plan whose blocks are no single graph, and for a machine that cannot
-    compile.
+    """Raise ConfigError if a block is no single graph or the machine cannot compile.
 
-    Recipes (`parplan.executor.memory.saved_tensors`) are what autograd asks Python for when it
-    keeps a tensor. A compiled block keeps tensors of its own: tracing it ends at the hooks, and in
-    pieces around them an operator that runs again met freed memory.
+    Recipes (`parplan.executor.memory.saved_tensors`) run when autograd saves a tensor. A compiled
+    block saves tensors of its own: tracing stops at the hooks, and if the block is compiled in
+    pieces around them, a recomputed operator reads freed memory.
     """
     if plan.chunks is not None:
         raise ConfigError(
-            "--compile: parameters in chunks come and go around the passes of their block, which torch.compile cannot trace",
+            "--compile: parameters in chunks come and go around the passes of their "
+            "block, which torch.compile cannot trace",
             hint="leave --compile out, or make a plan without chunks",
         )
     if plan.mesh.tp > 1:
         raise ConfigError(
-            f"--compile: with tp {plan.mesh.tp} the gathered inputs are kept by recipes, which torch.compile cannot trace",
+            f"--compile: with tp {plan.mesh.tp} the gathered inputs are kept by "
+            "recipes, which torch.compile cannot trace",
             hint="leave --compile out, or make a plan with --tp 1",
         )
     block = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).block
@@ -45,18 +46,22 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
             and set(layer.recompute) != {operator.name for operator in block.operators}
         ):
             raise ConfigError(
-                f"--compile: layer_plans.{name} recomputes {', '.join(layer.recompute)} by recipes, which torch.compile cannot trace",
+                f"--compile: layer_plans.{name} recomputes "
+                f"{', '.join(layer.recompute)} by recipes, which torch.compile cannot "
+                "trace",
                 hint="leave --compile out, or make a plan with --recompute none,full",
             )
         if layer.keep_on_host:
             raise ConfigError(
-                f"--compile: layer_plans.{name} has {', '.join(layer.keep_on_host)} keep on the host, which torch.compile cannot trace",
+                f"--compile: layer_plans.{name} has {', '.join(layer.keep_on_host)} "
+                "keep on the host, which torch.compile cannot trace",
                 hint="leave --compile out, or make a plan without --offload activations",
             )
     schedule = plan.pipeline.schedule
     if recomputes_ahead(plan) and any(layer.recompute for layer in plan.layer_plans.values()):
         raise ConfigError(
-            f"--compile: {schedule} recomputes ahead of the gradient, and a compiled block does so when that is there",
+            f"--compile: {schedule} recomputes ahead of the gradient, and a compiled "
+            "block does so when that is there",
             hint="leave --compile out, or make a plan with --schedule 1f1b",
         )
     if device.type == "cpu":
@@ -64,7 +69,7 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
 
 
 def compile_blocks(stages: Sequence[Stage]) -> None:
-    """Let every block compile itself when it first runs."""
+    """Mark every block to be compiled when it first runs."""
     for stage in stages:
         for name, layer in stage.body.named_children():
             if name not in (LayerKind.EMBEDDING.value, LayerKind.HEAD.value):
@@ -72,9 +77,8 @@ def compile_blocks(stages: Sequence[Stage]) -> None:
 
 
 def _require_compiler() -> None:
-    from torch._inductor.cpp_builder import (
-        get_cpp_compiler,  # torch's compiler takes a second to import
-    )
+    # torch's compiler takes a second to import
+    from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:

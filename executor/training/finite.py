@@ -1,8 +1,8 @@
-"""A loss or gradient that is not finite ends a run on every rank, with the ranks where it came up.
+"""A loss or gradient that is not finite ends a run on every rank and names the ranks it came from.
 
-Loss and gradient norm are sums over all ranks, which every rank has and which are not finite as
-soon as one rank's part is not: looking at them costs nothing, and all ranks end together. Only then
-they tell each other whose part it was.
+Loss and gradient norm are sums over all ranks. Every rank has them, and they are not finite as soon
+as one rank's part is not. Checking them costs nothing, and all ranks end together. Only then do the
+ranks exchange whose part it was.
 """
 
 from __future__ import annotations
@@ -21,32 +21,30 @@ from parplan.profiles.errors import RunError
 
 @dataclass(slots=True)
 class RankLosses:
-    """The parts of this rank in the loss and in the squared gradient norm of a step, before they
-    are summed over ranks.
-    """
+    """This rank's parts of a step's loss and squared gradient norm, before the sums over ranks."""
 
     loss: Tensor | None = None
     squared_norm: Tensor | None = None
 
     def sum_loss(self, share: Tensor) -> Tensor:
-        """The loss of the whole batch. Collective."""
+        """Return the loss of the whole batch. Collective."""
         self.loss = share.clone()
         dist.all_reduce(share)
         return share
 
     def sum_norm(self, share: Tensor) -> Tensor:
-        """The norm of the whole model's gradients, from the squared one of this rank's.
-        Collective.
+        """Return the gradient norm of the whole model. Collective.
+
+        share  the squared gradient norm of this rank
         """
         self.squared_norm = share.clone()
         dist.all_reduce(share)
         return share.sqrt().float()
 
     def require_finite(self, step: int, loss: float, norm: float | None) -> None:
-        """Raises RunError on every rank where loss or norm of step 0, 1, ... are not finite; a norm
-        of None may be anything.
+        """Raise RunError on every rank if loss or norm of step 0, 1, ... is not finite.
 
-        Collective where it raises.
+        A norm of None is not checked. Collective if it raises.
         """
         sums = {"the loss": loss, "the gradient norm": norm}
         wrong = {
@@ -57,35 +55,39 @@ class RankLosses:
         if not wrong:
             return
         parts = [part.double() for part in (self.loss, self.squared_norm) if part is not None]
-        found = torch.stack(parts).isfinite().logical_not().int()
-        everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, found)
+        not_finite = torch.stack(parts).isfinite().logical_not().int()
+        everyone = [torch.empty_like(not_finite) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, not_finite)
         ranks = dict(
             zip(sums, zip(*(flags.tolist() for flags in everyone), strict=True), strict=True)
         )
-        said = "; ".join(
+        texts = "; ".join(
             f"{what} is {value}, from {_ranks(ranks[what])}" for what, value in wrong.items()
         )
         raise RunError(
-            f"step {step + 1}: {said}; it must be finite",
-            hint="start again with a smaller --learning-rate, or go on regardless with --allow-non-finite",
+            f"step {step + 1}: {texts}; it must be finite",
+            hint=(
+                "start again with a smaller --learning-rate, or go on regardless with "
+                "--allow-non-finite"
+            ),
         )
 
     def forget(self) -> None:
-        """Hold nothing after a step: its memory would count as what the next step freed."""
+        """Drop the tensors after a step: the next step would seem to free their memory."""
         self.loss = self.squared_norm = None
 
 
 def _ranks(flags: Iterable[int]) -> str:
-    """The ranks that have a flag: `rank 3`, or `ranks 0-3, 6`; a sum of finite parts can be
-    infinite too.
+    """Return the ranks that have a flag as text: `rank 3`, or `ranks 0-3, 6`.
+
+    Without a flag, returns the sum: a sum of finite parts can be infinite too.
     """
-    found = [rank for rank, flag in enumerate(flags) if flag]
-    if not found:
+    ranks = [rank for rank, flag in enumerate(flags) if flag]
+    if not ranks:
         return "the sum over all ranks"
     runs = [
         [rank for _, rank in run]
-        for _, run in groupby(enumerate(found), lambda pair: pair[1] - pair[0])
+        for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     ]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"rank {text}" if len(found) == 1 else f"ranks {text}"
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,9 +1,10 @@
-"""AdamW on what each rank owns: weight decay of matrices only, the learning rate of each step,
-clipping by the global norm.
+"""AdamW on the parameters that each rank owns.
 
-torch's fused loops run on GPUs and CPUs alike (on two CPU cores 4 times as fast on DTensors as its
-plain loop, equal to a rounding). The learning rate is a function of the step and not one of torch's
-schedulers, which count their own steps: a run that goes on needs to know no more than where.
+Weight decay applies to matrices only, the learning rate is set for each step, and gradients are
+clipped by the global norm. torch's fused loops run on GPUs and CPUs alike (on two CPU cores 4 times
+as fast on DTensors as its plain loop, equal to a rounding). The learning rate is a function of the
+step, not one of torch's schedulers, which count their own steps: a run that resumes needs the step
+number alone.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 
 
 def build_optimizer(parameters: Sequence[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    """Fused AdamW; vectors (biases, weights of norms) do not decay."""
+    """Return fused AdamW; vectors (biases, weights of norms) do not decay."""
     groups: dict[tuple[object, torch.device, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        # one device mesh and one device a group: the fused loops cannot mix them
+        # A group has one device mesh and one device: the fused loops cannot mix them.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((mesh, local(parameter.detach()).device, decays(parameter)), []).append(
             parameter
         )
+    param_groups = [
+        {"params": group, "weight_decay": options.weight_decay if decay else 0.0}
+        for (_, _, decay), group in groups.items()
+    ]
     return torch.optim.AdamW(
-        [
-            {"params": group, "weight_decay": options.weight_decay if decay else 0.0}
-            for (_, _, decay), group in groups.items()
-        ]
-        or [{"params": []}],  # of a stage whose parameters are all in chunks
+        param_groups or [{"params": []}],  # no group if all parameters of the stage are in chunks
         lr=options.learning_rate,
         betas=options.betas,
         fused=True,
@@ -50,15 +51,17 @@ def build_optimizer(parameters: Sequence[nn.Parameter], options: Options) -> tor
 
 
 def decays(parameter: Tensor) -> bool:
-    """Whether weight decay pulls on a parameter: on matrices and tables, as GPT-2 and Llama are
-    trained.
+    """Return True if weight decay applies to a parameter.
+
+    It applies to matrices and tables, as GPT-2 and Llama are trained.
     """
     return parameter.ndim > 1
 
 
 def learning_rate(options: Options, step: int) -> float:
-    """Of step 0, 1, ...: a straight line up over the warm-up, then the schedule from the full rate
-    towards the least one.
+    """Return the learning rate of step 0, 1, ...
+
+    The rate rises linearly over the warm-up and then follows the schedule to the least rate:
 
         cosine: least + (full - least) (1 + cos(pi x)) / 2        linear: full - (full - least) x
 
@@ -71,9 +74,9 @@ def learning_rate(options: Options, step: int) -> float:
     done = min(1.0, (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps))
     if options.lr_schedule is LearningRateSchedule.COSINE:
         return least + (full - least) * (1 + math.cos(math.pi * done)) / 2
-    return (
-        full - (full - least) * done if options.lr_schedule is LearningRateSchedule.LINEAR else full
-    )
+    if options.lr_schedule is LearningRateSchedule.LINEAR:
+        return full - (full - least) * done
+    return full
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: int) -> None:
@@ -89,18 +92,16 @@ def own_squared_norm(
     in_chunks: Mapping[nn.Parameter, Tensor] | None = None,
     scale: LossScale | None = None,
 ) -> Tensor:
-    """This rank's part of the squared 2-norm of the gradients of the whole model, of which each
-    parameter counts once.
+    """Return this rank's part of the squared 2-norm of all gradients of the model.
 
-    A rank has the square of its parts over the number of ranks that hold the same part; `stages`
-    are this rank's. `in_chunks` has the gradients that lie in its chunks, of which no other
-    data-parallel rank has any; they are still multiplied by `scale`.
+    Each parameter of the model counts once: a rank divides the square of its part by the number of
+    ranks that hold the same part. `stages` are this rank's. `in_chunks` has the gradients in this
+    rank's chunks, which no other data-parallel rank has; they are still multiplied by `scale`.
     """
     by_copies: dict[int, list[Tensor]] = {}
     owned = in_chunks or {}
-    for parameter in _counted(
-        plan, stages
-    ):  # in the order that a plan without chunks has, for the same sum
+    # The order is that of a plan without chunks, so that the sum is the same.
+    for parameter in _counted(plan, stages):
         if parameter in owned:
             by_copies.setdefault(num_copies(replace(plan.mesh, dp=1), parameter), []).append(
                 _unscaled(owned[parameter], scale)
@@ -111,8 +112,9 @@ def own_squared_norm(
 
 
 def squared_norm(parts: Mapping[int, list[Tensor]], device: torch.device) -> Tensor:
-    """The sum of the squares of this rank's gradients, by number of ranks that hold the same, each
-    over that number; in fp64.
+    """Return the sum of the squares of this rank's gradients in fp64.
+
+    parts  gradients by the number of ranks that hold the same part; each square is divided by it
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in parts.items():
@@ -121,8 +123,9 @@ def squared_norm(parts: Mapping[int, list[Tensor]], device: torch.device) -> Ten
 
 
 def _unscaled(gradient: Tensor, scale: LossScale | None) -> Tensor:
-    """What has the norm of a gradient in chunks: itself, or that norm in fp32 where it is scaled or
-    of 16 bits.
+    """Return a tensor that has the norm of a gradient in chunks.
+
+    It is the gradient itself, or its norm in fp32 if it is scaled or of 16 bits.
     """
     if scale is None and gradient.dtype is torch.float32:
         return gradient
@@ -130,17 +133,16 @@ def _unscaled(gradient: Tensor, scale: LossScale | None) -> Tensor:
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, largest: float, norm: Tensor) -> None:
-    """Scale all gradients down so that their norm is `largest`, if `norm` is above it; 0 is no
-    limit.
-    """
+    """Scale all gradients down to a norm of `largest` if `norm` is above it; 0 is no limit."""
     if largest:
         for group in optimizer.param_groups:
             clip_grads_with_norm_(group["params"], largest, norm)
 
 
 def clip_factor(largest: float, norm: Tensor, scale: LossScale | None = None) -> Tensor | None:
-    """What gradients in chunks are multiplied by before their update: as `clip_gradients`, and out
-    of the loss scale. None for nothing.
+    """Return the factor for gradients in chunks before their update, or None for no change.
+
+    It clips as `clip_gradients` does and removes the loss scale.
     """
     factor = (largest / (norm + CLIP_EPSILON)).clamp(max=1.0) if largest else None
     if scale is None:
@@ -149,8 +151,9 @@ def clip_factor(largest: float, norm: Tensor, scale: LossScale | None = None) ->
 
 
 def _counted(plan: Plan, stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
-    """This rank's parameters without the head's copy of a tied embedding: the first stage's copy
-    has the same gradient.
+    """Return this rank's parameters without the head's copy of a tied embedding.
+
+    The first stage's copy has the same gradient.
     """
     parameters = dict.fromkeys(parameter for stage in stages for parameter in stage.parameters())
     copies = [
@@ -162,9 +165,7 @@ def _counted(plan: Plan, stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
 
 
 def num_copies(mesh: Mesh, parameter: nn.Parameter) -> int:
-    """How many of the data and tensor parallel ranks of a stage hold the same part of
-    `parameter`.
-    """
+    """Return the number of dp and tp ranks of a stage that hold the same part of `parameter`."""
     parts = 1
     if isinstance(parameter, DTensor):
         placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

@@ -1,6 +1,4 @@
-"""The training loop: batches through the pipeline, AdamW on what each rank owns, the loss and the
-speed of every step.
-"""
+"""The training loop: batches through the pipeline, the update, loss and speed of every step."""
 
 from __future__ import annotations
 
@@ -39,16 +37,17 @@ from parplan.executor.watch.state_bytes import Meter, Row, predicted_state_bytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.run_file import ChunkMoved
 
-METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time
+METERED_STEPS = 2  # later steps hold the same bytes, and metering takes host time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping:
-    the same on every rank.
+    """The result of one step, the same on every rank.
 
-    loss_scale: of an fp16 run, which the next step begins with; skipped: whether a gradient was not
-    finite, and nothing was updated
+    loss           mean over all tokens of the global batch
+    gradient_norm  norm before clipping
+    loss_scale     scale of an fp16 run for the next step
+    skipped        True if a gradient was not finite and nothing was updated
     """
 
     step: int
@@ -62,8 +61,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """One rank of a training run. `optimizer` updates the parameters that lie in no chunk, `adam`
-    the others.
+    """One rank of a training run.
+
+    `optimizer` updates the parameters outside of chunks, `adam` those in chunks.
     """
 
     plan: Plan
@@ -79,23 +79,22 @@ class Trainer:
     shares: RankLosses = field(default_factory=RankLosses)
 
     def gradients(self, step: int) -> Tensor:
-        """Forward, backward and reduction of the batch of `step`; returns the mean loss of the
-        global batch.
+        """Run forward, backward and reduction of the batch of `step`.
+
+        Returns the mean loss of the global batch.
         """
         self.progress.begin_step(step)
         with self.recorder.span("data", -1, -1):
-            ids, targets = (tensor.to(self.ranks.device) for tensor in self.batches(step))
+            ids, targets = self.batches(step)
+            ids, targets = ids.to(self.ranks.device), targets.to(self.ranks.device)
         self.progress.at("runs forward and backward passes")
         loss = self.pipeline.step(ids, targets)
-        # every tensor-parallel rank of the last stage has the whole loss of its data-parallel rank
-        return self.shares.sum_loss(
-            loss if self.ranks.coordinate("tp") == 0 else torch.zeros_like(loss)
-        )
+        # Every tensor-parallel rank of the last stage has the loss of its data-parallel rank.
+        counts = self.ranks.coordinate("tp") == 0
+        return self.shares.sum_loss(loss if counts else torch.zeros_like(loss))
 
     def run(self, first: int = 0) -> Iterator[StepResult]:
-        """Train from step `first`, of which all before are done, to `options.steps`. Raises
-        RunError.
-        """
+        """Train from step `first` to `options.steps` and yield each result. Raises RunError."""
         if self.options.record:
             self.recorder.expect(self.options.steps - first)
         for step in range(first, self.options.steps):
@@ -120,7 +119,7 @@ class Trainer:
             yield result
 
     def _step(self, step: int) -> tuple[float, float]:
-        """One step; returns loss and gradient norm, and leaves no tensor but the states."""
+        """Run one step; return loss and gradient norm, and leave no tensor but the states."""
         loss = self.gradients(step)
         self.progress.at("updates its parameters")
         with self.recorder.span("optimizer", -1, -1):
@@ -128,14 +127,14 @@ class Trainer:
         return loss.item(), norm.item()
 
     def update(self, step: int) -> Tensor:
-        """The optimizer's update for the gradients that are there, if they are finite; returns
-        their norm over the whole model.
+        """Update the parameters if the gradients are finite.
+
+        Returns the gradient norm over the whole model.
         """
         norm = self.norm()
         set_learning_rate(self.optimizer, self.options, step)
-        factor = clip_factor(
-            self.options.clip_gradients, norm, self.scale
-        )  # of the scale that these gradients have
+        # `_goes_on` changes the scale, so the factor is taken with that of these gradients.
+        factor = clip_factor(self.options.clip_gradients, norm, self.scale)
         if self._goes_on(norm):
             clip_gradients(self.optimizer, self.options.clip_gradients, norm)
             self.optimizer.step()
@@ -146,7 +145,7 @@ class Trainer:
         return norm
 
     def leave_out(self) -> None:
-        """Instead of an update: the gradients that are there are given up."""
+        """Drop the gradients instead of an update."""
         if self.adam is not None:
             self.adam.skip()
         self._end_update()
@@ -161,8 +160,9 @@ class Trainer:
             self.adam.step(learning_rate(self.options, step), factor)
 
     def _goes_on(self, norm: Tensor) -> bool:
-        """Whether there is an update: all ranks have the same norm. Raises RunError where no loss
-        scale helps.
+        """Return True if the parameters are updated; all ranks agree, since they share the norm.
+
+        Raises RunError if no loss scale helps.
         """
         if self.scale is None:
             return True
@@ -172,11 +172,11 @@ class Trainer:
 
     @property
     def scale(self) -> LossScale | None:
-        """What the loss is multiplied by in an fp16 run."""
+        """The loss scale of an fp16 run."""
         return self.pipeline.scale
 
     def norm(self) -> Tensor:
-        """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
+        """Return the gradient 2-norm of the whole model, the same on every rank. Collective."""
         in_chunks = self.adam.gradients() if self.adam is not None else None
         return self.shares.sum_norm(
             own_squared_norm(
@@ -185,43 +185,43 @@ class Trainer:
         )
 
     def held(self) -> RankTensors:
-        """The parameters that a checkpoint has of this rank."""
+        """Return the parameters of this rank that a checkpoint contains."""
         apart = self.pipeline.chunks.parameters if self.pipeline.chunks is not None else ()
         return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings, apart=apart)
 
     @property
     def has_copies(self) -> bool:
-        """Whether some rank holds a copy of what another one saves."""
+        """True if some rank holds a copy of a parameter that another rank saves."""
         return self.plan.model.tied_embeddings and self.plan.mesh.pp > 1
 
     def settle_copies(self) -> None:
-        """After a load: nothing, where a rank holds one copy of a parameter at most."""
+        """Do nothing after a load: a rank holds at most one copy of a parameter."""
 
     def buffers(self) -> dict[str, Tensor]:
-        """What training changes beside parameters, by name."""
+        """Return tensors that training changes beside parameters, by name."""
         return {}
 
     def moved(self) -> ChunkMoved | None:
-        """What the chunks of this rank have moved in the last step, beside what the plan says."""
+        """Return the transfers of this rank's chunks in the last step, beside the planned ones."""
         return self.adam.manager.moved if self.adam is not None else None
 
     @property
     def on_host_bytes(self) -> int:
-        """What chunks hold of the host's memory."""
+        """Host bytes of chunks."""
         return self.adam.host_bytes if self.adam is not None else 0
 
     @property
     def copied_bytes(self) -> tuple[int, int]:
-        """Bytes of activations that went to the host, and that came back, since the start."""
+        """Bytes of activations copied to the host, and back, since the start."""
         host = self.pipeline.stages[0].host
         return (0, 0) if host is None else (host.out_bytes, host.back_bytes)
 
     def state_bytes(self) -> Row:
-        """This rank's coordinates, and its predicted and measured bytes."""
-        pp, dp, tp = (self.ranks.coordinate(axis) for axis in ("pp", "dp", "tp"))
+        """Return this rank's coordinates with its predicted and measured bytes."""
+        pp, dp = self.ranks.coordinate("pp"), self.ranks.coordinate("dp")
         in_chunks = self.adam.state_bytes() if self.adam is not None else StateBytes()
         return (
-            (pp, dp, tp),
+            (pp, dp, self.ranks.coordinate("tp")),
             predicted_state_bytes(self.plan, pp, dp),
             self.meter.measured(self.optimizer) + in_chunks,
         )
@@ -230,8 +230,9 @@ class Trainer:
 def build_trainer(
     plan: Plan, options: Options, device: torch.device, progress: RankProgress | None = None
 ) -> Trainer:
-    """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises
-    ConfigError.
+    """Return this rank's trainer, in a process group of `plan.mesh.num_ranks` ranks.
+
+    Collective. Raises ConfigError.
     """
     return trainer_of(
         plan, options, ranks_of(plan, device), Meter(plan.training.precision), progress
@@ -239,7 +240,7 @@ def build_trainer(
 
 
 def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
-    """This rank's place in the mesh of the plan; collective."""
+    """Return this rank's place in the mesh of the plan. Collective."""
     mesh = init_device_mesh(
         device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp")
     )
@@ -258,11 +259,10 @@ def trainer_of(
     meter: Meter,
     progress: RankProgress | None = None,
 ) -> Trainer:
-    """The trainer of the rank at `ranks`; collective. Raises ConfigError."""
+    """Return the trainer of the rank at `ranks`. Collective. Raises ConfigError."""
     progress = progress or RankProgress()
     dp_rank = ranks.coordinate("dp")
-    # dropout: tensor-parallel ranks share their generator's state, since they hold the same
-    # residual stream
+    # Tensor-parallel ranks hold the same residual stream, so they draw the same dropout masks.
     torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))
     recorder = RunRecorder(ranks.device, options.steps if options.record else 0)
 
@@ -304,19 +304,19 @@ def trainer_of(
 
 
 def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
-    """The mesh with dp as (copies, shards) for every number of ranks that hold one copy of some
-    layer; collective.
+    """Return meshes with dp as (copies, shards), by number of ranks that hold one copy of a layer.
+
+    Collective.
     """
-    held_by = sorted(
-        {found.zero_ranks or plan.mesh.dp for found in plan.layer_plans.values() if found.zero}
-        - {plan.mesh.dp}
-    )
-    return {n: mesh._unflatten("dp", (plan.mesh.dp // n, n), ("copies", "shards")) for n in held_by}
+    dp = plan.mesh.dp
+    shards = {each.zero_ranks or dp for each in plan.layer_plans.values() if each.zero} - {dp}
+    return {n: mesh._unflatten("dp", (dp // n, n), ("copies", "shards")) for n in sorted(shards)}
 
 
 def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
-    """The ranks with the data-parallel ones as (those that hold the same experts, those that divide
-    them), neighbours dividing.
+    """Return the mesh with dp as (ranks that hold the same experts, ranks that divide them).
+
+    Neighbours divide the experts.
     """
     mesh = plan.mesh
     if mesh.ep == 1:

@@ -1,1 +1,1 @@
-"""A run is observed here: spans, memory and progress."""
+"""Observes a run: spans, memory and progress."""

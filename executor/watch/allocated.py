@@ -1,10 +1,9 @@
-"""What a CPU rank holds at the fullest moment of a step: the count that
-torch.cuda.max_memory_allocated has on GPUs.
+"""Peak bytes of a CPU rank in a step, which torch.cuda.max_memory_allocated counts on GPUs.
 
-torch's profiler sees every block that torch's CPU allocator hands out and takes back, those inside
-kernels too, but none from before it was started: what tensors hold then is counted by itself.
-Memory of Python, numpy and the libraries is not the allocator's. Measured on a step of 100 M
-parameters: 0.1 s beside 8.5 s, within the noise of the step.
+torch's profiler sees every block that torch's CPU allocator hands out and takes back, also inside
+kernels, but none from before the profiler started: tensors that were alive then are counted
+separately. Memory of Python, numpy and the libraries is not the allocator's. The count takes 0.1 s
+in a step of 8.5 s (measured, 100 M parameters), within the noise of the step.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_QUIET = (
-    "99"  # above all levels: the profiler's library says on stderr when it starts and when it ends
-)
+_QUIET = "99"  # above all levels: the profiler's library logs its start and end on stderr
 
 
 class PeakBytes:
-    """The bytes at the fullest moment inside `counted`; None until it was entered."""
+    """Peak bytes inside `counted`; None before it was entered."""
 
     def __init__(self) -> None:
         self.num_bytes: int | None = None
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what this thread allocates and frees. Of no effect inside a profile of one's own,
-        of which torch has one at a time.
+        """Count allocations and frees of this thread.
+
+        Has no effect inside a profile of the caller: torch runs one at a time.
         """
         if torch.autograd._profiler_enabled():
             yield
@@ -48,12 +46,12 @@ class PeakBytes:
 
 
 def _most(changes: Iterable[tuple[int, int]]) -> int:
-    """The most that was held at once of blocks whose end is among `changes`: their address, and
-    bytes, less than 0 where it ends.
+    """Return the peak bytes of blocks that are freed among `changes`.
 
-    Between two steps nothing is held but what was before: a block without an end was given back by
-    another thread, gloo's, with a collective that it was an argument of. Such blocks live as long
-    as the collective, and are left out.
+    A change is a block's address and its bytes, negative when the block is freed. A block that is
+    not freed here was freed by another thread: gloo's, with a collective that used the block. Such
+    blocks live as long as the collective and are left out. Between two steps a rank holds only the
+    states.
     """
     sizes: list[int] = []
     begun: dict[int, int] = {}
@@ -68,32 +66,33 @@ def _most(changes: Iterable[tuple[int, int]]) -> int:
 
 
 def _changes(seen: profile) -> list[tuple[int, int]]:
-    """Address and bytes of every block that this thread took and gave back, in their order."""
+    """Return address and bytes of every block that this thread took or gave back, in order."""
     assert seen.kineto_results is not None, "the profiler has ended"
-    found, left = [], list(seen.kineto_results.experimental_event_tree())
+    blocks = []
+    left = list(seen.kineto_results.experimental_event_tree())
     while left:
         event = left.pop()
         left += event.children
         if event.tag == _EventType.Allocation:
-            found.append(
+            blocks.append(
                 (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
             )
     return [
-        (address, num_bytes) for _, address, num_bytes in sorted(found, key=lambda event: event[0])
+        (address, num_bytes) for _, address, num_bytes in sorted(blocks, key=lambda event: event[0])
     ]
 
 
 def allocated_bytes(objects: Iterable[object]) -> int:
-    """Bytes that torch's CPU allocator gave the tensors among `objects`, each piece of memory once.
+    """Return bytes that torch's CPU allocator gave the tensors among `objects`, each storage once.
 
-    Memory that numpy made or a file is mapped to cannot be resized, which tells it apart.
+    Memory that numpy made or that maps a file cannot be resized, which tells it apart.
     """
     sizes: dict[int, int] = {}
-    for found in objects:
-        # by type: isinstance would ask proxies of other libraries what they are
-        if not issubclass(type(found), Tensor) or is_traceable_wrapper_subclass(found):
+    for candidate in objects:
+        # Checks the type: isinstance would call into proxies of other libraries.
+        if not issubclass(type(candidate), Tensor) or is_traceable_wrapper_subclass(candidate):
             continue
-        storage = found.untyped_storage()
+        storage = candidate.untyped_storage()
         if storage.device.type == "cpu" and storage.resizable():
             sizes[storage._cdata] = storage.size()
     return sum(sizes.values())

@@ -1,13 +1,15 @@
-"""How far a rank is: written by the thread that trains, by assignments alone, and read by the one
-that watches.
+"""The progress of a rank.
+
+The training thread writes it by assignments alone, and the watching thread reads it.
 """
 
 from __future__ import annotations
 
 
 class RankProgress:
-    """The step and micro-batch that a rank is in, from 0, and what it does there. `moves` counts
-    the changes.
+    """The step and micro-batch that a rank is in, from 0, and its current activity.
+
+    `moves` counts the changes.
     """
 
     __slots__ = ("doing", "micro_batch", "moves", "step")
@@ -24,15 +26,15 @@ class RankProgress:
         self.at("reads its batch")
 
     def end_micro_batch(self) -> None:
-        """A backward pass is over."""
+        """Note the end of a backward pass."""
         self.micro_batch += 1
         self.moves += 1
 
     def moved(self) -> None:
-        """A part of what it does is done."""
+        """Note that a part of the activity is done."""
         self.moves += 1
 
     def at(self, doing: str) -> None:
-        """`doing` starts with "waits" where it waits for others."""
+        """Set the activity; `doing` starts with "waits" if the rank waits for other ranks."""
         self.doing = doing
         self.moves += 1

@@ -1,11 +1,11 @@
 """Ends a run that no longer moves, with one error that names the rank that is behind.
 
 A thread of every rank writes its state to the job's store a few times a second. A rank that has not
-moved for half the timeout reads everybody's; when nobody has moved for the whole of it, the run
-ends on every rank that still can. Behind is a rank whose thread is silent too (stopped, dead, or in
-code that holds the interpreter), else one that does not wait for others, else the one that came
-least far; where it is said to be is where its last beat was. The same states say which rank died
-when a collective fails.
+moved for half the timeout reads the states of all ranks; if no rank has moved for the whole
+timeout, the run ends on every rank that still answers. The rank behind is one whose thread is
+silent too (stopped, dead, or in code that holds the interpreter), else one that does not wait for
+other ranks, else the one with the least progress; its last beat gives its position. The same states
+tell which rank died when a collective fails.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from parplan.profiles.errors import RunError
 
 BEAT_S = 0.2
 RANKS_PER_BEAT = 64  # more ranks write less often, so that their store has as little to do
-SLACK_S = 10.0  # the end comes at most so long after the timeout
-LOST_S = 1.5  # without a beat after a collective failed: gone
-# a thread that waits in a collective has one of these near the end of its stack
+SLACK_S = 10.0  # the run ends at most so long after the timeout
+LOST_S = 1.5  # a rank without a beat for so long after a failed collective is gone
+# A thread that waits in a collective has one of these files near the end of its stack.
 _COLLECTIVES = (
     "distributed_c10d",
     "_functional_collectives",
@@ -46,8 +46,11 @@ _LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What a rank says of itself. `idle_s` is the time since it moved; `place` is where its main
-    thread is.
+    """The state of a rank as it writes it.
+
+    idle_s  seconds since it moved
+    waits   True if it waits for other ranks
+    place   the code line of its main thread
     """
 
     beat: int
@@ -61,7 +64,7 @@ class RankState:
 
 
 class Watch:
-    """The watch of one rank. `store` must be its own connection: others may block in theirs."""
+    """The watch of one rank; `store` is a connection of its own, since other users may block."""
 
     def __init__(
         self, store: dist.Store, rank: int, mesh: Mesh, progress: RankProgress, timeout_s: float
@@ -72,9 +75,8 @@ class Watch:
         self.progress = progress
         self.timeout_s = timeout_s
         self.beat_s = min(BEAT_S * max(1.0, mesh.num_ranks / RANKS_PER_BEAT), SLACK_S / 4)
-        self.quiet_s = max(
-            5 * self.beat_s, min(timeout_s / 2, SLACK_S / 2)
-        )  # no beat for so long is no answer
+        # A rank without a beat for so long does not answer.
+        self.quiet_s = max(5 * self.beat_s, min(timeout_s / 2, SLACK_S / 2))
         self._beat = 0
         self._moved = (-1, time.monotonic())
         self._seen: dict[int, tuple[int, float]] = {}
@@ -83,27 +85,27 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch the thread that made the watch."""
+        """Watch the calling thread, which must have made the watch."""
         self._say()
         self._thread.start()
 
     def stop(self) -> None:
-        """The rank has come to its end, and does not count as silent from now on."""
+        """End the watch; the rank does not count as silent from now on."""
         self._stopped.set()
         self._thread.join()
 
     def claim(self) -> bool:
-        """Whether this rank is the first to end the run: the one that says why."""
+        """Return True if this rank is the first to end the run, so that it prints the reason."""
         try:
             return self.store.add("ends", 1) == 1
         except RuntimeError:  # the store went with the rank that held it
             return True
 
     def lost(self) -> str | None:
-        """After a collective failed: which rank is gone, or None if all are there. Takes a second
-        or two.
+        """Return which rank is gone after a collective failed, or None if all are there.
 
-        torchrun asks the ranks that are left to end; they do, when they have said this.
+        Takes a second or two. torchrun asks the remaining ranks to end, so SIGTERM is ignored if a
+        rank is gone: the caller can still print the answer.
         """
         if self.mesh.num_ranks == 1:
             return None
@@ -119,7 +121,8 @@ class Watch:
             signal.signal(signal.SIGTERM, before)
             return None
         rank = min(gone, key=lambda rank: not gone[rank].ended)
-        return f"{self._name(rank, len(gone) - 1)} {'ended' if gone[rank].ended else 'died'} in {_position(gone[rank])}"
+        how = "ended" if gone[rank].ended else "died"
+        return f"{self._name(rank, len(gone) - 1)} {how} in {_position(gone[rank])}"
 
     def _run(self) -> None:
         try:
@@ -129,58 +132,52 @@ class Watch:
                     self._look(idle_s)
             self._say(ended=True)
         except RuntimeError:
-            return  # no store: its holder has ended, which a collective will tell
+            return  # the store's holder has ended, so a collective will fail
 
     def _say(self, *, ended: bool = False) -> float:
-        """Write this rank's state; returns the seconds since it moved."""
+        """Write this rank's state; return the seconds since it moved."""
         progress, now = self.progress, time.monotonic()
         if progress.moves != self._moved[0]:
             self._moved = (progress.moves, now)
         idle_s = now - self._moved[1]
         stuck = idle_s >= self.timeout_s / 4
         self._beat += 1
-        self.store.set(
-            str(self.rank),
-            json.dumps(
-                asdict(
-                    RankState(
-                        beat=self._beat,
-                        step=progress.step,
-                        micro_batch=progress.micro_batch,
-                        doing=progress.doing,
-                        idle_s=idle_s,
-                        waits=stuck and self._waits(),
-                        place=_place(sys._current_frames()[self._main]) if stuck else "",
-                        ended=ended,
-                    )
-                )
-            ),
+        state = RankState(
+            beat=self._beat,
+            step=progress.step,
+            micro_batch=progress.micro_batch,
+            doing=progress.doing,
+            idle_s=idle_s,
+            waits=stuck and self._waits(),
+            place=_place(sys._current_frames()[self._main]) if stuck else "",
+            ended=ended,
         )
+        self.store.set(str(self.rank), json.dumps(asdict(state)))
         return idle_s
 
     def _waits(self) -> bool:
-        """Whether the main thread is inside a collective, or one of autograd's, which Python did
-        not start.
+        """Return True if the main thread is inside a collective, or a thread of autograd is.
+
+        Python did not start autograd's threads.
         """
         if self.progress.doing.startswith("waits"):
             return True
-        others = {thread.ident for thread in threading.enumerate()} - {
-            self._main
-        }  # this one, and the one that saves
+        # Python's other threads are the watch and the one that saves checkpoints.
+        excluded = {thread.ident for thread in threading.enumerate()} - {self._main}
         return any(
             _in_collective(frame)
             for ident, frame in sys._current_frames().items()
-            if ident not in others
+            if ident not in excluded
         )
 
     def _states(self) -> Iterator[tuple[int, RankState]]:
-        """The ranks that have ever said anything."""
+        """Yield the states of the ranks that have written any."""
         for rank in range(self.mesh.num_ranks):
             if self.store.check([str(rank)]):
                 yield rank, RankState(**json.loads(self.store.get(str(rank))))
 
-    def _look(self, own_idle_s: float) -> None:
-        """End the run if nobody has moved for the timeout."""
+    def _look(self, rank_idle_s: float) -> None:
+        """End the run if no rank has moved for the timeout."""
         now = time.monotonic()
         states = dict(self._states())
         for rank, state in states.items():
@@ -189,15 +186,16 @@ class Watch:
         silent = [rank for rank in states if now - self._seen[rank][1] >= self.quiet_s]
         idle_s = [state.idle_s for rank, state in states.items() if rank not in silent]
         if (
-            own_idle_s >= self.timeout_s
-            and min(idle_s, default=own_idle_s) >= self.timeout_s - 2 * self.beat_s
+            rank_idle_s >= self.timeout_s
+            and min(idle_s, default=rank_idle_s) >= self.timeout_s - 2 * self.beat_s
         ):
             self._end(self._verdict(states, silent))
 
     def _verdict(self, states: dict[int, RankState], silent: Sequence[int]) -> str:
         never = [rank for rank in range(self.mesh.num_ranks) if rank not in states]
         if never:
-            return f"{self._name(never[0], len(never) - 1)} has not started within {self.timeout_s:g} s"
+            name = self._name(never[0], len(never) - 1)
+            return f"{name} has not started within {self.timeout_s:g} s"
         running = [rank for rank, state in states.items() if not state.ended]
         gone = [rank for rank in running if rank in silent]
         busy = [rank for rank in running if not states[rank].waits]
@@ -208,23 +206,19 @@ class Watch:
         state = states[least]
         silence = "it does not answer, so it is stopped, dead or stuck outside Python"
         what = silence if gone else f"it {state.doing}{state.place}"
-        waiting = (
-            ""
-            if len(states) == 1
-            else "; the others wait for it"
-            if gone or busy
-            else "; all wait for one another"
-        )
+        waiting = ""
+        if len(states) > 1:
+            waiting = "; the others wait for it" if gone or busy else "; all wait for one another"
         name = self._name(least, len(gone) - 1)
-        return f"{name} has not moved since {_position(state)}, for {self.timeout_s:g} s: {what}{waiting}"
+        since = f"since {_position(state)}, for {self.timeout_s:g} s"
+        return f"{name} has not moved {since}: {what}{waiting}"
 
-    def _name(self, rank: int, others: int) -> str:
-        """A rank with its coordinates: the mesh counts tp first, then dp, then pp."""
+    def _name(self, rank: int, num_more: int) -> str:
+        """Return a rank with its coordinates: the mesh counts tp first, then dp, then pp."""
         rest, tp = divmod(rank, self.mesh.tp)
         pp, dp = divmod(rest, self.mesh.dp)
-        return (
-            f"rank {rank} (pp {pp}, dp {dp}, tp {tp}){f' and {others} more' if others > 0 else ''}"
-        )
+        more = f" and {num_more} more" if num_more > 0 else ""
+        return f"rank {rank} (pp {pp}, dp {dp}, tp {tp}){more}"
 
     def _end(self, text: str) -> None:
         if self.claim():
@@ -233,14 +227,15 @@ class Watch:
                 f"error: {text}\nhint: a longer --timeout lets a slow step end\n".encode(),
             )
         else:
-            time.sleep(self.beat_s)  # so that torchrun does not stop the one that speaks first
+            time.sleep(self.beat_s)  # torchrun must not stop the rank that prints the error first
         os._exit(RunError.exit_code)
 
 
 def _position(state: RankState) -> str:
     if state.step < 0:
         return "its start"
-    return f"step {state.step + 1}, {f'after micro-batch {state.micro_batch}' if state.micro_batch else 'micro-batch 1'}"
+    where = f"after micro-batch {state.micro_batch}" if state.micro_batch else "micro-batch 1"
+    return f"step {state.step + 1}, {where}"
 
 
 def _in_collective(frame: FrameType | None) -> bool:
@@ -254,18 +249,17 @@ def _in_collective(frame: FrameType | None) -> bool:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line that is not torch's or Python's own."""
+    """Return the innermost code line outside torch and Python's library."""
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
-    return (
-        ""
-        if frame is None
-        else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, {frame.f_code.co_name})"
-    )
+    if frame is None:
+        return ""
+    file = os.path.basename(frame.f_code.co_filename)
+    return f" ({file}:{frame.f_lineno}, {frame.f_code.co_name})"
 
 
 def own_connection(store: dist.Store) -> dist.Store:
-    """A second connection to the store of the job, in which nobody blocks."""
+    """Return a second connection to the job's store, in which no other user blocks."""
     store = store.clone()
     store.set_timeout(timedelta(seconds=SLACK_S))
     return store

@@ -150,7 +150,10 @@ def _ended(**values: object) -> Ended:
 
 
 GIVEN = Input(kind="x", number=0, arguments=("show", "p.yaml"))
-TRACEBACK = 'Traceback (most recent call last):\n  File "/home/x/planner/plan/plan.py", line 7, in read\n    x\nValueError: no\n'
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "/home/x/planner/plan/plan.py", line 7, '
+    "in read\n    x\nValueError: no\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -365,9 +368,18 @@ def test_a_plan_that_does_not_fit_together_is_refused_by_every_command(
 
 # The causes that a command line or its surroundings had
 LINES = {
-    "schedule-scp": "estimate --model gpt-tiny --gpus 8 --pp 2 --dp 4 --schedule scp --zero 3 --recompute full --micro-batch-size 1",
-    "schedule-early": "estimate --model gpt-tiny --gpus 8 --pp 2 --dp 4 --schedule early-recompute --zero 3 --recompute full",
-    "schedule-last": "estimate --model gpt-tiny --gpus 8 --pp 2 --dp 4 --schedule last-no-recompute --zero 3 --recompute full",
+    "schedule-scp": (
+        "estimate --model gpt-tiny --gpus 8 --pp 2 --dp 4 --schedule scp --zero 3 "
+        "--recompute full --micro-batch-size 1"
+    ),
+    "schedule-early": (
+        "estimate --model gpt-tiny --gpus 8 --pp 2 --dp 4 --schedule "
+        "early-recompute --zero 3 --recompute full"
+    ),
+    "schedule-last": (
+        "estimate --model gpt-tiny --gpus 8 --pp 2 --dp 4 --schedule "
+        "last-no-recompute --zero 3 --recompute full"
+    ),
     "one-recompute-level": "--model gpt-2.5b --gpus 1 --gpu cpu --recompute none --time-limit 1 -o p.yaml",
     "max-model-recompute": "max-model --hidden 64 --recompute full --gpus 1 --gpu cpu --time-limit 1",
     "ways-out-in-time": "--model gpt-2.5b --gpus 2 --gpu cpu --time-limit 1 -o p.yaml",

@@ -136,9 +136,9 @@ def test_a_row_ranks_behind_the_candidates_that_are_faster(small, candidates):
         placing.mesh_rank
         == len({candidate.layout.mesh for candidate in faster} - {placing.layout.mesh}) + 1
     )
-    assert placing.own is not None
-    assert placing.own.step_s <= placing.price.step_s * (1 + 1e-9)
-    assert candidates[placing.own_rank - 1] is placing.own
+    assert placing.best is not None
+    assert placing.best.step_s <= placing.price.step_s * (1 + 1e-9)
+    assert candidates[placing.best_rank - 1] is placing.best
 
 
 def test_a_row_that_is_not_legal_has_no_place(small, candidates):

@@ -102,9 +102,9 @@ def test_a_run_leaves_its_file_and_a_trace_and_shows_predicted_beside_measured(
     out = capsys.readouterr().out
     assert re.search(r"predicted +measured +off by\n +step, median of 2 ", out)
     assert (
-        f"wrote {tmp_path / 'run.json'}\nwrote {tmp_path / 't.json'}; open it in https://ui.perfetto.dev\n"
-        in out
-    )
+        f"wrote {tmp_path / 'run.json'}\nwrote {tmp_path / 't.json'}; open it in "
+        "https://ui.perfetto.dev\n"
+    ) in out
     run = read_run(tmp_path / "run.json")
     assert run.recorded_steps == 2
     assert run.the_plan() == read_plan(plan)
@@ -195,7 +195,8 @@ def test_a_disk_that_is_full_at_the_end_is_one_error(tmp_path, monkeypatch, caps
     assert _run(monkeypatch, plan, "--steps", 3) == 2
 
     assert capsys.readouterr().err == (
-        f"error: cannot write {tmp_path / 'run.json'}: No space left on device\nhint: choose another file with --run-json\n"
+        f"error: cannot write {tmp_path / 'run.json'}: No space left on device\nhint: "
+        "choose another file with --run-json\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
 

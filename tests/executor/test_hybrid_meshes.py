@@ -522,7 +522,7 @@ def of_blocks(plan: Plan, **changes: object) -> Plan:
     ],
 )
 def test_what_chunks_do_not_go_with_is_refused_with_the_nearest_plan(plan, message):
-    found = {refusal.found: rule.name for rule, refusal in refusals(plan)}
+    found = {refusal.problem: rule.name for rule, refusal in refusals(plan)}
 
     assert any(rule == "chunks" and message in text for text, rule in found.items())
     nearest = nearest_legal(plan)

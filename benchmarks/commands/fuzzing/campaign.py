@@ -1,5 +1,6 @@
-"""A campaign: how many inputs of each kind, run by several servers, judged, and the failures
-grouped with the smallest input of each.
+"""A campaign: inputs of each kind, run by several servers and judged.
+
+Failures are grouped by cause, with the smallest input of each.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from benchmarks.commands.fuzzing.seeds import RECIPES, Seeds
 from benchmarks.commands.fuzzing.server import Server
 from benchmarks.commands.fuzzing.verdicts import Verdict, judge
 
-WHOLE = 15_000  # what the weights of kinds add up to, about
+WHOLE = 15_000  # about the sum of the kinds' weights
 OnDone = Callable[["Result"], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """An input, how it ended, and what that is worth."""
+    """An input with its end and its verdict."""
 
     given: Input
     ended: Ended
@@ -42,8 +43,9 @@ class Group:
 
 
 def numbers(inputs: int, kinds: Sequence[Kind] = KINDS) -> list[tuple[Kind, int]]:
-    """The kind and number of each of `inputs` inputs, kinds in proportion to their weights and well
-    mixed.
+    """Return the kind and number of each of `inputs` inputs.
+
+    Kinds are in proportion to their weights and well mixed.
     """
     whole = sum(kind.weight for kind in kinds)
     shares = {kind.name: max(1, round(inputs * kind.weight / whole)) for kind in kinds}
@@ -58,8 +60,9 @@ def numbers(inputs: int, kinds: Sequence[Kind] = KINDS) -> list[tuple[Kind, int]
 def run(
     chosen: Sequence[tuple[Kind, int]], seed: int, seeds: Seeds, jobs: int, on_done: OnDone
 ) -> None:
-    """Run the inputs, those that need torch after the others; a hang is tried a second time,
-    alone.
+    """Run the inputs, those that need torch last.
+
+    A hang is tried a second time, alone.
     """
     for torch in (False, True):
         part = [(kind, number) for kind, number in chosen if kind.torch is torch]
@@ -69,7 +72,7 @@ def run(
 
 
 def make_seeds(kinds: Iterable[Kind], seeds: Seeds) -> None:
-    """Make what the kinds need and is not there."""
+    """Make the missing seeds of the kinds."""
     missing = seeds.missing(name for kind in kinds for name in kind.needs)
     if missing:
         with Server(torch=any(RECIPES[name].torch for name in missing)) as server:
@@ -86,7 +89,7 @@ def _run_part(
     *,
     torch: bool,
 ) -> list[Input]:
-    """Run inputs on `jobs` servers; those that hung come back and are not told yet."""
+    """Run inputs on `jobs` servers; return those that hung, without reporting them yet."""
     left: queue.SimpleQueue[tuple[Kind, int]] = queue.SimpleQueue()
     for each in part:
         left.put(each)
@@ -123,32 +126,30 @@ def _again(hung: Sequence[Input], on_done: OnDone, *, torch: bool) -> None:
 
 
 def grouped(failures: Iterable[Result]) -> list[Group]:
-    """Failures by cause, the largest group first."""
-    found: dict[tuple[str, str], list[Result]] = {}
+    """Return failures by cause, the largest group first."""
+    by_cause: dict[tuple[str, str], list[Result]] = {}
     for result in failures:
-        found.setdefault((result.verdict.failure, result.verdict.cause), []).append(result)
+        by_cause.setdefault((result.verdict.failure, result.verdict.cause), []).append(result)
     groups = [
         Group(
             failure=failure,
             cause=cause,
             results=tuple(sorted(results, key=lambda each: (each.given.size, each.given.name))),
         )
-        for (failure, cause), results in found.items()
+        for (failure, cause), results in by_cause.items()
     ]
     return sorted(groups, key=lambda group: (-len(group.results), group.failure, group.cause))
 
 
 def save(groups: Sequence[Group], folder: Path) -> None:
-    """Write the smallest input of each group into a folder of its own, with its command and its
-    output.
-    """
+    """Write the smallest input of each group into a folder, with its command and its output."""
     for place, group in enumerate(groups):
         name = re.sub(r"\W+", "-", f"{place:03} {group.failure} {group.cause}")[:80].strip("-")
         write_result(group.results[0], folder / name)
 
 
 def write_result(result: Result, folder: Path) -> None:
-    """The files, command and output of one input."""
+    """Write the files, command and output of one input."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in result.given.files.items():
         path = folder / "files" / name
@@ -165,5 +166,5 @@ def write_result(result: Result, folder: Path) -> None:
 
 
 def command(given: Input) -> str:
-    """The command line as a shell takes it."""
+    """Return the command line in a form for a shell."""
     return shlex.join((given.program.value, *given.arguments))

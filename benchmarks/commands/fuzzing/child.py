@@ -1,6 +1,4 @@
-"""What a fork does with an input: it becomes the process that a shell would have started, and ends
-as Python ends.
-"""
+"""The life of a fork: it becomes the process that a shell would start, and ends as Python ends."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ from benchmarks.commands.fuzzing.contained import contain
 from benchmarks.commands.fuzzing.inputs import Input, Program, Stream
 
 MEMORY_BYTES = 6 * 2**30
-FILE_BYTES = 2**30  # of one file that is written: a disk is not filled
-LOST = 120  # Python's exit code where standard output could not be written when it ended
+FILE_BYTES = 2**30  # the largest file that an input may write
+LOST = 120  # Python's exit code if it cannot write standard output at its end
 BROKEN = 99  # the fuzzer's own fault
 _MODULES = {Program.PLAN: "cli", Program.EXECUTOR: "executor"}
 
 
 def become(given: Input, folder: Path, logs: Path, stack: IO[str], dump_s: float) -> None:
-    """Run the input in `folder`, its output in `logs`; never returns, whatever happens."""
+    """Run the input in `folder` with its output in `logs`; never returns."""
     try:
         _prepare(given, folder, logs, stack, dump_s)
         code = _ended(_run(given))
@@ -84,8 +82,9 @@ def _environment(given: Input, folder: Path) -> None:
 def _stream(
     where: Stream, number: int, path: Path, encoding: str, errors: str
 ) -> io.TextIOWrapper | None:
-    """File descriptor `number` and the text stream over it, None where it is closed, as at the
-    start of an interpreter.
+    """Return file descriptor `number` with its text stream; None if it is closed.
+
+    An interpreter has the same at its start.
     """
     if where is Stream.CLOSED:
         os.close(number)
@@ -107,7 +106,7 @@ def _stream(
 
 
 def _run(given: Input) -> int:
-    """The exit code of the program, as the interpreter makes it of what was raised."""
+    """Return the exit code that the interpreter makes of the program's end."""
     sys.argv = [given.program.value, *given.arguments]
     sys.path.insert(0, os.getcwd())
     try:
@@ -150,9 +149,7 @@ def _rules(path: Path) -> None:
 
 
 def _ended(code: int) -> int:
-    """The end of an interpreter: threads are waited for, exit handlers run, what is buffered is
-    written.
-    """
+    """End like an interpreter: wait for threads, run exit handlers, write buffers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -160,13 +157,15 @@ def _ended(code: int) -> int:
         try:
             if stream is not None and not stream.closed:
                 stream.flush()
-        except AttributeError:  # click's wrapper of a stream that is closed
+        except AttributeError:  # click's wrapper of a closed stream
             continue
         except (OSError, ValueError) as error:
             with suppress(OSError, ValueError):
                 os.write(
                     2,
-                    f"Exception ignored in: {stream.name}\n{type(error).__name__}: {error}\n".encode(),
+                    (
+                        f"Exception ignored in: {stream.name}\n{type(error).__name__}: {error}\n"
+                    ).encode(),
                 )
             if stream is sys.stdout:
                 code = LOST

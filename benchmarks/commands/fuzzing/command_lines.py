@@ -1,5 +1,6 @@
-"""Command lines: every option of every command, found from click itself, with values that it should
-refuse or survive.
+"""Command lines: every option of every command with hostile values.
+
+The options come from click itself; a value should be refused or survived.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from benchmarks.commands.fuzzing.values import LONG, NAMES
 
 NEEDS = ("plan-pp2-tp2", "plan-chunks", "profile")
 TINY = "--model gpt-tiny --gpus 2 --gpu cpu"
-# a command line that works and is quick, of every command; a search has a time limit, since it may
-# take as long as it likes without
+# A quick command line that works, of every command. A search has a time limit, since it may take
+# any time without.
 BASES: tuple[str, ...] = (
     f"{TINY} --micro-batch-size 1 --recompute none --time-limit 1 -o out.yaml",
     f"{TINY} --time-limit 1 -o out.yaml",
@@ -47,14 +48,17 @@ BASES: tuple[str, ...] = (
     "profile --show h.yaml",
     "profile --diff h.yaml h.yaml",
     "profile --nccl-tests nccl.txt -o h.yaml",
-    "estimate --model gpt-tiny --gpus 2 --gpu cpu --pp 2 --global-batch-size 4 --schedule-file lists.csv",
+    (
+        "estimate --model gpt-tiny --gpus 2 --gpu cpu --pp 2 --global-batch-size 4 "
+        "--schedule-file lists.csv"
+    ),
 )
 MEASURES_NOT = {
     "--show",
     "--diff",
     "--nccl-tests",
     "--add",
-}  # without one of them `plan profile` measures for ten minutes
+}  # without any of them `plan profile` measures for ten minutes
 NUMBERS = (
     "0",
     "-1",
@@ -171,7 +175,7 @@ FORBIDDEN = (
 
 
 def make(chance: Random, seeds: Seeds) -> Mapping[str, object]:
-    """A base with one to four options put, changed or taken away."""
+    """Return a base with one to four options added, changed or removed."""
     arguments = shlex.split(chance.choice(BASES))
     command = _command_of(arguments)
     for _ in range(chance.choice((1, 1, 2, 2, 3, 4))):
@@ -190,13 +194,15 @@ def make(chance: Random, seeds: Seeds) -> Mapping[str, object]:
 
 
 def make_executor(chance: Random, seeds: Seeds) -> Mapping[str, object]:
-    """The executor's command line on a plan of one rank, or that of a check."""
+    """Return the executor's command line on a plan of one rank, or that of a check."""
     checks = chance.random() < 0.3
     arguments = shlex.split(
         "check plan.yaml" if checks else "plan.yaml --steps 1 --timeout 5 --no-record"
     )
     command = (
-        _main().commands["check"] if checks else importlib.import_module("parplan.executor").main
+        _main().commands["check"]
+        if checks
+        else importlib.import_module("parplan.executor.__main__").main
     )
     for _ in range(chance.choice((1, 1, 2, 3))):
         arguments = _changed(arguments, command, chance)
@@ -222,7 +228,7 @@ def _files(seeds: Seeds) -> Mapping[str, bytes]:
 
 
 def _passable(arguments: list[str]) -> tuple[str, ...]:
-    """A kernel passes no NUL."""
+    """Return the arguments without NUL, which no kernel passes."""
     return tuple(argument.replace("\0", "") for argument in arguments)
 
 
@@ -261,7 +267,7 @@ def _changed(arguments: list[str], command: click.Command, chance: Random) -> li
 
 
 def _odd(arguments: list[str], chance: Random) -> list[str]:
-    if arguments[0] == "profile":  # which would measure
+    if arguments[0] == "profile":  # it would measure
         return [*arguments, "--bogus"]
     return chance.choice(
         (

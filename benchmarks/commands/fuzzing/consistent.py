@@ -1,8 +1,7 @@
-"""Whether the parts of a plan's document fit together, from the document alone: nothing of the
-planner is imported.
+"""Consistency of a plan's document, from the document alone, without any import of the planner.
 
-This is the oracle of the fuzzer: a plan that breaks one of these must not end with exit code 0,
-whatever reads it.
+This is the oracle of the fuzzer: a plan that breaks one of these rules must not end with exit code
+0 in any command.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ ENDS = {"embedding": ("tokens",), "head": ("norm", "lm_head", "loss")}
 
 
 def problem_of(plan: Any) -> str:
-    """What does not fit together in a plan whose values have the right types; empty where all
-    does.
-    """
+    """Return the inconsistency of a plan whose values have the right types, or ""."""
     return next(_problems(plan), "")
 
 
@@ -49,7 +46,8 @@ def _problems(plan: Mapping[str, Any]) -> Iterator[str]:
 
 def _mesh(plan: Mapping[str, Any]) -> Iterator[str]:
     mesh, cluster = plan["mesh"], plan["cluster"]
-    pp, dp, tp, ep = mesh["pp"], mesh["dp"], mesh["tp"], mesh.get("ep", 1)
+    pp, dp = mesh["pp"], mesh["dp"]
+    tp, ep = mesh["tp"], mesh.get("ep", 1)
     if min(pp, dp, tp, ep) < 1:
         yield "a degree of the mesh is below 1"
         return
@@ -61,12 +59,11 @@ def _mesh(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _micro_batches(plan: Mapping[str, Any]) -> Iterator[str]:
-    pipeline, pp, dp = plan["pipeline"], plan["mesh"]["pp"], plan["mesh"]["dp"]
-    size, count, virtual = (
-        pipeline["micro_batch_size"],
-        pipeline["num_micro_batches"],
-        pipeline["virtual_stages"],
-    )
+    pipeline = plan["pipeline"]
+    pp, dp = plan["mesh"]["pp"], plan["mesh"]["dp"]
+    size = pipeline["micro_batch_size"]
+    count = pipeline["num_micro_batches"]
+    virtual = pipeline["virtual_stages"]
     schedule = pipeline["schedule"]
     if min(size, count, virtual) < 1:
         yield "a count of the pipeline is below 1"
@@ -104,9 +101,9 @@ def _shards(plan: Mapping[str, Any]) -> Iterator[str]:
             yield "a stage has no such zero, or recomputes a shard of another"
 
 
-def _gapless(found: list[Mapping[str, int]], size: int, what: str) -> Iterator[str]:
+def _gapless(spans: list[Mapping[str, int]], size: int, what: str) -> Iterator[str]:
     last = 0
-    for each in found:
+    for each in spans:
         if each["first"] != last or each["end"] <= last:
             yield f"{what} leave a gap at {last}"
             return
@@ -116,7 +113,8 @@ def _gapless(found: list[Mapping[str, int]], size: int, what: str) -> Iterator[s
 
 
 def _model(plan: Mapping[str, Any]) -> Iterator[str]:
-    model, training, mesh = plan["model"], plan["training"], plan["mesh"]
+    model, mesh = plan["model"], plan["mesh"]
+    training = plan["training"]
     if (
         min(
             model["num_layers"],
@@ -146,12 +144,13 @@ def _rank_of(plan: Mapping[str, Any], stage: int) -> int:
 
 
 def _stages(plan: Mapping[str, Any]) -> Iterator[str]:
-    stages, layer_plans, layers = plan["stages"], plan["layer_plans"], plan["model"]["num_layers"]
-    wanted = plan["mesh"]["pp"] * plan["pipeline"]["virtual_stages"]
-    if len(stages) != wanted:
-        yield f"{len(stages)} stages, pp x virtual stages is {wanted}"
+    stages, layer_plans = plan["stages"], plan["layer_plans"]
+    layers = plan["model"]["num_layers"]
+    num_stages = plan["mesh"]["pp"] * plan["pipeline"]["virtual_stages"]
+    if len(stages) != num_stages:
+        yield f"{len(stages)} stages, pp x virtual stages is {num_stages}"
     elif plan["pipeline"]["schedule"] != "custom" and [stage["rank"] for stage in stages] != [
-        _rank_of(plan, k) for k in range(wanted)
+        _rank_of(plan, k) for k in range(num_stages)
     ]:
         yield "stages are not on their ranks"
     runs = [run for stage in stages for run in stage["layers"]]
@@ -161,19 +160,16 @@ def _stages(plan: Mapping[str, Any]) -> Iterator[str]:
         return
     if not all(stage["layers"] for stage in stages):
         yield "a stage holds no layer"
-    last = -1  # the embedding's, blocks' and head's place in the model that is covered
+    last = -1  # the last covered layer: embedding, blocks, head
     for run in runs:
         kind, blocks = layer_plans[run["plan"]]["layer"], run.get("blocks")
         if (kind == "block") != (blocks is not None):
             yield f"{run['plan']} is of {kind}, it runs blocks {blocks}"
             return
-        first, end = (
-            (blocks[0] + 1, blocks[1] + 1)
-            if blocks is not None
-            else (0, 0)
-            if kind == "embedding"
-            else (layers + 1,) * 2
-        )
+        if blocks is not None:
+            first, end = blocks[0] + 1, blocks[1] + 1
+        else:
+            first = end = 0 if kind == "embedding" else layers + 1
         if first != last + 1 or end < first:
             yield f"layers {first} to {end} follow layer {last}"
             return
@@ -194,16 +190,19 @@ def _operators(model: Mapping[str, Any], layer: str) -> tuple[str, ...]:
 
 
 def _layer_plans(plan: Mapping[str, Any]) -> Iterator[str]:
-    dp, tp, model = plan["mesh"]["dp"], plan["mesh"]["tp"], plan["model"]
-    for name, found in plan["layer_plans"].items():
-        operators, ranks = found["operators"], found.get("zero_ranks")
-        if found["zero"] not in range(4):
-            yield f"{name} has zero {found['zero']}"
-        if found["zero"] and ranks and dp % ranks:
+    dp, tp = plan["mesh"]["dp"], plan["mesh"]["tp"]
+    model = plan["model"]
+    for name, layer_plan in plan["layer_plans"].items():
+        operators, ranks = layer_plan["operators"], layer_plan.get("zero_ranks")
+        if layer_plan["zero"] not in range(4):
+            yield f"{name} has zero {layer_plan['zero']}"
+        if layer_plan["zero"] and ranks and dp % ranks:
             yield f"{name} has zero_ranks {ranks} of dp {dp}"
         for key in ("recompute", "keep_on_host"):
             unknown = [
-                each for each in found.get(key, ()) if each not in _operators(model, found["layer"])
+                each
+                for each in layer_plan.get(key, ())
+                if each not in _operators(model, layer_plan["layer"])
             ]
             if unknown:
                 yield f"{name} has {key} {unknown[0]}"
@@ -213,11 +212,12 @@ def _layer_plans(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _chunks(plan: Mapping[str, Any]) -> Iterator[str]:
-    chunks, pp, dp = plan.get("chunks"), plan["mesh"]["pp"], plan["mesh"]["dp"]
+    chunks = plan.get("chunks")
+    pp, dp = plan["mesh"]["pp"], plan["mesh"]["dp"]
     if chunks is None:
         if any(
-            set(found.get("offload", ())) & {"optimizer", "parameters"}
-            for found in plan["layer_plans"].values()
+            set(layer_plan.get("offload", ())) & {"optimizer", "parameters"}
+            for layer_plan in plan["layer_plans"].values()
         ):
             yield "offload in chunks of a plan without chunks"
         return

@@ -1,9 +1,8 @@
-"""A process that can write nowhere but in its own folder, whoever it runs as (Landlock, of Linux
-5.13 and later), and reach no network.
+"""A process that can write only in its own folder, for any user, and reach no network.
 
-A fuzzer hands out paths such as /dev/full as outputs. A program that replaces what it writes would
-then replace the device itself, if root runs it; Landlock refuses that with EACCES, as it is refused
-to everybody else.
+Uses Landlock (Linux 5.13 and later). A fuzzer passes paths such as /dev/full as outputs. If root
+ran a program that replaces its output, the program would replace the device itself; Landlock
+refuses that with EACCES, as it is refused to any other user.
 """
 
 from __future__ import annotations
@@ -15,14 +14,17 @@ import socket
 import struct
 from pathlib import Path
 
-_CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls, the same on every architecture
+# System calls, equal on every architecture.
+_CREATE = 444
+_ADD = 445
+_RESTRICT = 446
 _VERSION = 1  # flag of _CREATE: answer the version instead
-_NO_NEW_PRIVILEGES = 38  # of prctl
-_BENEATH = 1  # kind of rule: a folder and all in it
+_NO_NEW_PRIVILEGES = 38  # an option of prctl
+_BENEATH = 1  # a rule for a folder and all in it
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 _MAKE_AND_REMOVE = sum(1 << bit for bit in range(4, 13))
-_REFER = 1 << 13  # to rename from folder to folder
-_FIRST_WITH = {_REFER: 2, _TRUNCATE: 3}  # version that knows it
+_REFER = 1 << 13  # renaming from folder to folder
+_FIRST_WITH = {_REFER: 2, _TRUNCATE: 3}  # the first version with each
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _INTERFACE_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
 DEVICES = ("/dev/null", "/dev/full", "/dev/tty")  # may be written to, not replaced
@@ -39,21 +41,23 @@ class _Rule(ctypes.Structure):
 
 
 def version() -> int:
-    """Of Landlock here; 0 where there is none."""
+    """Return the version of Landlock, or 0 without Landlock."""
     return max(0, _libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION)))
 
 
 def require() -> None:
-    """Raises RuntimeError where nothing holds a process back: root, without Landlock."""
+    """Raise RuntimeError if nothing confines a process: root, without Landlock."""
     if version() == 0 and os.geteuid() == 0:
         raise RuntimeError(
-            "the fuzzer writes to hostile paths, and this kernel has no Landlock: run it as another user than root"
+            "the fuzzer writes to hostile paths, and this kernel has no Landlock: "
+            "run it as another user than root"
         )
 
 
 def leave_the_network() -> None:
-    """From now on this process and its children see an interface of their own, the loopback;
-    without root, libraries are told so.
+    """Give this process and its children an interface of their own, the loopback.
+
+    Without root, libraries are told to stay offline.
     """
     if _libc().unshare(_NEW_NETWORK):
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -63,7 +67,7 @@ def leave_the_network() -> None:
 
 
 def contain(folder: Path) -> None:
-    """From now on this process and its children write in `folder` alone, and to a few devices."""
+    """Confine writes of this process and its children to `folder` and a few devices."""
     known = version()
     if not known:
         return

@@ -1,6 +1,4 @@
-"""One hostile input: the files of a folder, the command that reads them, and what its process finds
-around it.
-"""
+"""One hostile input: the files of a folder, the command that reads them, and its surroundings."""
 
 from __future__ import annotations
 
@@ -10,8 +8,9 @@ from enum import StrEnum
 
 
 class Program(StrEnum):
-    """What is run: `plan`, `python -m parplan.executor`, or the rules by which the executor refuses
-    a plan, without a run.
+    """The program of an input.
+
+    It is `plan`, `python -m parplan.executor`, or the executor's rules on a plan, without a run.
     """
 
     PLAN = "plan"
@@ -20,9 +19,7 @@ class Program(StrEnum):
 
 
 class Stream(StrEnum):
-    """Where standard output or standard error lead: to a file, to nothing, to a full disk, to a
-    reader that has left.
-    """
+    """The target of standard output or error: a file, nothing, a full disk, or a closed pipe."""
 
     FILE = "file"
     CLOSED = "closed"
@@ -32,13 +29,15 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One input. Files lie in the folder in which the program runs; `{name}` in arguments is never
-    expanded.
+    """One input, whose files lie in the program's working folder.
 
-    links: name -> target of a symbolic link; folders: empty ones; encoding: of standard output;
-    interrupt_s: when SIGINT arrives
-    inconsistent: why a plan's parts do not fit together, so that exit code 0 is wrong; empty where
-    they do
+    `{name}` in arguments is never expanded.
+
+    links         name -> target of a symbolic link
+    folders       empty folders
+    encoding      encoding of standard output
+    interrupt_s   the time of SIGINT
+    inconsistent  the inconsistency of the plan's parts, for which exit code 0 is wrong; "" without
     """
 
     kind: str
@@ -57,19 +56,21 @@ class Input:
 
     @property
     def name(self) -> str:
-        """The name by which `--replay` takes it."""
+        """The name that `--replay` takes."""
         return f"{self.kind}:{self.number}"
 
     @property
     def size(self) -> int:
-        """Bytes of the files that were made for it and of its arguments."""
+        """Bytes of the input's files and arguments."""
         return sum(map(len, self.files.values())) + sum(map(len, self.arguments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How the process of an input ended. code: exit code, minus the signal where one killed it;
-    stack: what faulthandler wrote.
+    """The end of an input's process.
+
+    code   exit code, minus the signal if one killed it
+    stack  the output of faulthandler
     """
 
     code: int

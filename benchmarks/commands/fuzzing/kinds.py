@@ -1,4 +1,4 @@
-"""Kinds of input: for each, how one is made of a seed, and how many of 15,000 are of it."""
+"""Kinds of input: the maker of each, and its number among 15,000 inputs."""
 
 from __future__ import annotations
 
@@ -54,8 +54,11 @@ CELLS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """`weight` is how many of 15,000 inputs are of this kind; needs: the seeds that `make` reads;
-    torch: of a server with it.
+    """A kind of input.
+
+    weight  its number among 15,000 inputs
+    needs   the seeds that `make` reads
+    torch   True if it needs a server with torch
     """
 
     name: str
@@ -66,17 +69,17 @@ class Kind:
 
 
 def build(kind: Kind, number: int, seed: int, seeds: Seeds) -> Input:
-    """The input of that number: the same for the same seed."""
+    """Return the input of that number, equal for equal seeds."""
     return Input(
         kind=kind.name, number=number, **kind.make(Random(f"{seed} {kind.name} {number}"), seeds)
     )  # type: ignore[arg-type]
 
 
 def _read_by(
-    commands: tuple[str, ...], name: str, content: bytes, chance: Random, **others: object
+    commands: tuple[str, ...], name: str, content: bytes, chance: Random, **fields: object
 ) -> Mapping[str, object]:
-    files = {name: content, **others.pop("files", {})}  # type: ignore[dict-item]
-    return {"arguments": tuple(shlex.split(chance.choice(commands))), "files": files, **others}
+    files = {name: content, **fields.pop("files", {})}  # type: ignore[dict-item]
+    return {"arguments": tuple(shlex.split(chance.choice(commands))), "files": files, **fields}
 
 
 def _model_yaml(chance: Random, _: Seeds) -> Mapping[str, object]:
@@ -112,7 +115,10 @@ def _cluster_yaml(chance: Random, _: Seeds) -> Mapping[str, object]:
         "estimate --model gpt-tiny --gpu c.yaml --gpus 2",
         "estimate --model gpt-tiny --cluster c.yaml --gpus 16 --tp 2 --pp 2 --zero 1",
         "explain --model gpt-tiny --cluster c.yaml --gpus 2 --tp 2",
-        f"--model gpt-tiny --cluster c.yaml --gpus 2 --micro-batch-size 1 --recompute none {LIMIT} -o p.yaml",
+        (
+            "--model gpt-tiny --cluster c.yaml --gpus 2 --micro-batch-size 1 --recompute "
+            f"none {LIMIT} -o p.yaml"
+        ),
         "estimate --model gpt-tiny --cluster c.yaml --gpus 2 --offload optimizer,parameters",
     )
     return _read_by(
@@ -130,7 +136,10 @@ def _stack_yaml(chance: Random, _: Seeds) -> Mapping[str, object]:
         f"estimate --model gpt-tiny {CPU} --stack s.yaml --tp 2 --zero 1 --pp 1",
         f"estimate --model gpt-tiny {CPU} --pp 2 --stack s.yaml",
         f"explain --model gpt-tiny {CPU} --tp 2 --stack s.yaml",
-        f"--model gpt-tiny {CPU} --stack s.yaml --micro-batch-size 1 --recompute none {LIMIT} -o p.yaml",
+        (
+            f"--model gpt-tiny {CPU} --stack s.yaml --micro-batch-size 1 --recompute none "
+            f"{LIMIT} -o p.yaml"
+        ),
     )
     return _read_by(
         commands,
@@ -190,21 +199,21 @@ def _plan_fields(chance: Random, seeds: Seeds) -> Mapping[str, object]:
 
 
 def _plan_run(chance: Random, seeds: Seeds) -> Mapping[str, object]:
-    found = _edited_plan((*DESCRIBED, *TRACED_PLANS), chance, seeds)
+    edited = _edited_plan((*DESCRIBED, *TRACED_PLANS), chance, seeds)
     how = chance.random()
     if how < 0.55:
-        return {**found, "program": Program.RULES, "arguments": ("p.yaml",)}
+        return {**edited, "program": Program.RULES, "arguments": ("p.yaml",)}
     return (
-        {**found, "arguments": ("check", "p.yaml")}
+        {**edited, "arguments": ("check", "p.yaml")}
         if how < 0.8
-        else {**found, "arguments": ("check", "p.yaml", "--rank", "0", "--json")}
+        else {**edited, "arguments": ("check", "p.yaml", "--rank", "0", "--json")}
     )
 
 
 def _plan_trained(chance: Random, seeds: Seeds) -> Mapping[str, object]:
-    found = _edited_plan(("plan-one", "plan-one", "traced-one"), chance, seeds)
+    edited = _edited_plan(("plan-one", "plan-one", "traced-one"), chance, seeds)
     return {
-        **found,
+        **edited,
         "program": Program.EXECUTOR,
         "arguments": ("p.yaml", "--steps", "1", "--timeout", "5", "--no-record"),
     }
@@ -238,7 +247,10 @@ def _profile(chance: Random, seeds: Seeds) -> Mapping[str, object]:
         "profile --diff good.yaml h.yaml",
         "estimate --model gpt-tiny --gpus 2 --profile h.yaml --force-profile",
         "estimate --model gpt-tiny --gpus 2 --profile h.yaml",
-        "estimate --model gpt-tiny --gpus 2 --gpu cpu --profile h.yaml --stack parplan --precision fp32",
+        (
+            "estimate --model gpt-tiny --gpus 2 --gpu cpu --profile h.yaml --stack "
+            "parplan --precision fp32"
+        ),
     )
     content = yaml_mutated(seeds.content(name), seeds.tree(name), chance)
     return _read_by(
@@ -332,7 +344,8 @@ def _npy(chance: Random) -> bytes:
     descr = chance.choice(
         ("'<u2'", "'<i4'", "'<f8'", "'|O'", "'>u2'", "[('a', '<u2')]", "'<U4'", "'x'", "3")
     )
-    header = f"{{'descr': {descr}, 'fortran_order': {chance.choice(('False', 'True', '0'))}, 'shape': {shape}, }}"
+    order = chance.choice(("False", "True", "0"))
+    header = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}"
     head = header.encode().ljust(117) + b"\n"
     return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + tokens()
 
@@ -340,8 +353,8 @@ def _npy(chance: Random) -> bytes:
 def _tokens(chance: Random, seeds: Seeds) -> Mapping[str, object]:
     name = chance.choice(("t.bin", "t.bin", "t.npy", "t.npz", "t", "t.json", "t.txt"))
     sidecar = (
-        b'{"dtype": "uint16", "count": 400, "documents": 1, "vocab_size": 256, "largest_id": 99, "tokenizer": "bytes", '
-        b'"end_of_document": 0}'
+        b'{"dtype": "uint16", "count": 400, "documents": 1, "vocab_size": 256, "largest_id": 99, '
+        b'"tokenizer": "bytes", "end_of_document": 0}'
     )
     files: dict[str, bytes] = {"p.yaml": seeds.content("plan-one")}
     good = (
@@ -399,9 +412,18 @@ def _tokenize(chance: Random, _: Seeds) -> Mapping[str, object]:
 def _schedule_csv(chance: Random, _: Seeds) -> Mapping[str, object]:
     pp, content = chance.choice(SCHEDULES)
     commands = (
-        f"estimate --model gpt-tiny --gpus {pp} --gpu cpu --pp {pp} --global-batch-size 4 --schedule-file s.csv",
-        f"estimate --model gpt-tiny --gpus 4 --gpu cpu --pp {pp} --global-batch-size 8 --schedule-file s.csv -o p.yaml",
-        f"estimate --model gpt-tiny --gpus {pp} --gpu cpu --pp {pp} --global-batch-size 4 --schedule-file s.csv --recompute full --zero 1",
+        (
+            f"estimate --model gpt-tiny --gpus {pp} --gpu cpu --pp {pp} "
+            "--global-batch-size 4 --schedule-file s.csv"
+        ),
+        (
+            f"estimate --model gpt-tiny --gpus 4 --gpu cpu --pp {pp} --global-batch-size "
+            "8 --schedule-file s.csv -o p.yaml"
+        ),
+        (
+            f"estimate --model gpt-tiny --gpus {pp} --gpu cpu --pp {pp} "
+            "--global-batch-size 4 --schedule-file s.csv --recompute full --zero 1"
+        ),
     )
     return _read_by(commands, "s.csv", bytes_mutated(content, chance), chance)
 

@@ -1,10 +1,10 @@
-"""Mutations of files: of bytes, of lines, and of the tree that a YAML or JSON document is."""
+"""Mutations of files: of bytes, of lines, and of the tree of a YAML or JSON document."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
@@ -12,13 +12,13 @@ import yaml
 
 from benchmarks.commands.fuzzing.values import JSON_RAW, LONG, NAMES, YAML_RAW, near, scalar
 
-_RAW = "Raw{}Text"  # stands in a tree for text that no dumper writes
+_RAW = "Raw{}Text"  # a placeholder in a tree for text that no dumper writes
 Path = tuple[Any, ...]
 Mutation = Callable[[bytes, Random], bytes]
 
 
 def flip(content: bytes, chance: Random) -> bytes:
-    """Some bits of it."""
+    """Flip some bits."""
     changed = bytearray(content)
     for _ in range(chance.choice((1, 1, 2, 8)) if changed else 0):
         changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
@@ -26,20 +26,20 @@ def flip(content: bytes, chance: Random) -> bytes:
 
 
 def truncate(content: bytes, chance: Random) -> bytes:
-    """Only its beginning, or its end."""
+    """Return only the beginning, or the end."""
     place = chance.randrange(len(content) + 1)
     return content[:place] if chance.random() < 0.8 else content[place:]
 
 
 def duplicate(content: bytes, chance: Random) -> bytes:
-    """A part of it several times."""
+    """Repeat a part several times."""
     start = chance.randrange(len(content) + 1)
     part = content[start : start + chance.choice((1, 10, 100, 1000))]
     return content[:start] + part * chance.choice((2, 3, 100)) + content[start:]
 
 
 def insert(content: bytes, chance: Random) -> bytes:
-    """Bytes that text should not have, somewhere."""
+    """Insert bytes that text should not have."""
     odd = chance.choice(
         (
             b"\0",
@@ -74,7 +74,7 @@ def insert(content: bytes, chance: Random) -> bytes:
 
 
 def recode(content: bytes, chance: Random) -> bytes:
-    """Another encoding, byte order mark or line end."""
+    """Change encoding, byte order mark or line ends."""
     return chance.choice(
         (
             b"\xef\xbb\xbf" + content,
@@ -91,7 +91,7 @@ def recode(content: bytes, chance: Random) -> bytes:
 
 
 def lines(content: bytes, chance: Random) -> bytes:
-    """A line left out, doubled or moved."""
+    """Remove, double or move a line."""
     rows = content.split(b"\n")
     place = chance.randrange(len(rows))
     row = rows.pop(place)
@@ -101,7 +101,7 @@ def lines(content: bytes, chance: Random) -> bytes:
 
 
 def digits(content: bytes, chance: Random) -> bytes:
-    """One number of the text another."""
+    """Change one number of the text."""
     places = [place for place, byte in enumerate(content) if 48 <= byte <= 57]
     if not places:
         return content
@@ -116,33 +116,31 @@ BYTES: tuple[Mutation, ...] = (flip, truncate, duplicate, insert, recode, lines,
 
 
 def bytes_mutated(content: bytes, chance: Random) -> bytes:
-    """One or two mutations of bytes."""
+    """Apply one or two mutations of bytes."""
     for _ in range(chance.choice((1, 1, 2))):
         content = chance.choice(BYTES)(content, chance)
     return content
 
 
 def paths(tree: Any, here: Path = ()) -> list[Path]:
-    """Every place in a tree, the root first."""
-    inner = (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    )
+    """Return every place in a tree, the root first."""
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        inner = tree.items()
+    elif isinstance(tree, list):
+        inner = enumerate(tree)
     return [here, *(path for key, value in inner for path in paths(value, (*here, key)))]
 
 
 def at(tree: Any, path: Path) -> Any:
-    """What stands there."""
+    """Return the value at a place."""
     for key in path:
         tree = tree[key]
     return tree
 
 
 def put(tree: Any, path: Path, value: Any) -> Any:
-    """The tree with `value` there."""
+    """Return the tree with `value` at a place."""
     if not path:
         return value
     at(tree, path[:-1])[path[-1]] = value
@@ -150,7 +148,7 @@ def put(tree: Any, path: Path, value: Any) -> Any:
 
 
 def tree_mutated(tree: Any, chance: Random, raw: list[str], raws: tuple[str, ...]) -> Any:
-    """One change of a tree; text that no dumper writes goes to `raw`."""
+    """Apply one change to a tree; text that no dumper writes is added to `raw`."""
     known = paths(tree)
     path = chance.choice(known[1:] or known)
     value, holder = at(tree, path), at(tree, path[:-1]) if path else None
@@ -187,8 +185,8 @@ def tree_mutated(tree: Any, chance: Random, raw: list[str], raws: tuple[str, ...
     elif change == "nest":
         tree = put(tree, path, _nested(value, chance))
     elif change == "swap":
-        other = chance.choice(known)
-        tree = put(tree, path, copy.deepcopy(at(tree, other)))
+        source = chance.choice(known)
+        tree = put(tree, path, copy.deepcopy(at(tree, source)))
     elif change == "list" and isinstance(value, list):
         tree = put(tree, path, _list_changed(value, chance))
     elif change == "extra" and isinstance(value, dict):
@@ -297,7 +295,7 @@ JSON_WHOLE = (
 
 
 def yaml_mutated(content: bytes, tree: Any, chance: Random) -> bytes:
-    """A YAML file with one to three mutations, of its tree, its text or both."""
+    """Apply one to three mutations to a YAML file: to its tree, its text or both."""
     how = chance.random()
     if how < 0.05:
         return chance.choice(YAML_WHOLE).encode("utf-8", "surrogatepass")
@@ -317,7 +315,7 @@ def yaml_mutated(content: bytes, tree: Any, chance: Random) -> bytes:
 
 
 def json_mutated(content: bytes, tree: Any, chance: Random) -> bytes:
-    """A JSON file likewise."""
+    """Apply one to three mutations to a JSON file: to its tree, its text or both."""
     how = chance.random()
     if how < 0.05:
         return chance.choice(JSON_WHOLE).encode("utf-8", "surrogatepass")

@@ -1,5 +1,6 @@
-"""Plans that parse and do not fit together: one or two numbers, names or lists of a valid plan are
-others.
+"""Plans that parse and do not fit together.
+
+One or two numbers, names or lists of a valid plan are changed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PLACED = (
 
 
 def number(old: int, chance: Random) -> int:
-    """Another whole number, most often a small one."""
+    """Return another whole number, most often a small one."""
     small = chance.choice((0, 1, 2, 3, 4, 5, 7, 8, 16, -1, old + 1, old - 1, 2 * old, old // 2))
     return chance.choice(INTEGERS) if chance.random() < 0.12 else small
 
@@ -49,11 +50,11 @@ def _mesh(plan: Any, chance: Random) -> None:
 
 
 def _traded(plan: Any, chance: Random) -> None:
-    """A factor of one axis to another: the number of ranks stays."""
-    one, other = chance.sample(("pp", "dp", "tp"), 2)
-    if plan["mesh"][one] % 2 == 0:
-        plan["mesh"][one] //= 2
-        plan["mesh"][other] *= 2
+    """Move a factor from one axis to another; the number of ranks stays."""
+    giver, taker = chance.sample(("pp", "dp", "tp"), 2)
+    if plan["mesh"][giver] % 2 == 0:
+        plan["mesh"][giver] //= 2
+        plan["mesh"][taker] *= 2
 
 
 def _cluster(plan: Any, chance: Random) -> None:
@@ -114,7 +115,7 @@ def _model(plan: Any, chance: Random) -> None:
 def _layer_plan(plan: Any, chance: Random) -> None:
     if "layer_plans" not in plan:
         return
-    found = plan["layer_plans"][chance.choice(sorted(plan["layer_plans"]))]
+    layer_plan = plan["layer_plans"][chance.choice(sorted(plan["layer_plans"]))]
     key = chance.choice(
         (
             "zero",
@@ -128,20 +129,20 @@ def _layer_plan(plan: Any, chance: Random) -> None:
             "operators",
         )
     )
-    operators = found["operators"]
+    operators = layer_plan["operators"]
     if key == "zero":
-        found[key] = number(found[key], chance)
+        layer_plan[key] = number(layer_plan[key], chance)
     elif key == "zero_ranks":
-        found[key] = number(found[key] or 1, chance)
+        layer_plan[key] = number(layer_plan[key] or 1, chance)
     elif key in ("recompute", "keep_on_host"):
         known = [*operators, "attention_core", "", "fc9", "lm_head"]
-        found[key] = [chance.choice(known) for _ in range(chance.choice((1, 2, 5)))]
+        layer_plan[key] = [chance.choice(known) for _ in range(chance.choice((1, 2, 5)))]
     elif key == "offload":
-        found[key] = chance.choices(OFFLOAD, k=chance.choice((1, 2, 3)))
+        layer_plan[key] = chance.choices(OFFLOAD, k=chance.choice((1, 2, 3)))
     elif key == "layer":
-        found[key] = chance.choice(("block", "embedding", "head"))
+        layer_plan[key] = chance.choice(("block", "embedding", "head"))
     elif key == "sequence_parallel":
-        found[key] = not found[key]
+        layer_plan[key] = not layer_plan[key]
     elif operators:
         _operator(operators, chance)
 
@@ -237,7 +238,7 @@ def _predicted(plan: Any, chance: Random) -> None:
 
 
 def _module(plan: Any, chance: Random) -> None:
-    """Another module, most of which are none."""
+    """Set another module; most names are no modules."""
     plan["module"] = {
         "factory": chance.choice(
             (
@@ -278,15 +279,13 @@ EDITS: tuple[Edit, ...] = (
 
 
 def edited(plan: Any, chance: Random) -> Any:
-    """A copy of a plan's document with one to three edits, at least one of which changed
-    something.
-    """
+    """Return a copy of a plan's document with one to three edits, at least one effective."""
     for _ in range(20):
         changed = copy.deepcopy(plan)
         for _ in range(chance.choice((1, 1, 1, 2, 3))):
             with suppress(
                 IndexError, KeyError, TypeError, ValueError
-            ):  # an earlier edit has left nothing for this one
+            ):  # an earlier edit removed the target of this one
                 chance.choice(EDITS)(changed, chance)
         if changed != plan:
             return changed

@@ -1,6 +1,4 @@
-"""Valid files of every kind, made once by the program itself; every mutation starts from one of
-them.
-"""
+"""Valid files of every kind, made once by the program itself; every mutation starts from one."""
 
 from __future__ import annotations
 
@@ -25,8 +23,10 @@ GPT = "gpt-tiny"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a seed is made: by `make`, or by a command that writes `output` from the seeds in `needs`
-    and the files in `files`.
+    """The making of a seed.
+
+    It is `make`, or a command that writes `output` from the seeds in `needs` and the files in
+    `files`.
     """
 
     command: str = ""
@@ -35,7 +35,7 @@ class Recipe:
     program: Program = Program.PLAN
     needs: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
+    more_outputs: tuple[str, ...] = ()
     torch: bool = False
 
 
@@ -199,13 +199,22 @@ NCCL = (
     "\n".join(
         (
             "# Collective test starting: all_reduce_perf",
-            "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 268435456 step: 256(factor) warmup iters: 5 iters: 30 agg iters: 1 validation: 1",
+            (
+                "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 268435456 step: "
+                "256(factor) warmup iters: 5 iters: 30 agg iters: 1 validation: 1"
+            ),
             "#",
             "# Using devices",
             _RANKS,
             "#",
-            "#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong",
-            "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)       ",
+            (
+                "#       size         count      type   redop    root     time   algbw   "
+                "busbw #wrong     time   algbw   busbw #wrong"
+            ),
+            (
+                "#        (B)    (elements)                               (us)  (GB/s)  "
+                "(GB/s)            (us)  (GB/s)  (GB/s)       "
+            ),
             _nccl_row(2**20, 40.0),
             _nccl_row(2**24, 150.0),
             _nccl_row(2**28, 2000.0),
@@ -267,8 +276,8 @@ TRACED_PLANS: Mapping[str, Recipe] = {
 
 
 def _own_profile() -> bytes:
-    """The profile of a machine that nobody has, with a few records of every kind."""
-    from parplan.profiles.machines.machine_catalog import cluster_document
+    """Return the profile of an invented machine, with a few records of every kind."""
+    from parplan.profiles.catalog import cluster_document
     from parplan.profiles.machines.shipped_profiles import shipped_profile
     from parplan.profiles.machines.user_profile import (
         PROFILE_VERSION,
@@ -304,12 +313,12 @@ def _own_profile() -> bytes:
 
 
 def _comm_file() -> bytes:
-    """The file of parplan.profiles.profile_comm, with the records of nccl-tests."""
+    """Return a file of parplan.profiles.profile_comm with the records of nccl-tests."""
     from parplan.profiles.documents.schema import document
     from parplan.profiles.profiler.communication.comm_file import COMM_VERSION, CommFile
     from parplan.profiles.profiler.communication.nccl_tests import nccl_tests_records
 
-    found = CommFile(
+    file = CommFile(
         comm_version=COMM_VERSION,
         date="2026-11-21",
         device="NVIDIA A100-SXM4-80GB",
@@ -319,7 +328,7 @@ def _comm_file() -> bytes:
         ranks_per_node=8,
         records=tuple(nccl_tests_records(NCCL.decode())),
     )
-    return yaml.safe_dump(document(found), sort_keys=False, width=120).encode()
+    return yaml.safe_dump(document(file), sort_keys=False, width=120).encode()
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -346,7 +355,7 @@ RECIPES: Mapping[str, Recipe] = {
         program=Program.EXECUTOR,
         needs={"plan.yaml": "plan-one"},
         torch=True,
-        others=("saved/step-000002/.metadata", "saved/step-000002/__0_0.distcp"),
+        more_outputs=("saved/step-000002/.metadata", "saved/step-000002/__0_0.distcp"),
     ),
     "plan-profiled": _estimate(
         "--gpus 2 --dp 2 --profile mine.yaml --force-profile", needs={"mine.yaml": "profile"}
@@ -355,13 +364,13 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 class Seeds:
-    """The seeds in a folder, made where they are missing."""
+    """The seeds in a folder; missing ones are made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def missing(self, names: Iterable[str]) -> set[str]:
-        """Of these, and of those that they are made of, the seeds that are not there."""
+        """Return the missing seeds among these and their ingredients."""
         known = {name for name in names if not (self.folder / name).exists()}
         return known | (
             self.missing(needed for name in known for needed in RECIPES[name].needs.values())
@@ -370,7 +379,7 @@ class Seeds:
         )
 
     def make(self, name: str, server: Server) -> None:
-        """Make a seed, and those that it needs. Raises RuntimeError where the program did not."""
+        """Make a seed and its ingredients. Raises RuntimeError if the program fails."""
         recipe = RECIPES[name]
         if (self.folder / name).exists():
             return
@@ -388,46 +397,46 @@ class Seeds:
             arguments=tuple(shlex.split(recipe.command)),
             files=files,
         )
-        ended = server.run(given, (recipe.output, *recipe.others))
+        ended = server.run(given, (recipe.output, *recipe.more_outputs))
         if ended.code or recipe.output not in ended.files:
             raise RuntimeError(
                 f"{name}: {recipe.command}: {ended.code}\n{ended.stdout}{ended.stderr}{ended.stack}"
             )
-        for number, other in enumerate(recipe.others):
-            (self.folder / f"{name}-{number}").write_bytes(ended.files[other])
+        for number, output in enumerate(recipe.more_outputs):
+            (self.folder / f"{name}-{number}").write_bytes(ended.files[output])
         (self.folder / name).write_bytes(ended.files[recipe.output])
 
     @functools.cache  # noqa: B019 - a run has one of these
     def content(self, name: str) -> bytes:
-        """The bytes of a seed."""
+        """Return the bytes of a seed."""
         return (self.folder / name).read_bytes()
 
     @functools.cache  # noqa: B019
     def tree(self, name: str) -> Any:
-        """The document of a seed, which no caller changes."""
+        """Return the document of a seed, which no caller changes."""
         return parsed(self.content(name))
 
 
 def parsed(content: bytes) -> Any:
-    """A YAML or JSON document."""
+    """Return a YAML or JSON document."""
     return yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 @functools.cache
 def shipped(folder: str, name: str) -> bytes:
-    """A packaged YAML."""
+    """Return a packaged YAML file."""
     return (ROOT / "configs" / folder / f"{name}.yaml").read_bytes()
 
 
 @functools.cache
 def shipped_tree(folder: str, name: str) -> Any:
-    """Its document."""
+    """Return the document of a packaged YAML file."""
     return parsed(shipped(folder, name))
 
 
 @functools.cache
 def measured_steps() -> bytes:
-    """The head of the shipped table of measured steps, of several sources."""
+    """Return the head of the shipped table of measured steps, of several sources."""
     rows = (
         (ROOT / "profiles" / "data" / "published_steps.csv").read_bytes().splitlines(keepends=True)
     )
@@ -435,5 +444,5 @@ def measured_steps() -> bytes:
 
 
 def tokens(dtype: str = "uint16", count: int = 400) -> bytes:
-    """Token ids below 100."""
+    """Return token ids below 100."""
     return (np.arange(count) % 100).astype(dtype).tobytes()

@@ -1,11 +1,11 @@
-"""A process that has imported the program once and forks for every input: milliseconds in place of
-a start of Python.
+"""A process that imports the program once and forks for every input.
 
     with Server(torch=False) as server:
         ended = server.run(given)
 
-The server is `python -m benchmarks.commands.fuzzing.server`; requests and answers go over its
-standard input and output, as Python's multiprocessing sends objects.
+A fork takes milliseconds, unlike a start of Python. The server is `python -m
+benchmarks.commands.fuzzing.server`; requests and answers go over its standard input and output, in
+the format of Python's multiprocessing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from benchmarks.commands.fuzzing.inputs import Ended, Input
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 20.0
-DUMP_S = LIMIT_S - 1.0  # when faulthandler says where a process hangs
-MOST_TEXT = 400_000  # characters of an output that are kept
+DUMP_S = LIMIT_S - 1.0  # when faulthandler dumps the stack of a hanging process
+MOST_TEXT = 400_000  # most characters of an output
 PACKAGES = ("profiles", "costmodels", "planner")
 WITH_TORCH = ("executor",)
 WITH_TRANSFORMERS = (
@@ -44,10 +44,10 @@ WITH_TRANSFORMERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """An input, and the files that it is expected to leave, which come back."""
+    """An input, and the names of files that it should leave and that are returned."""
 
     given: Input
-    wanted: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 class Server:
@@ -55,12 +55,13 @@ class Server:
 
     def __init__(self, *, torch: bool) -> None:
         flags = ["--torch"] if torch else []
-        (asked, self._requests), (self._answers, answered) = Pipe(duplex=False), Pipe(duplex=False)
+        request_end, self._requests = Pipe(duplex=False)
+        self._answers, answer_end = Pipe(duplex=False)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.commands.fuzzing.server", *flags],
             cwd=ROOT,
-            stdin=asked.fileno(),
-            stdout=answered.fileno(),
+            stdin=request_end.fileno(),
+            stdout=answer_end.fileno(),
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
@@ -69,17 +70,17 @@ class Server:
             },
             start_new_session=True,
         )
-        asked.close()
-        answered.close()
+        request_end.close()
+        answer_end.close()
 
-    def run(self, given: Input, wanted: tuple[str, ...] = ()) -> Ended:
-        """How the input ended, with the files in `wanted` that it left."""
-        self._requests.send(Request(given=given, wanted=wanted))
+    def run(self, given: Input, outputs: tuple[str, ...] = ()) -> Ended:
+        """Return the end of the input, with the files in `outputs` that it left."""
+        self._requests.send(Request(given=given, outputs=outputs))
         ended: Ended = self._answers.recv()
         return ended
 
     def close(self) -> None:
-        """End the server, and whatever it left."""
+        """End the server and remove its files."""
         self._requests.close()
         self._answers.close()
         with suppress(subprocess.TimeoutExpired):
@@ -96,10 +97,12 @@ class Server:
 
 
 def run_one(request: Request, folder: Path) -> Ended:
-    """Fork for an input in a folder of its own, wait at most LIMIT_S, and kill what is left of its
-    process group.
+    """Fork for an input in a folder of its own.
+
+    Waits at most LIMIT_S, then kills the rest of its process group.
     """
-    given, work, logs = request.given, folder / "work", folder / "logs"
+    given = request.given
+    work, logs = folder / "work", folder / "logs"
     work.mkdir()
     logs.mkdir()
     (folder / "tmp").mkdir()
@@ -124,7 +127,7 @@ def run_one(request: Request, folder: Path) -> Ended:
         cpu_s=used.ru_utime + used.ru_stime,
         hung=hung,
         files={
-            name: (work / name).read_bytes() for name in request.wanted if (work / name).is_file()
+            name: (work / name).read_bytes() for name in request.outputs if (work / name).is_file()
         },
     )
 
@@ -141,7 +144,7 @@ def _fill(given: Input, work: Path) -> None:
 
 
 def _waited(pid: int, interrupt_s: float | None) -> bool:
-    """Wait for a process; whether it had to be killed."""
+    """Wait for a process; return True if it had to be killed."""
     handle = os.pidfd_open(pid)
     try:
         poll = select.poll()
@@ -176,9 +179,7 @@ def _text(path: Path) -> str:
 
 
 def _preload(*, torch: bool) -> None:
-    """Import all modules of the program, and fill the caches that every process would fill for
-    itself.
-    """
+    """Import all modules of the program, and fill the caches that every process would fill."""
     _import_all(PACKAGES)
     for name in ("cli", "rich.console", "rich.table", "rich.progress", "yaml", "pulp"):
         importlib.import_module(name)
@@ -199,7 +200,7 @@ def _import_all(packages: tuple[str, ...]) -> None:
             if parts[-1] == "__main__":
                 continue
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            with suppress(ImportError):  # what needs torch, where it is not asked for
+            with suppress(ImportError):  # modules that need torch
                 if "torch" in sys.modules or not _needs_torch(path):
                     importlib.import_module(name)
 
@@ -244,21 +245,22 @@ def serve(requests: Connection, answers: Connection) -> None:
 
 def _next(requests: Connection) -> Request | None:
     try:
-        found = requests.recv()
+        request = requests.recv()
     except EOFError:
         return None
-    assert isinstance(found, Request)
-    return found
+    assert isinstance(request, Request)
+    return request
 
 
 def main() -> None:
-    """Standard input and output belong to the protocol, under other descriptors, so that a fork
-    cannot write into it.
+    """Serve over other descriptors than standard input and output.
+
+    A fork then cannot write into the protocol.
     """
     requests, answers = (
         Connection(os.dup(0), writable=False),
         Connection(os.dup(1), readable=False),
-    )  # no program inherits them
+    )  # no child inherits them
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)

@@ -1,5 +1,7 @@
-"""What a process finds around it: closed and full streams, other encodings, no home, odd terminals,
-interrupts, folders without room.
+"""Surroundings of a process.
+
+They are closed and full streams, other encodings, no home, odd terminals, interrupts, and folders
+without room.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ RANKS: tuple[Mapping[str, str | None], ...] = (
 
 
 def make(chance: Random, seeds: Seeds) -> Mapping[str, object]:
-    """A sound command in odd surroundings."""
+    """Return a sound command in odd surroundings."""
     files = {
         "plan.yaml": seeds.content("plan-pp2-tp2"),
         "chunks.yaml": seeds.content("plan-chunks"),
@@ -98,7 +100,7 @@ def make(chance: Random, seeds: Seeds) -> Mapping[str, object]:
         ),
         "target.yaml": b"old",
     }
-    found: dict[str, object] = {
+    fields: dict[str, object] = {
         "arguments": tuple(shlex.split(chance.choice(COMMANDS))),
         "files": files,
         "links": {"link.yaml": "target.yaml", "full": "/dev/full"},
@@ -106,12 +108,12 @@ def make(chance: Random, seeds: Seeds) -> Mapping[str, object]:
         **_streams(chance),
     }
     if chance.random() < 0.15:
-        found["interrupt_s"] = chance.choice((0.01, 0.05, 0.1, 0.2, 0.4, 0.8))
-    return found
+        fields["interrupt_s"] = chance.choice((0.01, 0.05, 0.1, 0.2, 0.4, 0.8))
+    return fields
 
 
 def make_torch(chance: Random, seeds: Seeds) -> Mapping[str, object]:
-    """The executor on one rank, and a check, in odd surroundings."""
+    """Return the executor on one rank, or a check, in odd surroundings."""
     files = {"plan.yaml": seeds.content("plan-one")}
     if chance.random() < 0.3:
         return {

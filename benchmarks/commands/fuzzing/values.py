@@ -1,6 +1,4 @@
-"""Hostile values: what a scalar of YAML or JSON, a number of a command line, or a name may be and
-should not.
-"""
+"""Hostile values of YAML or JSON scalars, of numbers on a command line, and of names."""
 
 from __future__ import annotations
 
@@ -82,8 +80,7 @@ FLOATS = (
     1e300,
     1.7976931348623157e308,
 )
-# texts that a parser of YAML or JSON may take for something else, or choke on; written without
-# quotes
+# Texts that a parser of YAML or JSON may misread or fail on; written without quotes.
 YAML_RAW = (
     ".inf",
     "-.inf",
@@ -197,7 +194,7 @@ JSON_RAW = (
 
 
 def scalar(chance: Random) -> object:
-    """A number, name or small collection that is seldom what a key needs."""
+    """Return a number, name or small collection that a key seldom needs."""
     pick = chance.random()
     if pick < 0.40:
         return chance.choice(INTEGERS)
@@ -225,11 +222,11 @@ def scalar(chance: Random) -> object:
 
 
 def near(value: object, chance: Random) -> object:
-    """A value of the same kind, a little or far away."""
+    """Return a value of the same kind, a little or far away."""
     if isinstance(value, bool) or value is None:
         return chance.choice((True, False, None, 0, 1, "true"))
     if isinstance(value, int):
-        others = (
+        neighbours = (
             value + 1,
             value - 1,
             value * 2,
@@ -240,7 +237,7 @@ def near(value: object, chance: Random) -> object:
             value * 10,
             value + 7,
         )
-        return chance.choice((*others, chance.choice(INTEGERS)))
+        return chance.choice((*neighbours, chance.choice(INTEGERS)))
     if isinstance(value, float):
         return chance.choice(
             (value * 2, value / 2, -value, 0.0, value * 1e6, value * 1e-6, chance.choice(FLOATS))

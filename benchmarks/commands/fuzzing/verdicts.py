@@ -1,4 +1,4 @@
-"""What an ended process is worth: fine, or one of the ways to fail, grouped by their cause."""
+"""The verdict on an ended process: fine, or one of the failures, grouped by cause."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.commands.fuzzing.inputs import Ended, Input, Program, Stream
 
 FINE = (0, 2, 3, 4, 5, 130)
 WITH_ERROR = (2, 3, 4)
-READER_LEFT = (120, 141)  # what a pipe without a reader may end in
+READER_LEFT = (120, 141)  # exit codes of a pipe without a reader
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
 _ERROR = re.compile(
     r"^(\w[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*|[\w.]+: .*)$", re.MULTILINE
@@ -21,8 +21,11 @@ _OWN = re.compile(r"/(?:cli\w*\.py|(?:planner|executor|profiles|costmodels|confi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`failure` is a class of failures, empty where the input was handled; `cause` groups them;
-    notes are no failures.
+    """A verdict.
+
+    failure  the class of failures; "" if the input was handled
+    cause    groups the failures
+    notes    remarks that are no failures
     """
 
     failure: str = ""
@@ -31,7 +34,7 @@ class Verdict:
 
 
 def judge(given: Input, ended: Ended) -> Verdict:
-    """The first failure, worst first."""
+    """Return the first failure, worst first."""
     if given.interrupt_s is not None and _starting(ended):
         return Verdict(notes=("interrupted before the command began",))
     for failure, cause in (
@@ -47,7 +50,7 @@ def judge(given: Input, ended: Ended) -> Verdict:
 
 
 def _starting(ended: Ended) -> bool:
-    """Whether SIGINT came while Python still imported the command, which no command can answer."""
+    """Return True if SIGINT came while Python imported the command, which no command can handle."""
     interrupted = ended.code == 1 and ended.stderr.rstrip().endswith("KeyboardInterrupt")
     return interrupted and "click/core.py" not in ended.stderr
 
@@ -72,9 +75,9 @@ def _text(ended: Ended) -> tuple[str, str]:
             return "traceback", f"{kind} {_last(tail)}"
         if "Exception ignored" in text:
             return "traceback", _normal(text[text.index("Exception ignored") :])
-        found = _WARNING.search(text)
-        if found:
-            return "warning", _normal(found[1])
+        warning = _WARNING.search(text)
+        if warning:
+            return "warning", _normal(warning[1])
     return "", ""
 
 
@@ -92,15 +95,16 @@ def _code(given: Input, ended: Ended) -> tuple[str, str]:
 
 
 def _errors(given: Input, ended: Ended) -> tuple[str, str]:
-    """Exactly one line that begins with error:, where an error is what happened and standard error
-    can be read.
+    """Check for exactly one line that begins with error:.
+
+    Applies if an error occurred and standard error can be read.
     """
     if given.stderr is not Stream.FILE or ended.code not in WITH_ERROR:
         return "", ""
     count = len(_lines(ended.stderr, "error:"))
     if count == 1 or (
         count == 0 and "check" in given.arguments and ended.stdout
-    ):  # a check's verdict is its result
+    ):  # a check's verdict is a result, no error
         return "", ""
     return f"{count} error lines", f"{_command(given)}: {_normal(_first(ended.stderr))}"
 
@@ -147,27 +151,25 @@ def _command(given: Input) -> str:
 
 
 def _last(tail: str) -> str:
-    layouts = _FRAME.findall(tail)
-    own = [layout for layout in layouts if _OWN.search(layout[0])]
-    if not layouts:
+    frames = _FRAME.findall(tail)
+    ours = [frame for frame in frames if _OWN.search(frame[0])]
+    if not frames:
         return "no frame"
-    shown = _frame(layouts[-1])
-    return shown if layouts[-1] in own[-1:] or not own else f"{_frame(own[-1])} > {shown}"
+    shown = _frame(frames[-1])
+    return shown if frames[-1] in ours[-1:] or not ours else f"{_frame(ours[-1])} > {shown}"
 
 
 def _innermost(stack: str, otherwise: str) -> str:
-    """The innermost of our own layouts that faulthandler wrote, which writes the innermost
-    first.
-    """
-    layouts = _FRAME.findall(stack.partition("Current thread")[2] or stack)
-    own = [layout for layout in layouts if _OWN.search(layout[0]) and "fuzzing" not in layout[0]]
-    if not layouts:
+    """Return the innermost of our own frames in a stack of faulthandler, innermost first."""
+    frames = _FRAME.findall(stack.partition("Current thread")[2] or stack)
+    ours = [frame for frame in frames if _OWN.search(frame[0]) and "fuzzing" not in frame[0]]
+    if not frames:
         return otherwise
-    return _frame(own[0]) if own else _frame(layouts[0])
+    return _frame(ours[0]) if ours else _frame(frames[0])
 
 
-def _frame(found: tuple[str, str, str]) -> str:
-    path, line, name = found
+def _frame(frame: tuple[str, str, str]) -> str:
+    path, line, name = frame
     for part in ("/site-packages/", "/lib/python3"):
         if part in path:
             return f"{path.rpartition(part)[2]} {name}"
@@ -188,6 +190,6 @@ def _first(text: str) -> str:
 
 
 def _normal(text: str) -> str:
-    """A line without what differs between inputs of one cause."""
+    """Return a line without the parts that differ between inputs of one cause."""
     line = text.splitlines()[0] if text else ""
     return re.sub(r"'[^']*'|\"[^\"]*\"|-?\d[\d.,e+]*", "_", line)[:110]

@@ -1,8 +1,8 @@
-"""What counts as an attack: a strategy within the pins of the request that estimate prices and the
-executor runs.
+"""The strategies that count as an attack.
 
-What the search leaves out on purpose and says so is here, in one table with where it is said;
-nothing else is excused.
+A strategy counts within the pins of the request if `estimate` prices it and the executor runs it.
+One table lists the documented exclusions of the search with their documentation; no other strategy
+is excused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from parplan.commands.requests.described import Question
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout, Strategy
@@ -21,16 +22,13 @@ from parplan.planner.candidates.enumeration import (
 )
 from parplan.planner.candidates.stack_rules import lacking_schedule
 from parplan.planner.request import Constraints
-from parplan.planner.request import Request as PlanningRequest
 from parplan.profiles.divisors import divisors
 from parplan.profiles.models.operator_graph import LayerKind
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A part of the space that the search does not have: why, where a user reads it, and what
-    belongs to it.
-    """
+    """A part of the space outside the search: the reason, its documentation, and a test for it."""
 
     reason: str
     said: str
@@ -51,18 +49,21 @@ def _gathers_ahead(strategy: Strategy, pins: Constraints) -> bool:
 
 
 def _split_and_again(strategy: Strategy, pins: Constraints) -> bool:
-    again = (
+    recomputed = (
         choice.recompute
         for stage in strategy.stages
         for choice in stage
         if choice.kind is LayerKind.BLOCK
     )
-    return strategy.layout.splits_backward and any(names not in ((), "none") for names in again)
+    return strategy.layout.splits_backward and any(
+        names not in ((), "none") for names in recomputed
+    )
 
 
 def _uneven_chunks(strategy: Strategy, pins: Constraints) -> bool:
-    """Whether the stages between the first and the last hold different numbers of blocks under the
-    interleaved schedule.
+    """Return True if inner stages of the interleaved schedule differ in their number of blocks.
+
+    Inner stages are all between the first and the last.
     """
     counts = [sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in strategy.stages]
     middle = counts[1:-1] or counts
@@ -92,12 +93,12 @@ LEFT_OUT = (
 
 
 def left_out(strategy: Strategy, pins: Constraints) -> LeftOut | None:
-    """The entry of the table that a strategy belongs to, or None."""
+    """Return the entry of the table that a strategy belongs to, or None."""
     return next((entry for entry in LEFT_OUT if entry.has(strategy, pins)), None)
 
 
 def zero_stages(layout: ParallelLayout, pins: Constraints) -> tuple[int, ...]:
-    """The ZeRO stages that layers of `layout` may have."""
+    """Return the ZeRO stages that layers of `layout` may have."""
     if layout.mesh.dp == 1:
         return (0,)
     allowed = pins.resolved().zero or (0, 1, 2, 3)
@@ -108,17 +109,17 @@ def zero_stages(layout: ParallelLayout, pins: Constraints) -> tuple[int, ...]:
     )
 
 
-def _meshes(asked: PlanningRequest, pins: Constraints) -> Iterator[Mesh]:
-    gpus = asked.cluster.num_gpus
+def _meshes(request: Question, pins: Constraints) -> Iterator[Mesh]:
+    gpus = request.cluster.num_gpus
     for tp in divisors(gpus):
         if illegal_tensor_parallel(
-            tp, asked.model, asked.cluster, across_nodes=pins.tp_across_nodes
+            tp, request.model, request.cluster, across_nodes=pins.tp_across_nodes
         ):
             continue
         for pp in divisors(gpus // tp):
-            for ep in expert_degrees(gpus // tp // pp, asked.model):
+            for ep in expert_degrees(gpus // tp // pp, request.model):
                 mesh = Mesh(pp=pp, dp=gpus // tp // pp, tp=tp, ep=ep)
-                if not illegal_expert_parallel(mesh, asked.model):
+                if not illegal_expert_parallel(mesh, request.model):
                     yield mesh
 
 
@@ -134,7 +135,8 @@ def _schedules(mesh: Mesh, num_layers: int) -> Iterator[tuple[Schedule, int]]:
 
 
 def _within(layout: ParallelLayout, pins: Constraints) -> bool:
-    mesh, pipelined, divided = layout.mesh, layout.mesh.pp > 1, layout.mesh.tp > 1
+    mesh = layout.mesh
+    pipelined, divided = mesh.pp > 1, mesh.tp > 1
     values = {
         "pp": mesh.pp,
         "dp": mesh.dp,
@@ -158,19 +160,20 @@ def _within(layout: ParallelLayout, pins: Constraints) -> bool:
     )
 
 
-def layouts(asked: PlanningRequest, pins: Constraints) -> Iterator[ParallelLayout]:
-    """Every layout within the pins that estimate prices, and at no higher level of sub-pipelining
-    than the stack runs, or pins say.
+def layouts(request: Question, pins: Constraints) -> Iterator[ParallelLayout]:
+    """Yield every layout within the pins that `estimate` prices.
+
+    The level of sub-pipelining is at most the level of the stack, or of the pins.
     """
     levels = (
-        range(asked.training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
+        range(request.training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
     )
-    for mesh in _meshes(asked, pins):
-        if asked.training.global_batch_size % mesh.dp:
+    for mesh in _meshes(request, pins):
+        if request.training.global_batch_size % mesh.dp:
             continue
-        per_replica = asked.training.global_batch_size // mesh.dp
+        per_replica = request.training.global_batch_size // mesh.dp
         for micro_batch_size in divisors(per_replica):
-            for schedule, virtual_stages in _schedules(mesh, asked.model.num_layers):
+            for schedule, virtual_stages in _schedules(mesh, request.model.num_layers):
                 for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
                     for level in levels if mesh.tp > 1 else (0,):
                         layout = ParallelLayout(
@@ -182,8 +185,8 @@ def layouts(asked: PlanningRequest, pins: Constraints) -> Iterator[ParallelLayou
                             sequence_parallel=sequence_parallel,
                             tp_overlap=level,
                         )
-                        reason = lacking_schedule(layout, asked.training.stack) or illegal_layout(
-                            layout, asked.model, asked.training
+                        reason = lacking_schedule(layout, request.training.stack) or illegal_layout(
+                            layout, request.model, request.training
                         )
                         if not reason and _within(layout, pins) and zero_stages(layout, pins):
                             yield layout

@@ -1,4 +1,4 @@
-"""How a strategy differs from another, in words: what the attack changed."""
+"""The difference between two strategies in words: the change that the attack made."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from parplan.planner.candidates.enumeration import layout_text
 
 
 def kinds(plan: Strategy, attack: Strategy) -> tuple[str, ...]:
-    """What differs: the layout's choices, else blocks by stage, ZeRO stages, recompute, and the
-    ends.
+    """Return the kinds of difference.
+
+    They are the layout's choices or, with equal layouts, blocks by stage, ZeRO stages, recompute,
+    and the ends.
     """
     if plan.layout != attack.layout:
         return tuple(_frame_kinds(plan.layout, attack.layout))
-    found = ["blocks moved"] if block_counts(plan) != block_counts(attack) else []
+    different = ["blocks moved"] if block_counts(plan) != block_counts(attack) else []
     for name, part in (
         ("zero", lambda c: c.zero),
         ("recompute", lambda c: c.recompute),
         ("division", lambda c: c.sharding),
     ):
         if Counter(map(part, _blocks(plan))) != Counter(map(part, _blocks(attack))):
-            found.append(name)
+            different.append(name)
     if _ends(plan) != _ends(attack):
-        found.append("ends")
-    return tuple(found) or ("order",)
+        different.append("ends")
+    return tuple(different) or ("order",)
 
 
-def _frame_kinds(one: ParallelLayout, other: ParallelLayout) -> Iterator[str]:
+def _frame_kinds(before: ParallelLayout, after: ParallelLayout) -> Iterator[str]:
     names = {
         "mesh": "mesh",
         "schedule": "schedule",
@@ -39,7 +41,9 @@ def _frame_kinds(one: ParallelLayout, other: ParallelLayout) -> Iterator[str]:
         "sequence_parallel": "sequence parallel",
         "tp_overlap": "tp overlap",
     }
-    yield from (text for name, text in names.items() if getattr(one, name) != getattr(other, name))
+    yield from (
+        text for name, text in names.items() if getattr(before, name) != getattr(after, name)
+    )
 
 
 def _blocks(strategy: Strategy) -> Iterator[LayerChoice]:
@@ -53,7 +57,7 @@ def _ends(strategy: Strategy) -> tuple[int, ...]:
 
 
 def text(strategy: Strategy) -> str:
-    """The layout, and by pipeline rank the runs of equal blocks."""
+    """Return the layout and, by pipeline rank, the runs of equal blocks as text."""
     layout = strategy.layout
     stages = [f"{stage}: {_stage_text(layers)}" for stage, layers in enumerate(strategy.stages)]
     embedding, head = _ends(strategy)

@@ -1,5 +1,7 @@
-"""Hill climbing from a strategy that fits: runs of blocks on other choices, as many as fit, and
-random changes to start again from.
+"""Hill climbing from a strategy that fits.
+
+A step puts a run of blocks on another choice, as many as fit. A climb starts again after a random
+change.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.plan.prediction import Objective
 
 BETTER = 1e-9  # relative: what is closer is equal
-TRIED = 60  # runs of blocks of one strategy
-MOST_CARRIED = 80  # blocks of one strategy that change stages
-PATIENCE = 12  # changes that may each fail before the climb starts from the best again
+TRIED = 60  # most runs of blocks tried from one strategy
+MOST_CARRIED = 80  # most moves of a block tried from one strategy
+PATIENCE = 12  # changes that fail in a row before the climb returns to the best
 
 Alike = Callable[
     [LayerChoice, LayerChoice], bool
@@ -39,23 +41,25 @@ def any_change(old: LayerChoice, new: LayerChoice) -> bool:
 
 
 def no_change(old: LayerChoice, new: LayerChoice) -> bool:
-    """Blocks keep their choice."""
+    """Return False: blocks keep their choice."""
     return False
 
 
 def same_recompute(old: LayerChoice, new: LayerChoice) -> bool:
-    """Only the ZeRO stage differs."""
+    """Return True if only the ZeRO stage differs."""
     return replace(new, zero=old.zero) == old
 
 
 def same_zero(old: LayerChoice, new: LayerChoice) -> bool:
-    """Only what runs again, and how operators are divided, differs."""
+    """Return True if only recompute and the division of operators differ."""
     return old.zero == new.zero
 
 
 class Climb:
-    """Climbs from one strategy to another; `counts` says which strategies may be stepped on, `runs`
-    which of them the executor runs.
+    """Climbs from one strategy to another.
+
+    counts  says which strategies the climb may visit
+    runs    says which of them the executor runs
     """
 
     def __init__(
@@ -67,41 +71,39 @@ class Climb:
         runs: Callable[[Strategy], bool],
         alike: Alike = any_change,
     ) -> None:
-        self.prices, self.palette, self.chance, self.counts, self.runs, self.alike = (
-            prices,
-            palette,
-            chance,
-            counts,
-            runs,
-            alike,
-        )
+        self.prices = prices
+        self.palette = palette
+        self.chance = chance
+        self.counts = counts
+        self.runs = runs
+        self.alike = alike
 
     def from_(self, start: Candidate, evaluations: int, *, moves_blocks: bool = True) -> Candidate:
-        """The best strategy that so many evaluations find."""
+        """Return the best strategy within so many evaluations."""
         stop = self.prices.evaluations + evaluations
         here, failed = self.uphill(start, stop, moves_blocks=moves_blocks), 0
         best = here if self.runs(here.strategy) else start
         while self.prices.evaluations < stop:
-            before, changed = (
-                self.prices.evaluations,
-                self._changed(here.strategy, moves_blocks=moves_blocks),
-            )
-            found = self._step(changed, None) if changed else None
-            if found is not None:
-                found = self.uphill(found, stop, moves_blocks=moves_blocks)
-            self.prices.evaluations += (
-                self.prices.evaluations == before
-            )  # a strategy seen before counts too, or the climb may not end
-            if found is not None and _better(found, best) and self.runs(found.strategy):
-                best, here, failed = found, found, 0
+            before = self.prices.evaluations
+            changed = self._changed(here.strategy, moves_blocks=moves_blocks)
+            stepped = self._step(changed, None) if changed else None
+            if stepped is not None:
+                stepped = self.uphill(stepped, stop, moves_blocks=moves_blocks)
+            if self.prices.evaluations == before:
+                self.prices.evaluations += 1  # else the climb may not end
+            if stepped is not None and _better(stepped, best) and self.runs(stepped.strategy):
+                best = here = stepped
+                failed = 0
             else:
                 failed += 1
-                here = found if found is not None and failed % PATIENCE else best
+                here = stepped if stepped is not None and failed % PATIENCE else best
         return best
 
     def uphill(self, here: Candidate, stop: int, *, moves_blocks: bool) -> Candidate:
-        """Run after run of blocks on another choice, or block after block to another stage, while
-        that is better.
+        """Climb to a local optimum.
+
+        Run after run of blocks goes to another choice, or block after block to another stage, while
+        that improves the strategy.
         """
         moved = True
         while moved and self.prices.evaluations < stop:
@@ -109,9 +111,9 @@ class Climb:
             for changed in chain(
                 self._runs(here.strategy), self._carries(here.strategy) if moves_blocks else ()
             ):
-                found = self._step(changed, here)
-                if found is not None and _better(found, here):
-                    here, moved = found, True
+                stepped = self._step(changed, here)
+                if stepped is not None and _better(stepped, here):
+                    here, moved = stepped, True
                     break
                 if self.prices.evaluations >= stop:
                     break
@@ -126,8 +128,9 @@ class Climb:
         )
 
     def _runs(self, strategy: Strategy) -> Iterator[Strategy]:
-        """As many blocks of a group of stages as fit on a choice that is faster, in random order,
-        the largest gain first within three.
+        """Yield strategies with as many blocks of a group of stages as fit on a faster choice.
+
+        The order is random, the largest gain first within three.
         """
         tried = [
             (gain * self.chance.uniform(0.3, 1.0), group, old, new)
@@ -136,14 +139,16 @@ class Climb:
             for new in self._offered(strategy, group)
             if (gain := self._gain(strategy, old, new)) > 0 and self.alike(old, new)
         ]
-        for _, group, old, new in sorted(tried, key=lambda one: -one[0])[:TRIED]:
+        for _, group, old, new in sorted(tried, key=lambda gain: -gain[0])[:TRIED]:
             changed = self._filled(strategy, group, old, new)
             if changed != strategy:
                 yield changed
 
     def _carries(self, strategy: Strategy) -> Iterator[Strategy]:
-        """One block from any stage to any other, in random order, neighbours first; where the
-        device has no room, on leaner choices.
+        """Yield strategies with one block moved from any stage to any other.
+
+        The order is random, neighbours first. If the device has no room, blocks move to leaner
+        choices.
         """
         stages = range(len(strategy.stages))
         pairs = [(giver, taker) for giver in stages for taker in stages if giver != taker]
@@ -158,9 +163,7 @@ class Climb:
         ranks = {strategy.layout.rank_of(stage) for stage in group}
         offered = [self.palette.choices(strategy.layout, rank) for rank in ranks]
         return (
-            tuple(
-                choice for choice in offered[0] if all(choice in others for others in offered[1:])
-            )
+            tuple(choice for choice in offered[0] if all(choice in rest for rest in offered[1:]))
             if len(ranks) > 1
             else offered[0]
         )
@@ -175,15 +178,15 @@ class Climb:
     def _filled(
         self, strategy: Strategy, group: tuple[int, ...], old: LayerChoice, new: LayerChoice
     ) -> Strategy:
-        """On every rank of a group as many blocks on the new choice as fit its device."""
+        """Return the strategy with as many blocks on `new` as fit, on every rank of a group."""
         last = self.chance.random() < 0.5
         for rank in dict.fromkeys(strategy.layout.rank_of(stage) for stage in group):
-            own = [stage for stage in group if strategy.layout.rank_of(stage) == rank]
-            count = max(sum(choice == old for choice in strategy.stages[stage]) for stage in own)
+            stages = [stage for stage in group if strategy.layout.rank_of(stage) == rank]
+            count = max(sum(choice == old for choice in strategy.stages[stage]) for stage in stages)
             kept = strategy
 
-            def with_new(count: int, own: list[int] = own, kept: Strategy = kept) -> Strategy:
-                return retuned(kept, own, old, new, count, last=last)
+            def with_new(count: int, stages: list[int] = stages, kept: Strategy = kept) -> Strategy:
+                return retuned(kept, stages, old, new, count, last=last)
 
             fitting = most(
                 lambda n, rank=rank, made=with_new: self.prices.fits(made(n), rank), count
@@ -196,7 +199,9 @@ class Climb:
         return strategy
 
     def _changed(self, strategy: Strategy, *, moves_blocks: bool) -> Strategy | None:
-        """A random change: blocks to a neighbouring stage, a run of blocks on any choice, or an
+        """Return a random change, or None.
+
+        It moves blocks to a neighbouring stage, puts a run of blocks on any choice, or sets an
         end's ZeRO stage.
         """
         kind = self.chance.random()
@@ -230,29 +235,31 @@ class Climb:
         return moved if self.prices.fits(moved, rank) else self.relieved(moved, rank)
 
     def relieved(self, strategy: Strategy, rank: int, tries: int = 6) -> Strategy | None:
-        """Blocks of one rank on another choice, as few as fit, at the least cost of some random
-        choices; None where none fits.
+        """Return the strategy with blocks of one rank on another choice, as few as fit.
+
+        The choice is the cheapest of some random ones; None if none fits.
         """
-        own, found = strategy.layout.stages_of(rank), []
-        olds = choices_of(strategy, own)
+        stages = strategy.layout.stages_of(rank)
+        relieved = []
+        olds = choices_of(strategy, stages)
         for _ in range(tries):
             old, new = (
                 self.chance.choice(olds),
                 self.chance.choice(self.palette.choices(strategy.layout, rank)),
             )
-            count = max(sum(choice == old for choice in strategy.stages[stage]) for stage in own)
+            count = max(sum(choice == old for choice in strategy.stages[stage]) for stage in stages)
             if old == new or not self.prices.fits(
-                retuned(strategy, own, old, new, count, last=True), rank
+                retuned(strategy, stages, old, new, count, last=True), rank
             ):
                 continue
             least = fewest(
                 lambda n, o=old, w=new: self.prices.fits(
-                    retuned(strategy, own, o, w, n, last=True), rank
+                    retuned(strategy, stages, o, w, n, last=True), rank
                 ),
                 count,
             )  # type: ignore[misc]
-            found.append(retuned(strategy, own, old, new, least, last=True))
-        return min(found, key=self.prices.work_s, default=None)
+            relieved.append(retuned(strategy, stages, old, new, least, last=True))
+        return min(relieved, key=self.prices.work_s, default=None)
 
     def _other_ends(self, strategy: Strategy) -> Strategy:
         stages = [choice.zero for choice in self.palette.choices(strategy.layout, 0)]
@@ -263,10 +270,8 @@ class Climb:
         return with_ends(strategy, embedding, embedding if alike else self.chance.choice(stages))
 
 
-def _better(one: Candidate, other: Candidate) -> bool:
-    """Whether one is below the other in value, or as good with less work."""
-    if one.value < other.value - BETTER * abs(other.value):
+def _better(a: Candidate, b: Candidate) -> bool:
+    """Return True if `a` is below `b` in value, or as good with less work."""
+    if a.value < b.value - BETTER * abs(b.value):
         return True
-    return one.value <= other.value + BETTER * abs(other.value) and one.work_s < other.work_s * (
-        1 - BETTER
-    )
+    return a.value <= b.value + BETTER * abs(b.value) and a.work_s < b.work_s * (1 - BETTER)

@@ -1,5 +1,7 @@
-"""Local changes of a strategy: other choices for some blocks of some stages, blocks that change
-stages, and the ends' ZeRO stages.
+"""Local changes of a strategy.
+
+Some blocks of some stages get other choices, blocks change stages, and the ends get other ZeRO
+stages.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ def is_block(choice: LayerChoice) -> bool:
 
 
 def block_counts(strategy: Strategy) -> list[int]:
-    """How many blocks each stage has."""
+    """Return the number of blocks of each stage."""
     return [sum(map(is_block, stage)) for stage in strategy.stages]
 
 
 def choices_of(strategy: Strategy, stages: Collection[int]) -> tuple[LayerChoice, ...]:
-    """The different choices of the blocks of some stages."""
+    """Return the different choices of the blocks of some stages."""
     return tuple(
         dict.fromkeys(
             choice for stage in stages for choice in strategy.stages[stage] if is_block(choice)
@@ -32,7 +34,7 @@ def choices_of(strategy: Strategy, stages: Collection[int]) -> tuple[LayerChoice
 
 
 def groups_of(strategy: Strategy) -> list[tuple[int, ...]]:
-    """The stages that change together: one alone, those of a rank, and all."""
+    """Return the groups of stages that change together: each alone, those of a rank, and all."""
     layout = strategy.layout
     alone = [(stage,) for stage in range(layout.num_virtual_stages)]
     ranks = [tuple(sorted(layout.stages_of(rank))) for rank in range(layout.mesh.pp)]
@@ -48,7 +50,7 @@ def retuned(
     *,
     last: bool,
 ) -> Strategy:
-    """The last or the first `count` blocks of each of `stages` that run as `old` run as `new`."""
+    """Return the strategy with the last or first `count` blocks on `old` of each stage on `new`."""
     return replace(
         strategy,
         stages=tuple(
@@ -62,21 +64,21 @@ def _replaced(
     layers: Layers, old: LayerChoice, new: LayerChoice, count: int, *, last: bool
 ) -> Layers:
     places = [place for place, choice in enumerate(layers) if choice == old]
-    chosen = frozenset((places[-count:] if last else places[:count]) if count else ())
+    chosen: frozenset[int] = frozenset()
+    if count:
+        chosen = frozenset(places[-count:] if last else places[:count])
     return tuple(new if place in chosen else choice for place, choice in enumerate(layers))
 
 
 def carried(strategy: Strategy, giver: int, taker: int) -> Strategy | None:
-    """One block less on stage `giver` and one more on stage `taker`, those between them shifted;
-    None where the giver has only one.
+    """Return the strategy with one block less on stage `giver` and one more on stage `taker`.
 
-    The new block runs as the taker's block on the side of the giver does.
+    Stages between them shift by one block. The new block runs as the taker's block on the side of
+    the giver. None if the giver has only one block.
     """
     here, there = list(strategy.stages[giver]), list(strategy.stages[taker])
-    given, places = (
-        [place for place, choice in enumerate(layers) if is_block(choice)]
-        for layers in (here, there)
-    )
+    given = [place for place, choice in enumerate(here) if is_block(choice)]
+    places = [place for place, choice in enumerate(there) if is_block(choice)]
     if len(given) < 2 or giver == taker:
         return None
     del here[given[-1] if giver < taker else given[0]]
@@ -90,7 +92,7 @@ def carried(strategy: Strategy, giver: int, taker: int) -> Strategy | None:
 
 
 def with_ends(strategy: Strategy, embedding: int, head: int) -> Strategy:
-    """The same with these ZeRO stages of embedding and head."""
+    """Return the strategy with these ZeRO stages of embedding and head."""
     zero = {LayerKind.EMBEDDING: embedding, LayerKind.HEAD: head}
     return replace(
         strategy,
@@ -105,7 +107,7 @@ def with_ends(strategy: Strategy, embedding: int, head: int) -> Strategy:
 
 
 def most(fits: Callable[[int], bool], count: int) -> int:
-    """The largest number up to `count` that fits, where more needs more; 0 where none does."""
+    """Return the largest number up to `count` that fits, or 0; a larger number needs more."""
     if count == 0 or not fits(1):
         return 0
     if fits(count):
@@ -118,7 +120,7 @@ def most(fits: Callable[[int], bool], count: int) -> int:
 
 
 def fewest(fits: Callable[[int], bool], count: int) -> int:
-    """The least number up to `count` that fits, where more needs less and `count` fits."""
+    """Return the least number up to `count` that fits; a larger number needs less, `count` fits."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2

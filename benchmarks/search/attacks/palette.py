@@ -1,6 +1,4 @@
-"""The ways to run a block of a layout that an attack chooses from, within the pins of its
-request.
-"""
+"""The ways to run a block of a layout that an attack chooses from, within the request's pins."""
 
 from __future__ import annotations
 
@@ -18,14 +16,12 @@ from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.models.operator_graph import LayerKind
 
-RANDOM_LISTS = 6  # of recomputed operators, beside those of the catalogue
+RANDOM_LISTS = 6  # recompute lists beside those of the catalogue
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A list of recomputed operators with a division of the operators, None for the layout's
-    own.
-    """
+    """A recompute list with a division of the operators; None is the layout's division."""
 
     recompute: RecomputedOperators
     sharding: Sharding | None
@@ -35,24 +31,27 @@ class Way:
 
 
 class Palette:
-    """By layout, the ways of the catalogue, the levels of recompute and some random lists of
-    operators; each made once.
+    """The ways of each layout, each computed once.
+
+    They are those of the catalogue, the levels of recompute and some random recompute lists.
     """
 
     def __init__(self, table: MixTable, pins: Constraints, seed: int) -> None:
-        self.table, self.pins, self.seed = table, pins, seed
+        self.table = table
+        self.pins = pins
+        self.seed = seed
         self._ways: dict[tuple[ParallelLayout, int], tuple[Way, ...]] = {}
         self._choices: dict[tuple[ParallelLayout, int], tuple[LayerChoice, ...]] = {}
 
     def ways(self, layout: ParallelLayout, rank: int) -> tuple[Way, ...]:
-        """Those of one pipeline rank."""
+        """Return the ways of one pipeline rank."""
         key = layout, rank if layout.keeps_all(rank) else -1
         if key not in self._ways:
-            self._ways[key] = tuple(dict.fromkeys(self._found(layout, rank)))
+            self._ways[key] = tuple(dict.fromkeys(self._listed(layout, rank)))
         return self._ways[key]
 
     def choices(self, layout: ParallelLayout, rank: int) -> tuple[LayerChoice, ...]:
-        """The same at every ZeRO stage."""
+        """Return the ways of one pipeline rank at every ZeRO stage."""
         key = layout, rank if layout.keeps_all(rank) else -1
         if key not in self._choices:
             self._choices[key] = tuple(
@@ -62,15 +61,12 @@ class Palette:
             )
         return self._choices[key]
 
-    def _found(self, layout: ParallelLayout, rank: int) -> Iterator[Way]:
+    def _listed(self, layout: ParallelLayout, rank: int) -> Iterator[Way]:
         names = self.table.price_cache.recompute_operators
         for option in self.table.options(layout, rank):
-            own = (
-                option.sharding
-                if layout.mesh.tp > 1 and option.sharding != layout.sharding
-                else None
-            )
-            yield Way(names(LayerKind.BLOCK, option.recompute), own)
+            differs = layout.mesh.tp > 1 and option.sharding != layout.sharding
+            sharding = option.sharding if differs else None
+            yield Way(names(LayerKind.BLOCK, option.recompute), sharding)
         if layout.keeps_all(rank):
             return
         for level in self.pins.resolved(self.table.price_cache.training.stack).recompute or tuple(
@@ -84,7 +80,7 @@ class Palette:
             yield from self._lists(random.Random(self.seed))
 
     def _lists(self, chance: random.Random) -> Iterator[Way]:
-        """Random lists of operators, none of which draws a mask when it runs again."""
+        """Yield random recompute lists without operators that draw a mask."""
         model, block = self.table.price_cache.model, self.table.price_cache.graph(1).block
         names = [
             operator.name

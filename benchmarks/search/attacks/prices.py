@@ -1,5 +1,6 @@
-"""Prices of strategies for an attack: the same functions as `price_step`, memory first, each rank's
-once.
+"""Prices of strategies for an attack.
+
+The functions are those of `price_step`, memory first, and each rank's memory is priced once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A strategy that fits: its value under the objective, and what decides between equals.
+    """A strategy that fits, with its value and its tie-breaks.
 
-    value: the simulated step in seconds, or redundant bytes over all GPUs
+    value  the simulated step in seconds, or redundant bytes over all GPUs
     """
 
     strategy: Strategy
@@ -38,11 +39,11 @@ class Candidate:
 
 
 class Prices:
-    """Prices under one price cache and memory limit; counts how many steps, and memories of ranks,
-    it priced.
+    """Prices under one price cache and memory limit.
 
-    slowest_s: the longest closed form that the memory objective allows
-    as_good, leanest: the least peak of what was priced with a value of at most `as_good`
+    evaluations  counts the priced steps and memories of ranks
+    slowest_s    the longest closed form that the memory objective allows
+    leanest      the least peak of strategies with a value of at most `as_good`
     """
 
     def __init__(
@@ -52,33 +53,31 @@ class Prices:
         objective: Objective = Objective.THROUGHPUT,
         slowest_s: float = INFINITY,
     ) -> None:
-        self.price_cache, self.limit_bytes, self.objective, self.slowest_s = (
-            price_cache,
-            limit_bytes,
-            objective,
-            slowest_s,
-        )
-        self.evaluations, self.as_good, self.leanest = 0, 0.0, INFINITY
+        self.price_cache = price_cache
+        self.limit_bytes = limit_bytes
+        self.objective = objective
+        self.slowest_s = slowest_s
+        self.evaluations = 0
+        self.as_good = 0.0
+        self.leanest = INFINITY
         self._memory: dict[object, RankMemory] = {}
         self._block_s: dict[object, float] = {}
 
     def memory(self, strategy: Strategy, rank: int) -> RankMemory:
-        """What a device of one pipeline rank holds."""
+        """Return the memory of a device of one pipeline rank."""
         key = strategy.layout, rank, strategy.chunks(rank)
-        found = self._memory.get(key)
-        if found is None:
+        memory = self._memory.get(key)
+        if memory is None:
             self.evaluations += 1
-            found = self._memory[key] = device_memory(strategy, rank, self.price_cache)
-        return found
+            memory = self._memory[key] = device_memory(strategy, rank, self.price_cache)
+        return memory
 
     def fits(self, strategy: Strategy, rank: int) -> bool:
-        """Whether a rank is within the limit."""
+        """Return True if a rank is within the limit."""
         return self.memory(strategy, rank).total <= self.limit_bytes * (1 + ROUNDING)
 
     def block_s(self, choice: LayerChoice, layout: ParallelLayout) -> float:
-        """Seconds that one block of `choice` adds to its rank in a step: what moves are ordered
-        by.
-        """
+        """Seconds that one block of `choice` adds to its rank in a step; they order the moves."""
         key = choice, layout
         if key not in self._block_s:
             sharding = layout.sharding_of(choice)
@@ -95,13 +94,13 @@ class Prices:
         return self._block_s[key]
 
     def saved_bytes(self, choice: LayerChoice, layout: ParallelLayout) -> int:
-        """Bytes that one block of `choice` keeps of a micro-batch."""
+        """Bytes that one block of `choice` saves of a micro-batch."""
         return self.price_cache.activations(
             choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
         ).saved
 
     def work_s(self, strategy: Strategy) -> float:
-        """Seconds of all ranks for their blocks, none of their waiting."""
+        """Seconds of all ranks for their blocks, without waiting."""
         return sum(
             self.block_s(choice, strategy.layout)
             for stage in strategy.stages
@@ -110,13 +109,14 @@ class Prices:
         )
 
     def busiest_s(self, strategy: Strategy) -> float:
-        """Seconds that the rank with most work is busy, whether the strategy fits or not."""
+        """Busy seconds of the rank with most work, also of a strategy that does not fit."""
         self.evaluations += 1
         return busiest_s(strategy.layout, step_costs(strategy, self.price_cache))
 
     def price(self, strategy: Strategy, cut: float = INFINITY) -> Candidate | None:
-        """The strategy priced, or None where it does not fit, is too slow, or cannot be below
-        `cut`.
+        """Return the priced strategy, or None.
+
+        None if it does not fit, is too slow, or cannot be below `cut`.
         """
         ranks = range(strategy.layout.mesh.pp)
         if not all(self.fits(strategy, rank) for rank in ranks):
@@ -141,14 +141,14 @@ class Prices:
             Candidate(strategy, value, price.step_s, peak_bytes, self.work_s(strategy))
         )
 
-    def _noted(self, found: Candidate) -> Candidate:
-        if found.value <= self.as_good and found.peak_bytes < self.leanest:
-            self.leanest = found.peak_bytes
-        return found
+    def _noted(self, candidate: Candidate) -> Candidate:
+        if candidate.value <= self.as_good and candidate.peak_bytes < self.leanest:
+            self.leanest = candidate.peak_bytes
+        return candidate
 
 
 def busiest_s(layout: ParallelLayout, costs: StepCosts) -> float:
-    """Seconds that the rank with most work is busy: no schedule is shorter."""
+    """Busy seconds of the rank with most work: no schedule is shorter."""
     busy = (
         sum(cost.forward_s + cost.backward_s + cost.recompute_s for cost in row)
         for row in costs.stages

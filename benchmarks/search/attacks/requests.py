@@ -1,5 +1,6 @@
-"""The requests whose plans are attacked: those that were found wanting once, and ordinary ones
-drawn with a fixed seed.
+"""The requests whose plans are attacked.
+
+Some had plans that were beaten once; ordinary ones are drawn with a fixed seed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from benchmarks.search.attacks.allowed import layouts
-from parplan.commands.options import TargetOptions
-from parplan.commands.requests.requests import request_of
+from parplan.commands.requests.described import Asked, Question, question
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.request import Request as PlanningRequest
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import GIB, gib
 
@@ -34,9 +33,9 @@ MODELS = (
 CLUSTERS = ("a100-40gb", "a100-80gb", "h100-80gb", "v100-32gb")
 GPUS = (4, 8, 16, 24, 32, 64)
 STACKS = (None, None, "parplan", "nemo", "torchtitan")  # the default twice as often
-STATE_BYTES = 18  # of a parameter in mixed precision, in all
-# of the memory that states may fill in a request that is drawn: a larger model has no plan, or one
-# with the host alone
+STATE_BYTES = 18  # of one parameter in mixed precision
+# The share of memory that states may fill in a drawn request: a larger model has no plan, or one
+# with host offload alone.
 FILLED = 0.7
 PINS = (
     Constraints(),
@@ -56,22 +55,20 @@ PINS = (
 
 @dataclass(frozen=True)
 class Request:
-    """A question to the planner, its pins, and how it searches."""
+    """A question to the planner with its pins and search options."""
 
-    asked: TargetOptions
+    arguments: Asked
     pins: Constraints = field(default_factory=Constraints)
     options: SearchOptions = field(default_factory=SearchOptions)
     objective: Objective = Objective.THROUGHPUT
 
     @cached_property
-    def question(self) -> PlanningRequest:
-        return request_of(self.asked)
+    def question(self) -> Question:
+        return question(self.arguments)
 
     def __str__(self) -> str:
-        """As on the command line, without `plan`."""
-        words = [
-            _words(name.name, getattr(self.asked, name.name)) for name in fields(TargetOptions)
-        ]
+        """Return the request as on the command line, without `plan`."""
+        words = [_words(name.name, getattr(self.arguments, name.name)) for name in fields(Asked)]
         words += [_words(name.name, getattr(self.pins, name.name)) for name in fields(Constraints)]
         if self.options.memory_limit_bytes:
             words.append(f"--memory-limit {gib(self.options.memory_limit_bytes):g}GiB")
@@ -88,8 +85,8 @@ def _words(name: str, value: object) -> str:
     return option if value is True else f"{option} {text}"
 
 
-def _asked(model: str, gpus: int, gpu: str = "a100-80gb", **others: object) -> TargetOptions:
-    return TargetOptions(model=model, gpus=gpus, gpu=gpu, **others)  # type: ignore[arg-type]
+def _asked(model: str, gpus: int, gpu: str = "a100-80gb", **flags: object) -> Asked:
+    return Asked(model=model, gpus=gpus, gpu=gpu, **flags)  # type: ignore[arg-type]
 
 
 NAMED = (
@@ -110,7 +107,7 @@ NAMED = (
     Request(_asked("llama3-8b", 8, global_batch_size=4), Constraints(pp=(8,))),
     Request(_asked("gpt-1.5b", 8, "a100-40gb", global_batch_size=64)),
 )
-# for a test: few GPUs and micro-batches, one for each kind of change that beat a plan once
+# For a test: few GPUs and micro-batches, one for each kind of change that once beat a plan.
 SMALL = (
     Request(
         _asked("llama3-8b", 16, "h100-80gb", gpus_per_node=1, global_batch_size=64),
@@ -134,34 +131,35 @@ SMALL = (
 
 
 def drawn(seed: int) -> Iterator[Request]:
-    """Ordinary requests without end, the same for a seed: a model whose states have room, a batch,
-    a stack and sometimes legal pins.
+    """Yield ordinary requests without end, equal for equal seeds.
+
+    A request has a model whose states have room, a batch, a stack and sometimes legal pins.
     """
     chance = random.Random(seed)
     while True:
-        model, gpus, gpu = chance.choice(MODELS), chance.choice(GPUS), chance.choice(CLUSTERS)
-        stack, pins, batch = (
-            chance.choice(STACKS),
-            chance.choice(PINS),
-            chance.choice((None, None, 64, 128)),
-        )
+        model = chance.choice(MODELS)
+        gpus = chance.choice(GPUS)
+        gpu = chance.choice(CLUSTERS)
+        stack = chance.choice(STACKS)
+        pins = chance.choice(PINS)
+        batch = chance.choice((None, None, 64, 128))
         per_node = 1 if chance.random() < 0.1 else None
-        asked = _asked(
+        arguments = _asked(
             model, gpus, gpu, stack=stack, global_batch_size=batch, gpus_per_node=per_node
         )
-        request = Request(asked, pins)
+        request = Request(arguments, pins)
         if _has_room(request) and any(layouts(request.question, request.pins)):
             yield request
 
 
 def _has_room(request: Request) -> bool:
-    asked = request.question
-    needed = STATE_BYTES * build_graph(asked.model, asked.training, 1).num_parameters
-    return needed <= FILLED * asked.cluster.num_gpus * asked.cluster.device.memory_bytes
+    problem = request.question
+    needed = STATE_BYTES * build_graph(problem.model, problem.training, 1).num_parameters
+    return needed <= FILLED * problem.cluster.num_gpus * problem.cluster.device.memory_bytes
 
 
 def requests(number: int, seed: int) -> Iterator[Request]:
-    """The named requests and drawn ones, `number` in all, each once."""
+    """Yield the named requests and drawn ones, `number` in all, each once."""
     seen, more = list(NAMED[:number]), drawn(seed)
     while len(seen) < number:
         request = next(more)
@@ -171,6 +169,6 @@ def requests(number: int, seed: int) -> Iterator[Request]:
 
 
 def memory_requests(number: int, seed: int) -> Iterator[Request]:
-    """As many other requests for the least redundant memory."""
+    """Yield as many other requests under the memory objective."""
     more = drawn(seed + 1)
     yield from (replace(next(more), objective=Objective.MEMORY) for _ in range(number))

@@ -1,6 +1,4 @@
-"""One request attacked: its plan, the best of all attacks on it, and by how much that is beyond the
-stated gap.
-"""
+"""The attack on one request: its plan, the best attack, and its margin beyond the stated gap."""
 
 from __future__ import annotations
 
@@ -35,7 +33,6 @@ from parplan.planner.plan.assemble import assemble, rounded_figures
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from parplan.planner.plan.reprice import Repriced, reprice
-from parplan.planner.request import PlanRequest
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import InfeasibleError
@@ -43,10 +40,10 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.units import GIB, gib
 
 ROUNDING = 2e-6  # relative: a gap has six decimals in a plan, a step six digits
-FRAMES = 10  # other layouts that are filled and climbed from
-SCREENED = 60  # of those that the search has not, and of those that it has, how many are looked at
-CLIMBED = 3  # of the filled ones
-NEAR = 1.02  # of the plan's step: what is further is not climbed from
+FRAMES = 10  # other layouts to fill and climb from
+SCREENED = 60  # layouts to look at, outside the search and inside it each
+CLIMBED = 3  # filled layouts to climb from
+NEAR = 1.02  # times the plan's step: a slower layout is not climbed from
 RANDOM_LAYOUTS = 12
 SHARES = {
     "zero": 0.1,
@@ -69,11 +66,12 @@ UNSEARCHED = SearchRecord(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an attack on one request found; values are seconds, or GiB of redundancy where that is
-    the objective.
+    """The outcome of an attack on one request.
 
-    plan: None where the search says that nothing fits; smaller_peak_gib: of a strategy as good as
-    the plan, None where none is smaller
+    Values are seconds, or GiB of redundancy under the memory objective.
+
+    plan              None if the search reports that nothing fits
+    smaller_peak_gib  least peak of a strategy as good as the plan, None if none is smaller
     """
 
     request: Request
@@ -92,33 +90,36 @@ class Outcome:
 
     @property
     def beats(self) -> float:
-        """By what share of the plan the best attack is below it."""
+        """The margin of the best attack over the plan, as a share of the plan."""
         if self.plan is None:
             return float(self.best < INFINITY)
         return 1 - self.best / self.plan
 
     @property
     def beyond(self) -> float:
-        """The same beyond the stated gap, 0 where it is within."""
+        """The margin beyond the stated gap, 0 within it."""
         over = self.beats - self.gap
         return over if over > ROUNDING else 0.0
 
 
 class Attack:
-    """The attacks on the plan of one request; `plan` is None where the search finds none."""
+    """The attacks on the plan of one request; `plan` is None if the search has none."""
 
     def __init__(self, request: Request, plan: Plan | None, evaluations: int, seed: int) -> None:
-        asked = request.question
-        self.request, self.asked, self.plan, self.evaluations = request, asked, plan, evaluations
+        problem = request.question
+        self.request = request
+        self.problem = problem
+        self.plan = plan
+        self.evaluations = evaluations
         self.chance = random.Random(f"{seed} {request}")
         self.given: Repriced | None = None if plan is None else reprice(plan)
         price_cache = PriceCache(
-            asked.model,
-            asked.training,
-            machine_for(asked.cluster),
+            problem.model,
+            problem.training,
+            machine_for(problem.cluster),
             zero_ranks=request.pins.zero_ranks,
         )
-        limit = limit_bytes(asked.cluster, asked.training.stack, request.options)
+        limit = limit_bytes(problem.cluster, problem.training.stack, request.options)
         slowest_s = (
             INFINITY
             if plan is None
@@ -128,7 +129,7 @@ class Attack:
         )
         self.prices = Prices(price_cache, limit, request.objective, slowest_s)
         self.palette = Palette(
-            MixTable(price_cache, request.pins.resolved(asked.training.stack)), request.pins, seed
+            MixTable(price_cache, request.pins.resolved(problem.training.stack)), request.pins, seed
         )
         self.layouts = Layouts(self.prices, self.palette, request.pins)
         self.excused = (
@@ -136,26 +137,27 @@ class Attack:
         )
 
     def start(self) -> Candidate | None:
-        """The plan as the attack prices it. Raises AssertionError where that is not what the plan
-        says, or it does not fit.
+        """Return the plan as the attack prices it.
+
+        Raises AssertionError if that differs from the plan's figures, or it does not fit.
         """
         if self.given is None or self.plan is None:
             return None
-        found = self.prices.price(self.given.strategy)
-        assert found is not None, f"{self.request}: the plan does not fit its own limit"
-        assert rounded_figures(found.step_s) == self.plan.predicted.step_time_s.value, (
-            f"{self.request}: {found.step_s} s is not what the plan says"
+        priced = self.prices.price(self.given.strategy)
+        assert priced is not None, f"{self.request}: the plan does not fit its own limit"
+        assert rounded_figures(priced.step_s) == self.plan.predicted.step_time_s.value, (
+            f"{self.request}: {priced.step_s} s is not what the plan says"
         )
-        self.prices.as_good = found.value * (1 + ROUNDING)
-        self.prices.leanest = found.peak_bytes
-        return found
+        self.prices.as_good = priced.value * (1 + ROUNDING)
+        self.prices.leanest = priced.peak_bytes
+        return priced
 
     def counts(self, strategy: Strategy) -> bool:
-        """Whether a strategy is none of what the search leaves out and says so."""
+        """Return True if a strategy is no documented exclusion of the search."""
         return left_out(strategy, self.request.pins) is None
 
     def runs(self, strategy: Strategy) -> bool:
-        """Whether the executor has nothing against it that it has not against the plan."""
+        """Return True if the executor refuses nothing in it that it does not refuse in the plan."""
         plan = assemble(
             strategy,
             price_step(strategy, self.prices.price_cache),
@@ -165,7 +167,7 @@ class Attack:
         return all(rule.name in self.excused for rule, _ in refusals(plan))
 
     def found(self) -> Iterator[tuple[str, Candidate]]:
-        """The best of every kind of attack, by its name."""
+        """Yield the best of every kind of attack, by its name."""
         start = self.start()
         if start is not None:
             for name, alike in (
@@ -189,84 +191,83 @@ class Attack:
         return Climb(self.prices, self.palette, self.chance, self.counts, self.runs, alike)
 
     def _of_frames(self, start: Candidate | None) -> Iterator[Candidate]:
-        """Other layouts, filled and climbed from: those that the search does not have, and some
-        that it has.
+        """Yield other layouts, filled and climbed from.
+
+        Some are outside the search, some inside.
         """
-        own = start.strategy.layout if start else None
+        planned = start.strategy.layout if start else None
         cut = start.value if start and self.request.objective is Objective.THROUGHPUT else INFINITY
         filled: list[Candidate] = []
         stop = self.prices.evaluations + int(SHARES["frames"] * self.evaluations)
-        for layout in self._others(own, cut):
+        for layout in self._others(planned, cut):
             if filled and self.prices.evaluations > stop:
                 break
-            found = self.layouts.best(layout, cut * NEAR)
-            filled += [found] if found is not None and self.counts(found.strategy) else []
-        filled.sort(key=lambda found: found.key)
-        for found in filled[:CLIMBED]:
+            candidate = self.layouts.best(layout, cut * NEAR)
+            filled += (
+                [candidate] if candidate is not None and self.counts(candidate.strategy) else []
+            )
+        filled.sort(key=lambda candidate: candidate.key)
+        for candidate in filled[:CLIMBED]:
             yield self._climb(any_change).from_(
-                found, int(SHARES["climbed"] * self.evaluations / CLIMBED)
+                candidate, int(SHARES["climbed"] * self.evaluations / CLIMBED)
             )
 
-    def _others(self, own: ParallelLayout | None, cut: float) -> list[ParallelLayout]:
-        """Layouts whose busiest rank would be below the cut if memory had no limit, of every mesh
-        in turn.
+    def _others(self, planned: ParallelLayout | None, cut: float) -> list[ParallelLayout]:
+        """Return layouts whose busiest rank would be below the cut without a memory limit.
+
+        Meshes take turns.
         """
         known = frozenset(
             enumerate_candidates(
-                PlanRequest(
-                    model=self.asked.model,
-                    cluster=self.asked.cluster,
-                    training=self.asked.training,
-                    constraints=self.request.pins,
-                )
+                self.problem.model, self.problem.cluster, self.problem.training, self.request.pins
             ).layouts
         )
-        every = [layout for layout in self._layouts() if layout != own]
+        every = [layout for layout in self._layouts() if layout != planned]
         self.chance.shuffle(every)
         turn, seen = dict[ParallelLayout, int](), Counter[Mesh]()
         for layout in every:
             turn[layout], seen[layout.mesh] = seen[layout.mesh], seen[layout.mesh] + 1
-        every.sort(key=lambda layout: (turn[layout], own is None or layout.mesh != own.mesh))
+        every.sort(
+            key=lambda layout: (turn[layout], planned is None or layout.mesh != planned.mesh)
+        )
         chosen: list[ParallelLayout] = []
         for unknown, most in ((True, FRAMES), (False, FRAMES)):
-            wanted = [layout for layout in every if (layout not in known) is unknown][:SCREENED]
-            chosen += [layout for layout in wanted if self.layouts.roomy(layout) < cut][:most]
+            screened = [layout for layout in every if (layout not in known) is unknown][:SCREENED]
+            chosen += [layout for layout in screened if self.layouts.roomy(layout) < cut][:most]
         return chosen
 
     def _layouts(self) -> list[ParallelLayout]:
         return [
             layout
-            for layout in layouts(self.asked, self.request.pins)
+            for layout in layouts(self.problem, self.request.pins)
             if layout.micro_batch_size <= MAX_MICRO_BATCH_SIZE
         ]
 
     def _random(self) -> Iterator[Candidate]:
-        """Random layouts as `estimate` prices them."""
+        """Yield random layouts as `estimate` prices them."""
         possible = self._layouts()
         for _ in range(RANDOM_LAYOUTS if possible else 0):
-            plan = random_layout(self.chance, self.asked, self.request.pins, possible)
-            found = plan and self.prices.price(reprice(plan).strategy)
-            if found and plan:
+            plan = random_layout(self.chance, self.problem, self.request.pins, possible)
+            priced = plan and self.prices.price(reprice(plan).strategy)
+            if priced and plan:
                 assert (
                     self.prices.objective is Objective.MEMORY
-                    or rounded_figures(found.value) == plan.predicted.step_time_s.value
+                    or rounded_figures(priced.value) == plan.predicted.step_time_s.value
                 )
-                yield found
+                yield priced
 
 
 def attacked(request: Request, evaluations: int, seed: int) -> Outcome:
-    """The plan of a request, and the best of all attacks on it."""
+    """Search the plan of a request and return it with the best of all attacks."""
     started = time.perf_counter()
     try:
         plan = find_plan(
-            PlanRequest(
-                model=request.question.model,
-                cluster=request.question.cluster,
-                training=request.question.training,
-                objective=request.objective,
-                constraints=request.pins,
-                options=request.options,
-            ),
+            request.question.model,
+            request.question.cluster,
+            request.question.training,
+            request.objective,
+            constraints=request.pins,
+            options=request.options,
             explain=_nothing_fits,
         )
     except InfeasibleError:
@@ -275,14 +276,14 @@ def attacked(request: Request, evaluations: int, seed: int) -> Outcome:
     attack = Attack(request, plan, evaluations, seed)
     start = attack.start()
     best, by_kind = start, dict[str, float]()
-    for name, found in attack.found():
-        by_kind[name] = min(by_kind.get(name, INFINITY), found.value)
+    for name, candidate in attack.found():
+        by_kind[name] = min(by_kind.get(name, INFINITY), candidate.value)
         if (
-            (best is None or found.value < best.value)
-            and attack.runs(found.strategy)
-            and attack.counts(found.strategy)
+            (best is None or candidate.value < best.value)
+            and attack.runs(candidate.strategy)
+            and attack.counts(candidate.strategy)
         ):
-            best = found
+            best = candidate
     return _outcome(
         request, attack, start, best, by_kind, searched - started, time.perf_counter() - searched
     )
@@ -304,16 +305,17 @@ def _outcome(
     unit = 1.0 if request.objective is Objective.THROUGHPUT else GIB
     leanest = attack.prices.leanest
     changed = start is not None and best is not None and best.value < start.value
+    kinds: tuple[str, ...] = ()
+    if changed and start and best:
+        kinds = change.kinds(start.strategy, best.strategy)
+    elif best and not start:
+        kinds = ("found",)
     return Outcome(
         request=request,
         plan=start.value / unit if start else None,
         gap=attack.plan.search.gap if attack.plan else 0.0,
         best=best.value / unit if best else INFINITY,
-        kinds=change.kinds(start.strategy, best.strategy)
-        if changed and start and best
-        else ("found",)
-        if best and not start
-        else (),
+        kinds=kinds,
         how=change.text(best.strategy) if best and (changed or not start) else "",
         plan_how=change.text(start.strategy) if start else "",
         peak_gib=gib(start.peak_bytes) if start else 0.0,

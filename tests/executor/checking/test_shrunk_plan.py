@@ -12,7 +12,7 @@ import pytest
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.executor.checking.shrunk_plan import MOST_CHUNKS, shrunk
+from parplan.executor.checking.shrunk_plan import MOST_VIRTUAL_STAGES, shrunk
 from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
@@ -96,7 +96,7 @@ def test_a_shrunk_plan_keeps_the_structure_and_is_legal(seed):
     for axis in ("pp", "dp", "tp"):
         assert getattr(small.mesh, axis) == min(getattr(plan.mesh, axis), 2)
     assert small.pipeline.schedule is plan.pipeline.schedule
-    assert small.pipeline.virtual_stages == min(plan.pipeline.virtual_stages, MOST_CHUNKS)
+    assert small.pipeline.virtual_stages == min(plan.pipeline.virtual_stages, MOST_VIRTUAL_STAGES)
     assert (small.pipeline.num_micro_batches > 1) == (plan.pipeline.num_micro_batches > 1)
     assert used(small) == used(plan)
     assert small.layer_plans == plan.layer_plans

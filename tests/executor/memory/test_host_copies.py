@@ -480,7 +480,7 @@ def test_lists_that_mean_nothing_are_refused(plan, message):
 
     _, refusal = next(refusals(plan))
 
-    assert message in refusal.found
+    assert message in refusal.problem
     nearest = nearest_legal(plan)
     assert nearest is not None
     assert nearest.layer_plans["block-0"].keep_on_host == names[:1]

@@ -488,7 +488,9 @@ def test_every_rule_has_a_plan_that_it_refuses():
 
 
 def test_the_documentation_lists_the_rules_as_they_are():
-    text = (Path(__file__).parents[3] / "docs" / "executor.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "design" / "executor.md").read_text(
+        encoding="utf-8"
+    )
     table = text.partition("| rule | why | what to do |\n|---|---|---|\n")[2]
 
     assert table == "".join(f"| {rule.name} | {rule.why} | {rule.action} |\n" for rule in RULES)

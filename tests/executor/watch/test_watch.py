@@ -142,8 +142,8 @@ def test_a_rank_that_is_stopped_is_named(tmp_path, store, capfd):
 
     assert codes == [5, None]
     assert capfd.readouterr().err.splitlines()[0] == (
-        "error: rank 1 (pp 1, dp 0, tp 0) has not moved since step 4, micro-batch 1, for 4 s: it does not answer, so it is stopped, dead "
-        "or stuck outside Python; the others wait for it"
+        "error: rank 1 (pp 1, dp 0, tp 0) has not moved since step 4, micro-batch 1, for 4 s: it "
+        "does not answer, so it is stopped, dead or stuck outside Python; the others wait for it"
     )
 
 
@@ -211,7 +211,8 @@ def test_a_rank_that_waits_for_nobody_is_behind_before_one_that_came_less_far():
     text = _watch(Mesh(pp=2, dp=1, tp=2))._verdict(states, [])
 
     assert text == (
-        "rank 1 (pp 0, dp 0, tp 1) has not moved since step 5, after micro-batch 4, for 60 s: it runs; the others wait for it"
+        "rank 1 (pp 0, dp 0, tp 1) has not moved since step 5, after micro-batch 4, "
+        "for 60 s: it runs; the others wait for it"
     )
 
 
