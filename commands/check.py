@@ -65,8 +65,8 @@ def check(
     predicted, 2 when losses or gradients differ.
     """
     from parplan.executor.rules.all_rules import validate
-    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.planner.plan.plan_file import read_any_plan
+    from parplan.planner.plan.traced_plan import TracedPlan
 
     plan = read_any_plan(plan_file)
     if isinstance(plan, TracedPlan):

@@ -20,8 +20,8 @@ from parplan.executor.run_options import LARGEST_SEED, LearningRateSchedule, Opt
 from parplan.executor.run_plan import RunReport, RunSetting, device_of, require_world, run_plan
 from parplan.executor.training.compiled import validate_compiled
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.plan.plan_file import read_any_plan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_account import trace_ranks
 from parplan.planner.runs.run_file import RunFile, write_run
 from parplan.profiles.documents.files import require_writable, write_text

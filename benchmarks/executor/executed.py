@@ -33,14 +33,19 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.rules.all_rules import validate
-from parplan.executor.training.train import Options, build_trainer
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import build_trainer
 from parplan.executor.watch.state_bytes import Meter
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Objective
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.machines.machine_catalog import (
+    load_cluster,
+    load_stack,
+    with_gpus,
+)
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GIB, MIB
 
@@ -79,12 +84,23 @@ def plans(model: ModelSpec, seq_length: int, tp: int) -> dict[str, Plan]:
         num_micro_batches=16 // 2 // (WORLD // tp),
         sequence_parallel=False,
     )
-    by_name = {"megatron": estimate_plan(model, cluster, training, layout)}
+    by_name = {
+        "megatron": estimate_plan(
+            PlanRequest(model=model, cluster=cluster, training=training), layout
+        )
+    }
     for label, degrees in (("memory", None), ("memory at tp 2", (2,))):
         pins = Constraints(pp=(1,), micro_batch_size=(2,), tp=degrees)
         options = SearchOptions(max_slowdown=9.0)
         by_name[label] = find_plan(
-            model, cluster, training, Objective.MEMORY, constraints=pins, options=options
+            PlanRequest(
+                model=model,
+                cluster=cluster,
+                training=training,
+                objective=Objective.MEMORY,
+                constraints=pins,
+                options=options,
+            )
         )
     return by_name
 

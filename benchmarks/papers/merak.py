@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass, replace
 import click
 from rich.console import Console
 
-from parplan.commands.requests.described import Asked, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice
@@ -48,7 +49,7 @@ from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -112,8 +113,8 @@ def setting_of(model: str, global_batch_size: int, stack: str, tp: int | None) -
 
     Megatron-LM and DeepSpeed train in fp16 so.
     """
-    problem = question(
-        Asked(
+    problem = request_of(
+        TargetOptions(
             model=model,
             gpus=GPUS,
             gpu=GPU,
@@ -246,10 +247,12 @@ def technique_rows(setting: Setting) -> Iterator[Row]:
     )
     try:
         plan = find_plan(
-            setting.price_cache.model,
-            setting.price_cache.machine.cluster,
-            setting.price_cache.training,
-            constraints=pins,
+            PlanRequest(
+                model=setting.price_cache.model,
+                cluster=setting.price_cache.machine.cluster,
+                training=setting.price_cache.training,
+                constraints=pins,
+            )
         )
     except InfeasibleError:
         return

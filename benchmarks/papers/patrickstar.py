@@ -30,7 +30,9 @@ from benchmarks.papers.patrickstar_published import (
     searched_size,
     tensors_of,
 )
-from parplan.commands.requests.described import Asked, asked_training
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.machine import TrainingDefaults
+from parplan.commands.requests.machine import training_of as requested_training
 from parplan.costmodels.chunks.chunk_layout import groups_after
 from parplan.costmodels.chunks.group_size import group_size_of
 from parplan.costmodels.communication.mesh import Mesh
@@ -39,23 +41,24 @@ from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.plan import Plan
-from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.search.estimate import ChunkRequest, estimate_plan
+from parplan.planner.request import Constraints, PlanRequest, SearchOptions
+from parplan.planner.search.estimate import ChunkRequest, UniformChoices, estimate_plan
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.largest_model import (
     LEVELS,
-    Asking,
     find_largest,
     last_that_fits,
     members,
 )
-from parplan.profiles.catalog import load_cluster, load_family, load_model, with_gpus
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_family, load_model
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.units import GB, GIB, MIB, tflops
-from parplan.report.searches.largest_table import flops_per_s, host_gib, peak_gib
+from parplan.report.searches.largest_table import flops_per_s, peak_gib
 from parplan.report.text import gib_text, print_table, say, seconds_text
 
 # Software of the same year with measured kernels: unfused attention, nothing hidden.
@@ -113,8 +116,9 @@ def cluster_of(gpu: str, gpus: int, share: float = 1.0) -> Cluster:
 
 def training_of(cluster: Cluster, batch: int, *, stack: str | None = STACK) -> TrainingSpec:
     """Return fp16 training with fp16 gradients and a global batch of `batch` sequences."""
-    request = Asked(precision="fp16", gradient_precision="fp16", stack=stack)
-    return asked_training(request, batch, 1024, None, cluster.device)[0]
+    target = TargetOptions(precision="fp16", gradient_precision="fp16", stack=stack)
+    defaults = TrainingDefaults(global_batch_size=batch, seq_length=1024)
+    return requested_training(target, defaults, None, cluster.device)[0]
 
 
 def rules_pins(gpus: int, batch: int) -> Constraints:
@@ -142,11 +146,13 @@ def planned(model: ModelSpec, gpu: str, gpus: int, batch: int, share: float) -> 
     cluster = cluster_of(gpu, gpus, share)
     try:
         return find_plan(
-            model,
-            cluster,
-            training_of(cluster, batch * gpus),
-            constraints=rules_pins(gpus, batch),
-            options=SearchOptions(memory_margin=0.0),
+            PlanRequest(
+                model=model,
+                cluster=cluster,
+                training=training_of(cluster, batch * gpus),
+                constraints=rules_pins(gpus, batch),
+                options=SearchOptions(memory_margin=0.0),
+            ),
             explain=_nothing,
         )
     except InfeasibleError:
@@ -340,15 +346,13 @@ def searched(nodes: Sequence[tuple[str, int]], batch: int = 64) -> Table:
     rows = []
     for gpu, gpus in nodes:
         cluster = cluster_of(gpu, gpus)
-        asking = Asking(
+        entries = load_family(FAMILY).members
+        request = PlanRequest(
+            model=entries[0].spec,
             cluster=cluster,
             training=training_of(cluster, batch, stack="megatron-core"),
-            pins=Constraints(),
-            options=SearchOptions(),
         )
-        for answer in find_largest(
-            members(load_family(FAMILY).members), asking, (LEVELS[0], LEVELS[-1])
-        ):
+        for answer in find_largest(members(entries), request, (LEVELS[0], LEVELS[-1])):
             rows.append(
                 (gpu, str(gpus), "all" if answer.offload else "nothing", *_plan_cells(answer.plan))
             )
@@ -457,13 +461,13 @@ def _offloaded(model: ModelSpec, gpu: str, gpus: int, zero: int) -> Plan | None:
     layout = _frame(Mesh(pp=1, dp=gpus, tp=1), SMALLEST_BATCH, 1)
     try:
         plan = estimate_plan(
-            model,
-            cluster,
-            training_of(cluster, SMALLEST_BATCH * gpus, stack="parplan"),
+            PlanRequest(
+                model=model,
+                cluster=cluster,
+                training=training_of(cluster, SMALLEST_BATCH * gpus, stack="parplan"),
+            ),
             layout,
-            zero=zero,
-            recompute=Recompute.FULL,
-            offload=(Offload.STATES,),
+            UniformChoices(zero=zero, recompute=Recompute.FULL, offload=(Offload.STATES,)),
         )
     except InfeasibleError:
         return None
@@ -537,12 +541,9 @@ def _moved(
         host_blocks=model.num_layers, optimizer_blocks=0, eviction=policy, device_bytes=budget
     )
     plan = estimate_plan(
-        model,
-        cluster,
-        training_of(cluster, num_micro_batches),
+        PlanRequest(model=model, cluster=cluster, training=training_of(cluster, num_micro_batches)),
         _frame(Mesh(pp=pp, dp=1, tp=1), 1, num_micro_batches, schedule),
-        recompute=Recompute.FULL,
-        chunks=request,
+        UniformChoices(recompute=Recompute.FULL, chunks=request),
     )
     assert plan.chunks is not None
     rank, groups = plan.chunks.ranks[0], [group for group in plan.chunks.groups if group.stage == 0]

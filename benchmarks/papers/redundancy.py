@@ -30,7 +30,8 @@ from itertools import chain
 import click
 from rich.console import Console
 
-from parplan.commands.requests.described import Asked, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import RankMemory
@@ -46,10 +47,10 @@ from parplan.planner.baselines.uniform_strategies import (
 )
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
 from parplan.planner.infeasible.shortfall import limit_bytes
-from parplan.planner.plan.plan import layout_of
+from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.plan.reprice import reprice
-from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import InfeasibleError
@@ -127,7 +128,7 @@ class Saving:
 
 def setting_of(model: str, gpus: int) -> Setting:
     """Return the setting with the model's own batch and sequence, on a100-80gb."""
-    problem = question(Asked(model=model, gpus=gpus))
+    problem = request_of(TargetOptions(model=model, gpus=gpus))
     price_cache = PriceCache(problem.model, problem.training, machine_for(problem.cluster))
     limit = limit_bytes(problem.cluster, problem.training.stack, SearchOptions())
     return Setting(model=model, gpus=gpus, price_cache=price_cache, limit_bytes=limit)
@@ -287,12 +288,14 @@ def _ours(
     )
     try:
         plan = find_plan(
-            price_cache.model,
-            price_cache.machine.cluster,
-            price_cache.training,
-            objective,
-            constraints=pins,
-            options=options,
+            PlanRequest(
+                model=price_cache.model,
+                cluster=price_cache.machine.cluster,
+                training=price_cache.training,
+                objective=objective,
+                constraints=pins,
+                options=options,
+            )
         )
     except InfeasibleError:
         return None

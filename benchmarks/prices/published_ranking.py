@@ -26,7 +26,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from parplan.commands.requests.described import DEFAULT_STACK, Asked, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.machine import DEFAULT_STACK
+from parplan.commands.requests.requests import request_of as planning_request_of
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
@@ -37,7 +39,7 @@ from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.master import Master, MasterChoice
 from parplan.planner.plan.error_band import error_band
-from parplan.planner.request import Constraints, SearchOptions, SolverName
+from parplan.planner.request import Constraints, PlanRequest, SearchOptions, SolverName
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
@@ -234,7 +236,12 @@ class Request:
         """Return the legal candidates that `pins` allow; the request's pins by default."""
         price_cache = self.price_cache
         return enumerate_candidates(
-            price_cache.model, price_cache.machine.cluster, price_cache.training, pins or self.pins
+            PlanRequest(
+                model=price_cache.model,
+                cluster=price_cache.machine.cluster,
+                training=price_cache.training,
+                constraints=pins or self.pins,
+            )
         ).layouts
 
 
@@ -250,8 +257,10 @@ def request_of(
     stack: str = DEFAULT_STACK,
 ) -> Request:
     """Return the request of the options, with the default memory margin of a search."""
-    problem = question(
-        Asked(model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=stack)
+    problem = planning_request_of(
+        TargetOptions(
+            model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=stack
+        )
     )
     gradients = Precision.BF16 if bf16_gradients else problem.training.gradient_precision
     training = replace(problem.training, fp8_matmuls=fp8, gradient_precision=gradients)

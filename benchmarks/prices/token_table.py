@@ -17,17 +17,20 @@ from dataclasses import replace
 
 import click
 
-from parplan.commands.requests.described import Asked, asked_training
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.machine import TrainingDefaults, training_of
 from parplan.costmodels.host.offload import Offload
+from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.plan import Plan
-from parplan.planner.request import SEARCHED_OFFLOAD, Constraints
+from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, PlanRequest
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.catalog import load_cluster, load_family, with_gpus
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.models.model_catalog import load_family
 from parplan.profiles.models.spec import ModelSpec
 from parplan.profiles.units import GIB
-from parplan.report.searches.largest_table import host_gib, peak_gib
+from parplan.report.searches.largest_table import peak_gib
 from parplan.report.text import console, gib_text, print_table, say, seconds_text
 
 VOCABULARY = 256_000
@@ -56,9 +59,17 @@ def model_of(num_blocks: int) -> ModelSpec:
 
 def plan_of(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) -> Plan | None:
     """Return the fastest plan, or None if nothing fits."""
-    training, _ = asked_training(Asked(), SEQUENCES, model.max_seq_length, None, cluster.device)
+    defaults = TrainingDefaults(global_batch_size=SEQUENCES, seq_length=model.max_seq_length)
+    training, _ = training_of(TargetOptions(), defaults, None, cluster.device)
     try:
-        return find_plan(model, cluster, training, constraints=Constraints(offload=offload))
+        return find_plan(
+            PlanRequest(
+                model=model,
+                cluster=cluster,
+                training=training,
+                constraints=Constraints(offload=offload),
+            )
+        )
     except InfeasibleError:
         return None
 

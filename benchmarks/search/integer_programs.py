@@ -21,7 +21,8 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.search.formulations import Collapsed, Flat, StrategyPairs
-from parplan.commands.requests.described import Asked, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.memory.rank_memory import usable_bytes
 from parplan.costmodels.price_cache import PriceCache
@@ -215,7 +216,7 @@ def _continuous_ms(layout: ParallelLayout, options: tuple[object, ...], num_laye
 @click.option("--time-limit", default=30.0, show_default=True, help="Seconds of one solve.")
 def main(model: str, gpus: int, time_limit: float) -> None:
     """Build and solve every formulation with both solvers."""
-    problem = question(Asked(model=model, gpus=gpus, gpu="a100-80gb"))
+    problem = request_of(TargetOptions(model=model, gpus=gpus, gpu="a100-80gb"))
     price_cache = PriceCache(problem.model, problem.training, machine_for(problem.cluster))
     table = MixTable(price_cache, Constraints(zero=(1,)))
 

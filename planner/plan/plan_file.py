@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from parplan.profiles.machines.machine_catalog import cluster_document, cluster_from_document
 
 from parplan.planner.plan.consistency import require_consistent, require_consistent_traced
 from parplan.planner.plan.plan import PLAN_VERSION, Plan
@@ -19,6 +18,7 @@ from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import Hints, read_yaml
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import cluster_document, cluster_from_document
 
 # Keys of `training.stack` in older files: the key and the value that they have today. A stack once
 # had a single attention kernel, which was priced on every device.

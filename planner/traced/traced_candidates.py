@@ -64,8 +64,6 @@ def enumerate_traced_candidates(
 ) -> CandidateSpace:
     """Returns all candidates of a module of `num_shards` shards.
 
-    counts: shards of each virtual stage, where they are given
-
     `counts` are the shards of each virtual stage, empty when the search decides. Raises
     ConfigError for pins that the stack does not run.
     """

@@ -16,10 +16,10 @@ from parplan.planner.search.pareto import HOST_SHARE, HOST_SLOWDOWN, ParetoFront
 from parplan.profiles.units import counted, gib
 from parplan.report.names import (
     blocks_by_plan,
-    search_text,
     graph_of,
     recompute_names,
     recompute_text,
+    search_text,
 )
 from parplan.report.plans.summary import SummaryContext, print_header
 from parplan.report.text import (

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from parplan.costmodels.host.offload import Offload
-from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.derived import host_gib
+from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Request
 from parplan.planner.search.largest_model import LEVELS, LargestModel
 from parplan.profiles.units import format_count, gib, tflops

@@ -277,7 +277,7 @@ TRACED_PLANS: Mapping[str, Recipe] = {
 
 def _own_profile() -> bytes:
     """Return the profile of an invented machine, with a few records of every kind."""
-    from parplan.profiles.catalog import cluster_document
+    from parplan.profiles.machines.machine_catalog import cluster_document
     from parplan.profiles.machines.shipped_profiles import shipped_profile
     from parplan.profiles.machines.user_profile import (
         PROFILE_VERSION,

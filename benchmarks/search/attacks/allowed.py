@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from parplan.commands.requests.described import Question
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout, Strategy
@@ -22,6 +21,7 @@ from parplan.planner.candidates.enumeration import (
 )
 from parplan.planner.candidates.stack_rules import lacking_schedule
 from parplan.planner.request import Constraints
+from parplan.planner.request import Request as PlanningRequest
 from parplan.profiles.divisors import divisors
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -109,7 +109,7 @@ def zero_stages(layout: ParallelLayout, pins: Constraints) -> tuple[int, ...]:
     )
 
 
-def _meshes(request: Question, pins: Constraints) -> Iterator[Mesh]:
+def _meshes(request: PlanningRequest, pins: Constraints) -> Iterator[Mesh]:
     gpus = request.cluster.num_gpus
     for tp in divisors(gpus):
         if illegal_tensor_parallel(
@@ -160,7 +160,7 @@ def _within(layout: ParallelLayout, pins: Constraints) -> bool:
     )
 
 
-def layouts(request: Question, pins: Constraints) -> Iterator[ParallelLayout]:
+def layouts(request: PlanningRequest, pins: Constraints) -> Iterator[ParallelLayout]:
     """Yield every layout within the pins that `estimate` prices.
 
     The level of sub-pipelining is at most the level of the stack, or of the pins.

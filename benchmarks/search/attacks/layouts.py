@@ -13,12 +13,12 @@ from benchmarks.search.attacks.allowed import zero_stages
 from benchmarks.search.attacks.moves import fewest
 from benchmarks.search.attacks.palette import Palette
 from benchmarks.search.attacks.prices import Candidate, Prices
-from parplan.commands.requests.described import Question
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.plan import Plan
-from parplan.planner.request import Constraints
-from parplan.planner.search.estimate import default_blocks, estimate_plan
+from parplan.planner.request import Constraints, PlanRequest
+from parplan.planner.request import Request as PlanningRequest
+from parplan.planner.search.estimate import UniformChoices, default_blocks, estimate_plan
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -159,7 +159,10 @@ class Layouts:
 
 
 def random_layout(
-    chance: random.Random, request: Question, pins: Constraints, layouts: Sequence[ParallelLayout]
+    chance: random.Random,
+    request: PlanningRequest,
+    pins: Constraints,
+    layouts: Sequence[ParallelLayout],
 ) -> Plan | None:
     """Return a random layout as `estimate` prices it, or None if `estimate` refuses it.
 
@@ -172,16 +175,16 @@ def random_layout(
         blocks[taken], blocks[given] = blocks[taken] - 1, blocks[given] + 1
     try:
         return estimate_plan(
-            request.model,
-            request.cluster,
-            request.training,
+            PlanRequest(model=request.model, cluster=request.cluster, training=request.training),
             layout,
-            zero=chance.choice(zero_stages(layout, pins)),
-            recompute=chance.choice(
-                pins.resolved(request.training.stack).recompute or tuple(Recompute)
+            UniformChoices(
+                zero=chance.choice(zero_stages(layout, pins)),
+                recompute=chance.choice(
+                    pins.resolved(request.training.stack).recompute or tuple(Recompute)
+                ),
+                blocks=blocks,
+                zero_ranks=pins.zero_ranks,
             ),
-            blocks=blocks,
-            zero_ranks=pins.zero_ranks,
         )
     except (ConfigError, InfeasibleError):
         return None

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from benchmarks.search.attacks.allowed import layouts
-from parplan.commands.requests.described import Asked, Question, question
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.request import Request as PlanningRequest
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import GIB, gib
 
@@ -57,18 +59,20 @@ PINS = (
 class Request:
     """A question to the planner with its pins and search options."""
 
-    arguments: Asked
+    arguments: TargetOptions
     pins: Constraints = field(default_factory=Constraints)
     options: SearchOptions = field(default_factory=SearchOptions)
     objective: Objective = Objective.THROUGHPUT
 
     @cached_property
-    def question(self) -> Question:
-        return question(self.arguments)
+    def question(self) -> PlanningRequest:
+        return request_of(self.arguments)
 
     def __str__(self) -> str:
         """Return the request as on the command line, without `plan`."""
-        words = [_words(name.name, getattr(self.arguments, name.name)) for name in fields(Asked)]
+        words = [
+            _words(name.name, getattr(self.arguments, name.name)) for name in fields(TargetOptions)
+        ]
         words += [_words(name.name, getattr(self.pins, name.name)) for name in fields(Constraints)]
         if self.options.memory_limit_bytes:
             words.append(f"--memory-limit {gib(self.options.memory_limit_bytes):g}GiB")
@@ -85,8 +89,8 @@ def _words(name: str, value: object) -> str:
     return option if value is True else f"{option} {text}"
 
 
-def _asked(model: str, gpus: int, gpu: str = "a100-80gb", **flags: object) -> Asked:
-    return Asked(model=model, gpus=gpus, gpu=gpu, **flags)  # type: ignore[arg-type]
+def _asked(model: str, gpus: int, gpu: str = "a100-80gb", **flags: object) -> TargetOptions:
+    return TargetOptions(model=model, gpus=gpus, gpu=gpu, **flags)  # type: ignore[arg-type]
 
 
 NAMED = (

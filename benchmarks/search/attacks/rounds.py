@@ -33,6 +33,7 @@ from parplan.planner.plan.assemble import assemble, rounded_figures
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from parplan.planner.plan.reprice import Repriced, reprice
+from parplan.planner.request import PlanRequest
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import InfeasibleError
@@ -219,7 +220,12 @@ class Attack:
         """
         known = frozenset(
             enumerate_candidates(
-                self.problem.model, self.problem.cluster, self.problem.training, self.request.pins
+                PlanRequest(
+                    model=self.problem.model,
+                    cluster=self.problem.cluster,
+                    training=self.problem.training,
+                    constraints=self.request.pins,
+                )
             ).layouts
         )
         every = [layout for layout in self._layouts() if layout != planned]
@@ -262,12 +268,14 @@ def attacked(request: Request, evaluations: int, seed: int) -> Outcome:
     started = time.perf_counter()
     try:
         plan = find_plan(
-            request.question.model,
-            request.question.cluster,
-            request.question.training,
-            request.objective,
-            constraints=request.pins,
-            options=request.options,
+            PlanRequest(
+                model=request.question.model,
+                cluster=request.question.cluster,
+                training=request.question.training,
+                objective=request.objective,
+                constraints=request.pins,
+                options=request.options,
+            ),
             explain=_nothing_fits,
         )
     except InfeasibleError:

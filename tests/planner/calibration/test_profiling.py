@@ -10,10 +10,10 @@ import pytest
 from parplan.planner.calibration.profiling import (
     ProfileRequest,
     add_records,
-    requested_cases,
     faster,
     has_links,
     measure_operators,
+    requested_cases,
 )
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
