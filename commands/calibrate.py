@@ -49,21 +49,19 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     from parplan.report.text import console, say
 
     require_output(output)
-    found = calibrate([read_run(path) for path in runs], [str(path) for path in runs])
+    made = calibrate([read_run(path) for path in runs], [str(path) for path in runs])
     if output == STDOUT:
-        click.echo(profile_to_yaml(found), nl=False)
+        click.echo(profile_to_yaml(made), nl=False)
     else:
-        write_text(profile_to_yaml(found), output, hint="choose another file with --output")
+        write_text(profile_to_yaml(made), output, hint="choose another file with --output")
     if as_json:
-        click.echo(json.dumps(profile_to_document(found), indent=2))
+        click.echo(json.dumps(profile_to_document(made), indent=2))
         return
     out = console(sys.stderr if output == STDOUT else sys.stdout)
-    print_calibration(found, out)
+    print_calibration(made, out)
     if output != STDOUT:
-        device = (
-            "" if found.cluster else f"--gpu {found.device} "
-        )  # a file with measured curves names the machine itself
-        say(
-            out,
-            f"wrote {output}; plan with it: {device}--stack {found.calibration.stack} --profile {output}",
-        )
+        assert made.calibration is not None, "runs give factors"
+        # A file with measured curves names the machine itself.
+        device = "" if made.cluster else f"--gpu {made.device} "
+        how = f"{device}--stack {made.calibration.stack} --profile {output}"
+        say(out, f"wrote {output}; plan with it: {how}")

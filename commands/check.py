@@ -84,7 +84,7 @@ def check(
 
 
 def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
-    from parplan.planner.runs.rank_checks import check_ranks, priced
+    from parplan.planner.runs.rank_checks import check_ranks, repriced_today
     from parplan.profiles.errors import ConfigError
     from parplan.report.progress_bars import count_bar
     from parplan.report.runs.check_tables import check_document, print_check
@@ -96,7 +96,7 @@ def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
             f"--rank {chosen[-1]}: the plan has pipeline ranks 0 to {plan.mesh.pp - 1}",
             hint="choose one of them",
         )
-    today = priced(plan)
+    today = repriced_today(plan)
     from parplan.executor.checking.dry_run_workers import dry_runs, num_actions
 
     with count_bar(console(sys.stderr), "checking", num_actions(plan, chosen)) as on_done:

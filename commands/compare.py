@@ -76,8 +76,8 @@ def compare(
         request_of,
     )
     from parplan.planner.baselines.systems import baseline_names
+    from parplan.planner.objective import Objective
     from parplan.planner.plan.plan_file import read_plan
-    from parplan.planner.plan.prediction import Objective
     from parplan.planner.request import Constraints
     from parplan.planner.search.comparison import compare
     from parplan.report.searches.comparison_tables import comparison_document, print_comparison

@@ -26,7 +26,7 @@ from parplan.planner.runs.run_account import trace_ranks
 from parplan.planner.runs.run_file import RunFile, write_run
 from parplan.profiles.documents.files import require_writable, write_text
 from parplan.profiles.errors import ConfigError, PlannerError
-from parplan.profiles.models.module_trust import trusted_note
+from parplan.profiles.models.module_trust import trusted_module_note
 from parplan.report.chrome_trace import trace_json
 from parplan.report.runs.run_table import print_run
 from parplan.report.text import console, say
@@ -300,7 +300,7 @@ def main(plan_file: Path, trained: Options, flags: RunFlags) -> int:
     files = RunFiles(flags.run_json or plan_file.with_name("run.json"), flags.trace)
     if launch.is_rank_0():
         files.require_writable(record=trained.record)
-    imported = trusted_note(plan.module, str(plan_file), trust=flags.trust_module)
+    imported = trusted_module_note(plan.module, str(plan_file), trust=flags.trust_module)
     if imported is not None and launch.is_rank_0():
         _note(imported)
     checkpoints = CheckpointOptions(

@@ -176,9 +176,9 @@ def say_module(plan: Plan | TracedPlan, plan_file: Path, *, trust: bool) -> None
     """Say on stderr which module the plan imports from where. Raises ConfigError for one that needs
     --trust-module.
     """
-    from parplan.profiles.models.module_trust import trusted_note
+    from parplan.profiles.models.module_trust import trusted_module_note
 
-    note = trusted_note(plan.module, str(plan_file), trust=trust)
+    note = trusted_module_note(plan.module, str(plan_file), trust=trust)
     if note is not None:
         click.echo(f"note: {note}", err=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from parplan.costmodels.chunks.chunk_memory import prices_of
+from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.chunks.chunk_time import chunk_time
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Axis, place_axis
@@ -17,7 +17,7 @@ from parplan.costmodels.layers.layer_price import contention
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import rank_layers
-from parplan.costmodels.operators.host_launch import layouts_of
+from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
@@ -124,7 +124,7 @@ def _stage_cost(strategy: Strategy, stage: int, price_cache: PriceCache) -> Stag
     receive_forward, receive_backward = receive_times(stage, layout, price_cache)
     layouts = None
     if layout.mesh.pp > 1:
-        layouts = layouts_of(price_cache.machine, price_cache.training.stack)
+        layouts = measured_layout_costs(price_cache.machine, price_cache.training.stack)
     if layouts:
         forward_s += layouts.action_s
         backward_s += layouts.action_s
@@ -150,7 +150,7 @@ def data_parallel(
     """
     sharding = layout.sharding_of(choice)
     if not in_chunks(choice, layout):
-        return prices_of(layout, price_cache).data_parallel(
+        return unchunked_prices(layout, price_cache).data_parallel(
             choice.kind, layout.micro_batch_size, layout.mesh, sharding, choice.zero
         )
     summed = summed_inside(
@@ -196,7 +196,7 @@ def tied_reduction(layout: ParallelLayout, rank: int, price_cache: PriceCache) -
     ends = {layout.rank_of(0), layout.rank_of(layout.num_virtual_stages - 1)}
     if not price_cache.tied or len(ends) == 1 or rank not in ends:
         return ZERO
-    return prices_of(layout, price_cache).tied_reduction(layout.mesh, layout.sharding)
+    return unchunked_prices(layout, price_cache).tied_reduction(layout.mesh, layout.sharding)
 
 
 def norm_and_loss(layout: ParallelLayout, price_cache: LayerPriceCache[Any]) -> Seconds:
@@ -204,7 +204,7 @@ def norm_and_loss(layout: ParallelLayout, price_cache: LayerPriceCache[Any]) -> 
 
     Zero unless the machine's own profile measured such small messages.
     """
-    if layouts_of(price_cache.machine, price_cache.training.stack) is None:
+    if measured_layout_costs(price_cache.machine, price_cache.training.stack) is None:
         return ZERO
     everyone = place_axis(
         layout.mesh.num_ranks, 1, layout.mesh.num_ranks, price_cache.machine.cluster.gpus_per_node

@@ -10,6 +10,7 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import csv_rows
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.transformer import build_graph
@@ -102,7 +103,7 @@ def effective_zero(layer: PlacedLayer, mesh: Mesh) -> int:
     return layer.plan.zero if gathers else 0
 
 
-def torchrun_line(plan: Plan, path: str = "plan.yaml") -> str:
+def torchrun_line(plan: Plan | TracedPlan, path: str = "plan.yaml") -> str:
     """Return the command that starts as many ranks as the plan's mesh has."""
     ranks, per_node = plan.mesh.num_ranks, plan.cluster.gpus_per_node
     if ranks <= per_node or ranks % per_node:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from parplan.profiles.errors import ConfigError, choose
+from parplan.profiles.errors import ConfigError, coerce_choice
 
 LARGEST_SEED = 2**64 - 1  # the limit of torch's generators
 
@@ -49,7 +49,7 @@ class Options:
     allow_non_finite: bool = False
 
     def __post_init__(self) -> None:
-        choose(self, "lr_schedule", LearningRateSchedule, where="--lr-schedule")
+        coerce_choice(self, "lr_schedule", LearningRateSchedule, where="--lr-schedule")
         _at_least(1, steps=self.steps)
         if not 0 <= self.seed <= LARGEST_SEED:
             raise ConfigError(f"--seed is {self.seed}, it must be from 0 to 2^64 - 1")

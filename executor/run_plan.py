@@ -18,12 +18,16 @@ from parplan.executor.checkpoint.resume import CheckpointOptions
 from parplan.executor.placed_layers import torchrun_line
 from parplan.executor.rules.external_rules import has_even_shards
 from parplan.executor.run_options import Options
-from parplan.executor.traced.traced_trainer import TracedTrainer, build_traced_trainer, opened_of
+from parplan.executor.traced.traced_trainer import (
+    TracedTrainer,
+    build_traced_trainer,
+    open_plan_module,
+)
 from parplan.executor.training.train import StepResult, build_trainer
 from parplan.executor.watch.rank_progress import RankProgress
 from parplan.executor.watch.run_recorder import collect
 from parplan.executor.watch.state_bytes import table
-from parplan.executor.watch.watch import SLACK_S, Watch, own_connection
+from parplan.executor.watch.watch import SLACK_S, Watch, second_connection
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_file import RunFile
@@ -65,7 +69,7 @@ def run_plan(
     limit = timedelta(seconds=timeout_s + 2 * SLACK_S)
     rank, store = launch.rank(), launch.open_store(limit)
     progress = RankProgress()
-    watch = Watch(own_connection(store), rank, plan.mesh, progress, timeout_s)
+    watch = Watch(second_connection(store), rank, plan.mesh, progress, timeout_s)
     watch.start()
     try:
         progress.at("joins the other ranks")
@@ -171,7 +175,7 @@ def _traced_trainer(
     progress: RankProgress,
     report: RunReport,
 ) -> TracedTrainer:
-    opened = opened_of(plan, options.seed)
+    opened = open_plan_module(plan, options.seed)
     if opened.note and dist.get_rank() == 0:
         report.note(opened.note)
     return build_traced_trainer(plan, options, device, progress, opened)

@@ -13,7 +13,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import TP_OVERLAP_LEVELS
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.forbid import NAMES, Ban, Value
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster

@@ -23,7 +23,7 @@ import pulp
 
 from parplan.planner.request import SolverName
 from parplan.profiles.errors import SolverError
-from parplan.profiles.interrupts import signals_later
+from parplan.profiles.interrupts import deferred_signals
 
 T = TypeVar("T")
 GRACE_S = 5.0  # after its limit, before CBC is ended; it overruns by tenths of a second
@@ -202,7 +202,7 @@ def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | No
     """Runs a program with its output in `log`; returns its failure, or None when it ended well."""
     overrun = threading.Event()
     with contextlib.ExitStack() as ending:
-        with log.open("wb") as stream, signals_later():
+        with log.open("wb") as stream, deferred_signals():
             try:
                 process = subprocess.Popen(
                     arguments, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT

@@ -87,7 +87,7 @@ def unknown_name_error(
     return ConfigError(f"unknown {kind} {name!r}{place}", hint=hint)
 
 
-def choose(instance: object, field: str, choices: type[StrEnum], *, where: str = "") -> None:
+def coerce_choice(instance: object, field: str, choices: type[StrEnum], *, where: str = "") -> None:
     """Makes the field of a frozen dataclass, which may be a plain string, a member of `choices`.
 
     Raises ConfigError.

@@ -47,7 +47,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         yield
 
 
-def leave_to_parent() -> None:
+def leave_signals_to_parent() -> None:
     """Leaves the group's signals to the parent of this forked child.
 
     The parent ends its children by SIGTERM, so the child ignores SIGINT.
@@ -57,7 +57,7 @@ def leave_to_parent() -> None:
 
 
 @contextlib.contextmanager
-def without_signals() -> Iterator[None]:
+def hidden_signals() -> Iterator[None]:
     """Hides Ctrl-C and SIGTERM from a process that is started in the block, and from its children.
 
     The parent gets the signals and ends them.
@@ -67,7 +67,7 @@ def without_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_later() -> Iterator[None]:
+def deferred_signals() -> Iterator[None]:
     """Handles Ctrl-C and SIGTERM at the end of the block.
 
     A process that has just been started must first be known to the code that ends it.

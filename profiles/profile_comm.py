@@ -26,17 +26,17 @@ from parplan.profiles.profiler.communication.comm_cases import comm_cases
 from parplan.profiles.profiler.communication.comm_file import (
     COMM_VERSION,
     CommFile,
-    in_flight_of,
+    in_flight_path,
     write_comm_file,
 )
 from parplan.profiles.profiler.communication.comm_run import ATTEMPTS, Chief, InFlight, run_cases
 from parplan.profiles.profiler.communication.group_shapes import World
 from parplan.profiles.profiler.communication.measuring_ranks import (
     chosen_device,
-    joined,
+    join_world,
     world_of_environment,
 )
-from parplan.profiles.profiler.journal import beside, open_journal
+from parplan.profiles.profiler.journal import journal_path, open_journal
 from parplan.profiles.standard_streams import sturdy_streams
 from parplan.profiles.units import (
     GB,
@@ -129,7 +129,7 @@ def main(
         ends_at_s = math.inf if minutes is None else began_s + 60 * minutes
         chief = _chief(cases, output, _measured_on(world, where), ends_at_s, restart=restart)
         chief.give_up(attempts)
-    ranks = joined(world, where, timedelta(seconds=TIMEOUT_S))
+    ranks = join_world(world, where, timedelta(seconds=TIMEOUT_S))
     try:
         run_cases(cases, ranks, chief)
     finally:
@@ -160,13 +160,13 @@ def _chief(
     restart: bool,
 ) -> Chief:
     """Rank 0's part, with the records that an earlier run left."""
-    journal = open_journal(beside(output), measured_on, restart=restart)
+    journal = open_journal(journal_path(output), measured_on, restart=restart)
     for note in journal.notes:
         click.echo(f"note: {note}", err=True)
     return Chief(
         cases=cases,
         journal=journal,
-        in_flight=InFlight(in_flight_of(output)),
+        in_flight=InFlight(in_flight_path(output)),
         ends_at_s=ends_at_s,
         told=_tell,
     )

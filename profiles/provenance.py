@@ -22,7 +22,7 @@ class Kind(StrEnum):
 _ORDER = tuple(Kind)
 
 
-def weakest(kinds: Iterable[Kind]) -> Kind:
+def weakest_kind(kinds: Iterable[Kind]) -> Kind:
     """Returns the least certain of `kinds`.
 
     A number without parts counts as measured, since it is exactly zero.
@@ -57,7 +57,7 @@ class Seconds:
     def kind(self) -> Kind:
         """The least certain kind that makes up at least 5 % of the duration."""
         enough_s = NEGLIGIBLE_SHARE * self.value_s
-        return weakest(
+        return weakest_kind(
             kind
             for kind, part_s in zip(_ORDER, self.parts_s, strict=True)
             if part_s and part_s >= enough_s

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, get_args
 
-from parplan.profiles.errors import ConfigError, choose
+from parplan.profiles.errors import ConfigError, coerce_choice
 from parplan.profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
@@ -63,7 +63,7 @@ class AvailableKernel:
     from_capability: float = 0.0
 
     def __post_init__(self) -> None:
-        choose(self, "kernel", FlashKernel)
+        coerce_choice(self, "kernel", FlashKernel)
 
 
 # scaled_dot_product_attention: pytorch/pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
@@ -186,7 +186,7 @@ class Stack:
     nccl_bytes: float = 400.0 * MIB
 
     def __post_init__(self) -> None:
-        choose(self, "attention", AttentionKernel, where=f"stack {self.name}")
+        coerce_choice(self, "attention", AttentionKernel, where=f"stack {self.name}")
         if (
             self.kernel_slowdown < 1.0
             or self.host_operator_s < 0.0

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from parplan.planner.runs.run_file import NO_PLACE, WorkSpan
+from parplan.planner.runs.run_file import WHOLE_RANK, WorkSpan
 from parplan.profiles.units import US_PER_S
 
 
@@ -45,7 +45,9 @@ def trace_json(ranks: Mapping[str, Mapping[str, Sequence[WorkSpan]]]) -> str:
 def _events(spans: Sequence[WorkSpan], process: int, thread: int) -> Iterator[dict[str, Any]]:
     for span in spans:
         place = (
-            {} if span.stage == NO_PLACE else {"stage": span.stage, "micro_batch": span.micro_batch}
+            {}
+            if span.stage == WHOLE_RANK
+            else {"stage": span.stage, "micro_batch": span.micro_batch}
         )
         yield {
             "name": span.name,

@@ -15,9 +15,10 @@ from parplan.costmodels.layers.recompute import (
 from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.objective import Objective
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, Plan
-from parplan.planner.plan.prediction import Objective, SearchRecord
+from parplan.planner.plan.prediction import SearchRecord
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.models.operator_graph import LayerKind, ModelGraph
 from parplan.profiles.models.spec import TrainingSpec

@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.table import Column
 
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.request import OnProgress, Progress
 from parplan.planner.search.pareto import OnSearch
 from parplan.profiles.profiler import session_progress as profiling

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from parplan.profiles.machines.user_profile import UserProfile, read_profile
-from parplan.profiles.profiler.journal import beside
+from parplan.profiles.profiler.journal import journal_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +92,7 @@ def kill_at(output: Path, after_s: float) -> tuple[int, float]:
     killed_s = time.monotonic()
     while survivors(process.pid) and time.monotonic() - killed_s < MOST_S:
         time.sleep(0.1)
-    journal = beside(output)
+    journal = journal_path(output)
     return max(
         0, len(journal.read_bytes().splitlines()) - 1
     ) if journal.exists() else 0, time.monotonic() - killed_s
@@ -149,8 +149,8 @@ def main() -> int:
         print(f"finished in {finish(killed):.0f} s")
         lines = differences(read_profile(whole), read_profile(killed))
         print("\n".join(lines) or "the same shapes, each once and whole")
-        print(f"journal left: {beside(killed).exists()}")
-        return 1 if lines or beside(killed).exists() else 0
+        print(f"journal left: {journal_path(killed).exists()}")
+        return 1 if lines or journal_path(killed).exists() else 0
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ from parplan.executor.rules.all_rules import validate
 from parplan.executor.run_options import Options
 from parplan.executor.training.train import build_trainer
 from parplan.executor.watch.state_bytes import Meter
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan

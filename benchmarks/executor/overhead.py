@@ -47,7 +47,7 @@ from benchmarks.prices.activations import GPT_100M
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.executor.data.batches import synthetic
+from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.run_options import Options
 from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan
@@ -144,7 +144,7 @@ def by_hand(plan: Plan, mesh: DeviceMesh) -> Callable[[int], None]:
             fully_shard(block, mesh=mesh["dp"], reshard_after_forward=zero3)
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=zero3)
     optimizer = torch.optim.AdamW(_groups(part), lr=1e-4, fused=True)
-    batches = synthetic(plan, mesh.get_local_rank("dp"), 0)
+    batches = synthetic_batches(plan, mesh.get_local_rank("dp"), 0)
     count, size = plan.pipeline.num_micro_batches, plan.pipeline.micro_batch_size
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -46,9 +46,14 @@ from parplan.planner.baselines.optimum import fastest
 from parplan.planner.baselines.systems import price_baseline
 from parplan.planner.baselines.uniform_strategies import strategies
 from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
+from parplan.planner.plan.prediction import (
+    Candidates,
+    SearchRecord,
+    Status,
+)
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import InfeasibleError

@@ -47,8 +47,8 @@ from parplan.planner.baselines.uniform_strategies import (
 )
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
 from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import layout_of
-from parplan.planner.plan.prediction import Objective
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search.find_plan import find_plan

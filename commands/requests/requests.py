@@ -14,9 +14,9 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.deadline import deadline_after
 from parplan.planner.forbid import parse_bans
+from parplan.planner.objective import Objective
 from parplan.planner.plan.error_band import margin_text, memory_margin
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import (
     DEFAULT_MAX_SLOWDOWN,
     SEARCHED_OFFLOAD,
@@ -30,7 +30,7 @@ from parplan.planner.request import (
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import (
-    applied,
+    apply_profile,
 )
 from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.model_catalog import load_model
@@ -91,7 +91,7 @@ def request_about(
         )
     _check_positions(entry.spec, training)
     if profile and target.profile is not None:
-        cluster, training = applied(
+        cluster, training = apply_profile(
             profile, cluster, training, target.profile, force=target.force_profile
         )
     return PlanRequest(

@@ -14,9 +14,9 @@ from parplan.commands.requests.requests import constraints_of
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import ModuleRequest, PlanRequest
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import applied
+from parplan.profiles.machines.applied_profile import apply_profile
 from parplan.profiles.machines.user_profile import read_profile
-from parplan.profiles.models.huggingface import described
+from parplan.profiles.models.huggingface import is_described_family
 from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
 
@@ -55,7 +55,7 @@ def traced_source(model: str | None, *, trace: bool) -> ModuleSource | None:
     if model is not None and re.fullmatch(r"[\w.]+:\w+", model) and not Path(model).exists():
         return ModuleSource(factory=model)
     config = find_config(model) if model is not None else None
-    if config is not None and (trace or not described(config)):
+    if config is not None and (trace or not is_described_family(config)):
         return ModuleSource(huggingface=dict(config))
     if trace:
         raise ConfigError(
@@ -84,7 +84,7 @@ def module_request(
     training, assumed = training_of(target, defaults, profile, cluster.device)
     cluster.device.peak(training.precision)
     if profile and target.profile is not None:
-        cluster, training = applied(
+        cluster, training = apply_profile(
             profile, cluster, training, target.profile, force=target.force_profile
         )
     return PlanRequest(

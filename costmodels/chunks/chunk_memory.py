@@ -22,7 +22,7 @@ from parplan.costmodels.layers.chunked_layer import (
     Chunking,
     sent_precision,
     state_widths,
-    times,
+    states_of_elements,
 )
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.memory.rank_memory import (
@@ -60,7 +60,7 @@ def budget_bytes(rank: int, mesh: Mesh, price_cache: PriceCache) -> int:
     return int(usable_bytes(limit, mesh, price_cache))
 
 
-def prices_of(layout: ParallelLayout, price_cache: PriceCache) -> PriceCache:
+def unchunked_prices(layout: ParallelLayout, price_cache: PriceCache) -> PriceCache:
     """Returns the prices of layers that are in no chunks."""
     return price_cache.outside if layout.chunked else price_cache
 
@@ -96,8 +96,8 @@ def chunk_states(chunks: RankChunks, price_cache: PriceCache) -> tuple[StateByte
     for group in chunks.groups:
         elements = group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
         widths = state_widths(group.home, price_cache.training, chunks.in_parameters)
-        device += times(widths[0], elements)
-        host += times(widths[1], elements)
+        device += states_of_elements(widths[0], elements)
+        host += states_of_elements(widths[1], elements)
     return device, host
 
 

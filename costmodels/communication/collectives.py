@@ -18,7 +18,7 @@ from parplan.costmodels.communication.mesh import Placement
 from parplan.profiles.machines.curves import CollectiveCurve, spline_s
 from parplan.profiles.machines.hardware import Link
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.provenance import ZERO, Kind, Seconds, weakest
+from parplan.profiles.provenance import ZERO, Kind, Seconds, weakest_kind
 
 POINT_TO_POINT = "point_to_point"  # the name of curves of single messages
 
@@ -159,7 +159,9 @@ def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Ma
         curves[0].ranks <= ranks <= curves[-1].ranks
         and below.bytes[0] <= n_bytes <= below.bytes[-1]
     )
-    kind = weakest((machine.profile.intra.kind, Kind.INTERPOLATED)) if inside else Kind.ANALYTIC
+    kind = (
+        weakest_kind((machine.profile.intra.kind, Kind.INTERPOLATED)) if inside else Kind.ANALYTIC
+    )
     return Seconds(_between_ranks(below, above, ranks, n_bytes), kind)
 
 

@@ -131,7 +131,7 @@ def state_widths(
     return StateBytes(width, gradient, 0), host
 
 
-def times(widths: StateBytes, elements: int) -> StateBytes:
+def states_of_elements(widths: StateBytes, elements: int) -> StateBytes:
     """Bytes of `elements` parameters."""
     return StateBytes(
         widths.parameters * elements, widths.gradients * elements, widths.optimizer * elements
@@ -170,8 +170,8 @@ def block_cost(
     update = optimizer_time if on_device else host_update_time
     adam_s = update(owned, machine, training).value_s
     return BlockCost(
-        device=times(device_widths, owned),
-        host=times(host_widths, owned),
+        device=states_of_elements(device_widths, owned),
+        host=states_of_elements(host_widths, owned),
         used_bytes=width * (gathered or fetched),
         fetched_bytes=width * fetched,
         sent_bytes=gradient * fetched,

@@ -24,7 +24,7 @@ from parplan.costmodels.host.offload import (
 from parplan.costmodels.layers.layer_price import LayerTime, under
 from parplan.costmodels.layers.model_states import StateSharding, holders, owned_parameters
 from parplan.costmodels.operators.compute import optimizer_time
-from parplan.costmodels.operators.host_launch import host, layouts_of
+from parplan.costmodels.operators.host_launch import host, measured_layout_costs
 from parplan.costmodels.operators.kernels import FP32_BYTES
 from parplan.costmodels.operators.sharding import PARTIAL, Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
@@ -186,7 +186,7 @@ def _layout_cost(name: str, parameters: int, machine: Machine, training: Trainin
 
     It comes besides the communication (parplan.profiles.machines.speeds.InStep).
     """
-    added = layouts_of(machine, training.stack)
+    added = measured_layout_costs(machine, training.stack)
     if added is None:
         return ZERO
     return host(getattr(added, name).seconds(training.precision.num_bytes * parameters))

@@ -11,7 +11,7 @@ from parplan.costmodels.communication.mesh import (
     place_axis,
 )
 from parplan.costmodels.communication.redistribution import redistribute
-from parplan.costmodels.layers.tensor_flow import TensorFlow, leaves, tensor_flows_of
+from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
@@ -167,7 +167,7 @@ def _loss_reductions(operator: Operator, sharding: Sharding, inside: StageAxes) 
 
 def leaving_time(layer: LayerClass, sharding: Sharding, inside: StageAxes) -> OperatorTime:
     """Redistribution of the layer's output to the boundary, and of its gradient back."""
-    left = leaves(layer, sharding)
+    left = leaving_tensor(layer, sharding)
     if left is None or layer.kind is LayerKind.HEAD or left[1] == sharding.boundary:
         return FREE
     return OperatorTime(

@@ -40,7 +40,7 @@ from parplan.costmodels.layers.recompute import (
     saved_bytes,
     workspace_of,
 )
-from parplan.costmodels.operators.host_launch import layouts_of
+from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
@@ -139,7 +139,7 @@ class LayerPriceCache(ABC, Generic[K]):
 
     def split_s(self, kind: K) -> float:
         """Extra host seconds of a layer's backward pass in two parts, where they were measured."""
-        added = layouts_of(self.machine, self.training.stack)
+        added = measured_layout_costs(self.machine, self.training.stack)
         return 0.0 if added is None else added.split_s * self.layer(kind, 1).gradient_launches
 
     @property

@@ -52,7 +52,7 @@ class OperatorPrice:
         return self.recompute.value_s if self.recompute else 0.0
 
 
-def single(
+def single_operator_sharding(
     operator: Operator, splits: Splits, degrees: tuple[int, ...], *, sequence_parallel: bool = False
 ) -> Sharding:
     """Returns a sharding of the axes of `degrees` that divides `operator` by `splits`."""
@@ -75,7 +75,7 @@ def operator_price(
     dp: int = 1,
 ) -> OperatorPrice:
     """Prices one strategy; `zero` shards the states over `dp` data-parallel ranks."""
-    sharding = single(operator, splits, inside.degrees)
+    sharding = single_operator_sharding(operator, splits, inside.degrees)
     compute = operator_time(operator, sharding, inside.machine, training)
     ending = ending_time(operator, sharding, compute, inside)
     made = sum(sharding.tensor_bytes(operator, tensor) for tensor in made_inside(operator))

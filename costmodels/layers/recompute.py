@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from parplan.costmodels.layers.tensor_flow import TensorFlow, keeps_output, tensor_flows_of
+from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output, tensor_flows_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.operator_graph import (
     PRODUCTS,
@@ -63,7 +63,7 @@ def _stores_scores(operator: Operator) -> bool:
     )
 
 
-def kept_tensors(layer: LayerClass, recompute: Iterable[str]) -> tuple[Tensor, ...]:
+def saved_tensors(layer: LayerClass, recompute: Iterable[str]) -> tuple[Tensor, ...]:
     """The activations held from the forward to the backward pass, each once.
 
     These are the tensors that some operator's backward needs and every input of a recomputed
@@ -72,12 +72,14 @@ def kept_tensors(layer: LayerClass, recompute: Iterable[str]) -> tuple[Tensor, .
     recomputed, as in Korthikanti's selective recompute (34 S b h).
     """
     kept: dict[str, Tensor] = {}
-    for _, tensor in keepers(layer, recompute):
+    for _, tensor in saved_tensor_readers(layer, recompute):
         kept.setdefault(tensor.name, tensor)
     return tuple(kept.values())
 
 
-def keepers(layer: LayerClass, recompute: Iterable[str] = ()) -> Iterator[tuple[Operator, Tensor]]:
+def saved_tensor_readers(
+    layer: LayerClass, recompute: Iterable[str] = ()
+) -> Iterator[tuple[Operator, Tensor]]:
     """Yields each saved tensor with every operator that needs it, in the order of the operators."""
     recomputed = frozenset(recompute)
     remade = {
@@ -184,7 +186,7 @@ def _copies(
 ) -> Iterator[_Copy]:
     flow = tensor_flows_of(layer, sharding)
     counted = set[tuple[str, str]]()
-    for operator, tensor in keepers(layer, recomputed):
+    for operator, tensor in saved_tensor_readers(layer, recomputed):
         edge = flow.get((operator.name, tensor.name))
         copy = (
             tensor.name,
@@ -253,10 +255,10 @@ def ideal_bytes_by_operator(
     makers = {
         t.name: op.name
         for op in layer.operators
-        if op.name not in recomputed and keeps_output(op)
+        if op.name not in recomputed and saves_own_output(op)
         for t in op.outputs
     }
-    for operator, tensor in keepers(layer, recomputed):
+    for operator, tensor in saved_tensor_readers(layer, recomputed):
         if tensor.name not in counted:
             counted.add(tensor.name)
             if makers.get(tensor.name, operator.name) not in away:

@@ -63,7 +63,7 @@ def tensor_flows_of(layer: LayerClass, sharding: Sharding) -> Edges:
                 source=sharding.place(maker, tensor) if maker else sharding.boundary,
                 target=sharding.place(reader, tensor),
                 gradient=sharding.gradient_place(reader, tensor),
-                makers_own=keeps_output(maker),
+                makers_own=saves_own_output(maker),
             )
     return flows
 
@@ -76,7 +76,7 @@ def shared_beside_a_copy(layer: LayerClass, sharding: Sharding) -> bool:
     return any(flags[0] and not all(flags) for flags in copies.values())
 
 
-def keeps_output(maker: Operator | None) -> bool:
+def saves_own_output(maker: Operator | None) -> bool:
     """Returns true when the operator's backward pass needs its own output: fused attention."""
     return (
         maker is not None
@@ -85,7 +85,7 @@ def keeps_output(maker: Operator | None) -> bool:
     )
 
 
-def leaves(layer: LayerClass, sharding: Sharding) -> tuple[Tensor, Place] | None:
+def leaving_tensor(layer: LayerClass, sharding: Sharding) -> tuple[Tensor, Place] | None:
     """The layer's output tensor and the placement at which its last operator leaves it.
 
     None for the loss.

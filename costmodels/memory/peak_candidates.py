@@ -44,7 +44,7 @@ class PeakCandidate:
         return 1.0
 
 
-def moments(rank: int, layout: ParallelLayout) -> tuple[PeakCandidate, ...]:
+def peak_candidates(rank: int, layout: ParallelLayout) -> tuple[PeakCandidate, ...]:
     """Returns candidates of a rank that include the peak for all layer sizes.
 
     Backward passes are whole. A stage holds at a candidate: stashes x (saved bytes of a

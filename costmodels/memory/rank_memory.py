@@ -11,7 +11,7 @@ from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.costmodels.layers.layer_price_cache import ActivationBytes, LayerPriceCache
 from parplan.costmodels.layers.model_states import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.memory.peak_candidates import moments
+from parplan.costmodels.memory.peak_candidates import peak_candidates
 from parplan.costmodels.memory.peak_memory import Bytes, ConstantBytes, LayerBytes, peak_bytes
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import ActionKind, parse_row
@@ -112,7 +112,7 @@ def stashes(kind: LayerKind, rank: int, layout: ParallelLayout) -> int:
     )
 
 
-def peaks(rank: int, layout: ParallelLayout) -> tuple[tuple[float, float], ...]:
+def peak_stash_counts(rank: int, layout: ParallelLayout) -> tuple[tuple[float, float], ...]:
     """Returns (stashes, waiting weight gradients) pairs that include the peak for all sizes.
 
     The pairs count any chunk of the rank. Whole backward passes: the most stashes. ZBV: stashes and
@@ -251,7 +251,7 @@ def _held_and_running(
             held + (moment.stashes - most) * stash + moment.remade * made,
             alone if moment.alone else inside,
         )
-        for moment in moments(rank, layout)
+        for moment in peak_candidates(rank, layout)
     ]
     between = max(level for level, _ in levels)
     return between, max(map(sum, levels)) - between
@@ -344,11 +344,11 @@ def _apart_bytes(
             choice: held_in_passes(choice, size, layout, price_cache)
             for choice, size in sizes.items()
         },
-        throughout(layout, None if embedding is None else embedding.zero, reduced, price_cache),
+        constant_bytes(layout, None if embedding is None else embedding.zero, reduced, price_cache),
     )
 
 
-def throughout(
+def constant_bytes(
     layout: ParallelLayout, embedding_zero: int | None, reduced: Bytes, price_cache: PriceCache
 ) -> ConstantBytes:
     """Returns the bytes that no layer's pass frees on a rank whose gradients come and go.
@@ -453,5 +453,5 @@ def _waiting_bytes(
     stash = max(sum(sizes[choice].saved for choice in chunk) for chunk in chunks)
     apart = max(sum(waiting[choice] for choice in chunk) for chunk in chunks)
     head = sum(size for choice, size in waiting.items() if choice.kind is LayerKind.HEAD)
-    fullest = max(held * stash + waits * apart for held, waits in peaks(rank, layout))
+    fullest = max(held * stash + waits * apart for held, waits in peak_stash_counts(rank, layout))
     return fullest - most * stash + head

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
-from parplan.costmodels.operators.host_launch import launch_cost_of, layouts_of
+from parplan.costmodels.operators.host_launch import launch_cost_of, measured_layout_costs
 from parplan.costmodels.operators.kernels import (
     BACKWARD,
     BATCHED,
@@ -112,7 +112,7 @@ def operator_time(
 
     gradients = 2 if operator.kind in PRODUCTS else 1
     divided_forward_s = divided_backward_s = 0.0
-    layout_cost = layouts_of(machine, training.stack) if sharding.tp > 1 else None
+    layout_cost = measured_layout_costs(machine, training.stack) if sharding.tp > 1 else None
     if layout_cost is not None:
         divided_forward_s = layout_cost.divided_forward_s
         divided_backward_s = layout_cost.divided_backward_s

@@ -50,7 +50,7 @@ def launch_s(machine: Machine, stack: Stack) -> tuple[float, float]:
     return forward_s, pace.backward_s * machine.launch_factor("backward")
 
 
-def layouts_of(machine: Machine, stack: Stack) -> InStep | None:
+def measured_layout_costs(machine: Machine, stack: Stack) -> InStep | None:
     """Returns the measured extra costs of parallel layouts on `machine`.
 
     None where nobody measured them with `stack`, or where the host launches ahead and hides them.

@@ -50,7 +50,7 @@ class Action:
         return f"{self.work}{self.chunk}.{self.micro_batch}"
 
 
-def row(order: Sequence[Action], stages: Sequence[int]) -> str:
+def csv_row(order: Sequence[Action], stages: Sequence[int]) -> str:
     """Returns the CSV line of a rank whose chunk c is virtual stage `stages[c]`."""
     return ",".join(f"{stages[action.chunk]}{action.work}{action.micro_batch}" for action in order)
 
@@ -94,7 +94,7 @@ def orders_of(rows: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
     return tuple(orders)
 
 
-def check(
+def check_rows(
     rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_batches: int
 ) -> dict[int, int]:
     """Returns the rank of every virtual stage of a step that every rank can finish.

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from functools import lru_cache
 
-from parplan.costmodels.schedules.actions import Action, ActionKind, row
+from parplan.costmodels.schedules.actions import Action, ActionKind, csv_row
 from parplan.costmodels.schedules.merak_schedules import (
     SHIFTED_FEWEST,
     SHIFTED_STASHES,
@@ -86,7 +86,7 @@ def csv_rows(
     Raises ConfigError when the schedule is not `legal` for these counts.
     """
     return tuple(
-        row(
+        csv_row(
             actions(schedule, rank, num_ranks, num_micro_batches, virtual_stages),
             stages_of(schedule, rank, num_ranks, virtual_stages),
         )
@@ -136,7 +136,7 @@ def legal(
     and 1F1B: v = 1. ZBV: P >= 2 and v = 2. Early recompute, last-no-recompute, SCP: v = 1 and P >=
     2, since one rank waits for nobody and is 1F1B. SCP also M >= max(4, P), Merak's own rule and
     that of its closed form (EQUATIONS P4): stage P - 2 has three forwards before its first
-    backward, and the pipeline must fill. `parplan.costmodels.schedules.actions.check` has the rules
+    backward, and the pipeline must fill. `parplan.costmodels.schedules.actions.check_rows` has the rules
     of a custom schedule.
     """
     if min(num_ranks, num_micro_batches, virtual_stages) < 1:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parplan.costmodels.chunks.chunk_memory import chunks_of_rank, prices_of
+from parplan.costmodels.chunks.chunk_memory import chunks_of_rank, unchunked_prices
 from parplan.costmodels.chunks.chunk_operations import ChunkAction, RankChunks
 from parplan.costmodels.communication.collectives import Collective
 from parplan.costmodels.communication.mesh import Axis
@@ -23,7 +23,7 @@ from parplan.costmodels.host.host_embedding import TOKEN_BYTES, HostEmbedding
 from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.sub_pipeline import HALVES
-from parplan.costmodels.layers.tensor_flow import TensorFlow, leaves, tensor_flows_of
+from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.kernels import FP32_BYTES
 from parplan.costmodels.operators.sharding import PARTIAL, Place, Sharding
 from parplan.costmodels.price_cache import PriceCache
@@ -102,7 +102,7 @@ def rank_tally(strategy: Strategy, rank: int, price_cache: PriceCache) -> Tally:
             if op.parallel_dim == "vocab"
         )
         elements = sum(p.num_elements for p in tables) // layout.mesh.tp
-        num_bytes = _gradient_bytes(elements, prices_of(layout, price_cache))
+        num_bytes = _gradient_bytes(elements, unchunked_prices(layout, price_cache))
         tally.add(Axis.PP, Collective.ALL_REDUCE, num_bytes)
     return tally
 
@@ -137,7 +137,12 @@ def _add_layer(
         )
     if not in_chunks(choice, layout):
         _add_data_parallel(
-            tally, choice, layer, layout, prices_of(layout, price_cache), ahead if recomputed else 0
+            tally,
+            choice,
+            layer,
+            layout,
+            unchunked_prices(layout, price_cache),
+            ahead if recomputed else 0,
         )
 
 
@@ -174,7 +179,7 @@ def layer_moves(
         for _ in range(1 + (operator.name in recomputed)):
             yield from forward_moves(layer, operator, sharding)
         yield from backward_moves(layer, operator, sharding)
-    left = leaves(layer, sharding)
+    left = leaving_tensor(layer, sharding)
     if left is not None and layer.kind is not LayerKind.HEAD:
         yield from _moved(left[0], left[1], sharding.boundary, sharding)
         yield from _moved(left[0], sharding.boundary, left[1], sharding)

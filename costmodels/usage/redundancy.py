@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from parplan.costmodels.chunks.chunk_memory import prices_of
+from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
 from parplan.costmodels.layers.model_states import (
     StateSharding,
@@ -55,7 +55,7 @@ class RedundantBytes:
         )
 
 
-def added(parts: Iterable[RedundantBytes]) -> RedundantBytes:
+def summed_redundancy(parts: Iterable[RedundantBytes]) -> RedundantBytes:
     """Returns the sum by class."""
     listed = list(parts)
     return RedundantBytes(
@@ -98,7 +98,7 @@ def _ideal(
     """Returns the ideal states of one layer at any location, without the padding of chunks."""
     if not in_chunks(choice, layout):
         return (
-            prices_of(layout, price_cache)
+            unchunked_prices(layout, price_cache)
             .states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero)
             .ideal
         )
@@ -152,7 +152,7 @@ def _operator_states(
     mesh = layout.mesh
     sharding = layout.sharding_of(choice)
     training = price_cache.training
-    outside = prices_of(layout, price_cache).training
+    outside = unchunked_prices(layout, price_cache).training
     everywhere = (
         each
         for each in price_cache.graph(1).layer_class(choice.kind).operators

@@ -16,7 +16,7 @@ from parplan.executor.checking.dry_run import DryRun, counted_micro_batches, dry
 from parplan.executor.tensors import begin_fork
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import PlannerError, RunError
-from parplan.profiles.interrupts import leave_to_parent
+from parplan.profiles.interrupts import leave_signals_to_parent
 
 
 def num_actions(plan: Plan, pipeline_ranks: Sequence[int]) -> int:
@@ -95,7 +95,7 @@ def _messages(ends: Sequence[Connection]) -> Iterator[Any]:
 
 def _child(end: Connection, plan: Plan, pipeline_ranks: tuple[int, ...]) -> None:
     begin_fork()
-    leave_to_parent()
+    leave_signals_to_parent()
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -28,18 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
-from parplan.executor.data.batches import synthetic
+from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.models.transformer_layers import build_layer
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import begin_fork, forget_meshes
 from parplan.executor.training.train import Trainer, build_trainer
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.run_file import Beside, ChunkMoved
+from parplan.planner.runs.relative_error import relative_error
+from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
 from parplan.profiles.errors import PlannerError
-from parplan.profiles.interrupts import leave_to_parent
+from parplan.profiles.interrupts import leave_signals_to_parent
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
-from parplan.report.runs.parity_table import relative_error
 
 # Tolerances of `plan check --execute` in fp32: of first-step gradients as `gradient_error` measures
 # them, and relative ones of losses.
@@ -138,7 +138,9 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -
             for process in context.processes:
                 process.terminate()
                 process.join()
-        with torch.serialization.safe_globals([StateBytes, ChunkMoved, Beside, *types]):
+        with torch.serialization.safe_globals(
+            [StateBytes, ChunkMoved, PredictedAndMeasured, *types]
+        ):
             results = [
                 torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True)
                 for rank in range(world)
@@ -157,7 +159,7 @@ def _rank(
     rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], folder: str
 ) -> None:
     begin_fork()
-    leave_to_parent()
+    leave_signals_to_parent()
     torch.set_num_threads(1)
     # torch warns that full_tensor() of a gradient sharded twice is slow.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
@@ -287,7 +289,7 @@ def run_reference(plan: Plan) -> TrainingOutcome:
     """
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
     optimizer = reference_optimizer(layers, OPTIONS)
-    batches = synthetic(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
+    batches = synthetic_batches(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
     losses, norms = [], []
     first = {}
     for step in range(STEPS):

@@ -17,7 +17,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule, rank_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan, StagePlan
-from parplan.planner.plan.plan_chunks import rechunked, require_own_chunks
+from parplan.planner.plan.plan_chunks import rechunked, require_matching_chunks
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, Precision
 
@@ -70,7 +70,7 @@ def shrunk(plan: Plan) -> Plan:
     )
     if plan.chunks is None:
         return small
-    require_own_chunks(plan)  # the small plan gets new chunks
+    require_matching_chunks(plan)  # the small plan gets new chunks
     return rechunked(small)
 
 

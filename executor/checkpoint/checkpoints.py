@@ -28,18 +28,18 @@ from parplan.executor.checkpoint.folder import (
     Document,
     SafeLoadPlanner,
     checkpoint_name,
-    damage,
+    find_damage,
     remove_temporaries,
 )
 from parplan.executor.checkpoint.resume import (
     CheckpointOptions,
     Choice,
     Note,
-    choose,
+    choose_checkpoints,
     described_run,
-    differences,
     no_whole_checkpoint,
-    refused,
+    refused_checkpoint,
+    run_differences,
 )
 from parplan.executor.run_options import LARGEST_SEED
 from parplan.executor.training.train import Trainer
@@ -90,15 +90,17 @@ class Checkpoints:
 
     def resume(self) -> int:
         """Loads a checkpoint, if any, and returns the number of steps done. Raises ConfigError."""
-        choice: Choice = self._on_rank_0(lambda: choose(self.options, self.trainer.plan, self.note))
+        choice: Choice = self._on_rank_0(
+            lambda: choose_checkpoints(self.options, self.trainer.plan, self.note)
+        )
         for path, document in choice:
             if wrong := self._damage(path, document) or self._load(path, document):
                 if str(path) == str(Path(self.options.resume)):
-                    raise refused(path, wrong)
+                    raise refused_checkpoint(path, wrong)
                 self.note(f"{path.name} is skipped, {wrong}")
                 continue
             for line in (
-                *differences(document, self.document),
+                *run_differences(document, self.document),
                 f"goes on from {path}, after step {document['step']}",
             ):
                 self.note(line)
@@ -168,7 +170,9 @@ class Checkpoints:
         """Compares the files with the manifest, a share on each rank; "" if equal. Collective."""
         progress = self.trainer.progress
         progress.at(f"reads the checksums of {path.name}")
-        damage_here = damage(path, document, dist.get_rank(), dist.get_world_size(), progress.moved)
+        damage_here = find_damage(
+            path, document, dist.get_rank(), dist.get_world_size(), progress.moved
+        )
         progress.at(f"waits for the checksums of {path.name}")
         everyone = [""] * dist.get_world_size()
         dist.all_gather_object(everyone, damage_here, group=self.group)

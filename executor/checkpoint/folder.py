@@ -126,7 +126,7 @@ def _require_manifest(document: Any) -> None:
         document[part].items()
 
 
-def damage(
+def find_damage(
     path: Path, document: Document, share: int, num_shares: int, on_read: Callable[[], None]
 ) -> str:
     """Compares the files of one share of `num_shares` with the manifest; returns "" if they agree.
@@ -164,7 +164,7 @@ def remove_temporaries(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def temporary(final: Path, label: str) -> Path:
+def temporary_path(final: Path, label: str) -> Path:
     """The path of a checkpoint while it is incomplete or being removed."""
     return final.with_name(f"{final.name}.tmp-{label}")
 
@@ -177,7 +177,7 @@ class AtomicWriter(FileSystemWriter):
     """
 
     def __init__(self, final: Path, document: Document, keep: int) -> None:
-        super().__init__(temporary(final, "new"))
+        super().__init__(temporary_path(final, "new"))
         self.fs = _SummedFiles()
         self.final = final
         self.document = document
@@ -339,7 +339,7 @@ def _replace(folder: Path, final: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Removes a checkpoint; if killed, it leaves only a temporary folder."""
-    doomed = temporary(path, "old")
+    doomed = temporary_path(path, "old")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -64,7 +64,7 @@ def _fingerprint(value: object) -> Any:
     return str(value)
 
 
-def choose(options: CheckpointOptions, plan: Plan | TracedPlan, note: Note) -> Choice:
+def choose_checkpoints(options: CheckpointOptions, plan: Plan | TracedPlan, note: Note) -> Choice:
     """Makes the folder ready for writing and chooses the checkpoints to try. Raises ConfigError.
 
     After a restart by torchrun the newest checkpoint in the folder is used, if there is one.
@@ -124,7 +124,7 @@ def _named(path: Path, present: list[Path], plan: Plan | TracedPlan) -> Choice:
     try:
         manifest = _accepted(path, plan)
     except ValueError as error:
-        raise refused(path, f"it is not whole: {error}") from None
+        raise refused_checkpoint(path, f"it is not whole: {error}") from None
     if present and checkpoint_step(present[0]) > manifest["step"]:
         raise ConfigError(
             f"--resume {path}: {present[0]} is newer and would be gone on from after a restart",
@@ -133,7 +133,7 @@ def _named(path: Path, present: list[Path], plan: Plan | TracedPlan) -> Choice:
     return ((path, manifest),)
 
 
-def refused(path: Path, wrong: str) -> ConfigError:
+def refused_checkpoint(path: Path, wrong: str) -> ConfigError:
     """The error for a named checkpoint that cannot be used; its hint names the one before."""
     step = checkpoint_step(path)
     older = (each for each in checkpoint_paths(path.parent) if checkpoint_step(each) < step)
@@ -185,7 +185,7 @@ def _require_module(path: Path, saved: Mapping[str, Any], plan: Plan | TracedPla
         )
 
 
-def differences(saved: Document, now: Mapping[str, Any]) -> Iterator[str]:
+def run_differences(saved: Document, now: Mapping[str, Any]) -> Iterator[str]:
     """Yields notes on what this run changes against the run it resumes.
 
     Another mesh or schedule changes only the dropout masks.

@@ -36,7 +36,7 @@ from parplan.executor.chunks.chunk_buffers import ChunkCopies, CopyCounts, Devic
 from parplan.executor.sharding.place import parameters_summed_over_tp
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import DTYPES, local
-from parplan.planner.runs.run_file import Beside, ChunkMoved
+from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.models.spec import TrainingSpec
 
@@ -121,15 +121,17 @@ class ChunkManager:
         """
         counts, schedule = self.counts, self.schedule
         return ChunkMoved(
-            in_bytes=Beside(predicted=schedule.in_bytes, measured=counts.in_bytes),
-            out_bytes=Beside(predicted=schedule.out_bytes, measured=counts.out_bytes),
-            gathered_bytes=Beside(
+            in_bytes=PredictedAndMeasured(predicted=schedule.in_bytes, measured=counts.in_bytes),
+            out_bytes=PredictedAndMeasured(predicted=schedule.out_bytes, measured=counts.out_bytes),
+            gathered_bytes=PredictedAndMeasured(
                 predicted=schedule.moved(ChunkAction.GATHER), measured=counts.gathered_bytes
             ),
-            reduced_bytes=Beside(
+            reduced_bytes=PredictedAndMeasured(
                 predicted=schedule.moved(ChunkAction.REDUCE), measured=counts.reduced_bytes
             ),
-            device_bytes=Beside(predicted=schedule.device_bytes, measured=self.ledger.most_bytes),
+            device_bytes=PredictedAndMeasured(
+                predicted=schedule.device_bytes, measured=self.ledger.most_bytes
+            ),
         )
 
     @property

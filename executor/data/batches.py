@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parplan.executor.data.shuffle import shuffled
+from parplan.executor.data.shuffle import shuffled_item
 from parplan.executor.data.tokens import TOKEN_TYPES, read_sidecar
 from parplan.executor.run_options import Options, derived_seed
 from parplan.planner.plan.plan import Plan
@@ -40,8 +40,8 @@ def build_batches(plan: Plan, dp_rank: int, options: Options) -> Batches:
     Targets are the ids one token later.
     """
     if options.data is None:
-        return synthetic(plan, dp_rank, options.seed)
-    return from_file(
+        return synthetic_batches(plan, dp_rank, options.seed)
+    return file_batches(
         plan,
         dp_rank,
         options.data,
@@ -50,7 +50,7 @@ def build_batches(plan: Plan, dp_rank: int, options: Options) -> Batches:
     )
 
 
-def synthetic(plan: Plan, dp_rank: int, seed: int) -> Batches:
+def synthetic_batches(plan: Plan, dp_rank: int, seed: int) -> Batches:
     """Uniform random token ids."""
 
     def sequence(index: int) -> Tensor:
@@ -62,7 +62,7 @@ def synthetic(plan: Plan, dp_rank: int, seed: int) -> Batches:
     return _batches(plan, dp_rank, sequence)
 
 
-def from_file(
+def file_batches(
     plan: Plan, dp_rank: int, path: Path, data_type: str | None = None, *, seed: int | None = None
 ) -> Batches:
     """Batches of sequences from a file of token ids, in file order if `seed` is None.
@@ -81,7 +81,7 @@ def from_file(
     def sequence(index: int) -> Tensor:
         epoch, place = divmod(index, num_sequences)
         if seed is not None:
-            place = shuffled(place, num_sequences, seed=seed, epoch=epoch)
+            place = shuffled_item(place, num_sequences, seed=seed, epoch=epoch)
         start = place * length
         ids = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64))
         _check_ids(int(ids.min()), int(ids.max()), plan.model.vocab_size, path)

@@ -9,7 +9,7 @@ import hashlib
 _ROUNDS = 4
 
 
-def shuffled(place: int, num: int, *, seed: int, epoch: int) -> int:
+def shuffled_item(place: int, num: int, *, seed: int, epoch: int) -> int:
     """Returns the item at position `place` of a permutation of `num` items.
 
     Each seed and epoch gives another permutation. A Feistel network permutes the 4^b >= num numbers

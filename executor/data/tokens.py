@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from parplan.profiles.documents.files import replacing
+from parplan.profiles.documents.files import open_replacement
 from parplan.profiles.documents.reader import Hints, read_json
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError, unknown_name_error
@@ -228,8 +228,8 @@ def write_tokens(
             hint=f"-o {output.with_suffix('.bin')}",
         )
     with (
-        replacing(output, hint=_OTHER_FILE) as file,
-        replacing(sidecar_path(output), hint=_OTHER_FILE) as beside,
+        open_replacement(output, hint=_OTHER_FILE) as file,
+        open_replacement(sidecar_path(output), hint=_OTHER_FILE) as beside,
     ):
         count, num_documents, largest = _write_documents(inputs, file, tokenizer, TOKEN_TYPES[name])
         if not count:

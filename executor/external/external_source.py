@@ -25,12 +25,12 @@ from parplan.profiles.tracing.traced_source import (
     ATTENTION,
     MAKING,
     RUN_ONLY,
-    function_of,
     give_values,
+    import_factory,
     require_known_type,
     require_names,
 )
-from parplan.profiles.tracing.user_code import users_code
+from parplan.profiles.tracing.user_code import explained_user_errors
 
 Fill = Callable[[str, nn.Module], None]
 
@@ -76,7 +76,7 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> ExternalS
         ) from None
     require_names(values)
     require_known_type(values, CONFIG_MAPPING)
-    with users_code(MAKING[0], hint=MAKING[1]):
+    with explained_user_errors(MAKING[0], hint=MAKING[1]):
         config = AutoConfig.for_model(
             values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY}
         )
@@ -158,7 +158,7 @@ def _call(factory: str, seed: int) -> nn.Module:
     """Calls the function under `torch.manual_seed(seed)`, so all ranks get the same module."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = function_of(factory)()
+        model = import_factory(factory)()
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"module: {factory} returned {type(model).__name__}, it must return a torch.nn.Module"

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from parplan.executor.external.external_source import logits_of
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.tracing.stand_ins import stand_ins
+from parplan.profiles.tracing.stand_ins import replaced_parameters
 
 BEFORE, AFTER = 0, 1
 _NO_DATA = ("_like.", "new_")  # these read the shape of a tensor, not its values
@@ -197,7 +197,7 @@ def trace_module(
             watch.owners.setdefault(id(state[names[id(parameter)]]), []).append(owner)
         ids = torch.zeros(shape, dtype=torch.int64)
         try:
-            with stand_ins(model, state), watch:
+            with replaced_parameters(model, state), watch:
                 logits = logits_of(model(ids))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(

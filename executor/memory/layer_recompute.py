@@ -1,6 +1,6 @@
 """Activation recompute of one layer: nothing, a list of operators, or everything.
 
-`parplan.costmodels.layers.recompute.kept_tensors` gives the tensors that a list frees: the outputs
+`parplan.costmodels.layers.recompute.saved_tensors` gives the tensors that a list frees: the outputs
 of the named operators are not saved for their readers. When the backward pass reads one, it is
 recomputed from the named operators' inputs, through as many operators as the list names in a row.
 torch's selective checkpointing saves the outputs of all other operators instead, views and sums

@@ -24,8 +24,8 @@ from parplan.executor.pipeline.runtime import (
     PipelineStep,
     Span,
     build_runtime,
+    do_nothing,
     no_span,
-    nothing,
 )
 from parplan.executor.pipeline.stages import Stage, border_example, build_stages
 from parplan.executor.placed_layers import action_rows, local_stages, stage_layers
@@ -112,7 +112,7 @@ def build_pipeline(
     seed: int,
     after_backward: After,
     span: Span = no_span,
-    after_recompute: After = nothing,
+    after_recompute: After = do_nothing,
     scale: LossScale | None = None,
 ) -> RankPipeline:
     """Builds this rank's part of the plan, ready to step. Collective. Raises ConfigError."""

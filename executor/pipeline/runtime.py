@@ -28,7 +28,7 @@ Span = Callable[[str, int, int], AbstractContextManager[Any]]
 _Entry = tuple[int, ActionKind, int]  # virtual stage, work, micro-batch
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Does nothing; the default of a callback."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from parplan.costmodels.schedules.actions import check
+from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from parplan.executor.placed_layers import action_rows, layer_operators, stage_layers
@@ -238,7 +238,9 @@ def action_lists(plan: Plan) -> Iterator[Refusal]:
             )
         return
     try:
-        check(action_rows(plan), plan.mesh.pp, pipeline.virtual_stages, pipeline.num_micro_batches)
+        check_rows(
+            action_rows(plan), plan.mesh.pp, pipeline.virtual_stages, pipeline.num_micro_batches
+        )
     except ConfigError as error:
         schedule = Schedule.ONE_F_ONE_B if pipeline.virtual_stages == 1 else Schedule.INTERLEAVED
         yield Refusal(

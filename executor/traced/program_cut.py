@@ -73,7 +73,7 @@ class StageCut:
         )
 
 
-def cut(plan: TracedPlan, program: Program) -> tuple[StageCut, ...]:
+def cut_program(plan: TracedPlan, program: Program) -> tuple[StageCut, ...]:
     """Returns the stages of `plan`.
 
     Raises ConfigError for a plan of another program, and for a cut that the program does not allow.

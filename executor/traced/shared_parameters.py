@@ -18,7 +18,7 @@ from parplan.profiles.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class SharedParameters:
     """This rank's copies, by name, of parameters that the same pipeline ranks hold.
 
     `group` holds those ranks; it is None where all copies are on one rank.
@@ -65,7 +65,7 @@ def check_shared(plan: TracedPlan, cuts: Sequence[StageCut]) -> None:
 
 def build_shared(
     plan: TracedPlan, cuts: Sequence[StageCut], stages: Sequence[TracedStage]
-) -> tuple[Shared, ...]:
+) -> tuple[SharedParameters, ...]:
     """Builds this rank's shared parameters and their process groups; collective."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, owners in shared_names(cuts).items():
@@ -76,7 +76,7 @@ def build_shared(
         group = _group(plan, ranks) if len(ranks) > 1 else None
         copies = {name: tuple(named[name] for named in here if name in named) for name in names}
         if all(copies.values()):
-            shared.append(Shared(copies=copies, group=group))
+            shared.append(SharedParameters(copies=copies, group=group))
     return tuple(shared)
 
 

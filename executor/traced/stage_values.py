@@ -23,7 +23,7 @@ from parplan.profiles.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class OpenedModule:
     """A workload whose buffers have values and whose parameters can be materialized one by one."""
 
     workload: TracedWorkload
@@ -65,14 +65,14 @@ class Opened:
         return self.deferred.value(tensor, self.seed)
 
 
-def open_values(
+def open_module(
     source: ModuleSource,
     *,
     seq_length: int,
     seed: int,
     attention: AttentionKernel = AttentionKernel.FLASH,
     at_least_bytes: int = AT_LEAST_BYTES,
-) -> Opened:
+) -> OpenedModule:
     """Opens the module of `source` without the memory of its parameters. Raises ConfigError."""
     deferred = Deferred(at_least_bytes, seed)
     with torch.random.fork_rng(devices=[]):
@@ -80,4 +80,4 @@ def open_values(
         workload = open_workload(
             source, seq_length=seq_length, attention=attention, deferred=deferred
         )
-    return Opened(workload=workload, deferred=deferred, seed=seed)
+    return OpenedModule(workload=workload, deferred=deferred, seed=seed)

@@ -23,15 +23,19 @@ from parplan.executor.checking.parity import (
 )
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.traced.module_batches import module_batches
-from parplan.executor.traced.stage_values import Opened
-from parplan.executor.traced.traced_trainer import TracedTrainer, build_traced_trainer, opened_of
+from parplan.executor.traced.stage_values import OpenedModule
+from parplan.executor.traced.traced_trainer import (
+    TracedTrainer,
+    build_traced_trainer,
+    open_plan_module,
+)
 from parplan.executor.training.optimizer import decays
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.tracing.record import record
 from parplan.profiles.tracing.traced_source import TracedWorkload
-from parplan.profiles.tracing.user_code import users_code
+from parplan.profiles.tracing.user_code import explained_user_errors
 
 LEAST_TO_FILL = 4  # micro-batches; the shifted critical path needs this many
 MOST_RANKS = 8  # gloo processes on one machine
@@ -61,7 +65,7 @@ def comparable(plan: TracedPlan) -> TracedPlan:
     )
     small = replace(plan, training=training, pipeline=replace(pipeline, num_micro_batches=number))
     for call in record(
-        opened_of(small, OPTIONS.seed).workload, small.pipeline.micro_batch_size
+        open_plan_module(small, OPTIONS.seed).workload, small.pipeline.micro_batch_size
     ).calls:
         if call.meta["random"]:
             raise ConfigError(
@@ -79,7 +83,7 @@ def run_traced_plans(plans: Sequence[TracedPlan]) -> list[TrainingOutcome]:
 
 def train_traced(plan: TracedPlan) -> Result:
     """Trains the plan on this rank. Raises ConfigError, also for errors in the module's calls."""
-    with users_code("the module, run in stages,"):
+    with explained_user_errors("the module, run in stages,"):
         return observed(
             build_traced_trainer(plan, OPTIONS, torch.device("cpu")), whole_traced_gradients
         )
@@ -107,8 +111,8 @@ def run_traced_reference(plan: TracedPlan, *, by_micro_batch: bool = False) -> T
     averaged. The latter serves modules whose loss depends on which samples are together, for
     example through a batch norm; each data-parallel rank then has separate buffers.
     """
-    opened = opened_of(plan, OPTIONS.seed)
-    workload, module = opened.workload, with_values(opened)
+    opened = open_plan_module(plan, OPTIONS.seed)
+    workload, module = opened.workload, module_with_values(opened)
     optimizer = _optimizer(module)
     size = plan.pipeline.micro_batch_size if by_micro_batch else plan.training.global_batch_size
     next_batch = module_batches(_alone(plan), workload, 0, OPTIONS.seed)
@@ -118,7 +122,7 @@ def run_traced_reference(plan: TracedPlan, *, by_micro_batch: bool = False) -> T
     first: dict[str, Tensor] = {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        with users_code(f"{workload.name}, run in one process,"):
+        with explained_user_errors(f"{workload.name}, run in one process,"):
             shares = ranks.shares(next_batch(step))
             whole = plan.training.global_batch_size
             losses.append(sum(_backward(workload, module, part, size, whole) for part in shares))
@@ -133,7 +137,7 @@ def run_traced_reference(plan: TracedPlan, *, by_micro_batch: bool = False) -> T
     )
 
 
-def with_values(opened: Opened) -> nn.Module:
+def module_with_values(opened: OpenedModule) -> nn.Module:
     """Returns the whole module with the values that the ranks of a plan start from."""
     module = opened.workload.module
     names: dict[int, list[str]] = {}

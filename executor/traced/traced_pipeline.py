@@ -22,19 +22,19 @@ from parplan.executor.pipeline.runtime import (
     PipelineStep,
     Span,
     build_runtime,
+    do_nothing,
     no_span,
-    nothing,
 )
 from parplan.executor.placed_layers import action_rows
 from parplan.executor.sharding.rank_place import RankPlace
-from parplan.executor.traced.program_cut import StageCut, cut
+from parplan.executor.traced.program_cut import StageCut, cut_program
 from parplan.executor.traced.shared_parameters import (
-    Shared,
+    SharedParameters,
     build_shared,
     check_shared,
     shared_names,
 )
-from parplan.executor.traced.stage_values import Opened
+from parplan.executor.traced.stage_values import OpenedModule
 from parplan.executor.traced.traced_stages import TracedStage, argument_names, build_stage
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.tracing.program import Program
@@ -60,7 +60,7 @@ class TracedPipeline:
     stages: tuple[TracedStage, ...]
     run: Callable[[Batch], Tensor]
     copies: Mapping[str, tuple[int, ...]]
-    shared: tuple[Shared, ...]
+    shared: tuple[SharedParameters, ...]
     span: Span = no_span
     steps: tuple[PipelineStep, ...] = ()
 
@@ -106,14 +106,14 @@ class TracedPipeline:
 def build_traced_pipeline(
     plan: TracedPlan,
     program: Program,
-    opened: Opened,
+    opened: OpenedModule,
     ranks: RankPlace,
     *,
     after_backward: After,
     span: Span = no_span,
 ) -> TracedPipeline:
     """Builds this rank's part of the plan, ready to step; collective. Raises ConfigError."""
-    cuts = cut(plan, program)
+    cuts = cut_program(plan, program)
     check_shared(plan, cuts)
     here = [k for k, stage in enumerate(plan.stages) if stage.rank == ranks.coordinate("pp")]
     stages = tuple(build_stage(plan, k, cuts[k], program, opened, ranks) for k in here)
@@ -207,7 +207,7 @@ def _step(
         group=ranks.mesh["pp"].get_group(),
     )
     step.after_backward = after_backward
-    step.after_recompute = nothing
+    step.after_recompute = do_nothing
     step.span = span
     return step
 

@@ -19,7 +19,7 @@ from parplan.executor.sharding.zero_units import (
 )
 from parplan.executor.traced.program_cut import ShardCut, StageCut, check_recompute
 from parplan.executor.traced.shard_module import ShardModule
-from parplan.executor.traced.stage_values import Opened
+from parplan.executor.traced.stage_values import OpenedModule
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.tracing.program import PARAMETER, Program
 
@@ -104,7 +104,12 @@ class TracedStage(nn.Module):
 
 
 def build_stage(
-    plan: TracedPlan, index: int, cut: StageCut, program: Program, opened: Opened, ranks: RankPlace
+    plan: TracedPlan,
+    index: int,
+    cut: StageCut,
+    program: Program,
+    opened: OpenedModule,
+    ranks: RankPlace,
 ) -> TracedStage:
     """Builds stage `index` of the plan with the values of its parameters. Raises ConfigError."""
     planned = plan.stages[index]

@@ -17,7 +17,7 @@ from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.sharding.rank_place import RankPlace
 from parplan.executor.tensors import local
 from parplan.executor.traced.module_batches import module_batches
-from parplan.executor.traced.stage_values import Opened, open_values
+from parplan.executor.traced.stage_values import OpenedModule, open_module
 from parplan.executor.traced.traced_pipeline import TracedPipeline, build_traced_pipeline
 from parplan.executor.training.optimizer import build_optimizer, num_copies, squared_norm
 from parplan.executor.training.train import Trainer
@@ -135,7 +135,7 @@ def build_traced_trainer(
     options: Options,
     device: torch.device,
     progress: RankProgress | None = None,
-    opened: Opened | None = None,
+    opened: OpenedModule | None = None,
 ) -> TracedTrainer:
     """Builds this rank's trainer; collective, in a group of `plan.mesh.num_ranks` ranks.
 
@@ -143,7 +143,7 @@ def build_traced_trainer(
     """
     validate_traced_plan(plan, options)
     progress = progress or RankProgress()
-    opened = opened or opened_of(plan, options.seed)
+    opened = opened or open_plan_module(plan, options.seed)
     program = record(opened.workload, plan.pipeline.micro_batch_size, plan.training.precision)
     mesh = init_device_mesh(
         device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp")
@@ -181,9 +181,9 @@ def build_traced_trainer(
     )
 
 
-def opened_of(plan: TracedPlan, seed: int) -> Opened:
+def open_plan_module(plan: TracedPlan, seed: int) -> OpenedModule:
     """Opens the plan's module without the memory of its parameters. Raises ConfigError."""
-    return open_values(
+    return open_module(
         plan.module,
         seq_length=plan.training.seq_length,
         seed=seed,

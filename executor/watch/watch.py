@@ -258,7 +258,7 @@ def _place(frame: FrameType | None) -> str:
     return f" ({file}:{frame.f_lineno}, {frame.f_code.co_name})"
 
 
-def own_connection(store: dist.Store) -> dist.Store:
+def second_connection(store: dist.Store) -> dist.Store:
     """Return a second connection to the job's store, in which no other user blocks."""
     store = store.clone()
     store.set_timeout(timedelta(seconds=SLACK_S))

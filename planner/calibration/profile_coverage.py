@@ -38,7 +38,7 @@ from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.models.operator_graph import LayerKind, Operator
 from parplan.profiles.profiler.communication.comm_cases import SMALLEST_BYTES, TIMED, timed_case
 from parplan.profiles.profiler.communication.group_shapes import Shape
-from parplan.profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest
+from parplan.profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ def _operators_of(
 
 
 def _kind(kernels: tuple[Kernel, ...], price_cache: PriceCache) -> Kind:
-    return weakest(
+    return weakest_kind(
         kernel_time(kernel, price_cache.machine, price_cache.training).kind for kernel in kernels
     )
 

@@ -31,7 +31,7 @@ from parplan.profiles.machines.user_profile import (
     PROFILE_VERSION,
     ProfileEnvironment,
     UserProfile,
-    merged,
+    merge_profiles,
     read_profile,
     with_memory_facts,
     write_profile,
@@ -45,12 +45,12 @@ from parplan.profiles.profiler.environment import (
     cluster_of,
     environment,
     fingerprint,
-    lacking,
+    missing_work,
 )
 from parplan.profiles.profiler.fits.host_fit import host_speed
 from parplan.profiles.profiler.fits.link_fit import links_of
 from parplan.profiles.profiler.fits.profile_fit import fit_profile
-from parplan.profiles.profiler.journal import Journal, beside, open_journal
+from parplan.profiles.profiler.journal import Journal, journal_path, open_journal
 from parplan.profiles.profiler.measuring_session import Measurements, run_session
 from parplan.profiles.profiler.session_progress import OnProgress
 from parplan.profiles.stack import Stack
@@ -111,7 +111,7 @@ def measure_operators(request: ProfileRequest, on_progress: OnProgress | None) -
         first.records.update(seen | first.records)
         cases = requested_cases(request, here)
         result = _session(request, cases, here, first, ends_s, on_progress)
-        missing = lacking(here, result.records) if result.records else "anything"
+        missing = missing_work(here, result.records) if result.records else "anything"
         if missing is not None and result.interrupted:
             raise KeyboardInterrupt  # the journal holds the records until a profile can be made
         if not result.records:
@@ -150,7 +150,7 @@ def measure_operators(request: ProfileRequest, on_progress: OnProgress | None) -
 def _journal(request: ProfileRequest, here: ProfileEnvironment, suffix: str) -> Journal:
     header = {"fingerprint": fingerprint(here, request.precision), "device": here.device}
     path = request.output.with_name(request.output.name + suffix)
-    return open_journal(beside(path), header, restart=request.restart)
+    return open_journal(journal_path(path), header, restart=request.restart)
 
 
 def faster(records: Sequence[Record], repeats: Sequence[Record]) -> tuple[Record, ...]:
@@ -198,7 +198,7 @@ def comm_path(output: Path) -> Path:
 
 def has_links(output: Path, num_ranks: int) -> bool:
     """True if the file has the whole communication of one node of `num_ranks`."""
-    if not output.exists() or beside(comm_path(output)).exists():
+    if not output.exists() or journal_path(comm_path(output)).exists():
         return False
     sizes = [
         dict(record.case.sizes)
@@ -322,7 +322,7 @@ def _write_merged(
         records=rounded_records(tuple(records)),
     )
     if known is not None:
-        profile = merged(replace(known, calibration=None, fingerprint="", runs=()), profile)
+        profile = merge_profiles(replace(known, calibration=None, fingerprint="", runs=()), profile)
     profile = fitted(profile)
     write_profile(profile, output)
     return profile

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.solver_faults import GaveUp, Unanswered
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.request import OnProgress, Progress
 from parplan.profiles.errors import OutOfTimeError, SolverError
 

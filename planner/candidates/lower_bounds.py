@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import ge
 
-from parplan.costmodels.chunks.chunk_memory import prices_of
+from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import writes_over_parameters
 from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute
@@ -22,10 +22,10 @@ from parplan.costmodels.stage_costs import rank_edges, rank_receives
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.host_options.activation_options import ALL, named_operators
-from parplan.planner.host_options.host_variants import sends_activations
+from parplan.planner.host_options.host_variants import may_offload_activations
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.planner.stage_columns.stage_prices import end_kinds, fixed_price
+from parplan.planner.stage_columns.stage_prices import end_costs, end_kinds
 from parplan.profiles.models.operator_graph import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
@@ -83,7 +83,7 @@ def _end_s(
     b = layout.micro_batch_size
     mesh = layout.mesh
     sharding = layout.sharding
-    outside = prices_of(layout, price_cache)
+    outside = unchunked_prices(layout, price_cache)
     data_s = min(
         outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s
         for zero in table.zero_stages(layout)
@@ -201,7 +201,7 @@ def in_reach(table: MixTable, limit_bytes: float) -> bool:
 
 def least_kept_bytes(layout: ParallelLayout, table: MixTable) -> float:
     """Returns the least saved bytes of any block and micro-batch on its device."""
-    return _least_kept_bytes(layout, table, sends=sends_activations(layout, table.offload))
+    return _least_kept_bytes(layout, table, sends=may_offload_activations(layout, table.offload))
 
 
 def _least_kept_bytes(layout: ParallelLayout, table: MixTable, *, sends: bool) -> float:
@@ -307,8 +307,7 @@ def ends_bytes(rank: int, layout: ParallelLayout, zero: int, table: MixTable) ->
     if not kinds:
         return 0.0
     prices = (
-        fixed_price(rank, layout, zero, ends)
-        for ends in table.price_caches_of_ends(layout, kinds[0])
+        end_costs(rank, layout, zero, ends) for ends in table.price_caches_of_ends(layout, kinds[0])
     )
     return min(fixed.states + fixed.held + max(0.0, fixed.head_workspace) for fixed in prices)
 
@@ -332,7 +331,7 @@ def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
         (LayerKind.HEAD, 1),
     ):
         held = [
-            prices_of(layout, ends).states(kind, mesh, sharding, zero)
+            unchunked_prices(layout, ends).states(kind, mesh, sharding, zero)
             for ends in table.price_caches_of_ends(layout, kind)
             for zero in stages
         ]

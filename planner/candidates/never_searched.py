@@ -12,7 +12,7 @@ from parplan.profiles.stack import NEUTRAL, Stack
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class UnsearchedPart:
     """A part of a plan file that is not searched, with the reason."""
 
     what: str
@@ -20,40 +20,40 @@ class LeftOut:
 
 
 _ALWAYS = (
-    LeftOut(
+    UnsearchedPart(
         "recompute under zero-bubble V",
         "schedules that split backward passes run without recompute",
     ),
-    LeftOut("ZeRO 3 under zero-bubble V", "it frees what a split backward pass still needs"),
-    LeftOut(
+    UnsearchedPart("ZeRO 3 under zero-bubble V", "it frees what a split backward pass still needs"),
+    UnsearchedPart(
         "ZeRO 3 under early recompute and the shifted critical path",
         "its gather for a recompute ahead of the gradient has no price",
     ),
-    LeftOut(
+    UnsearchedPart(
         "interleaved 1F1B with unequal virtual stages",
         "each holds as many blocks, but for one less on the first and the last",
     ),
-    LeftOut(
+    UnsearchedPart(
         "blocks of one stage whose weights are divided in different ways",
         "a stage has one layout of the weights",
     ),
-    LeftOut("different ZeRO stages of embedding and head on one rank", "they have one"),
+    UnsearchedPart("different ZeRO stages of embedding and head on one rank", "they have one"),
 )
 
 
-def left_out(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[LeftOut, ...]:
+def unsearched_parts(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[UnsearchedPart, ...]:
     """Returns the parts that a search within `pins` leaves out, for the abilities of the stack."""
     parts = list(_ALWAYS)
     if "operators" not in stack.recompute:
         parts.append(
-            LeftOut(
+            UnsearchedPart(
                 "recompute of any list of operators",
                 f"{stack.name} runs {', '.join(stack.recompute)}",
             )
         )
     if "last-no-recompute" not in (pins.schedule or ()):
         parts.append(
-            LeftOut(
+            UnsearchedPart(
                 "last-no-recompute",
                 "early recompute has its plans and takes at most one recompute longer; "
                 "--schedule last-no-recompute",
@@ -61,20 +61,20 @@ def left_out(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[LeftOut, ...]:
         )
     if pins.tp_overlap is None:
         parts.append(
-            LeftOut(
+            UnsearchedPart(
                 "sub-pipelined tensor parallelism that the stack does not run",
                 "--tp-overlap asks for it",
             )
         )
     if pins.zero_ranks is None:
         parts.append(
-            LeftOut(
+            UnsearchedPart(
                 "states sharded over some of the data-parallel ranks", "--zero-ranks asks for it"
             )
         )
     if pins.offload is None:
         parts.append(
-            LeftOut(
+            UnsearchedPart(
                 "the host, where something fits without it",
                 "--host-memory or --offload asks for it",
             )

@@ -46,7 +46,7 @@ def _saved_bytes(
     return price_cache.host_bytes(LayerKind.BLOCK, micro_batch_size, sharding, level)
 
 
-def with_kept_on_host(strategy: Strategy, operators: tuple[str, ...]) -> Strategy:
+def with_offloaded_activations(strategy: Strategy, operators: tuple[str, ...]) -> Strategy:
     """Returns the strategy with the saved tensors of `operators` of all blocks on the host."""
     return replace(
         strategy,

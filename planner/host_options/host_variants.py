@@ -17,12 +17,12 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.host_options.activation_options import HostOption, offload_all, offload_hidden
 from parplan.planner.layer_options.catalogue import LayerOption
-from parplan.planner.layer_options.mixes import hull
+from parplan.planner.layer_options.mixes import hull_options
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.profiles.models.operator_graph import LayerKind
 
 
-def sends_activations(layout: ParallelLayout, offload: Collection[Offload]) -> bool:
+def may_offload_activations(layout: ParallelLayout, offload: Collection[Offload]) -> bool:
     """True if blocks of a layout may offload activations.
 
     Their backward passes are whole, and no recompute runs ahead of its gradient.
@@ -41,7 +41,7 @@ def with_host(
     whole = frozenset(price_cache.recompute_operators(LayerKind.BLOCK, Recompute.FULL))
     variants = [
         variant
-        for option in map(options.__getitem__, hull(options))
+        for option in map(options.__getitem__, hull_options(options))
         if not (
             set(option.recompute) == whole
             and illegal_full_recompute(option.sharding.overlap, price_cache.model, on_host=True)
@@ -49,7 +49,7 @@ def with_host(
         for variant in _variants(option, micro_batch_size, price_cache)
     ]
     both = (*options, *sorted(variants, key=lambda option: option.values))
-    on_hull = hull(both)
+    on_hull = hull_options(both)
     return (*options, *(both[index] for index in on_hull if both[index].on_host))
 
 

@@ -101,7 +101,7 @@ def illegal_chunks(
     return None
 
 
-def at_locations(
+def with_locations(
     stages: Sequence[tuple[LayerChoice, ...]],
     layout: ParallelLayout,
     locations: Sequence[BlockLocations],

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from parplan.costmodels.layers.operator_price import single
+from parplan.costmodels.layers.operator_price import single_operator_sharding
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.sharding import Sharding, Split, Splits
@@ -328,7 +328,7 @@ class Catalogue:
 
 def weight_divided(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> bool:
     """Returns whether each rank of the axes holds only a part of the operator's weight."""
-    sharding = single(operator, splits, degrees)
+    sharding = single_operator_sharding(operator, splits, degrees)
     return any(
         sharding.parameter_shape(operator, p) != p.shape
         for p in operator.parameters

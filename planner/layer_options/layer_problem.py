@@ -17,8 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.layers.layer_price import StageAxes, edge_time
-from parplan.costmodels.layers.operator_price import OperatorPrice, operator_price, single
-from parplan.costmodels.layers.tensor_flow import TensorFlow, keeps_output
+from parplan.costmodels.layers.operator_price import (
+    OperatorPrice,
+    operator_price,
+    single_operator_sharding,
+)
+from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import Place, Sharding, Splits, operator_splits
 from parplan.profiles.machines.shipped_profiles import Machine
@@ -241,7 +245,7 @@ class _Builder:
     def _option(
         self, operator: Operator, splits: Splits, price: OperatorPrice, *, recomputed: bool
     ) -> StrategyOption:
-        operator_sharding = single(operator, splits, self.sharding.degrees)
+        operator_sharding = single_operator_sharding(operator, splits, self.sharding.degrees)
         for tensor in operator.inputs:
             self.alone[
                 operator.name,
@@ -367,7 +371,7 @@ class _Builder:
                 source=source,
                 target=needed.place,
                 gradient=needed.gradient,
-                makers_own=keeps_output(self.layer.operator(maker) if maker else None),
+                makers_own=saves_own_output(self.layer.operator(maker) if maker else None),
             )
             time = edge_time(
                 edge, self.alone[reader.name, needed.place, needed.gradient].compute, self.inside

@@ -96,7 +96,7 @@ def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: in
     """
     pairs = [
         (i, j)
-        for i, j in combinations(hull(options), 2)
+        for i, j in combinations(hull_options(options), 2)
         if options[i].weight_layout == options[j].weight_layout
     ]
     mixes = _mixes(
@@ -258,7 +258,7 @@ def _of_pairs(num_options: int, total: int, pairs: Sequence[tuple[int, int]]) ->
         yield counts
 
 
-def hull(options: Sequence[LayerOption]) -> list[int]:
+def hull_options(options: Sequence[LayerOption]) -> list[int]:
     """Returns the options on one of the `chains` of (time, saved bytes).
 
     The workspace needs no hull: it consists of the recomputed bytes, which are not saved. Offloaded

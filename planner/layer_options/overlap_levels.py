@@ -80,7 +80,7 @@ def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = Fals
     )
 
 
-def paying(
+def paying_layouts(
     layouts: Sequence[ParallelLayout], price_cache: PriceCache, deadline: Deadline = NEVER
 ) -> tuple[tuple[ParallelLayout, ...], tuple[tuple[ParallelLayout, str], ...]]:
     """Returns the layouts that are worth a search, and the dropped ones with their reason."""

@@ -12,7 +12,11 @@ from parplan.costmodels.operators.sharding import placements
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, model_flops_utilization
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.costmodels.usage.redundancy import RedundantBytes, added, operator_redundancy
+from parplan.costmodels.usage.redundancy import (
+    RedundantBytes,
+    operator_redundancy,
+    summed_redundancy,
+)
 from parplan.planner.plan.error_band import error_band
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import (
@@ -36,7 +40,7 @@ from parplan.planner.plan.prediction import (
     StageMemory,
 )
 from parplan.profiles.models.operator_graph import LayerKind
-from parplan.profiles.provenance import Kind, Seconds, weakest
+from parplan.profiles.provenance import Kind, Seconds, weakest_kind
 from parplan.profiles.units import gib
 
 GIB_DIGITS = 4
@@ -146,7 +150,7 @@ def step_kind(price: StepPrice) -> Kind:
 
     It is never better than INTERPOLATED: even where every kernel was measured, the step was not.
     """
-    return weakest((Kind.INTERPOLATED, *(rank.total.kind for rank in price.ranks)))
+    return weakest_kind((Kind.INTERPOLATED, *(rank.total.kind for rank in price.ranks)))
 
 
 def breakdown(price: StepPrice) -> Breakdown:
@@ -259,7 +263,7 @@ def _layer_redundancy(
         choice.recompute,
         choice.on_host,
     ).workspace
-    layer = replace(added(operators.values()), temporaries=float(workspace))
+    layer = replace(summed_redundancy(operators.values()), temporaries=float(workspace))
     return LayerRedundancy(
         stage=stage,
         layer=_redundant_gib(layer),

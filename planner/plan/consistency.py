@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
-from parplan.costmodels.schedules.actions import check
+from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
@@ -175,7 +175,9 @@ def _require_layout(
 def _require_actions(pipeline: PipelinePlan, pp: int, ranks: list[int], where: str) -> None:
     """Raises ConfigError unless a custom schedule is legal and names the stages of each rank."""
     try:
-        homes = check(pipeline.actions, pp, pipeline.virtual_stages, pipeline.num_micro_batches)
+        homes = check_rows(
+            pipeline.actions, pp, pipeline.virtual_stages, pipeline.num_micro_batches
+        )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
     for index, rank in enumerate(ranks):

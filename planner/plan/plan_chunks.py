@@ -81,7 +81,7 @@ def rechunked(plan: Plan) -> Plan:
     )
 
 
-def require_own_chunks(plan: Plan) -> None:
+def require_matching_chunks(plan: Plan) -> None:
     """Raises ConfigError where the groups of chunks are not those that the plan's blocks fill."""
     strategy_of(plan, prices_of_plan(plan))
 

@@ -11,16 +11,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from parplan.costmodels.communication.mesh import Mesh
+from parplan.planner.objective import Objective
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.profiles.provenance import Kind
 
 _FORBID = {"extra": "forbid"}
-
-
-class Objective(StrEnum):
-    THROUGHPUT = "throughput"
-    MEMORY = "memory"
-    PEAK = "peak"
 
 
 class Status(StrEnum):

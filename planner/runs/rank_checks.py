@@ -83,7 +83,7 @@ def class_bytes(use: RankUse, name: str) -> int:
     return n_bytes
 
 
-def priced(plan: Plan) -> RepricedPlan:
+def repriced_today(plan: Plan) -> RepricedPlan:
     """Returns the plan at prices of today. Raises ConfigError where a dry run cannot count it."""
     if plan.model.num_experts:
         raise ConfigError(
@@ -147,7 +147,7 @@ def sent_checks(check: RankCheck) -> tuple[SentCheck, ...]:
     )
 
 
-def worst(checks: Sequence[RankCheck], name: str) -> float | None:
+def worst_deviation(checks: Sequence[RankCheck], name: str) -> float | None:
     """Returns the largest deviation of a class over all ranks, None where a rank's is None."""
     shares = [check.share(name) for check in checks]
     if None in shares:
@@ -155,14 +155,18 @@ def worst(checks: Sequence[RankCheck], name: str) -> float | None:
     return max((share for share in shares if share is not None), key=abs)
 
 
-def exact(checks: Sequence[RankCheck], name: str) -> bool:
+def class_is_exact(checks: Sequence[RankCheck], name: str) -> bool:
     """Returns whether the class is as predicted on every rank, to the byte."""
     return all(
         class_bytes(check.predicted, name) == class_bytes(check.found, name) for check in checks
     )
 
 
-def matches(checks: Sequence[RankCheck]) -> bool:
+def all_match(checks: Sequence[RankCheck]) -> bool:
     """Returns whether every state is as predicted to the byte and every peak is close."""
-    peak = worst(checks, "held")
-    return all(exact(checks, name) for name in STATES) and peak is not None and abs(peak) <= CLOSE
+    peak = worst_deviation(checks, "held")
+    return (
+        all(class_is_exact(checks, name) for name in STATES)
+        and peak is not None
+        and abs(peak) <= CLOSE
+    )

@@ -13,10 +13,10 @@ from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_file import (
     RUN_VERSION,
-    Beside,
     ChunkMoved,
     Figures,
     MeasuredPart,
+    PredictedAndMeasured,
     RankRecord,
     RunEnvironment,
     RunFile,
@@ -181,11 +181,19 @@ def _record(
         pp=rank.pp,
         dp=rank.dp,
         tp=rank.tp,
-        parameters_bytes=Beside(predicted=rank.predicted.parameters, measured=rank.held.parameters),
-        gradients_bytes=Beside(predicted=rank.predicted.gradients, measured=rank.held.gradients),
-        optimizer_bytes=Beside(predicted=rank.predicted.optimizer, measured=rank.held.optimizer),
-        peak_allocated_bytes=Beside(predicted=allocated, measured=rank.allocated_bytes),
-        peak_reserved_bytes=Beside(predicted=reserved, measured=rank.reserved_bytes),
+        parameters_bytes=PredictedAndMeasured(
+            predicted=rank.predicted.parameters, measured=rank.held.parameters
+        ),
+        gradients_bytes=PredictedAndMeasured(
+            predicted=rank.predicted.gradients, measured=rank.held.gradients
+        ),
+        optimizer_bytes=PredictedAndMeasured(
+            predicted=rank.predicted.optimizer, measured=rank.held.optimizer
+        ),
+        peak_allocated_bytes=PredictedAndMeasured(
+            predicted=allocated, measured=rank.allocated_bytes
+        ),
+        peak_reserved_bytes=PredictedAndMeasured(predicted=reserved, measured=rank.reserved_bytes),
         host_rss_bytes=rank.host_rss_bytes,
         chunks=rank.chunks,
         spans=tuple(
@@ -209,8 +217,8 @@ def _figures(
 ) -> Figures:
     tokens, num_ranks = plan.training.tokens_per_step, plan.mesh.num_ranks
 
-    def both(of: Callable[[float], float]) -> Beside:
-        return Beside(
+    def both(of: Callable[[float], float]) -> PredictedAndMeasured:
+        return PredictedAndMeasured(
             predicted=None if predicted.step_s is None else of(predicted.step_s),
             measured=of(step_s),
         )
@@ -220,7 +228,7 @@ def _figures(
         tokens_per_s=both(lambda seconds: tokens / seconds),
         tokens_per_s_per_gpu=both(lambda seconds: tokens / seconds / num_ranks),
         mfu=both(predicted.mfu),
-        idle_share=Beside(
+        idle_share=PredictedAndMeasured(
             predicted=predicted.timeline.idle_share if predicted.timeline else None,
             measured=idle_share,
         ),

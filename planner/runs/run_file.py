@@ -23,7 +23,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.user_profile import digest
 
 RUN_VERSION = 1
-NO_PLACE = -1  # stage and micro-batch of work of the whole rank: data, reduce, optimizer
+WHOLE_RANK = -1  # stage and micro-batch of work of the whole rank: data, reduce, optimizer
 _FORBID = {"extra": "forbid"}
 
 
@@ -54,12 +54,12 @@ class WorkSpan:
     @property
     def name(self) -> str:
         return (
-            self.work if self.stage == NO_PLACE else f"{self.work}{self.stage}.{self.micro_batch}"
+            self.work if self.stage == WHOLE_RANK else f"{self.work}{self.stage}.{self.micro_batch}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class PredictedAndMeasured:
     """A figure as predicted and as measured; None where it is not known."""
 
     __pydantic_config__ = _FORBID
@@ -110,11 +110,11 @@ class Figures:
 
     __pydantic_config__ = _FORBID
 
-    step_time_s: Beside
-    tokens_per_s: Beside
-    tokens_per_s_per_gpu: Beside
-    mfu: Beside
-    idle_share: Beside
+    step_time_s: PredictedAndMeasured
+    tokens_per_s: PredictedAndMeasured
+    tokens_per_s_per_gpu: PredictedAndMeasured
+    mfu: PredictedAndMeasured
+    idle_share: PredictedAndMeasured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +147,11 @@ class ChunkMoved:
 
     __pydantic_config__ = _FORBID
 
-    in_bytes: Beside
-    out_bytes: Beside
-    gathered_bytes: Beside
-    reduced_bytes: Beside
-    device_bytes: Beside
+    in_bytes: PredictedAndMeasured
+    out_bytes: PredictedAndMeasured
+    gathered_bytes: PredictedAndMeasured
+    reduced_bytes: PredictedAndMeasured
+    device_bytes: PredictedAndMeasured
 
     @property
     def as_predicted(self) -> bool:
@@ -179,11 +179,11 @@ class RankRecord:
     pp: int
     dp: int
     tp: int
-    parameters_bytes: Beside
-    gradients_bytes: Beside
-    optimizer_bytes: Beside
-    peak_allocated_bytes: Beside
-    peak_reserved_bytes: Beside
+    parameters_bytes: PredictedAndMeasured
+    gradients_bytes: PredictedAndMeasured
+    optimizer_bytes: PredictedAndMeasured
+    peak_allocated_bytes: PredictedAndMeasured
+    peak_reserved_bytes: PredictedAndMeasured
     host_rss_bytes: int
     spans: tuple[WorkSpan, ...]
     chunks: ChunkMoved | None = None

@@ -13,7 +13,7 @@ from parplan.costmodels.schedules.simulator import RankTimeline, SimulatedStep, 
 from parplan.costmodels.stage_costs import StepCosts, step_costs
 from parplan.costmodels.step import simulated_step
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.runs.run_file import NO_PLACE, RankRecord, WorkSpan
+from parplan.planner.runs.run_file import WHOLE_RANK, RankRecord, WorkSpan
 
 Key = tuple[str, int]  # the work, and its stage, or its pipeline rank for work of a whole rank
 RECEIVE = "receive_"
@@ -75,7 +75,7 @@ def _rank_spans(
         start_s, end_s = end_s, end_s + seconds
         if seconds > 0:
             yield WorkSpan(
-                work=work, stage=NO_PLACE, micro_batch=NO_PLACE, start_s=start_s, end_s=end_s
+                work=work, stage=WHOLE_RANK, micro_batch=WHOLE_RANK, start_s=start_s, end_s=end_s
             )
 
 
@@ -141,7 +141,7 @@ def _means(rank: RankRecord, waits: Iterable[tuple[Key, float]]) -> dict[Key, fl
     """Returns the seconds of every part of one rank and step, the mean over micro-batches."""
     whole: dict[tuple[str, int, int], float] = defaultdict(float)
     for span in rank.spans:
-        place = rank.pp if span.stage == NO_PLACE else span.stage
+        place = rank.pp if span.stage == WHOLE_RANK else span.stage
         if span.work == TIED:
             place = 0
         whole[_PASS.get(span.work, span.work), place, span.micro_batch] += span.seconds

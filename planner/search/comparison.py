@@ -16,9 +16,14 @@ from parplan.costmodels.strategy import Strategy
 from parplan.planner.baselines.optimum import Optimum
 from parplan.planner.baselines.systems import Baseline, price_baseline
 from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
+from parplan.planner.plan.prediction import (
+    Candidates,
+    SearchRecord,
+    Status,
+)
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import OutOfTimeError

@@ -12,7 +12,7 @@ from parplan.costmodels.host.state_location import OFFLOAD_OF, Eviction, StateLo
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.schedules.actions import check
+from parplan.costmodels.schedules.actions import check_rows
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
@@ -21,14 +21,19 @@ from parplan.planner.candidates.stack_rules import lacking_schedule, require_sta
 from parplan.planner.host_options.activation_options import (
     ALL,
     named_operators,
-    with_kept_on_host,
+    with_offloaded_activations,
 )
 from parplan.planner.host_options.state_locations import BlockLocations, illegal_chunks
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute, illegal_zero
+from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
+from parplan.planner.plan.prediction import (
+    Candidates,
+    SearchRecord,
+    Status,
+)
 from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
@@ -105,7 +110,7 @@ def _check(
             hint="change a degree or --gpus",
         )
     if layout.schedule is Schedule.CUSTOM:
-        check(layout.actions, mesh.pp, layout.virtual_stages, layout.num_micro_batches)
+        check_rows(layout.actions, mesh.pp, layout.virtual_stages, layout.num_micro_batches)
     reason = (
         illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True)
         or illegal_expert_parallel(mesh, model)
@@ -303,7 +308,7 @@ def estimate_plan(
     strategy = uniform_strategy(
         layout, blocks, zero=zero, recompute=recompute, price_cache=price_cache
     )
-    strategy = with_kept_on_host(strategy, named_operators(names, recompute, price_cache))
+    strategy = with_offloaded_activations(strategy, named_operators(names, recompute, price_cache))
     if chunks is not None:
         strategy = with_homes(strategy, chunks)
     return _assembled(strategy, price_cache)

@@ -29,9 +29,14 @@ from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.candidates.lower_bounds import ahead_bound_s, in_reach
 from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.infeasible.shortfall import infeasible_error
+from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
+from parplan.planner.plan.prediction import (
+    Candidates,
+    SearchRecord,
+    Status,
+)
 from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_leanest

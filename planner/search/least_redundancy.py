@@ -13,7 +13,7 @@ from parplan.planner.candidates.branch_and_bound import BranchOutcome, best_of, 
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes
 from parplan.planner.master import Master, MasterChoice, lower_bound_s, slackened
 from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.search.memory_descent import Descent
 from parplan.planner.search.search_session import INFINITY, SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.chunk_columns import Columns

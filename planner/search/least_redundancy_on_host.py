@@ -25,7 +25,7 @@ from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes
 from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.master import Master, MasterChoice, lower_bound_s
 from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.search.search_session import ROUNDING, SearchSession
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import ChunkColumns, Columns, lean_step_bytes

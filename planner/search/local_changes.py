@@ -22,7 +22,7 @@ from parplan.planner.deadline import in_time
 from parplan.planner.search.search_session import SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.stage_column import StageColumn, same_ends
+from parplan.planner.stage_columns.stage_column import StageColumn, interchangeable_ends
 from parplan.profiles.errors import OutOfTimeError
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -98,7 +98,7 @@ def _other_columns(solved: SolvedCandidate, session: SearchSession) -> list[list
                 one
                 for one in every
                 if one != own
-                and same_ends(rank, layout, one, own)
+                and interchangeable_ends(rank, layout, one, own)
                 and one.alone_s(passes) < slowest_s
             ]
         )

@@ -13,7 +13,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.solver_faults import GaveUp, Unanswered
 from parplan.planner.deadline import Deadline
 from parplan.planner.master import MasterChoice
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.request import OnProgress, Progress
 from parplan.planner.search.search_session import SolvedCandidate
 from parplan.profiles.errors import OutOfTimeError, SolverError

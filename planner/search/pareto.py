@@ -36,9 +36,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_bytes, limit_bytes
+from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import FrontPoint, Objective
+from parplan.planner.plan.prediction import FrontPoint
 from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
 from parplan.planner.search.find_plan import SearchResult, search, search_leaner
 from parplan.planner.search.memory_descent import halve_in

@@ -16,12 +16,12 @@ from parplan.planner.baselines.uniform_strategies import counted_ends, equal_blo
 from parplan.planner.candidates.branch_and_bound import BranchOutcome
 from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.search.local_changes import improved
 from parplan.planner.search.search_session import ROUNDING, SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.stage_column import same_ends
+from parplan.planner.stage_columns.stage_column import interchangeable_ends
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 
 SCHEDULED = 4  # columns of one layout whose exact schedules are compared
@@ -52,7 +52,7 @@ def _equal_stages(solved: SolvedCandidate, session: SearchSession) -> Iterator[S
                 for c in rank_columns(rank, layout, session.table).fastest(
                     count, session.limit_bytes
                 )
-                if same_ends(rank, layout, c, chosen)
+                if interchangeable_ends(rank, layout, c, chosen)
             ]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))
         ]

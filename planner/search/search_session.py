@@ -25,7 +25,7 @@ from parplan.planner.candidates.enumeration import (
 from parplan.planner.candidates.lower_bounds import TimeBound, may_fit, time_bound
 from parplan.planner.deadline import in_time
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
-from parplan.planner.layer_options.overlap_levels import paying
+from parplan.planner.layer_options.overlap_levels import paying_layouts
 from parplan.planner.master import MasterChoice
 from parplan.planner.request import OnProgress, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts
@@ -67,7 +67,7 @@ class SearchPrices:
             raise no_candidate_error(space, request.cluster)
         deadline = request.options.deadline
         self.price_cache = price_cache_of(request)
-        layouts, beaten = paying(space.layouts, self.price_cache, deadline)
+        layouts, beaten = paying_layouts(space.layouts, self.price_cache, deadline)
         self.space = CandidateSpace(
             layouts,
             (*space.pruned, *(Pruned(layout_text(layout), reason) for layout, reason in beaten)),

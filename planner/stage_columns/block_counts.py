@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.host_options.state_locations import at_locations
+from parplan.planner.host_options.state_locations import with_locations
 from parplan.planner.stage_columns.dealing import dealt_blocks
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.models.operator_graph import LayerKind
@@ -61,7 +61,7 @@ def to_strategy(layout: ParallelLayout, columns: tuple[StageColumn, ...]) -> Str
             stages[stage] = tuple(blocks)
     in_order = tuple(stages[stage] for stage in range(layout.num_virtual_stages))
     if layout.chunked:
-        in_order = at_locations(in_order, layout, [column.homes for column in columns])
+        in_order = with_locations(in_order, layout, [column.homes for column in columns])
     return Strategy(layout=layout, stages=in_order)
 
 

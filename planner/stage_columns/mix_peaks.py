@@ -14,10 +14,10 @@ from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.peak_memory import AlikeLayers, LayerBytes, passes_of, peak_of_runs
 from parplan.costmodels.memory.rank_memory import (
+    constant_bytes,
     held_in_passes,
     layer_activations,
     stashes,
-    throughout,
 )
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout
@@ -97,7 +97,7 @@ class MixPeaks:
         ends = {kind: self._end(kind, zero).held for kind in end_kinds(self.rank, self.layout)}
         stages = self.layout.stages_of(self.rank)
         fixed = self.fixed[zero]
-        lasting = throughout(
+        lasting = constant_bytes(
             self.layout, zero if LayerKind.EMBEDDING in ends else None, 0.0, self.price_cache
         )
         places = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: self.layout.num_virtual_stages - 1}
@@ -202,7 +202,7 @@ class MixPeaks:
         reduced = np.maximum(
             widest_mixes(mixes.counts, reduces), fixed.zero_buffer if zero == 1 and kinds else 0.0
         )
-        lasting = throughout(
+        lasting = constant_bytes(
             self.layout, zero if LayerKind.EMBEDDING in kinds else None, reduced, self.price_cache
         )
         fullest = peak_of_runs(self.layout, self.rank, list(self._chunks(mixes, zero)), lasting)

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.memory.peak_candidates import PeakCandidate, moments
+from parplan.costmodels.memory.peak_candidates import PeakCandidate, peak_candidates
 from parplan.costmodels.memory.rank_memory import (
     gradients_come_and_go,
     occupied_bytes,
-    peaks,
+    peak_stash_counts,
     stashes,
 )
 from parplan.costmodels.price_cache import PriceCache
@@ -39,8 +39,8 @@ from parplan.planner.stage_columns.stage_prices import (
     BlockCosts,
     EndCosts,
     MixCosts,
+    end_costs,
     end_kinds,
-    fixed_price,
     sums_of,
 )
 from parplan.profiles.models.operator_graph import LayerKind
@@ -81,14 +81,14 @@ class MixPrices:
         self.table = table
         self.ends = ends or table.price_cache
         self.stages = table.zero_stages(layout)
-        self.fixed = {zero: fixed_price(rank, layout, zero, self.ends) for zero in self.stages}
+        self.fixed = {zero: end_costs(rank, layout, zero, self.ends) for zero in self.stages}
         self.block = table.per_block(layout, rank)
         self.stashes = stashes(LayerKind.BLOCK, rank, layout)
         self._of_moments = KeyedCache()
-        self._peaks = peaks(rank, layout) if layout.splits_backward else ()
+        self._peaks = peak_stash_counts(rank, layout) if layout.splits_backward else ()
         self._moments: tuple[PeakCandidate, ...] = (PeakCandidate(self.stashes),)
         if layout.recomputes_ahead:
-            self._moments = moments(rank, layout)
+            self._moments = peak_candidates(rank, layout)
 
     @cached_property
     def _freed(self) -> MixPeaks | None:

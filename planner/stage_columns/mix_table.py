@@ -16,7 +16,7 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
-from parplan.planner.host_options.host_variants import sends_activations, with_host
+from parplan.planner.host_options.host_variants import may_offload_activations, with_host
 from parplan.planner.host_options.location_costs import (
     LocationCosts,
     Tensors,
@@ -99,7 +99,7 @@ class MixTable:
             layout.micro_batch_size,
             layout.sharding,
             layout.keeps_all(rank),
-            sends_activations(layout, self.offload),
+            may_offload_activations(layout, self.offload),
         )
 
     def options(self, layout: ParallelLayout, rank: int = 0) -> tuple[LayerOption, ...]:
@@ -109,7 +109,7 @@ class MixTable:
         allowed. If blocks may offload activations, the variants that do are included.
         """
         key = layout.micro_batch_size, layout.sharding
-        if sends_activations(layout, self.offload):
+        if may_offload_activations(layout, self.offload):
             return self.once(
                 ("sending", *key),
                 lambda: with_host(

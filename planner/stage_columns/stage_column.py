@@ -73,7 +73,9 @@ class RankTimeLimit:
         return within
 
 
-def same_ends(rank: int, layout: ParallelLayout, column: StageColumn, rival: StageColumn) -> bool:
+def interchangeable_ends(
+    rank: int, layout: ParallelLayout, column: StageColumn, rival: StageColumn
+) -> bool:
     """True if either column may replace the other beside tied ends and a fixed token table."""
     if not end_kinds(rank, layout):
         return True

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from parplan.costmodels.chunks.chunk_memory import prices_of
+from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes, zero_passes_bytes
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.stage_costs import rank_edges, rank_receives
@@ -108,14 +108,14 @@ def tied_ends(layout: ParallelLayout) -> tuple[int, ...]:
     return (first, last) if first != last else ()
 
 
-def fixed_price(rank: int, layout: ParallelLayout, zero: int, price_cache: PriceCache) -> EndCosts:
+def end_costs(rank: int, layout: ParallelLayout, zero: int, price_cache: PriceCache) -> EndCosts:
     """Returns the costs of `rank` for embedding, head and transfers."""
     b = layout.micro_batch_size
     mesh = layout.mesh
     sharding = layout.sharding
     time_s = rank_receives(rank, layout, price_cache).value_s
     time_s += rank_edges(layout, price_cache).value_s
-    outside = prices_of(layout, price_cache)
+    outside = unchunked_prices(layout, price_cache)
     tail_s = 0.0
     if price_cache.tied and rank in tied_ends(layout):
         tail_s = outside.tied_reduction(mesh, sharding).value_s

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.step import StepPrice
 from parplan.planner.candidates.branch_and_bound import BranchOutcome
 from parplan.planner.candidates.solver_faults import failure_text
+from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import (
     breakdown,
     letters,
@@ -21,7 +22,6 @@ from parplan.planner.plan.assemble import (
 from parplan.planner.plan.plan import PLAN_VERSION
 from parplan.planner.plan.prediction import (
     Candidates,
-    Objective,
     Prediction,
     Quantity,
     SearchRecord,

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from parplan.costmodels.layers.recompute import Recompute, kept_tensors, recompute_operators
+from parplan.costmodels.layers.recompute import Recompute, recompute_operators, saved_tensors
 from parplan.planner.traced.shard_classes import ShardClasses, ShardKey
 from parplan.profiles.models.operator_graph import Tensor
 from parplan.profiles.models.traced_model import BATCH
@@ -137,7 +137,7 @@ class Flow:
         return {
             level: {
                 names[int(tensor.name)] if tensor.name.isdigit() else tensor.name: tensor
-                for tensor in kept_tensors(layer, recompute_operators(layer, level))
+                for tensor in saved_tensors(layer, recompute_operators(layer, level))
             }
             for level in LEVELS
         }

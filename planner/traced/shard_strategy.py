@@ -15,7 +15,7 @@ from itertools import accumulate
 from parplan.costmodels.layers.model_states import StateBytes, ideal_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import RankMemory, communicator_bytes
-from parplan.costmodels.operators.host_launch import layouts_of
+from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import AHEAD, actions, in_flight
 from parplan.costmodels.schedules.simulator import StageCost
@@ -121,7 +121,9 @@ def _stage_cost(strategy: ShardStrategy, stage: int, tables: RangeTables) -> Sta
         recompute_s += time.recompute_s
     received, returned = receives(stage, strategy, price_cache)
     added = (
-        layouts_of(price_cache.machine, price_cache.training.stack) if layout.mesh.pp > 1 else None
+        measured_layout_costs(price_cache.machine, price_cache.training.stack)
+        if layout.mesh.pp > 1
+        else None
     )
     each_s = added.action_s if added else 0.0
     kept = kept_bytes(strategy, stage, tables)

@@ -24,7 +24,7 @@ from parplan.planner.candidates.branch_and_bound import (
 from parplan.planner.candidates.enumeration import CandidateSpace, no_candidate_error
 from parplan.planner.deadline import Deadline
 from parplan.planner.infeasible.shortfall import limit_bytes
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.request import ZERO_STAGES, OnProgress, TracedRequest
 from parplan.planner.solver import Unsolved
 from parplan.planner.traced.range_tables import RangeTables

@@ -14,7 +14,7 @@ from parplan.profiles.errors import ConfigError
 
 
 @contextmanager
-def replacing(path: Path, *, hint: str) -> Iterator[IO[bytes]]:
+def open_replacement(path: Path, *, hint: str) -> Iterator[IO[bytes]]:
     """Yields a binary file that takes the place of `path` once it is whole.
 
     A reader sees the old file or the new one, never a part. A symbolic link stays, and the file
@@ -39,8 +39,8 @@ def replacing(path: Path, *, hint: str) -> Iterator[IO[bytes]]:
 
 
 def write_text(text: str, path: Path, *, hint: str) -> None:
-    """Writes UTF-8 text as `replacing` does. Raises ConfigError with `hint`."""
-    with replacing(path, hint=hint) as file:
+    """Writes UTF-8 text as `open_replacement` does. Raises ConfigError with `hint`."""
+    with open_replacement(path, hint=hint) as file:
         file.write(text.encode("utf-8"))
 
 

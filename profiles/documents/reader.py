@@ -94,7 +94,7 @@ def read_yaml(source: Path | Traversable, where: str | None = None, hints: Hints
 def read_json(source: Path | Traversable, where: str | None = None, hints: Hints = Hints()) -> Any:
     """Returns the content of a JSON file. Raises ConfigError, as `read_yaml` does."""
     where = str(source) if where is None else where
-    return json_of(read_text(source, where, hints), where, hints)
+    return parse_json(read_text(source, where, hints), where, hints)
 
 
 def read_text(
@@ -147,7 +147,7 @@ def parse_yaml(text: str, where: str, hints: Hints = Hints()) -> Any:
         raise ConfigError(f"{place}: not YAML: {problem}", hint=hints.broken) from None
 
 
-def json_of(text: str, where: str, hints: Hints = Hints()) -> Any:
+def parse_json(text: str, where: str, hints: Hints = Hints()) -> Any:
     """Returns the content of a JSON text. Raises ConfigError with `where` and the line."""
     numbers = _JsonNumbers(text, where, hints)
     try:

@@ -49,7 +49,7 @@ def stack_of(profile: UserProfile) -> str | None:
     return in_step.stack if in_step else None
 
 
-def applied(
+def apply_profile(
     profile: UserProfile,
     cluster: Cluster | None,
     training: TrainingSpec,

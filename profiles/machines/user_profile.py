@@ -317,7 +317,7 @@ def with_memory_facts(profile: UserProfile) -> UserProfile:
     return replace(profile, **facts)
 
 
-def merged(old: UserProfile, new: UserProfile) -> UserProfile:
+def merge_profiles(old: UserProfile, new: UserProfile) -> UserProfile:
     """Returns a profile with the measurements of another session on the same machine.
 
     A case that both have is the new session's. The curves are the new ones, if any, and have to be

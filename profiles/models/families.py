@@ -79,7 +79,7 @@ class ModelFamily:
         return _resized(nearest, f"{self.name}-h{hidden_size}-l{num_layers}", shape)
 
 
-def family_of(document: object, where: str) -> ModelFamily:
+def parse_family(document: object, where: str) -> ModelFamily:
     """Returns the family that a file describes. Raises ConfigError with the key's path."""
     body = parse(_FamilyDocument, document, where)
     if not body.members:

@@ -203,7 +203,7 @@ _FAMILIES = {
 }
 
 
-def described(config: Mapping[str, Any]) -> bool:
+def is_described_family(config: Mapping[str, Any]) -> bool:
     """Returns True if the operator graph expresses the family that the configuration names.
 
     A configuration without a family counts as a broken file of such a family.

@@ -22,7 +22,7 @@ from parplan.profiles.documents.packaged_configs import (
 from parplan.profiles.documents.reader import read_json
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.families import ModelFamily, family_of
+from parplan.profiles.models.families import ModelFamily, parse_family
 from parplan.profiles.models.huggingface import entry_from_config
 from parplan.profiles.models.spec import ModelEntry, ModelSpec
 
@@ -68,7 +68,7 @@ def load_family(name_or_path: str) -> ModelFamily:
     """Returns a packaged family or that of a YAML. Raises ConfigError, as `load_model` does."""
     name = name_or_path.lower()
     source = config_source("families", name, "family", name_or_path)
-    return family_of(read_config(source), label_of(source))
+    return parse_family(read_config(source), label_of(source))
 
 
 def family_members() -> tuple[ModelEntry, ...]:

@@ -38,7 +38,7 @@ class Origin:
     place: str
 
 
-def trusted_note(source: ModuleSource | None, plan_file: str, *, trust: bool) -> str | None:
+def trusted_module_note(source: ModuleSource | None, plan_file: str, *, trust: bool) -> str | None:
     """Returns one line that says which code the plan file imports, and from where.
 
     It is None where the plan file imports nothing, or where nothing has that name.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from parplan.profiles.documents.ranges import require_range, require_ranges
-from parplan.profiles.errors import ConfigError, choose
+from parplan.profiles.errors import ConfigError, coerce_choice
 from parplan.profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
@@ -78,8 +78,8 @@ class ModelSpec:
     expert_ffn_hidden_size: int = 0
 
     def __post_init__(self) -> None:
-        choose(self, "norm", Norm)
-        choose(self, "positions", Positions)
+        coerce_choice(self, "norm", Norm)
+        coerce_choice(self, "positions", Positions)
         block_fields = (
             ("num_experts", "experts_per_token", "expert_ffn_hidden_size")
             if self.num_experts
@@ -170,10 +170,10 @@ class TrainingSpec:
     stack: Stack
 
     def __post_init__(self) -> None:
-        choose(self, "precision", Precision)
-        choose(self, "gradient_precision", Precision)
-        choose(self, "optimizer", Optimizer)
-        choose(self, "attention", AttentionKernel)
+        coerce_choice(self, "precision", Precision)
+        coerce_choice(self, "gradient_precision", Precision)
+        coerce_choice(self, "optimizer", Optimizer)
+        coerce_choice(self, "attention", AttentionKernel)
         for field in ("global_batch_size", "seq_length"):
             require_range(field, getattr(self, field), f"training: {field}")
         if self.precision is Precision.FP32 and self.gradient_precision is not Precision.FP32:

@@ -21,7 +21,7 @@ from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.measurements import CaseOutcome, Record
 from parplan.profiles.machines.user_profile import ProfileEnvironment, digest
 from parplan.profiles.models.spec import Precision
-from parplan.profiles.profiler.nvidia_smi import gpu_facts, links
+from parplan.profiles.profiler.nvidia_smi import gpu_facts, node_links
 from parplan.profiles.units import GB, TERA, US_PER_S, format_number
 
 CPU = "cpu"
@@ -109,7 +109,7 @@ def _with_gpu(here: ProfileEnvironment) -> ProfileEnvironment:
     # nvidia-smi and torch number GPUs differently, so it is asked by UUID, which is not stored.
     number = getattr(first, "uuid", None)
     facts: dict[str, Any] = gpu_facts(None if number is None else f"GPU-{number}")
-    joined = links()
+    joined = node_links()
     return replace(
         here,
         device=first.name,
@@ -194,7 +194,7 @@ def cluster_of(environment: ProfileEnvironment, records: Iterable[Record] = ()) 
     )
 
 
-def lacking(environment: ProfileEnvironment, records: Iterable[Record]) -> str | None:
+def missing_work(environment: ProfileEnvironment, records: Iterable[Record]) -> str | None:
     """The work that `records` need to tell the speed of this machine.
 
     None if they, or the catalogue, tell it.

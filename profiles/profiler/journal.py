@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parplan.profiles.documents.reader import json_of
+from parplan.profiles.documents.reader import parse_json
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.measurements import Record
@@ -26,7 +26,7 @@ JOURNAL_VERSION = 1
 _START = b'{"journal_version":'
 
 
-def beside(output: Path) -> Path:
+def journal_path(output: Path) -> Path:
     """The path of the journal of a profile file."""
     return output.with_name(output.name + ".journal")
 
@@ -186,7 +186,7 @@ def _body(line: bytes) -> Any:
     if checksum != f"{zlib.crc32(body):08x}".encode():
         return None
     try:
-        return json_of(body.decode(), "journal")
+        return parse_json(body.decode(), "journal")
     except (UnicodeDecodeError, ConfigError):  # another program's line with a checksum
         return None
 

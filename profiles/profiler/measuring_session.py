@@ -18,7 +18,7 @@ from parplan.profiles.machines.measurements import Case, CaseOutcome, Record
 from parplan.profiles.profiler.journal import Journal
 from parplan.profiles.profiler.measuring_child import Program
 from parplan.profiles.profiler.session_progress import OnProgress, SessionProgress
-from parplan.profiles.profiler.worker import Child, end, finished, preload, start
+from parplan.profiles.profiler.worker import Child, end_child, poll_child, preload, start
 
 # Works that use the host and its memory; a concurrent case on another device would disturb them.
 ALONE = frozenset({"transfer", "host_adam", "launch"})
@@ -111,7 +111,7 @@ class _Session:
         """Waits for news and appends finished records to the journal."""
         wait([news for child in self._running.values() for news in child.ready], _TICK_S)
         for device, child in list(self._running.items()):
-            record = finished(child)
+            record = poll_child(child)
             if record is not None:
                 del self._running[device]
                 self._finished += 1
@@ -122,7 +122,7 @@ class _Session:
         """Ends the running cases, which count as not measured."""
         for child in self._running.values():
             self._waiting.appendleft(child.case)
-            end(child)
+            end_child(child)
         self._running.clear()
 
     def progress(self) -> SessionProgress:

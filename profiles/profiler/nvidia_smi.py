@@ -41,12 +41,12 @@ def gpu_facts(gpu: str | None) -> dict[str, float | str]:
     `gpu` is nvidia-smi's name for it; None means the first.
     """
     which = () if gpu is None else (f"--id={gpu}",)
-    return facts_of(
+    return parse_gpu_facts(
         _said(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", *which)
     )
 
 
-def facts_of(text: str) -> dict[str, float | str]:
+def parse_gpu_facts(text: str) -> dict[str, float | str]:
     """Parses the first GPU of the answer; fields that nvidia-smi does not know are left out."""
     rows = list(csv.reader(text.splitlines(), skipinitialspace=True))
     if not rows or len(rows[0]) != len(_FIELDS):
@@ -60,12 +60,12 @@ def facts_of(text: str) -> dict[str, float | str]:
     return facts
 
 
-def links() -> Links:
+def node_links() -> Links:
     """The links of this node."""
-    return nvidia_links_of(_said("topo", "-m"))
+    return parse_links(_said("topo", "-m"))
 
 
-def nvidia_links_of(text: str) -> Links:
+def parse_links(text: str) -> Links:
     """Counts each kind of link in the matrix of `nvidia-smi topo -m`, each pair of devices once."""
     lines = [_COLOUR.sub("", line).split() for line in text.splitlines()]
     heading = next((line for line in lines if line and _GPU.fullmatch(line[0])), [])

@@ -26,7 +26,7 @@ from types import ModuleType
 
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.interrupts import without_signals
+from parplan.profiles.interrupts import hidden_signals
 from parplan.profiles.machines.measurements import Case, CaseOutcome, Record
 from parplan.profiles.profiler.measuring_child import Program, measure, out_of_memory, shortened
 from parplan.profiles.units import format_seconds
@@ -105,14 +105,14 @@ def _started(
     process = context.Process(
         target=measure, args=(theirs, output, program, case, device, limit_s), daemon=True
     )
-    with without_signals():
+    with hidden_signals():
         forkserver.ensure_running()
     with _no_main():
         process.start()
     return process, ours, theirs, output
 
 
-def finished(child: Child) -> Record | None:
+def poll_child(child: Child) -> Record | None:
     """Returns the record of a process that has ended and cleans up; None while it is at work."""
     over = time.monotonic() >= child.started_s + child.limit_s + GRACE_S
     record = None
@@ -125,11 +125,11 @@ def finished(child: Child) -> Record | None:
         outcome, detail = _death(child)
         record = Record(case=child.case, outcome=outcome, detail=detail)
     if record is not None:
-        end(child)
+        end_child(child)
     return record
 
 
-def end(child: Child) -> None:
+def end_child(child: Child) -> None:
     """Kills the process if it runs; one that hangs in a driver is left behind."""
     child.process.kill()
     child.process.join(GRACE_S)

@@ -26,9 +26,9 @@ from parplan.profiles.tracing.assigned_buffers import keep_assigned
 from parplan.profiles.tracing.program import BUFFER, PARAMETER, Program, memory_of
 from parplan.profiles.tracing.recorder import APPLY, CallRecorder
 from parplan.profiles.tracing.source_lines import Paths
-from parplan.profiles.tracing.stand_ins import stand_ins
+from parplan.profiles.tracing.stand_ins import replaced_parameters
 from parplan.profiles.tracing.traced_source import TracedWorkload
-from parplan.profiles.tracing.user_code import users_code
+from parplan.profiles.tracing.user_code import explained_user_errors
 
 DTYPES = {
     Precision.BF16: torch.bfloat16,
@@ -104,9 +104,9 @@ def _recorded(
     before = _generators()
     with ExitStack() as stack:
         for context in (
-            users_code(f"a forward pass of {workload.name}"),
+            explained_user_errors(f"a forward pass of {workload.name}"),
             _quiet(),
-            stand_ins(workload.module, state),
+            replaced_parameters(workload.module, state),
             recorder.paths,
             _functions_as_calls(recorder),
             recorder,

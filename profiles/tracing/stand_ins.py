@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def stand_ins(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def replaced_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Replaces parameters of `module`, in all their places, by `tensors` while entered.
 
     The keys of `tensors` are first names. On exit the parameters and buffers are those from before,

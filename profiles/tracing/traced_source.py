@@ -30,7 +30,7 @@ from parplan.profiles.tracing.random_batches import (
     next_token_batch,
     next_token_loss,
 )
-from parplan.profiles.tracing.user_code import users_code
+from parplan.profiles.tracing.user_code import explained_user_errors
 from parplan.profiles.units import GIB, format_bytes
 
 ATTENTION = {AttentionKernel.FLASH: "sdpa", AttentionKernel.UNFUSED: "eager"}  # transformers' names
@@ -132,7 +132,7 @@ class _Making:
     made: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def __call__(self, make: Callable[[], T]) -> T:
-        with self.deferred, registered() as parameters:
+        with self.deferred, registered_parameters() as parameters:
             made = make()
         self.made.update(parameters)
         return made
@@ -204,7 +204,7 @@ def give_values(module: nn.Module, deferred: Deferred) -> None:
 
 
 @contextlib.contextmanager
-def registered() -> Iterator[dict[int, nn.Parameter]]:
+def registered_parameters() -> Iterator[dict[int, nn.Parameter]]:
     """Collects the parameters that modules register inside, by id.
 
     Raises ConfigError for one whose size only a forward pass decides.
@@ -230,7 +230,7 @@ def registered() -> Iterator[dict[int, nn.Parameter]]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def function_of(factory: str) -> Callable[[], object]:
+def import_factory(factory: str) -> Callable[[], object]:
     """Imports the function that package.module:function names. Raises ConfigError."""
     package, _, name = factory.partition(":")
     try:
@@ -257,8 +257,8 @@ def function_of(factory: str) -> Callable[[], object]:
 def _of_factory(
     source: ModuleSource, seq_length: int, attention: AttentionKernel, making: _Making
 ) -> TracedWorkload:
-    function = function_of(source.factory or "")
-    with users_code(f"{source.factory}()"):
+    function = import_factory(source.factory or "")
+    with explained_user_errors(f"{source.factory}()"):
         made = making(function)
     parts = made if isinstance(made, tuple) else (made,)
     module, *functions = parts
@@ -316,7 +316,7 @@ def _check_parameters(module: nn.Module, source: ModuleSource, making: _Making) 
 
 def _checked(batch: Callable[[int], Any], source: ModuleSource) -> Callable[[int], Batch]:
     def made(size: int) -> Batch:
-        with users_code(f"batch({size}) of {source.factory}"):
+        with explained_user_errors(f"batch({size}) of {source.factory}"):
             values = batch(size)
         if not isinstance(values, Mapping) or not all(
             isinstance(value, Tensor) for value in values.values()
@@ -380,7 +380,7 @@ def _hugging_face(
         ) from None
     require_names(values)
     require_known_type(values, transformers.CONFIG_MAPPING)
-    with users_code(MAKING[0], hint=MAKING[1]):
+    with explained_user_errors(MAKING[0], hint=MAKING[1]):
         config = transformers.AutoConfig.for_model(
             values["model_type"], **{key: values[key] for key in values if key not in RUN_ONLY}
         )

@@ -17,7 +17,7 @@ _LONGEST = 300  # characters, because torch's texts can fill pages
 
 
 @contextmanager
-def users_code(doing: str, *, hint: str = _ALONE) -> Iterator[None]:
+def explained_user_errors(doing: str, *, hint: str = _ALONE) -> Iterator[None]:
     """Turns errors of user code called inside into a ConfigError with the line."""
     try:
         yield

@@ -25,7 +25,7 @@ _LOCATIONS = {
 }
 
 
-def home_blocks(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]:
+def blocks_by_location(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]:
     """Returns the blocks in chunks by pipeline rank and state location, in model order."""
     blocks: dict[tuple[int, StateLocation], list[int]] = {}
     for stage in plan.stages:
@@ -43,7 +43,7 @@ def home_blocks(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]:
 def chunks_fact(plan: Plan, chunks: ChunkPlan) -> tuple[str, str, str]:
     """The summary's line: blocks with states on the host, and bytes that the busiest rank moves."""
     counts = Counter[StateLocation]()
-    for (_, location), blocks in home_blocks(plan).items():
+    for (_, location), blocks in blocks_by_location(plan).items():
         counts[location] += len(blocks)
     busiest = max(chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes)
     host = counts[StateLocation.HOST]
@@ -67,7 +67,7 @@ def print_chunks(plan: Plan, out: Console) -> None:
     chunks = plan.chunks
     if chunks is None:
         return
-    blocks = home_blocks(plan)
+    blocks = blocks_by_location(plan)
     width = plan.training.precision.num_bytes
     heading = ("stage", "home", "blocks", "chunks", "elements", "of parameters", "used")
     rows = [_group_row(group, blocks[group.stage, group.home], width) for group in chunks.groups]

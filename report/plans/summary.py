@@ -11,8 +11,9 @@ from rich.console import Console
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.calibration.profile_coverage import Coverage
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Objective, RunnerUp, Status
+from parplan.planner.plan.prediction import RunnerUp, Status
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import format_count, gib

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parplan.planner.validation.priced_rows import PricedRow
-from parplan.profiles.documents.files import replacing, require_writable
+from parplan.profiles.documents.files import open_replacement, require_writable
 from parplan.profiles.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def draw(priced: Sequence[PricedRow], path: Path) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a picture in the format of the file's suffix; raises ConfigError."""
-    with replacing(path, hint=_OTHER_FILE) as file:
+    with open_replacement(path, hint=_OTHER_FILE) as file:
         figure.savefig(file, format=path.suffix[1:].lower(), dpi=_DPI)
 
 

@@ -13,11 +13,11 @@ from parplan.planner.runs.rank_checks import (
     CLOSE,
     RankCheck,
     SentCheck,
+    all_match,
     class_bytes,
-    exact,
-    matches,
+    class_is_exact,
     sent_checks,
-    worst,
+    worst_deviation,
 )
 from parplan.profiles.documents.schema import document
 from parplan.profiles.units import format_bytes
@@ -75,7 +75,7 @@ def _class_rows(check: RankCheck, checks: Sequence[RankCheck]) -> Iterator[tuple
             name_text(name),
             *sides,
             _deviation(check, name),
-            *((share_text(worst(checks, name)),) if len(checks) > 1 else ()),
+            *((share_text(worst_deviation(checks, name)),) if len(checks) > 1 else ()),
         )
     kept = check.predicted.saved, check.found.saved
     share = _share(*kept)
@@ -93,7 +93,7 @@ def name_text(name: str) -> str:
 
 
 def _deviation(check: RankCheck, name: str) -> str:
-    return "equal" if exact((check,), name) else share_text(check.share(name))
+    return "equal" if class_is_exact((check,), name) else share_text(check.share(name))
 
 
 def _share(predicted: int, measured: int) -> float | None:
@@ -154,13 +154,13 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
 
 def verdict(checks: Sequence[RankCheck]) -> str:
     """Returns one line: classes as predicted, deviations of the rest, and if the plan fits."""
-    equal = [name for name in CLASSES if exact(checks, name)]
+    equal = [name for name in CLASSES if class_is_exact(checks, name)]
     deviating = [
-        f"{name_text(name)} {share_text(worst(checks, name))}"
+        f"{name_text(name)} {share_text(worst_deviation(checks, name))}"
         for name in CLASSES
         if name not in equal
     ]
-    start = "matches" if matches(checks) else "differs"
+    start = "matches" if all_match(checks) else "differs"
     parts = [f"{', '.join(map(name_text, equal))} to the byte"] if equal else []
     parts += [", ".join(deviating)] if deviating else []
     full = [check for check in checks if not check.fits]
@@ -177,7 +177,7 @@ def verdict(checks: Sequence[RankCheck]) -> str:
 def check_document(checks: Sequence[RankCheck]) -> dict[str, Any]:
     """Returns the tables as JSON values, in bytes."""
     return {
-        "matches": matches(checks),
+        "matches": all_match(checks),
         "fits": all(check.fits for check in checks),
         "close": CLOSE,
         "verdict": verdict(checks),

@@ -11,18 +11,11 @@ from rich.console import Console
 
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.runs.relative_error import relative_error
 from parplan.planner.runs.run_file import ChunkMoved
 from parplan.report.text import joined, print_table, say
 
 WORST = 10  # listed parameters of a module
-
-
-def relative_error(value: float, expected: float) -> float:
-    """Returns the relative error; it is infinite, not NaN, when a value is not finite."""
-    if value == expected and math.isfinite(value):
-        return 0.0
-    error = abs(value / expected - 1) if expected else math.inf
-    return error if math.isfinite(error) else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

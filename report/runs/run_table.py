@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 
 from parplan.planner.plan.traced_plan import TracedPlan
-from parplan.planner.runs.run_file import Beside, ChunkMoved, RunFile
+from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured, RunFile
 from parplan.profiles.units import format_bytes
 from parplan.report.text import joined, labelled, percent, print_table, say, seconds_text
 
@@ -88,7 +88,7 @@ def print_record(run: RunFile, out: Console) -> None:
 
 def _moved_cells(moved: ChunkMoved) -> Iterator[str]:
     for field in _MOVED.values():
-        figure: Beside = getattr(moved, field)
+        figure: PredictedAndMeasured = getattr(moved, field)
         counted = f"{figure.measured:,}"
         yield (
             counted
@@ -97,7 +97,9 @@ def _moved_cells(moved: ChunkMoved) -> Iterator[str]:
         )
 
 
-def _row(name: str, figure: Beside, show: Callable[[float], str]) -> tuple[str, str, str, str]:
+def _row(
+    name: str, figure: PredictedAndMeasured, show: Callable[[float], str]
+) -> tuple[str, str, str, str]:
     predicted, measured = figure.predicted, figure.measured
     off = ""
     if predicted and measured is not None:
@@ -131,15 +133,17 @@ def _parts(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
         if part.stage < MOST_STAGES:
             name = f"{_PARTS.get(part.work, part.work)} {part.stage}"
             yield _row(
-                name, Beside(predicted=part.predicted_s, measured=part.measured_s), seconds_text
+                name,
+                PredictedAndMeasured(predicted=part.predicted_s, measured=part.measured_s),
+                seconds_text,
             )
 
 
 def _memory(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
-    def fullest(name: str) -> Beside:
+    def fullest(name: str) -> PredictedAndMeasured:
         figures = [getattr(rank, name) for rank in run.ranks]
         most = max(figures, key=lambda figure: (figure.measured or 0, figure.predicted or 0))
-        return Beside(predicted=most.predicted, measured=most.measured)
+        return PredictedAndMeasured(predicted=most.predicted, measured=most.measured)
 
     yield _row("peak allocated", fullest("peak_allocated_bytes"), format_bytes)
     yield _row("peak reserved", fullest("peak_reserved_bytes"), format_bytes)
@@ -155,7 +159,7 @@ def _memory(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
         yield (*_row("budget, held by chunks", largest, format_bytes)[:3], "")
 
 
-def _measured(figure: Beside) -> float:
+def _measured(figure: PredictedAndMeasured) -> float:
     return figure.measured or 0
 
 

@@ -10,7 +10,7 @@ from parplan.planner.infeasible.shortfall import (
     shortfall,
     unexplained_error,
 )
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.request import Request
 from parplan.planner.search.relaxations import (
     BUDGET_S,

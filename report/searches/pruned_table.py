@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from parplan.planner.candidates.enumeration import CandidateSpace, Pruned
-from parplan.planner.candidates.never_searched import LeftOut
+from parplan.planner.candidates.never_searched import UnsearchedPart
 from parplan.report.text import aligned, joined, say
 
 
@@ -30,7 +30,7 @@ def grouped(pruned: Sequence[Pruned]) -> list[PrunedGroup]:
     return sorted(groups, key=lambda group: -group.count)
 
 
-def print_pruned(space: CandidateSpace, left_out: Sequence[LeftOut], out: Console) -> None:
+def print_pruned(space: CandidateSpace, left_out: Sequence[UnsearchedPart], out: Console) -> None:
     """Print the groups with counts, then the choices that the search never covers.
 
     The numbers in a reason are those of the group's example.

@@ -27,7 +27,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.request import Constraints
 from parplan.profiles.models.operator_graph import LayerKind
 from tests.helpers.cases import mostly_slow

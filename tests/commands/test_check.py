@@ -25,7 +25,7 @@ from parplan.executor.pipeline import pipeline
 from parplan.executor.training import train
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import write_plan
-from parplan.planner.runs.rank_checks import RankCheck, matches, sent_checks, worst
+from parplan.planner.runs.rank_checks import RankCheck, all_match, sent_checks, worst_deviation
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import TrainingSpec
@@ -281,7 +281,7 @@ def test_the_verdict_says_what_is_as_predicted_and_what_is_not(found, expected):
     checks = (a_check(use(1000), found),)
 
     assert verdict(checks).replace("+0.1 %", "+0.10 %") == expected
-    assert matches(checks) == expected.startswith("matches")
+    assert all_match(checks) == expected.startswith("matches")
 
 
 def test_a_plan_file_of_other_prices_is_said_to_be_old():
@@ -294,7 +294,7 @@ def test_a_plan_file_of_other_prices_is_said_to_be_old():
 def test_the_worst_deviation_of_all_stages_counts():
     checks = tuple(a_check(use(1000), use(found)) for found in (1010, 900, 1050))
 
-    assert worst(checks, "activations") == pytest.approx(-0.1)
+    assert worst_deviation(checks, "activations") == pytest.approx(-0.1)
 
 
 def test_a_collective_that_only_one_side_has_is_shown_with_nothing_on_the_other():

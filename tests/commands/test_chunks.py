@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.runs.run_file import Beside, ChunkMoved, write_run
+from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured, write_run
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.synthetic_runs import estimated, run_of
 
@@ -188,9 +188,9 @@ def test_a_picture_without_chunks_is_refused(plan_file, tmp_path):
 def test_show_of_a_run_has_what_chunks_moved_beside_what_was_predicted(
     counted, verdict, cell, tmp_path
 ):
-    same, run = Beside(predicted=7, measured=7), run_of(estimated(pp=2, dp=2))
+    same, run = PredictedAndMeasured(predicted=7, measured=7), run_of(estimated(pp=2, dp=2))
     moved = ChunkMoved(
-        in_bytes=Beside(predicted=5000, measured=counted),
+        in_bytes=PredictedAndMeasured(predicted=5000, measured=counted),
         out_bytes=same,
         gathered_bytes=same,
         reduced_bytes=same,

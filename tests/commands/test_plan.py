@@ -22,9 +22,10 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.planner.master import Master
+from parplan.planner.objective import Objective
 from parplan.planner.plan.error_band import margin_text
 from parplan.planner.plan.plan_file import read_plan
-from parplan.planner.plan.prediction import Objective, Status
+from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SolverName
 from parplan.profiles.machines.machine_catalog import load_stack, stack_names
 from parplan.profiles.machines.stack_terms import shipped_terms

@@ -15,7 +15,7 @@ from parplan.costmodels.step import closed_form_s, model_flops_utilization, pric
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
-from parplan.profiles.provenance import ZERO, weakest
+from parplan.profiles.provenance import ZERO, weakest_kind
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import every_price, random_instance
@@ -71,7 +71,7 @@ def test_the_parts_of_every_rank_add_up_to_the_step(seed):
                 price.step_s, rel=1e-9
             ), strategy
             assert rank.pp_comm.value_s == pytest.approx(timeline.transfer_s, rel=1e-9, abs=1e-15)
-            assert rank.total.kind is weakest(
+            assert rank.total.kind is weakest_kind(
                 part.kind
                 for part in (
                     rank.compute,

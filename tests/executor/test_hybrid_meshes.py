@@ -37,7 +37,7 @@ from parplan.planner.plan.derived import layout_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_chunks import rank_chunks_of
 from parplan.planner.plan.plan_file import write_plan
-from parplan.planner.runs.run_file import Beside, ChunkMoved
+from parplan.planner.runs.run_file import ChunkMoved, PredictedAndMeasured
 from parplan.planner.runs.run_file import read_run as read_run
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
@@ -425,9 +425,9 @@ def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_b
 
 def test_counted_transfers_are_printed_beside_predicted_ones():
     def moved(counted: int) -> ChunkMoved:
-        same = Beside(predicted=7, measured=7)
+        same = PredictedAndMeasured(predicted=7, measured=7)
         return ChunkMoved(
-            in_bytes=Beside(predicted=5000, measured=counted),
+            in_bytes=PredictedAndMeasured(predicted=5000, measured=counted),
             out_bytes=same,
             gathered_bytes=same,
             reduced_bytes=same,

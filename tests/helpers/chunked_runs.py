@@ -17,7 +17,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.checking.parity import run_ranks
-from parplan.executor.data.batches import synthetic
+from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
 from parplan.executor.run_options import Options
 from parplan.executor.training.optimizer import build_optimizer
@@ -112,7 +112,7 @@ def first_step(plan: Plan) -> Found:
     """The first step, and the memory of the second, by which time the optimizer has its states."""
     ranks = ranks_of(plan, torch.device("cpu"))
     pipeline = build_pipeline(plan, ranks, seed=SEED, after_backward=lambda: None)
-    batch = synthetic(plan, ranks.coordinate("dp"), SEED)(0)
+    batch = synthetic_batches(plan, ranks.coordinate("dp"), SEED)(0)
     torch.manual_seed(ranks.coordinate("dp"))
     loss = pipeline.step(*batch).item()
     gradients = {name: whole(tensor) for name, tensor in _gradients(pipeline).items()}

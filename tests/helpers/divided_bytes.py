@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from parplan.costmodels.layers.recompute import kept_tensors
+from parplan.costmodels.layers.recompute import saved_tensors
 from parplan.executor.rules.divisions import Entries, shard_dim
 from parplan.planner.plan.plan import OperatorPlacement
 from parplan.profiles.models.operator_graph import LayerClass, Operator, OperatorKind, Tensor
@@ -30,7 +30,7 @@ def divided_saved_bytes(
     made = {
         tensor.name: placements[op.name].output for op in layer.operators for tensor in op.outputs
     }
-    kept = {tensor.name: tensor for tensor in kept_tensors(layer, again)}
+    kept = {tensor.name: tensor for tensor in saved_tensors(layer, again)}
     held: set[tuple[str, int | None, str]] = set()
     for operator in layer.operators:
         for tensor in _needed(operator, again):

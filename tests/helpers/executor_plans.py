@@ -8,6 +8,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.operators.sharding import Sharding, placements
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.objective import Objective
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import (
     PLAN_VERSION,
@@ -20,7 +21,6 @@ from parplan.planner.plan.plan import (
 from parplan.planner.plan.prediction import (
     Breakdown,
     Candidates,
-    Objective,
     Prediction,
     Quantity,
     Redundancy,

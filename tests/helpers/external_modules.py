@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.executor.data.batches import synthetic
+from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.external.external_source import open_source
 from parplan.executor.external.structure import find_structure
 from parplan.planner.plan.plan import Plan
@@ -296,7 +296,7 @@ def run_foreign_reference(plan: Plan) -> TrainingOutcome:
         warnings.simplefilter("ignore")
         model = reference_model(plan)
     optimizer = reference_optimizer(model, OPTIONS)
-    batches = synthetic(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
+    batches = synthetic_batches(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
     losses, norms, first = [], [], {}
     for step in range(STEPS):
         ids, targets = batches(step)

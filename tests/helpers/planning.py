@@ -9,8 +9,8 @@ from parplan.planner.candidates import enumeration
 from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.infeasible import shortfall as shortfalls
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
 from parplan.planner.search import estimate, pareto
 from parplan.planner.search import find_plan as searches

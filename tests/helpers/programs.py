@@ -193,7 +193,7 @@ def measured_alone(case: Case, program: object = by_work, *, limit_s: float = 20
     """The record of one case in a process of its own."""
     worker.preload(("tests.helpers.programs",))
     child = worker.start(program, case, "cpu", limit_s)
-    while (record := worker.finished(child)) is None:
+    while (record := worker.poll_child(child)) is None:
         wait(child.ready, 0.2)
     return record
 

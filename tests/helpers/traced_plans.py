@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.executor.traced.program_cut import cut
+from parplan.executor.traced.program_cut import cut_program
 from parplan.planner.plan.plan import PLAN_VERSION
 from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
 from parplan.profiles.errors import ConfigError
@@ -104,7 +104,7 @@ def _cuts(plan: TracedPlan, program: Program, ends: list[int]) -> bool:
     shards = _shards(program, [*ends, len(program.calls)])
     stages = tuple(ShardStage(rank=k, first=k, end=k + 1, zero=0) for k in range(len(shards)))
     try:
-        cut(replace(plan, shards=shards, stages=stages), program)
+        cut_program(replace(plan, shards=shards, stages=stages), program)
     except ConfigError:
         return False
     return True

@@ -11,11 +11,11 @@ import pytest
 
 from parplan.profiles import interrupts
 from parplan.profiles.interrupts import (
-    leave_to_parent,
+    deferred_signals,
+    hidden_signals,
+    leave_signals_to_parent,
     on_ctrl_c,
-    signals_later,
     sigterm_as_ctrl_c,
-    without_signals,
 )
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
@@ -79,7 +79,7 @@ def test_other_threads_change_no_handler():
     before, during = [signal.getsignal(number) for number in BOTH], []
 
     def look() -> None:
-        with without_signals(), sigterm_as_ctrl_c(), on_ctrl_c(lambda number, _: None):
+        with hidden_signals(), sigterm_as_ctrl_c(), on_ctrl_c(lambda number, _: None):
             during.extend(signal.getsignal(number) for number in BOTH)
 
     thread = threading.Thread(target=look)
@@ -90,7 +90,7 @@ def test_other_threads_change_no_handler():
 
 def test_signals_that_come_while_a_process_is_started_are_handled_afterwards():
     noticed_signals: list[object] = []
-    with on_ctrl_c(lambda number, _: noticed_signals.append(number)), signals_later():
+    with on_ctrl_c(lambda number, _: noticed_signals.append(number)), deferred_signals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         noticed_signals.append("started")
@@ -99,7 +99,7 @@ def test_signals_that_come_while_a_process_is_started_are_handled_afterwards():
 
 
 def test_what_is_started_without_signals_ignores_both():
-    with without_signals():
+    with hidden_signals():
         assert [signal.getsignal(number) for number in BOTH] == [signal.SIG_IGN, signal.SIG_IGN]
 
 
@@ -108,7 +108,7 @@ def test_a_forked_child_ends_on_the_sigterm_of_its_parent_although_that_handles_
     ready = context.Event()
 
     def wait() -> None:
-        leave_to_parent()
+        leave_signals_to_parent()
         ready.set()
         signal.raise_signal(signal.SIGINT)
         threading.Event().wait()

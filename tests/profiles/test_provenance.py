@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.profiles.provenance import ZERO, Kind, Seconds, weakest
+from parplan.profiles.provenance import ZERO, Kind, Seconds, weakest_kind
 
 
 def test_a_sum_is_as_good_as_its_weakest_part_that_matters():
@@ -31,7 +31,7 @@ def test_zero_changes_nothing_and_is_certain():
 
     assert ZERO.kind is Kind.MEASURED
     assert ZERO + analytic == analytic
-    assert weakest([]) is Kind.MEASURED
+    assert weakest_kind([]) is Kind.MEASURED
 
 
 def test_seconds_cannot_be_changed():

@@ -19,8 +19,15 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import Pruned
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Band, ErrorBand, Objective, Quantity, RunnerUp, Status
+from parplan.planner.plan.prediction import (
+    Band,
+    ErrorBand,
+    Quantity,
+    RunnerUp,
+    Status,
+)
 from parplan.planner.request import Progress
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError

@@ -24,7 +24,7 @@ from benchmarks.search.attacks.moves import (
 from benchmarks.search.attacks.palette import Palette
 from benchmarks.search.attacks.prices import Candidate, Prices
 from parplan.costmodels.strategy import LayerChoice, Strategy
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 
 BETTER = 1e-9  # relative: what is closer is equal
 TRIED = 60  # most runs of blocks tried from one strategy

@@ -13,7 +13,7 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.stage_costs import StepCosts, step_costs
 from parplan.costmodels.step import price_step, simulated_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.search.search_session import ROUNDING
 from parplan.profiles.models.operator_graph import LayerKind
 

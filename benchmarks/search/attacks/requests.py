@@ -15,7 +15,7 @@ from parplan.commands.options import TargetOptions
 from parplan.commands.requests.requests import request_of
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.request import Request as PlanningRequest
 from parplan.profiles.models.transformer import build_graph

@@ -29,9 +29,14 @@ from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.executor.rules.all_rules import refusals
 from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, enumerate_candidates
 from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble, rounded_figures
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
+from parplan.planner.plan.prediction import (
+    Candidates,
+    SearchRecord,
+    Status,
+)
 from parplan.planner.plan.reprice import Repriced, reprice
 from parplan.planner.request import PlanRequest
 from parplan.planner.search.find_plan import find_plan

@@ -26,7 +26,9 @@ def zeros(n_bytes: int, precision: str, device: torch.device) -> torch.Tensor:
     return torch.empty(n_bytes // dtype.itemsize, dtype=dtype, device=device).fill_(0.0)
 
 
-def call(case: Case, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> Run:
+def collective_call(
+    case: Case, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device
+) -> Run:
     """Returns the call that one rank of `group` (of these `ranks`) makes.
 
     A message goes there and back, so it is two messages. Raises RuntimeError when its tensors do

@@ -1,6 +1,6 @@
 """Times one communication case on this rank, together with all others.
 
-Every rank calls `measured` with the same case; ranks outside its groups wait. A time is that of one
+Every rank calls `measure_case` with the same case; ranks outside its groups wait. A time is that of one
 call in a row of calls after a barrier, as in nccl-tests; the slowest rank of each repeat counts.
 """
 
@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 
 from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record, Timing
-from parplan.profiles.profiler.communication.collective_calls import Products, Run, call, zeros
+from parplan.profiles.profiler.communication.collective_calls import (
+    Products,
+    Run,
+    collective_call,
+    zeros,
+)
 from parplan.profiles.profiler.communication.comm_cases import (
     COMMUNICATOR,
     OVERLAP,
@@ -64,7 +69,7 @@ class DoesNotFitError(Exception):
     """The tensors of some rank do not fit its memory; all ranks know."""
 
 
-def measured(case: Case, ranks: MeasuringRank, effort: Effort = FULL) -> Record:
+def measure_case(case: Case, ranks: MeasuringRank, effort: Effort = FULL) -> Record:
     """Returns the record of `case`, the same on all ranks.
 
     Raises RuntimeError when a collective fails or passes its timeout.
@@ -158,16 +163,17 @@ class _Together:
 def _timed(together: _Together, effort: Effort) -> CaseFigures:
     """Times a collective, or a message as half of there and back."""
     case, device = together.case, together.ranks.device
-    run = together.made(lambda group, ranks: call(case, group, ranks, device))
+    run = together.made(lambda group, ranks: collective_call(case, group, ranks, device))
     together.first(run)
     turns = together.choose(together.seconds(run, WARM_UP_REPEATS)[-1], effort.repeats)
     share = 0.5 if case.work == POINT_TO_POINT else 1.0
     times_s: list[float] = []
     while not times_s or (
-        timing(times_s).spread > STEADY_SPREAD and together.calls * sum(times_s) < effort.patience_s
+        timing_of(times_s).spread > STEADY_SPREAD
+        and together.calls * sum(times_s) < effort.patience_s
     ):
         times_s += together.seconds(run, turns)
-    return CaseFigures(times={"time": timing([share * seconds for seconds in times_s])})
+    return CaseFigures(times={"time": timing_of([share * seconds for seconds in times_s])})
 
 
 def _overlap(together: _Together, effort: Effort) -> CaseFigures:
@@ -255,7 +261,7 @@ def _device_elapsed_s(run: Run, calls: int, limit_s: float) -> float:
     return float(begin.elapsed_time(end)) / MS_PER_S
 
 
-def timing(seconds: list[float]) -> Timing:
+def timing_of(seconds: list[float]) -> Timing:
     """The median of repeats, and half of their interquartile range relative to it."""
     median_s = statistics.median(seconds)
     low_s = high_s = median_s

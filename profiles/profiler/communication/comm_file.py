@@ -81,7 +81,7 @@ def _require_timed(record: Record, where: str) -> None:
         )
 
 
-def in_flight_of(output: Path) -> Path:
+def in_flight_path(output: Path) -> Path:
     """The path of the note on the case that is being measured."""
     return output.with_name(output.name + ".in-flight")
 

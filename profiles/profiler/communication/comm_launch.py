@@ -15,7 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parplan.profiles.errors import PlannerError
-from parplan.profiles.profiler.communication.comm_file import CommFile, in_flight_of, read_comm_file
+from parplan.profiles.profiler.communication.comm_file import (
+    CommFile,
+    in_flight_path,
+    read_comm_file,
+)
 
 LAST_LINES = 50  # lines of output kept, because torchrun prints much after an error
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +54,7 @@ def comm_records(
         )
         if _run([*command, *extra], lines, told) == 0:
             return read_comm_file(output)
-        if not in_flight_of(output).exists() and not any(_ENDED.match(line) for line in lines):
+        if not in_flight_path(output).exists() and not any(_ENDED.match(line) for line in lines):
             break
         # No other process ended the run, so the case in flight did.
         extra = ["--attempts", "1"]

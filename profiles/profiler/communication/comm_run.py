@@ -24,7 +24,7 @@ from parplan.profiles.documents.reader import read_json
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError, PlannerError
 from parplan.profiles.machines.measurements import Case, CaseOutcome, Record
-from parplan.profiles.profiler.communication.collective_timing import FULL, Effort, measured
+from parplan.profiles.profiler.communication.collective_timing import FULL, Effort, measure_case
 from parplan.profiles.profiler.communication.measuring_ranks import MeasuringRank
 from parplan.profiles.profiler.journal import Journal
 
@@ -133,7 +133,7 @@ def run_cases(
         if chief is not None:
             chief.in_flight.begin(case)
         try:
-            record = measured(case, ranks, effort)
+            record = measure_case(case, ranks, effort)
         except RuntimeError as error:
             raise _failed(case, error, chief) from None
         if chief is not None:

@@ -125,7 +125,7 @@ def chosen_device(name: str) -> torch.device:
     return device
 
 
-def joined(world: World, device: torch.device, timeout: timedelta) -> MeasuringRank:
+def join_world(world: World, device: torch.device, timeout: timedelta) -> MeasuringRank:
     """Joins the other ranks.
 
     The default group gets no device, so that no communicator is made before it is measured.

@@ -23,7 +23,7 @@ from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import Strategy
 from parplan.costmodels.usage.rank_traffic import rank_traffic
 from parplan.costmodels.usage.rank_usage import predicted_use
-from parplan.costmodels.usage.redundancy import added, operator_redundancy
+from parplan.costmodels.usage.redundancy import operator_redundancy, summed_redundancy
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -350,7 +350,7 @@ def test_redundancy_of_chunks_is_their_padding_and_the_copies_of_parameters(trai
         price_step(strategy, price_cache).redundant[0],
         device_memory(strategy, 0, price_cache),
     )
-    by_operator = added(
+    by_operator = summed_redundancy(
         found
         for choice in rank_layers(strategy, 0)
         for found in operator_redundancy(choice, 0, strategy.layout, price_cache).values()

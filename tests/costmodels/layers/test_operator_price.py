@@ -11,7 +11,7 @@ import pytest
 
 from parplan.costmodels.layers.layer_price import StageAxes
 from parplan.costmodels.layers.model_states import StateSharding, operator_states
-from parplan.costmodels.layers.operator_price import operator_price, single
+from parplan.costmodels.layers.operator_price import operator_price, single_operator_sharding
 from parplan.costmodels.operators.sharding import (
     PARTIAL,
     Sharding,
@@ -142,7 +142,7 @@ def test_on_two_axes_every_pair_is_tried_and_divisions_multiply():
     assert set(both) <= pairs
     assert pairs - set(both) <= {r.splits for r in rejected}
     assert (Split("ffn"), Split("hidden")) in both
-    sharding = single(operator("fc1"), (Split("ffn"), Split("hidden")), (2, 2))
+    sharding = single_operator_sharding(operator("fc1"), (Split("ffn"), Split("hidden")), (2, 2))
     assert sharding.parameter_shape(operator("fc1"), operator("fc1").parameters[0]) == (
         28672 // 2,
         4096 // 2,
@@ -157,7 +157,7 @@ def test_the_parts_of_every_strategy_add_up(graph):
     for layer in graph:
         for op in layer.operators:
             for splits in operator_splits(op, (2, 2))[0]:
-                sharding = single(op, splits, (2, 2))
+                sharding = single_operator_sharding(op, splits, (2, 2))
                 parts = math.prod(sharding.parts(op, dim.name) for dim in op.dims)
                 assert parts == 4 // math.prod(2 for split in splits if split.dim is None)
                 local = math.prod(sharding.dim_size(op, dim.name) for dim in op.dims)
@@ -173,16 +173,25 @@ def test_the_parts_of_every_strategy_add_up(graph):
 def test_gradients_are_sums_where_a_tensor_lacks_the_split_dim():
     fc1, fc2 = operator("fc1"), operator("fc2")
 
-    assert single(fc1, (Split("ffn"),), (4,)).gradient_place(fc1, fc1.inputs[0]) == (PARTIAL,)
-    assert single(fc1, (Split("sequence"),), (4,)).gradient_place(fc1, fc1.inputs[0]) == (
-        "sequence",
+    assert single_operator_sharding(fc1, (Split("ffn"),), (4,)).gradient_place(
+        fc1, fc1.inputs[0]
+    ) == (PARTIAL,)
+    assert single_operator_sharding(fc1, (Split("sequence"),), (4,)).gradient_place(
+        fc1, fc1.inputs[0]
+    ) == ("sequence",)
+    assert single_operator_sharding(fc2, (Split("ffn"),), (4,)).place_inside(
+        fc2, fc2.outputs[0]
+    ) == (PARTIAL,)
+    assert single_operator_sharding(fc2, (Split("ffn", "sequence"),), (4,)).place(
+        fc2, fc2.outputs[0]
+    ) == ("sequence",)
+    assert single_operator_sharding(fc1, (Split("sequence"),), (4,)).summed_axes(
+        fc1, fc1.parameters[0]
+    ) == (0,)
+    assert (
+        single_operator_sharding(fc1, (Split("ffn"),), (4,)).summed_axes(fc1, fc1.parameters[0])
+        == ()
     )
-    assert single(fc2, (Split("ffn"),), (4,)).place_inside(fc2, fc2.outputs[0]) == (PARTIAL,)
-    assert single(fc2, (Split("ffn", "sequence"),), (4,)).place(fc2, fc2.outputs[0]) == (
-        "sequence",
-    )
-    assert single(fc1, (Split("sequence"),), (4,)).summed_axes(fc1, fc1.parameters[0]) == (0,)
-    assert single(fc1, (Split("ffn"),), (4,)).summed_axes(fc1, fc1.parameters[0]) == ()
 
 
 @pytest.mark.parametrize("graph", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -208,7 +217,7 @@ def test_the_price_of_a_strategy_is_compute_ending_states_and_bytes():
     assert again.recompute_s == pytest.approx(kept.forward_s)
     assert kept.recompute_s == 0.0
     assert kept.states == operator_states(
-        fc2, single(fc2, (Split("ffn"),), (4,)), StateSharding(1, 2), TRAINING
+        fc2, single_operator_sharding(fc2, (Split("ffn"),), (4,)), StateSharding(1, 2), TRAINING
     )
     assert kept.ending.forward.value_s > 0
     assert kept.ending.backward.value_s > 0  # the gradient of the output is gathered

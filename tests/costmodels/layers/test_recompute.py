@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from parplan.costmodels.layers.recompute import (
     Recompute,
     ideal_saved_bytes,
-    kept_tensors,
     recompute_operators,
     saved_bytes,
+    saved_tensors,
     workspace_bytes,
 )
 from parplan.costmodels.operators.sharding import Sharding
@@ -56,7 +56,7 @@ GPT_KEPT = {
 
 
 def names(layer: LayerClass, level: Recompute) -> set[str]:
-    kept = [tensor.name for tensor in kept_tensors(layer, recompute_operators(layer, level))]
+    kept = [tensor.name for tensor in saved_tensors(layer, recompute_operators(layer, level))]
     assert len(kept) == len(set(kept))
     return set(kept)
 
@@ -165,7 +165,7 @@ def test_the_backward_pass_can_be_done_whatever_is_recomputed(data):
     layer = data.draw(st.sampled_from(BLOCKS))
     again = data.draw(st.sets(st.sampled_from([operator.name for operator in layer.operators])))
 
-    there = {tensor.name for tensor in kept_tensors(layer, again)}
+    there = {tensor.name for tensor in saved_tensors(layer, again)}
     for operator in layer.operators:  # the forward's order
         if operator.name in again:
             assert {tensor.name for tensor in operator.inputs} <= there, (
@@ -192,7 +192,7 @@ def test_no_tensor_is_kept_that_recomputation_makes(data):
             "context"
         )  # Korthikanti's selective recompute keeps the attention's output for the projection
 
-    assert not made & {tensor.name for tensor in kept_tensors(layer, again)}
+    assert not made & {tensor.name for tensor in saved_tensors(layer, again)}
 
 
 @given(data=st.data(), tp=st.sampled_from((1, 2, 4)), sequence_parallel=st.booleans())

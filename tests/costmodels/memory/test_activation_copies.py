@@ -12,8 +12,8 @@ import pytest
 from parplan.costmodels.layers.recompute import (
     Recompute,
     host_bytes_by_operator,
-    kept_tensors,
     saved_bytes,
+    saved_tensors,
 )
 from parplan.costmodels.memory.activation_copies import copied_bytes, exposed_copies
 from parplan.costmodels.memory.rank_memory import layer_activations, rank_activations, rank_layers
@@ -24,7 +24,7 @@ from parplan.costmodels.strategy import Strategy
 from parplan.planner.host_options.activation_options import (
     host_options,
     named_operators,
-    with_kept_on_host,
+    with_offloaded_activations,
 )
 from parplan.planner.plan.plan_file import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
@@ -61,7 +61,7 @@ def test_what_the_operators_send_is_what_the_block_keeps_tensor_by_tensor(recomp
 
     assert (
         sum(sent.values())
-        == sum(tensor.num_bytes for tensor in kept_tensors(layer, recompute))
+        == sum(tensor.num_bytes for tensor in saved_tensors(layer, recompute))
         == saved_bytes(layer, Sharding(), recompute)
     )
     for name, n_bytes in sent.items():
@@ -76,7 +76,7 @@ def test_a_tensor_that_two_operators_keep_goes_with_the_first():
     again.
     """
     layer = book_of().kept_layer(BLOCK, 1)
-    tensors = {tensor.name: tensor.num_bytes for tensor in kept_tensors(layer, ())}
+    tensors = {tensor.name: tensor.num_bytes for tensor in saved_tensors(layer, ())}
 
     plain, again = (
         host_bytes_by_operator(layer, Sharding(), names) for names in ((), ("attention",))
@@ -126,7 +126,7 @@ def test_where_the_device_is_the_host_every_copy_is_waited_for():
     price_cache = book_of(
         cluster=with_gpus(load_cluster("cpu"), 1), training=replace(TRAINING, precision="fp32")
     )
-    strategy = with_kept_on_host(uniform(FRAME, 8), ("fc1",))
+    strategy = with_offloaded_activations(uniform(FRAME, 8), ("fc1",))
 
     out, back = exposed_copies(strategy.stages[0], FRAME, price_cache)
 
@@ -136,7 +136,7 @@ def test_where_the_device_is_the_host_every_copy_is_waited_for():
 
 def test_a_device_holds_what_two_blocks_send_and_its_host_all_of_it():
     strategy, price_cache = uniform(FRAME, 8), book_of()
-    moved = with_kept_on_host(strategy, ("attention", "fc1"))
+    moved = with_offloaded_activations(strategy, ("attention", "fc1"))
     sent = price_cache.activations(BLOCK, 1, Sharding(), (), ("attention", "fc1")).host
     plain, less = (price_step(found, price_cache).memory[0] for found in (strategy, moved))
 

@@ -17,8 +17,11 @@ from parplan.costmodels.memory.rank_memory import rank_layers
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import price_step
-from parplan.costmodels.usage.redundancy import added, operator_redundancy
-from parplan.planner.host_options.activation_options import named_operators, with_kept_on_host
+from parplan.costmodels.usage.redundancy import operator_redundancy, summed_redundancy
+from parplan.planner.host_options.activation_options import (
+    named_operators,
+    with_offloaded_activations,
+)
 from parplan.planner.plan.plan_file import (
     plan_from_document,
     plan_to_document,
@@ -113,10 +116,10 @@ def test_all_of_dp_and_numbers_that_do_not_divide_it_change_nothing(zero_ranks):
 def test_redundancy_by_operator_adds_up_to_that_of_the_rank(how, zero, on_host):
     price_cache, strategy = (
         book_of(**how),
-        with_kept_on_host(uniform(frame_of(dp=16), 8, zero=zero), on_host),
+        with_offloaded_activations(uniform(frame_of(dp=16), 8, zero=zero), on_host),
     )
     redundant = price_step(strategy, price_cache).redundant[0]
-    total = added(
+    total = summed_redundancy(
         found
         for choice in rank_layers(strategy, 0)
         for found in operator_redundancy(choice, 0, strategy.layout, price_cache).values()
@@ -174,7 +177,7 @@ def test_offload_trades_device_bytes_for_host_bytes_and_time():
         for found, prices in (
             (strategy, book_of()),
             (strategy, price_cache),
-            (with_kept_on_host(strategy, ("fc1", "fc2")), price_cache),
+            (with_offloaded_activations(strategy, ("fc1", "fc2")), price_cache),
         )
     )
 
@@ -193,7 +196,7 @@ def test_copies_of_activations_are_hidden_but_for_those_that_the_backward_pass_b
         price_step(found, price_cache)
         for found in (
             strategy,
-            with_kept_on_host(strategy, named_operators(["all"], recompute, price_cache)),
+            with_offloaded_activations(strategy, named_operators(["all"], recompute, price_cache)),
         )
     )
     kept = price_cache.activations(LayerKind.BLOCK, 1, Sharding(), recompute).saved

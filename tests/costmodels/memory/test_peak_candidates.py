@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.memory.peak_candidates import PeakCandidate, moments
+from parplan.costmodels.memory.peak_candidates import PeakCandidate, peak_candidates
 from parplan.costmodels.memory.peak_memory import ConstantBytes, LayerBytes, peak_bytes
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.schedules.schedule import (
@@ -58,7 +58,7 @@ def alone(stashes: int, remade: int = 1) -> PeakCandidate:
     ],
 )
 def test_moments_by_hand(schedule, rank, expected):
-    assert moments(rank, frame_of(pp=5, schedule=schedule, m=8)) == expected
+    assert peak_candidates(rank, frame_of(pp=5, schedule=schedule, m=8)) == expected
 
 
 def test_a_list_of_ones_own_may_recompute_several_ahead():
@@ -67,8 +67,8 @@ def test_a_list_of_ones_own_may_recompute_several_ahead():
         actions=("0F0,0F1,0F2,0R0,0R1,0B0,0B1,0B2", "1F0,1F1,1F2,1I0,1W0,1B1,1B2"),
     )
 
-    assert moments(0, layout) == (inside(1, 0), alone(3, 2))
-    assert moments(1, layout) == (inside(3),)
+    assert peak_candidates(0, layout) == (inside(1, 0), alone(3, 2))
+    assert peak_candidates(1, layout) == (inside(3),)
     assert layout.recomputes_ahead
 
 
@@ -81,8 +81,8 @@ def test_more_micro_batches_have_no_other_moments(schedule):
                 short, rows = frame_of(pp=p, schedule=schedule, m=m), csv_rows(schedule, p, m)
                 whole = replace(short, schedule=Schedule.CUSTOM, actions=rows)
                 for rank in range(p):
-                    assert moments(rank, short) == moments(rank, whole)
-                    assert max(one.stashes for one in moments(rank, short)) == in_flight(
+                    assert peak_candidates(rank, short) == peak_candidates(rank, whole)
+                    assert max(one.stashes for one in peak_candidates(rank, short)) == in_flight(
                         schedule, rank, p, m
                     )
 
@@ -146,7 +146,7 @@ def test_the_simulated_stash_is_that_of_the_moments(schedule):
         saved = sum(BOOK.activations(c.kind, 1, layout.sharding, c.recompute).saved for c in layers)
         made = sum(BOOK.remade_bytes(c.kind, 1, layout.sharding, c.recompute) for c in layers)
         assert timeline.peak_stash_bytes == max(
-            one.stashes * saved + one.remade * made for one in moments(rank, layout)
+            one.stashes * saved + one.remade * made for one in peak_candidates(rank, layout)
         )
         assert timeline.in_flight == in_flight(schedule, rank, 4, 8)
 

@@ -19,8 +19,8 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes, time_bound
 from parplan.planner.forbid import Ban
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import plan_to_yaml, read_plan
-from parplan.planner.plan.prediction import Objective
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.stage_columns.mix_table import MixTable

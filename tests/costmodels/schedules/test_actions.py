@@ -5,10 +5,10 @@ import pytest
 from parplan.costmodels.schedules.actions import (
     Action,
     ActionKind,
-    check,
+    check_rows,
+    csv_row,
     orders_of,
     placement_of,
-    row,
 )
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows, legal
 from parplan.profiles.errors import ConfigError
@@ -24,13 +24,13 @@ def test_a_line_names_virtual_stages_where_an_action_names_chunks():
         Action(ActionKind.WEIGHT_GRADIENT, 1, 0),
     )
 
-    assert row(order, (1, 2)) == "1F0,2F0,2I0,2W0"
+    assert csv_row(order, (1, 2)) == "1F0,2F0,2I0,2W0"
     assert orders_of(("1F0,2F0,2I0,2W0",)) == (order,)
     assert placement_of(("0F0,3F0", "1F0,2F0")) == ((0, 3), (1, 2))
 
 
 def test_lists_with_whole_and_split_backwards_are_accepted():
-    check(GOOD, 2, 1, 2)
+    check_rows(GOOD, 2, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_lists_with_whole_and_split_backwards_are_accepted():
 def test_every_list_that_the_planner_makes_is_accepted(schedule, p, m):
     v = 1 if schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else 2
     if legal(schedule, p, m, v) is None:
-        check(csv_rows(schedule, p, m, v), p, v, m)
+        check_rows(csv_rows(schedule, p, m, v), p, v, m)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_every_list_that_the_planner_makes_is_accepted(schedule, p, m):
 )
 def test_lists_that_cannot_run_are_refused_with_the_place(rows, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        check(rows, 2, 1, 2)
+        check_rows(rows, 2, 1, 2)
 
 
 def test_a_rank_with_too_few_stages_is_refused():
     with pytest.raises(ConfigError, match=r"rank 0: it has virtual stages \[0\], not 2 of them"):
-        check(("0F0,0B0", "1F0,2F0,2B0,1B0"), 2, 2, 1)
+        check_rows(("0F0,0B0", "1F0,2F0,2B0,1B0"), 2, 2, 1)

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from parplan.costmodels.schedules.actions import Action, ActionKind, check, orders_of
+from parplan.costmodels.schedules.actions import Action, ActionKind, check_rows, orders_of
 from parplan.costmodels.schedules.schedule import (
     AHEAD,
     LAST_KEEPS_ALL,
@@ -94,7 +94,7 @@ def test_the_lists_can_be_run_and_are_read_back_from_their_text(schedule):
     for p, m in counts(schedule):
         rows = csv_rows(schedule, p, m)
 
-        check(rows, p, 1, m)
+        check_rows(rows, p, 1, m)
         assert orders_of(rows) == tuple(actions(schedule, rank, p, m) for rank in range(p))
 
 
@@ -178,7 +178,7 @@ def test_counts_that_a_schedule_does_not_have_are_refused(schedule, p, m, v, rea
 )
 def test_a_recompute_in_the_wrong_place_is_refused(rows, message):
     with pytest.raises(ConfigError, match=message):
-        check(rows, 2, 1, 1)
+        check_rows(rows, 2, 1, 1)
 
 
 def stages(
@@ -352,4 +352,4 @@ def test_unequal_stages_take_what_the_definition_says_and_no_less_than_the_bound
 
 
 def test_a_recompute_waits_for_no_other_stage():
-    check(("0F0,0R0,0B0", "1F0,1R0,1B0"), 2, 1, 1)
+    check_rows(("0F0,0R0,0B0", "1F0,1R0,1B0"), 2, 1, 1)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parplan.costmodels.schedules.actions import Action, ActionKind, check, orders_of
+from parplan.costmodels.schedules.actions import Action, ActionKind, check_rows, orders_of
 from parplan.costmodels.schedules.schedule import (
     Schedule,
     csv_rows,
@@ -74,7 +74,7 @@ def test_each_micro_batch_has_three_passes_through_each_chunk(p, m):
         assert Counter(order) == Counter(
             Action(work, c, i) for work in works for c in range(2) for i in range(m)
         )
-    check(csv_rows(Schedule.ZBV, p, m, 2), p, 2, m)
+    check_rows(csv_rows(Schedule.ZBV, p, m, 2), p, 2, m)
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in COUNTS if m >= 2 * p - 1])
@@ -134,7 +134,7 @@ def torch_rows(p: int, m: int) -> tuple[str, ...]:
 @pytest.mark.parametrize(("p", "m"), COUNTS)
 def test_the_step_is_no_longer_than_that_of_torchs_list(p, m):
     rows = torch_rows(p, m)
-    check(rows, p, 2, m)
+    check_rows(rows, p, 2, m)
     placement = [stages_of(Schedule.ZBV, rank, p, 2) for rank in range(p)]
 
     theirs = replay(orders_of(rows), m, [[stage()] * 2] * p, placement=placement)

@@ -11,7 +11,11 @@ from parplan.costmodels.memory.rank_memory import rank_layers
 from parplan.costmodels.operators.sharding import Sharding, Split
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice
-from parplan.costmodels.usage.redundancy import RedundantBytes, added, operator_redundancy
+from parplan.costmodels.usage.redundancy import (
+    RedundantBytes,
+    operator_redundancy,
+    summed_redundancy,
+)
 from parplan.profiles.machines.machine_catalog import with_gpus
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import TrainingSpec
@@ -70,10 +74,10 @@ def test_operators_and_layers_add_up_to_their_stage(layout, zero, recompute):
     strategy = uniform(layout, 8, zero=zero, recompute=recompute)
     for rank, redundant in enumerate(price_step(strategy, price_cache).redundant):
         layers = [
-            added(operator_redundancy(choice, rank, layout, price_cache).values())
+            summed_redundancy(operator_redundancy(choice, rank, layout, price_cache).values())
             for choice in rank_layers(strategy, rank)
         ]
-        total = added(layers)
+        total = summed_redundancy(layers)
 
         for name in CLASSES[:-1]:
             assert getattr(total, name) == pytest.approx(getattr(redundant, name), rel=1e-9, abs=64)
@@ -135,4 +139,4 @@ def test_the_plan_holds_every_level_and_they_agree():
 
 
 def test_nothing_adds_up_to_nothing():
-    assert added([]) == RedundantBytes()
+    assert summed_redundancy([]) == RedundantBytes()

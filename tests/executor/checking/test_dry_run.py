@@ -27,7 +27,7 @@ from parplan.executor.checking.lone_rank import FirstAndLastChunk
 from parplan.executor.checking.observed_rank import _CALLS
 from parplan.executor.rules.all_rules import nearest_legal
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.rank_checks import check_ranks, priced
+from parplan.planner.runs.rank_checks import check_ranks, repriced_today
 from parplan.profiles.errors import ConfigError, RunError
 from parplan.profiles.machines.hardware import CPU
 from parplan.profiles.machines.machine_catalog import (
@@ -219,7 +219,7 @@ def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
     plan = estimate_plan(spec, with_gpus(load_cluster("a100-80gb"), 8), training, layout, zero=zero)
 
     run = dry_run(plan, 0)
-    (check,) = check_ranks(priced(plan), {0: (run.use, run.micro_batches)})
+    (check,) = check_ranks(repriced_today(plan), {0: (run.use, run.micro_batches)})
 
     assert check.found.states == check.predicted.states
     assert check.found.saved == pytest.approx(check.predicted.saved, rel=0.01)
@@ -248,7 +248,7 @@ def test_a_stage_that_recomputes_ahead_holds_from_then_on_what_the_memory_model_
 
     runs = dry_runs(plan, (0, 1, 2))
     first, middle, last = check_ranks(
-        priced(plan), {run.pipeline_rank: (run.use, run.micro_batches) for run in runs}
+        repriced_today(plan), {run.pipeline_rank: (run.use, run.micro_batches) for run in runs}
     )
 
     assert all(abs(check.share("held")) < 0.02 for check in (first, middle, last))

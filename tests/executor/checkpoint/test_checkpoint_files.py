@@ -185,7 +185,9 @@ def test_files_of_two_ranks_that_changed_places_are_found_by_their_checksums(tmp
     (path / OTHER).rename(path / OWN)
     (path / "third").rename(path / OTHER)
 
-    found = [folder.damage(path, {"files": files}, share, 2, lambda: None) for share in range(2)]
+    found = [
+        folder.find_damage(path, {"files": files}, share, 2, lambda: None) for share in range(2)
+    ]
 
     assert {text.split(" has the checksum ")[0] for text in found} == {OWN, OTHER}
     assert files[OWN]["crc32"] != files[OTHER]["crc32"]
@@ -208,7 +210,7 @@ def _read_by(path: Path, files: dict, share: int) -> list[str]:
     return [
         name
         for name in files
-        if folder.damage(path, {"files": good | {name: files[name]}}, share, 3, lambda: None)
+        if folder.find_damage(path, {"files": good | {name: files[name]}}, share, 3, lambda: None)
     ]
 
 

@@ -28,7 +28,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.executor.checkpoint import folder
 from parplan.executor.checkpoint.checkpoints import Checkpoints
 from parplan.executor.checkpoint.resume import CheckpointOptions
-from parplan.executor.data.batches import synthetic
+from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.run_options import Options
 from parplan.executor.training.train import build_trainer
 from parplan.planner.plan.plan import Plan
@@ -118,7 +118,9 @@ def alone():
 
 def undisturbed(plan: Plan, steps: int) -> list[float]:
     """The losses of plain modules in one process."""
-    batches = synthetic(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
+    batches = synthetic_batches(
+        dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed
+    )
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
     optimizer = reference_optimizer(layers, OPTIONS)
     losses = []

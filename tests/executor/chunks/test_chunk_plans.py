@@ -22,7 +22,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.chunks import chunk_manager as manager
 from parplan.executor.chunks.chunk_buffers import BudgetError, Buffer, ChunkCopies
-from parplan.executor.data.batches import synthetic
+from parplan.executor.data.batches import synthetic_batches
 from parplan.executor.pipeline import pipeline
 from parplan.executor.training.train import ranks_of
 from parplan.executor.watch.allocated import PeakBytes, allocated_bytes
@@ -278,7 +278,7 @@ def test_during_every_pass_chunks_hold_the_bytes_that_the_schedule_counts(step, 
 
     monkeypatch.setattr(ChunkStates, "begin", begun)
     monkeypatch.setattr(ChunkStates, "end", ended)
-    built.step(*synthetic(plan, 0, 7)(0))
+    built.step(*synthetic_batches(plan, 0, 7)(0))
 
     assert held == [moment.chunk_bytes for moment in built.chunks.schedule.moments]
     assert len(set(held)) > 1

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from parplan.executor.data.batches import build_batches, from_file, open_tokens, synthetic
+from parplan.executor.data.batches import (
+    build_batches,
+    file_batches,
+    open_tokens,
+    synthetic_batches,
+)
 from parplan.executor.data.tokens import bytes_tokenizer, sidecar_path, write_tokens
 from parplan.executor.run_options import Options
 from parplan.profiles.errors import ConfigError
@@ -27,8 +32,8 @@ def tokens(tmp_path):
 
 def test_the_ranks_of_the_data_axis_share_out_the_batch_of_one_rank(tokens):
     for make in (
-        lambda plan, rank: synthetic(plan, rank, 5),
-        lambda plan, rank: from_file(plan, rank, tokens, "uint16"),
+        lambda plan, rank: synthetic_batches(plan, rank, 5),
+        lambda plan, rank: file_batches(plan, rank, tokens, "uint16"),
     ):
         whole, _ = make(ONE, 0)(3)
         parts = [make(TWO, rank)(3)[0] for rank in range(2)]
@@ -37,7 +42,7 @@ def test_the_ranks_of_the_data_axis_share_out_the_batch_of_one_rank(tokens):
 
 
 def test_targets_are_the_ids_one_token_later(tokens):
-    ids, targets = from_file(ONE, 0, tokens, "uint16")(0)
+    ids, targets = file_batches(ONE, 0, tokens, "uint16")(0)
 
     assert ids.shape == targets.shape == (8, SEQ_LENGTH)
     assert torch.equal(ids[:, 1:], targets[:, :-1])
@@ -45,7 +50,7 @@ def test_targets_are_the_ids_one_token_later(tokens):
 
 
 def test_the_file_starts_again_at_its_end(tokens):
-    batches = from_file(ONE, 0, tokens, "uint16")
+    batches = file_batches(ONE, 0, tokens, "uint16")
 
     assert torch.equal(
         batches(0)[0][:4], batches(2)[0][4:]
@@ -53,13 +58,13 @@ def test_the_file_starts_again_at_its_end(tokens):
 
 
 def test_steps_and_seeds_give_different_tokens():
-    assert not torch.equal(synthetic(ONE, 0, 0)(0)[0], synthetic(ONE, 0, 0)(1)[0])
-    assert not torch.equal(synthetic(ONE, 0, 0)(0)[0], synthetic(ONE, 0, 1)(0)[0])
+    assert not torch.equal(synthetic_batches(ONE, 0, 0)(0)[0], synthetic_batches(ONE, 0, 0)(1)[0])
+    assert not torch.equal(synthetic_batches(ONE, 0, 0)(0)[0], synthetic_batches(ONE, 0, 1)(0)[0])
 
 
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
-        from_file(ONE, 0, tmp_path / "none.bin", "uint16")
+        file_batches(ONE, 0, tmp_path / "none.bin", "uint16")
 
 
 def test_a_file_shorter_than_a_sequence_is_an_error(tmp_path):
@@ -67,13 +72,13 @@ def test_a_file_shorter_than_a_sequence_is_an_error(tmp_path):
     np.zeros(SEQ_LENGTH, dtype=np.uint16).tofile(path)
 
     with pytest.raises(ConfigError, match="16 tokens, one sequence needs 17"):
-        from_file(ONE, 0, path, "uint16")
+        file_batches(ONE, 0, path, "uint16")
 
 
 def test_ids_outside_the_vocabulary_are_an_error(tmp_path):
     path = tmp_path / "tokens.bin"
     np.full(SEQ_LENGTH + 1, 100, dtype=np.uint16).tofile(path)
-    batches = from_file(ONE, 0, path, "uint16")
+    batches = file_batches(ONE, 0, path, "uint16")
 
     with pytest.raises(ConfigError, match="the vocabulary has 100"):
         batches(0)
@@ -81,7 +86,7 @@ def test_ids_outside_the_vocabulary_are_an_error(tmp_path):
 
 def test_an_unknown_token_type_is_an_error_with_a_suggestion(tokens):
     with pytest.raises(ConfigError, match="unknown token type 'unit16'") as caught:
-        from_file(ONE, 0, tokens, "unit16")
+        file_batches(ONE, 0, tokens, "unit16")
 
     assert caught.value.hint == "did you mean 'uint16'?"
 
@@ -102,18 +107,18 @@ def numbered(tmp_path):
 
 
 def test_shuffled_every_pass_takes_each_sequence_once_in_another_order(numbered):
-    batches = from_file(ONE, 0, numbered, seed=5)
+    batches = file_batches(ONE, 0, numbered, seed=5)
     first, second = in_order(batches, 3), in_order(lambda step: batches(3 + step), 3)
 
     assert sorted(first) == sorted(second) == list(range(24))
     assert first != sorted(first)
     assert first != second
-    assert in_order(from_file(ONE, 0, numbered), 3) == list(range(24))
+    assert in_order(file_batches(ONE, 0, numbered), 3) == list(range(24))
 
 
 def test_shuffled_batches_are_the_same_on_every_mesh_and_from_any_step(numbered):
-    whole = from_file(ONE, 0, numbered, seed=5)
-    parts = [from_file(TWO, rank, numbered, seed=5) for rank in range(2)]
+    whole = file_batches(ONE, 0, numbered, seed=5)
+    parts = [file_batches(TWO, rank, numbered, seed=5) for rank in range(2)]
 
     for step in (
         4,
@@ -128,10 +133,12 @@ def test_the_options_choose_the_tokens(numbered):
         for options in ({"seed": 5}, {"seed": 6}, {"shuffle": False})
     ]
 
-    assert orders[0] == in_order(from_file(ONE, 0, numbered, seed=5), 3)
+    assert orders[0] == in_order(file_batches(ONE, 0, numbered, seed=5), 3)
     assert orders[1] not in (orders[0], orders[2])
     assert orders[2] == list(range(24))
-    assert torch.equal(build_batches(ONE, 0, Options(seed=3))(0)[0], synthetic(ONE, 0, 3)(0)[0])
+    assert torch.equal(
+        build_batches(ONE, 0, Options(seed=3))(0)[0], synthetic_batches(ONE, 0, 3)(0)[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64", ">u2"])
@@ -140,7 +147,7 @@ def test_an_array_says_its_own_type_and_stays_on_the_disk(tmp_path, dtype):
     np.save(path, (np.arange(20 * SEQ_LENGTH + 1) % 100).astype(dtype))
 
     assert isinstance(open_tokens(path, None, 100), np.memmap)
-    assert in_order(from_file(ONE, 0, path), 2) == [i * SEQ_LENGTH % 100 for i in range(16)]
+    assert in_order(file_batches(ONE, 0, path), 2) == [i * SEQ_LENGTH % 100 for i in range(16)]
 
 
 def test_a_file_of_the_converter_says_its_own_type(tmp_path):
@@ -154,7 +161,7 @@ def test_a_file_of_the_converter_says_its_own_type(tmp_path):
     with pytest.raises(
         ConfigError, match="token id 256, the vocabulary has 100"
     ):  # at once: the largest id is beside it
-        from_file(ONE, 0, path)
+        file_batches(ONE, 0, path)
     assert np.fromfile(path, dtype=np.uint16).tolist() != [*range(100)] * 4 + [
         256
     ]  # what uint16 would have read
@@ -269,10 +276,10 @@ def test_what_is_no_file_of_ids_is_an_error(tmp_path, name, message):
 
 @pytest.mark.parametrize("seed", [0, 5, 2**64 - 1])
 def test_random_tokens_take_any_seed_of_64_bits(seed):
-    ids, _ = synthetic(ONE, 0, seed)(0)
+    ids, _ = synthetic_batches(ONE, 0, seed)(0)
 
-    assert torch.equal(ids, synthetic(ONE, 0, seed)(0)[0])
-    assert not torch.equal(ids, synthetic(ONE, 0, seed - 1 if seed else 1)(0)[0])
+    assert torch.equal(ids, synthetic_batches(ONE, 0, seed)(0)[0])
+    assert not torch.equal(ids, synthetic_batches(ONE, 0, seed - 1 if seed else 1)(0)[0])
 
 
 def test_a_negative_id_is_an_error(tmp_path):
@@ -280,7 +287,7 @@ def test_a_negative_id_is_an_error(tmp_path):
     np.save(path, np.full(9 * SEQ_LENGTH, -1))
 
     with pytest.raises(ConfigError, match="token id -1, the vocabulary has 100"):
-        from_file(ONE, 0, path)(0)
+        file_batches(ONE, 0, path)(0)
 
 
 @pytest.mark.parametrize(

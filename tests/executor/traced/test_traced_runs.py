@@ -18,10 +18,10 @@ from parplan.executor.checking.parity import (
 )
 from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options
-from parplan.executor.traced.program_cut import check_recompute, cut
-from parplan.executor.traced.stage_values import open_values
+from parplan.executor.traced.program_cut import check_recompute, cut_program
+from parplan.executor.traced.stage_values import open_module
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
-from parplan.executor.traced.traced_trainer import opened_of
+from parplan.executor.traced.traced_trainer import open_plan_module
 from parplan.planner.plan.plan_file import plan_to_document, traced_plan_from_document
 from parplan.planner.plan.traced_plan import ShardStage, TracedPlan
 from parplan.profiles.errors import ConfigError
@@ -93,9 +93,9 @@ def plan() -> TracedPlan:
 
 
 def test_stages_hand_on_values_with_gradients_and_hold_what_they_read(plan):
-    program = record(opened_of(plan, 0).workload, 1)
+    program = record(open_plan_module(plan, 0).workload, 1)
 
-    first, last = cut(plan, program)
+    first, last = cut_program(plan, program)
 
     assert first.receives == last.sends == ()
     assert first.sends == last.receives
@@ -109,24 +109,24 @@ def test_stages_hand_on_values_with_gradients_and_hold_what_they_read(plan):
 
 
 def test_a_plan_of_another_trace_is_refused(plan):
-    program = record(opened_of(plan, 0).workload, 1)
+    program = record(open_plan_module(plan, 0).workload, 1)
     other = replace(
         plan, shards=(replace(plan.shards[0], starts="something else"), *plan.shards[1:])
     )
 
     with pytest.raises(ConfigError, match="in this trace, the plan has something else"):
-        cut(other, program)
+        cut_program(other, program)
 
 
 def test_a_shard_that_writes_into_its_input_is_not_run_again():
     plan = hand_plan(f"{MODULES}:in_place", pp=1, shards_a_stage=2)
-    program = record(opened_of(plan, 0).workload, 1)
+    program = record(open_plan_module(plan, 0).workload, 1)
     target = next(i for i, call in enumerate(program.calls) if call.meta["written"] and i)
     shards = (
         replace(plan.shards[0], end=target),
         replace(plan.shards[1], first=target, starts=program.calls[target].meta["name"]),
     )
-    (stage,) = cut(replace(plan, shards=shards), program)
+    (stage,) = cut_program(replace(plan, shards=shards), program)
 
     with pytest.raises(ConfigError, match="writes into its input"):
         check_recompute(stage.shards[1], shards[1])
@@ -206,7 +206,7 @@ def test_data_of_a_file_is_refused(plan, tmp_path):
 
 def test_a_parameter_has_one_value_in_every_process_and_none_of_the_others_memory():
     opened = [
-        open_values(
+        open_module(
             ModuleSource(factory=f"{MODULES}:shares"), seq_length=8, seed=3, at_least_bytes=0
         )
         for _ in range(2)

@@ -17,7 +17,7 @@ from parplan.executor.checking.parity import (
     gradient_errors,
     loss_errors,
 )
-from parplan.executor.traced.program_cut import cut
+from parplan.executor.traced.program_cut import cut_program
 from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.planner.request import Constraints
 from parplan.planner.traced.shards import shard
@@ -26,7 +26,7 @@ from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, 
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.tracing.record import record
-from parplan.profiles.tracing.stand_ins import stand_ins
+from parplan.profiles.tracing.stand_ins import replaced_parameters
 from parplan.profiles.tracing.trace import trace
 from parplan.profiles.tracing.traced_source import open_workload
 from parplan.profiles.units import GIB
@@ -99,7 +99,7 @@ def test_the_list_of_weights_of_an_lstm_has_the_stand_ins_and_then_its_own_again
         for name, parameter in module.named_parameters()
     }
 
-    with stand_ins(module, found):
+    with replaced_parameters(module, found):
         assert all(a is b for a, b in zip(module._flat_weights, found.values(), strict=True))
     assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
 
@@ -185,7 +185,7 @@ def test_no_stage_ends_where_a_value_without_gradient_would_be_handed_on():
         cross_skips=True,
     )
 
-    cut(
+    cut_program(
         plan,
         record(
             open_workload(source("frozen_parameters"), seq_length=SEQ_LENGTH),

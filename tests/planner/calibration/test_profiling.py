@@ -17,7 +17,7 @@ from parplan.planner.calibration.profiling import (
 )
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import applied
+from parplan.profiles.machines.applied_profile import apply_profile
 from parplan.profiles.machines.machine_catalog import load_stack
 from parplan.profiles.machines.measurements import (
     Case,
@@ -31,7 +31,7 @@ from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.profiler.environment import environment
-from parplan.profiles.profiler.journal import beside
+from parplan.profiles.profiler.journal import journal_path
 from parplan.profiles.provenance import Kind
 
 PROGRAM = "tests.helpers.programs:machine"
@@ -80,7 +80,7 @@ def test_the_file_has_it_all_and_the_journal_is_gone(measured):
     wanted, found = measured
 
     assert document(read_profile(wanted.output)) == document(found.profile)
-    assert not beside(wanted.output).exists()
+    assert not journal_path(wanted.output).exists()
 
 
 def test_the_same_command_measures_nothing_again(measured):
@@ -108,7 +108,7 @@ def test_a_plan_with_it_takes_the_times_that_were_measured(measured):
     training = TrainingSpec(
         global_batch_size=16, seq_length=64, precision="fp32", stack=load_stack("parplan")
     )
-    cluster, training = applied(found.profile, None, training, "mine.yaml", force=False)
+    cluster, training = apply_profile(found.profile, None, training, "mine.yaml", force=False)
     assert cluster.device.peak("fp32") == pytest.approx(0.1e12, rel=0.5)
     assert cluster.profile is not None
 
@@ -224,5 +224,5 @@ def test_ctrl_c_before_anything_says_how_fast_the_machine_is_is_one_and_keeps_th
         measure_operators(wanted, interrupt)
     signal.signal(signal.SIGINT, before)
 
-    assert beside(wanted.output).exists()
+    assert journal_path(wanted.output).exists()
     assert not wanted.output.exists()

@@ -13,7 +13,7 @@ from parplan.planner.plan.derived import layout_of
 from parplan.planner.runs.run_account import predict
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import applied
+from parplan.profiles.machines.applied_profile import apply_profile
 from parplan.profiles.machines.calibration_factors import CAUSES, Calibration, Factor
 from parplan.profiles.machines.shipped_profiles import shipped_profile
 from parplan.profiles.provenance import Kind
@@ -159,7 +159,7 @@ def test_runs_of_plans_with_measured_curves_keep_these_beside_the_factors():
     assert {cause: found.calibration.factor(cause).value for cause in truth} == {
         cause: pytest.approx(x, rel=1e-4) for cause, x in truth.items()
     }
-    cluster, _ = applied(found, None, plan.training, "mine.yaml", force=False)
+    cluster, _ = apply_profile(found, None, plan.training, "mine.yaml", force=False)
     assert cluster == replace(plan.cluster, profile=found.profile, calibration=found.calibration)
 
 

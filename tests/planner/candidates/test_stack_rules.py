@@ -12,7 +12,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.never_searched import left_out
+from parplan.planner.candidates.never_searched import unsearched_parts
 from parplan.planner.request import Constraints
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.machine_catalog import (
@@ -187,9 +187,9 @@ def test_bans_that_leave_nothing_of_the_recompute_of_a_stack_are_an_error():
 def test_what_is_not_searched_says_that_a_stack_has_no_lists_of_operators():
     assert any(
         each.reason == "megatron-core runs none, selective, full"
-        for each in left_out(PINS, load_stack("megatron-core"))
+        for each in unsearched_parts(PINS, load_stack("megatron-core"))
     )
-    assert not any("operators" in each.what for each in left_out(PINS))
+    assert not any("operators" in each.what for each in unsearched_parts(PINS))
 
 
 def test_a_stack_file_with_an_unknown_schedule_is_an_error(tmp_path):

@@ -15,7 +15,7 @@ from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.mixes import (
     MOST_TUPLES,
     exhaustive,
-    hull,
+    hull_options,
     make_mixes,
     option_pairs,
 )
@@ -123,7 +123,7 @@ def test_the_hull_is_of_each_layout_by_itself():
         option(3.0, 1.0, HEADS),
     )
 
-    assert hull(options) == [0, 2, 3, 4]  # 1 is above the line from 0 to 2
+    assert hull_options(options) == [0, 2, 3, 4]  # 1 is above the line from 0 to 2
 
 
 def test_pairs_hold_every_two_options_with_the_larger_workspace():

@@ -19,7 +19,7 @@ from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.forbid import parse_bans
-from parplan.planner.layer_options.overlap_levels import illegal_overlap, paying
+from parplan.planner.layer_options.overlap_levels import illegal_overlap, paying_layouts
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import plan_from_document, plan_to_document
 from parplan.planner.plan.reprice import reprice
@@ -191,7 +191,7 @@ def test_no_level_is_searched_that_another_beats():
         for layout in prices.space.layouts
         if layout.tp_overlap == 2
     )
-    layouts, dropped = paying([replace(FRAME, tp_overlap=2)], prices.price_cache)
+    layouts, dropped = paying_layouts([replace(FRAME, tp_overlap=2)], prices.price_cache)
     assert layouts  # pinned
     assert not dropped
 

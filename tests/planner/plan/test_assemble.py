@@ -14,9 +14,14 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import RankTime, price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
+from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import _stage_memory, assemble, runner_up
 from parplan.planner.plan.plan import LayerRun, StagePlan
-from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
+from parplan.planner.plan.prediction import (
+    Candidates,
+    SearchRecord,
+    Status,
+)
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.stack_terms import Residuals, Terms

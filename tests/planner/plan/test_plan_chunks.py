@@ -28,7 +28,7 @@ from parplan.planner.plan.plan_file import (
 from parplan.planner.plan.plan_strategy import prices_of_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.runs.rank_checks import priced
+from parplan.planner.runs.rank_checks import repriced_today
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import (
@@ -39,7 +39,7 @@ from parplan.profiles.machines.machine_catalog import (
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.units import GIB
-from parplan.report.plans.chunk_tables import fullest_levels, home_blocks, spans_text
+from parplan.report.plans.chunk_tables import blocks_by_location, fullest_levels, spans_text
 from tests.helpers.planning import estimate_plan, find_plan
 
 TINY = replace(load_model("gpt-tiny").spec, num_layers=8)
@@ -115,7 +115,7 @@ def test_the_file_says_homes_by_layer_plan_and_every_block_has_one():
         (Offload.OPTIMIZER, Offload.PARAMETERS),
         (),
     ]
-    assert home_blocks(plan) == {
+    assert blocks_by_location(plan) == {
         (0, OPTIMIZER): [0],
         (0, HOST): [1, 2, 3],
         (1, OPTIMIZER): [4],
@@ -127,7 +127,7 @@ def test_the_file_says_homes_by_layer_plan_and_every_block_has_one():
 def test_with_virtual_stages_the_last_blocks_of_a_rank_are_those_of_its_last_stage_first():
     plan = chunked(host=3, optimizer=0, pp=2, dp=1, m=2, v=2)
 
-    assert home_blocks(plan) == {
+    assert blocks_by_location(plan) == {
         (0, DEVICE): [0],
         (0, HOST): [1, 4, 5],
         (1, DEVICE): [2],
@@ -376,7 +376,7 @@ def test_a_check_on_few_ranks_refuses_groups_that_are_not_those_of_the_blocks():
 
 def test_a_dry_run_refuses_chunks():
     with pytest.raises(ConfigError, match="does not hold states in chunks"):
-        priced(chunked(host=0, optimizer=0))
+        repriced_today(chunked(host=0, optimizer=0))
 
 
 def test_a_changed_budget_or_policy_is_another_schedule_of_the_same_layout():

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import plan_to_yaml, read_plan, write_plan
-from parplan.planner.plan.prediction import Band, ErrorBand, Objective
+from parplan.planner.plan.prediction import Band, ErrorBand
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import NEUTRAL, AvailableKernel, Stack
 from parplan.report.plan_documents import plan_document, plan_schema

@@ -11,8 +11,9 @@ import pytest
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes, time_bound
 from parplan.planner.deadline import NEVER
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import plan_to_yaml
-from parplan.planner.plan.prediction import Objective, Status
+from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import ConfigError, InfeasibleError

@@ -29,7 +29,7 @@ from parplan.planner.search.largest_model import (
 )
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
-from parplan.profiles.models.families import ModelFamily, family_of
+from parplan.profiles.models.families import ModelFamily, parse_family
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB, tflops
@@ -61,7 +61,7 @@ OPTIONS = SearchOptions(memory_limit_bytes=690 * MIB)
 
 
 def family() -> ModelFamily:
-    return family_of(FAMILY, "own.yaml")
+    return parse_family(FAMILY, "own.yaml")
 
 
 def asking(**changes) -> Request:

@@ -9,8 +9,9 @@ import json
 import pytest
 
 from parplan.planner.deadline import NEVER
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import read_plan
-from parplan.planner.plan.prediction import Objective, Status
+from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Progress, SearchOptions
 from parplan.planner.search.memory_descent import halve_in

@@ -20,12 +20,13 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import price_step
 from parplan.planner.deadline import NEVER
 from parplan.planner.master import Master
+from parplan.planner.objective import Objective
 from parplan.planner.plan.derived import host_gib
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_chunks import rank_chunks_of
 from parplan.planner.plan.plan_file import plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.plan_strategy import prices_of_plan
-from parplan.planner.plan.prediction import Objective, Status
+from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from parplan.planner.search.pareto import ParetoFront, plan_paths

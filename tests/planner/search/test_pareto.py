@@ -14,10 +14,11 @@ from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.deadline import NEVER
 from parplan.planner.master import Master
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_file import plan_to_yaml, read_plan, write_plan
 from parplan.planner.plan.plan_strategy import strategy_of
-from parplan.planner.plan.prediction import Objective, Status
+from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SearchOptions
 from parplan.planner.search.find_plan import search
 from parplan.planner.search.pareto import (

@@ -15,8 +15,9 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.step import price_step
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
 from parplan.planner.candidates.lower_bounds import may_fit, redundancy_bound_bytes, time_bound
+from parplan.planner.objective import Objective
 from parplan.planner.plan.plan_file import read_plan, write_plan
-from parplan.planner.plan.prediction import Objective, Status
+from parplan.planner.plan.prediction import Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, SearchOptions
 from parplan.planner.search.comparison import compare

@@ -11,7 +11,7 @@ import pytest
 
 from parplan.profiles.documents.files import (
     explained_file_errors,
-    replacing,
+    open_replacement,
     require_regular,
     require_writable,
     write_text,
@@ -122,7 +122,7 @@ def test_a_failure_inside_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "tokens.bin"
     path.write_text("old")
 
-    with contextlib.suppress(ZeroDivisionError), replacing(path, hint=HINT) as file:
+    with contextlib.suppress(ZeroDivisionError), open_replacement(path, hint=HINT) as file:
         file.write(b"new")
         raise ZeroDivisionError
 

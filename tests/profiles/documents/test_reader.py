@@ -18,7 +18,7 @@ from parplan.planner.runs import run_file as runs
 from parplan.profiles.documents.reader import (
     MAX_BYTES,
     MAX_DEPTH,
-    json_of,
+    parse_json,
     parse_yaml,
     read_json,
     read_text,
@@ -221,7 +221,7 @@ def test_aliases_and_merge_keys_are_what_pyyaml_makes_of_them(text):
 )
 def test_more_than_json_has_is_refused_in_json_too(text, message):
     with pytest.raises(ConfigError, match="^f" + message) as caught:
-        json_of(text, "f")
+        parse_json(text, "f")
 
     assert caught.value.hint
 
@@ -229,7 +229,7 @@ def test_more_than_json_has_is_refused_in_json_too(text, message):
 def test_json_reads_as_it_did():
     text = '{"a": [1, -2.5e-3, true, null, "\\ud83d\\ude00"], "b": {"c": 1E5}}'
 
-    assert json_of(text, "f") == json.loads(text)
+    assert parse_json(text, "f") == json.loads(text)
 
 
 READERS = {

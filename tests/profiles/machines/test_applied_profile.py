@@ -26,7 +26,7 @@ from parplan.planner.plan.plan_file import plan_to_yaml as plan_yaml
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import applied
+from parplan.profiles.machines.applied_profile import apply_profile
 from parplan.profiles.machines.calibration_factors import Calibration, Factor
 from parplan.profiles.machines.curves import CollectiveCurve, SizeBounds
 from parplan.profiles.machines.machine_catalog import (
@@ -120,7 +120,7 @@ MEASURED = UserProfile(
 
 
 def test_a_profile_goes_to_the_cluster_and_the_allocators_share_to_the_stack():
-    cluster, training = applied(PROFILE, CLUSTER, TRAINING, "mine.yaml", force=False)
+    cluster, training = apply_profile(PROFILE, CLUSTER, TRAINING, "mine.yaml", force=False)
 
     assert cluster.calibration == PROFILE.calibration
     assert training.stack.allocator_share == 0.07
@@ -129,7 +129,9 @@ def test_a_profile_goes_to_the_cluster_and_the_allocators_share_to_the_stack():
 
 def test_a_cluster_of_more_nodes_takes_the_same_profile():
     assert (
-        applied(PROFILE, with_gpus(CLUSTER, 64), TRAINING, "mine.yaml", force=False)[0].calibration
+        apply_profile(PROFILE, with_gpus(CLUSTER, 64), TRAINING, "mine.yaml", force=False)[
+            0
+        ].calibration
         == PROFILE.calibration
     )
 
@@ -176,11 +178,11 @@ def test_a_cluster_of_more_nodes_takes_the_same_profile():
 )
 def test_a_profile_of_another_machine_is_refused_but_by_force(cluster, training, message, hint):
     with pytest.raises(ConfigError, match=message) as error:
-        applied(PROFILE, cluster, training, "mine.yaml", force=False)
+        apply_profile(PROFILE, cluster, training, "mine.yaml", force=False)
 
     assert error.value.hint == hint
     assert (
-        applied(PROFILE, cluster, training, "mine.yaml", force=True)[0].calibration
+        apply_profile(PROFILE, cluster, training, "mine.yaml", force=True)[0].calibration
         == PROFILE.calibration
     )
 
@@ -197,7 +199,7 @@ def test_measured_curves_go_to_the_cluster_with_the_datasheet_that_they_are_shar
         ),
     )
 
-    cluster, training = applied(MEASURED, lean, AT_FP32, "mine.yaml", force=False)
+    cluster, training = apply_profile(MEASURED, lean, AT_FP32, "mine.yaml", force=False)
 
     assert cluster.profile is machine_for(cluster).profile is MEASURED.profile
     assert cluster == replace(
@@ -207,13 +209,13 @@ def test_measured_curves_go_to_the_cluster_with_the_datasheet_that_they_are_shar
 
 
 def test_without_a_cluster_it_is_the_machine_that_was_measured():
-    assert applied(MEASURED, None, AT_FP32, "mine.yaml", force=False)[0] == replace(
+    assert apply_profile(MEASURED, None, AT_FP32, "mine.yaml", force=False)[0] == replace(
         CPU, profile=MEASURED.profile
     )
     with pytest.raises(
         ConfigError, match=r"mine\.yaml: it names no machine, it is of device a100-80gb"
     ) as error:
-        applied(PROFILE, None, TRAINING, "mine.yaml", force=False)
+        apply_profile(PROFILE, None, TRAINING, "mine.yaml", force=False)
     assert error.value.hint == "say which with --gpu a100-80gb"
 
 
@@ -221,10 +223,13 @@ def test_measured_curves_hold_at_their_own_precision_alone():
     with pytest.raises(
         ConfigError, match=r"mine\.yaml: the profile is of precision fp32, asked is bf16"
     ) as error:
-        applied(MEASURED, CPU, TRAINING, "mine.yaml", force=False)
+        apply_profile(MEASURED, CPU, TRAINING, "mine.yaml", force=False)
 
     assert error.value.hint == "ask for --precision fp32"
-    assert applied(MEASURED, CPU, TRAINING, "mine.yaml", force=True)[0].profile is MEASURED.profile
+    assert (
+        apply_profile(MEASURED, CPU, TRAINING, "mine.yaml", force=True)[0].profile
+        is MEASURED.profile
+    )
 
 
 def test_factors_beside_measured_curves_are_relative_to_these():
@@ -234,12 +239,14 @@ def test_factors_beside_measured_curves_are_relative_to_these():
         MEASURED, calibration=factors, fingerprint=prices_fingerprint(with_curves, AT_FP32.stack)
     )
 
-    assert applied(both, CPU, AT_FP32, "mine.yaml", force=False)[0] == replace(
+    assert apply_profile(both, CPU, AT_FP32, "mine.yaml", force=False)[0] == replace(
         with_curves, calibration=factors
     )
     assert both.fingerprint != prices_fingerprint(CPU, AT_FP32.stack)
     with pytest.raises(ConfigError, match="relative to other prices of cpu"):
-        applied(replace(both, profile=None, precision=None), CPU, AT_FP32, "mine.yaml", force=False)
+        apply_profile(
+            replace(both, profile=None, precision=None), CPU, AT_FP32, "mine.yaml", force=False
+        )
 
 
 def test_collectives_that_were_measured_hold_on_the_machines_own_link_whatever_its_datasheet_says():

@@ -26,7 +26,7 @@ from parplan.profiles.machines.user_profile import (
     PROFILE_VERSION,
     ProfileEnvironment,
     UserProfile,
-    merged,
+    merge_profiles,
     profile_schema,
     profile_to_document,
     profile_to_yaml,
@@ -304,7 +304,7 @@ def test_a_second_session_adds_its_cases_and_replaces_those_it_measured_again():
     repeated, added = Machine(noise=0.5).linear(512, 1024, 1024), Machine().linear(48, 48, 48)
     later = replace(HERE, date="2026-12-24")
 
-    both = merged(
+    both = merge_profiles(
         replace(OWN, allocator_share=0.1),
         replace(OWN, environment=later, profile=None, records=(repeated, added)),
     )
@@ -338,14 +338,16 @@ def test_a_second_session_adds_its_cases_and_replaces_those_it_measured_again():
 )
 def test_points_of_another_machine_are_not_added(profile, message):
     with pytest.raises(ConfigError, match=message) as error:
-        merged(OWN, profile)
+        merge_profiles(OWN, profile)
 
     assert "-o" in error.value.hint
 
 
 def test_another_minor_version_of_torch_may_be_added():
     assert (
-        merged(OWN, replace(OWN, environment=replace(HERE, torch="2.14.0"))).environment.torch
+        merge_profiles(
+            OWN, replace(OWN, environment=replace(HERE, torch="2.14.0"))
+        ).environment.torch
         == "2.14.0"
     )
 

@@ -10,9 +10,9 @@ import pytest
 
 from parplan.commands.options import TargetOptions
 from parplan.commands.requests.requests import request_of
-from parplan.profiles import catalog
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.families import family_of
+from parplan.profiles.models import model_catalog
+from parplan.profiles.models.families import parse_family
 from parplan.profiles.models.model_catalog import (
     family_members,
     family_names,
@@ -79,9 +79,9 @@ def test_no_member_has_the_name_of_a_model_of_another_shape():
 
 
 def test_a_file_of_its_own_hides_a_member_of_that_name(monkeypatch):
-    monkeypatch.setattr(catalog, "model_names", lambda: ("gpt-7.5b", "gpt-18b"))
+    monkeypatch.setattr(model_catalog, "model_names", lambda: ("gpt-7.5b", "gpt-18b"))
     monkeypatch.setattr(
-        catalog,
+        model_catalog,
         "_model_from_file",
         lambda source: replace(load_family("gpt").members[0], source="of its own"),
     )
@@ -108,14 +108,14 @@ def test_a_model_between_members_takes_the_heads_of_the_nearest_width():
 def test_members_out_of_order_are_refused():
     backwards = {**DOCUMENT, "members": dict(reversed(list(DOCUMENT["members"].items())))}
 
-    assert [entry.spec.name for entry in family_of(DOCUMENT, "x.yaml").members] == [
+    assert [entry.spec.name for entry in parse_family(DOCUMENT, "x.yaml").members] == [
         "own-s",
         "own-m",
     ]
     with pytest.raises(
         ConfigError, match=r"x\.yaml: members: own-s is not larger than own-m before it"
     ):
-        family_of(backwards, "x.yaml")
+        parse_family(backwards, "x.yaml")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_members_out_of_order_are_refused():
 )
 def test_a_wrong_family_file_is_an_error_that_names_the_place(change, message):
     with pytest.raises(ConfigError, match=message):
-        family_of({**DOCUMENT, **change}, "x.yaml")
+        parse_family({**DOCUMENT, **change}, "x.yaml")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from parplan.executor.external.external_source import open_source
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.hub import hub_refusals, stay_offline
-from parplan.profiles.models.huggingface import described, entry_from_config
+from parplan.profiles.models.huggingface import entry_from_config, is_described_family
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.tracing.record import record
 from parplan.profiles.tracing.traced_source import open_workload
@@ -133,7 +133,7 @@ def test_a_model_type_that_is_no_name_is_one_error(kind, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": kind}))
 
-    assert described({"model_type": kind})
+    assert is_described_family({"model_type": kind})
     with pytest.raises(ConfigError, match=r"model_type is .*, it must be a name"):
         entry_from_config({"model_type": kind}, "config.json")
     assert "it must be a name" in fail(2, "--model", str(path), "--gpus", "1")

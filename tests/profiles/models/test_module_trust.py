@@ -19,7 +19,7 @@ from parplan.profiles.models.module_trust import (
     INSTALLED,
     STANDARD,
     origin_of,
-    trusted_note,
+    trusted_module_note,
 )
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.external_modules import factory_plan
@@ -101,10 +101,10 @@ def test_a_plan_of_code_from_elsewhere_is_refused_unless_it_is_trusted(factory, 
         ConfigError,
         match=rf"plan\.yaml: module: {factory} is (in the standard library|outside of the current)",
     ) as error:
-        trusted_note(source, "plan.yaml", trust=False)
+        trusted_module_note(source, "plan.yaml", trust=False)
 
     assert "--trust-module" in error.value.hint
-    assert trusted_note(source, "plan.yaml", trust=True).startswith(
+    assert trusted_module_note(source, "plan.yaml", trust=True).startswith(
         f"plan.yaml runs code: {factory}, imported from "
     )
 

@@ -26,7 +26,7 @@ from parplan.profiles.profiler.environment import (
     environment,
     fingerprint,
 )
-from parplan.profiles.profiler.nvidia_smi import facts_of, gpu_facts, links, nvidia_links_of
+from parplan.profiles.profiler.nvidia_smi import gpu_facts, node_links, parse_gpu_facts, parse_links
 from tests.helpers.synthetic_profiles import Machine
 
 # nvidia-smi topo -m of a node of 4 GPUs and 2 NICs; the heading underlined, as since driver 510
@@ -67,7 +67,7 @@ UNKNOWN = replace(
 def test_clocks_power_and_driver_are_those_of_the_first_gpu():
     text = "580.95.05, 1755, 1980, 2619, 2619, 700.00\n580.95.05, 345, 1980, 2619, 2619, 700.00\n"
 
-    assert facts_of(text) == {
+    assert parse_gpu_facts(text) == {
         "driver": "580.95.05",
         "sm_clock_mhz": 1755.0,
         "max_sm_clock_mhz": 1980.0,
@@ -98,11 +98,11 @@ def test_clocks_power_and_driver_are_those_of_the_first_gpu():
     ],
 )
 def test_what_nvidia_smi_does_not_know_is_left_out(text, found):
-    assert facts_of(text) == found
+    assert parse_gpu_facts(text) == found
 
 
 def test_each_pair_of_gpus_and_each_gpu_with_each_nic_counts_once():
-    found = nvidia_links_of(TOPOLOGY)
+    found = parse_links(TOPOLOGY)
 
     assert found.gpus == {"NV12": 5, "SYS": 1}  # 6 pairs
     assert found.nics == {"PXB": 4, "SYS": 4}  # 4 GPUs x 2 NICs
@@ -112,7 +112,7 @@ def test_each_pair_of_gpus_and_each_gpu_with_each_nic_counts_once():
     "text", [ALONE, "", "Failed to run topology matrix\n"], ids=["one-gpu", "silent", "failed"]
 )
 def test_one_gpu_or_none_has_no_links(text):
-    assert (nvidia_links_of(text).gpus, nvidia_links_of(text).nics) == ({}, {})
+    assert (parse_links(text).gpus, parse_links(text).nics) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_without_a_working_nvidia_smi_nothing_is_known_and_nothing_fails(
     monkeypatch.setattr(smi, "WAIT_S", 0.2)
 
     assert gpu_facts("GPU-1234") == {}
-    assert links() == smi.Links()
+    assert node_links() == smi.Links()
 
 
 def test_a_gpu_is_asked_by_what_torch_knows_it_by(tmp_path, monkeypatch):

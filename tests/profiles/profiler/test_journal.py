@@ -11,7 +11,7 @@ import pytest
 
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.measurements import CaseOutcome, Record
-from parplan.profiles.profiler.journal import Journal, beside, open_journal
+from parplan.profiles.profiler.journal import Journal, journal_path, open_journal
 from tests.helpers.programs import ASKED, case, steady
 
 RECORDS = (
@@ -37,7 +37,7 @@ BY_KEY = {record.case.key: record for record in RECORDS}
 @pytest.fixture
 def path(tmp_path):
     """A journal of the three records."""
-    path = beside(tmp_path / "mygpu.yaml")
+    path = journal_path(tmp_path / "mygpu.yaml")
     journal = open_journal(path, ASKED)
     for record in RECORDS:
         journal.append(record)

@@ -150,7 +150,7 @@ def test_a_process_that_the_kernel_killed_for_lack_of_memory_is_out_of_memory(
     child.process.kill()
     wait(child.ready, 5.0)
 
-    while (record := worker.finished(child)) is None:
+    while (record := worker.poll_child(child)) is None:
         wait(child.ready, 0.1)
     assert (record.outcome, record.detail) == (
         CaseOutcome.OUT_OF_MEMORY,
@@ -253,7 +253,7 @@ def test_a_sigterm_of_the_whole_group_is_the_sessions_and_no_record_of_a_crash()
 
     assert not wait(child.ready, 0.5)
 
-    worker.end(child)
+    worker.end_child(child)
 
 
 def test_an_interrupt_ends_the_ranks_that_measure_communication(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parplan.planner.plan.prediction import Objective
+from parplan.planner.objective import Objective
 from parplan.planner.search.pareto import ParetoFront, plan_paths
 from parplan.profiles.errors import ConfigError
 from parplan.report.names import search_text

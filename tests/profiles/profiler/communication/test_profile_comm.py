@@ -26,7 +26,7 @@ from parplan.profiles.profiler.communication import (
 from parplan.profiles.profiler.communication import (
     comm_run,
 )
-from parplan.profiles.profiler.communication.collective_timing import Effort, timing
+from parplan.profiles.profiler.communication.collective_timing import Effort, timing_of
 from parplan.profiles.profiler.communication.comm_cases import (
     COLLECTIVES,
     COMMUNICATOR,
@@ -38,7 +38,7 @@ from parplan.profiles.profiler.communication.comm_cases import (
 from parplan.profiles.profiler.communication.comm_file import (
     COMM_VERSION,
     CommFile,
-    in_flight_of,
+    in_flight_path,
     read_comm_file,
     write_comm_file,
 )
@@ -46,10 +46,10 @@ from parplan.profiles.profiler.communication.comm_run import Chief, InFlight, ru
 from parplan.profiles.profiler.communication.group_shapes import Shape, World
 from parplan.profiles.profiler.communication.measuring_ranks import (
     chosen_device,
-    joined,
+    join_world,
     world_of_environment,
 )
-from parplan.profiles.profiler.journal import beside, open_journal
+from parplan.profiles.profiler.journal import journal_path, open_journal
 
 PAIR = World(nodes=1, ranks_per_node=2)
 ASKED = {"device": "cpu"}
@@ -74,7 +74,7 @@ def _rank(rank, world, port, journal, timeout_s, cases):
             journal=open_journal(journal, ASKED),
             in_flight=InFlight(journal.with_suffix(".in-flight")),
         )
-    ranks = joined(world, torch.device("cpu"), timedelta(seconds=timeout_s))
+    ranks = join_world(world, torch.device("cpu"), timedelta(seconds=timeout_s))
     try:
         run_cases(cases, ranks, chief, Effort(repeats=3, patience_s=0.0))
     except PlannerError as error:
@@ -270,7 +270,7 @@ def test_after_the_budget_nothing_more_is_begun(tmp_path):
 
 
 def test_a_timing_is_the_median_and_half_the_interquartile_range_over_it():
-    found = timing([5e-6, 1e-6, 2e-6, 3e-6, 4e-6])
+    found = timing_of([5e-6, 1e-6, 2e-6, 3e-6, 4e-6])
 
     assert found.median_us == pytest.approx(3.0)
     assert found.spread == pytest.approx((4.0 - 2.0) / 2 / 3.0)
@@ -281,7 +281,7 @@ def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
     record = Record(
         case=cases_of(PAIR)[0],
         outcome=CaseOutcome.MEASURED,
-        measured=CaseFigures(times={"time": timing([1e-6, 2e-6])}),
+        measured=CaseFigures(times={"time": timing_of([1e-6, 2e-6])}),
     )
     found = CommFile(
         comm_version=COMM_VERSION,
@@ -312,10 +312,10 @@ def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
             id="size",
         ),
         pytest.param(
-            {"times": {"other": timing([1e-6])}}, "was measured and has no time", id="time"
+            {"times": {"other": timing_of([1e-6])}}, "was measured and has no time", id="time"
         ),
         pytest.param(
-            {"times": {"time": replace(timing([1e-6]), median_us=0.0)}},
+            {"times": {"time": replace(timing_of([1e-6]), median_us=0.0)}},
             r"was measured in 0\.0 us",
             id="no-time-at-all",
         ),
@@ -328,7 +328,7 @@ def test_a_record_without_what_its_curve_needs_is_refused_when_it_is_read(
     record = Record(
         case=replace(case, sizes=changes.get("sizes", case.sizes)),
         outcome=CaseOutcome.MEASURED,
-        measured=CaseFigures(times=changes.get("times", {"time": timing([1e-6])})),
+        measured=CaseFigures(times=changes.get("times", {"time": timing_of([1e-6])})),
     )
     write_comm_file(
         tmp_path / "comm.yaml",
@@ -460,7 +460,7 @@ def test_a_run_that_cannot_start_is_not_started_again(tmp_path, monkeypatch):
 
 def test_a_run_that_ends_without_a_word_is_started_so_often(tmp_path, monkeypatch):
     output = tmp_path / "comm.yaml"
-    in_flight_of(output).touch()
+    in_flight_path(output).touch()
     runs = Commands(*[(["Segmentation fault"], 1)] * 3)
     monkeypatch.setattr(launch, "_run", runs)
 
@@ -475,12 +475,12 @@ def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_e
 ):
     output, lines = tmp_path / "comm.yaml", []
     cases = comm_cases(PAIR, largest_bytes=1024, precision="fp32", product=512)
-    journal = open_journal(beside(output), _measured_on(PAIR, torch.device("cpu")))
+    journal = open_journal(journal_path(output), _measured_on(PAIR, torch.device("cpu")))
     earlier = [
         Record(
             case=case,
             outcome=CaseOutcome.MEASURED,
-            measured=CaseFigures(times={"time": timing([1e-6])}),
+            measured=CaseFigures(times={"time": timing_of([1e-6])}),
         )
         for case in cases[2:]
     ]
@@ -497,5 +497,5 @@ def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_e
         CaseOutcome.MEASURED,
     ]
     assert (found.device, found.backend, found.nodes, found.ranks_per_node) == ("cpu", "gloo", 1, 2)
-    assert not beside(output).exists()
+    assert not journal_path(output).exists()
     assert any(line.startswith(f"{len(cases)}/{len(cases)}  ") for line in lines)
