@@ -38,7 +38,7 @@ from parplan.profiles.machines.user_profile import (
 )
 from parplan.profiles.models.spec import ModelEntry, Precision, TrainingSpec
 from parplan.profiles.profiler.communication.comm_cases import ALL_REDUCE
-from parplan.profiles.profiler.communication.comm_launch import comm_records
+from parplan.profiles.profiler.communication.comm_launch import CommOptions, comm_records
 from parplan.profiles.profiler.environment import (
     ASSUMED_LINK,
     CPU,
@@ -51,7 +51,7 @@ from parplan.profiles.profiler.fits.host_fit import host_speed
 from parplan.profiles.profiler.fits.link_fit import links_of
 from parplan.profiles.profiler.fits.profile_fit import fit_profile
 from parplan.profiles.profiler.journal import Journal, journal_path, open_journal
-from parplan.profiles.profiler.measuring_session import Measurements, run_session
+from parplan.profiles.profiler.measuring_session import Measurements, SessionOptions, run_session
 from parplan.profiles.profiler.session_progress import OnProgress
 from parplan.profiles.stack import Stack
 
@@ -181,10 +181,8 @@ def measure_links(request: ProfileRequest, minutes: float, told: Tell) -> Profil
     measured = comm_records(
         here.num_devices,
         path,
-        device=request.device,
-        minutes=minutes,
-        restart=request.restart,
-        told=told,
+        CommOptions(device=request.device, minutes=minutes, restart=request.restart),
+        told,
     )
     profile = _write_merged(request.output, known, measured.records, here, request.precision)
     path.unlink(missing_ok=True)
@@ -298,11 +296,13 @@ def _session(
         request.program,
         devices,
         journal,
-        deadline_s=ends_s - time.monotonic(),
-        hang_limit_s=request.hang_limit_s,
-        on_progress=on_progress,
-        retry_failed=request.retry_failed,
-        modules=(*MODULES, request.program.split(":")[0]),
+        SessionOptions(
+            deadline_s=ends_s - time.monotonic(),
+            hang_limit_s=request.hang_limit_s,
+            retry_failed=request.retry_failed,
+            modules=(*MODULES, request.program.split(":")[0]),
+        ),
+        on_progress,
     )
 
 

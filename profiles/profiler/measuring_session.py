@@ -37,33 +37,40 @@ class Measurements:
     interrupted: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """The limits of a session.
+
+    deadline_s      seconds from now after which no case starts; a running case may finish
+    hang_limit_s    seconds after which one case counts as hung
+    retry_failed    measures journal records without figures again
+    modules         slow imports of the processes (torch, the program's module), preloaded once
+    """
+
+    deadline_s: float
+    hang_limit_s: float
+    retry_failed: bool = False
+    modules: Sequence[str] = ()
+
+
 def run_session(
     cases: Sequence[Case],
     program: Program,
     devices: Sequence[str],
     journal: Journal,
-    *,
-    deadline_s: float,
-    hang_limit_s: float,
+    options: SessionOptions,
     on_progress: OnProgress | None = None,
-    retry_failed: bool = False,
-    modules: Sequence[str] = (),
 ) -> Measurements:
     """Measures the cases that the journal does not hold, in order, each in its own process.
 
-        deadline_s      seconds from now after which no case starts; a running case may finish
-        hang_limit_s    seconds after which one case counts as hung
-        retry_failed    measures journal records without figures again
-        modules         slow imports of the processes (torch, the program's module), preloaded once
-
     Raises ConfigError if the journal cannot be written or no process can start.
     """
-    preload(modules)
+    preload(options.modules)
     tell = on_progress or (lambda progress: None)
-    session = _Session(cases, journal, retry_failed, time.monotonic() + deadline_s)
+    session = _Session(cases, journal, options.retry_failed, time.monotonic() + options.deadline_s)
     with _noticed_ctrl_c() as interrupts:
         try:
-            while not interrupts and session.start(program, devices, hang_limit_s):
+            while not interrupts and session.start(program, devices, options.hang_limit_s):
                 tell(session.progress())
                 session.collect()
         finally:

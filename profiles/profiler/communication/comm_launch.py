@@ -12,8 +12,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import parplan
 from parplan.profiles.errors import PlannerError
 from parplan.profiles.profiler.communication.comm_file import (
     CommFile,
@@ -22,35 +24,47 @@ from parplan.profiles.profiler.communication.comm_file import (
 )
 
 LAST_LINES = 50  # lines of output kept, because torchrun prints much after an error
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(parplan.__file__).resolve().parents[1]  # the folder that parplan is imported from
 _ENDED = re.compile(r"^error: (?:hung|crashed|out of memory) in ")  # the messages of comm_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommOptions:
+    """The options of profile_comm, and how often a run that a case ended is started again."""
+
+    device: str = "auto"
+    minutes: float | None = None
+    largest: str | None = None
+    restart: bool = False
+    reruns: int = 5
 
 
 def comm_records(
     num_ranks: int,
     output: Path,
-    *,
-    device: str = "auto",
-    minutes: float | None = None,
-    largest: str | None = None,
-    restart: bool = False,
-    reruns: int = 5,
+    options: CommOptions,
     told: Callable[[str], None] = lambda line: None,
 ) -> CommFile:
     """Measures the communication of `num_ranks` ranks on this node and writes it to `output`.
 
-    A run that a case ended is started again, without that case, up to `reruns` times. `told` is
+    A run that a case ended is started again, without that case, a few times. `told` is
     called with each line of progress. Raises PlannerError with the run's message when it fails
     otherwise, or once too often.
     """
+    device, minutes = options.device, options.minutes
     ends_at_s = None if minutes is None else time.monotonic() + 60 * minutes
-    extra = ["--restart"] if restart else []
+    extra = ["--restart"] if options.restart else []
     lines: deque[str] = deque(maxlen=LAST_LINES)
-    for _ in range(reruns + 1):
+    for _ in range(options.reruns + 1):
         left = None if ends_at_s is None else max(1.0, ends_at_s - time.monotonic()) / 60
         command = _command(
             num_ranks,
-            {"--output": output, "--device": device, "--minutes": left, "--largest": largest},
+            {
+                "--output": output,
+                "--device": device,
+                "--minutes": left,
+                "--largest": options.largest,
+            },
         )
         if _run([*command, *extra], lines, told) == 0:
             return read_comm_file(output)
