@@ -185,8 +185,12 @@ def _rank(
 
 def line(transition: Transition, what: Sent) -> str:
     """One row of the table."""
-    forward = f"{_short(transition.source):<6} -> {_short(transition.target):<6} {_steps(what.forward):<58}"
-    return f"{forward} | gradient {_short(transition.gradient):<6} {_steps(what.backward)} -> {_short(what.gradient)}"
+    forward = f"{_short(transition.source):<6} -> {_short(transition.target):<6}"
+    backward = f"{_steps(what.backward)} -> {_short(what.gradient)}"
+    return (
+        f"{forward} {_steps(what.forward):<58}"
+        f" | gradient {_short(transition.gradient):<6} {backward}"
+    )
 
 
 def _short(placements: Placements) -> str:

@@ -163,7 +163,7 @@ def test_what_fsdp2_gathers_of_embedding_and_head_is_there_in_their_passes_alone
     assert two.gaps[0] - one.gaps[0] >= states[1] - states[0] + 2 * parameters
 
 
-def test_norms_keep_two_numbers_of_a_token_unless_they_are_recomputed_and_the_batch_is_always_there():
+def test_norms_keep_two_numbers_of_a_token_unless_recomputed_and_the_batch_is_always_there():
     prices, tokens = BOOKS["mixed"], MIXED.seq_length
     per_block = 2 * room.NORM_BYTES * tokens
     for recompute, kept in ((Recompute.NONE, per_block), (Recompute.FULL, 0)):

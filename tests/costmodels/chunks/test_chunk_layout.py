@@ -87,7 +87,7 @@ def test_tensors_lie_whole_in_one_group_in_order_and_do_not_overlap(chunk_layout
 
 @settings(max_examples=50)
 @given(chunk_layouts())
-def test_a_group_is_begun_only_where_the_tensor_does_not_fit_what_is_left_and_of_several_ranks_by_every_block(
+def test_a_group_begins_where_a_tensor_does_not_fit_and_on_several_ranks_with_every_block(
     chunk_layout,
 ):
     for index, tensor in enumerate(chunk_layout.tensors[1:], 1):

@@ -391,7 +391,8 @@ def test_a_budget_that_is_too_small_is_refused_with_the_smallest_which_suffices(
     )
     with pytest.raises(
         InfeasibleError,
-        match=rf"^chunks of pipeline rank 0 need at least {least:,} bytes .* budget is {least - 1:,} ",
+        match=rf"^chunks of pipeline rank 0 need at least {least:,} bytes "
+        rf".* budget is {least - 1:,} ",
     ):
         rank_chunks(strategy, 0, prices, eviction=Eviction.OPT, device_bytes=least - 1)
 

@@ -85,7 +85,8 @@ def test_every_transition_is_legal_or_an_error_that_names_both_states(old, new, 
     else:
         with pytest.raises(
             TransitionError,
-            match=rf"chunk 0 of group 0, parameters of block 0: they are {old} and cannot become {new}$",
+            match=rf"chunk 0 of group 0, parameters of block 0: "
+            rf"they are {old} and cannot become {new}$",
         ):
             MOVES[new](states)
 

@@ -304,7 +304,7 @@ def groups_of_blocks(strategy, price_cache):
     return found
 
 
-def test_traffic_gathers_whole_groups_once_for_neighbouring_passes_and_reduces_each_once_a_micro_batch():
+def test_traffic_gathers_groups_once_for_neighbouring_passes_and_reduces_once_a_micro_batch():
     price_cache, m = book_of(MIXED), 2
     strategy = chunked(dp=4, m=m)
     groups, chunk_layout = (

@@ -194,7 +194,7 @@ def test_faster_copies_never_make_a_step_longer(case, faster):
 
 @given(cases())
 @settings(max_examples=20, deadline=None)
-def test_without_copies_a_step_is_compute_and_the_update_and_without_compute_the_copies_in_their_order(
+def test_a_step_without_copies_is_compute_and_update_and_without_compute_the_copies_in_order(
     case,
 ):
     found, costs = case

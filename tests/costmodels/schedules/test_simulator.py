@@ -339,7 +339,7 @@ def test_events_are_kept_only_when_asked_for():
 
 @settings(deadline=None)
 @given(pipelines(schedules=(ONE_F_ONE_B,), same_forward_share=True))
-def test_1f1b_with_one_forward_share_stays_within_the_closed_form_and_misses_it_by_no_more_than_the_stages_after_the_slowest(
+def test_1f1b_stays_within_the_closed_form_and_misses_it_by_the_stages_after_the_slowest(
     pipeline,
 ):
     schedule, m, costs = pipeline

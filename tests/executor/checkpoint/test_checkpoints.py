@@ -306,9 +306,9 @@ def test_a_truncated_checkpoint_is_skipped_with_a_note_and_written_again(tmp_pat
 
     losses, notes = train(make_plan(), 4, directory=tmp_path, every=1)
 
-    assert (
-        notes[0]
-        == f"step-000003 is skipped, it is not whole: __0_0.distcp has {size // 2} bytes, {size} were written"
+    assert notes[0] == (
+        "step-000003 is skipped, it is not whole: "
+        f"__0_0.distcp has {size // 2} bytes, {size} were written"
     )
     assert losses == train(make_plan(), 4)[0][2:]
     assert train(make_plan(), 5, resume=str(tmp_path / "step-000003"))[0][0] == losses[1]
@@ -324,7 +324,10 @@ def test_a_damaged_checkpoint_is_skipped_with_a_note(tmp_path, alone):
 
     losses, notes = train(make_plan(), 3, directory=tmp_path)
 
-    skipped = r"step-000002 is skipped, it is not whole: __0_0\.distcp has the checksum \w{8}, \w{8} was written"
+    skipped = (
+        r"step-000002 is skipped, it is not whole: "
+        r"__0_0\.distcp has the checksum \w{8}, \w{8} was written"
+    )
     assert re.fullmatch(skipped, notes[0])
     assert losses == train(make_plan(), 3)[0][1:]
 

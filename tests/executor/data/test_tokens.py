@@ -319,7 +319,10 @@ def test_without_transformers_a_hugging_face_tokenizer_is_an_error_that_says_so(
 
 
 def test_bytes_need_neither_torch_nor_transformers(folder, tmp_path):
-    code = "import sys; sys.modules.update(torch=None, transformers=None); from parplan.cli import main; main(sys.argv[1:])"
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None); "
+        "from parplan.cli import main; main(sys.argv[1:])"
+    )
 
     done = subprocess.run(
         [sys.executable, "-c", code, "tokenize", str(folder), "-o", str(tmp_path / "out.bin")],

@@ -132,7 +132,8 @@ def test_it_is_traced(name):
     [
         (
             "raises_by_itself",
-            r"a forward pass of Called raises ValueError at tests/helpers/zoo\.py:\d+: this module cannot run",
+            r"a forward pass of Called raises ValueError at tests/helpers/zoo\.py:\d+: "
+            r"this module cannot run",
         ),
         ("raises_when_made", r"raises_when_made\(\) raises KeyError at tests/helpers/zoo\.py:\d+"),
         ("wrong_shapes", r"raises RuntimeError at tests/helpers/zoo\.py:\d+: "),

@@ -128,8 +128,8 @@ def test_a_rank_that_does_not_come_along_is_named_with_its_place(tmp_path, store
     assert codes == [5, 5]
     error, hint = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"error: rank 1 \(pp 0, dp 1, tp 0\) has not moved since step 4, micro-batch 1, for 4 s: it reads its batch "
-        r"\(test_executor_watch\.py:\d+, _sleep\); the others wait for it",
+        r"error: rank 1 \(pp 0, dp 1, tp 0\) has not moved since step 4, micro-batch 1, for 4 s: "
+        r"it reads its batch \(test_watch\.py:\d+, _sleep\); the others wait for it",
         error,
     )
     assert hint.startswith("hint: ")

@@ -38,7 +38,8 @@ TOPOLOGY = (
     "GPU3\tSYS\tNV12\tNV12\t X \tSYS\tPXB\t64-127\t1\t\tN/A\n"
     "NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t\n"
     "NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X \t\t\t\t\n"
-    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes\n"
+    "\nLegend:\n\n  X    = Self\n"
+    "  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes\n"
     "\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
 )
 ALONE = "\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-15\tN/A\n"  # an older driver, one GPU
@@ -187,7 +188,8 @@ def test_a_node_of_gpus_is_what_torch_and_nvidia_smi_say(tmp_path, monkeypatch):
     (tmp_path / "topology").write_text(TOPOLOGY)
     (tmp_path / "nvidia-smi").write_text(
         '#!/bin/sh\ncase "$*" in\n*topo*) cat "${0%/*}/topology";;\n'
-        "*--id=GPU-12ab-34cd*) echo 580.95.05, 1755, 1980, 2619, 2619, 700.00;;\n*) exit 1;;\nesac\n"
+        "*--id=GPU-12ab-34cd*) echo 580.95.05, 1755, 1980, 2619, 2619, 700.00;;\n"
+        "*) exit 1;;\nesac\n"
     )
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")

@@ -269,7 +269,8 @@ class Killed:
         self.process: subprocess.Popen[str]
 
     def begin(self) -> None:
-        code = f"from tests.helpers.programs import main; main({str(self.journal)!r}, {str(self.log)!r}, {NUM_CASES})"
+        arguments = f"{str(self.journal)!r}, {str(self.log)!r}, {NUM_CASES}"
+        code = f"from tests.helpers.programs import main; main({arguments})"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdout=subprocess.PIPE,

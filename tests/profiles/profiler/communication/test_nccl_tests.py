@@ -12,11 +12,23 @@ from parplan.profiles.profiler.communication.nccl_tests import nccl_tests_record
 
 # Lines as nccl-tests prints them (src/util.cu of 2.18, src/common.cu and src/*.cu of 2020); made-up
 # figures.
-FIRST = "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 268435456 step: 256(factor) warmup iters: 5 iters: 30 agg iters: 1 validation: 1"
+FIRST = (
+    "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 268435456 step: 256(factor) "
+    "warmup iters: 5 iters: 30 agg iters: 1 validation: 1"
+)
 HALF = "{time:>9}  {alg:6.2f}  {bus:6.2f}"
-HEADER = "#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong"
-UNITS = "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)       "
-OLD_HEADER = "#       size         count    type     time   algbw   busbw  error     time   algbw   busbw  error"
+HEADER = (
+    "#       size         count      type   redop    root     time   algbw   busbw #wrong"
+    "     time   algbw   busbw #wrong"
+)
+UNITS = (
+    "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)       "
+    "     (us)  (GB/s)  (GB/s)       "
+)
+OLD_HEADER = (
+    "#       size         count    type     time   algbw   busbw  error"
+    "     time   algbw   busbw  error"
+)
 
 
 def ranks(number, hosts, groups=1, old=False):
@@ -24,7 +36,8 @@ def ranks(number, hosts, groups=1, old=False):
     per_host = number // len(hosts)
     of_group = ["" if old else f" Group {rank % groups:2d}" for rank in range(number)]
     return [
-        f"#  Rank {rank:2d}{of_group[rank]} Pid   {1000 + rank} on {hosts[rank // per_host]:>10} device {rank % per_host:2d} [0x0f] GPU"
+        f"#  Rank {rank:2d}{of_group[rank]} Pid   {1000 + rank} on "
+        f"{hosts[rank // per_host]:>10} device {rank % per_host:2d} [0x0f] GPU"
         for rank in range(number)
     ]
 
