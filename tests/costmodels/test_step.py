@@ -1,6 +1,4 @@
-"""The price of a step: closed form, simulation and breakdown agree, and published MFU follows from
-it.
-"""
+"""The price of a step: closed form, simulation, breakdown and published MFU agree."""
 
 from __future__ import annotations
 
@@ -87,8 +85,9 @@ def test_the_parts_of_every_rank_add_up_to_the_step(seed):
 
 @pytest.mark.parametrize("seed", mostly_slow(range(6), {5}))
 def test_the_stash_that_is_priced_is_never_below_the_simulated_peak(seed):
-    """Equal chunks without ends: exactly it, else an upper bound (with virtual stages the ends are
-    held by one chunk only).
+    """The priced stash is exact for equal chunks without ends, else an upper bound.
+
+    With virtual stages only one chunk holds the ends.
     """
     for strategy, price in every_price(random_instance(seed)):
         for memory, timeline in zip(price.memory, price.simulated.ranks, strict=True):

@@ -1,6 +1,4 @@
-"""The parts of a step: they add up, compute does not depend on the split, and unequal stages are
-named as such.
-"""
+"""Step parts add up, compute does not depend on the split, and unequal stages are named."""
 
 from __future__ import annotations
 

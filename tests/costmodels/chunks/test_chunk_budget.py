@@ -1,6 +1,4 @@
-"""What a device holds besides chunks, moment by moment: against the peak that is known without
-chunks, and by hand.
-"""
+"""Device bytes besides chunks, by moment, against the known peak without chunks and by hand."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ from tests.helpers.uniform_strategies import TINY, book_of
 
 @pytest.fixture
 def large_tensors_alone(monkeypatch):
-    """Without what a peak without chunks leaves out: ids, statistics of norms, what the loss keeps,
-    messages that are received.
+    """Leaves out small tensors, as the peak without chunks does.
+
+    The small tensors are ids, statistics of norms, tensors saved by the loss and received messages.
     """
     for name in ("IDS_BYTES", "NORM_BYTES", "LOSS_KEPT_BYTES", "LOSS_MADE_BYTES", "POSTED"):
         monkeypatch.setattr(room, name, 0)
@@ -57,8 +56,9 @@ def without_padding(found):
     ],
 )
 def test_the_fullest_moment_of_chunks_on_the_device_is_the_peak_without_chunks(layout, recompute):
-    """Chunks hold whole gradients beside those that autograd makes of the block: up to its
-    parameters more.
+    """Chunks add up to a block's parameters.
+
+    They hold whole gradients beside those that autograd makes of the block.
     """
     prices, strategy = BOOKS["mixed"], chunked([DEV] * 8, recompute=recompute, **layout)
     block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding)
@@ -74,8 +74,9 @@ def test_the_fullest_moment_of_chunks_on_the_device_is_the_peak_without_chunks(l
 
 @pytest.mark.usefixtures("large_tensors_alone")
 def test_the_same_with_gradients_that_are_freed_and_messages_that_are_kept():
-    """parplan's own executor; with several micro-batches the first has no embedding's gradient yet,
-    the others have.
+    """This is the case of parplan's own executor.
+
+    The first of several micro-batches has no gradient of the embedding yet; the later ones have.
     """
     prices = book_of(TINY, 8, replace(MIXED, stack=load_stack("parplan")))
     block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), chunked([DEV]).layout.sharding)
@@ -138,8 +139,9 @@ def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_what_fsdp2_gathers_of_embedding_and_head_is_there_in_their_passes_alone(pp):
-    """gpt-tiny shares its table: on one rank embedding and head are one unit, gathered
-    throughout.
+    """GPT-tiny shares its table.
+
+    On one rank embedding and head are one unit, which stays gathered throughout.
     """
     prices, sharding = BOOKS["mixed"], chunked([HOST]).layout.sharding
     one, two = (

@@ -1,6 +1,4 @@
-"""Chunks: where tensors lie, how many chunks runs of equal blocks take, and which size of chunk
-costs least.
-"""
+"""Chunk layouts: places of tensors, chunk counts of equal blocks, and the cheapest chunk size."""
 
 from __future__ import annotations
 
@@ -47,13 +45,13 @@ def sized(block: tuple[int, ...], num_blocks: int) -> list[SizedTensor]:
 
 
 def gpt_block(hidden: int) -> tuple[int, ...]:
-    """Of a GPT block what its four products and two norms have, weights and biases."""
+    """Returns weights and biases of the four products and two norms of a GPT block."""
     h = hidden
     return (h, h, 3 * h * h, 3 * h, h * h, h, h, h, 4 * h * h, 4 * h, 4 * h * h, h)
 
 
 def whole(elements: int, ranks: int) -> int:
-    """Of a group: a multiple of the ranks."""
+    """Rounds the elements of a group up to a multiple of the ranks."""
     return -(-elements // ranks) * ranks
 
 

@@ -1,6 +1,4 @@
-"""Chunk schedules: run op by op on a device made of sets, which must have what each pass needs, and
-counted against closed forms.
-"""
+"""Chunk schedules: run op by op on a device made of sets, and counted against closed forms."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ from tests.helpers.chunked import (
 
 @st.composite
 def cases(draw):
-    """(strategy, prices, rank, budget over the smallest, blocks in a chunk)"""
+    """Draws (strategy, prices, rank, budget over the smallest, blocks in a chunk)."""
     pp = draw(st.integers(1, 4))
     kinds = [Schedule.GPIPE, Schedule.ONE_F_ONE_B] + [Schedule.INTERLEAVED] * (pp in (2, 4))
     kind = draw(st.sampled_from(kinds))
@@ -75,7 +73,7 @@ def cases(draw):
 
 
 class Device:
-    """What a device has, by communication group; gradients as sets of (block, micro-batch)."""
+    """Contents of a device by communication group; gradients are sets of (block, micro-batch)."""
 
     def __init__(self, found):
         self.found, self.ranks = found, found.groups[0].chunk_layout.ranks
@@ -193,8 +191,10 @@ def test_every_pass_has_its_parameters_and_every_gradient_gets_where_the_update_
 
 
 def held_bytes(found, prices):
-    """By moment the bytes of chunks, from ops alone: parameters from where a FETCH or GATHER may
-    begin, what REDUCE and SEND read to where they must be over.
+    """Bytes of chunks at each moment, from ops alone.
+
+    Parameters count from where a FETCH or GATHER may begin; what REDUCE and SEND read counts to
+    where they must be over.
     """
     training, elements, ranks = (
         prices.training,
@@ -287,7 +287,7 @@ def test_opt_never_moves_more_than_lru_or_fifo(case):
 
 
 def shares(found):
-    """delta and gamma of the chunks of a rank, their padding counted as parameters."""
+    """Returns delta and gamma of the chunks of a rank, with padding counted as parameters."""
     own = {
         group.home: group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
         for group in found.groups

@@ -1,6 +1,4 @@
-"""Steps whose blocks are in chunks: memory, time and traffic against sums that are written out
-here, and their limits.
-"""
+"""Steps of chunked blocks: memory, time and traffic against sums written here, and limits."""
 
 from __future__ import annotations
 
@@ -227,8 +225,9 @@ def moved(chunks):
 
 
 def test_copies_cost_nothing_over_an_endless_link_and_are_the_step_over_a_slow_one():
-    """max(compute, copies): the longer of the two directions where they do not wait for each
-    other.
+    """The step is max(compute, copies).
+
+    Copies take the longer of the two directions where they do not wait for each other.
     """
     strategy = chunked(ON_HOST, m=8)
     endless, slow = (
@@ -291,8 +290,9 @@ def test_where_the_device_is_the_host_every_copy_is_waited_for():
 
 
 def groups_of_blocks(strategy, price_cache):
-    """By block the communication groups of chunks that hold its tensors: names walked one by
-    one.
+    """Communication groups of the chunks that hold each block's tensors.
+
+    Tensor names are walked one by one.
     """
     found = {}
     for index, group in enumerate(chunks_of_rank(strategy, 0, price_cache).groups):
@@ -334,8 +334,9 @@ def test_traffic_gathers_groups_once_for_neighbouring_passes_and_reduces_once_a_
 
 @pytest.mark.parametrize(("training", "m"), [(HALF, 1), (HALF, 2), (FULL, 2)])
 def test_redundancy_of_chunks_is_their_padding_and_the_copies_of_parameters(training, m):
-    """In 16 bits the master is the one copy; of OPTIMIZER blocks it is on the host, and the
-    device's parameters are beyond it.
+    """In 16 bits the master is the one copy.
+
+    The master of OPTIMIZER blocks is on the host, and the device's parameters are beyond it.
     """
     price_cache, strategy = book_of(training), chunked(dp=4, m=m)
     block = price_cache.graph(1).block.num_parameters / 4

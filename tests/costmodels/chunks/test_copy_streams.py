@@ -50,8 +50,9 @@ def two_blocks(more, homes=(HOST, HOST), **layout):
 
 @pytest.mark.usefixtures("alone")
 def test_with_room_for_one_chunk_every_copy_is_waited_for():
-    """fetch 0-1, F0 -3, fetch -4, F1 -6, B1 -9, sent -10, fetch -11, B0 -14, and sent at once with
-    the update behind the step.
+    """Fetch 0-1, F0 -3, fetch -4, F1 -6, B1 -9, sent -10, fetch -11, B0 -14.
+
+    The last chunk is sent at once, with the update behind the step.
     """
     found = two_blocks(0.0)
     run = run_streams(found, costs_of(found))
@@ -84,8 +85,9 @@ def test_with_room_for_two_only_the_first_copy_and_the_last_are_waited_for():
 
 @pytest.mark.usefixtures("alone")
 def test_the_update_goes_chunk_by_chunk_and_chunks_return_while_the_next_is_updated():
-    """Gradients are there at 9 and at 12; an update of 4 seconds each; device updates run
-    beside.
+    """Gradients are there at 9 and at 12.
+
+    An update takes 4 seconds for each chunk; device updates run beside it.
     """
     found = two_blocks(1.0, homes=(OPT, OPT))
 

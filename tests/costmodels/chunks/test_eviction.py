@@ -1,6 +1,4 @@
-"""Which chunks stay: against the fewest fetches of any choice, and the policies' own definitions
-run one slot at a time.
-"""
+"""Chunk eviction: against the fewest fetches of any choice, and the definition of each policy."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ def fewest(needs, room):
 
 
 def one_by_one(needs, room, policy, key):
-    """Slots of the first and the last use of every stay: of those that a slot does not need, the
-    one with the least `key` goes.
+    """Slots of the first and the last use of every stay.
+
+    The chunk with the least `key` goes, among chunks that a slot does not need.
     """
     there, used, found = {}, {}, []
     for slot, (own, free) in enumerate(zip(needs, room, strict=True)):

@@ -220,8 +220,9 @@ def test_a_message_of_nothing_is_latency_only():
 
 
 def own(*curves):
-    """A100 nodes whose profile has these curves: (collective, nodes, ranks per node, groups at
-    once, time factor).
+    """A100 nodes whose profile has these curves.
+
+    A curve is (collective, nodes, ranks per node, groups at once, time factor).
     """
     made = [
         CollectiveCurve(

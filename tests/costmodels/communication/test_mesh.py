@@ -1,4 +1,4 @@
-"""Where the ranks of an axis sit (EQUATIONS C6): checked against the rank formula itself."""
+"""Places of the ranks of an axis (EQUATIONS C6), checked against the rank formula itself."""
 
 from __future__ import annotations
 

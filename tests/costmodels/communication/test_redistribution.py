@@ -1,6 +1,4 @@
-"""From placement to placement: the collectives leave every rank with what it wants, worked by hand
-and by moving real blocks.
-"""
+"""Redistribution: each rank ends with the block it needs, by hand and by moving real blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The token table on the host: what is gone from the device, what crosses PCIe and the ranks
-instead, and what refuses it.
-"""
+"""The token table on the host: freed device bytes, traffic over PCIe and ranks, refusals."""
 
 from __future__ import annotations
 
@@ -79,8 +77,9 @@ def test_the_memory_of_a_step_loses_the_table_and_its_gradient():
 
 
 def test_a_micro_batch_on_one_gpu_by_hand():
-    """2 sequences of 128 tokens: rows of fp32 are read and cast, 2 bytes an element cross PCIe each
-    way, gradients are added.
+    """A micro-batch is 2 sequences of 128 tokens.
+
+    Rows of fp32 are read and cast, 2 bytes an element cross PCIe each way, and gradients are added.
     """
     elements, rate = 2 * 128 * H, NUMA_SHARE * 614.4e9 / 2
     found = book_of(LOOKUP, gpus=1).data_parallel(

@@ -1,6 +1,4 @@
-"""Rates between device and host: a lane or its part of the node's uplinks, stated memory, and what
-a profile of one's own measured.
-"""
+"""Rates between device and host: lanes, shares of uplinks, stated memory and measured rates."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a block in chunks costs by home: bytes against sums written out here, seconds against their
-rates.
-"""
+"""Costs of a chunked block by location: bytes against sums written here, seconds against rates."""
 
 from __future__ import annotations
 

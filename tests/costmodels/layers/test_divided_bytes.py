@@ -1,6 +1,4 @@
-"""What the memory model says a block keeps is the executor's rule, for random divisions and lists
-of recomputed operators.
-"""
+"""The memory model's saved bytes follow the executor's rule, for random divisions and recompute."""
 
 from __future__ import annotations
 

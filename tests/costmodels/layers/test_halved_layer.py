@@ -1,6 +1,4 @@
-"""Blocks priced as two halves, against the operators' own times put through the recursion by
-hand.
-"""
+"""Blocks priced as two halves, against operator times put through the recursion by hand."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ def price_cache(
 
 
 def parts_of(priced: PriceCache, way: str) -> list[HalfTime]:
-    """Half a micro-batch through a block: its operators from all-reduce to all-reduce, as undivided
-    blocks of that size are priced.
+    """Parts of half a micro-batch through a block, from all-reduce to all-reduce.
+
+    Operators are priced as in undivided blocks of that size.
     """
     operators = priced._operators(LayerKind.BLOCK, B // 2, Sharding(TP))
     names = list(operators.compute)

@@ -1,6 +1,4 @@
-"""The price of one layer: what tensor and data parallelism communicate, counted in bytes, and what
-overlap hides.
-"""
+"""The price of one layer: bytes of tensor and data parallelism, and the share overlap hides."""
 
 from __future__ import annotations
 
@@ -50,8 +48,9 @@ def test_a_block_all_reduces_two_boundary_tensors_each_way(volumes, graph):
 def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters_and_gathers_inputs_again(
     volumes, graph
 ):
-    """The inputs of qkv and fc1 are kept as tokens of one rank; here nothing hides their second
-    gather.
+    """The inputs of qkv and fc1 are saved as the tokens of one rank.
+
+    Nothing hides their second gather here.
     """
     plain = priced(graph.block, TP4)
     volumes.clear()

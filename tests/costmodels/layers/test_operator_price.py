@@ -1,6 +1,4 @@
-"""Every way to divide an operator follows from its dims: what is legal, why the rest is not, and
-what each costs.
-"""
+"""Divisions of an operator follow from its dims: the legal ones, the refused ones, and costs."""
 
 from __future__ import annotations
 
@@ -151,8 +149,9 @@ def test_on_two_axes_every_pair_is_tried_and_divisions_multiply():
 
 @pytest.mark.parametrize("graph", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_the_parts_of_every_strategy_add_up(graph):
-    """Over all ranks: FLOPs of one rank times the parts are the whole, and so are the elements of
-    divided parameters.
+    """FLOPs of one rank times the parts are the whole.
+
+    The same holds for the elements of divided parameters, over all ranks.
     """
     for layer in graph:
         for op in layer.operators:

@@ -1,6 +1,4 @@
-"""Recompute: which operators run again, what the layer keeps because of it, and that the backward
-pass can always be done.
-"""
+"""Recompute: the operators that run again, saved tensors, and a backward pass that can be done."""
 
 from __future__ import annotations
 
@@ -159,8 +157,9 @@ def test_saved_bytes_are_korthikantis_table(level, sharding, per_sbh, per_scores
 
 @given(data=st.data())
 def test_the_backward_pass_can_be_done_whatever_is_recomputed(data):
-    """Every tensor a backward needs is kept, or remade from what is kept by recomputed operators
-    alone.
+    """Every tensor a backward needs is saved or remade.
+
+    Only recomputed operators remake it, from saved tensors.
     """
     layer = data.draw(st.sampled_from(BLOCKS))
     again = data.draw(st.sets(st.sampled_from([operator.name for operator in layer.operators])))
@@ -217,8 +216,9 @@ FC2_WEIGHTS = 2 * (4 * H * H + H)
 
 
 def test_workspace_is_what_is_recomputed_and_the_widest_backward_of_an_operator():
-    """fc2 first: nothing is freed yet. Its input is four times as wide; fc1's gradients come when
-    the activation's are gone.
+    """The backward of fc2 comes first, when nothing is freed yet.
+
+    Its input is four times as wide; fc1's gradients come when the activation's are gone.
     """
     widest = 4 * SBH + SBH + FC2_WEIGHTS
     saved = saved_bytes(GPT_FLASH, Sharding())

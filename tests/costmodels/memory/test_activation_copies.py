@@ -1,6 +1,4 @@
-"""Prices of activations on the host: bytes by operator, copies under compute, and the lists that
-are worth a choice.
-"""
+"""Prices of activations on the host: bytes by operator, copies under compute, and useful lists."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def test_what_the_operators_send_is_what_the_block_keeps_tensor_by_tensor(recomp
 
 
 def test_a_tensor_that_two_operators_keep_goes_with_the_first():
-    """What flash attention gives it keeps itself, before the projection does, unless it runs
-    again.
-    """
+    """Flash attention saves its output before the projection does, unless it is recomputed."""
     layer = book_of().kept_layer(BLOCK, 1)
     tensors = {tensor.name: tensor.num_bytes for tensor in saved_tensors(layer, ())}
 

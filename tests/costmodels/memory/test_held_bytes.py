@@ -1,6 +1,4 @@
-"""Prices of states that some of the data-parallel ranks hold together, and of what the host
-holds.
-"""
+"""Prices of states that some data-parallel ranks hold together, and of host states."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ def block(price_cache, zero, mesh=MESH):
 
 
 def test_gathers_stay_inside_the_group_and_the_copies_are_reduced_once_across_the_nodes():
-    """Two nodes of eight, one copy a node: the collectives by hand, on the places that they really
-    span.
+    """Two nodes of eight have one copy a node.
+
+    The collectives are priced by hand, on the places that they really span.
     """
     machine, parameters = machine_for(A100_16), book_of().graph(1).block.num_parameters
     node = Placement(nodes=1, ranks_per_node=8, groups_per_node=1)
@@ -149,8 +148,9 @@ def test_device_and_host_share_the_bytes_of_the_states_as_fsdp2_does(dp, zero):
     ("zero", "to_device", "to_host"), [(0, 1, 1), (1, 1, 1), (2, 1, 8), (3, 16, 8)]
 )
 def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
-    """Eight micro-batches on one GPU, so that copies are all that data parallelism has: 4 bytes a
-    parameter each time.
+    """Eight micro-batches run on one GPU, where data parallelism costs copies alone.
+
+    Each copy moves 4 bytes a parameter.
     """
     mesh, price_cache = Mesh(pp=1, dp=1, tp=1), book_of(offload=(STATES,))
     parameters = price_cache.graph(1).block.num_parameters
@@ -288,8 +288,9 @@ def test_a_search_keeps_to_the_pinned_groups():
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_copies_and_sums_of_the_host_are_a_cause_of_their_own(zero):
-    """Without overlap the collectives are those of the plan that keeps nothing on the host; the
-    rest is the host's.
+    """Host copies and sums make the whole difference.
+
+    Without overlap the collectives equal those of the plan without host states.
     """
     layout = frame_of(dp=16, m=4)
     plain, states = (

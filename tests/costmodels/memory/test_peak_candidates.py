@@ -1,6 +1,4 @@
-"""What a rank holds where recompute runs ahead of the gradient: moments by hand, and memory against
-sums worked by hand.
-"""
+"""Rank memory where recompute runs ahead of the gradient: moments and sums worked by hand."""
 
 from __future__ import annotations
 

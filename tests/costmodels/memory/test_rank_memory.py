@@ -1,6 +1,4 @@
-"""What a device holds: stashes and temporaries by hand, published sizes of pipeline stages, and
-peaks measured in frameworks.
-"""
+"""Device memory: stashes and temporaries by hand, published stage sizes, and measured peaks."""
 
 from __future__ import annotations
 
@@ -97,8 +95,9 @@ def first_stage(name, pp, v, b, m, *, recompute, sequence_parallel):
 def test_states_of_the_first_stage_are_korthikantis_plus_what_the_paper_leaves_out(
     name, pp, v, b, m, states, plain, lean
 ):
-    """The paper counts 12 h^2 parameters a block. We also hold its biases and norms, and the
-    embeddings of the stage.
+    """The paper counts 12 h^2 parameters a block.
+
+    We also hold its biases and norms, and the embeddings of the stage.
     """
     price_cache, _, memory = first_stage(
         name, pp, v, b, m, recompute=Recompute.NONE, sequence_parallel=False
@@ -121,9 +120,10 @@ def test_states_of_the_first_stage_are_korthikantis_plus_what_the_paper_leaves_o
 def test_activations_of_the_first_stage_are_korthikantis_plus_the_ends(
     name, pp, v, b, m, states, plain, lean, both
 ):
-    """The paper counts the blocks: L of them in flight, interleaved L (1 + (P - 1) / (P v)). We
-    also hold the embedding's dropout mask (as often as blocks are in flight), and on a single stage
-    the head's norm and its fp32 probabilities.
+    """The paper counts the blocks: L of them in flight, interleaved L (1 + (P - 1) / (P v)).
+
+    We also hold the embedding's dropout mask (as often as blocks are in flight), and on a single
+    stage the head's norm and its fp32 probabilities.
     """
     level = Recompute.SELECTIVE if both else Recompute.NONE
     price_cache, layout, memory = first_stage(
@@ -194,8 +194,9 @@ def test_no_size_of_a_stack_is_negative(field):
 
 
 def test_redundancy_by_hand_is_all_copies_beyond_the_first():
-    """Four replicas: three of four copies of gradient (4 bytes) and optimizer (12), all 16-bit
-    weights, no activation twice.
+    """Four replicas hold three redundant copies of gradient (4 bytes) and optimizer (12).
+
+    All 16-bit weights are redundant, and no activation is.
     """
     price_cache = book_of(replace(TINY, tied_embeddings=False), 4)
     parameters = price_cache.graph(1).num_parameters
@@ -244,8 +245,9 @@ def test_the_three_figures_of_a_device_are_those_of_torch_and_nvidia_smi():
 
 
 def test_the_head_has_used_up_its_own_before_a_block_is_recomputed():
-    """With a large vocabulary the peak is at the loss: a block's recompute costs less than what the
-    loss has freed.
+    """With a large vocabulary the peak is at the loss.
+
+    A block's recompute costs less than the memory that the loss has freed.
     """
     price_cache, layout = book_of(replace(TINY, vocab_size=128_000), 1), frame_of()
     head = price_cache.activations(LayerKind.HEAD, 1, layout.sharding)

@@ -1,6 +1,4 @@
-"""Operator prices: each kind by hand on a machine of round figures, what divides, what is marked,
-what rises.
-"""
+"""Operator prices: each kind by hand on a machine of round figures, divisions, marks and limits."""
 
 from __future__ import annotations
 

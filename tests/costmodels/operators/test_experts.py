@@ -1,6 +1,4 @@
-"""Models of experts: parameters and FLOPs, expert parallel meshes and their ranks, states,
-exchanges, and the search over them.
-"""
+"""Models of experts: parameters, FLOPs, expert parallel meshes, states, exchanges and search."""
 
 from __future__ import annotations
 
@@ -146,8 +144,9 @@ def test_a_shape_that_cannot_be_is_refused(change, message):
 )
 @pytest.mark.parametrize("per_node", [8, 4])
 def test_the_copies_of_an_expert_sit_where_their_ranks_are(pp, dp, tp, ep, per_node):
-    """By listing the ranks: ep neighbours along dp divide the experts, so every ep-th of them has
-    the same.
+    """The ranks are listed.
+
+    Ep neighbours along dp divide the experts, so every ep-th rank has the same experts.
     """
     ranks = [
         dp_rank * tp for dp_rank in range(0, dp, ep)
@@ -172,8 +171,9 @@ def test_ep_must_divide_dp(ep):
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize(("dp", "ep"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2)])
 def test_states_are_those_of_a_rank_with_its_part_of_the_experts(zero, dp, ep):
-    """bf16 with fp32 gradients and masters: 2, 4 and 12 bytes, by hand for experts over dp / ep and
-    the rest over dp ranks.
+    """States in bf16 with fp32 gradients and masters take 2, 4 and 12 bytes.
+
+    Experts are divided over dp / ep ranks and the rest over dp ranks.
     """
     block = build_graph(TINY, TRAINING, 1).block
     experts = 4 * 3 * 128 * 256
@@ -235,7 +235,7 @@ def test_a_block_exchanges_its_copies_four_times(ep, tp, per_node, where):
 
 
 def test_more_expert_parallelism_never_costs_states_and_never_makes_the_experts_slower():
-    """As many copies meet fewer, larger products: what grows is the exchange."""
+    """Equally many copies meet fewer, larger products, so only the exchange grows."""
     price_cache = book_of(MIXTRAL, 64)
     held, compute_s, sent_s = [], [], []
     for ep in (1, 2, 4, 8):
@@ -266,8 +266,9 @@ def test_gradients_of_experts_are_reduced_among_their_copies_only():
 
 
 def test_whole_experts_on_tensor_parallel_ranks_sum_their_gradients_over_them():
-    """The tokens are divided and the weights are not, so the weights' gradients are summands,
-    reduced in fp32.
+    """The tokens are divided and the weights are not.
+
+    The weights' gradients are therefore summands, reduced in fp32.
     """
     price_cache = book_of(MIXTRAL, 8)
     mesh, sharding = Mesh(pp=1, dp=4, tp=2, ep=4), Sharding(2, True, ep=4)
@@ -428,8 +429,9 @@ STEPS = TrainingSpec(
 
 
 def mixtral_tflops(tp, ep):
-    """Of one GPU, for the reference mapping of Megatron-Core's README
-    (megatron/core/transformer/moe, v0.8): pp 4, 8 virtual stages.
+    """TFLOP/s of one GPU, for the reference mapping of Megatron-Core's README.
+
+    The README is that of megatron/core/transformer/moe, v0.8: pp 4, 8 virtual stages.
     """
     mapping = ParallelLayout(
         mesh=Mesh(pp=4, dp=16 // tp, tp=tp, ep=ep),

@@ -1,6 +1,4 @@
-"""Whose figures of a step hold: those that a machine has of its own for this stack, else the
-stack's.
-"""
+"""Step figures come from a machine's profile for this stack if it has one, else from the stack."""
 
 from __future__ import annotations
 

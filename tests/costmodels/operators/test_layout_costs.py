@@ -1,4 +1,4 @@
-"""What layouts add to a step on a machine that measured it: by how much each price grows."""
+"""Layout costs on a machine that measured them: the growth of each price."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The kernels of each operator: their curves and sizes, by hand, on one rank and divided; no
-machine.
-"""
+"""The kernels of each operator: their curves and sizes, by hand, on one rank and divided."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def kernels(name, *, kind=LayerKind.BLOCK, model=GPT, training=TRAINING, shardin
 
 
 def points(run):
-    """What a profiler reads of kernels: their curves and sizes."""
+    """Curves and sizes of the kernels that a profiler reads."""
     return [(kernel.curve, kernel.sizes) for kernel in run]
 
 

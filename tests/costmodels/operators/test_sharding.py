@@ -1,6 +1,4 @@
-"""Megatron's tensor and sequence parallelism: what is split, what is communicated, and the DTensor
-placements.
-"""
+"""Megatron's tensor and sequence parallelism: splits, communication and DTensor placements."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The closed form where recompute runs ahead of the gradient: the table of EQUATIONS P4, and the
-simulation, to the digit.
-"""
+"""Recompute ahead of the gradient: the table of EQUATIONS P4 and the simulation, to the digit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Merak's schedules against EQUATIONS P4: the orders, what they hold, and the step of equal
-stages.
-"""
+"""Merak's schedules against EQUATIONS P4: orders, held micro-batches and steps of equal stages."""
 
 from __future__ import annotations
 
@@ -290,8 +288,9 @@ def test_a_gradient_is_received_while_its_recompute_runs():
 
 
 def by_definition_s(orders: Sequence[Sequence[Action]], costs: list[list[StageCost]]) -> float:
-    """The step of lists of one chunk a rank: when each action can begin, asked of the actions
-    before it.
+    """Seconds of the step of lists of one chunk a rank.
+
+    Each action begins when the actions before it are over.
     """
     place = {
         (rank, action): n for rank, order in enumerate(orders) for n, action in enumerate(order)

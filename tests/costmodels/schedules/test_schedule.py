@@ -217,7 +217,7 @@ def torch_order(pipeline_order, rank: int, p: int) -> str:
 
 
 def torch_stages(p: int, v: int) -> list[SimpleNamespace]:
-    """As much of rank 0's stages as torch reads to lay out its order."""
+    """Stand-ins for rank 0's stages, with the fields that torch reads to lay out its order."""
     return [
         SimpleNamespace(
             group_size=p,

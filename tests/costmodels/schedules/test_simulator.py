@@ -211,8 +211,9 @@ def test_a_forward_that_is_missing_from_the_lists_is_a_deadlock():
 
 
 def longest_path_s(schedule: Schedule, m: int, costs: list[list[StageCost]]) -> float:
-    """The step by its definition: the longest path through a graph of list order and data
-    dependencies.
+    """Seconds of the step by its definition.
+
+    It is the longest path through a graph of list order and data dependencies.
     """
     p, v = len(costs), len(costs[0])
     graph = nx.DiGraph()
@@ -387,8 +388,9 @@ def test_1f1b_exceeds_the_closed_form_when_forward_and_backward_have_different_s
 
 
 def test_split_backwards_by_hand():
-    """Two ranks, one micro-batch: 1F 2 s, 0F 1 s; the input gradient of stage 1 (3 s) frees rank 0,
-    its weight gradient (2 s) does not.
+    """Two ranks run one micro-batch: 1F takes 2 s, 0F takes 1 s.
+
+    The input gradient of stage 1 (3 s) frees rank 0, its weight gradient (2 s) does not.
     """
     first = StageCost(
         forward_s=1.0,

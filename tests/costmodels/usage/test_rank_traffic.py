@@ -1,6 +1,4 @@
-"""The collectives that a prediction counts are those that the price adds up, and those of the
-textbooks.
-"""
+"""The collectives that a prediction counts are those of the price and of the textbooks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Redundant bytes: what is held less one copy, exactly, by class, operator, layer, stage and
-cluster.
-"""
+"""Redundant bytes: held bytes less one copy, by class, operator, layer, stage and cluster."""
 
 from __future__ import annotations
 
@@ -40,8 +38,9 @@ FRAMES = [
 
 @pytest.mark.parametrize(("layout", "zero", "recompute"), FRAMES)
 def test_summed_by_class_it_is_the_memory_less_the_ideal(layout, zero, recompute):
-    """The ideal worked out here: every state and every kept tensor once, over the devices that
-    share them.
+    """The ideal is worked out here.
+
+    It is every state and every saved tensor once, over the devices that share them.
     """
     price_cache = book_of(TINY, layout.mesh.num_ranks)
     strategy = uniform(layout, 8, zero=zero, recompute=recompute)
@@ -85,8 +84,9 @@ def test_operators_and_layers_add_up_to_their_stage(layout, zero, recompute):
 
 
 def test_the_classes_by_hand():
-    """fc1 on two replicas at ZeRO 0: one of two copies of everything is redundant; divided over tp
-    nothing of its weight is.
+    """At ZeRO 0 one of two copies of everything in fc1 on two replicas is redundant.
+
+    Divided over tp, none of its weight is.
     """
     price_cache, whole = book_of(TINY, 2), frame_of(dp=2)
     weight = price_cache.graph(1).block.operator("fc1").num_parameters
