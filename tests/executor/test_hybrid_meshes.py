@@ -1,5 +1,6 @@
-"""Plans whose blocks are in chunks train: the values of the same plan without chunks, to the bit on
-one rank, whatever the homes.
+"""Plans with chunked blocks train to the values of the same plan without chunks.
+
+On one rank they agree to the bit, wherever the states lie.
 """
 
 from __future__ import annotations
@@ -234,8 +235,9 @@ def test_a_run_goes_on_bit_by_bit_with_chunks_without_and_with_other_homes(
 
 
 def require_going_on(chain: list[Plan], folder: Path) -> None:
-    """Every plan makes one step from the checkpoint that the one before left; together they are the
-    steps of one process.
+    """Requires that a chain of plans makes the steps of one process.
+
+    Each plan makes one step from the checkpoint of the plan before.
     """
 
     def one_step(plan: Plan) -> list[float]:

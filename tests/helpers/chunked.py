@@ -48,7 +48,7 @@ def chunked(homes, *, dp=1, recompute=Recompute.FULL, ends=True, **layout):
 
 
 def smallest_bytes(strategy, rank, prices):
-    """What the error of a rank that has nothing says."""
+    """Smallest budget, as named by the error of a rank that has no memory."""
     with pytest.raises(InfeasibleError, match="need at least") as caught:
         rank_chunks(strategy, rank, prices, eviction=Eviction.OPT, device_bytes=0)
     found = re.search(r"at least ([\d,]+) bytes", caught.value.message)
@@ -64,8 +64,9 @@ def schedule(strategy, rank=0, prices=None, *, more=0.0, eviction=Eviction.OPT, 
 
 @contextmanager
 def chunks_of_blocks(share):
-    """Groups as large as so many blocks, but never smaller than a tensor: so that blocks share
-    groups and have several.
+    """Groups as large as so many blocks, but never smaller than a tensor.
+
+    Blocks thus share groups and have several.
     """
 
     def elements(block, num_blocks, ranks, cluster, width_bytes=2):

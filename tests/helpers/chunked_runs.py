@@ -90,9 +90,10 @@ def smallest(request: ChunkRequest, **choices: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Of one rank and step: its share of the loss, whole gradients by name, bytes (counted,
-    predicted) by kind of op, the most that chunks and that all tensors held of the device, and its
-    budget.
+    """Results of one rank and step.
+
+    They are its share of the loss, whole gradients by name, bytes (counted, predicted) by kind of
+    op, the most that chunks and that all tensors held of the device, and its budget.
     """
 
     loss: float

@@ -1,5 +1,4 @@
-"""What a block keeps for its backward pass under any placements: the executor's rule, from the plan
-file alone.
+"""Saved bytes of a block under any placements, by the executor's rule, from the plan file alone.
 
 A tensor that some operator's backward pass needs is kept where it was made, once, by the operators
 that read it there or read it whole, who gather it again; an operator that reads it divided in
@@ -23,8 +22,9 @@ def divided_saved_bytes(
     recompute: Iterable[str],
     incoming: Entries = (),
 ) -> int:
-    """Bytes that one rank keeps of `layer` for one micro-batch; `incoming` is where the layer
-    before leaves its output.
+    """Bytes that one rank saves of `layer` for one micro-batch.
+
+    `incoming` is where the layer before leaves its output.
     """
     again = frozenset(recompute)
     made = {

@@ -124,11 +124,11 @@ def make_plan(
     precision: Precision = Precision.FP32,
     actions: tuple[str, ...] = (),
 ) -> Plan:
-    """A plan with `zero` of the blocks cycling through the given stages; embedding and head have
-    the first.
+    """Returns a plan whose blocks cycle through the stages in `zero`.
 
-    `blocks` is the number of blocks of each (virtual) stage; `recompute` "full" is every operator
-    of a block, and of embedding and head too with `recompute_ends`.
+    Embedding and head have the first ZeRO stage. `blocks` is the number of blocks of each (virtual)
+    stage; `recompute` "full" is every operator of a block, and of embedding and head too with
+    `recompute_ends`.
     """
     training = TrainingSpec(
         global_batch_size=global_batch_size,
@@ -355,8 +355,9 @@ PATCHWORK: Division = {
 
 
 def with_divisions(plan: Plan, *divisions: Division) -> Plan:
-    """`plan` with its blocks divided by `divisions` in turn; their other choices, and embedding and
-    head, stay.
+    """Returns `plan` with its blocks divided by `divisions` in turn.
+
+    Their other choices, and embedding and head, stay.
     """
     graph = build_graph(plan.model, plan.training, 1).block
     plans = dict(plan.layer_plans)

@@ -1,5 +1,6 @@
-"""What the tests ask of `parplan.executor.checking.parity`: the same on all ranks, and tighter than
-the command does.
+"""Requests to `parplan.executor.checking.parity`, equal on all ranks.
+
+They are tighter than those of the command.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ def run_plans(plans: Sequence[Plan]) -> list[TrainingOutcome]:
 
 
 class Worlds:
-    """Plans by name. Those of as many ranks are run in one world, for to start it costs more than a
-    plan; slow ones in another.
+    """Plans by name, run in one world for each number of ranks.
+
+    Starting a world costs more than a plan. Slow plans run in another world.
     """
 
     def __init__(self, plans: Mapping[str, Plan], slow: Collection[str] = ()) -> None:
@@ -105,8 +107,9 @@ def worst_gradient(found: TrainingOutcome, expected: TrainingOutcome) -> tuple[f
 
 
 def require_parity(plan: Plan, found: TrainingOutcome, expected: TrainingOutcome) -> None:
-    """The gradients of the first step and all losses are equal as far as the precision of `plan`
-    carries.
+    """Requires equal losses and equal gradients of the first step.
+
+    They are equal as far as the precision of `plan` carries.
     """
     exact = plan.training.precision is Precision.FP32
     error, parameter = worst_gradient(found, expected)
@@ -126,8 +129,9 @@ def _silent_rank(*arguments: object) -> None:
 
 
 def attempt(plan: Plan, limit_s: float = 20.0) -> TrainingOutcome | str:
-    """Run `plan` in a world of its own, whatever comes of it: what it gives, or the traceback of an
-    error, or "hangs".
+    """Runs `plan` in a new world, whatever comes of it.
+
+    Returns the result, or the traceback of an error, or "hangs".
     """
     world = plan.mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,6 @@
-"""Tiny Hugging Face configurations, modules of a user, and their reference in one process:
-unmodified, without a mesh.
+"""Tiny Hugging Face configurations, modules of a user, and their reference in one process.
+
+The reference is unmodified, without a mesh.
 """
 
 from __future__ import annotations
@@ -164,8 +165,9 @@ class SmallModel(nn.Module):
 
 
 class FirstInputs(SmallModel):
-    """Every block reads the output of the embedding again: more than one tensor goes from block to
-    block.
+    """Every block reads the output of the embedding again.
+
+    More than one tensor goes from block to block.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ class FirstInputs(SmallModel):
 
 
 class Skips(SmallModel):
-    """What runs after the blocks reads the output of the embedding."""
+    """The layers after the blocks read the output of the embedding."""
 
     def forward(self, ids: Tensor) -> Tensor:
         visible = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
@@ -223,7 +225,7 @@ class Hidden(SmallModel):
 
 
 class Looks(SmallModel):
-    """What it does depends on the values of the tokens."""
+    """The computation depends on the values of the tokens."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) * (2 if bool((ids == 7).any()) else 1)

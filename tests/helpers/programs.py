@@ -53,7 +53,7 @@ def logged(path: str, case: Case, device: str) -> CaseFigures:
 
 
 def by_work(case: Case, device: str) -> CaseFigures:
-    """What the case's work says: a failure, or `steady`."""
+    """Returns the outcome that the case's work names: a failure, or `steady`."""
     failure = globals().get(f"_{case.work}")
     return failure(case) if failure else steady(case, device)
 
@@ -223,8 +223,9 @@ def _lives_in(pid: int, session: int) -> bool:
 
 
 def machine(case: Case, device: str) -> CaseFigures:
-    """A machine of 0.1 TFLOP/s and 20 GB/s that launches in 10 us, on which gelu does not fit and
-    attention hangs.
+    """Measures on a machine of 0.1 TFLOP/s and 20 GB/s that launches in 10 us.
+
+    On it gelu does not fit and attention hangs.
     """
     if case.work == "gelu":
         raise MemoryError("the activation does not fit")

@@ -1,5 +1,4 @@
-"""What `DTensor.redistribute` really sends: the collectives of one transition between placements,
-in order, forward and back.
+"""Collectives that `DTensor.redistribute` really sends for one transition, in both passes.
 
 `python -m tests.helpers.redistributions` prints the table of meshes of 2, 4, 2 x 2 and 2 x 2 x 2
 gloo ranks.
@@ -40,8 +39,9 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective over the ranks of mesh axis `axis`; `input_elements` is what each rank hands
-    in.
+    """One collective over the ranks of mesh axis `axis`.
+
+    `input_elements` is what each rank hands in.
     """
 
     name: str
@@ -51,8 +51,9 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """From placements to placements, one a mesh axis; `gradient` is where the gradient of the
-    result is.
+    """A change from placements to placements, one for each mesh axis.
+
+    `gradient` is where the gradient of the result is.
     """
 
     source: Placements
@@ -62,8 +63,9 @@ class Transition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """The collectives of the forward and of the backward pass, in order, and where the gradient of
-    the source ends.
+    """The collectives of the forward and of the backward pass, in order.
+
+    `gradient` is where the gradient of the source ends.
     """
 
     forward: tuple[Collective, ...]
@@ -137,7 +139,7 @@ def _local_shape(placements: Placements, mesh: DeviceMesh) -> list[int]:
 
 
 def measure(mesh_shape: tuple[int, ...], found: Sequence[Transition]) -> dict[Transition, Sent]:
-    """What rank 0 of a new world of gloo ranks sends for each transition."""
+    """Collectives that rank 0 of a new world of gloo ranks sends for each transition."""
     world = int(torch.tensor(mesh_shape).prod())
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
@@ -151,8 +153,9 @@ def measure(mesh_shape: tuple[int, ...], found: Sequence[Transition]) -> dict[Tr
 def on_accelerator(
     mesh_shape: tuple[int, ...], found: Sequence[Transition]
 ) -> dict[Transition, Sent]:
-    """What would be sent between GPUs, where Shard -> Shard is one all-to-all; a process group that
-    moves no data.
+    """Collectives that would be sent between GPUs.
+
+    There Shard -> Shard is one all-to-all. The process group moves no data.
     """
     world = int(torch.tensor(mesh_shape).prod())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

@@ -1,5 +1,6 @@
-"""Records of a machine that nobody has: the times that given curves price, with noise. For tests of
-files, fits and reports.
+"""Records of an invented machine, for tests of files, fits and reports.
+
+The times are those that given curves price, with noise.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ CURVES = rested(shipped_profile("a100-80gb").compute)
 
 
 class Machine:
-    """Times of cases by curves: what a profiler of it would record. `noise`: standard deviation of
-    a time over itself.
+    """Times of cases by curves, as a profiler of the machine would record them.
+
+    `noise` is the standard deviation of a time over itself.
     """
 
     def __init__(

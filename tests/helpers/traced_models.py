@@ -1,6 +1,4 @@
-"""Traced models made by hand: a built-in description as a trace of it would be, and small chains,
-forks and U shapes.
-"""
+"""Traced models made by hand: built-in descriptions, small chains, forks and U shapes."""
 
 from __future__ import annotations
 
@@ -36,8 +34,9 @@ _PARTS = {
 
 
 def traced_spec(spec: ModelSpec, training: TrainingSpec, micro_batch_size: int = 1) -> TracedModel:
-    """The operators of a built-in model as a trace would have them; a tied head names the token
-    table.
+    """The operators of a built-in model as a trace would have them.
+
+    A tied head names the token table.
     """
     graph = build_graph(spec, training, micro_batch_size)
     operators = list(_named(graph.embedding, "wte", "stream_0", {}))
@@ -102,7 +101,7 @@ def value(name: str, width: int = WIDTH) -> Tensor:
 def linear(
     path: str, x: Tensor, out: str, width: int = WIDTH, *, weight: str | None = None
 ) -> TracedOperator:
-    """out = x W."""
+    """Returns the operator out = x W."""
     made, contracted = value(out, width), Dim("contracted", x.dims[-1].size)
     parameter = Parameter(
         name=weight or f"{path}.weight", dims=(Dim("features", width), contracted)
@@ -129,8 +128,9 @@ def linear(
 def join(
     path: str, inputs: tuple[Tensor, ...], out: str, width: int | None = None, **marks: bool
 ) -> TracedOperator:
-    """An element-wise operator of `inputs`, as wide as the first unless given; `marks`: in_place,
-    view, constant.
+    """Returns an element-wise operator of `inputs`, as wide as the first unless given.
+
+    `marks` are in_place, view and constant.
     """
     made = value(out, width or inputs[0].dims[-1].size)
     return TracedOperator(

@@ -1,5 +1,4 @@
-"""Modules that no one here wrote, small: what torch.nn has, and the ways in which users build
-modules of it.
+"""Small modules in the style of user code, made of the layers of torch.nn.
 
 Each function gives (module, batch, loss) or a module of tokens; `NAMES` lists them. Hugging Face
 families are in benchmarks/executor/external_modules.py.
@@ -1015,7 +1014,7 @@ def soft_mixture_of_experts() -> Made:
 
 
 class _MasksLate(nn.Module):
-    """What its first layers give decides, without gradient, what is masked at the end."""
+    """The first layers decide, without gradient, the mask at the end."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""A dry run of one rank holds and sends what the same rank does in a real world of gloo ranks, at
-any size.
-"""
+"""A dry run of one rank holds and sends what that rank does in a real world of gloo ranks."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ PLANS = {
 
 
 def dry_run(plan: Plan, rank: int) -> DryRun:
-    """In a process of its own: torch remembers by mesh what belongs to the rank that a process
-    was.
-    """
+    """Runs in its own process, because torch caches by mesh the rank that a process was."""
     return dry_runs(plan, (rank,))[0]
 
 

@@ -1,6 +1,4 @@
-"""Where states and activations are held: by some of the data-parallel ranks together, or by the
-host.
-"""
+"""Location of states and activations: some of the data-parallel ranks together, or the host."""
 
 from __future__ import annotations
 
@@ -57,8 +55,9 @@ def held_by(plan: Plan, ranks: int | Mapping[str, int]) -> Plan:
 def on_host(
     plan: Plan, *what: Offload, only: tuple[str, ...] = (), keep: tuple[str, ...] = ()
 ) -> Plan:
-    """`plan` with `what` on the host for every layer plan, or for those that are named, and of
-    their blocks what `keep` keep.
+    """Returns `plan` with `what` on the host for every layer plan, or for the named ones.
+
+    `keep` names the operators whose activations the blocks keep.
     """
 
     def moved(found: LayerPlan) -> LayerPlan:

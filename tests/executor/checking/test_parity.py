@@ -1,6 +1,4 @@
-"""Every way to divide the model gives the losses and gradients of one process, and holds exactly
-the predicted bytes.
-"""
+"""Every division of the model gives the losses, gradients and predicted bytes of one process."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ ZBV = {"schedule": Schedule.ZBV, "virtual_stages": 2, "num_micro_batches": 4}
 
 
 def half_sequence_parallel() -> Plan:
-    """Sequence parallelism on the first stage alone: the activation changes its placement at the
-    border.
+    """Sequence parallelism on the first stage alone.
+
+    The activation changes its placement at the border.
     """
     first, second = (make_plan(LLAMA, pp=2, tp=2, sp=sp) for sp in (True, False))
     later = dataclasses.replace(

@@ -1,5 +1,6 @@
-"""Only whole checkpoints of one step are gone on from: each file is what the manifest says, and
-none can run code.
+"""Runs resume only from whole checkpoints of one step, whose files match the manifest.
+
+No checkpoint file can run code.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A run goes on from a checkpoint as if it had never stopped: on other meshes and plans, and
-whatever happened to a save.
+"""A run resumes from a checkpoint as if it had never stopped, on other meshes and plans too.
+
+This holds whatever happened to a save.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ DROPPING = dataclasses.replace(GPT, dropout=0.1)
 
 
 def train(plan: Plan, steps: int, **checkpoints: object) -> tuple[list[float], list[str]]:
-    """This rank's part of a run to `steps` steps in all: the losses of the steps it made, and what
-    it noted.
+    """Runs this rank's part of a run to `steps` steps in all.
+
+    Returns the losses of the steps it made, and its notes.
     """
     notes: list[str] = []
     trainer = build_trainer(plan, dataclasses.replace(OPTIONS, steps=steps), torch.device("cpu"))

@@ -1,6 +1,4 @@
-"""The chunk manager by itself, on one rank: blocks in chunks against the same blocks as plain
-modules, and schedules that are wrong.
-"""
+"""The chunk manager on one rank: chunked blocks against plain modules, and wrong schedules."""
 
 from __future__ import annotations
 
@@ -69,8 +67,9 @@ def users(groups: tuple[ChunkedBlocks, ...]) -> dict[tuple[int, int], set[int]]:
 def nothing_stays(
     groups: tuple[ChunkedBlocks, ...], micro_batches: int, device_bytes: int = AMPLE
 ) -> RankChunks:
-    """All forward passes before the backward pass of each micro-batch; HOST chunks are fetched for
-    a block and dropped behind it.
+    """Runs all forward passes before the backward pass of each micro-batch.
+
+    HOST chunks are fetched for a block and dropped behind it.
     """
     blocks, of = range(MODEL.num_layers), users(groups)
     moments = []

@@ -1,6 +1,4 @@
-"""Whole plans in chunks against the same plans without: losses, gradients, bytes that moved, and
-the most that the device held.
-"""
+"""Whole plans with and without chunks: losses, gradients, moved bytes and peak device bytes."""
 
 from __future__ import annotations
 
@@ -61,13 +59,13 @@ def at(device_bytes: int, request: ChunkRequest = MIXED, **choices) -> Plan:
 
 
 def require_bytes(ranks: list[Found]) -> None:
-    """What moved is what was predicted."""
+    """Requires that the moved bytes are the predicted ones."""
     for found in ranks:
         assert all(counted == predicted for counted, predicted in found.moved.values()), found.moved
 
 
 def require_all(ranks: list[Found], slack_bytes: int = 0) -> None:
-    """And all tensors together hold no more of the device than its budget."""
+    """Requires also that all tensors together stay within the device's budget."""
     require_bytes(ranks)
     for found in ranks:
         assert found.chunk_bytes < found.device_bytes <= found.budget_bytes + slack_bytes
@@ -94,8 +92,9 @@ def require_equal(found: Found, plain: Found) -> None:
 def require_like_plain_on_one_rank(
     step: Step, num_micro_batches: int, shares: tuple[float, ...]
 ) -> dict[tuple[float, Eviction], int]:
-    """At every budget, in shares of the smallest, with every policy; the bytes that came to the
-    device.
+    """Requires plain results at every budget, with every policy.
+
+    Budgets are shares of the smallest. Returns the bytes that came to the device.
     """
     choices = {"model": DEEP, "num_micro_batches": num_micro_batches}
     plain, least = step(chunked_plan(None, **choices)), smallest(HOST, **choices)
@@ -164,8 +163,9 @@ def test_in_16_bits_gradients_are_those_of_the_plain_plan_also_in_the_place_of_p
 
 
 class SlowStream:
-    """Copies in one direction, in order, none made before somebody waits for it or for a later
-    one.
+    """Copies in one direction, in order.
+
+    No copy is made before somebody waits for it or for a later one.
     """
 
     def __init__(self) -> None:
@@ -354,7 +354,7 @@ def require_like_plain(
 
 
 def _copied_by_gloo(plan: Plan) -> int:
-    """gloo sums a copy of the whole group, which NCCL does not."""
+    """Bytes that gloo copies to sum a whole group; NCCL makes no such copy."""
     assert plan.chunks is not None
     widths = plan.training.gradient_precision.num_bytes * plan.mesh.dp
     return (

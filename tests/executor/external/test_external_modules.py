@@ -1,5 +1,6 @@
-"""Unmodified Hugging Face and user's modules train under a plan as they do in one process, and hold
-the predicted bytes.
+"""Unmodified Hugging Face and user modules train under a plan as in one process.
+
+They hold the predicted bytes.
 """
 
 from __future__ import annotations
@@ -232,8 +233,9 @@ def test_more_tokens_than_learned_positions_are_refused():
 
 
 def test_a_module_whose_blocks_read_the_embedding_again_would_train_wrongly(monkeypatch):
-    """What the trace refuses is really wrong: a later stage has zeros in the place of the
-    embedding.
+    """The trace refuses a module that is really wrong.
+
+    A later stage has zeros in the place of the embedding.
     """
     monkeypatch.setattr(_Watch, "_reads", lambda self, value: False)
     plan = factory_plan("FirstInputs", pp=2)
@@ -298,8 +300,9 @@ def test_what_a_foreign_module_cannot_run_is_refused_and_the_nearest_plan_is_not
 
 
 def test_sequence_parallelism_in_some_layers_would_not_run():
-    """What the validator refuses really fails: the parts do not agree on which tokens a rank
-    has.
+    """The validator refuses a plan that really fails.
+
+    The parts do not agree on the tokens of a rank.
     """
     with pytest.raises(ProcessRaisedException, match=r"[Ss]hape|size"):
         run_plans([half_sequence_parallel()])

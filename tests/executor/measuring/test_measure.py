@@ -1,6 +1,4 @@
-"""The program that measures one case: its passes, its bytes, and what it says of a case that cannot
-be measured.
-"""
+"""The program that measures one case: passes, bytes, and reports of unmeasurable cases."""
 
 from __future__ import annotations
 
@@ -130,8 +128,9 @@ def test_figures_of_the_machine_are_rates_of_what_was_timed() -> None:
 
 
 def _graph_bytes(operator: str, precision: str) -> int:
-    """What the planner says that an operator of a small model keeps, at one sequence of 16
-    tokens.
+    """Saved bytes that the planner predicts for an operator of a small model.
+
+    The case is one sequence of 16 tokens.
     """
     model = ModelSpec(
         name="small",

@@ -1,4 +1,5 @@
-"""What a block keeps on the ranks of a real world of dp 2, tp 2 and pp 2;
+"""Saved bytes of a block on the ranks of a real world of dp 2, tp 2 and pp 2.
+
 `benchmarks/prices/activations.py` has more plans and sizes.
 """
 

@@ -1,6 +1,4 @@
-"""Activations on the host: the copies that run are those that are priced, and nothing that is
-computed changes.
-"""
+"""Activations on the host: the priced copies run, and results do not change."""
 
 from __future__ import annotations
 
@@ -110,8 +108,9 @@ def _agrees(
     names: tuple[str, ...],
     attention: AttentionKernel = AttentionKernel.FLASH,
 ) -> None:
-    """The bytes of both ways are the priced ones, the gradients bit by bit those of a run that
-    keeps all on the device.
+    """Requires the priced bytes both ways, and unchanged gradients bit by bit.
+
+    The reference keeps all activations on the device.
     """
     training, graph = _graph(model, attention)
     priced = host_bytes_by_operator(graph, Sharding(), again)
@@ -151,8 +150,9 @@ def test_masks_and_scores_go_with_the_operators_that_make_them(names):
 
 
 def _lists(model: ModelSpec):
-    """Any list of operators that can run again in part, in the order of the layer, but the last,
-    whose output nobody keeps.
+    """Any list of operators that can be recomputed in part, in the order of the layer.
+
+    The last operator is left out, because nobody saves its output.
     """
     names = tuple(operator.name for operator in _graph(model)[1].operators)[:-1]
     return st.sets(st.sampled_from(names)).map(
@@ -246,8 +246,10 @@ def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, again):
 
 
 def test_the_device_holds_what_two_blocks_sent_at_most():
-    """Forward until the next block is through; backward the block's own and that of the block
-    before it, which comes ahead.
+    """Activations of at most two blocks are on the device.
+
+    In the forward pass a block's stay until the next block is through; in the backward pass the
+    block before fetches ahead.
     """
     training, graph = _graph(GPT)
     copies, seen = HostCopies(CPU), []
@@ -436,8 +438,9 @@ def alone():
 
 
 def test_blocks_in_chunks_send_activations_beside_their_states(alone):
-    """One block with all its states at home on the host, one with the optimizer's: the same loss
-    after an update.
+    """The loss after an update does not change.
+
+    One block has all its states on the host, one only the optimizer's.
     """
     plan = _estimated("gpt-tiny", 4, "none", tp=1)
     chunked = estimate_plan(

@@ -1,5 +1,6 @@
-"""The token table on the host: the losses and gradients of one process, the bytes that a plan says,
-and what crosses between the sides.
+"""The token table on the host: values of one process, planned bytes, and traffic.
+
+The values are losses and gradients.
 """
 
 from __future__ import annotations

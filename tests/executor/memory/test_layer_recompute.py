@@ -197,8 +197,9 @@ def _recipes() -> list[object]:
 
 
 def test_a_chain_holds_what_it_makes_again_only_while_it_is_needed():
-    """With few blocks its peak is below that of a full recompute, which makes a whole block again
-    before it uses any of it.
+    """With few blocks its peak is below that of a full recompute.
+
+    A full recompute makes a whole block again before it uses any of it.
     """
     chain = ("norm1", "qkv", "attention", "attention_out", "norm2", "fc1", "activation")
 
@@ -218,8 +219,9 @@ def test_an_operator_that_the_layer_lacks_is_an_error():
 
 
 def _lists(operators: tuple[str, ...], number: int) -> list[tuple[str, ...]]:
-    """The levels' shapes and random lists; residual2 makes what the next block keeps, so no list
-    but the full one frees by it.
+    """The levels' shapes and random lists.
+
+    The next block saves the output of residual2, so only the full list frees bytes by it.
     """
     random = Random(0)
     found = [
@@ -242,8 +244,9 @@ def _lists(operators: tuple[str, ...], number: int) -> list[tuple[str, ...]]:
 def test_a_block_keeps_the_bytes_that_the_memory_model_says_whatever_it_recomputes(
     model, attention
 ):
-    """MemTracker's activations after the forward pass; what is left out are statistics, causal
-    masks and rotary tables.
+    """MemTracker counts the activations after the forward pass.
+
+    Statistics, causal masks and rotary tables are left out.
     """
     model = dataclasses.replace(
         model,
@@ -269,8 +272,9 @@ def test_a_block_keeps_the_bytes_that_the_memory_model_says_whatever_it_recomput
 
 @pytest.mark.parametrize("gathers", [False, True])
 def test_after_a_recompute_ahead_a_block_holds_what_it_would_have_kept(gathers):
-    """Of fake tensors, to the byte, but for the 4 that torch's checkpoint is asked with. With
-    recipes for gathered inputs too.
+    """The bytes of fake tensors match exactly, but for 4 bytes that torch's checkpoint reads.
+
+    The case with recipes for gathered inputs is included.
     """
     training = TrainingSpec(global_batch_size=4, seq_length=SEQ_LENGTH, stack=NEUTRAL)
     graph = build_graph(GPT, training, 4).block

@@ -1,5 +1,6 @@
-"""Mixtures of experts: every mesh trains like one process, the block is that of transformers, and
-what cannot run is refused.
+"""Mixtures of experts: every mesh trains like one process, with the block of transformers.
+
+Plans that cannot run are refused.
 """
 
 from __future__ import annotations
@@ -292,7 +293,7 @@ def test_a_mixture_placed_apart_would_not_run():
 
 
 def test_gradients_that_a_tensor_parallel_rank_does_not_add_would_be_halves():
-    """Of experts that are whole on every rank each rank sees half of the tokens."""
+    """Each rank sees half of the tokens of experts that are whole on every rank."""
     layer, x = block(), torch.randn(2, SEQ_LENGTH, 32)
     whole, half = (_expert_gradient(layer, part) for part in (x, x[:, : SEQ_LENGTH // 2]))
 

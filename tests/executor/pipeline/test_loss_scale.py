@@ -1,5 +1,6 @@
-"""fp16 trains like fp32 to its rounding; a gradient that overflows anywhere costs every rank that
-step, and nothing else.
+"""Training in fp16 follows fp32 to its rounding.
+
+A gradient that overflows anywhere costs every rank that step, and nothing else.
 """
 
 from __future__ import annotations
@@ -120,8 +121,9 @@ def test_a_scale_that_would_go_below_one_ends_the_run(alone):
 
 
 def _overflows(plan: Plan) -> list[object]:
-    """Three steps: one with far too high a scale, one of which rank 1 alone meets an infinite
-    gradient, one that is good.
+    """Runs three steps, of which the last is good.
+
+    The first has far too high a scale; in the second only rank 1 meets an infinite gradient.
     """
     trained, before, found = trainer(plan), [], []
     trained.scale.states["value"].fill_(HIGH)

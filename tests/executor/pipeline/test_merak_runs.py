@@ -1,5 +1,7 @@
-"""Early recompute, last-no-recompute and the shifted critical path train like 1F1B, hold as many
-micro-batches as their lists say, and recompute while the gradient is still being made.
+"""Merak's schedules train like 1F1B and hold as many micro-batches as their lists say.
+
+The schedules are early recompute, last-no-recompute and the shifted critical path. They recompute
+while the gradient is still being made.
 """
 
 from __future__ import annotations
@@ -116,8 +118,10 @@ WORLD_8 = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Of one rank and step: its gradients, what it held, its spans in order, and in which of them
-    products of blocks ran forward.
+    """Observations of one rank and step.
+
+    They are its gradients, held micro-batches, spans in order, and the spans with forward products
+    of blocks.
     """
 
     gradients: dict[str, torch.Tensor]
@@ -161,8 +165,9 @@ def _seen(plan: Plan, store: dist.Store) -> Seen:
 
 
 def _watch(trainer: Trainer, store: dist.Store, spans: list[str]) -> None:
-    """Write down every span; a backward pass begins when the stage before, which needs its
-    gradient, has recomputed.
+    """Writes down every span.
+
+    A backward pass begins when the stage before, which needs its gradient, has recomputed.
     """
     ahead = {
         entry
@@ -249,8 +254,9 @@ def test_every_stage_runs_its_list_and_holds_as_many_micro_batches_as_that_says(
 def test_a_recompute_is_over_before_the_gradient_is_made_and_nothing_runs_again_after_it(
     world, name
 ):
-    """The next stage does not begin its backward pass before (`_watch`), so a recompute that waited
-    for it would wait for ever.
+    """The next stage delays its backward pass until the recompute is over (`_watch`).
+
+    A recompute that waited for the gradient would wait for ever.
     """
     recomputes = 0
     for rank, plain in zip(*seen(world)[name], strict=True):

@@ -1,5 +1,6 @@
-"""Every rule of the executor refuses a plan that, run all the same, fails, trains something else,
-or holds other bytes.
+"""Every rule of the executor refuses plans that would go wrong.
+
+Run all the same, they fail, train something else, or hold other bytes.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ Effect = Literal["fails", "other gradients", "other bytes", "no effect"]
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A plan that `rule` refuses with `message`, the change that the hint asks for, and what
-    running it gives.
+    """A plan that `rule` refuses with `message`.
+
+    It comes with the change that the hint asks for, and the result of running it.
     """
 
     rule: str

@@ -1,6 +1,7 @@
-"""Every division of a block's operators over the tensor-parallel axis gives the losses and
-gradients of one process, and holds the bytes that its placements say; the divisions that would not
-are refused.
+"""Divisions of a block's operators over the tensor-parallel axis.
+
+Legal divisions give the losses and gradients of one process and hold the bytes that their
+placements say; the others are refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Two halves of a micro-batch train like one, and what is computed under each all-reduce is what
-the price of the level counts on.
+"""Two halves of a micro-batch train like one.
+
+The computation under each all-reduce is the one that the price of the level assumes.
 """
 
 from __future__ import annotations
@@ -116,8 +117,9 @@ def test_halves_train_like_one_process(name):
 
 
 class Order(TorchDispatchMode):
-    """Of the all-reduces of halves of `elements`, by pass, how many products and attentions are
-    issued from begin to wait.
+    """Products and attentions issued from begin to wait of each all-reduce, by pass.
+
+    The all-reduces are those of halves of `elements`.
     """
 
     def __init__(self, elements: int) -> None:
@@ -171,7 +173,7 @@ Found = tuple[dict[str, list[int]], int]
 
 
 def ordered(plans: list[Plan]) -> list[Found]:
-    """What rank 0 of every plan issued, and how many transfers nobody has waited for."""
+    """Operations that rank 0 of every plan issued, and the number of transfers never waited for."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _ordered, args=(plans, folder), nprocs=plans[0].mesh.num_ranks, start_method="fork"

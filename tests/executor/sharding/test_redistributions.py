@@ -35,8 +35,9 @@ def _expected(source, target, tp: int, between_shards: str) -> tuple[Collective,
 def _expected_backward(
     transition: Transition, tp: int, between_shards: str
 ) -> tuple[Collective, ...]:
-    """From the gradient's placement to the source's; a gradient that is whole stays whole for a
-    source of partial sums.
+    """Steps from the gradient's placement to the source's.
+
+    A gradient that is whole stays whole for a source of partial sums.
     """
     target = transition.source[0]
     if target.is_partial() and not transition.gradient[0].is_partial():

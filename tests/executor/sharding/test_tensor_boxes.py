@@ -1,5 +1,6 @@
-"""Parts of tensors as checkpoints have them: boxes that together are a run of elements, read from
-and copied as any tensor.
+"""Parts of tensors in checkpoints: boxes that make up a run of elements.
+
+They are read from and copied as any tensor.
 """
 
 from __future__ import annotations

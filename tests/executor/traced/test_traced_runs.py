@@ -1,5 +1,6 @@
-"""Traced modules run by their plan: the user's code, cut into stages, trains as the module does in
-one process.
+"""Traced modules run by their plan train as the user's code does in one process.
+
+The plan cuts the code into stages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Modules that no one here wrote are traced, planned and trained as they are in one process, or
-refused with the reason and a hint.
+"""Modules from elsewhere are traced, planned and trained as in one process.
+
+Others are refused with the reason and a hint.
 """
 
 from __future__ import annotations

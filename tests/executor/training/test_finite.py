@@ -1,5 +1,6 @@
-"""A loss or gradient that is not finite on any rank ends the run on all of them, whatever the mesh
-and the model.
+"""A loss or gradient that is not finite on any rank ends the run on all of them.
+
+The mesh and the model make no difference.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def spoil(trained: Trainer) -> None:
 
 
 def _spoilt_on_rank_1(plan: Plan | TracedPlan) -> tuple[int, str]:
-    """How many steps there were, and the error that ended them."""
+    """The number of steps made, and the error that ended them."""
     trained, done = trainer(plan), 0
     try:
         for _ in trained.run():

@@ -1,6 +1,8 @@
-"""How an optimizer step is made. That the norm of the gradients is right on every mesh, and
-clipping with it, is shown by tests/executor/checking/test_parity.py, which compares the norms of
-all its plans with those of one process.
+"""Steps of the optimizer.
+
+The gradient norm, and clipping with it, is checked on every mesh by
+tests/executor/checking/test_parity.py, which compares the norms of all its plans with those of one
+process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The peak of a CPU run: what torch's profiler counts, what torch's MemTracker counts, and what the
-prices say.
-"""
+"""The peak of a CPU run: torch's profiler, torch's MemTracker, and the prices."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ CPU = torch.device("cpu")
 
 
 def measured(plan: Plan) -> tuple[float, float, float]:
-    """Bytes at the peak of a step of the first rank: predicted, measured by the run, counted by
-    MemTracker.
-    """
+    """Peak bytes of a step of the first rank: predicted, measured, counted by MemTracker."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plan, folder), nprocs=1, start_method="fork")
         predicted, own, counted = json.loads((Path(folder) / "peaks").read_text())

@@ -1,6 +1,4 @@
-"""Profiles of one's own laid over a cluster: the machines that they are for, and that every price
-of a search follows them.
-"""
+"""User profiles applied to a cluster: the matching machines, and prices that follow them."""
 
 from __future__ import annotations
 

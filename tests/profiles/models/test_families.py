@@ -1,6 +1,4 @@
-"""Families of models: the published shapes by name, files of their own first, and models between
-the members.
-"""
+"""Families of models: published shapes by name, user files first, and models between members."""
 
 from __future__ import annotations
 

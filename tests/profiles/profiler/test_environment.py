@@ -1,6 +1,4 @@
-"""What a machine is: nvidia-smi's texts, the identity of an environment, the cluster that it
-makes.
-"""
+"""The environment of a machine: nvidia-smi's texts, its identity, and its cluster."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Sessions of measurements: order, budget, devices at once, failures, and that nothing is lost or
-done twice however one ends.
+"""Sessions of measurements: order, budget, devices at once, and failures.
+
+Nothing is lost or done twice however a session ends.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def test_progress_counts_what_is_done_what_failed_and_what_runs(journal):
 
 @pytest.fixture
 def _ctrl_c():
-    """As in a shell's foreground: tests may run with it ignored."""
+    """Interrupts as a shell's foreground does; tests may run with the signal ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler

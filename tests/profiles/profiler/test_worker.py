@@ -1,6 +1,4 @@
-"""One process a measurement: figures come back as they were, and every way to fail is told from the
-others.
-"""
+"""One process for each measurement: figures come back unchanged, and failures are told apart."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Deferred initialisation: modules without memory, and the values of one parameter after the
-other.
-"""
+"""Deferred initialisation: modules without memory, then values one parameter at a time."""
 
 from __future__ import annotations
 

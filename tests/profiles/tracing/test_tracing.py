@@ -1,5 +1,6 @@
-"""The tracer: what it records runs again as the module does, in numbers; its sizes are in
-proportion; what it cannot record it names.
+"""The tracer: a recorded program computes what the module does, with proportional sizes.
+
+It names what it cannot record.
 """
 
 from __future__ import annotations
@@ -128,8 +129,9 @@ def test_a_description_scaled_is_that_of_a_recording_of_that_size(name):
 
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_flops_and_parameters_are_those_that_torch_counts(name):
-    """The forward pass of the same workload under torch.utils.flop_counter, which knows attention
-    as products, and its parameters.
+    """The same forward pass runs under torch.utils.flop_counter.
+
+    It knows attention as products.
     """
     workload = opened_with_values(name)
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
@@ -148,9 +150,10 @@ def test_flops_and_parameters_are_those_that_torch_counts(name):
 
 @pytest.mark.parametrize("name", ["unet", "mixer", "shares", "own_gradient", "t5", "vit"])
 def test_kept_bytes_are_those_that_autograd_holds(name):
-    """On a CPU in fp32: the memory that real saved tensors hold, without that of parameters,
-    buffers and the batch. (A batch norm keeps its statistics in both; constants are left out in
-    both.)
+    """The bytes are those of saved tensors on a CPU in fp32.
+
+    Parameters, buffers and the batch do not count. A batch norm keeps its statistics in both;
+    constants are left out in both.
     """
     workload = opened_with_values(name)
     batch = workload.batch(2)
@@ -385,7 +388,7 @@ def test_the_error_names_the_line_of_the_branch():
 
 
 def test_a_checkpoint_without_reentry_keeps_what_it_would_without():
-    """What runs again is the plan's to choose."""
+    """The plan chooses the recomputed operators."""
     plain, again = (
         describe(*(record(workload_of(_Odd(what), 4), size) for size in (2, 3)))
         for what in (

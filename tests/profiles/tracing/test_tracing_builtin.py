@@ -1,7 +1,6 @@
-"""Traced GPT and Llama beside their built-in description: the same parameters and FLOPs, and what
-is kept, term by term.
+"""Traced GPT and Llama beside their built-in description: parameters, FLOPs and saved bytes.
 
-The terms that differ are those of docs/design/tracing.md. The executor's own modules are what the
+The terms that differ are those of docs/design/tracing.md. The executor's modules are what the
 description describes.
 """
 
@@ -121,8 +120,9 @@ def test_the_executors_blocks_keep_what_is_described_and_the_statistics_of_their
 
 @pytest.mark.parametrize("name", OWN)
 def test_embedding_and_head_keep_what_is_described_and_where_the_targets_are(name):
-    """Besides the statistics of the norm the loss keeps, of each token, its target (int64) and
-    whether it is on this rank (bool).
+    """The loss saves two tensors besides the statistics of the norm.
+
+    They are each token's target (int64) and whether it is on this rank (bool).
     """
     found, expected = traced(name), described(own_spec(name))
     statistics = 4 * TOKENS * (1 if name == "llama" else 2)
@@ -184,8 +184,9 @@ def test_what_blocks_of_hugging_face_keep_beyond_the_description_is_explained_te
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_the_head_of_hugging_face_keeps_fp32_probabilities_as_described(name):
-    """And the statistics of the norm, an int64 target a token and the number of tokens; an un-fused
-    norm as in the blocks.
+    """The head saves the norm's statistics and an int64 target a token too.
+
+    It also saves the number of tokens; an un-fused norm is as in the blocks.
     """
     found = traced_hugging_face(name)
     operators = part(found, "lm_head", "cross_entropy")
@@ -209,8 +210,9 @@ def seconds(operators: Iterable[Operator], training: TrainingSpec) -> tuple[floa
 
 @pytest.mark.parametrize(("name", "spec"), [("gpt_large", LARGE_GPT), ("llama_large", LARGE_LLAMA)])
 def test_operators_of_a_traced_block_are_priced_as_those_of_the_description(name, spec):
-    """But for rotary positions and the copies of queries, keys and values: they are priced as one
-    kernel in the description.
+    """Rotary positions and the copies of queries, keys and values differ.
+
+    The description prices them as one kernel.
     """
     training = replace(TRAINING, seq_length=LONG, stack=load_stack("parplan"))
     found = trace(ModuleSource(factory=f"tests.helpers.builtin_modules:{name}"), seq_length=LONG)

@@ -1,6 +1,4 @@
-"""Groups of ranks: the shapes that a mesh makes on four worlds and who is in them by hand, against
-placements, and the order of cases.
-"""
+"""Groups of ranks: shapes and members on four worlds by hand, placements, and case order."""
 
 from __future__ import annotations
 
@@ -161,8 +159,9 @@ def test_groups_at_once_share_no_rank_and_each_node_is_in_as_many_as_the_shape_s
 
 @EVERY_WORLD
 def test_every_group_of_every_mesh_has_a_shape(world):
-    """Placements of all meshes over all ranks; inside a node prices say one group, and all run at
-    once.
+    """Placements of all meshes over all ranks are checked.
+
+    Inside a node prices say one group, and all run at once.
     """
     local, number = world.ranks_per_node, world.num_ranks
     shapes = {found for level in group_shapes(world) for found in level}

@@ -1,6 +1,4 @@
-"""Text of nccl-tests as records: the formats of its versions, several programs in a file, and
-errors with their line.
-"""
+"""Text of nccl-tests as records: version formats, several programs, and errors with their line."""
 
 from __future__ import annotations
 

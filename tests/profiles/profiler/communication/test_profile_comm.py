@@ -1,6 +1,4 @@
-"""Measuring communication on two gloo ranks: a record of every case, what a resumed run leaves
-alone, and cases that fail.
-"""
+"""Measured communication of two gloo ranks: a record of each case, resumed runs and failures."""
 
 from __future__ import annotations
 
@@ -151,8 +149,9 @@ def test_ranks_of_several_nodes_measure_every_shape_at_once_and_alone(tmp_path):
 
 @pytest.mark.multiproc
 def test_a_resumed_run_measures_nothing_twice_and_tries_the_case_in_flight_again(tmp_path):
-    """A first run of the first cases; what it left is then noted as in flight, as a kill leaves
-    it.
+    """The first run makes only the first cases.
+
+    Its remainder is then noted as in flight, as a kill leaves it.
     """
     cases, journal = cases_of(PAIR), tmp_path / "journal"
     first, _ = run(journal, cases[:5])
@@ -212,8 +211,9 @@ def test_a_case_that_fails_is_recorded_and_the_next_run_does_the_rest(
 
 
 def _faulty(fault, group):
-    """A call that fails: on both ranks where the backend lacks it, on the second where it hangs or
-    dies.
+    """Returns a call that fails.
+
+    It fails on both ranks where the backend lacks it, on the second where it hangs or dies.
     """
 
     def run_it():

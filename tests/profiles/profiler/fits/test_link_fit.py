@@ -1,6 +1,4 @@
-"""Curves of records of communication: knots as they were measured, shares of links by hand,
-contention, and the prices that read them.
-"""
+"""Curves of communication records: knots, link shares by hand, contention, and prices."""
 
 from __future__ import annotations
 
@@ -142,8 +140,9 @@ def test_without_a_gather_the_all_reduce_goes_round_the_ring_twice():
 
 
 def test_the_share_of_the_nics_is_that_of_groups_that_use_them_all_at_once():
-    """Eight groups of one rank a node have a NIC of 25 GB/s each; one such group alone is faster
-    and does not count.
+    """Eight groups of one rank a node have a NIC of 25 GB/s each.
+
+    One such group alone is faster and does not count.
     """
     records = [*line("all_gather", 2, 1, 8, 3.0), *line("all_gather", 2, 1, 1)]
     _, inter, _ = links_of(records, CLUSTER)

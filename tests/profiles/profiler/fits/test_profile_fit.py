@@ -1,5 +1,6 @@
-"""Curves of a machine's records: constants come back, few points are sane, what nobody measured
-stays an assumption.
+"""Curves of a machine's records: constants come back, and few points are sane.
+
+An unmeasured curve stays an assumption.
 """
 
 from __future__ import annotations
