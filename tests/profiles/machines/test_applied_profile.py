@@ -372,7 +372,7 @@ def test_the_program_of_a_layer_and_its_price_agree_under_a_calibration(sharding
             ),
         )
         again = tuple(
-            name for name, option in zip(problem.names, options, strict=True) if option.again
+            name for name, option in zip(problem.names, options, strict=True) if option.recomputed
         )
 
         price = price_operators(layer, own, machine, training).time(again)

@@ -222,7 +222,7 @@ def test_progress_counts_what_is_done_what_failed_and_what_runs(journal):
 
 @pytest.fixture
 def _ctrl_c():
-    """Interrupts as a shell's foreground does; tests may run with the signal ignored."""
+    """SIGINT interrupts as in a shell's foreground; tests may run with it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler

@@ -68,7 +68,7 @@ def workload_of(module: nn.Module, *shape: int) -> TracedWorkload:
     """A module that gives its own loss of x, [batch, *shape]."""
     made = module, lambda size: {"x": torch.randn(size, *shape)}
     with (
-        patch.object(source_module, "function_of", lambda factory: lambda: made),
+        patch.object(source_module, "import_factory", lambda factory: lambda: made),
         patch.object(source_module, "_check_parameters"),
     ):
         return open_workload(
@@ -443,7 +443,7 @@ def test_random_calls_are_recorded_and_are_no_constants():
 def test_a_loss_that_is_no_scalar_is_an_error():
     made = nn.Linear(4, 4), lambda size: {"input": torch.randn(size, 4)}
     with (
-        patch.object(source_module, "function_of", lambda factory: lambda: made),
+        patch.object(source_module, "import_factory", lambda factory: lambda: made),
         patch.object(source_module, "_check_parameters"),
     ):
         workload = open_workload(
