@@ -130,11 +130,11 @@ def test_nothing_is_received_at_the_two_ends_of_the_model():
 def test_the_ranks_of_a_stage_share_the_nics_of_their_node():
     layout = frame_of(pp=2, dp=8, m=4)
     many = transfer_time(0, layout, book_of(TINY, 16, nic=replace(A100.nic, latency_s=0.0)))
-    one = transfer_time(
+    timed = transfer_time(
         0, layout, book_of(TINY, 16, nics_per_node=1, nic=replace(A100.nic, latency_s=0.0))
     )
 
-    assert one.value_s == pytest.approx(8 * many.value_s)
+    assert timed.value_s == pytest.approx(8 * many.value_s)
 
 
 def test_a_boundary_between_nodes_is_slower_than_one_inside():

@@ -51,8 +51,8 @@ def smallest_bytes(strategy, rank, prices):
     """Smallest budget, as named by the error of a rank that has no memory."""
     with pytest.raises(InfeasibleError, match="need at least") as caught:
         rank_chunks(strategy, rank, prices, eviction=Eviction.OPT, device_bytes=0)
-    found = re.search(r"at least ([\d,]+) bytes", caught.value.message)
-    return int(found[1].replace(",", ""))
+    match = re.search(r"at least ([\d,]+) bytes", caught.value.message)
+    return int(match[1].replace(",", ""))
 
 
 def schedule(strategy, rank=0, prices=None, *, more=0.0, eviction=Eviction.OPT, **options):

@@ -26,14 +26,14 @@ def divided_saved_bytes(
 
     `incoming` is where the layer before leaves its output.
     """
-    again = frozenset(recompute)
+    recomputed = frozenset(recompute)
     made = {
         tensor.name: placements[op.name].output for op in layer.operators for tensor in op.outputs
     }
-    kept = {tensor.name: tensor for tensor in saved_tensors(layer, again)}
+    kept = {tensor.name: tensor for tensor in saved_tensors(layer, recomputed)}
     held: set[tuple[str, int | None, str]] = set()
     for operator in layer.operators:
-        for tensor in _needed(operator, again):
+        for tensor in _needed(operator, recomputed):
             if tensor.name in kept:
                 held.add(
                     (
@@ -60,11 +60,11 @@ def _where(
     ), operator.name  # a tensor of its own, or its own part of an input
 
 
-def _needed(operator: Operator, again: frozenset[str]) -> tuple[Tensor, ...]:
-    inputs = operator.inputs if operator.name in again else ()
+def _needed(operator: Operator, recomputed: frozenset[str]) -> tuple[Tensor, ...]:
+    inputs = operator.inputs if operator.name in recomputed else ()
     flash = (
         operator.kind is OperatorKind.ATTENTION
-        and operator.name not in again
+        and operator.name not in recomputed
         and not any(t.has("keys") for t in operator.saved)
     )
     return (*operator.saved, *inputs, *(operator.outputs if flash else ()))

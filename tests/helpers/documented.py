@@ -33,7 +33,7 @@ class Documented:
 
 def documented() -> list[Documented]:
     """Every command of every block, in the order of the files."""
-    return [one for path in FILES for block in _blocks(path) for one in _commands(block)]
+    return [command for path in FILES for block in _blocks(path) for command in _commands(block)]
 
 
 def _blocks(path: Path) -> Iterator[list[tuple[str, str]]]:

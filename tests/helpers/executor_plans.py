@@ -218,15 +218,15 @@ def _stages(
 
 
 def _prediction(pp: int) -> Prediction:
-    one = Quantity(value=1.0, kind=Kind.ANALYTIC)
+    quantity = Quantity(value=1.0, kind=Kind.ANALYTIC)
     zero = Quantity(value=0.0, kind=Kind.ANALYTIC)
     return Prediction(
-        step_time_s=one,
-        tokens_per_s_per_gpu=one,
-        mfu=one,
+        step_time_s=quantity,
+        tokens_per_s_per_gpu=quantity,
+        mfu=quantity,
         memory_gib=tuple(_memory(stage) for stage in range(pp)),
         breakdown=Breakdown(
-            compute_s=one,
+            compute_s=quantity,
             recompute_s=zero,
             tp_comm_s=zero,
             dp_comm_s=zero,
@@ -381,5 +381,5 @@ def with_divisions(plan: Plan, *divisions: Division) -> Plan:
     return replace(
         plan,
         stages=stages,
-        layer_plans={name: found for name, found in plans.items() if name in used},
+        layer_plans={name: plan for name, plan in plans.items() if name in used},
     )

@@ -67,9 +67,9 @@ BF16_NORM_TOLERANCE = 0.02
 
 def run_plans(plans: Sequence[Plan]) -> list[TrainingOutcome]:
     """Train every plan in one world; its ranks must agree."""
-    found = parity.run_plans(plans)
-    assert all(outcome.agree for outcome in found)
-    return found
+    outcomes = parity.run_plans(plans)
+    assert all(outcome.agree for outcome in outcomes)
+    return outcomes
 
 
 class Worlds:
@@ -101,22 +101,22 @@ class Worlds:
         return self._found[name]
 
 
-def worst_gradient(found: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, str]:
+def worst_gradient(actual: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, str]:
     """The largest gradient error and its parameter."""
-    return max((error, name) for name, error in parity.gradient_errors(found, expected).items())
+    return max((error, name) for name, error in parity.gradient_errors(actual, expected).items())
 
 
-def require_parity(plan: Plan, found: TrainingOutcome, expected: TrainingOutcome) -> None:
+def require_parity(plan: Plan, actual: TrainingOutcome, expected: TrainingOutcome) -> None:
     """Requires equal losses and equal gradients of the first step.
 
     They are equal as far as the precision of `plan` carries.
     """
     exact = plan.training.precision is Precision.FP32
-    error, parameter = worst_gradient(found, expected)
+    error, parameter = worst_gradient(actual, expected)
     assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), (
         f"{error} in {parameter}"
     )
-    assert found.losses == pytest.approx(
+    assert actual.losses == pytest.approx(
         expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE
     )
 

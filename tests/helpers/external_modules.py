@@ -282,8 +282,8 @@ def reference_model(plan: Plan) -> nn.Module:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config)
     )
-    found = find_structure(source.model, plan)
-    for name in (*found.embedding, *found.blocks, *found.head):
+    structure = find_structure(source.model, plan)
+    for name in (*structure.embedding, *structure.blocks, *structure.head):
         source.fill(name, source.model.get_submodule(name))
     filled = dict(source.model.named_parameters())
     with torch.no_grad():

@@ -142,13 +142,13 @@ def with_other_ends(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
     Both have the same stage on one rank.
     """
     for strategy in strategies:
-        (first, *others), zeros = strategy.stages, range(4) if strategy.layout.mesh.dp > 1 else (0,)
+        (first, *rest), zeros = strategy.stages, range(4) if strategy.layout.mesh.dp > 1 else (0,)
         for embedding, head in (
             (e, h)
             for e, h in itertools.product(zeros, zeros)
             if e == h or strategy.layout.mesh.pp > 1
         ):
-            stages = [(replace(first[0], zero=embedding), *first[1:]), *others]
+            stages = [(replace(first[0], zero=embedding), *first[1:]), *rest]
             stages[-1] = (*stages[-1][:-1], replace(stages[-1][-1], zero=head))
             yield replace(strategy, stages=tuple(stages))
 
@@ -158,7 +158,7 @@ def least_peak(instance: Instance) -> float:
 
     The leanest ten strategies of each layout get other ends.
     """
-    price_cache, layers, found = instance.price_cache(), instance.model.num_layers, []
+    price_cache, layers, actual = instance.price_cache(), instance.model.num_layers, []
     for layout in enumerate_candidates(
         instance.model, instance.cluster, instance.training, PINS
     ).layouts:
@@ -166,12 +166,12 @@ def least_peak(instance: Instance) -> float:
             every_strategy(layout, layers),
             key=lambda strategy: peak_bytes(price_step(strategy, price_cache)),
         )[:10]
-        found += [
+        actual += [
             peak_bytes(price_step(strategy, price_cache))
             for strategy in with_other_ends(leanest)
             if not price_cache.tied or same_sharding(strategy)
         ]
-    return min(found)
+    return min(actual)
 
 
 def _redrawn(choice: LayerChoice, zeros: Sequence[int], draw: random.Random) -> LayerChoice:

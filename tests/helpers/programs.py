@@ -201,15 +201,15 @@ def measured_alone(case: Case, program: object = by_work, *, limit_s: float = 20
 def processes_left(session: int) -> list[int]:
     """Processes of a session of the system that live; waits some seconds for them to end."""
     for _ in range(200):
-        found = [
+        actual = [
             int(name)
             for name in os.listdir("/proc")
             if name.isdigit() and _lives_in(int(name), session)
         ]
-        if not found:
+        if not actual:
             break
         time.sleep(0.05)
-    return found
+    return actual
 
 
 def _lives_in(pid: int, session: int) -> bool:
@@ -237,19 +237,19 @@ def machine(case: Case, device: str) -> CaseFigures:
         "allocator": {"context_bytes": 2.0**28},
     }
     times = {
-        asked.name: Timing(median_us=_taken_us(case, asked), spread=0.01, repeats=7)
-        for asked in case.passes
+        layer_pass.name: Timing(median_us=_taken_us(case, layer_pass), spread=0.01, repeats=7)
+        for layer_pass in case.passes
     }
     return CaseFigures(times=times, figures=figures.get(case.work, {}))
 
 
-def _taken_us(case: Case, asked: CasePass) -> float:
+def _taken_us(case: Case, requested: CasePass) -> float:
     if case.work in ("linear", "block"):
         sizes = dict(case.sizes)
         flops = (
             24 * sizes["batch"] * sizes["seq"] * sizes["hidden"] ** 2
             if case.work == "block"
-            else math.prod(asked.sizes) * 2
+            else math.prod(requested.sizes) * 2
         )
         return 10 + flops / 1e5
-    return 10 + sum(asked.sizes) / 20e3
+    return 10 + sum(requested.sizes) / 20e3

@@ -59,12 +59,12 @@ def _named(layer: LayerClass, path: str, out: str, names: dict[str, str]) -> lis
     """A layer whose tensors and parameters have names of their own; its last output is `out`."""
     names = {**names, layer.operators[-1].outputs[0].name: out}
 
-    def tensor(found: Tensor) -> Tensor:
-        return replace(found, name=names.get(found.name, f"{path}.{found.name}"))
+    def tensor(actual: Tensor) -> Tensor:
+        return replace(actual, name=names.get(actual.name, f"{path}.{actual.name}"))
 
-    def parameter(found: Parameter, operator: Operator) -> Parameter:
-        name = "wte.tokens.weight" if found.tied else f"{path}.{operator.name}.{found.name}"
-        return replace(found, name=name, tied=False)
+    def parameter(actual: Parameter, operator: Operator) -> Parameter:
+        name = "wte.tokens.weight" if actual.tied else f"{path}.{operator.name}.{actual.name}"
+        return replace(actual, name=name, tied=False)
 
     traced = []
     for operator in layer.operators:

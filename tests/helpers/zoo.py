@@ -659,8 +659,8 @@ class _Toggles(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.teacher.requires_grad_(False)
         with torch.no_grad():
-            wanted = self.teacher(x)
-        return self.student(x) - wanted.detach()
+            target = self.teacher(x)
+        return self.student(x) - target.detach()
 
 
 @zoo

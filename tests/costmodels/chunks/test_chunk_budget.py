@@ -31,7 +31,7 @@ def large_tensors_alone(monkeypatch):
     monkeypatch.setattr(room, "_logits_bytes", lambda *_: 0)
 
 
-def without_padding(found):
+def without_padding(actual):
     """The bytes of chunks that no parameter fills, in mixed precision with fp32 gradients."""
     return sum(
         18
@@ -39,7 +39,7 @@ def without_padding(found):
             group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
             - group.chunk_layout.used_elements
         )
-        for group in found.groups
+        for group in actual.groups
     )
 
 
@@ -63,10 +63,10 @@ def test_the_fullest_moment_of_chunks_on_the_device_is_the_peak_without_chunks(l
     prices, strategy = BOOKS["mixed"], chunked([DEV] * 8, recompute=recompute, **layout)
     block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding)
     for rank in range(strategy.layout.mesh.pp):
-        found = schedule(strategy, rank, prices)
+        chunk_schedule = schedule(strategy, rank, prices)
         more = (
-            found.smallest_bytes
-            - without_padding(found)
+            chunk_schedule.smallest_bytes
+            - without_padding(chunk_schedule)
             - rank_memory(strategy, rank, prices).allocated
         )
         assert 0 <= more <= block
@@ -81,10 +81,10 @@ def test_the_same_with_gradients_that_are_freed_and_messages_that_are_kept():
     prices = book_of(TINY, 8, replace(MIXED, stack=load_stack("parplan")))
     block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), chunked([DEV]).layout.sharding)
     for rank, strategy in enumerate([chunked([DEV] * 8, pp=2, m=8)] * 2):
-        found = schedule(strategy, rank, prices)
+        chunk_schedule = schedule(strategy, rank, prices)
         more = (
-            found.smallest_bytes
-            - without_padding(found)
+            chunk_schedule.smallest_bytes
+            - without_padding(chunk_schedule)
             - rank_memory(strategy, rank, prices).allocated
         )
         assert 0 <= more <= block
@@ -93,27 +93,29 @@ def test_the_same_with_gradients_that_are_freed_and_messages_that_are_kept():
 @pytest.mark.usefixtures("large_tensors_alone")
 def test_activations_grow_block_by_block_and_are_freed_the_same_way():
     prices, strategy = BOOKS["mixed"], chunked([HOST] * 4, m=2, recompute=Recompute.NONE)
-    found = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
+    non_chunk = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
     saved = layer_activations(strategy.stages[0][1], strategy.layout, prices).saved
 
-    steps = [after - before for before, after in zip(found.rests, found.rests[1:], strict=False)]
+    steps = [
+        after - before for before, after in zip(non_chunk.rests, non_chunk.rests[1:], strict=False)
+    ]
     head = steps[3]
     assert steps[:3] == [saved] * 3
     assert steps[4:7] == [-saved] * 3
     assert head == -saved  # what the head keeps is gone with its backward pass
-    assert found.rests[:8] == found.rests[8:]
+    assert non_chunk.rests[:8] == non_chunk.rests[8:]
 
 
 @pytest.mark.usefixtures("large_tensors_alone")
 def test_the_pass_of_the_head_is_a_gap_and_the_logits_are_in_it_alone():
     prices, strategy = BOOKS["mixed"], chunked([HOST] * 4, m=1, b=8)
-    found = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
+    non_chunk = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
     head = layer_activations(strategy.stages[0][-1], strategy.layout, prices)
 
     handed = TINY.hidden_size * MIXED.seq_length * 8 * 2  # which the head keeps
-    assert found.gaps[4] == found.rests[3] - handed + head.saved + head.workspace
-    assert max(found.gaps) == found.gaps[4]
-    assert found.gaps[5] == found.rests[4]
+    assert non_chunk.gaps[4] == non_chunk.rests[3] - handed + head.saved + head.workspace
+    assert max(non_chunk.gaps) == non_chunk.gaps[4]
+    assert non_chunk.gaps[5] == non_chunk.rests[4]
 
 
 def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
@@ -171,16 +173,16 @@ def test_norms_keep_two_numbers_of_a_token_unless_recomputed_and_the_batch_is_al
     for recompute, kept in ((Recompute.NONE, per_block), (Recompute.FULL, 0)):
         strategy = chunked([HOST] * 2, m=3, recompute=recompute)
         passes = tuple(layer_passes(strategy, 0))
-        found = non_chunk_bytes(strategy, 0, passes, prices)
+        non_chunk = non_chunk_bytes(strategy, 0, passes, prices)
         with pytest.MonkeyPatch.context() as patch:
             for name in ("IDS_BYTES", "NORM_BYTES"):
                 patch.setattr(room, name, 0)
             without = non_chunk_bytes(strategy, 0, passes, prices)
 
-        assert [a - b for a, b in zip(found.rests, without.rests, strict=True)][:2] == [
+        assert [a - b for a, b in zip(non_chunk.rests, without.rests, strict=True)][:2] == [
             room.IDS_BYTES * 3 * tokens + kept * blocks for blocks in (1, 2)
         ]
-        assert found.made[:4] == (0, 0, found.made[2], found.made[2])
-        assert found.made[2] == 2 * owned_parameters(
+        assert non_chunk.made[:4] == (0, 0, non_chunk.made[2], non_chunk.made[2])
+        assert non_chunk.made[2] == 2 * owned_parameters(
             prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding
         )

@@ -92,7 +92,7 @@ def padded(strategy, price_cache, rank=0):
 def test_device_and_host_hold_so_many_bytes_a_parameter_by_home(training, m, wide, dp):
     """wide: of DEVICE, and of OPTIMIZER on the device and on the host; of HOST all is there."""
     price_cache, strategy = book_of(training), chunked(dp=dp, m=m)
-    own, ends = (
+    padded_bytes, ends = (
         padded(strategy, price_cache),
         [choice for choice in rank_layers(strategy, 0) if choice.kind is not LayerKind.BLOCK],
     )
@@ -112,21 +112,26 @@ def test_device_and_host_hold_so_many_bytes_a_parameter_by_home(training, m, wid
 
     assert (
         memory.states.total
-        == outside + wide[0] * own[StateLocation.DEVICE] + wide[1] * own[StateLocation.OPTIMIZER]
+        == outside
+        + wide[0] * padded_bytes[StateLocation.DEVICE]
+        + wide[1] * padded_bytes[StateLocation.OPTIMIZER]
     )
     assert (
         memory.host
-        == wide[2] * own[StateLocation.OPTIMIZER] + wide[0] * own[StateLocation.HOST] + staged
+        == wide[2] * padded_bytes[StateLocation.OPTIMIZER]
+        + wide[0] * padded_bytes[StateLocation.HOST]
+        + staged
     )
 
 
 def test_the_closed_forms_of_the_states_hold_for_the_padded_parameters():
     price_cache, strategy = book_of(), chunked(dp=4, m=1)
-    own = padded(strategy, price_cache)
+    padded_bytes = padded(strategy, price_cache)
     shares = closed.OwnedShares(
-        parameters=sum(own.values()),
-        delta=own[StateLocation.HOST] / sum(own.values()),
-        gamma=(own[StateLocation.HOST] + own[StateLocation.OPTIMIZER]) / sum(own.values()),
+        parameters=sum(padded_bytes.values()),
+        delta=padded_bytes[StateLocation.HOST] / sum(padded_bytes.values()),
+        gamma=(padded_bytes[StateLocation.HOST] + padded_bytes[StateLocation.OPTIMIZER])
+        / sum(padded_bytes.values()),
     )
     plain = device_memory(
         chunked((StateLocation.HOST,) * 8, dp=4, m=1), 0, price_cache
@@ -281,12 +286,12 @@ def test_where_the_device_is_the_host_every_copy_is_waited_for():
     )
     strategy = chunked(ON_HOST, m=1)
 
-    found = chunk_time(strategy, 0, price_cache)
+    timed = chunk_time(strategy, 0, price_cache)
 
-    assert sum(seconds.value_s for seconds in found.host.values()) == pytest.approx(
+    assert sum(seconds.value_s for seconds in timed.host.values()) == pytest.approx(
         sum(moved(chunks_of_rank(strategy, 0, price_cache))) / 1e9
     )
-    assert found.of_pass(ActionKind.FORWARD, 0) == found.host[ActionKind.FORWARD, 0]
+    assert timed.of_pass(ActionKind.FORWARD, 0) == timed.host[ActionKind.FORWARD, 0]
 
 
 def groups_of_blocks(strategy, price_cache):
@@ -294,14 +299,14 @@ def groups_of_blocks(strategy, price_cache):
 
     Tensor names are walked one by one.
     """
-    found = {}
+    actual = {}
     for index, group in enumerate(chunks_of_rank(strategy, 0, price_cache).groups):
         for tensor, number in zip(
             group.chunk_layout.tensors, group.chunk_layout.group_of, strict=True
         ):
             block = int(tensor.name.split(".")[0].removeprefix("block"))
-            found.setdefault(block, set()).add((index, number))
-    return found
+            actual.setdefault(block, set()).add((index, number))
+    return actual
 
 
 def test_traffic_gathers_groups_once_for_neighbouring_passes_and_reduces_once_a_micro_batch():
@@ -340,9 +345,9 @@ def test_redundancy_of_chunks_is_their_padding_and_the_copies_of_parameters(trai
     """
     price_cache, strategy = book_of(training), chunked(dp=4, m=m)
     block = price_cache.graph(1).block.num_parameters / 4
-    own, over = padded(strategy, price_cache), m == 1 and training is HALF
+    padded_bytes, over = padded(strategy, price_cache), m == 1 and training is HALF
     padding = {
-        home: own[home] - count * block
+        home: padded_bytes[home] - count * block
         for home, count in ((StateLocation.DEVICE, 3), (StateLocation.OPTIMIZER, 2))
     }
     master = training is FULL
@@ -352,9 +357,9 @@ def test_redundancy_of_chunks_is_their_padding_and_the_copies_of_parameters(trai
         device_memory(strategy, 0, price_cache),
     )
     by_operator = summed_redundancy(
-        found
+        redundancy
         for choice in rank_layers(strategy, 0)
-        for found in operator_redundancy(choice, 0, strategy.layout, price_cache).values()
+        for redundancy in operator_redundancy(choice, 0, strategy.layout, price_cache).values()
     )
 
     g, o = training.gradient_precision.num_bytes, 8 if master else 12

@@ -276,13 +276,13 @@ def test_a_measured_placement_costs_more_with_more_bytes_and_is_measured_at_its_
 
 def test_a_curve_prices_no_other_placement_across_nodes():
     machine = own((Collective.ALL_REDUCE, 4, 2, 4, 1000.0))
-    others = (
+    rest = (
         Placement(nodes=2, ranks_per_node=2, groups_per_node=4),
         Placement(nodes=4, ranks_per_node=1, groups_per_node=8),
         Placement(nodes=4, ranks_per_node=2, groups_per_node=1),
     )
 
-    for placement in others:
+    for placement in rest:
         assert (
             collective_time(Collective.ALL_REDUCE, 2**20, placement, machine).kind is Kind.ANALYTIC
         )
@@ -297,14 +297,14 @@ def test_a_curve_prices_no_other_collective():
 
 def test_inside_a_node_a_group_is_priced_among_all_that_the_node_holds():
     machine = own((Collective.ALL_REDUCE, 1, 4, 1, 1.0), (Collective.ALL_REDUCE, 1, 4, 2, 3.0))
-    found = collective_time(
+    priced = collective_time(
         Collective.ALL_REDUCE,
         2**20,
         Placement(nodes=1, ranks_per_node=4, groups_per_node=1),
         machine,
     )
 
-    assert found.value_s == pytest.approx(150e-6)
+    assert priced.value_s == pytest.approx(150e-6)
 
 
 def test_a_measured_message_is_priced_by_how_many_leave_the_node_at_once():

@@ -82,19 +82,19 @@ def test_a_micro_batch_on_one_gpu_by_hand():
     Rows of fp32 are read and cast, 2 bytes an element cross PCIe each way, and gradients are added.
     """
     elements, rate = 2 * 128 * H, NUMA_SHARE * 614.4e9 / 2
-    found = book_of(LOOKUP, gpus=1).data_parallel(
+    priced = book_of(LOOKUP, gpus=1).data_parallel(
         LayerKind.EMBEDDING, 2, Mesh(pp=1, dp=1, tp=1), Sharding(), 0
     )
 
-    assert found.forward.value_s == pytest.approx(
+    assert priced.forward.value_s == pytest.approx(
         6 * elements / rate + 2 * elements / 63e9, rel=1e-12
     )
-    assert found.backward.value_s == pytest.approx(
+    assert priced.backward.value_s == pytest.approx(
         2 * elements / 63e9 + 10 * elements / rate, rel=1e-12
     )
-    assert found.optimizer.value_s == pytest.approx(28 * V * H / rate, rel=1e-12)
-    assert found.host.value_s == pytest.approx(
-        found.forward.value_s + found.backward.value_s, rel=1e-12
+    assert priced.optimizer.value_s == pytest.approx(28 * V * H / rate, rel=1e-12)
+    assert priced.host.value_s == pytest.approx(
+        priced.forward.value_s + priced.backward.value_s, rel=1e-12
     )
 
 
@@ -147,9 +147,9 @@ def test_what_is_left_of_the_embedding_has_its_output_and_no_kernel():
     ],
 )
 def test_meshes_and_models_that_have_no_look_up_say_why(mesh, hidden, tied, reason):
-    found = illegal_host_embedding(mesh, hidden, tied)
+    refusal = illegal_host_embedding(mesh, hidden, tied)
 
-    assert (found is None) if reason is None else (reason in found)
+    assert (refusal is None) if reason is None else (reason in refusal)
 
 
 def test_an_estimate_of_it_is_priced_again_from_its_file(tmp_path):

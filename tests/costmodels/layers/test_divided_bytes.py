@@ -38,14 +38,14 @@ def test_a_random_layer_plan_keeps_what_the_executor_keeps(model, kernel, shardi
     problem = layer_problem(layer, sharding, MACHINE, training)
     incoming = ("Shard(1)@tp",) if sharding.sequence_parallel else ()
     for _ in range(100):
-        options = [draw.choice(own) for own in problem.options]
+        options = [draw.choice(option) for option in problem.options]
         own = replace(
             sharding,
             own=tuple(
                 (name, option.splits) for name, option in zip(problem.names, options, strict=True)
             ),
         )
-        again = tuple(
+        recomputed = tuple(
             name for name, option in zip(problem.names, options, strict=True) if option.recomputed
         )
         placed = {operator.name: placements(operator, own) for operator in layer.operators}
@@ -56,6 +56,6 @@ def test_a_random_layer_plan_keeps_what_the_executor_keeps(model, kernel, shardi
             for name, found in placed.items()
         }
 
-        assert saved_bytes(layer, own, again) == divided_saved_bytes(
-            layer, in_plan, sharding.tp, again, incoming
+        assert saved_bytes(layer, own, recomputed) == divided_saved_bytes(
+            layer, in_plan, sharding.tp, recomputed, incoming
         )

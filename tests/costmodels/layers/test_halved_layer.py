@@ -49,14 +49,14 @@ def parts_of(priced: PriceCache, way: str) -> list[HalfTime]:
     """
     operators = priced._operators(LayerKind.BLOCK, B // 2, Sharding(TP))
     names = list(operators.compute)
-    found, compute_s = [], 0.0
+    actual, compute_s = [], 0.0
     for name in names if way == "forward" else reversed(names):
         compute_s += getattr(operators.compute[name], way).value_s
         sent_s = getattr(operators.tensor_parallel[name], way).value_s
         if sent_s:
-            found.append(HalfTime(compute_s, sent_s))
+            actual.append(HalfTime(compute_s, sent_s))
             compute_s = 0.0
-    return [*found, HalfTime(compute_s)]
+    return [*actual, HalfTime(compute_s)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -228,9 +228,9 @@ def test_halves_keep_the_same_bytes_and_all_reduce_twice_as_often_half_as_much(l
     priced, sent = price_cache(), {}
     for overlap in (0, level):
         sent[overlap] = {
-            one.kind: one
-            for one in rank_traffic(strategy(overlap, 3), 0, priced)
-            if one.axis is Axis.TP
+            traffic.kind: traffic
+            for traffic in rank_traffic(strategy(overlap, 3), 0, priced)
+            if traffic.axis is Axis.TP
         }
         kept = priced.activations(LayerKind.BLOCK, B, Sharding(TP, overlap=overlap))
         assert kept.saved == priced.activations(LayerKind.BLOCK, B, Sharding(TP)).saved
@@ -253,7 +253,7 @@ def test_only_one_half_has_temporaries_and_both_have_what_runs_again():
         }
         assert size[halved].saved == size[whole].saved
         assert size[halved].workspace < size[whole].workspace + boundary_bytes
-    again = [
+    recomputed = [
         priced.activations(LayerKind.BLOCK, B, halved, level).workspace
         for level in (Recompute.NONE, Recompute.FULL)
     ]
@@ -261,4 +261,4 @@ def test_only_one_half_has_temporaries_and_both_have_what_runs_again():
         priced.activations(LayerKind.BLOCK, B, halved, level).saved
         for level in (Recompute.NONE, Recompute.FULL)
     ]
-    assert again[1] - again[0] == kept[0] - kept[1]
+    assert recomputed[1] - recomputed[0] == kept[0] - kept[1]

@@ -206,14 +206,14 @@ def test_placements_say_how_an_operator_is_divided(graph):
 
 def test_the_price_of_a_strategy_is_compute_ending_states_and_bytes():
     fc2 = operator("fc2")
-    kept, again = (
+    kept, recomputed = (
         operator_price(
             fc2, (Split("ffn", "sequence"),), INSIDE, TRAINING, recomputed=flag, zero=1, dp=2
         )
         for flag in (False, True)
     )
 
-    assert again.recompute_s == pytest.approx(kept.forward_s)
+    assert recomputed.recompute_s == pytest.approx(kept.forward_s)
     assert kept.recompute_s == 0.0
     assert kept.states == operator_states(
         fc2, single_operator_sharding(fc2, (Split("ffn"),), (4,)), StateSharding(1, 2), TRAINING
@@ -231,10 +231,10 @@ def test_a_recomputed_operator_keeps_nothing_of_its_own():
         replace(load_model("gpt-tiny").spec, dropout=0.1), TRAINING, 4
     ).block.operator("residual1")
 
-    kept, again = (
+    kept, recomputed = (
         operator_price(dropout, (Split("sequence"),), INSIDE, TRAINING, recomputed=flag)
         for flag in (False, True)
     )
 
     assert kept.saved_bytes == dropout.saved[0].num_bytes // 4
-    assert again.saved_bytes == 0
+    assert recomputed.saved_bytes == 0

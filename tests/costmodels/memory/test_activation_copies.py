@@ -74,14 +74,14 @@ def test_a_tensor_that_two_operators_keep_goes_with_the_first():
     layer = book_of().kept_layer(BLOCK, 1)
     tensors = {tensor.name: tensor.num_bytes for tensor in saved_tensors(layer, ())}
 
-    plain, again = (
+    plain, recomputed = (
         host_bytes_by_operator(layer, Sharding(), names) for names in ((), ("attention",))
     )
 
     assert (
         plain["attention"] == tensors["qkv"] + tensors["context"] + tensors["attention_logsumexp"]
     )
-    assert (plain["attention_out"], again["attention"], again["attention_out"]) == (
+    assert (plain["attention_out"], recomputed["attention"], recomputed["attention_out"]) == (
         0,
         tensors["qkv"],
         tensors["context"],
@@ -209,7 +209,11 @@ def test_a_list_in_a_plan_file_is_priced_again_as_it_was(tmp_path):
         recompute=Recompute.SELECTIVE,
         keep_on_host=("fc2", "attention", "norm1"),
     )
-    names = next(found.keep_on_host for found in plan.layer_plans.values() if found.layer is BLOCK)
+    names = next(
+        layer_plan.keep_on_host
+        for layer_plan in plan.layer_plans.values()
+        if layer_plan.layer is BLOCK
+    )
     write_plan(plan, tmp_path / "plan.yaml")
 
     assert set(names) < {"norm1", "attention", "fc2"}

@@ -119,9 +119,9 @@ def test_redundancy_by_operator_adds_up_to_that_of_the_rank(how, zero, on_host):
     )
     redundant = price_step(strategy, price_cache).redundant[0]
     total = summed_redundancy(
-        found
+        redundancy
         for choice in rank_layers(strategy, 0)
-        for found in operator_redundancy(choice, 0, strategy.layout, price_cache).values()
+        for redundancy in operator_redundancy(choice, 0, strategy.layout, price_cache).values()
     )
 
     for name in ("parameters", "gradients", "optimizer", "activations"):
@@ -158,13 +158,13 @@ def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
         8 * 12 * parameters * 8 / HOST_BYTES_PER_S if zero >= 2 else 0.0
     )  # eight ranks of the node at once
 
-    found = block(price_cache, zero, mesh)
+    block_price = block(price_cache, zero, mesh)
 
     copies_s = (to_device + to_host) * 4 * parameters / A100.pcie_bytes_per_s
-    assert 8 * found.per_micro_batch_s + found.step.value_s == pytest.approx(
+    assert 8 * block_price.per_micro_batch_s + block_price.step.value_s == pytest.approx(
         copies_s + added_s, rel=1e-12
     )
-    assert found.optimizer.value_s == pytest.approx(
+    assert block_price.optimizer.value_s == pytest.approx(
         28 * parameters * 8 / HOST_BYTES_PER_S, rel=1e-12
     )
 
@@ -227,13 +227,13 @@ def test_the_estimate_says_where_everything_is_and_its_file_gives_the_same_price
     )
     write_plan(plan, tmp_path / "plan.yaml")
 
-    assert {found.zero_ranks for found in plan.layer_plans.values()} == {8}
-    assert {name: found.offload for name, found in plan.layer_plans.items()} == {
+    assert {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values()} == {8}
+    assert {name: layer_plan.offload for name, layer_plan in plan.layer_plans.items()} == {
         "embedding": (STATES,),
         "A": (STATES,),
         "head": (STATES,),
     }
-    assert {name: found.keep_on_host for name, found in plan.layer_plans.items()} == {
+    assert {name: layer_plan.keep_on_host for name, layer_plan in plan.layer_plans.items()} == {
         "embedding": (),
         "A": ("norm1", "attention", "residual1", "norm2", "activation", "residual2"),
         "head": (),
@@ -282,7 +282,7 @@ def test_a_search_keeps_to_the_pinned_groups():
         entry.spec, A100_16, training, constraints=Constraints(zero_ranks=8, dp=(16,), zero=(3,))
     )
 
-    assert {found.zero_ranks for found in plan.layer_plans.values()} == {8}
+    assert {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values()} == {8}
     assert reprice(plan).plan == plan
 
 

@@ -153,10 +153,10 @@ def test_the_copies_of_an_expert_sit_where_their_ranks_are(pp, dp, tp, ep, per_n
     ]  # those with the first experts, of the first pp and tp rank
     nodes = [rank // per_node for rank in ranks]
 
-    found = place_expert_copies(Mesh(pp=pp, dp=dp, tp=tp, ep=ep), per_node)
+    placement = place_expert_copies(Mesh(pp=pp, dp=dp, tp=tp, ep=ep), per_node)
 
-    assert found.num_ranks == len(ranks)
-    assert (found.nodes, found.ranks_per_node) == (len(set(nodes)), nodes.count(nodes[0]))
+    assert placement.num_ranks == len(ranks)
+    assert (placement.nodes, placement.ranks_per_node) == (len(set(nodes)), nodes.count(nodes[0]))
 
 
 @pytest.mark.parametrize("ep", [0, 3, 8])
@@ -278,9 +278,9 @@ def test_whole_experts_on_tensor_parallel_ranks_sum_their_gradients_over_them():
         Collective.ALL_REDUCE, expert_bytes, where, price_cache.machine
     ).value_s
 
-    found = price_cache.data_parallel(BLOCK, 1, mesh, sharding, 0).step.value_s
+    actual = price_cache.data_parallel(BLOCK, 1, mesh, sharding, 0).step.value_s
 
-    assert found == pytest.approx(
+    assert actual == pytest.approx(
         reduced, rel=0.1
     )  # and the small ones: router, and the dense part over dp
     assert not {
@@ -393,11 +393,11 @@ def test_a_plan_with_experts_reads_back_and_prices_the_same(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(plan_to_yaml(plan))
 
-    again = read_plan(path)
+    reread = read_plan(path)
 
-    assert again == plan
-    assert again.mesh.ep == 2
-    assert reprice(again).plan.predicted == plan.predicted
+    assert reread == plan
+    assert reread.mesh.ep == 2
+    assert reprice(reread).plan.predicted == plan.predicted
 
 
 def test_blocks_of_experts_have_megatrons_division_and_the_three_levels_of_recompute():
@@ -456,12 +456,12 @@ def test_expert_parallelism_beats_tensor_parallelism_as_megatron_cores_guide_say
 
 
 def test_no_error_band_is_given_for_what_was_never_measured():
-    found, dense = (
+    actual, dense = (
         estimate_plan(
             model, cluster_of(8), replace(TRAINING, attention=AttentionKernel.FLASH), layout(dp=8)
         ).predicted.error_band
         for model in (MIXTRAL, load_model("llama3-8b").spec)
     )
 
-    assert found is None
+    assert actual is None
     assert dense is not None

@@ -61,8 +61,8 @@ def layout(
 
 
 def costs(in_step: InStep, made: ParallelLayout, zero: int = 0):
-    found = price_cache(in_step, made.mesh.num_ranks)
-    return step_costs(uniform(made, MODEL.num_layers, zero=zero), found)
+    prices = price_cache(in_step, made.mesh.num_ranks)
+    return step_costs(uniform(made, MODEL.num_layers, zero=zero), prices)
 
 
 def grows(made: ParallelLayout, part: str, zero: int = 0, **added) -> float:
@@ -110,7 +110,7 @@ def test_a_layer_that_zero_shards_is_gathered_and_reduced_through_buffers(zero, 
 
 
 def test_what_grows_with_a_layers_bytes_counts_those_of_its_parameters():
-    found = [
+    actual = [
         price_cache(one)
         .data_parallel(
             LayerKind.BLOCK, 4, Mesh(pp=1, dp=2, tp=1), layout(Mesh(pp=1, dp=2, tp=1)).sharding, 1
@@ -119,7 +119,7 @@ def test_what_grows_with_a_layers_bytes_counts_those_of_its_parameters():
         for one in (PLAIN, replace(PLAIN, reduce=LayerCost(byte_s=1e-9)))
     ]
 
-    assert found[1] - found[0] == pytest.approx(4 * BLOCK_PARAMETERS * 1e-9)
+    assert actual[1] - actual[0] == pytest.approx(4 * BLOCK_PARAMETERS * 1e-9)
 
 
 def test_every_action_of_a_pipeline_takes_its_runtime():

@@ -303,8 +303,8 @@ def by_definition_s(orders: Sequence[Sequence[Action]], costs: list[list[StageCo
         action, cost, free_s = orders[rank][n], costs[rank][0], end_s(rank, n - 1)
         if action.work is ActionKind.RECOMPUTE:
             return free_s + cost.recompute_s
-        other = rank - 1 if action.work is ActionKind.FORWARD else rank + 1
-        sent_s = end_s(other, place[other, action]) if 0 <= other < len(orders) else 0.0
+        second = rank - 1 if action.work is ActionKind.FORWARD else rank + 1
+        sent_s = end_s(second, place[second, action]) if 0 <= second < len(orders) else 0.0
         if action.work is ActionKind.FORWARD:
             return max(free_s, sent_s) + cost.receive_forward_s + cost.forward_s
         ahead = place.get((rank, replace(action, work=ActionKind.RECOMPUTE)))

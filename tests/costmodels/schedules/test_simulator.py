@@ -317,8 +317,8 @@ def test_the_parts_of_each_rank_sum_to_the_step(pipeline, data):
     step = simulate(schedule, m, costs, tails)
 
     assert step.step_s == max(one.finish_s + one.tail_s for one in step.ranks)
-    for one in step.ranks:
-        assert one.busy_s + one.transfer_s + one.tail_s + one.bubble_s == step.step_s
+    for rank in step.ranks:
+        assert rank.busy_s + rank.transfer_s + rank.tail_s + rank.bubble_s == step.step_s
 
 
 @settings(deadline=None)

@@ -68,7 +68,7 @@ def counts(sent: tuple[SentBytes, ...]) -> dict[tuple[str, str], int]:
 def test_the_forward_collectives_take_as_long_as_the_price_of_the_layer_says(model, sharding):
     priced = price_cache(model)
     for layer in priced.graph(2):
-        found = [
+        actual = [
             move
             for operator in layer.operators
             for move in forward_moves(layer, operator, sharding)
@@ -76,10 +76,10 @@ def test_the_forward_collectives_take_as_long_as_the_price_of_the_layer_says(mod
         where = place_axis(2, 1, 2, CLUSTER.gpus_per_node)
         seconds = math.fsum(
             collective_time(move.collective, move.num_bytes, where, MACHINE).value_s
-            for move in found
+            for move in actual
         )
 
-        assert found
+        assert actual
         assert seconds == pytest.approx(
             priced.layer_time(layer.kind, 2, sharding).tp_forward.value_s, rel=1e-12
         )
@@ -98,23 +98,23 @@ def test_the_forward_collectives_take_as_long_as_the_price_of_the_layer_says(mod
 )
 def test_a_megatron_block_sends_what_korthikanti_says(sp, expected):
     block = price_cache().graph(2).block
-    found = list(layer_moves(block, Sharding(2, sequence_parallel=sp), ()))
+    collected = list(layer_moves(block, Sharding(2, sequence_parallel=sp), ()))
 
     assert {
-        kind: sum(move.collective is kind for move in found)
-        for kind in {move.collective for move in found}
+        kind: sum(move.collective is kind for move in collected)
+        for kind in {move.collective for move in collected}
     } == expected
-    assert {move.num_bytes for move in found} == {2 * 16 * LLAMA.hidden_size * 2}
+    assert {move.num_bytes for move in collected} == {2 * 16 * LLAMA.hidden_size * 2}
 
 
 def test_recomputed_operators_send_their_forward_collectives_again():
     block, sharding = price_cache().graph(2).block, Sharding(2)
     everything = tuple(operator.name for operator in block.operators)
 
-    once, again = (len(list(layer_moves(block, sharding, names))) for names in ((), everything))
+    once, repeated = (len(list(layer_moves(block, sharding, names))) for names in ((), everything))
 
     assert (
-        again - once
+        repeated - once
         == sum(len(list(forward_moves(block, operator, sharding))) for operator in block.operators)
         == 2
     )

@@ -123,18 +123,18 @@ def test_the_plan_holds_every_level_and_they_agree():
     training = TrainingSpec(global_batch_size=16, seq_length=128, stack=NEUTRAL)
     plan = find_plan(TINY, A100_16, training)
 
-    found, mesh = plan.predicted.redundancy_gib, plan.mesh
-    assert len(found.stages) == mesh.pp
-    assert set(found.layers) == set(plan.layer_plans)
+    actual, mesh = plan.predicted.redundancy_gib, plan.mesh
+    assert len(actual.stages) == mesh.pp
+    assert set(actual.layers) == set(plan.layer_plans)
     per_stage = mesh.dp * mesh.tp
     for name in (*CLASSES, "total"):
-        assert getattr(found, name) == pytest.approx(
-            per_stage * sum(getattr(stage, name) for stage in found.stages), abs=1e-3 * per_stage
+        assert getattr(actual, name) == pytest.approx(
+            per_stage * sum(getattr(stage, name) for stage in actual.stages), abs=1e-3 * per_stage
         )
-    for layer in found.layers.values():
+    for layer in actual.layers.values():
         for name in CLASSES[:-1]:
             assert getattr(layer.layer, name) == pytest.approx(
-                sum(getattr(own, name) for own in layer.operators.values()), abs=2e-3
+                sum(getattr(operator, name) for operator in layer.operators.values()), abs=2e-3
             )
 
 

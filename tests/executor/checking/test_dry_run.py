@@ -106,11 +106,11 @@ def test_the_collectives_are_those_of_the_same_rank_on_gloo(name):
     # before the first step each stage also hears from its neighbours whether shapes are known
     expected[MESSAGE] -= expected[MESSAGE] // (PLANS[name].pipeline.num_micro_batches + 1)
 
-    found: Counter[str] = Counter()
+    actual: Counter[str] = Counter()
     for sent in dry(name)[0].use.sent:
-        found[sent.kind] += sent.calls
+        actual[sent.kind] += sent.calls
 
-    assert found == +expected
+    assert actual == +expected
     axes = {axis for axis in ("pp", "dp", "tp") if getattr(PLANS[name].mesh, axis) > 1}
     assert {sent.axis for sent in dry(name)[0].use.sent} == axes
 

@@ -45,9 +45,9 @@ def held_by(plan: Plan, ranks: int | Mapping[str, int]) -> Plan:
     """`plan` with `zero_ranks` on every layer plan, or on those that are named."""
     layer_plans = {
         name: dataclasses.replace(
-            found, zero_ranks=ranks if isinstance(ranks, int) else ranks.get(name)
+            layer_plan, zero_ranks=ranks if isinstance(ranks, int) else ranks.get(name)
         )
-        for name, found in plan.layer_plans.items()
+        for name, layer_plan in plan.layer_plans.items()
     }
     return dataclasses.replace(plan, layer_plans=layer_plans)
 
@@ -60,14 +60,14 @@ def on_host(
     `keep` names the operators whose activations the blocks keep.
     """
 
-    def moved(found: LayerPlan) -> LayerPlan:
+    def moved(actual: LayerPlan) -> LayerPlan:
         return dataclasses.replace(
-            found, offload=what, keep_on_host=keep if found.layer is LayerKind.BLOCK else ()
+            actual, offload=what, keep_on_host=keep if actual.layer is LayerKind.BLOCK else ()
         )
 
     layer_plans = {
-        name: moved(found) if not only or name in only else found
-        for name, found in plan.layer_plans.items()
+        name: moved(layer_plan) if not only or name in only else layer_plan
+        for name, layer_plan in plan.layer_plans.items()
     }
     return dataclasses.replace(plan, layer_plans=layer_plans)
 
@@ -124,12 +124,12 @@ WORLDS = Worlds(PLANS, SLOW)
 def test_a_plan_trains_like_one_process_wherever_its_states_are(name):
     plan = PLANS[name]
     validate(plan)
-    found, expected = (
+    training_outcome, expected = (
         WORLDS.outcome(name),
         run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))),
     )
 
-    require_parity(plan, found, expected)
+    require_parity(plan, training_outcome, expected)
 
 
 @pytest.mark.parametrize("name", WORLDS.params())
@@ -146,11 +146,11 @@ def test_every_rank_holds_exactly_the_predicted_bytes_on_device_and_host(name):
     ("zero", "gathers", "reduce_scatters"), [(1, 6, 6), (2, 6, 12), (3, 24, 12)]
 )
 def test_copies_of_the_shards_are_added_up_once_a_step(zero, gathers, reduce_scatters):
-    found = WORLDS.outcome(f"dp4-zero{zero}-over-2").collectives
+    actual = WORLDS.outcome(f"dp4-zero{zero}-over-2").collectives
 
-    assert found["_allgather_base_"] == gathers
-    assert found["_reduce_scatter_base_"] == reduce_scatters
-    assert found["allreduce_"] == 1 + 1  # one bucket, and the loss
+    assert actual["_allgather_base_"] == gathers
+    assert actual["_reduce_scatter_base_"] == reduce_scatters
+    assert actual["allreduce_"] == 1 + 1  # one bucket, and the loss
 
 
 SAME: tuple[Plan, ...] = (
@@ -172,10 +172,10 @@ def test_every_mesh_starts_from_the_same_fp32_values_bit_by_bit():
     }
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_initial, args=(2, folder), nprocs=2, start_method="fork")
-        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+        actual = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
 
     for plan in range(len(SAME)):
-        values = found[0][plan] | found[1][plan]
+        values = actual[0][plan] | actual[1][plan]
         assert values.keys() == expected.keys()
         assert all(
             value.dtype == torch.float32 and torch.equal(value, expected[name])

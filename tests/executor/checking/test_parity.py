@@ -166,11 +166,11 @@ def reference(name: str) -> TrainingOutcome:
 @pytest.mark.parametrize("name", WORLDS.params())
 def test_a_plan_trains_like_one_process(name):
     plan = PLANS[name]
-    found, expected = WORLDS.outcome(name), reference(name)
+    training_outcome, expected = WORLDS.outcome(name), reference(name)
 
-    require_parity(plan, found, expected)
+    require_parity(plan, training_outcome, expected)
     exact = plan.training.precision is Precision.FP32
-    assert found.norms == pytest.approx(
+    assert training_outcome.norms == pytest.approx(
         expected.norms, rel=NORM_TOLERANCE if exact else BF16_NORM_TOLERANCE
     )
 
@@ -208,11 +208,11 @@ LAYERS = LLAMA.num_layers + 2
 def test_a_step_of_four_micro_batches_communicates_as_its_zero_stage_says(
     name, gathers, reduce_scatters, all_reduces
 ):
-    found = WORLDS.outcome(name).collectives
+    actual = WORLDS.outcome(name).collectives
 
-    assert found["_allgather_base_"] == gathers
-    assert found["_reduce_scatter_base_"] == reduce_scatters
-    assert found["allreduce_"] == all_reduces + 1  # one for the loss
+    assert actual["_allgather_base_"] == gathers
+    assert actual["_reduce_scatter_base_"] == reduce_scatters
+    assert actual["allreduce_"] == all_reduces + 1  # one for the loss
 
 
 def test_training_changes_the_loss():

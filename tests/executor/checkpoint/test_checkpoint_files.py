@@ -186,11 +186,11 @@ def test_files_of_two_ranks_that_changed_places_are_found_by_their_checksums(tmp
     (path / OTHER).rename(path / OWN)
     (path / "third").rename(path / OTHER)
 
-    found = [
+    actual = [
         folder.find_damage(path, {"files": files}, share, 2, lambda: None) for share in range(2)
     ]
 
-    assert {text.split(" has the checksum ")[0] for text in found} == {OWN, OTHER}
+    assert {text.split(" has the checksum ")[0] for text in actual} == {OWN, OTHER}
     assert files[OWN]["crc32"] != files[OTHER]["crc32"]
 
 

@@ -211,7 +211,7 @@ def test_bf16_runs_keep_their_fp32_masters_and_may_change_their_zero_stage(tmp_p
 def test_dropout_goes_on_with_the_same_masks_on_the_same_mesh(tmp_path):
     plan = make_plan(DROPPING, dp=2, zero=(2,))
 
-    first, second, whole, again = run_world(
+    first, second, whole, repeated = run_world(
         [
             (plan, 2, {"directory": tmp_path}),
             (plan, 4, {"directory": tmp_path}),
@@ -221,7 +221,7 @@ def test_dropout_goes_on_with_the_same_masks_on_the_same_mesh(tmp_path):
     )
 
     assert first + second == whole
-    assert again == second
+    assert repeated == second
 
 
 def test_dropout_on_another_mesh_or_device_says_so_and_draws_other_masks(tmp_path, alone):
@@ -232,10 +232,10 @@ def test_dropout_on_another_mesh_or_device_says_so_and_draws_other_masks(tmp_pat
     same, _ = train(plan, 3, resume=str(path.parent))
     path.write_text(json.dumps({**document, "mesh": {**document["mesh"], "dp": 4}}))
 
-    other, notes = train(plan, 3, resume=str(path.parent))
+    second, notes = train(plan, 3, resume=str(path.parent))
 
     assert any("dropout masks" in note for note in notes)
-    assert same != other
+    assert same != second
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, monkeypatch):

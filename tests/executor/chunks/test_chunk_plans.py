@@ -60,15 +60,15 @@ def at(device_bytes: int, request: ChunkRequest = MIXED, **choices) -> Plan:
 
 def require_bytes(ranks: list[Found]) -> None:
     """Requires that the moved bytes are the predicted ones."""
-    for found in ranks:
-        assert all(counted == predicted for counted, predicted in found.moved.values()), found.moved
+    for rank in ranks:
+        assert all(counted == predicted for counted, predicted in rank.moved.values()), rank.moved
 
 
 def require_all(ranks: list[Found], slack_bytes: int = 0) -> None:
     """Requires also that all tensors together stay within the device's budget."""
     require_bytes(ranks)
-    for found in ranks:
-        assert found.chunk_bytes < found.device_bytes <= found.budget_bytes + slack_bytes
+    for rank in ranks:
+        assert rank.chunk_bytes < rank.device_bytes <= rank.budget_bytes + slack_bytes
 
 
 def require_close(ranks: list[Found], plain: list[Found]) -> None:
@@ -81,11 +81,11 @@ def require_close(ranks: list[Found], plain: list[Found]) -> None:
         ), name
 
 
-def require_equal(found: Found, plain: Found) -> None:
-    assert found.loss == plain.loss
-    assert found.gradients.keys() == plain.gradients.keys()
+def require_equal(actual: Found, plain: Found) -> None:
+    assert actual.loss == plain.loss
+    assert actual.gradients.keys() == plain.gradients.keys()
     assert all(
-        torch.equal(found.gradients[name], gradient) for name, gradient in plain.gradients.items()
+        torch.equal(actual.gradients[name], gradient) for name, gradient in plain.gradients.items()
     )
 
 
@@ -101,10 +101,10 @@ def require_like_plain_on_one_rank(
     moved = {}
     for share in shares:
         for eviction in Eviction:
-            found = step(at(int(share * least), replace(HOST, eviction=eviction), **choices))
-            require_equal(found, plain)
-            require_all([found])
-            moved[share, eviction] = found.moved["in"][0]
+            chunk_step = step(at(int(share * least), replace(HOST, eviction=eviction), **choices))
+            require_equal(chunk_step, plain)
+            require_all([chunk_step])
+            moved[share, eviction] = chunk_step.moved["in"][0]
     return moved
 
 
@@ -142,10 +142,10 @@ def test_one_rank_at_every_budget(step, num_micro_batches):
 def test_what_is_recomputed_drops_out_is_routed_or_leaves_the_device_is_the_same(step, choices):
     choices = {"num_micro_batches": 2, **choices}
 
-    found = step(at(smallest(MIXED, **choices), **choices))
+    chunk_step = step(at(smallest(MIXED, **choices), **choices))
 
-    require_equal(found, step(chunked_plan(None, **choices)))
-    require_bytes([found])
+    require_equal(chunk_step, step(chunked_plan(None, **choices)))
+    require_bytes([chunk_step])
 
 
 @pytest.mark.parametrize("gradients", [Precision.BF16, Precision.FP32])
@@ -155,11 +155,11 @@ def test_in_16_bits_gradients_are_those_of_the_plain_plan_also_in_the_place_of_p
     choices = {"precision": Precision.BF16, "gradients": gradients}
     plan = at(smallest(MIXED, **choices), **choices)
 
-    found = step(plan)
+    chunk_step = step(plan)
 
     assert rank_chunks_of(plan, 0).in_parameters == (gradients is Precision.BF16)
-    require_equal(found, step(chunked_plan(None, **choices)))
-    require_bytes([found])
+    require_equal(chunk_step, step(chunked_plan(None, **choices)))
+    require_bytes([chunk_step])
 
 
 class SlowStream:
@@ -234,9 +234,9 @@ def test_copies_that_come_as_late_as_they_are_waited_for_give_the_same_gradients
 ):
     monkeypatch.setattr(manager, "ChunkCopies", SlowCopies)
 
-    found = step(at(smallest(MIXED, **choices) + 100_000, **choices))
+    chunk_step = step(at(smallest(MIXED, **choices) + 100_000, **choices))
 
-    require_equal(found, step(chunked_plan(None, **choices)))
+    require_equal(chunk_step, step(chunked_plan(None, **choices)))
     assert all(stream.most_waiting > 1 for stream in SlowCopies.made.pop().streams)
 
 

@@ -119,7 +119,9 @@ def _agrees(
     _, expected = _passed(model, training, graph, again, None)
 
     assert copies.out_bytes == copies.back_bytes == 2 * sum(priced[name] for name in names)
-    assert all(torch.equal(found, one) for found, one in zip(gradients, expected, strict=True))
+    assert all(
+        torch.equal(gradient, one) for gradient, one in zip(gradients, expected, strict=True)
+    )
 
 
 OF_GPT = tuple(operator.name for operator in _graph(GPT)[1].operators)
@@ -408,13 +410,13 @@ def test_a_step_of_any_schedule_copies_the_predicted_bytes_on_every_rank():
                 )
                 plans.append(nearest_legal(_keeping(plan, KEEP)) or _keeping(plan, KEEP))
 
-    found, today = _copied(plans, 2), [reprice(plan) for plan in plans]
+    actual, today = _copied(plans, 2), [reprice(plan) for plan in plans]
 
     expected = [
         [(copied_bytes(one.strategy, rank, one.price_cache),) * 2 for one in today]
         for rank in range(2)
     ]
-    assert found == expected
+    assert actual == expected
     assert min(min(row) for row in expected) > (0, 0)
 
 
@@ -423,9 +425,9 @@ def _keeping(plan: Plan, names: tuple[str, ...]) -> Plan:
         plan,
         layer_plans={
             name: dataclasses.replace(
-                found, keep_on_host=names if found.layer is LayerKind.BLOCK else ()
+                layer_plan, keep_on_host=names if layer_plan.layer is LayerKind.BLOCK else ()
             )
-            for name, found in plan.layer_plans.items()
+            for name, layer_plan in plan.layer_plans.items()
         },
     )
 
@@ -497,4 +499,6 @@ def test_the_experts_of_a_mixture_send_what_they_keep_and_train_as_before():
     _, expected = _passed(MIXTRAL, training, graph, (), None)
 
     assert copies.out_bytes == copies.back_bytes > 0
-    assert all(torch.equal(found, one) for found, one in zip(gradients, expected, strict=True))
+    assert all(
+        torch.equal(gradient, one) for gradient, one in zip(gradients, expected, strict=True)
+    )

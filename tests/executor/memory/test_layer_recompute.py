@@ -193,7 +193,7 @@ def test_what_was_made_again_is_gone_when_the_backward_pass_is_over():
 
 
 def _recipes() -> list[object]:
-    return [found for found in gc.get_objects() if type(found) is _Recipe]
+    return [get_object for get_object in gc.get_objects() if type(get_object) is _Recipe]
 
 
 def test_a_chain_holds_what_it_makes_again_only_while_it_is_needed():
@@ -224,12 +224,12 @@ def _lists(operators: tuple[str, ...], number: int) -> list[tuple[str, ...]]:
     The next block saves the output of residual2, so only the full list frees bytes by it.
     """
     random = Random(0)
-    found = [
+    actual = [
         tuple(name for name in operators[:-1] if random.random() < share)
         for share in (0.2, 0.4, 0.6, 0.8)
         for _ in range(number)
     ]
-    return [(), *dict.fromkeys(found), operators]
+    return [(), *dict.fromkeys(actual), operators]
 
 
 @pytest.mark.parametrize(
@@ -286,10 +286,10 @@ def test_after_a_recompute_ahead_a_block_holds_what_it_would_have_kept(gathers):
     # stays for the output projection
     exact = [names for names in lists if "attention" not in names or "attention_out" in names]
 
-    found = {names: _held_ahead(training, names, gathers) for names in exact}
+    actual = {names: _held_ahead(training, names, gathers) for names in exact}
 
-    assert len(found) > 3
-    assert set(found.values()) <= {found[()], found[()] + (0 if gathers else 4)}
+    assert len(actual) > 3
+    assert set(actual.values()) <= {actual[()], actual[()] + (0 if gathers else 4)}
 
 
 def _held_ahead(training: TrainingSpec, operators: tuple[str, ...], gathers: bool) -> int:

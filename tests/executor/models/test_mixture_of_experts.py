@@ -84,9 +84,9 @@ def reference() -> TrainingOutcome:
 @pytest.mark.multiproc
 def test_a_plan_with_experts_trains_like_one_process(name):
     plan = PLANS[name]
-    found = WORLDS.outcome(name)
+    training_outcome = WORLDS.outcome(name)
 
-    require_parity(plan, found, reference())
+    require_parity(plan, training_outcome, reference())
 
 
 @pytest.mark.parametrize("name", WORLDS.params())
@@ -121,9 +121,9 @@ def test_the_experts_of_a_rank_are_its_part_of_all():
 )
 @pytest.mark.multiproc
 def test_a_block_exchanges_tokens_as_often_as_is_priced(name, exchanges):
-    found = WORLDS.outcome(name).collectives
+    actual = WORLDS.outcome(name).collectives
 
-    assert found["all_to_all_single"] == exchanges * 2 * 2  # blocks, micro-batches
+    assert actual["all_to_all_single"] == exchanges * 2 * 2  # blocks, micro-batches
 
 
 # One process

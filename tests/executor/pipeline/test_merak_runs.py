@@ -66,15 +66,15 @@ def plan_of(
     plan = make_plan(model, schedule=schedule, pp=pp, num_micro_batches=micro_batches, **settings)
     plans = {
         name: dataclasses.replace(
-            found, keep_on_host=on_host if found.layer is LayerKind.BLOCK else ()
+            layer_plan, keep_on_host=on_host if layer_plan.layer is LayerKind.BLOCK else ()
         )
-        for name, found in plan.layer_plans.items()
+        for name, layer_plan in plan.layer_plans.items()
     }
-    found = nearest_legal(dataclasses.replace(plan, layer_plans=plans))
-    assert found is not None
-    assert found.pipeline == plan.pipeline
-    validate(found)
-    return found
+    legal_layouts = nearest_legal(dataclasses.replace(plan, layer_plans=plans))
+    assert legal_layouts is not None
+    assert legal_layouts.pipeline == plan.pipeline
+    validate(legal_layouts)
+    return legal_layouts
 
 
 WORLD_4 = {
@@ -218,24 +218,24 @@ EVERY = [
 ]
 
 
-def _worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() <= expected.keys()
-    return max(gradient_error(gradient, expected[name]) for name, gradient in found.items())
+def _worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert actual.keys() <= expected.keys()
+    return max(gradient_error(gradient, expected[name]) for name, gradient in actual.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), EVERY)
 def test_the_gradients_are_those_of_1f1b_and_of_one_process(world, name):
     plan = (WORLD_4 | WORLD_8)[name]
-    found, expected = seen(world)[name]
+    actual, expected = seen(world)[name]
 
     assert (
-        max(_worst(a.gradients, b.gradients) for a, b in zip(found, expected, strict=True))
+        max(_worst(a.gradients, b.gradients) for a, b in zip(actual, expected, strict=True))
         <= GRADIENT_TOLERANCE
     )
     if not plan.model.dropout:  # whose masks differ by rank
         whole = run_reference(plan).gradients
-        assert max(_worst(rank.gradients, whole) for rank in found) <= GRADIENT_TOLERANCE
+        assert max(_worst(rank.gradients, whole) for rank in actual) <= GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize(("world", "name"), EVERY)
@@ -261,9 +261,9 @@ def test_a_recompute_is_over_before_the_gradient_is_made_and_nothing_runs_again_
     recomputes = 0
     for rank, plain in zip(*seen(world)[name], strict=True):
         for early in (span for span in rank.spans if "R" in span):
-            again = early.replace("R", "B")
-            assert rank.products[early] == plain.products[again]
-            assert rank.products[again] == 0
+            repeated = early.replace("R", "B")
+            assert rank.products[early] == plain.products[repeated]
+            assert rank.products[repeated] == 0
             recomputes += rank.products[early] > 0
         assert rank.products.total() == plain.products.total()
     assert recomputes > 0
@@ -321,11 +321,11 @@ def test_the_nearest_plan_recomputes_on_all_stages_but_the_last():
 
     nearest: Any = nearest_legal(plan)
 
-    again = [
+    repeated = [
         [bool(nearest.layer_plans[run.plan].recompute) for run in stage.layers if run.blocks]
         for stage in nearest.stages
     ]
-    assert again == [[True], [True], [True], [False]]
+    assert repeated == [[True], [True], [True], [False]]
 
 
 def test_compiled_blocks_cannot_recompute_ahead():

@@ -78,7 +78,7 @@ def test_stages_that_make_their_buffers_late_train_like_one_process():
         interleaved(4),
     ]
 
-    for plan, found in zip(plans, run_plans(plans), strict=True):
+    for plan, run_plan in zip(plans, run_plans(plans), strict=True):
         expected = run_reference(plan)
-        assert worst_gradient(found, expected)[0] <= GRADIENT_TOLERANCE
-        assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
+        assert worst_gradient(run_plan, expected)[0] <= GRADIENT_TOLERANCE
+        assert run_plan.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)

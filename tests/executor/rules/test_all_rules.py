@@ -459,20 +459,21 @@ def test_all_rules_are_asked_where_no_number_of_micro_batches_is_legal():
 def test_a_refused_plan_does_not_train_what_it_says(name):
     broken = BROKEN[name]
 
-    found = attempt(broken.plan)
+    attempted = attempt(broken.plan)
 
     if broken.effect == "fails":
-        assert isinstance(found, str)
+        assert isinstance(attempted, str)
         return
-    assert not isinstance(found, str), found
+    assert not isinstance(attempted, str), attempted
     if broken.effect == "other gradients":
         assert (
-            worst_gradient(found, run_reference(_alone(broken.plan)))[0] > 1000 * GRADIENT_TOLERANCE
+            worst_gradient(attempted, run_reference(_alone(broken.plan)))[0]
+            > 1000 * GRADIENT_TOLERANCE
         )
     elif broken.effect == "other bytes":
-        assert any(predicted != measured for predicted, measured in found.states.values())
+        assert any(predicted != measured for predicted, measured in attempted.states.values())
     else:
-        assert found.losses == attempt(_less_wrong(broken.plan)).losses
+        assert attempted.losses == attempt(_less_wrong(broken.plan)).losses
 
 
 def _alone(plan: Plan) -> Plan:
@@ -526,8 +527,8 @@ def test_stages_of_unknown_or_wrong_layer_plans_are_refused(stages):
 def test_what_looks_wrong_and_is_not_refused_trains_right(plan):
     validate(plan)
 
-    found, expected = attempt(plan), run_reference(_alone(plan))
+    attempted, expected = attempt(plan), run_reference(_alone(plan))
 
-    assert worst_gradient(found, expected)[0] <= GRADIENT_TOLERANCE
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
-    assert all(predicted == measured for predicted, measured in found.states.values())
+    assert worst_gradient(attempted, expected)[0] <= GRADIENT_TOLERANCE
+    assert attempted.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
+    assert all(predicted == measured for predicted, measured in attempted.states.values())

@@ -110,10 +110,10 @@ def alone(plan: Plan) -> Plan:
 def test_halves_train_like_one_process(name):
     plan = WORLDS.plans[name]
     validate(plan)
-    found, expected = WORLDS.outcome(name), run_reference(alone(plan))
+    training_outcome, expected = WORLDS.outcome(name), run_reference(alone(plan))
 
-    require_parity(plan, found, expected)
-    assert all(predicted == measured for predicted, measured in found.states.values())
+    require_parity(plan, training_outcome, expected)
+    assert all(predicted == measured for predicted, measured in training_outcome.states.values())
 
 
 class Order(TorchDispatchMode):
@@ -152,7 +152,7 @@ def _ordered(rank: int, plans: list[Plan], folder: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world
     )
-    found = []
+    actual = []
     for plan in plans:
         trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
         half = 1 if plan.pipeline.tp_overlap == 0 else 2
@@ -164,8 +164,8 @@ def _ordered(rank: int, plans: list[Plan], folder: str) -> None:
         )
         with order:
             trainer.gradients(0)
-        found.append((order.found, torch._C._distributed_c10d._get_work_registry_size()))
-    torch.save(found, f"{folder}/rank{rank}.pt")
+        actual.append((order.found, torch._C._distributed_c10d._get_work_registry_size()))
+    torch.save(actual, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -206,9 +206,9 @@ def test_each_all_reduce_is_waited_for_when_what_hides_it_has_been_issued(level)
 
 
 def test_without_halves_every_all_reduce_is_waited_for_at_once():
-    found = orders()["level-0"][0]
+    actual = orders()["level-0"][0]
 
-    assert found == {
+    assert actual == {
         which: [0] * (2 * BLOCKS + 1) for which in ("forward", "backward")
     }  # one of the embedding, or the head
 
@@ -228,10 +228,10 @@ def test_as_many_all_reduces_are_exposed_as_the_price_says(level):
 
 
 def test_a_recomputation_that_ends_early_leaves_no_transfer_behind():
-    found, left = orders()["again"]
+    actual, left = orders()["again"]
 
     # forward, and again in the backward pass up to the first half of the feed-forward network
-    assert (len(found["forward"]), len(found["backward"])) == (4 * BLOCKS, 7 * BLOCKS)
+    assert (len(actual["forward"]), len(actual["backward"])) == (4 * BLOCKS, 7 * BLOCKS)
     assert left == 0
 
 
@@ -240,18 +240,18 @@ def test_a_recomputation_that_ends_early_leaves_no_transfer_behind():
 def test_sharding_leaves_the_order_as_it_is(zero):
     plan = make_plan(SHORT, dp=2, tp=2, zero=(zero,), num_micro_batches=1, global_batch_size=16)
 
-    ((found, _),) = ordered([overlapped(plan, 3)])
+    ((actual, _),) = ordered([overlapped(plan, 3)])
 
-    assert found == UNDER[3]
+    assert actual == UNDER[3]
 
 
 @pytest.mark.slow
 def test_ranks_that_drop_out_draw_one_mask_and_draw_it_again():
     plans = [overlapped(make_plan(DROPOUT, tp=2, recompute=again), 2) for again in ("full", ())]
 
-    again, kept = run_plans(plans)  # which also compares the ranks
+    repeated, kept = run_plans(plans)  # which also compares the ranks
 
-    assert worst_gradient(again, kept)[0] <= GRADIENT_TOLERANCE
+    assert worst_gradient(repeated, kept)[0] <= GRADIENT_TOLERANCE
 
 
 TP2 = make_plan(SHORT, tp=2)

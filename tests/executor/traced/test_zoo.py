@@ -68,11 +68,11 @@ def traced(name: str):
 )
 def test_it_trains_as_in_one_process(name, options):
     plan = hand_plan(f"tests.helpers.zoo:{name}", **options)
-    (found,), expected = run_traced_plans([plan]), run_traced_reference(plan, by_micro_batch=True)
+    (actual,), expected = run_traced_plans([plan]), run_traced_reference(plan, by_micro_batch=True)
 
-    assert found.agree
-    assert max(loss_errors(found, expected)) <= LOSS_TOLERANCE
-    assert max(gradient_errors(found, expected).values()) <= GRADIENT_TOLERANCE
+    assert actual.agree
+    assert max(loss_errors(actual, expected)) <= LOSS_TOLERANCE
+    assert max(gradient_errors(actual, expected).values()) <= GRADIENT_TOLERANCE
 
 
 def test_a_recording_leaves_parameters_and_buffers_as_they_were():
@@ -95,13 +95,13 @@ def test_a_recording_leaves_parameters_and_buffers_as_they_were():
 
 def test_the_list_of_weights_of_an_lstm_has_the_stand_ins_and_then_its_own_again():
     module = nn.LSTM(2, 3)
-    found = {
+    actual = {
         name: nn.Parameter(torch.ones_like(parameter))
         for name, parameter in module.named_parameters()
     }
 
-    with replaced_parameters(module, found):
-        assert all(a is b for a, b in zip(module._flat_weights, found.values(), strict=True))
+    with replaced_parameters(module, actual):
+        assert all(a is b for a, b in zip(module._flat_weights, actual.values(), strict=True))
     assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
 
 
@@ -240,14 +240,14 @@ def _opens_in_little_memory(end) -> None:
 
 def test_experts_of_40_gib_are_opened_in_8():
     context = multiprocessing.get_context("fork")
-    end, other = context.Pipe(duplex=False)
-    child = context.Process(target=_opens_in_little_memory, args=(other,))
+    end, second = context.Pipe(duplex=False)
+    child = context.Process(target=_opens_in_little_memory, args=(second,))
     child.start()
-    other.close()
-    found = end.recv() if end.poll(60) else 0
+    second.close()
+    actual = end.recv() if end.poll(60) else 0
     child.join()
 
-    assert found > 40 * GIB
+    assert actual > 40 * GIB
 
 
 def test_grouped_products_of_experts_are_counted_in_fp32_as_in_bf16():

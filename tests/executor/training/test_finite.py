@@ -82,9 +82,9 @@ PLANS = {
 
 @pytest.mark.multiproc
 def test_all_ranks_end_with_the_same_error_on_every_mesh_and_kind_of_model():
-    found = run_ranks([plan for plan, _ in PLANS.values()], _spoilt_on_rank_1)
+    actual = run_ranks([plan for plan, _ in PLANS.values()], _spoilt_on_rank_1)
 
-    for (name, (_, ranks)), (first, second) in zip(PLANS.items(), found, strict=True):
+    for (name, (_, ranks)), (first, second) in zip(PLANS.items(), actual, strict=True):
         assert first == second, name
         done, message = first
         assert done == 1, name

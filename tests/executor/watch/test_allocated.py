@@ -67,7 +67,7 @@ def test_the_peak_of_a_run_is_what_memtracker_counts_and_what_is_predicted(dropo
 
 def test_what_was_there_before_and_the_most_of_a_step_count_together():
     before = torch.ones(1000)
-    other, peak = allocated_bytes(gc.get_objects()), PeakBytes()
+    allocated, peak = allocated_bytes(gc.get_objects()), PeakBytes()
 
     with peak.counted():
         first = torch.ones(5000)
@@ -77,7 +77,7 @@ def test_what_was_there_before_and_the_most_of_a_step_count_together():
         del second, third
 
     assert peak.num_bytes == pytest.approx(
-        other + 2 * 4 * 5000, abs=64
+        allocated + 2 * 4 * 5000, abs=64
     )  # numbers that are added are tensors for a moment
     assert before.sum() == 1000
 

@@ -98,19 +98,21 @@ def calls_again(program: Program, module: nn.Module, batch: dict[str, Tensor]) -
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_recorded_calls_give_the_loss_gradients_and_buffers_of_the_module(name):
     program, real = recorded(name, 2), opened_with_values(name)
-    again, batch = copy.deepcopy(real.module), real.batch(2)
+    copied, batch = copy.deepcopy(real.module), real.batch(2)
 
     expected = real.loss_of(real.module, {key: value.clone() for key, value in batch.items()})
     expected.backward()
-    found = calls_again(program, again, batch)
-    found.backward()
+    replayed = calls_again(program, copied, batch)
+    replayed.backward()
 
-    assert torch.equal(found, expected)
-    for (key, own), other in zip(real.module.named_parameters(), again.parameters(), strict=True):
-        assert (own.grad is None) == (other.grad is None), key
-        assert own.grad is None or torch.equal(own.grad, other.grad), key
-    for (key, own), other in zip(real.module.named_buffers(), again.buffers(), strict=True):
-        assert torch.equal(own, other), key
+    assert torch.equal(replayed, expected)
+    for (key, own), parameter in zip(
+        real.module.named_parameters(), copied.parameters(), strict=True
+    ):
+        assert (own.grad is None) == (parameter.grad is None), key
+        assert own.grad is None or torch.equal(own.grad, parameter.grad), key
+    for (key, own), parameter in zip(real.module.named_buffers(), copied.buffers(), strict=True):
+        assert torch.equal(own, parameter), key
 
 
 def test_constants_that_are_written_are_fresh_for_every_micro_batch():
@@ -137,13 +139,13 @@ def test_flops_and_parameters_are_those_that_torch_counts(name):
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
         workload.loss_of(workload.module, workload.batch(2))
 
-    found = described(name)
+    description = described(name)
 
     assert (
-        sum(traced.operator.flops_forward for traced in found.operators)
+        sum(traced.operator.flops_forward for traced in description.operators)
         == counted.get_total_flops()
     )
-    assert found.num_parameters == sum(
+    assert description.num_parameters == sum(
         parameter.numel() for parameter in workload.module.parameters()
     )
 
@@ -157,7 +159,7 @@ def test_kept_bytes_are_those_that_autograd_holds(name):
     """
     workload = opened_with_values(name)
     batch = workload.batch(2)
-    others = {
+    rest = {
         tensor.untyped_storage().data_ptr()
         for tensor in (*workload.module.parameters(), *batch.values())
     }
@@ -171,17 +173,17 @@ def test_kept_bytes_are_those_that_autograd_holds(name):
         loss = workload.loss_of(workload.module, batch)
     assert loss.requires_grad
     real = sum(
-        tensor.untyped_storage().nbytes() for memory, tensor in held.items() if memory not in others
+        tensor.untyped_storage().nbytes() for memory, tensor in held.items() if memory not in rest
     )
 
     programs = [record(opened(name), size, on_cpu=True) for size in (2, 3)]
-    found = describe(*programs, on_cpu=True)
+    description = describe(*programs, on_cpu=True)
 
     constants = sum(value.untyped_storage().nbytes() for value in programs[0].constants.values())
     kept = sum(
         {
             tensor.name: tensor.num_bytes
-            for traced in found.operators
+            for traced in description.operators
             for tensor in traced.operator.saved
         }.values()
     )
@@ -190,15 +192,15 @@ def test_kept_bytes_are_those_that_autograd_holds(name):
 
 def test_names_paths_and_lines_are_those_of_the_calling_module():
     program = recorded("mixer", 2)
-    found = {node.meta["name"]: node.meta for node in program.calls}
+    actual = {node.meta["name"]: node.meta for node in program.calls}
 
-    assert found["blocks.1.tokens.0.linear"]["path"] == "blocks.1.tokens.0"
-    file, line = found["blocks.1.tokens.0.linear"]["line"].rsplit(":", 1)
+    assert actual["blocks.1.tokens.0.linear"]["path"] == "blocks.1.tokens.0"
+    file, line = actual["blocks.1.tokens.0.linear"]["line"].rsplit(":", 1)
     assert (
         "self.tokens(self.norm1(x)"
         in Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
     )
-    assert len(found) == len(program.calls)
+    assert len(actual) == len(program.calls)
 
 
 def test_views_have_the_name_of_what_they_view_and_cost_nothing():
@@ -389,7 +391,7 @@ def test_the_error_names_the_line_of_the_branch():
 
 def test_a_checkpoint_without_reentry_keeps_what_it_would_without():
     """The plan chooses the recomputed operators."""
-    plain, again = (
+    plain, repeated = (
         describe(*(record(workload_of(_Odd(what), 4), size) for size in (2, 3)))
         for what in (
             lambda m, x: m.linear(x).exp(),
@@ -397,7 +399,7 @@ def test_a_checkpoint_without_reentry_keeps_what_it_would_without():
         )
     )
 
-    assert [each.operator.saved for each in again.operators] == [
+    assert [each.operator.saved for each in repeated.operators] == [
         each.operator.saved for each in plain.operators
     ]
 

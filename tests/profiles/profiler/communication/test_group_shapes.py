@@ -86,10 +86,10 @@ EVERY_WORLD = pytest.mark.parametrize(
     ],
 )
 def test_the_shapes_of_collectives_by_hand(world, expected):
-    found = [shape for level in group_shapes(world) for shape in level]
+    actual = [shape for level in group_shapes(world) for shape in level]
 
-    assert {(one.nodes, one.ranks_per_node, one.groups) for one in found} == expected
-    assert len(found) == len(expected)
+    assert {(one.nodes, one.ranks_per_node, one.groups) for one in actual} == expected
+    assert len(actual) == len(expected)
 
 
 def test_the_node_and_the_world_come_first_and_one_rank_a_node_before_the_rest():
@@ -218,10 +218,10 @@ def test_a_dp_group_over_the_tp_ranks_of_a_node_has_the_members_that_are_measure
     ],
 )
 def test_senders_and_receivers_by_hand(world, expected):
-    found = [one for level in pair_shapes(world) for one in level]
+    actual = [one for level in pair_shapes(world) for one in level]
 
     assert {
-        (one.nodes, one.ranks_per_node, one.groups): pairs(one, world) for one in found
+        (one.nodes, one.ranks_per_node, one.groups): pairs(one, world) for one in actual
     } == expected
 
 

@@ -204,10 +204,12 @@ def test_contention_is_the_median_and_none_without_a_measurement():
     ],
 )
 def test_a_curve_of_a_placement_prices_it(placement, of, n_bytes, kind, time_us):
-    found = collective_time(Collective.ALL_REDUCE, n_bytes, placement, own(line("all_reduce", *of)))
+    priced = collective_time(
+        Collective.ALL_REDUCE, n_bytes, placement, own(line("all_reduce", *of))
+    )
 
-    assert found.value_s * 1e6 == pytest.approx(time_us)
-    assert found.kind is kind
+    assert priced.value_s * 1e6 == pytest.approx(time_us)
+    assert priced.kind is kind
 
 
 def test_inside_a_node_all_groups_of_an_axis_run_at_once():
@@ -224,15 +226,15 @@ def test_inside_a_node_all_groups_of_an_axis_run_at_once():
 
 def test_between_two_numbers_of_ranks_a_price_is_interpolated_even_at_a_knot():
     machine = own([*line("all_reduce", 1, 2, 1), *line("all_reduce", 1, 8, 1, 4.0)])
-    found = collective_time(Collective.ALL_REDUCE, 2**20, node(4), machine)
+    priced = collective_time(Collective.ALL_REDUCE, 2**20, node(4), machine)
 
-    assert found.value_s * 1e6 == pytest.approx(100.0)  # the geometric mean of 50 and 200
-    assert found.kind is Kind.INTERPOLATED
+    assert priced.value_s * 1e6 == pytest.approx(100.0)  # the geometric mean of 50 and 200
+    assert priced.kind is Kind.INTERPOLATED
 
 
 def test_a_placement_across_nodes_without_a_curve_is_analytic_with_the_fitted_share():
     machine = own(line("all_gather", 2, 1, 8, 3.0))
-    found = collective_time(
+    priced = collective_time(
         Collective.ALL_GATHER,
         2**30,
         Placement(nodes=4, ranks_per_node=1, groups_per_node=8),
@@ -240,8 +242,8 @@ def test_a_placement_across_nodes_without_a_curve_is_analytic_with_the_fitted_sh
     )
 
     reached = 1 / 2 * 2**30 / 30e-3
-    assert found.kind is Kind.ANALYTIC
-    assert found.value_s == pytest.approx(
+    assert priced.kind is Kind.ANALYTIC
+    assert priced.value_s == pytest.approx(
         3 / 4 * 2**30 / reached + 3 * CLUSTER.nic.latency_s, rel=1e-3
     )
 
@@ -261,10 +263,12 @@ def test_a_message_is_priced_by_the_curve_of_as_many_at_once(crosses, sharing, k
         *line("point_to_point", 1, 2, 4, 2.0),
         *line("point_to_point", 2, 1, 8, 3.0),
     ]
-    found = point_to_point_time(2**20, crosses_nodes=crosses, sharing=sharing, machine=own(records))
+    priced = point_to_point_time(
+        2**20, crosses_nodes=crosses, sharing=sharing, machine=own(records)
+    )
 
-    assert found.value_s * 1e6 == pytest.approx(time_us)
-    assert found.kind is kind
+    assert priced.value_s * 1e6 == pytest.approx(time_us)
+    assert priced.kind is kind
 
 
 def test_a_message_that_no_curve_is_of_is_analytic_also_beside_curves_of_collectives():
