@@ -140,7 +140,9 @@ def test_the_ranks_of_a_stage_share_the_nics_of_their_node():
 def test_a_boundary_between_nodes_is_slower_than_one_inside():
     price_cache, layout = book_of(TINY, 16), frame_of(pp=4, dp=4)  # two stages to a node
 
-    inside, between, back = (transfer_time(rank, layout, price_cache).value_s for rank in (0, 1, 3))
+    inside = transfer_time(0, layout, price_cache).value_s
+    between = transfer_time(1, layout, price_cache).value_s
+    back = transfer_time(3, layout, price_cache).value_s
 
     assert inside < between
     assert back == between  # the last rank sends to the first one when interleaved

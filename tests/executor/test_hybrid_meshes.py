@@ -69,7 +69,9 @@ HOST, MIXED = (
     ChunkRequest(host_blocks=3, optimizer_blocks=0),
     ChunkRequest(host_blocks=1, optimizer_blocks=1),
 )
-FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
+FP32 = Precision.FP32
+BF16 = Precision.BF16
+FP16 = Precision.FP16
 IN_PARAMETERS = {"precision": FP16, "gradients": FP16}
 
 
@@ -156,9 +158,8 @@ def test_without_clipping_and_with_a_schedule_too(alone):
     }
     plain, chunked = trainer(chunked_plan(None, SMALL), **options), trainer(tight(MIXED), **options)
 
-    expected, actual = (
-        [(step.loss, step.learning_rate) for step in trained.run()] for trained in (plain, chunked)
-    )
+    expected = [(step.loss, step.learning_rate) for step in plain.run()]
+    actual = [(step.loss, step.learning_rate) for step in chunked.run()]
 
     assert actual == expected
     assert equal(states(chunked), states(plain))

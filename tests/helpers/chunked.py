@@ -17,7 +17,9 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision
 from tests.helpers.uniform_strategies import TINY, TRAINING, book_of, frame_of, uniform
 
-DEV, OPT, HOST = StateLocation.DEVICE, StateLocation.OPTIMIZER, StateLocation.HOST
+DEV = StateLocation.DEVICE
+OPT = StateLocation.OPTIMIZER
+HOST = StateLocation.HOST
 HALF = replace(TRAINING, precision=Precision.FP16, gradient_precision=Precision.FP16)
 MIXED = replace(HALF, gradient_precision=Precision.FP32)
 FULL = replace(MIXED, precision=Precision.FP32)

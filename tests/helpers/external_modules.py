@@ -135,7 +135,8 @@ class SmallBlock(nn.Module):
             t.unflatten(-1, (4, 8)).transpose(1, 2)
             for t in self.qkv(self.norm1(x)).chunk(3, dim=-1)
         )
-        query, key = (t * angles.cos() + t.flip(-1) * angles.sin() for t in (query, key))
+        query = query * angles.cos() + query.flip(-1) * angles.sin()
+        key = key * angles.cos() + key.flip(-1) * angles.sin()
         attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x)))), None
@@ -299,7 +300,9 @@ def run_foreign_reference(plan: Plan) -> TrainingOutcome:
         model = reference_model(plan)
     optimizer = reference_optimizer(model, OPTIONS)
     batches = synthetic_batches(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
-    losses, norms, first = [], [], {}
+    losses = []
+    norms = []
+    first = {}
     for step in range(STEPS):
         ids, targets = batches(step)
         output = model(ids)

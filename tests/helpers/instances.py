@@ -158,7 +158,9 @@ def least_peak(instance: Instance) -> float:
 
     The leanest ten strategies of each layout get other ends.
     """
-    price_cache, layers, actual = instance.price_cache(), instance.model.num_layers, []
+    price_cache = instance.price_cache()
+    layers = instance.model.num_layers
+    actual = []
     for layout in enumerate_candidates(
         instance.model, instance.cluster, instance.training, PINS
     ).layouts:

@@ -72,7 +72,9 @@ class Machine:
         noise: float = 0.0,
     ) -> None:
         device = cluster.device
-        self.compute, self.precision, self.noise = compute, precision, noise
+        self.compute = compute
+        self.precision = precision
+        self.noise = noise
         self.chip = Chip(
             peak_flops_per_s=device.peak(precision),
             bytes_per_s=device.memory_bytes_per_s,

@@ -68,10 +68,9 @@ def _named(layer: LayerClass, path: str, out: str, names: dict[str, str]) -> lis
 
     traced = []
     for operator in layer.operators:
-        inputs, outputs, saved = (
-            tuple(map(tensor, tensors))
-            for tensors in (operator.inputs, operator.outputs, operator.saved)
-        )
+        inputs = tuple(map(tensor, operator.inputs))
+        outputs = tuple(map(tensor, operator.outputs))
+        saved = tuple(map(tensor, operator.saved))
         part = _PARTS.get(operator.name, operator.name)
         traced.append(
             TracedOperator(

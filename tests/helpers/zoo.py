@@ -671,11 +671,9 @@ def toggled_gradient() -> Made:
 class _DropsLayers(nn.Module):
     def __init__(self, drawn: Callable[[], Any]) -> None:
         super().__init__()
-        self.table, self.blocks, self.head = (
-            nn.Embedding(32, WIDTH),
-            nn.ModuleList(_blocks()),
-            nn.Linear(WIDTH, 32),
-        )
+        self.table = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(_blocks())
+        self.head = nn.Linear(WIDTH, 32)
         self.drawn = drawn
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -715,11 +713,9 @@ def _checkpointed(reentrant: bool) -> nn.Module:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.blocks, self.head = (
-                nn.Embedding(32, WIDTH),
-                nn.ModuleList(_blocks()),
-                nn.Linear(WIDTH, 32),
-            )
+            self.table = nn.Embedding(32, WIDTH)
+            self.blocks = nn.ModuleList(_blocks())
+            self.head = nn.Linear(WIDTH, 32)
 
         def forward(self, ids: Tensor) -> Tensor:
             x = self.table(ids)

@@ -115,9 +115,8 @@ def test_gradients_over_parameters_keep_a_chunk_from_the_first_of_them_to_the_la
     moments = moments_of(chunked([HOST, DEV, HOST], m=1, ends=False))
     second_group = group_of([1], elements=2, group_elements=12, home=DEV)
 
-    apart, over = (
-        group_uses([group, second_group], moments, in_parameters=way)[0] for way in (False, True)
-    )
+    apart = group_uses([group, second_group], moments, in_parameters=False)[0]
+    over = group_uses([group, second_group], moments, in_parameters=True)[0]
 
     assert apart.runs == (MomentSpan(3, 3), MomentSpan(5, 5))
     assert over.runs == (MomentSpan(3, 5),)

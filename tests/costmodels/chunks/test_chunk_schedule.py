@@ -198,11 +198,9 @@ def held_bytes(actual, prices):
     Parameters count from where a FETCH or GATHER may begin; what REDUCE and SEND read counts to
     where they must be over.
     """
-    training, elements, ranks = (
-        prices.training,
-        actual.groups[0].chunk_layout.chunk_elements,
-        actual.groups[0].chunk_layout.ranks,
-    )
+    training = prices.training
+    elements = actual.groups[0].chunk_layout.chunk_elements
+    ranks = actual.groups[0].chunk_layout.ranks
     width = training.precision.num_bytes * elements
     gradient = (
         training.precision if actual.in_parameters else training.gradient_precision
@@ -214,7 +212,10 @@ def held_bytes(actual, prices):
         * group.chunk_layout.num_groups
         for group in actual.groups
     )
-    totals, since, begun, device = [always] * count, {}, {}, Device(actual)
+    totals = [always] * count
+    since = {}
+    begun = {}
+    device = Device(actual)
 
     def add(first, last, size):
         for index in range(first, min(last, count - 1) + 1):

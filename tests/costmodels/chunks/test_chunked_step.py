@@ -169,11 +169,9 @@ def test_a_stated_budget_is_kept_and_one_that_is_too_small_says_what_would_do():
 
 
 def test_all_on_the_device_waits_for_no_copies_and_is_updated_chunk_by_chunk():
-    price_cache, chunks, units = (
-        book_of(),
-        chunked((StateLocation.DEVICE,) * 8, dp=4),
-        uniform(frame_of(dp=4), 8, zero=3),
-    )
+    price_cache = book_of()
+    chunks = chunked((StateLocation.DEVICE,) * 8, dp=4)
+    units = uniform(frame_of(dp=4), 8, zero=3)
     (group,) = chunks_of_rank(chunks, 0, price_cache).groups
     outside = sum(
         price_cache.outside.data_parallel(
@@ -264,10 +262,8 @@ def test_gpus_that_share_an_uplink_wait_longer():
 
 def test_a_slower_host_is_paid_after_the_last_pass():
     strategy = chunked(ON_HOST, dp=4, m=1)
-    fast, slow = (
-        price_step(strategy, book_of(cluster=replace(V100, host_bytes_per_s=rate)))
-        for rate in (1e12, 1e11)
-    )
+    fast = price_step(strategy, book_of(cluster=replace(V100, host_bytes_per_s=1e12)))
+    slow = price_step(strategy, book_of(cluster=replace(V100, host_bytes_per_s=1e11)))
     own = padded(strategy, book_of())[StateLocation.HOST]
 
     difference_s = (

@@ -139,7 +139,9 @@ def test_what_fits_is_published_with_15b_on_eight_v100():
 
     States take 14 * 15e9 / 8 = 26.25 GB a GPU, besides the memory that is no state.
     """
-    owned, room, host = 15e9 / 8, 8e9, 240e9
+    owned = 15e9 / 8
+    room = 8e9
+    host = 240e9
 
     assert not chunks_fit(OwnedShares(parameters=owned, delta=0.0, gamma=0.0), room, host, 8)
     assert chunks_fit(OwnedShares(parameters=owned, delta=0.0, gamma=0.9), room, host, 8)

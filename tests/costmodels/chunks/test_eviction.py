@@ -47,7 +47,9 @@ def one_by_one(needs, room, policy, key):
 
     The chunk with the least `key` goes, among chunks that a slot does not need.
     """
-    there, used, actual = {}, {}, []
+    there = {}
+    used = {}
+    actual = []
     for slot, (need, free) in enumerate(zip(needs, room, strict=True)):
         while len(set(there) | set(need)) > free:
             victim = min(

@@ -76,7 +76,8 @@ def test_a_pass_takes_what_its_operators_at_half_the_size_take_in_the_recursion(
 
 def test_level_1_divides_the_products_that_are_all_reduced_and_nothing_else():
     priced = price_cache(contention=0.0)
-    half, whole = (priced._operators(LayerKind.BLOCK, size, Sharding(TP)) for size in (B // 2, B))
+    half = priced._operators(LayerKind.BLOCK, B // 2, Sharding(TP))
+    whole = priced._operators(LayerKind.BLOCK, B, Sharding(TP))
     sent = {
         name: time.forward.value_s
         for name, time in half.tensor_parallel.items()
@@ -97,10 +98,8 @@ def test_level_1_divides_the_products_that_are_all_reduced_and_nothing_else():
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_second_that_is_hidden_costs_what_it_does_everywhere(level):
     sharding = Sharding(TP, overlap=level)
-    free, dear = (
-        price_cache(contention=share).layer_time(LayerKind.BLOCK, B, sharding)
-        for share in (0.0, None)
-    )
+    free = price_cache(contention=0.0).layer_time(LayerKind.BLOCK, B, sharding)
+    dear = price_cache(contention=None).layer_time(LayerKind.BLOCK, B, sharding)
     sent_s = 2 * sum(part.sent_s for part in parts_of(price_cache(), "forward"))
 
     hidden_s = sent_s - free.tp_forward.value_s
@@ -149,9 +148,8 @@ def test_what_runs_again_is_halved_too_and_waits_block_by_block():
 
 def test_without_tensor_parallelism_halving_only_costs():
     priced = price_cache()
-    whole, halves = (
-        priced.layer_time(LayerKind.BLOCK, B, Sharding(overlap=level)).total_s for level in (0, 2)
-    )
+    whole = priced.layer_time(LayerKind.BLOCK, B, Sharding(overlap=0)).total_s
+    halves = priced.layer_time(LayerKind.BLOCK, B, Sharding(overlap=2)).total_s
     half = priced.layer_time(LayerKind.BLOCK, B // 2, Sharding()).total_s
 
     assert halves == pytest.approx(2 * half, rel=1e-9)
@@ -244,7 +242,9 @@ def test_halves_keep_the_same_bytes_and_all_reduce_twice_as_often_half_as_much(l
 
 
 def test_only_one_half_has_temporaries_and_both_have_what_runs_again():
-    priced, whole, halved = price_cache(), Sharding(TP), Sharding(TP, overlap=2)
+    priced = price_cache()
+    whole = Sharding(TP)
+    halved = Sharding(TP, overlap=2)
     boundary_bytes = priced.graph(B).block.input.num_bytes
     for level in Recompute:
         size = {

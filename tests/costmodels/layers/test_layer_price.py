@@ -28,7 +28,9 @@ BF16_GRADIENTS = replace(TRAINING, gradient_precision=Precision.BF16)
 GPT = build_graph(load_model("gpt-tiny").spec, TRAINING, B)
 LLAMA = build_graph(load_model("llama3-8b").spec, TRAINING, 1)
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))
-WHOLE, TP4, TP4_SP = Sharding(), Sharding(4), Sharding(4, True)
+WHOLE = Sharding()
+TP4 = Sharding(4)
+TP4_SP = Sharding(4, True)
 OPERATORS = [operator.name for operator in GPT.block.operators]
 BOUNDARY = 2 * S * B * H  # 2 S b h of EQUATIONS T2
 

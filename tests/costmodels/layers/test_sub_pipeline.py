@@ -38,7 +38,10 @@ def simulated_s(parts: Sequence[HalfTime], blocks: int) -> float:
         "compute": [("compute", *key) for key in order],
         "send": [("send", *key) for key in order if row[key[0]].sent_s],
     }
-    wait, over, now, running = {}, set(), 0.0, []
+    wait = {}
+    over = set()
+    now = 0.0
+    running = []
     for k, half in order:
         if k:
             wait["compute", k, half] = ("send" if row[k - 1].sent_s else "compute", k - 1, half)

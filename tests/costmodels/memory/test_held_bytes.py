@@ -69,7 +69,9 @@ def test_gathers_stay_inside_the_group_and_the_copies_are_reduced_once_across_th
     owned = owned_parameters(book_of().graph(1).block, Sharding(), 8)
     reduce = collective_time(Collective.ALL_REDUCE, 4 * owned, across, machine).value_s
 
-    one, two, three = (block(book_of(zero_ranks=8), zero) for zero in (1, 2, 3))
+    one = block(book_of(zero_ranks=8), 1)
+    two = block(book_of(zero_ranks=8), 2)
+    three = block(book_of(zero_ranks=8), 3)
 
     assert one.step.value_s == pytest.approx(gather + scatter + reduce, rel=1e-12)
     assert (two.backward.value_s, two.step.value_s) == pytest.approx(
@@ -172,14 +174,9 @@ def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
 def test_offload_trades_device_bytes_for_host_bytes_and_time():
     layout = frame_of(dp=16, m=4)
     strategy, price_cache = uniform(layout, 8, zero=3), book_of(offload=(STATES,))
-    plain, states, both = (
-        price_step(found, prices)
-        for found, prices in (
-            (strategy, book_of()),
-            (strategy, price_cache),
-            (with_offloaded_activations(strategy, ("fc1", "fc2")), price_cache),
-        )
-    )
+    plain = price_step(strategy, book_of())
+    states = price_step(strategy, price_cache)
+    both = price_step(with_offloaded_activations(strategy, ("fc1", "fc2")), price_cache)
 
     assert plain.memory[0].host == 0 < states.memory[0].host < both.memory[0].host
     assert plain.memory[0].states.total > states.memory[0].states.total == 0
@@ -293,10 +290,8 @@ def test_copies_and_sums_of_the_host_are_a_cause_of_their_own(zero):
     Without overlap the collectives equal those of the plan without host states.
     """
     layout = frame_of(dp=16, m=4)
-    plain, states = (
-        price_step(uniform(layout, 8, zero=zero), book_of(offload=offload)).ranks[0]
-        for offload in ((), (STATES,))
-    )
+    plain = price_step(uniform(layout, 8, zero=zero), book_of(offload=())).ranks[0]
+    states = price_step(uniform(layout, 8, zero=zero), book_of(offload=(STATES,))).ranks[0]
 
     assert plain.host_comm.value_s == 0.0
     assert states.dp_comm.value_s == pytest.approx(plain.dp_comm.value_s, rel=1e-9)

@@ -24,7 +24,9 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
 from tests.helpers.uniform_strategies import TINY, book_of, frame_of, uniform
 
-EARLY, LAST, SCP = Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP
+EARLY = Schedule.EARLY_RECOMPUTE
+LAST = Schedule.LAST_NO_RECOMPUTE
+SCP = Schedule.SCP
 BLOCK, BOOK = LayerKind.BLOCK, book_of(TINY, 4)
 
 
@@ -106,9 +108,8 @@ def test_the_peak_is_stashes_and_a_stage_without_recompute_from_r_to_its_backwar
 ):
     # middle stages, two equal blocks each
     layout = strategy(schedule, recomputed).layout
-    kept, whole = (
-        BOOK.activations(BLOCK, 1, layout.sharding, level) for level in (recomputed, Recompute.NONE)
-    )
+    kept = BOOK.activations(BLOCK, 1, layout.sharding, recomputed)
+    whole = BOOK.activations(BLOCK, 1, layout.sharding, Recompute.NONE)
     stage, made = 2 * kept.saved, 2 * (whole.saved - kept.saved)
 
     memory = rank_memory(strategy(schedule, recomputed), rank, BOOK)
@@ -125,10 +126,8 @@ def test_without_recompute_the_memory_is_that_of_1f1b_and_one_stash_more_where_s
     schedule,
 ):
     for rank in range(4):
-        plain, ahead = (
-            rank_memory(strategy(one, Recompute.NONE), rank, BOOK)
-            for one in (Schedule.ONE_F_ONE_B, schedule)
-        )
+        plain = rank_memory(strategy(Schedule.ONE_F_ONE_B, Recompute.NONE), rank, BOOK)
+        ahead = rank_memory(strategy(schedule, Recompute.NONE), rank, BOOK)
         more = schedule is SCP and rank == 2
         assert ahead.activations == plain.activations * (1.5 if more else 1.0)
         assert (ahead.states, ahead.temporaries) == (plain.states, plain.temporaries)
@@ -178,10 +177,9 @@ def test_a_last_stage_that_recomputes_is_refused():
 )
 def test_the_fullest_moment_of_scp_by_hand(recomputed, expected):
     saved, workspace = recomputed
-    block, embedding, head = (
-        LayerChoice(kind, Recompute.FULL, 0)
-        for kind in (BLOCK, LayerKind.EMBEDDING, LayerKind.HEAD)
-    )
+    block = LayerChoice(BLOCK, Recompute.FULL, 0)
+    embedding = LayerChoice(LayerKind.EMBEDDING, Recompute.FULL, 0)
+    head = LayerChoice(LayerKind.HEAD, Recompute.FULL, 0)
     actual = Strategy(
         layout=frame_of(pp=3, schedule=SCP, m=4),
         stages=((embedding, block), (block, block), (block, head)),

@@ -102,7 +102,9 @@ def test_states_of_the_first_stage_are_korthikantis_plus_what_the_paper_leaves_o
     price_cache, _, memory = first_stage(
         name, pp, v, b, m, recompute=Recompute.NONE, sequence_parallel=False
     )
-    h, tp, model = price_cache.model.hidden_size, 8, price_cache.model
+    h = price_cache.model.hidden_size
+    tp = 8
+    model = price_cache.model
     biases_and_norms = (
         3 * h / tp + h + 4 * h / tp + h + 2 * 2 * h
     )  # qkv, output, fc1, fc2; two norms of weight and bias
@@ -261,10 +263,8 @@ def test_the_head_has_used_up_its_own_before_a_block_is_recomputed():
 def test_the_embeddings_gradient_comes_when_the_blocks_of_its_micro_batch_are_gone():
     price_cache, layout = book_of(replace(TINY, vocab_size=128_000), 2), frame_of(pp=2)
     strategy = uniform(layout, 8, recompute=Recompute.FULL)
-    embedding, block = (
-        price_cache.activations(kind, 1, layout.sharding, Recompute.FULL)
-        for kind in (LayerKind.EMBEDDING, LayerKind.BLOCK)
-    )
+    embedding = price_cache.activations(LayerKind.EMBEDDING, 1, layout.sharding, Recompute.FULL)
+    block = price_cache.activations(LayerKind.BLOCK, 1, layout.sharding, Recompute.FULL)
 
     assert (
         rank_memory(strategy, 0, price_cache).temporaries

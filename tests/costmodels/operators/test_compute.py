@@ -88,7 +88,12 @@ TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048, stack=NEUTRAL)
 BF16_GRADIENTS = replace(TRAINING, gradient_precision=Precision.BF16)
 UNFUSED = replace(TRAINING, attention=AttentionKernel.UNFUSED)
 GPT_22B = replace(load_model("gpt-22b").spec, dropout=0.1)
-BATCH, SEQ, HIDDEN, FFN, HEADS, HEAD_DIM = 4, 2048, 6144, 24576, 64, 96
+BATCH = 4
+SEQ = 2048
+HIDDEN = 6144
+FFN = 24576
+HEADS = 64
+HEAD_DIM = 96
 TOKENS_BYTES = 2 * BATCH * SEQ * HIDDEN
 A100 = machine_for(load_cluster("a100-80gb"))
 
@@ -470,7 +475,9 @@ def test_rows_that_are_not_aligned_are_in_the_measured_time_and_not_counted_twic
 
 
 def test_attention_is_measured_at_its_points():
-    sizes, forward, backward = (BATCH * HEADS, SEQ, HEAD_DIM), 2e5, 6e5
+    sizes = (BATCH * HEADS, SEQ, HEAD_DIM)
+    forward = 2e5
+    backward = 6e5
     undropped = replace(GPT_22B, dropout=0.0)
     curves = tuple(replace(FLASH, points=((*sizes, time_us),)) for time_us in (forward, backward))
     for machine, model in (

@@ -131,7 +131,9 @@ def test_fused_attention_has_sizes_of_heads_sequence_and_head_dim(dropout, curve
 
 def test_unfused_attention_is_batched_products_a_softmax_and_a_dropout():
     kernel_list = kernels("attention", training=UNFUSED)
-    qk, pv, scores = (B * A, S, S, H // A), (B * A, S, H // A, S), B * A * S * S
+    qk = (B * A, S, S, H // A)
+    pv = (B * A, S, H // A, S)
+    scores = B * A * S * S
 
     assert points(kernel_list.forward) == [
         ("batched_forward", qk),

@@ -25,12 +25,10 @@ from parplan.costmodels.schedules.schedule import (
 from parplan.costmodels.schedules.simulator import StageCost, least_step_s, replay, simulate
 from parplan.profiles.errors import ConfigError
 
-ONE_F_ONE_B, EARLY, LAST, SCP = (
-    Schedule.ONE_F_ONE_B,
-    Schedule.EARLY_RECOMPUTE,
-    Schedule.LAST_NO_RECOMPUTE,
-    Schedule.SCP,
-)
+ONE_F_ONE_B = Schedule.ONE_F_ONE_B
+EARLY = Schedule.EARLY_RECOMPUTE
+LAST = Schedule.LAST_NO_RECOMPUTE
+SCP = Schedule.SCP
 CHANGE = {ActionKind.FORWARD: 1, ActionKind.RECOMPUTE: 0, ActionKind.BACKWARD: -1}
 
 
@@ -300,7 +298,9 @@ def by_definition_s(orders: Sequence[Sequence[Action]], costs: list[list[StageCo
     def end_s(rank: int, n: int) -> float:
         if n < 0:
             return 0.0
-        action, cost, free_s = orders[rank][n], costs[rank][0], end_s(rank, n - 1)
+        action = orders[rank][n]
+        cost = costs[rank][0]
+        free_s = end_s(rank, n - 1)
         if action.work is ActionKind.RECOMPUTE:
             return free_s + cost.recompute_s
         second = rank - 1 if action.work is ActionKind.FORWARD else rank + 1

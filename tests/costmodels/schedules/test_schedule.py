@@ -16,7 +16,9 @@ from parplan.costmodels.schedules.schedule import (
 )
 from parplan.profiles.errors import ConfigError
 
-GPIPE, ONE_F_ONE_B, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
+GPIPE = Schedule.GPIPE
+ONE_F_ONE_B = Schedule.ONE_F_ONE_B
+INTERLEAVED = Schedule.INTERLEAVED
 WHOLE = (GPIPE, ONE_F_ONE_B, INTERLEAVED)  # schedules that do not split the backward
 
 LEGAL = [

@@ -19,7 +19,9 @@ from parplan.costmodels.schedules.schedule import (
 )
 from parplan.costmodels.schedules.simulator import StageCost, least_step_s, replay, simulate
 
-GPIPE, ONE_F_ONE_B, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
+GPIPE = Schedule.GPIPE
+ONE_F_ONE_B = Schedule.ONE_F_ONE_B
+INTERLEAVED = Schedule.INTERLEAVED
 WHOLE = (GPIPE, ONE_F_ONE_B, INTERLEAVED)  # schedules that do not split the backward
 F0, B0 = Action(ActionKind.FORWARD, 0, 0), Action(ActionKind.BACKWARD, 0, 0)
 
@@ -436,9 +438,8 @@ def test_whole_and_split_backwards_may_be_mixed_and_split_ones_let_the_stage_bef
         stash_bytes=1.0,
         weight_s=2.0,
     )
-    whole, split = (
-        orders_of(("0F0,0F1,0B0,0B1", rows)) for rows in ("1F0,1B0,1F1,1B1", "1F0,1I0,1F1,1W0,1B1")
-    )
+    whole = orders_of(("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"))
+    split = orders_of(("0F0,0F1,0B0,0B1", "1F0,1I0,1F1,1W0,1B1"))
 
     # 1F0 ends at 2; its whole backward at 6, its input gradient at 4: 0B0 ends at 10 or at 8, 0B1
     # waits for 1B1 (11)

@@ -51,7 +51,9 @@ def random_plan(seed: int) -> Plan:
     Mesh, schedule, mixture of ZeRO stages, divisions and recompute lists are random.
     """
     draw = random.Random(seed)
-    pp, dp, tp = (draw.choice(degrees) for degrees in ((1, 2, 4), (1, 2, 4, 8), (1, 2, 4)))
+    pp = draw.choice((1, 2, 4))
+    dp = draw.choice((1, 2, 4, 8))
+    tp = draw.choice((1, 2, 4))
     schedule = draw.choice(list(Schedule)[:3]) if pp > 1 else Schedule.ONE_F_ONE_B
     chunks = draw.choice((2, 6)) if schedule is Schedule.INTERLEAVED else 1
     count, size = pp * draw.choice((1, 2, 8)), tp * draw.choice((1, 2))

@@ -49,9 +49,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"
 )
 
-GPT, LLAMA = (
-    dataclasses.replace(model, num_layers=2) for model in (executor_plans.GPT, executor_plans.LLAMA)
-)
+GPT = dataclasses.replace(executor_plans.GPT, num_layers=2)
+LLAMA = dataclasses.replace(executor_plans.LLAMA, num_layers=2)
 OPTIONS = Options(seed=7, learning_rate=1e-2)
 TIMEOUT = timedelta(seconds=60)
 BF16 = Precision.BF16

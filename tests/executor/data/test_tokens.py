@@ -203,7 +203,9 @@ def test_the_smallest_type_that_holds_the_vocabulary_is_chosen(tmp_path):
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, gpt2_like):
-    good, bad, output = tmp_path / "good.txt", tmp_path / "bad.txt", tmp_path / "out.bin"
+    good = tmp_path / "good.txt"
+    bad = tmp_path / "bad.txt"
+    output = tmp_path / "out.bin"
     good.write_text("fine\n")
     bad.write_bytes(b"caf\xe9\n")
     write_tokens([good], output, bytes_tokenizer())

@@ -34,7 +34,9 @@ pytestmark = [
 
 FP16 = Precision.FP16
 # fp16 keeps 11 bits, 8 times as exact as bf16: tests/helpers/executor_world.py
-GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 2e-4, 0.0025
+GRADIENT_TOLERANCE = 0.01
+LOSS_TOLERANCE = 2e-4
+NORM_TOLERANCE = 0.0025
 HIGH = 2.0**60  # of the loss: its gradient is no number of 16 bits
 
 PLANS = {
@@ -125,7 +127,9 @@ def _overflows(plan: Plan) -> list[object]:
 
     The first has far too high a scale; in the second only rank 1 meets an infinite gradient.
     """
-    trained, before, actual = trainer(plan), [], []
+    trained = trainer(plan)
+    before = []
+    actual = []
     trained.scale.states["value"].fill_(HIGH)
     for step in range(3):
         before.append(values(trained))

@@ -50,7 +50,9 @@ pytestmark = [
 
 DROPOUT = dataclasses.replace(GPT, dropout=0.25)
 LIST = ("norm1", "qkv", "attention", "norm2", "fc1", "activation")
-EARLY, LAST, SCP = Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP
+EARLY = Schedule.EARLY_RECOMPUTE
+LAST = Schedule.LAST_NO_RECOMPUTE
+SCP = Schedule.SCP
 
 
 def plan_of(

@@ -37,7 +37,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
 ]
 
-BF16, GPIPE, INTERLEAVED = Precision.BF16, Schedule.GPIPE, Schedule.INTERLEAVED
+BF16 = Precision.BF16
+GPIPE = Schedule.GPIPE
+INTERLEAVED = Schedule.INTERLEAVED
 
 
 def with_pipeline(plan: Plan, **changes: object) -> Plan:
@@ -89,7 +91,9 @@ class Broken:
     effect: Effect
 
 
-GPT1, GPT2, PP2 = make_plan(GPT), make_plan(GPT, dp=2), make_plan(GPT, pp=2)
+GPT1 = make_plan(GPT)
+GPT2 = make_plan(GPT, dp=2)
+PP2 = make_plan(GPT, pp=2)
 TP2, DROPOUT = make_plan(GPT, tp=2), dataclasses.replace(GPT, dropout=0.5)
 FIRST, LAST = PP2.stages
 AMPLE = ChunkRequest(host_blocks=2, optimizer_blocks=1, device_bytes=10**9)

@@ -65,7 +65,8 @@ NEOX = dataclasses.replace(
     parallel_residual=True,
     tied_embeddings=False,
 )
-SHORT_GPT, SHORT_LLAMA = (dataclasses.replace(model, num_layers=2) for model in (GPT, LLAMA))
+SHORT_GPT = dataclasses.replace(GPT, num_layers=2)
+SHORT_LLAMA = dataclasses.replace(LLAMA, num_layers=2)
 BF16 = Precision.BF16
 CHAIN = ("norm2", "fc1", "activation")
 LONG = ("norm1", "qkv", "rotary", "attention", "attention_out", "norm2", "fc1", "activation")
@@ -217,7 +218,9 @@ def _changed(plan: Plan, operator: str, **changes) -> Plan:
     )
 
 
-BATCHED, TOKENS, FEATURES = ("Shard(0)@tp",), ("Shard(1)@tp",), ("Shard(2)@tp",)
+BATCHED = ("Shard(0)@tp",)
+TOKENS = ("Shard(1)@tp",)
+FEATURES = ("Shard(2)@tp",)
 LLAMA2, GPT2 = make_plan(LLAMA, tp=2), make_plan(GPT, tp=2)
 ODD_BATCH = make_plan(GPT, tp=2, global_batch_size=6)
 ODD_SEQUENCE = dataclasses.replace(GPT2, training=dataclasses.replace(GPT2.training, seq_length=15))

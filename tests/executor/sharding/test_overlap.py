@@ -43,7 +43,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
 ]
 
-SHORT, SHORT_LLAMA = (dataclasses.replace(model, num_layers=2) for model in (GPT, LLAMA))
+SHORT = dataclasses.replace(GPT, num_layers=2)
+SHORT_LLAMA = dataclasses.replace(LLAMA, num_layers=2)
 NEOX = dataclasses.replace(
     SHORT,
     name="tiny-neox",

@@ -307,7 +307,9 @@ class Killed:
 
 @pytest.mark.slow
 def test_a_session_killed_five_times_ends_as_one_that_was_not(tmp_path):
-    draw, killed, journaled = random.Random(6), Killed(tmp_path), set()
+    draw = random.Random(6)
+    killed = Killed(tmp_path)
+    journaled = set()
     for round_ in range(6):
         before = len(killed.begun())
         killed.begin()

@@ -71,7 +71,9 @@ def test_values_are_what_the_constructors_draw(made):
 
 
 def test_a_value_depends_on_the_seed_and_on_nothing_else(made):
-    before, drawn, second = values(made), values(made), values(made, seed=6)
+    before = values(made)
+    drawn = values(made)
+    second = values(made, seed=6)
     alone = made[1].value(made[0].scaled, 5)
 
     assert all(torch.equal(before[name], drawn[name]) for name in before)

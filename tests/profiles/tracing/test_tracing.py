@@ -283,7 +283,8 @@ def test_un_fused_attention_is_two_products_of_activations():
     workload = open_workload(source, seq_length=1, attention=AttentionKernel.UNFUSED)
     fused = open_workload(source, seq_length=1)
 
-    eager, flash = (describe(record(each, 2), record(each, 3)) for each in (workload, fused))
+    eager = describe(record(workload, 2), record(workload, 3))
+    flash = describe(record(fused, 2), record(fused, 3))
 
     assert not any(each.operator.kind is OperatorKind.ATTENTION for each in eager.operators)
     assert eager.model_flops == flash.model_flops

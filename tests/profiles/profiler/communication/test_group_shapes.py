@@ -27,9 +27,10 @@ def shape(nodes, ranks, groups):
     return Shape(nodes=nodes, ranks_per_node=ranks, groups=groups)
 
 
-PAIR, NODE, TWO_NODES, FOUR_NODES = (
-    World(nodes=n, ranks_per_node=g) for n, g in ((1, 2), (1, 8), (2, 8), (4, 4))
-)
+PAIR = World(nodes=1, ranks_per_node=2)
+NODE = World(nodes=1, ranks_per_node=8)
+TWO_NODES = World(nodes=2, ranks_per_node=8)
+FOUR_NODES = World(nodes=4, ranks_per_node=4)
 EVERY_WORLD = pytest.mark.parametrize(
     "world",
     [
@@ -251,9 +252,8 @@ def test_every_collective_is_measured_at_every_shape_and_size_once(world):
     cases = comm_cases(world, largest_bytes=2**20, precision="fp32", product=64)
     keys = [case.key for case in cases]
     timed = [case for case in cases if case.work in TIMED]
-    groups, messages = (
-        sum(map(len, levels)) for levels in (group_shapes(world), pair_shapes(world))
-    )
+    groups = sum(map(len, group_shapes(world)))
+    messages = sum(map(len, pair_shapes(world)))
 
     assert len(keys) == len(set(keys))
     assert len(timed) == len(ladder(2**20)) * (4 * groups + messages)
