@@ -95,11 +95,11 @@ def trainer(plan: Plan, **options: object) -> Trainer:
 
 def states(trained: Trainer) -> dict[str, Tensor]:
     """All parameters and what the optimizer keeps of them, by name; copies."""
-    own = trained.held().own
-    actual = {name: parameter.detach() for name, parameter in own.items()}
+    rank_states = trained.held().own
+    actual = {name: parameter.detach() for name, parameter in rank_states.items()}
     actual |= {
         f"{name}.{key}": value
-        for name, parameter in own.items()
+        for name, parameter in rank_states.items()
         for key, value in trained.optimizer.state[parameter].items()
     }
     for part in (trained.adam.tensors() if trained.adam is not None else {}).values():

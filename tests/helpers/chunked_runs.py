@@ -179,4 +179,4 @@ def joined(ranks: list[Found]) -> tuple[float, dict[str, Tensor]]:
     gradients: dict[str, Tensor] = {}
     for rank in ranks:
         gradients |= rank.gradients
-    return sum(found.loss for found in ranks), gradients
+    return sum(rank.loss for rank in ranks), gradients

@@ -93,9 +93,9 @@ class Worlds:
         if name not in self._found:
             ranks, slow = self.plans[name].mesh.num_ranks, name in self.slow
             together = {
-                other: plan
-                for other, plan in self.plans.items()
-                if plan.mesh.num_ranks == ranks and (other in self.slow) is slow
+                plan_name: plan
+                for plan_name, plan in self.plans.items()
+                if plan.mesh.num_ranks == ranks and (plan_name in self.slow) is slow
             }
             self._found |= zip(together, run_plans(list(together.values())), strict=True)
         return self._found[name]

@@ -88,18 +88,18 @@ class Machine:
     ) -> Record:
         """A measured case: passes with their seconds."""
         times = {
-            one.name: Timing(
+            case_pass.name: Timing(
                 median_us=round(1e6 * time_s * self.draw.gauss(1.0, self.noise), 3),
                 spread=0.01,
                 repeats=20,
             )
-            for one, time_s in passes
+            for case_pass, time_s in passes
         }
         case = Case(
             work=work,
             sizes=tuple(sizes.items()),
             precision=self.precision,
-            passes=tuple(one for one, _ in passes),
+            passes=tuple(case_pass for case_pass, _ in passes),
         )
         return Record(
             case=case,

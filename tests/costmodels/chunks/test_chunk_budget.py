@@ -31,7 +31,7 @@ def large_tensors_alone(monkeypatch):
     monkeypatch.setattr(room, "_logits_bytes", lambda *_: 0)
 
 
-def without_padding(actual):
+def without_padding(chunk_schedule):
     """The bytes of chunks that no parameter fills, in mixed precision with fp32 gradients."""
     return sum(
         18
@@ -39,7 +39,7 @@ def without_padding(actual):
             group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
             - group.chunk_layout.used_elements
         )
-        for group in actual.groups
+        for group in chunk_schedule.groups
     )
 
 
@@ -126,9 +126,9 @@ def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
             strategy,
             0,
             tuple(layer_passes(strategy, 0)),
-            book_of(TINY, 8, replace(MIXED, stack=one)),
+            book_of(TINY, 8, replace(MIXED, stack=variant)),
         )
-        for one in (stack, replace(stack, keeps_sent=False))
+        for variant in (stack, replace(stack, keeps_sent=False))
     )
     message = TINY.hidden_size * MIXED.seq_length * 2
 
@@ -146,7 +146,7 @@ def test_what_fsdp2_gathers_of_embedding_and_head_is_there_in_their_passes_alone
     On one rank embedding and head are one unit, which stays gathered throughout.
     """
     prices, sharding = BOOKS["mixed"], chunked([HOST]).layout.sharding
-    one, two = (
+    one_rank, two = (
         non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
         for strategy in (chunked([HOST] * 4, pp=pp, m=2), chunked([HOST] * 4, pp=pp, dp=2, m=2))
     )
@@ -161,10 +161,10 @@ def test_what_fsdp2_gathers_of_embedding_and_head_is_there_in_their_passes_alone
         )
         for dp, zero in ((1, 0), (2, 3))
     ]
-    always = two.moments[0] - one.moments[0]
+    always = two.moments[0] - one_rank.moments[0]
 
     assert always == states[1] - states[0] + 2 * parameters * (pp == 1)
-    assert two.gaps[0] - one.gaps[0] >= states[1] - states[0] + 2 * parameters
+    assert two.gaps[0] - one_rank.gaps[0] >= states[1] - states[0] + 2 * parameters
 
 
 def test_norms_keep_two_numbers_of_a_token_unless_recomputed_and_the_batch_is_always_there():

@@ -75,8 +75,8 @@ def cases(draw):
 class Device:
     """Contents of a device by communication group; gradients are sets of (block, micro-batch)."""
 
-    def __init__(self, actual):
-        self.found, self.ranks = actual, actual.groups[0].chunk_layout.ranks
+    def __init__(self, chunk_schedule):
+        self.found, self.ranks = chunk_schedule, chunk_schedule.groups[0].chunk_layout.ranks
         self.own = {key for key in self.every() if self.home(key) is not HOST}
         self.whole = set()
         self.fresh, self.reduced, self.sent = (
@@ -192,37 +192,37 @@ def test_every_pass_has_its_parameters_and_every_gradient_gets_where_the_update_
     assert returned == {key for key in device.every() if device.home(key) is OPT}
 
 
-def held_bytes(actual, prices):
+def held_bytes(chunk_schedule, prices):
     """Bytes of chunks at each moment, from ops alone.
 
     Parameters count from where a FETCH or GATHER may begin; what REDUCE and SEND read counts to
     where they must be over.
     """
     training = prices.training
-    elements = actual.groups[0].chunk_layout.chunk_elements
-    ranks = actual.groups[0].chunk_layout.ranks
+    elements = chunk_schedule.groups[0].chunk_layout.chunk_elements
+    ranks = chunk_schedule.groups[0].chunk_layout.ranks
     width = training.precision.num_bytes * elements
     gradient = (
-        training.precision if actual.in_parameters else training.gradient_precision
+        training.precision if chunk_schedule.in_parameters else training.gradient_precision
     ).num_bytes * elements
-    count = len(actual.moments)
+    count = len(chunk_schedule.moments)
     always = sum(
-        state_widths(group.home, training, actual.in_parameters)[0].total
+        state_widths(group.home, training, chunk_schedule.in_parameters)[0].total
         * elements
         * group.chunk_layout.num_groups
-        for group in actual.groups
+        for group in chunk_schedule.groups
     )
     totals = [always] * count
     since = {}
     begun = {}
-    device = Device(actual)
+    device = Device(chunk_schedule)
 
     def add(first, last, size):
         for index in range(first, min(last, count - 1) + 1):
             totals[index] += size
 
-    adds_up = {moment.micro_batch for moment in actual.moments} != {0}
-    for index, moment in enumerate(actual.moments):
+    adds_up = {moment.micro_batch for moment in chunk_schedule.moments} != {0}
+    for index, moment in enumerate(chunk_schedule.moments):
         for op in moment.before:
             since[op.does is ChunkAction.GATHER, op.group, op.number] = op.issued
         if moment.work is ActionKind.BACKWARD:
@@ -246,7 +246,7 @@ def held_bytes(actual, prices):
                 if (op.group, op.number) == key
                 and op.does in (ChunkAction.REDUCE, ChunkAction.SEND)
             ]
-            if not actual.in_parameters and (ranks > 1 or device.home(key) is HOST):
+            if not chunk_schedule.in_parameters and (ranks > 1 or device.home(key) is HOST):
                 add(first, ops[0].issued, gradient * ranks)
             apart = ranks > 1 and (adds_up or device.home(key) is HOST)
             if apart:
@@ -255,7 +255,7 @@ def held_bytes(actual, prices):
                 add(index + 1, ops[0].issued, gradient)
             if device.home(key) is HOST and ranks > 1:
                 add(ops[0].issued + 1, ops[1].issued, gradient)
-            elif device.home(key) is HOST and actual.in_parameters:
+            elif device.home(key) is HOST and chunk_schedule.in_parameters:
                 add(index + 1, ops[0].issued, gradient)
         add(index, index, gradient if outputs else 0)
     return totals
@@ -282,27 +282,29 @@ def test_the_bytes_of_chunks_at_every_moment_are_those_of_its_ops(case, eviction
 def test_opt_never_moves_more_than_lru_or_fifo(case):
     strategy, prices, rank, more, share = case
     with chunks_of_blocks(share):
-        actual = {
+        by_policy = {
             policy: schedule(strategy, rank, prices, more=more, eviction=policy)
             for policy in Eviction
         }
 
-    assert actual[Eviction.OPT].in_bytes <= min(one.in_bytes for one in actual.values())
-    assert len({one.out_bytes for one in actual.values()}) == 1
-    assert len({one.smallest_bytes for one in actual.values()}) == 1
+    assert by_policy[Eviction.OPT].in_bytes <= min(
+        scheduled.in_bytes for scheduled in by_policy.values()
+    )
+    assert len({scheduled.out_bytes for scheduled in by_policy.values()}) == 1
+    assert len({scheduled.smallest_bytes for scheduled in by_policy.values()}) == 1
 
 
-def shares(actual):
+def shares(chunk_schedule):
     """Returns delta and gamma of the chunks of a rank, with padding counted as parameters."""
-    own = {
+    elements = {
         group.home: group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
-        for group in actual.groups
+        for group in chunk_schedule.groups
     }
-    whole = sum(own.values())
+    whole = sum(elements.values())
     return OwnedShares(
         parameters=whole,
-        delta=own.get(HOST, 0) / whole,
-        gamma=(own.get(HOST, 0) + own.get(OPT, 0)) / whole,
+        delta=elements.get(HOST, 0) / whole,
+        gamma=(elements.get(HOST, 0) + elements.get(OPT, 0)) / whole,
     )
 
 

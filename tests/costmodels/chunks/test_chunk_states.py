@@ -91,9 +91,9 @@ def test_every_transition_is_legal_or_an_error_that_names_both_states(old, new, 
             MOVES[new](states)
 
 
-def moved(actual, does, place):
+def moved(chunk_schedule, does, place):
     """A schedule with one op taken out of its moment and put into another, `place` moments away."""
-    moments = list(actual.moments)
+    moments = list(chunk_schedule.moments)
     index, op = next(
         (i, op)
         for i, m in enumerate(moments)
@@ -101,14 +101,14 @@ def moved(actual, does, place):
         if op.does is does and i + place >= 0
     )
     for at, change in (
-        (index, lambda ops: tuple(one for one in ops if one is not op)),
+        (index, lambda ops: tuple(kept_op for kept_op in ops if kept_op is not op)),
         (index + place, lambda ops: (*ops, op)),
     ):
         if does in (ChunkAction.FETCH, ChunkAction.GATHER):
             moments[at] = replace(moments[at], before=change(moments[at].before))
         else:
             moments[at] = replace(moments[at], after=change(moments[at].after))
-    return replace(actual, moments=tuple(moments))
+    return replace(chunk_schedule, moments=tuple(moments))
 
 
 @pytest.mark.parametrize(

@@ -264,10 +264,10 @@ def test_a_slower_host_is_paid_after_the_last_pass():
     strategy = chunked(ON_HOST, dp=4, m=1)
     fast = price_step(strategy, book_of(cluster=replace(V100, host_bytes_per_s=1e12)))
     slow = price_step(strategy, book_of(cluster=replace(V100, host_bytes_per_s=1e11)))
-    own = padded(strategy, book_of())[StateLocation.HOST]
+    host_parameters = padded(strategy, book_of())[StateLocation.HOST]
 
     difference_s = (
-        28 * own * 4 / (0.73 / 2) * (1 / 1e11 - 1 / 1e12)
+        28 * host_parameters * 4 / (0.73 / 2) * (1 / 1e11 - 1 / 1e12)
     )  # the four GPUs of one of two NUMA domains
     assert slow.step_s - fast.step_s == pytest.approx(difference_s, rel=1e-9)
     assert slow.ranks[0].optimizer.value_s - fast.ranks[0].optimizer.value_s == pytest.approx(
@@ -295,14 +295,14 @@ def groups_of_blocks(strategy, price_cache):
 
     Tensor names are walked one by one.
     """
-    actual = {}
+    groups = {}
     for index, group in enumerate(chunks_of_rank(strategy, 0, price_cache).groups):
         for tensor, number in zip(
             group.chunk_layout.tensors, group.chunk_layout.group_of, strict=True
         ):
             block = int(tensor.name.split(".")[0].removeprefix("block"))
-            actual.setdefault(block, set()).add((index, number))
-    return actual
+            groups.setdefault(block, set()).add((index, number))
+    return groups
 
 
 def test_traffic_gathers_groups_once_for_neighbouring_passes_and_reduces_once_a_micro_batch():

@@ -20,10 +20,10 @@ from tests.helpers.chunked import BOOKS, DEV, HOST, OPT, chunked, chunks_of_bloc
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
-def costs_of(actual, *, chunk_s=1.0, forward_s=2.0, backward_s=3.0, **rest):
+def costs_of(chunk_schedule, *, chunk_s=1.0, forward_s=2.0, backward_s=3.0, **rest):
     """Parameters of a chunk of 16 bits take `chunk_s` either way."""
-    rate = 2 * actual.groups[0].chunk_layout.chunk_elements / chunk_s
-    blocks = [block for group in actual.groups for block in group.blocks]
+    rate = 2 * chunk_schedule.groups[0].chunk_layout.chunk_elements / chunk_s
+    blocks = [block for group in chunk_schedule.groups for block in group.blocks]
     given_ = {
         "forward_s": dict.fromkeys(blocks, forward_s),
         "backward_s": dict.fromkeys(blocks, backward_s),
@@ -140,7 +140,7 @@ def test_own_chunks_come_before_they_are_gathered_and_gradients_are_reduced_befo
         )
         ends[transfer.op.does, transfer.op.group, transfer.op.number] = transfer.end_s
 
-    assert {one.op.does for one in run.transfers} == {
+    assert {copy.op.does for copy in run.transfers} == {
         ChunkAction.FETCH,
         ChunkAction.GATHER,
         ChunkAction.REDUCE,
@@ -179,29 +179,32 @@ def cases(draw):
 @given(cases())
 @settings(max_examples=20, deadline=None)
 def test_a_step_is_never_shorter_than_any_stream_and_never_longer_than_all_in_a_row(case):
-    actual, costs = case
-    run = run_streams(actual, costs)
+    chunk_schedule, costs = case
+    run = run_streams(chunk_schedule, costs)
     busy = [run.compute_s, *(run.busy_s(stream) for stream in Stream)]
-    updates = sum(group.chunk_layout.num_groups for group in actual.groups) * (
+    updates = sum(group.chunk_layout.num_groups for group in chunk_schedule.groups) * (
         costs.host_adam_s + costs.device_adam_s
     )
 
     assert max(busy) - 1e-9 <= run.step_s <= sum(busy) + updates + 1e-9
     assert run.step_s == pytest.approx(run.compute_s + sum(run.actions_s.values()) + run.tail_s)
     for stream in Stream:
-        own = [transfer for transfer in run.transfers if transfer.stream is stream]
-        assert all(one.end_s <= after.start_s for one, after in pairwise(own))
+        transfers = [transfer for transfer in run.transfers if transfer.stream is stream]
+        assert all(before.end_s <= after.start_s for before, after in pairwise(transfers))
 
 
 @given(cases(), st.floats(1.0, 100.0))
 @settings(max_examples=20, deadline=None)
 def test_faster_copies_never_make_a_step_longer(case, faster):
-    actual, costs = case
+    chunk_schedule, costs = case
     quick = replace(
         costs, in_bytes_per_s=costs.in_bytes_per_s * faster, gather_s=costs.gather_s / faster
     )
 
-    assert run_streams(actual, quick).step_s <= run_streams(actual, costs).step_s + 1e-9
+    assert (
+        run_streams(chunk_schedule, quick).step_s
+        <= run_streams(chunk_schedule, costs).step_s + 1e-9
+    )
 
 
 @given(cases())
@@ -209,8 +212,10 @@ def test_faster_copies_never_make_a_step_longer(case, faster):
 def test_a_step_without_copies_is_compute_and_update_and_without_compute_the_copies_in_order(
     case,
 ):
-    actual, costs = case
-    count = sum(group.chunk_layout.num_groups for group in actual.groups if group.home is not DEV)
+    chunk_schedule, costs = case
+    count = sum(
+        group.chunk_layout.num_groups for group in chunk_schedule.groups if group.home is not DEV
+    )
     endless = replace(
         costs,
         in_bytes_per_s=1e30,
@@ -219,7 +224,7 @@ def test_a_step_without_copies_is_compute_and_update_and_without_compute_the_cop
         reduce_s=0.0,
         device_adam_s=0.0,
     )
-    run = run_streams(actual, endless)
+    run = run_streams(chunk_schedule, endless)
     assert run.step_s == pytest.approx(run.compute_s + count * costs.host_adam_s)
 
     blocks = costs.forward_s
@@ -231,7 +236,7 @@ def test_a_step_without_copies_is_compute_and_update_and_without_compute_the_cop
         in_bytes_per_s=costs.in_bytes_per_s,
         host_adam_s=0.0,
     )
-    run = run_streams(actual, only_in)
+    run = run_streams(chunk_schedule, only_in)
     assert run.step_s == pytest.approx(run.busy_s(Stream.IN))
 
 
@@ -241,6 +246,9 @@ def test_room_hides_copies_that_a_full_device_waits_for():
     roomy = rank_chunks(
         strategy, 0, prices, eviction=Eviction.OPT, device_bytes=int(1.3 * tight.device_bytes)
     )
-    waits = [run_streams(found, costs_of(found, chunk_s=0.5)).step_s for found in (tight, roomy)]
+    waits = [
+        run_streams(scheduled, costs_of(scheduled, chunk_s=0.5)).step_s
+        for scheduled in (tight, roomy)
+    ]
 
     assert waits[1] < waits[0]

@@ -31,14 +31,14 @@ def fewest(needs, room):
     """Fetches of the best choice: every set of chunks that may be there is tried."""
     reached = {frozenset(): 0}
     for need, free in zip(needs, room, strict=True):
-        actual = {}
+        fetches = {}
         for there, fetched in reached.items():
             rest, cost = there - set(need), fetched + len(set(need) - there)
             for kept in range(min(len(rest), free - len(need)) + 1):
                 for chosen in combinations(sorted(rest), kept):
                     after = frozenset((*need, *chosen))
-                    actual[after] = min(cost, actual.get(after, cost))
-        reached = actual
+                    fetches[after] = min(cost, fetches.get(after, cost))
+        reached = fetches
     return min(reached.values())
 
 
@@ -49,17 +49,17 @@ def one_by_one(needs, room, policy, key):
     """
     there = {}
     used = {}
-    actual = []
+    stays = []
     for slot, (need, free) in enumerate(zip(needs, room, strict=True)):
         while len(set(there) | set(need)) > free:
             victim = min(
                 (c for c in there if c not in need), key=lambda c: key(c, slot, there, used, needs)
             )
-            actual.append((victim, there.pop(victim), used[victim][0]))
+            stays.append((victim, there.pop(victim), used[victim][0]))
         for chunk in need:
             there.setdefault(chunk, slot)
             used[chunk] = (slot, need.index(chunk))
-    return sorted((*actual, *((chunk, first, used[chunk][0]) for chunk, first in there.items())))
+    return sorted((*stays, *((chunk, first, used[chunk][0]) for chunk, first in there.items())))
 
 
 @given(sequences())
@@ -74,9 +74,9 @@ def test_opt_fetches_as_little_as_any_choice_can_whatever_the_room(case):
 @settings(max_examples=80, deadline=None)
 def test_opt_never_fetches_more_than_lru_or_fifo(case):
     needs, room = case
-    actual = {policy: len(residencies(needs, room, policy)) for policy in Eviction}
+    fetches = {policy: len(residencies(needs, room, policy)) for policy in Eviction}
 
-    assert actual[Eviction.OPT] <= min(actual[Eviction.LRU], actual[Eviction.FIFO])
+    assert fetches[Eviction.OPT] <= min(fetches[Eviction.LRU], fetches[Eviction.FIFO])
 
 
 @given(sequences(chunks=8, slots=20))
@@ -107,10 +107,10 @@ def test_what_is_needed_is_there_once_and_never_more_than_there_is_room_for(case
             there[slot][stay.chunk] += 1
 
     assert all(
-        set(need) <= set(found) and max(found.values(), default=1) == 1
-        for need, found in zip(needs, there, strict=True)
+        set(need) <= set(present) and max(present.values(), default=1) == 1
+        for need, present in zip(needs, there, strict=True)
     )
-    assert all(len(found) <= free for found, free in zip(there, room, strict=True))
+    assert all(len(present) <= free for present, free in zip(there, room, strict=True))
 
 
 def test_room_that_shrinks_makes_the_farthest_use_go_first_and_the_others_stay():

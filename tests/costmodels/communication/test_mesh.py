@@ -13,12 +13,12 @@ from parplan.profiles.errors import ConfigError
 def groups(mesh: Mesh, axis: Axis) -> list[list[int]]:
     """The ranks of every group of `axis`, from rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
     coordinates = itertools.product(range(mesh.pp), range(mesh.dp), range(mesh.tp))
-    actual: dict[tuple[int, ...], list[int]] = {}
+    by_rest: dict[tuple[int, ...], list[int]] = {}
     for coordinate in coordinates:
         pp, dp, tp = coordinate
         rest = tuple(c for i, c in enumerate(coordinate) if i != list(Axis).index(axis))
-        actual.setdefault(rest, []).append((pp * mesh.dp + dp) * mesh.tp + tp)
-    return list(actual.values())
+        by_rest.setdefault(rest, []).append((pp * mesh.dp + dp) * mesh.tp + tp)
+    return list(by_rest.values())
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,11 @@ def test_domains_without_their_gpus_are_an_error():
 
 
 def test_measured_copies_take_the_place_of_the_lane_but_not_of_what_is_shared():
-    one = measured(with_gpus(DGX1, 1), to_device_bytes_per_s=12e9, from_device_bytes_per_s=13e9)
+    one_gpu = measured(with_gpus(DGX1, 1), to_device_bytes_per_s=12e9, from_device_bytes_per_s=13e9)
 
-    assert copy_time(10**9, one).value_s == pytest.approx(1 / 12)
-    assert copy_time(10**9, one, to_host=True).value_s == pytest.approx(1 / 13)
-    assert copy_time(10**9, one).kind is Kind.INTERPOLATED
+    assert copy_time(10**9, one_gpu).value_s == pytest.approx(1 / 12)
+    assert copy_time(10**9, one_gpu, to_host=True).value_s == pytest.approx(1 / 13)
+    assert copy_time(10**9, one_gpu).kind is Kind.INTERPOLATED
     eight = measured(DGX1, to_device_bytes_per_s=12e9)
     assert copy_time(10**9, eight).value_s == pytest.approx(8 / 63)
     assert copy_time(10**9, eight).kind is Kind.ANALYTIC

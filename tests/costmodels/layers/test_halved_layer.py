@@ -49,14 +49,14 @@ def parts_of(priced: PriceCache, way: str) -> list[HalfTime]:
     """
     operators = priced._operators(LayerKind.BLOCK, B // 2, Sharding(TP))
     names = list(operators.compute)
-    actual, compute_s = [], 0.0
+    parts, compute_s = [], 0.0
     for name in names if way == "forward" else reversed(names):
         compute_s += getattr(operators.compute[name], way).value_s
         sent_s = getattr(operators.tensor_parallel[name], way).value_s
         if sent_s:
-            actual.append(HalfTime(compute_s, sent_s))
+            parts.append(HalfTime(compute_s, sent_s))
             compute_s = 0.0
-    return [*actual, HalfTime(compute_s)]
+    return [*parts, HalfTime(compute_s)]
 
 
 @pytest.mark.parametrize("model", MODELS)

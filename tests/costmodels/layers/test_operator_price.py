@@ -131,11 +131,11 @@ def test_every_rejected_strategy_says_why(name, degree, split, reason):
 
 
 def test_on_two_axes_every_pair_is_tried_and_divisions_multiply():
-    one, (both, rejected) = (
+    on_one_axis, (both, rejected) = (
         operator_splits(operator("fc1"), (2,))[0],
         operator_splits(operator("fc1"), (2, 2)),
     )
-    pairs = {(*a, *b) for a in one for b in one}
+    pairs = {(*a, *b) for a in on_one_axis for b in on_one_axis}
 
     assert set(both) <= pairs
     assert pairs - set(both) <= {r.splits for r in rejected}

@@ -105,10 +105,10 @@ def test_copies_wait_for_what_their_blocks_passes_do_not_hide(share):
     n_bytes = plain.activations(BLOCK, 1, Sharding(), (), names).host
     time = plain.layer_time(BLOCK, 1, Sharding())
     price_cache, copy_s = slow_book(n_bytes / (share * time.forward_s)), share * time.forward_s
-    first, other, second = (
+    first, middle, second = (
         choice for choice in rank_layers(uniform(FRAME, 3), 0) if choice.kind is BLOCK
     )
-    chunk = (replace(first, on_host=names), other, replace(second, on_host=names))
+    chunk = (replace(first, on_host=names), middle, replace(second, on_host=names))
 
     out, back = exposed_copies(chunk, FRAME, price_cache)
 

@@ -69,11 +69,11 @@ def test_gathers_stay_inside_the_group_and_the_copies_are_reduced_once_across_th
     owned = owned_parameters(book_of().graph(1).block, Sharding(), 8)
     reduce = collective_time(Collective.ALL_REDUCE, 4 * owned, across, machine).value_s
 
-    one = block(book_of(zero_ranks=8), 1)
+    zero_1 = block(book_of(zero_ranks=8), 1)
     two = block(book_of(zero_ranks=8), 2)
     three = block(book_of(zero_ranks=8), 3)
 
-    assert one.step.value_s == pytest.approx(gather + scatter + reduce, rel=1e-12)
+    assert zero_1.step.value_s == pytest.approx(gather + scatter + reduce, rel=1e-12)
     assert (two.backward.value_s, two.step.value_s) == pytest.approx(
         (scatter, gather + reduce), rel=1e-12
     )
@@ -190,8 +190,8 @@ def test_copies_of_activations_are_hidden_but_for_those_that_the_backward_pass_b
 ):
     strategy, price_cache = uniform(frame_of(dp=16, m=4), 8, recompute=recompute), book_of()
     plain, moved = (
-        price_step(found, price_cache)
-        for found in (
+        price_step(variant, price_cache)
+        for variant in (
             strategy,
             with_offloaded_activations(strategy, named_operators(["all"], recompute, price_cache)),
         )

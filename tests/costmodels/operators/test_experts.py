@@ -184,18 +184,22 @@ def test_states_are_those_of_a_rank_with_its_part_of_the_experts(zero, dp, ep):
         (128,),
         (128,),
     ]  # qkv, attention out, router, norms
-    own = 0
+    rank_share = 0
     for rows, shards in [(experts // ep // 128, dp // ep)]:
         elements, shard = (
             experts // ep,
             -(-(rows // 3 * 2) // shards) * 128 + -(-(rows // 6) // shards) * 256,
         )
-        own += hand_states(elements, shard if shards > 1 else elements, zero if shards > 1 else 0)
+        rank_share += hand_states(
+            elements, shard if shards > 1 else elements, zero if shards > 1 else 0
+        )
     for rows, *columns in rest:
         width = columns[0] if columns else 1
-        own += hand_states(rows * width, -(-rows // dp) * width, zero if dp > 1 else 0)
+        rank_share += hand_states(rows * width, -(-rows // dp) * width, zero if dp > 1 else 0)
 
-    assert layer_states(block, Sharding(ep=ep), StateSharding(zero, dp), TRAINING).total == own
+    assert (
+        layer_states(block, Sharding(ep=ep), StateSharding(zero, dp), TRAINING).total == rank_share
+    )
 
 
 def hand_states(elements, shard, zero):

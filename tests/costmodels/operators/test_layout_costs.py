@@ -111,16 +111,16 @@ def test_a_layer_that_zero_shards_is_gathered_and_reduced_through_buffers(zero, 
 
 
 def test_what_grows_with_a_layers_bytes_counts_those_of_its_parameters():
-    actual = [
-        price_cache(one)
+    times_s = [
+        price_cache(stack)
         .data_parallel(
             LayerKind.BLOCK, 4, Mesh(pp=1, dp=2, tp=1), layout(Mesh(pp=1, dp=2, tp=1)).sharding, 1
         )
         .step.value_s
-        for one in (PLAIN, replace(PLAIN, reduce=LayerCost(byte_s=1e-9)))
+        for stack in (PLAIN, replace(PLAIN, reduce=LayerCost(byte_s=1e-9)))
     ]
 
-    assert actual[1] - actual[0] == pytest.approx(4 * BLOCK_PARAMETERS * 1e-9)
+    assert times_s[1] - times_s[0] == pytest.approx(4 * BLOCK_PARAMETERS * 1e-9)
 
 
 def test_every_action_of_a_pipeline_takes_its_runtime():
@@ -157,5 +157,5 @@ def test_another_stack_or_a_host_that_launches_ahead_has_none_of_it():
         layout(Mesh(pp=1, dp=2, tp=1)),
         {"gather": LayerCost(layer_s=1.0), "update": LayerCost(layer_s=1.0)},
     )
-    for own in (replace(PLAIN, stack="nemo"), replace(PLAIN, host_adds=False)):
-        assert costs(replace(own, **added), sharded, 1) == costs(own, sharded, 1)
+    for layout_costs in (replace(PLAIN, stack="nemo"), replace(PLAIN, host_adds=False)):
+        assert costs(replace(layout_costs, **added), sharded, 1) == costs(layout_costs, sharded, 1)

@@ -114,8 +114,10 @@ def test_split_parameters_add_up_to_the_whole(graph, tp):
 
 
 def test_four_of_the_blocks_operators_communicate_two_before_and_two_after():
-    gathers = [found.name for found in GPT.block.operators if input_gradients_are_sums(found)]
-    reduces = [found.name for found in GPT.block.operators if outputs_are_sums(found)]
+    gathers = [
+        candidate.name for candidate in GPT.block.operators if input_gradients_are_sums(candidate)
+    ]
+    reduces = [candidate.name for candidate in GPT.block.operators if outputs_are_sums(candidate)]
 
     assert gathers == ["qkv", "fc1"]
     assert reduces == ["attention_out", "fc2"]

@@ -49,21 +49,21 @@ def equal(p: int, v: int, f: float, b: float, r: float) -> list[list[StageCost]]
     return [[cost(f / v, b / v, r / v)] * v for _ in range(p)]
 
 
-def forward_s(one: StageCost) -> float:
-    return one.receive_forward_s + one.forward_s
+def forward_s(stage_cost: StageCost) -> float:
+    return stage_cost.receive_forward_s + stage_cost.forward_s
 
 
-def backward_s(one: StageCost) -> float:
-    return one.receive_backward_s + one.recompute_s + one.backward_s
+def backward_s(stage_cost: StageCost) -> float:
+    return stage_cost.receive_backward_s + stage_cost.recompute_s + stage_cost.backward_s
 
 
-def total_s(one: StageCost) -> float:
-    return forward_s(one) + backward_s(one)
+def total_s(stage_cost: StageCost) -> float:
+    return forward_s(stage_cost) + backward_s(stage_cost)
 
 
 def closed_form_s(m: int, costs: list[list[StageCost]]) -> float:
     """EQUATIONS P3 without a tail: (M - 1) max + sum."""
-    stages = [total_s(one) for row in costs for one in row]
+    stages = [total_s(stage_cost) for row in costs for stage_cost in row]
     return (m - 1) * max(stages) + sum(stages)
 
 
@@ -231,12 +231,12 @@ def longest_path_s(schedule: Schedule, m: int, costs: list[list[StageCost]]) -> 
             graph.add_edge((ActionKind.BACKWARD, stage, i), (ActionKind.BACKWARD, stage - 1, i))
     end_s: dict[tuple[ActionKind, int, int], float] = {}
     for work, stage, i in nx.topological_sort(graph):
-        own = costs[stage % p][stage // p]
+        rank_actions = costs[stage % p][stage // p]
         start_s = max(
             (end_s[before] for before in graph.predecessors((work, stage, i))), default=0.0
         )
         end_s[work, stage, i] = start_s + (
-            forward_s(own) if work is ActionKind.FORWARD else backward_s(own)
+            forward_s(rank_actions) if work is ActionKind.FORWARD else backward_s(rank_actions)
         )
     return max(end_s.values())
 
@@ -255,8 +255,8 @@ def test_the_step_is_at_least_a_ranks_work_plus_the_way_to_it_and_back(pipeline)
     schedule, m, costs = pipeline
     step = simulate(schedule, m, costs)
 
-    for rank, own in enumerate(costs):
-        assert step.step_s >= m * sum(map(total_s, own)) + sum(
+    for rank, rank_costs in enumerate(costs):
+        assert step.step_s >= m * sum(map(total_s, rank_costs)) + sum(
             total_s(row[0]) for row in costs[:rank]
         )
         assert step.step_s >= step.ranks[rank].busy_s
@@ -287,7 +287,9 @@ def test_the_lower_bound_of_equal_stages_is_their_step(schedule, p, m, v):
 def test_the_step_is_at_least_the_way_of_one_micro_batch(pipeline):
     schedule, m, costs = pipeline
 
-    assert simulate(schedule, m, costs).step_s >= sum(total_s(one) for row in costs for one in row)
+    assert simulate(schedule, m, costs).step_s >= sum(
+        total_s(stage_cost) for row in costs for stage_cost in row
+    )
 
 
 @settings(deadline=None)
@@ -318,7 +320,7 @@ def test_the_parts_of_each_rank_sum_to_the_step(pipeline, data):
 
     step = simulate(schedule, m, costs, tails)
 
-    assert step.step_s == max(one.finish_s + one.tail_s for one in step.ranks)
+    assert step.step_s == max(rank_time.finish_s + rank_time.tail_s for rank_time in step.ranks)
     for rank in step.ranks:
         assert rank.busy_s + rank.transfer_s + rank.tail_s + rank.bubble_s == step.step_s
 

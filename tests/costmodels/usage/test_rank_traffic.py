@@ -56,7 +56,7 @@ def strategy(
 
 
 def counts(sent: tuple[SentBytes, ...]) -> dict[tuple[str, str], int]:
-    return {(one.axis, one.kind): one.calls for one in sent}
+    return {(message.axis, message.kind): message.calls for message in sent}
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_a_step_of_four_micro_batches_sends_what_its_zero_stage_says(
         ("dp", kind): count * layers for kind, count in expected.items() if count
     }
     num_parameters = price_cache().graph(1).num_parameters
-    for one in sent:
-        width = 2 if one.kind == Collective.ALL_GATHER else 4  # bf16 parameters, fp32 gradients
-        assert one.num_bytes == one.calls // layers * width * num_parameters
+    for message in sent:
+        width = 2 if message.kind == Collective.ALL_GATHER else 4  # bf16 parameters, fp32 gradients
+        assert message.num_bytes == message.calls // layers * width * num_parameters
 
 
 def test_every_stage_receives_an_activation_and_a_gradient_but_for_the_ends():

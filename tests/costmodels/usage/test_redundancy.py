@@ -106,12 +106,12 @@ def test_the_classes_by_hand():
 
 def test_an_operator_that_is_not_divided_holds_its_weights_twice():
     layout, price_cache = frame_of(tp=2), book_of(TINY, 2)
-    own = Sharding(2, own=(("fc1", (Split(),)),))
+    undivided = Sharding(2, own=(("fc1", (Split(),)),))
     megatron, whole = (
         operator_redundancy(LayerChoice(LayerKind.BLOCK, (), 0, sharding), 0, layout, price_cache)[
             "fc1"
         ]
-        for sharding in (None, own)
+        for sharding in (None, undivided)
     )
 
     assert megatron.optimizer == 0

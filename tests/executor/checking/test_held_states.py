@@ -213,9 +213,11 @@ def test_the_first_loss_in_bf16_is_the_same_on_any_number_of_ranks_and_at_any_ze
         *(make_plan(GPT, dp=2, zero=(zero,), precision=BF16) for zero in range(4)),
     ]
 
-    one, *two = [found.losses[0] for found in (*run_plans(plans[:1]), *run_plans(plans[1:]))]
+    one_rank, *two = [
+        trained.losses[0] for trained in (*run_plans(plans[:1]), *run_plans(plans[1:]))
+    ]
 
     assert two == [two[0]] * 4
     assert two[0] == pytest.approx(
-        one, rel=2**-23
+        one_rank, rel=2**-23
     )  # the micro-batches are the same, their losses are added in another order

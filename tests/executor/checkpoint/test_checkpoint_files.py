@@ -302,11 +302,11 @@ def test_torchs_own_tools_read_the_tensors_too(written):
 
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     assert {
-        key: (found.size, found.chunks, found.properties.dtype)
-        for key, found in ours.state_dict_metadata.items()
+        key: (metadata.size, metadata.chunks, metadata.properties.dtype)
+        for key, metadata in ours.state_dict_metadata.items()
     } == {
-        key: (found.size, found.chunks, found.properties.dtype)
-        for key, found in theirs.state_dict_metadata.items()
+        key: (metadata.size, metadata.chunks, metadata.properties.dtype)
+        for key, metadata in theirs.state_dict_metadata.items()
     }
     assert ours.storage_data == theirs.storage_data
 

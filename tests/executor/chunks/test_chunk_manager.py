@@ -78,8 +78,8 @@ def nothing_stays(
             for block in order:
                 host = [
                     key
-                    for key, own in of.items()
-                    if block in own and groups[key[0]].home is StateLocation.HOST
+                    for key, numbers in of.items()
+                    if block in numbers and groups[key[0]].home is StateLocation.HOST
                 ]
                 sent = [
                     key for key in host if work is ActionKind.BACKWARD and block == min(of[key])

@@ -252,8 +252,8 @@ def test_a_block_adds_the_gradients_of_a_micro_batch_to_the_steps(dtype: torch.d
         actual.append([tensor.clone() for tensor in sums])
 
     assert all(tensor.any() for tensor in sums)
-    for one, two in zip(*actual, strict=True):
-        torch.testing.assert_close(two, 2 * one)
+    for gradient, two in zip(*actual, strict=True):
+        torch.testing.assert_close(two, 2 * gradient)
 
 
 @pytest.mark.parametrize("count", [1, 17, 3000, 49_984, 97_835_520])

@@ -120,7 +120,8 @@ def _agrees(
 
     assert copies.out_bytes == copies.back_bytes == 2 * sum(priced[name] for name in names)
     assert all(
-        torch.equal(gradient, one) for gradient, one in zip(gradients, expected, strict=True)
+        torch.equal(gradient, reference)
+        for gradient, reference in zip(gradients, expected, strict=True)
     )
 
 
@@ -264,18 +265,23 @@ def test_the_device_holds_what_two_blocks_sent_at_most():
         )
         for i in range(4)
     ]
-    one = sum(host_bytes_by_operator(graph, Sharding()).values())
+    block_bytes = sum(host_bytes_by_operator(graph, Sharding()).values())
     x = torch.randn(2, 16, 32, requires_grad=True)
     for block in blocks:
         x = block(x)
-        assert sum(tensor.nbytes for tensor, _ in copies._unsettled._on_the_way) == one
+        assert sum(tensor.nbytes for tensor, _ in copies._unsettled._on_the_way) == block_bytes
         # after the hook of the flight: the block's backward pass begins
         x.register_hook(lambda _: seen.append((copies.back_bytes, copies._unsettled)))
 
     x.sum().backward()
 
-    assert copies.out_bytes == 4 * one
-    assert seen == [(2 * one, None), (3 * one, None), (4 * one, None), (4 * one, None)]
+    assert copies.out_bytes == 4 * block_bytes
+    assert seen == [
+        (2 * block_bytes, None),
+        (3 * block_bytes, None),
+        (4 * block_bytes, None),
+        (4 * block_bytes, None),
+    ]
 
 
 def test_what_was_kept_leaves_the_device_with_its_last_reader():
@@ -377,7 +383,9 @@ def test_a_step_copies_the_predicted_bytes(case, tp):
     predicted = copied_bytes(today.strategy, 0, today.price_cache)
 
     assert predicted > 0
-    assert [found[CASES[tp].index(case)] for found in _counted(tp)] == [(predicted, predicted)] * tp
+    assert [counted[CASES[tp].index(case)] for counted in _counted(tp)] == [
+        (predicted, predicted)
+    ] * tp
     assert today.plan.predicted.memory_gib[0].host == pytest.approx(
         predicted / case[1] / GIB, abs=1e-4
     )
@@ -456,7 +464,7 @@ def test_blocks_in_chunks_send_activations_beside_their_states(alone):
     validate(chunked)
     today = reprice(chunked)
 
-    trainers = [build_trainer(found, Options(steps=2), CPU) for found in (chunked, plan)]
+    trainers = [build_trainer(variant, Options(steps=2), CPU) for variant in (chunked, plan)]
     losses = []
     for trainer in trainers:
         torch.manual_seed(0)  # of dropout
@@ -500,5 +508,6 @@ def test_the_experts_of_a_mixture_send_what_they_keep_and_train_as_before():
 
     assert copies.out_bytes == copies.back_bytes > 0
     assert all(
-        torch.equal(gradient, one) for gradient, one in zip(gradients, expected, strict=True)
+        torch.equal(gradient, reference)
+        for gradient, reference in zip(gradients, expected, strict=True)
     )

@@ -196,7 +196,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero():
 def kept_bytes(model) -> int:
     """Bytes of the tensors that autograd keeps of a block, parameters aside."""
     layer, kept = block(model), {}
-    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    expert_bytes = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
 
     def keep(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
@@ -204,7 +204,7 @@ def kept_bytes(model) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(torch.randn(2, SEQ_LENGTH, 32, requires_grad=True))
-    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in expert_bytes)
 
 
 def test_experts_keep_what_the_graph_says_and_the_order_of_the_copies():

@@ -202,7 +202,7 @@ def _as_1f1b(plan: Plan) -> Plan:
 def seen(world: int) -> dict[str, tuple[list[Seen], list[Seen]]]:
     """By plan what every rank saw of it, and of the same plan under 1F1B."""
     plans = WORLD_4 if world == 4 else WORLD_8
-    both = [other for plan in plans.values() for other in (plan, _as_1f1b(plan))]
+    both = [variant for plan in plans.values() for variant in (plan, _as_1f1b(plan))]
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_world, args=(world, both, folder), nprocs=world, start_method="fork")
         ranks = [

@@ -64,8 +64,8 @@ def test_more_micro_batches_hold_no_more_messages(monkeypatch):
 
 @pytest.mark.slow
 def test_torchs_own_stage_holds_a_buffer_for_every_message_of_the_step(monkeypatch):
-    own = {name: getattr(PipelineStage, name) for name in _OVERRIDDEN}
-    stage = type("Stage", (PipelineStep,), own)
+    buffers = {name: getattr(PipelineStage, name) for name in _OVERRIDDEN}
+    stage = type("Stage", (PipelineStep,), buffers)
     monkeypatch.setattr(pipeline, "PipelineStep", stage)
 
     # rank 0 receives an activation and two gradients of every micro-batch

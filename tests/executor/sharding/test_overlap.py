@@ -248,7 +248,9 @@ def test_sharding_leaves_the_order_as_it_is(zero):
 
 @pytest.mark.slow
 def test_ranks_that_drop_out_draw_one_mask_and_draw_it_again():
-    plans = [overlapped(make_plan(DROPOUT, tp=2, recompute=again), 2) for again in ("full", ())]
+    plans = [
+        overlapped(make_plan(DROPOUT, tp=2, recompute=recompute), 2) for recompute in ("full", ())
+    ]
 
     repeated, kept = run_plans(plans)  # which also compares the ranks
 

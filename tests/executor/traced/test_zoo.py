@@ -203,9 +203,9 @@ def test_no_stage_ends_where_a_value_without_gradient_would_be_handed_on():
         value.gradient
         for cross in (False, True)
         for model in [shard(traced("masks_late"), cross_skips=cross)]
-        for found in model.shards[1:]
+        for later_shard in model.shards[1:]
         for value in model.values.by_name.values()
-        if value.crosses(found.first)
+        if value.crosses(later_shard.first)
     )
 
 
@@ -219,7 +219,8 @@ def test_what_reads_and_what_writes_a_buffer_stay_together():
 
     assert len(places) == 2
     assert not any(
-        min(places) < found.first <= max(places) for found in shard(model, cross_skips=True).shards
+        min(places) < one_shard.first <= max(places)
+        for one_shard in shard(model, cross_skips=True).shards
     )
 
 

@@ -156,6 +156,6 @@ def test_the_command_ends_with_its_own_exit_code_and_keeps_the_checkpoint_before
     assert code == 5, err
     assert out.count("loss") == 1
     assert err.startswith("error: step 2: the loss is ")
-    assert [found.name for found in saves.iterdir()] == ["step-000001"]
+    assert [saved.name for saved in saves.iterdir()] == ["step-000001"]
     assert regardless == 0
     assert capsys.readouterr().out.count("loss") == 4

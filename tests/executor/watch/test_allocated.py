@@ -96,6 +96,9 @@ def test_blocks_that_another_thread_gave_back_are_left_out():
 
 
 def test_memory_of_numpy_and_a_second_view_are_not_the_allocators():
-    own = torch.zeros(8)
+    tensor = torch.zeros(8)
 
-    assert allocated_bytes([own, own[:2], torch.from_numpy(np.zeros(1000)), "text"]) == own.nbytes
+    assert (
+        allocated_bytes([tensor, tensor[:2], torch.from_numpy(np.zeros(1000)), "text"])
+        == tensor.nbytes
+    )

@@ -256,11 +256,11 @@ def test_collectives_that_were_measured_hold_on_the_machines_own_link_whatever_i
         rows=2,
         median_error=0.0,
     )
-    own = replace(
+    relinked = replace(
         MEASURED.profile, intra=replace(MEASURED.profile.intra, kind=Kind.MEASURED, curves=(curve,))
     )
 
-    assert machine_for(replace(CPU, profile=own)).collective_curves["all_reduce"] == (curve,)
+    assert machine_for(replace(CPU, profile=relinked)).collective_curves["all_reduce"] == (curve,)
 
 
 def asked(tmp_path, profile: UserProfile, **more):
@@ -368,7 +368,7 @@ def test_the_program_of_a_layer_and_its_price_agree_under_a_calibration(sharding
     problem, draw = layer_problem(layer, sharding, machine, training), random.Random(0)
     for _ in range(5):
         options = tuple(draw.choice(option) for option in problem.options)
-        own = replace(
+        divided = replace(
             sharding,
             own=tuple(
                 (name, option.splits) for name, option in zip(problem.names, options, strict=True)
@@ -378,6 +378,6 @@ def test_the_program_of_a_layer_and_its_price_agree_under_a_calibration(sharding
             name for name, option in zip(problem.names, options, strict=True) if option.recomputed
         )
 
-        price = price_operators(layer, own, machine, training).time(repeated)
+        price = price_operators(layer, divided, machine, training).time(repeated)
 
         assert evaluate(problem, options).launched_s == pytest.approx(price.total_s, rel=1e-12)

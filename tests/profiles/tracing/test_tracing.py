@@ -106,13 +106,15 @@ def test_recorded_calls_give_the_loss_gradients_and_buffers_of_the_module(name):
     replayed.backward()
 
     assert torch.equal(replayed, expected)
-    for (key, own), parameter in zip(
+    for (key, original), parameter in zip(
         real.module.named_parameters(), copied.parameters(), strict=True
     ):
-        assert (own.grad is None) == (parameter.grad is None), key
-        assert own.grad is None or torch.equal(own.grad, parameter.grad), key
-    for (key, own), parameter in zip(real.module.named_buffers(), copied.buffers(), strict=True):
-        assert torch.equal(own, parameter), key
+        assert (original.grad is None) == (parameter.grad is None), key
+        assert original.grad is None or torch.equal(original.grad, parameter.grad), key
+    for (key, original), parameter in zip(
+        real.module.named_buffers(), copied.buffers(), strict=True
+    ):
+        assert torch.equal(original, parameter), key
 
 
 def test_constants_that_are_written_are_fresh_for_every_micro_batch():

@@ -94,7 +94,10 @@ def test_placements_and_collectives_have_a_curve_each_and_failures_have_none():
         ("all_to_all", 8, 1),
     }
     intra, _, _ = links_of(
-        [failed, *(one for work, ranks, groups in placed for one in line(work, 1, ranks, groups))],
+        [
+            failed,
+            *(point for work, ranks, groups in placed for point in line(work, 1, ranks, groups)),
+        ],
         CLUSTER,
     )
 

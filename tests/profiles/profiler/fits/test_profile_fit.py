@@ -195,8 +195,10 @@ def test_a_gradient_without_points_is_that_of_the_forward_product_marked_analyti
         for shape in LINEARS
     ]
     records = [
-        machine.record("linear", dict(zip("mnk", one.sizes, strict=True)), [(one, time_s)])
-        for one, time_s in passes
+        machine.record(
+            "linear", dict(zip("mnk", case_pass.sizes, strict=True)), [(case_pass, time_s)]
+        )
+        for case_pass, time_s in passes
     ]
 
     fitted = fit_compute(records, CLUSTER, "bf16")
