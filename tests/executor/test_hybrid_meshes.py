@@ -110,9 +110,9 @@ def states(trained: Trainer) -> dict[str, Tensor]:
     }
 
 
-def equal(one: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return one.keys() == second.keys() and all(
-        torch.equal(value, second[name]) for name, value in one.items()
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(value, second[name]) for name, value in first.items()
     )
 
 

@@ -158,8 +158,8 @@ def _babbles(case: Case) -> CaseFigures:
 def apart(folder: str, case: Case, device: str) -> CaseFigures:
     """Fails where another case runs on its device, and `launch` where any other runs."""
     kind = fcntl.LOCK_EX if case.work == "launch" else fcntl.LOCK_SH
-    with open(f"{folder}/{device}", "w") as own, open(f"{folder}/all", "w") as shared:
-        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(f"{folder}/{device}", "w") as device_lock, open(f"{folder}/all", "w") as shared:
+        fcntl.flock(device_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(shared, kind | fcntl.LOCK_NB)
         time.sleep(0.02)
     return steady(case, device)

@@ -82,7 +82,7 @@ def _named(layer: LayerClass, path: str, out: str, names: dict[str, str]) -> lis
                     inputs=inputs,
                     outputs=outputs,
                     saved=saved,
-                    parameters=tuple(parameter(found, operator) for found in operator.parameters),
+                    parameters=tuple(parameter(weight, operator) for weight in operator.parameters),
                 ),
             )
         )

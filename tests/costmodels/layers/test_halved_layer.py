@@ -163,7 +163,7 @@ def strategy(
     *,
     pp: int = 1,
     virtual_stages: int = 1,
-    again: Recompute = Recompute.NONE,
+    recompute_level: Recompute = Recompute.NONE,
 ) -> Strategy:
     layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=1, tp=TP),
@@ -174,7 +174,7 @@ def strategy(
         sequence_parallel=False,
         tp_overlap=level,
     )
-    row = (LayerChoice(LayerKind.BLOCK, again, 0),) * blocks
+    row = (LayerChoice(LayerKind.BLOCK, recompute_level, 0),) * blocks
     ends = (
         LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 0),
         LayerChoice(LayerKind.HEAD, Recompute.NONE, 0),

@@ -98,16 +98,16 @@ def test_the_embedding_reduces_its_output_and_the_head_its_input_gradient_and_th
     )
 
 
-@given(again=st.sets(st.sampled_from(OPERATORS)), sharding=st.sampled_from([WHOLE, TP4, TP4_SP]))
-def test_recompute_adds_exactly_the_forward_of_the_operators_it_names(again, sharding):
+@given(names=st.sets(st.sampled_from(OPERATORS)), sharding=st.sampled_from([WHOLE, TP4, TP4_SP]))
+def test_recompute_adds_exactly_the_forward_of_the_operators_it_names(names, sharding):
     operators = price_operators(GPT.block, sharding, MACHINE, TRAINING)
-    plain, time = operators.time(), operators.time(again)
+    plain, time = operators.time(), operators.time(names)
 
     assert (time.forward_s, time.backward_s) == (plain.forward_s, plain.backward_s)
     compute_s = sum(
         operator_time(GPT.block.operator(name), sharding, MACHINE, TRAINING).forward.value_s
-        for name in again
+        for name in names
     )
-    reduces = sum(operators.tensor_parallel[name].forward.value_s for name in again)
+    reduces = sum(operators.tensor_parallel[name].forward.value_s for name in names)
     assert time.recompute_s == pytest.approx(compute_s + reduces, rel=1e-12)
     assert time.total_s - plain.total_s == pytest.approx(time.recompute_s, rel=1e-9, abs=1e-15)

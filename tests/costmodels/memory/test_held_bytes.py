@@ -69,19 +69,19 @@ def test_gathers_stay_inside_the_group_and_the_copies_are_reduced_once_across_th
     owned = owned_parameters(book_of().graph(1).block, Sharding(), 8)
     reduce = collective_time(Collective.ALL_REDUCE, 4 * owned, across, machine).value_s
 
-    zero_1 = block(book_of(zero_ranks=8), 1)
-    two = block(book_of(zero_ranks=8), 2)
-    three = block(book_of(zero_ranks=8), 3)
+    at_zero_1 = block(book_of(zero_ranks=8), 1)
+    at_zero_2 = block(book_of(zero_ranks=8), 2)
+    at_zero_3 = block(book_of(zero_ranks=8), 3)
 
-    assert zero_1.step.value_s == pytest.approx(gather + scatter + reduce, rel=1e-12)
-    assert (two.backward.value_s, two.step.value_s) == pytest.approx(
+    assert at_zero_1.step.value_s == pytest.approx(gather + scatter + reduce, rel=1e-12)
+    assert (at_zero_2.backward.value_s, at_zero_2.step.value_s) == pytest.approx(
         (scatter, gather + reduce), rel=1e-12
     )
-    assert (three.forward.value_s, three.backward.value_s) == pytest.approx(
+    assert (at_zero_3.forward.value_s, at_zero_3.backward.value_s) == pytest.approx(
         (gather, gather + scatter), rel=1e-12
     )
-    assert three.step.value_s == pytest.approx(reduce, rel=1e-12)
-    assert three.forward.value_s < block(book_of(), 3).forward.value_s
+    assert at_zero_3.step.value_s == pytest.approx(reduce, rel=1e-12)
+    assert at_zero_3.forward.value_s < block(book_of(), 3).forward.value_s
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

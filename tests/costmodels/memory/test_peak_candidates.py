@@ -87,9 +87,9 @@ def test_more_micro_batches_have_no_other_moments(schedule):
                     ) == in_flight(schedule, rank, p, m)
 
 
-def strategy(schedule: Schedule, again: Recompute, m: int = 8) -> Strategy:
+def strategy(schedule: Schedule, recompute_level: Recompute, m: int = 8) -> Strategy:
     """Two blocks on each of four stages."""
-    actual = uniform(frame_of(pp=4, schedule=schedule, m=m), 8, recompute=again)
+    actual = uniform(frame_of(pp=4, schedule=schedule, m=m), 8, recompute=recompute_level)
     last = tuple(replace(choice, recompute=Recompute.NONE) for choice in actual.stages[-1])
     return (
         replace(actual, stages=(*actual.stages[:-1], last))

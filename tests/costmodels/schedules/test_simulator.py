@@ -77,10 +77,10 @@ def pipelines(draw, schedules=WHOLE, same_forward_share=False):
     whole = st.integers(0, 9).map(float)
     if same_forward_share:
         f, b = draw(st.integers(0, 4)), draw(st.integers(0, 4))
-        one = whole.map(lambda t: cost(f * t, b * t))
+        stage_costs = whole.map(lambda t: cost(f * t, b * t))
     else:
-        one = st.builds(StageCost, **{field.name: whole for field in fields(StageCost)})
-    costs = draw(st.lists(st.lists(one, min_size=v, max_size=v), min_size=p, max_size=p))
+        stage_costs = st.builds(StageCost, **{field.name: whole for field in fields(StageCost)})
+    costs = draw(st.lists(st.lists(stage_costs, min_size=v, max_size=v), min_size=p, max_size=p))
     return schedule, m, costs
 
 
@@ -231,12 +231,12 @@ def longest_path_s(schedule: Schedule, m: int, costs: list[list[StageCost]]) -> 
             graph.add_edge((ActionKind.BACKWARD, stage, i), (ActionKind.BACKWARD, stage - 1, i))
     end_s: dict[tuple[ActionKind, int, int], float] = {}
     for work, stage, i in nx.topological_sort(graph):
-        rank_actions = costs[stage % p][stage // p]
+        stage_cost = costs[stage % p][stage // p]
         start_s = max(
             (end_s[before] for before in graph.predecessors((work, stage, i))), default=0.0
         )
         end_s[work, stage, i] = start_s + (
-            forward_s(rank_actions) if work is ActionKind.FORWARD else backward_s(rank_actions)
+            forward_s(stage_cost) if work is ActionKind.FORWARD else backward_s(stage_cost)
         )
     return max(end_s.values())
 
@@ -330,12 +330,15 @@ def test_the_parts_of_each_rank_sum_to_the_step(pipeline, data):
 def test_the_actions_of_a_rank_never_overlap_and_follow_the_list(pipeline):
     schedule, m, costs = pipeline
 
-    for rank, one in enumerate(simulate(schedule, m, costs, keep_events=True).ranks):
-        assert tuple(event.action for event in one.events) == actions(
+    for rank, rank_time in enumerate(simulate(schedule, m, costs, keep_events=True).ranks):
+        assert tuple(event.action for event in rank_time.events) == actions(
             schedule, rank, len(costs), m, len(costs[0])
         )
-        assert all(a.end_s <= b.start_s for a, b in zip(one.events, one.events[1:], strict=False))
-        assert one.events[-1].end_s == one.finish_s
+        assert all(
+            a.end_s <= b.start_s
+            for a, b in zip(rank_time.events, rank_time.events[1:], strict=False)
+        )
+        assert rank_time.events[-1].end_s == rank_time.finish_s
 
 
 def test_events_are_kept_only_when_asked_for():

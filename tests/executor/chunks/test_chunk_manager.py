@@ -42,11 +42,11 @@ def group(
     home: StateLocation, blocks: tuple[int, ...], chunk_elements: int = CHUNK, model=MODEL
 ) -> ChunkedBlocks:
     """`blocks` of `model` packed into chunks that end anywhere in a block."""
-    own = block_tensors(build_graph(model, TRAINING, 1).block, Sharding())
+    tensors_of_block = block_tensors(build_graph(model, TRAINING, 1).block, Sharding())
     tensors = tuple(
         SizedTensor(f"block{block}.{tensor.name}", tensor.elements)
         for block in blocks
-        for tensor in own
+        for tensor in tensors_of_block
     )
     return ChunkedBlocks(home=home, blocks=blocks, chunk_layout=pack(tensors, chunk_elements))
 

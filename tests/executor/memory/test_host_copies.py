@@ -70,19 +70,21 @@ def _passed(
     model: ModelSpec,
     training: TrainingSpec,
     graph: LayerClass,
-    again: tuple[str, ...],
+    recompute_names: tuple[str, ...],
     names: tuple[str, ...] | None,
 ):
     """The copies of two blocks' passes, and all gradients."""
     copies, blocks = HostCopies(CPU), []
     for index in (1, 2):
         recipes = (
-            None if names is None else Recipes(on_host=HostOffload(names, graph, again, copies))
+            None
+            if names is None
+            else Recipes(on_host=HostOffload(names, graph, recompute_names, copies))
         )
         blocks.append(
             recomputed(
                 build_layer(model, training, LayerKind.BLOCK, index, 0, CPU),
-                again,
+                recompute_names,
                 f"block{index}",
                 recipes,
             )
@@ -104,7 +106,7 @@ def _passed(
 
 def _agrees(
     model: ModelSpec,
-    again: tuple[str, ...],
+    recompute_names: tuple[str, ...],
     names: tuple[str, ...],
     attention: AttentionKernel = AttentionKernel.FLASH,
 ) -> None:
@@ -113,10 +115,10 @@ def _agrees(
     The reference keeps all activations on the device.
     """
     training, graph = _graph(model, attention)
-    priced = host_bytes_by_operator(graph, Sharding(), again)
+    priced = host_bytes_by_operator(graph, Sharding(), recompute_names)
 
-    copies, gradients = _passed(model, training, graph, again, names)
-    _, expected = _passed(model, training, graph, again, None)
+    copies, gradients = _passed(model, training, graph, recompute_names, names)
+    _, expected = _passed(model, training, graph, recompute_names, None)
 
     assert copies.out_bytes == copies.back_bytes == 2 * sum(priced[name] for name in names)
     assert all(
@@ -129,7 +131,9 @@ OF_GPT = tuple(operator.name for operator in _graph(GPT)[1].operators)
 
 
 @pytest.mark.parametrize(
-    "again", [(), ("norm1", "activation", "norm2"), ("attention", "residual1"), "full"], ids=str
+    "recompute_names",
+    [(), ("norm1", "activation", "norm2"), ("attention", "residual1"), "full"],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "names", [("norm1",), ("attention", "fc2"), ("attention_out", "fc1"), "all"], ids=str
@@ -139,11 +143,15 @@ OF_GPT = tuple(operator.name for operator in _graph(GPT)[1].operators)
     [GPT, LLAMA, PARALLEL],
     ids=lambda model: model.name + "-parallel" * model.parallel_residual,
 )
-def test_the_host_gets_what_is_priced_and_no_gradient_changes(model, names, again):
+def test_the_host_gets_what_is_priced_and_no_gradient_changes(model, names, recompute_names):
     every = tuple(operator.name for operator in _graph(model)[1].operators)
-    again = every if again == "full" else tuple(name for name in again if name in every)
+    recompute_names = (
+        every
+        if recompute_names == "full"
+        else tuple(name for name in recompute_names if name in every)
+    )
 
-    _agrees(model, again, every if names == "all" else names)
+    _agrees(model, recompute_names, every if names == "all" else names)
 
 
 @pytest.mark.parametrize("names", [("residual1", "residual2"), ("attention",), OF_GPT], ids=str)
@@ -164,9 +172,9 @@ def _lists(model: ModelSpec):
 
 
 @settings(max_examples=12, deadline=None)
-@given(again=_lists(LLAMA), names=_lists(LLAMA))
-def test_any_two_lists_agree(again, names):
-    _agrees(LLAMA, again, names)
+@given(recompute_names=_lists(LLAMA), names=_lists(LLAMA))
+def test_any_two_lists_agree(recompute_names, names):
+    _agrees(LLAMA, recompute_names, names)
 
 
 @pytest.mark.slow
@@ -206,9 +214,13 @@ LISTS = (
     ],
 )
 @pytest.mark.parametrize(
-    "again", LISTS, ids=lambda again: "-".join(again) if len(again) < len(OF_GPT) else "full"
+    "recompute_names",
+    LISTS,
+    ids=lambda recompute_names: (
+        "-".join(recompute_names) if len(recompute_names) < len(OF_GPT) else "full"
+    ),
 )
-def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, again):
+def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, recompute_names):
     training, _ = _graph(GPT)
     graph = build_graph(GPT, training, TP).block  # batches divide too
     operators = {
@@ -227,13 +239,15 @@ def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, again):
         )
         for op in graph.operators
     }
-    priced = host_bytes_by_operator(graph, Sharding(TP, True, own=tuple(splits.items())), again)
+    priced = host_bytes_by_operator(
+        graph, Sharding(TP, True, own=tuple(splits.items())), recompute_names
+    )
     for names in (OF_GPT, ("attention", "fc2"), ("norm1", "attention_out", "fc1")):
         copies = HostCopies(CPU)
-        recipes = Recipes(on_host=HostOffload(names, graph, again, copies))
+        recipes = Recipes(on_host=HostOffload(names, graph, recompute_names, copies))
         layer = build_layer(GPT, training, LayerKind.BLOCK, 1, 0, CPU)
         place_layer(layer, operators, mesh, "block0", recipes)
-        layer = recomputed(layer, again, "block0", recipes)
+        layer = recomputed(layer, recompute_names, "block0", recipes)
 
         out = layer(
             DTensor.from_local(
@@ -406,22 +420,22 @@ SCHEDULES = {
 def test_a_step_of_any_schedule_copies_the_predicted_bytes_on_every_rank():
     plans = []
     for schedule, chunks in SCHEDULES.items():
-        for model, again in ((GPT, ()), (LLAMA, ("norm1", "activation")), (GPT, "full")):
-            if not again or schedule is not Schedule.ZBV:
+        for model, recompute_names in ((GPT, ()), (LLAMA, ("norm1", "activation")), (GPT, "full")):
+            if not recompute_names or schedule is not Schedule.ZBV:
                 plan = make_plan(
                     model,
                     pp=2,
                     num_micro_batches=4,
                     schedule=schedule,
                     virtual_stages=chunks,
-                    recompute=again,
+                    recompute=recompute_names,
                 )
                 plans.append(nearest_legal(_keeping(plan, KEEP)) or _keeping(plan, KEEP))
 
     actual, today = _copied(plans, 2), [reprice(plan) for plan in plans]
 
     expected = [
-        [(copied_bytes(one.strategy, rank, one.price_cache),) * 2 for one in today]
+        [(copied_bytes(repriced.strategy, rank, repriced.price_cache),) * 2 for repriced in today]
         for rank in range(2)
     ]
     assert actual == expected

@@ -91,10 +91,15 @@ WORLD_4 = {
 }
 WORLD_8 = {
     f"{schedule}-pp{pp}-{way}": plan_of(
-        model, schedule=schedule, pp=pp, micro_batches=micro_batches, recompute=again, **settings
+        model,
+        schedule=schedule,
+        pp=pp,
+        micro_batches=micro_batches,
+        recompute=recompute_names,
+        **settings,
     )
     for schedule in (EARLY, LAST, SCP)
-    for pp, micro_batches, way, model, again, settings in [
+    for pp, micro_batches, way, model, recompute_names, settings in [
         (
             2,
             4,

@@ -295,8 +295,8 @@ BROKEN = {
             TP2,
             "block-0",
             operators={
-                name: found
-                for name, found in TP2.layer_plans["block-0"].operators.items()
+                name: placement
+                for name, placement in TP2.layer_plans["block-0"].operators.items()
                 if name != "norm1"
             },
         ),

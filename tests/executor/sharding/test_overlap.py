@@ -262,8 +262,8 @@ HOST = make_plan(SHORT, tp=2, recompute="full")
 HOST = dataclasses.replace(
     HOST,
     layer_plans={
-        name: dataclasses.replace(found, keep_on_host=found.recompute)
-        for name, found in HOST.layer_plans.items()
+        name: dataclasses.replace(layer_plan, keep_on_host=layer_plan.recompute)
+        for name, layer_plan in HOST.layer_plans.items()
     },
 )
 

@@ -166,10 +166,10 @@ def test_it_is_traced(name):
     ],
 )
 def test_what_cannot_be_trained_is_one_error_with_its_line_and_a_hint(name, message):
-    with pytest.raises(ConfigError, match=message) as found:
+    with pytest.raises(ConfigError, match=message) as caught:
         traced(name)
 
-    assert found.value.hint
+    assert caught.value.hint
 
 
 def test_no_stage_ends_where_a_value_without_gradient_would_be_handed_on():

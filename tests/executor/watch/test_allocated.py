@@ -30,8 +30,8 @@ def measured(plan: Plan) -> tuple[float, float, float]:
     """Peak bytes of a step of the first rank: predicted, measured, counted by MemTracker."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plan, folder), nprocs=1, start_method="fork")
-        predicted, own, counted = json.loads((Path(folder) / "peaks").read_text())
-    return predicted, own, counted
+        predicted, recorded, counted = json.loads((Path(folder) / "peaks").read_text())
+    return predicted, recorded, counted
 
 
 def _rank(rank: int, plan: Plan, folder: str) -> None:
@@ -59,10 +59,10 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
 def test_the_peak_of_a_run_is_what_memtracker_counts_and_what_is_predicted(dropout):
     model = replace(load_model("gpt-tiny").spec, dropout=dropout)
 
-    predicted, own, counted = measured(Case(micro_batch_size=16).plan(model, 16, 64))
+    predicted, recorded, counted = measured(Case(micro_batch_size=16).plan(model, 16, 64))
 
-    assert own == pytest.approx(counted, rel=0.01)
-    assert predicted == pytest.approx(own, rel=0.01)
+    assert recorded == pytest.approx(counted, rel=0.01)
+    assert predicted == pytest.approx(recorded, rel=0.01)
 
 
 def test_what_was_there_before_and_the_most_of_a_step_count_together():
