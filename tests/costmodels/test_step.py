@@ -1,6 +1,4 @@
-"""The price of a step: closed form, simulation and breakdown agree, and published MFU follows from
-it.
-"""
+"""The price of a step: closed form, simulation, breakdown and published MFU agree."""
 
 from __future__ import annotations
 
@@ -87,8 +85,9 @@ def test_the_parts_of_every_rank_add_up_to_the_step(seed):
 
 @pytest.mark.parametrize("seed", mostly_slow(range(6), {5}))
 def test_the_stash_that_is_priced_is_never_below_the_simulated_peak(seed):
-    """Equal chunks without ends: exactly it, else an upper bound (with virtual stages the ends are
-    held by one chunk only).
+    """The priced stash is exact for equal chunks without ends, else an upper bound.
+
+    With virtual stages only one chunk holds the ends.
     """
     for strategy, price in every_price(random_instance(seed)):
         for memory, timeline in zip(price.memory, price.simulated.ranks, strict=True):
@@ -131,17 +130,19 @@ def test_nothing_is_received_at_the_two_ends_of_the_model():
 def test_the_ranks_of_a_stage_share_the_nics_of_their_node():
     layout = frame_of(pp=2, dp=8, m=4)
     many = transfer_time(0, layout, book_of(TINY, 16, nic=replace(A100.nic, latency_s=0.0)))
-    one = transfer_time(
+    timed = transfer_time(
         0, layout, book_of(TINY, 16, nics_per_node=1, nic=replace(A100.nic, latency_s=0.0))
     )
 
-    assert one.value_s == pytest.approx(8 * many.value_s)
+    assert timed.value_s == pytest.approx(8 * many.value_s)
 
 
 def test_a_boundary_between_nodes_is_slower_than_one_inside():
     price_cache, layout = book_of(TINY, 16), frame_of(pp=4, dp=4)  # two stages to a node
 
-    inside, between, back = (transfer_time(rank, layout, price_cache).value_s for rank in (0, 1, 3))
+    inside = transfer_time(0, layout, price_cache).value_s
+    between = transfer_time(1, layout, price_cache).value_s
+    back = transfer_time(3, layout, price_cache).value_s
 
     assert inside < between
     assert back == between  # the last rank sends to the first one when interleaved

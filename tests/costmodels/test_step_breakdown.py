@@ -1,6 +1,4 @@
-"""The parts of a step: they add up, compute does not depend on the split, and unequal stages are
-named as such.
-"""
+"""Step parts add up, compute does not depend on the split, and unequal stages are named."""
 
 from __future__ import annotations
 
@@ -51,9 +49,9 @@ def parts(
         uniform_strategy(layout, blocks, zero=1, recompute=level, price_cache=price_cache),
         price_cache,
     )
-    found = parts_of(layout, price)
-    assert found.step_s == pytest.approx(price.step_s, rel=1e-12)
-    return found
+    actual = parts_of(layout, price)
+    assert actual.step_s == pytest.approx(price.step_s, rel=1e-12)
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -66,19 +64,19 @@ def parts(
     ],
 )
 def test_the_parts_add_up_to_the_step(blocks, tp, virtual_stages, level):
-    found = parts(blocks, tp=tp, virtual_stages=virtual_stages, level=level)
+    divided = parts(blocks, tp=tp, virtual_stages=virtual_stages, level=level)
 
-    assert len(found.values) == len(NAMES)
-    assert found.compute_s > 0
-    assert (found.recompute_s > 0) == (level is not Recompute.NONE)
-    assert (found.tp_comm_s > 0) == (tp > 1)
-    assert (found.pp_comm_s > 0) == (len(blocks) > 1)
+    assert len(divided.values) == len(NAMES)
+    assert divided.compute_s > 0
+    assert (divided.recompute_s > 0) == (level is not Recompute.NONE)
+    assert (divided.tp_comm_s > 0) == (tp > 1)
+    assert (divided.pp_comm_s > 0) == (len(blocks) > 1)
 
 
 def test_without_a_pipeline_nothing_waits():
-    found = parts((54,))
+    divided = parts((54,))
 
-    assert (found.bubble_s, found.imbalance_s, found.pp_comm_s) == (0.0, 0.0, 0.0)
+    assert (divided.bubble_s, divided.imbalance_s, divided.pp_comm_s) == (0.0, 0.0, 0.0)
 
 
 def test_blocks_that_move_to_another_stage_add_imbalance_and_nothing_to_the_compute():

@@ -1,5 +1,6 @@
-"""Plans whose blocks are in chunks train: the values of the same plan without chunks, to the bit on
-one rank, whatever the homes.
+"""Plans with chunked blocks train to the values of the same plan without chunks.
+
+On one rank they agree to the bit, wherever the states lie.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ HOST, MIXED = (
     ChunkRequest(host_blocks=3, optimizer_blocks=0),
     ChunkRequest(host_blocks=1, optimizer_blocks=1),
 )
-FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
+FP32 = Precision.FP32
+BF16 = Precision.BF16
+FP16 = Precision.FP16
 IN_PARAMETERS = {"precision": FP16, "gradients": FP16}
 
 
@@ -92,24 +95,24 @@ def trainer(plan: Plan, **options: object) -> Trainer:
 
 def states(trained: Trainer) -> dict[str, Tensor]:
     """All parameters and what the optimizer keeps of them, by name; copies."""
-    own = trained.held().own
-    found = {name: parameter.detach() for name, parameter in own.items()}
-    found |= {
+    rank_states = trained.held().own
+    actual = {name: parameter.detach() for name, parameter in rank_states.items()}
+    actual |= {
         f"{name}.{key}": value
-        for name, parameter in own.items()
+        for name, parameter in rank_states.items()
         for key, value in trained.optimizer.state[parameter].items()
     }
     for part in (trained.adam.tensors() if trained.adam is not None else {}).values():
-        found |= part
+        actual |= part
     return {
         name: (value.flat if isinstance(value, Boxes) else local(value)).clone()
-        for name, value in found.items()
+        for name, value in actual.items()
     }
 
 
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(value, other[name]) for name, value in one.items()
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(value, second[name]) for name, value in first.items()
     )
 
 
@@ -130,12 +133,12 @@ def test_steps_are_those_of_the_plan_without_chunks_to_the_bit(alone, request_, 
         trainer(tight(request_, **choices), steps=4),
     )
 
-    expected, found = list(plain.run()), list(chunked.run())
+    expected, collected = list(plain.run()), list(chunked.run())
 
-    assert [(step.loss, step.gradient_norm) for step in found] == [
+    assert [(step.loss, step.gradient_norm) for step in collected] == [
         (step.loss, step.gradient_norm) for step in expected
     ]
-    assert max(step.gradient_norm for step in found) > OPTIONS.clip_gradients
+    assert max(step.gradient_norm for step in collected) > OPTIONS.clip_gradients
     assert equal(states(chunked), states(plain))
     assert chunked.moved().as_predicted
     assert chunked.moved().in_bytes.measured > 0
@@ -155,11 +158,10 @@ def test_without_clipping_and_with_a_schedule_too(alone):
     }
     plain, chunked = trainer(chunked_plan(None, SMALL), **options), trainer(tight(MIXED), **options)
 
-    expected, found = (
-        [(step.loss, step.learning_rate) for step in trained.run()] for trained in (plain, chunked)
-    )
+    expected = [(step.loss, step.learning_rate) for step in plain.run()]
+    actual = [(step.loss, step.learning_rate) for step in chunked.run()]
 
-    assert found == expected
+    assert actual == expected
     assert equal(states(chunked), states(plain))
 
 
@@ -175,10 +177,10 @@ def test_gradients_in_the_parameters_place_train_as_separate_ones_to_their_round
         trainer(tight(request_, **IN_PARAMETERS), steps=4),
     )
 
-    expected, found = [step.loss for step in plain.run()], [step.loss for step in chunked.run()]
+    expected, actual = [step.loss for step in plain.run()], [step.loss for step in chunked.run()]
 
     assert chunked.adam.manager.schedule.in_parameters
-    assert found == pytest.approx(expected, rel=2e-4)
+    assert actual == pytest.approx(expected, rel=2e-4)
     _, predicted, measured = chunked.state_bytes()
     assert predicted == measured
 
@@ -234,8 +236,9 @@ def test_a_run_goes_on_bit_by_bit_with_chunks_without_and_with_other_homes(
 
 
 def require_going_on(chain: list[Plan], folder: Path) -> None:
-    """Every plan makes one step from the checkpoint that the one before left; together they are the
-    steps of one process.
+    """Requires that a chain of plans makes the steps of one process.
+
+    Each plan makes one step from the checkpoint of the plan before.
     """
 
     def one_step(plan: Plan) -> list[float]:
@@ -343,12 +346,12 @@ def test_16_bits_on_two_ranks_train_like_one_process(mesh):
     ]
     expected = run_reference(chunked_plan(None, SMALL))
 
-    for plan, found in zip(plans, run_plans(plans), strict=True):
+    for plan, run_plan in zip(plans, run_plans(plans), strict=True):
         validate(plan)
-        assert worst_gradient(found, expected)[0] <= BF16_GRADIENT_TOLERANCE
-        assert found.losses == pytest.approx(expected.losses, rel=BF16_LOSS_TOLERANCE)
-        assert all(rank.as_predicted for rank in found.moved.values())
-        assert all(predicted == measured for predicted, measured in found.states.values())
+        assert worst_gradient(run_plan, expected)[0] <= BF16_GRADIENT_TOLERANCE
+        assert run_plan.losses == pytest.approx(expected.losses, rel=BF16_LOSS_TOLERANCE)
+        assert all(rank.as_predicted for rank in run_plan.moved.values())
+        assert all(predicted == measured for predicted, measured in run_plan.states.values())
 
 
 TWO_RANKS = {
@@ -369,8 +372,10 @@ def outcomes(slow: bool) -> dict[str, tuple[Plan, TrainingOutcome]]:
         if (name in SLOW) == slow
     }
     return {
-        name: (plan, found)
-        for (name, plan), found in zip(plans.items(), run_plans(list(plans.values())), strict=True)
+        name: (plan, run_plan)
+        for (name, plan), run_plan in zip(
+            plans.items(), run_plans(list(plans.values())), strict=True
+        )
     }
 
 
@@ -379,18 +384,18 @@ def outcomes(slow: bool) -> dict[str, tuple[Plan, TrainingOutcome]]:
     [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TWO_RANKS],
 )
 def test_ranks_train_like_one_process_and_move_and_hold_what_is_predicted(name):
-    plan, found = outcomes(name in SLOW)[name]
+    plan, actual = outcomes(name in SLOW)[name]
     validate(plan)
     expected = run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
 
-    error, parameter = worst_gradient(found, expected)
+    error, parameter = worst_gradient(actual, expected)
 
     assert error <= GRADIENT_TOLERANCE, parameter
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
-    assert found.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE)
-    assert len(found.moved) == 2
-    assert all(rank.as_predicted and rank.in_bytes.measured for rank in found.moved.values())
-    assert all(predicted == measured for predicted, measured in found.states.values())
+    assert actual.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
+    assert actual.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE)
+    assert len(actual.moved) == 2
+    assert all(rank.as_predicted and rank.in_bytes.measured for rank in actual.moved.values())
+    assert all(predicted == measured for predicted, measured in actual.states.values())
 
 
 @pytest.mark.slow
@@ -400,7 +405,7 @@ def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_b
     plan = tight(MIXED, num_micro_batches=2)
     write_plan(plan, tmp_path / "plan.yaml")
     gc.collect()
-    others = allocated_bytes(
+    allocated = allocated_bytes(
         gc.get_objects()
     )  # all tensors of the process are counted, those of other tests too
     monkeypatch.setattr(sys, "argv", ["executor", str(tmp_path / "plan.yaml"), "--steps", "3"])
@@ -413,7 +418,7 @@ def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_b
     assert rank.chunks.out_bytes.measured == plan.chunks.ranks[0].out_bytes > 0
     assert (
         rank.chunks.device_bytes.measured
-        < rank.peak_allocated_bytes.measured - others
+        < rank.peak_allocated_bytes.measured - allocated
         <= plan.chunks.ranks[0].device_bytes
     )
     out = capsys.readouterr().out
@@ -491,8 +496,10 @@ DP2 = chunked_plan(dataclasses.replace(MIXED, device_bytes=10**9), dp=2)
 
 def of_blocks(plan: Plan, **changes: object) -> Plan:
     layer_plans = {
-        name: dataclasses.replace(found, **changes) if found.layer == "block" else found
-        for name, found in plan.layer_plans.items()
+        name: dataclasses.replace(layer_plan, **changes)
+        if layer_plan.layer == "block"
+        else layer_plan
+        for name, layer_plan in plan.layer_plans.items()
     }
     return dataclasses.replace(plan, layer_plans=layer_plans)
 
@@ -522,9 +529,9 @@ def of_blocks(plan: Plan, **changes: object) -> Plan:
     ],
 )
 def test_what_chunks_do_not_go_with_is_refused_with_the_nearest_plan(plan, message):
-    found = {refusal.problem: rule.name for rule, refusal in refusals(plan)}
+    actual = {refusal.problem: rule.name for rule, refusal in refusals(plan)}
 
-    assert any(rule == "chunks" and message in text for text, rule in found.items())
+    assert any(rule == "chunks" and message in text for text, rule in actual.items())
     nearest = nearest_legal(plan)
     validate(nearest)
     assert layout_of(nearest).chunked == ("experts" not in message)

@@ -1,5 +1,6 @@
-"""The executor's own GPT and Llama as modules of a user, and as Hugging Face configurations, beside
-the specs that describe them.
+"""The executor's GPT and Llama as modules of a user and as Hugging Face configurations.
+
+The specs that describe them are beside them.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ CONFIGS = {
 
 
 def spec_of(config: dict[str, object]) -> ModelSpec:
-    """What the built-in description makes of a configuration, without padding."""
+    """Returns the built-in description of a configuration, without padding."""
     return replace(entry_from_config(config, "config.json").spec, vocab_multiple=1)
 
 

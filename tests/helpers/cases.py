@@ -1,4 +1,4 @@
-"""Which of many cases of one kind the plain run has."""
+"""Selection of the cases that the plain run has, among many of one kind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def mostly_slow(cases: Iterable[Any], plain: Collection[Any]) -> list[Any]:
 
 
 def named(cases: Mapping[str, Any], plain: Collection[str]) -> list[Any]:
-    """All cases by their names. A case is a value, or a tuple of values. Those that are not plain
-    are marked slow.
+    """All cases by their names, of which `plain` run by default.
+
+    A case is a value, or a tuple of values. The rest is marked slow.
     """
     assert set(plain) <= set(cases)
     return [

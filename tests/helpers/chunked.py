@@ -17,7 +17,9 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision
 from tests.helpers.uniform_strategies import TINY, TRAINING, book_of, frame_of, uniform
 
-DEV, OPT, HOST = StateLocation.DEVICE, StateLocation.OPTIMIZER, StateLocation.HOST
+DEV = StateLocation.DEVICE
+OPT = StateLocation.OPTIMIZER
+HOST = StateLocation.HOST
 HALF = replace(TRAINING, precision=Precision.FP16, gradient_precision=Precision.FP16)
 MIXED = replace(HALF, gradient_precision=Precision.FP32)
 FULL = replace(MIXED, precision=Precision.FP32)
@@ -48,11 +50,11 @@ def chunked(homes, *, dp=1, recompute=Recompute.FULL, ends=True, **layout):
 
 
 def smallest_bytes(strategy, rank, prices):
-    """What the error of a rank that has nothing says."""
+    """Smallest budget, as named by the error of a rank that has no memory."""
     with pytest.raises(InfeasibleError, match="need at least") as caught:
         rank_chunks(strategy, rank, prices, eviction=Eviction.OPT, device_bytes=0)
-    found = re.search(r"at least ([\d,]+) bytes", caught.value.message)
-    return int(found[1].replace(",", ""))
+    match = re.search(r"at least ([\d,]+) bytes", caught.value.message)
+    return int(match[1].replace(",", ""))
 
 
 def schedule(strategy, rank=0, prices=None, *, more=0.0, eviction=Eviction.OPT, **options):
@@ -64,8 +66,9 @@ def schedule(strategy, rank=0, prices=None, *, more=0.0, eviction=Eviction.OPT, 
 
 @contextmanager
 def chunks_of_blocks(share):
-    """Groups as large as so many blocks, but never smaller than a tensor: so that blocks share
-    groups and have several.
+    """Groups as large as so many blocks, but never smaller than a tensor.
+
+    Blocks thus share groups and have several.
     """
 
     def elements(block, num_blocks, ranks, cluster, width_bytes=2):

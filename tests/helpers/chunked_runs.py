@@ -90,9 +90,10 @@ def smallest(request: ChunkRequest, **choices: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Of one rank and step: its share of the loss, whole gradients by name, bytes (counted,
-    predicted) by kind of op, the most that chunks and that all tensors held of the device, and its
-    budget.
+    """Results of one rank and step.
+
+    They are its share of the loss, whole gradients by name, bytes (counted, predicted) by kind of
+    op, the most that chunks and that all tensors held of the device, and its budget.
     """
 
     loss: float
@@ -156,26 +157,26 @@ def _second_step(pipeline: RankPipeline, batch: tuple[Tensor, Tensor]) -> int:
 
 def _gradients(pipeline: RankPipeline) -> dict[str, Tensor]:
     """This rank's: of chunks those of parameters that it owns."""
-    found = dict(pipeline.chunks.gradients()) if pipeline.chunks is not None else {}
+    actual = dict(pipeline.chunks.gradients()) if pipeline.chunks is not None else {}
     for stage in pipeline.stages:
         for name, parameter in stage.body.named_parameters(remove_duplicate=False):
             if parameter.grad is not None:
-                found[name] = parameter.grad
+                actual[name] = parameter.grad
     return {
         name.replace("_checkpoint_wrapped_module.", ""): gradient
-        for name, gradient in found.items()
+        for name, gradient in actual.items()
     }
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy, in memory that is not counted: what numpy has seen cannot be resized."""
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return torch.from_numpy(found.detach().float().clone().numpy())
+    actual = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return torch.from_numpy(actual.detach().float().clone().numpy())
 
 
 def joined(ranks: list[Found]) -> tuple[float, dict[str, Tensor]]:
     """The loss of all ranks, and every gradient."""
     gradients: dict[str, Tensor] = {}
-    for found in ranks:
-        gradients |= found.gradients
-    return sum(found.loss for found in ranks), gradients
+    for rank in ranks:
+        gradients |= rank.gradients
+    return sum(rank.loss for rank in ranks), gradients

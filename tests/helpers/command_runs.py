@@ -18,8 +18,9 @@ def succeed(*arguments: str) -> Result:
 
 
 def fail(code: int, *arguments: str) -> str:
-    """The message of a run that must end with one `error:` and one `hint:`, whose further lines are
-    indented, and no result.
+    """Returns the message of a run that must end with one `error:` and one `hint:`.
+
+    Further lines are indented, and the run has no result.
     """
     result = run(*arguments)
     assert result.exit_code == code, result.output

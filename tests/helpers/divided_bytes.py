@@ -1,5 +1,4 @@
-"""What a block keeps for its backward pass under any placements: the executor's rule, from the plan
-file alone.
+"""Saved bytes of a block under any placements, by the executor's rule, from the plan file alone.
 
 A tensor that some operator's backward pass needs is kept where it was made, once, by the operators
 that read it there or read it whole, who gather it again; an operator that reads it divided in
@@ -23,17 +22,18 @@ def divided_saved_bytes(
     recompute: Iterable[str],
     incoming: Entries = (),
 ) -> int:
-    """Bytes that one rank keeps of `layer` for one micro-batch; `incoming` is where the layer
-    before leaves its output.
+    """Bytes that one rank saves of `layer` for one micro-batch.
+
+    `incoming` is where the layer before leaves its output.
     """
-    again = frozenset(recompute)
+    recomputed = frozenset(recompute)
     made = {
         tensor.name: placements[op.name].output for op in layer.operators for tensor in op.outputs
     }
-    kept = {tensor.name: tensor for tensor in saved_tensors(layer, again)}
+    kept = {tensor.name: tensor for tensor in saved_tensors(layer, recomputed)}
     held: set[tuple[str, int | None, str]] = set()
     for operator in layer.operators:
-        for tensor in _needed(operator, again):
+        for tensor in _needed(operator, recomputed):
             if tensor.name in kept:
                 held.add(
                     (
@@ -60,11 +60,11 @@ def _where(
     ), operator.name  # a tensor of its own, or its own part of an input
 
 
-def _needed(operator: Operator, again: frozenset[str]) -> tuple[Tensor, ...]:
-    inputs = operator.inputs if operator.name in again else ()
+def _needed(operator: Operator, recomputed: frozenset[str]) -> tuple[Tensor, ...]:
+    inputs = operator.inputs if operator.name in recomputed else ()
     flash = (
         operator.kind is OperatorKind.ATTENTION
-        and operator.name not in again
+        and operator.name not in recomputed
         and not any(t.has("keys") for t in operator.saved)
     )
     return (*operator.saved, *inputs, *(operator.outputs if flash else ()))

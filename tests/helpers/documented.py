@@ -1,6 +1,4 @@
-"""The commands in the fenced blocks of README and docs, each with the output that is shown below
-it.
-"""
+"""Commands in the fenced blocks of README and docs, each with the output shown below it."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")
 
 @dataclass(frozen=True)
 class Documented:
-    """A command as it is documented, without the comment behind it, where, and the lines that are
-    shown after a `$` one.
+    """A documented command without its comment, its place, and its shown output.
+
+    The output is the lines that are shown after a `$` line.
     """
 
     command: str
@@ -34,7 +33,7 @@ class Documented:
 
 def documented() -> list[Documented]:
     """Every command of every block, in the order of the files."""
-    return [one for path in FILES for block in _blocks(path) for one in _commands(block)]
+    return [command for path in FILES for block in _blocks(path) for command in _commands(block)]
 
 
 def _blocks(path: Path) -> Iterator[list[tuple[str, str]]]:

@@ -124,11 +124,11 @@ def make_plan(
     precision: Precision = Precision.FP32,
     actions: tuple[str, ...] = (),
 ) -> Plan:
-    """A plan with `zero` of the blocks cycling through the given stages; embedding and head have
-    the first.
+    """Returns a plan whose blocks cycle through the stages in `zero`.
 
-    `blocks` is the number of blocks of each (virtual) stage; `recompute` "full" is every operator
-    of a block, and of embedding and head too with `recompute_ends`.
+    Embedding and head have the first ZeRO stage. `blocks` is the number of blocks of each (virtual)
+    stage; `recompute` "full" is every operator of a block, and of embedding and head too with
+    `recompute_ends`.
     """
     training = TrainingSpec(
         global_batch_size=global_batch_size,
@@ -218,15 +218,15 @@ def _stages(
 
 
 def _prediction(pp: int) -> Prediction:
-    one = Quantity(value=1.0, kind=Kind.ANALYTIC)
+    quantity = Quantity(value=1.0, kind=Kind.ANALYTIC)
     zero = Quantity(value=0.0, kind=Kind.ANALYTIC)
     return Prediction(
-        step_time_s=one,
-        tokens_per_s_per_gpu=one,
-        mfu=one,
+        step_time_s=quantity,
+        tokens_per_s_per_gpu=quantity,
+        mfu=quantity,
         memory_gib=tuple(_memory(stage) for stage in range(pp)),
         breakdown=Breakdown(
-            compute_s=one,
+            compute_s=quantity,
             recompute_s=zero,
             tp_comm_s=zero,
             dp_comm_s=zero,
@@ -355,8 +355,9 @@ PATCHWORK: Division = {
 
 
 def with_divisions(plan: Plan, *divisions: Division) -> Plan:
-    """`plan` with its blocks divided by `divisions` in turn; their other choices, and embedding and
-    head, stay.
+    """Returns `plan` with its blocks divided by `divisions` in turn.
+
+    Their other choices, and embedding and head, stay.
     """
     graph = build_graph(plan.model, plan.training, 1).block
     plans = dict(plan.layer_plans)
@@ -380,5 +381,5 @@ def with_divisions(plan: Plan, *divisions: Division) -> Plan:
     return replace(
         plan,
         stages=stages,
-        layer_plans={name: found for name, found in plans.items() if name in used},
+        layer_plans={name: plan for name, plan in plans.items() if name in used},
     )

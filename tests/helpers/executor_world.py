@@ -1,5 +1,6 @@
-"""What the tests ask of `parplan.executor.checking.parity`: the same on all ranks, and tighter than
-the command does.
+"""Requests to `parplan.executor.checking.parity`, equal on all ranks.
+
+They are tighter than those of the command.
 """
 
 from __future__ import annotations
@@ -66,14 +67,15 @@ BF16_NORM_TOLERANCE = 0.02
 
 def run_plans(plans: Sequence[Plan]) -> list[TrainingOutcome]:
     """Train every plan in one world; its ranks must agree."""
-    found = parity.run_plans(plans)
-    assert all(outcome.agree for outcome in found)
-    return found
+    outcomes = parity.run_plans(plans)
+    assert all(outcome.agree for outcome in outcomes)
+    return outcomes
 
 
 class Worlds:
-    """Plans by name. Those of as many ranks are run in one world, for to start it costs more than a
-    plan; slow ones in another.
+    """Plans by name, run in one world for each number of ranks.
+
+    Starting a world costs more than a plan. Slow plans run in another world.
     """
 
     def __init__(self, plans: Mapping[str, Plan], slow: Collection[str] = ()) -> None:
@@ -91,29 +93,30 @@ class Worlds:
         if name not in self._found:
             ranks, slow = self.plans[name].mesh.num_ranks, name in self.slow
             together = {
-                other: plan
-                for other, plan in self.plans.items()
-                if plan.mesh.num_ranks == ranks and (other in self.slow) is slow
+                plan_name: plan
+                for plan_name, plan in self.plans.items()
+                if plan.mesh.num_ranks == ranks and (plan_name in self.slow) is slow
             }
             self._found |= zip(together, run_plans(list(together.values())), strict=True)
         return self._found[name]
 
 
-def worst_gradient(found: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, str]:
+def worst_gradient(actual: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, str]:
     """The largest gradient error and its parameter."""
-    return max((error, name) for name, error in parity.gradient_errors(found, expected).items())
+    return max((error, name) for name, error in parity.gradient_errors(actual, expected).items())
 
 
-def require_parity(plan: Plan, found: TrainingOutcome, expected: TrainingOutcome) -> None:
-    """The gradients of the first step and all losses are equal as far as the precision of `plan`
-    carries.
+def require_parity(plan: Plan, actual: TrainingOutcome, expected: TrainingOutcome) -> None:
+    """Requires equal losses and equal gradients of the first step.
+
+    They are equal as far as the precision of `plan` carries.
     """
     exact = plan.training.precision is Precision.FP32
-    error, parameter = worst_gradient(found, expected)
+    error, parameter = worst_gradient(actual, expected)
     assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), (
         f"{error} in {parameter}"
     )
-    assert found.losses == pytest.approx(
+    assert actual.losses == pytest.approx(
         expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE
     )
 
@@ -126,8 +129,9 @@ def _silent_rank(*arguments: object) -> None:
 
 
 def attempt(plan: Plan, limit_s: float = 20.0) -> TrainingOutcome | str:
-    """Run `plan` in a world of its own, whatever comes of it: what it gives, or the traceback of an
-    error, or "hangs".
+    """Runs `plan` in a new world, whatever comes of it.
+
+    Returns the result, or the traceback of an error, or "hangs".
     """
     world = plan.mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:

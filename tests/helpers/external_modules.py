@@ -1,5 +1,6 @@
-"""Tiny Hugging Face configurations, modules of a user, and their reference in one process:
-unmodified, without a mesh.
+"""Tiny Hugging Face configurations, modules of a user, and their reference in one process.
+
+The reference is unmodified, without a mesh.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class SmallBlock(nn.Module):
             t.unflatten(-1, (4, 8)).transpose(1, 2)
             for t in self.qkv(self.norm1(x)).chunk(3, dim=-1)
         )
-        query, key = (t * angles.cos() + t.flip(-1) * angles.sin() for t in (query, key))
+        query = query * angles.cos() + query.flip(-1) * angles.sin()
+        key = key * angles.cos() + key.flip(-1) * angles.sin()
         attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x)))), None
@@ -164,8 +166,9 @@ class SmallModel(nn.Module):
 
 
 class FirstInputs(SmallModel):
-    """Every block reads the output of the embedding again: more than one tensor goes from block to
-    block.
+    """Every block reads the output of the embedding again.
+
+    More than one tensor goes from block to block.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -179,7 +182,7 @@ class FirstInputs(SmallModel):
 
 
 class Skips(SmallModel):
-    """What runs after the blocks reads the output of the embedding."""
+    """The layers after the blocks read the output of the embedding."""
 
     def forward(self, ids: Tensor) -> Tensor:
         visible = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
@@ -223,7 +226,7 @@ class Hidden(SmallModel):
 
 
 class Looks(SmallModel):
-    """What it does depends on the values of the tokens."""
+    """The computation depends on the values of the tokens."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) * (2 if bool((ids == 7).any()) else 1)
@@ -280,8 +283,8 @@ def reference_model(plan: Plan) -> nn.Module:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config.pop("model_type"), **config)
     )
-    found = find_structure(source.model, plan)
-    for name in (*found.embedding, *found.blocks, *found.head):
+    structure = find_structure(source.model, plan)
+    for name in (*structure.embedding, *structure.blocks, *structure.head):
         source.fill(name, source.model.get_submodule(name))
     filled = dict(source.model.named_parameters())
     with torch.no_grad():
@@ -297,7 +300,9 @@ def run_foreign_reference(plan: Plan) -> TrainingOutcome:
         model = reference_model(plan)
     optimizer = reference_optimizer(model, OPTIONS)
     batches = synthetic_batches(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
-    losses, norms, first = [], [], {}
+    losses = []
+    norms = []
+    first = {}
     for step in range(STEPS):
         ids, targets = batches(step)
         output = model(ids)

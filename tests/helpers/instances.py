@@ -1,6 +1,4 @@
-"""Small seeded instances for the search tests, and an enumeration of every strategy that shares no
-code with the search.
-"""
+"""Small seeded search instances, and an independent enumeration of every strategy."""
 
 from __future__ import annotations
 
@@ -88,8 +86,9 @@ def _rank_options(count: int, layout: ParallelLayout) -> list[tuple[int, tuple[R
 
 
 def every_strategy(layout: ParallelLayout, num_layers: int) -> Iterator[Strategy]:
-    """All strategies of a layout with one ZeRO stage for each rank: splits of the blocks, and a
-    recompute mix for every rank.
+    """All strategies of a layout with one ZeRO stage for each rank.
+
+    They are splits of the blocks, and a recompute mix for every rank.
     """
     pp, v = layout.mesh.pp, layout.virtual_stages
     short = (
@@ -119,8 +118,9 @@ def every_strategy(layout: ParallelLayout, num_layers: int) -> Iterator[Strategy
 def mixed_strategies(
     layout: ParallelLayout, num_layers: int, count: int, seed: int = 0
 ) -> Iterator[Strategy]:
-    """Strategies in which every block has a level and a ZeRO stage of its own, and embedding and
-    head have theirs, at random.
+    """Strategies with a random level and ZeRO stage for every block.
+
+    Embedding and head have random ones too.
     """
     draw = random.Random(f"{seed} {layout}")
     zeros = range(4) if layout.mesh.dp > 1 else (0,)
@@ -137,26 +137,30 @@ def mixed_strategies(
 
 
 def with_other_ends(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
-    """The strategies, and each with every other ZeRO stage of embedding and head, which have the
-    same on one rank.
+    """The strategies, and each with every other ZeRO stage of embedding and head.
+
+    Both have the same stage on one rank.
     """
     for strategy in strategies:
-        (first, *others), zeros = strategy.stages, range(4) if strategy.layout.mesh.dp > 1 else (0,)
+        (first, *rest), zeros = strategy.stages, range(4) if strategy.layout.mesh.dp > 1 else (0,)
         for embedding, head in (
             (e, h)
             for e, h in itertools.product(zeros, zeros)
             if e == h or strategy.layout.mesh.pp > 1
         ):
-            stages = [(replace(first[0], zero=embedding), *first[1:]), *others]
+            stages = [(replace(first[0], zero=embedding), *first[1:]), *rest]
             stages[-1] = (*stages[-1][:-1], replace(stages[-1][-1], zero=head))
             yield replace(strategy, stages=tuple(stages))
 
 
 def least_peak(instance: Instance) -> float:
-    """The peak of the leanest strategy, with embedding and head at any ZeRO stage: of each layout
-    the leanest ten have other ends.
+    """The peak of the leanest strategy, with embedding and head at any ZeRO stage.
+
+    The leanest ten strategies of each layout get other ends.
     """
-    price_cache, layers, found = instance.price_cache(), instance.model.num_layers, []
+    price_cache = instance.price_cache()
+    layers = instance.model.num_layers
+    actual = []
     for layout in enumerate_candidates(
         instance.model, instance.cluster, instance.training, PINS
     ).layouts:
@@ -164,12 +168,12 @@ def least_peak(instance: Instance) -> float:
             every_strategy(layout, layers),
             key=lambda strategy: peak_bytes(price_step(strategy, price_cache)),
         )[:10]
-        found += [
+        actual += [
             peak_bytes(price_step(strategy, price_cache))
             for strategy in with_other_ends(leanest)
             if not price_cache.tied or same_sharding(strategy)
         ]
-    return min(found)
+    return min(actual)
 
 
 def _redrawn(choice: LayerChoice, zeros: Sequence[int], draw: random.Random) -> LayerChoice:
@@ -178,8 +182,9 @@ def _redrawn(choice: LayerChoice, zeros: Sequence[int], draw: random.Random) -> 
 
 
 def every_price(instance: Instance, mixed: int = 0) -> list[tuple[Strategy, StepPrice]]:
-    """Every strategy of every layout of the instance with one ZeRO stage for a rank, and `mixed`
-    others of each layout, priced in whole.
+    """Every strategy of every layout with one ZeRO stage for a rank, priced in whole.
+
+    `mixed` more strategies of each layout are added.
     """
     price_cache, layers = instance.price_cache(), instance.model.num_layers
     layouts = enumerate_candidates(
@@ -198,8 +203,9 @@ def every_price(instance: Instance, mixed: int = 0) -> list[tuple[Strategy, Step
 
 
 def same_sharding(strategy: Strategy) -> bool:
-    """A tied embedding is whole on both its stages or sharded on both: the executor adds the two
-    gradients.
+    """Tells whether a tied embedding is whole on both its stages or sharded on both.
+
+    The executor adds the two gradients.
     """
     return (strategy.stages[0][0].zero == 0) == (strategy.stages[-1][-1].zero == 0)
 

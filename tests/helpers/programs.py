@@ -53,7 +53,7 @@ def logged(path: str, case: Case, device: str) -> CaseFigures:
 
 
 def by_work(case: Case, device: str) -> CaseFigures:
-    """What the case's work says: a failure, or `steady`."""
+    """Returns the outcome that the case's work names: a failure, or `steady`."""
     failure = globals().get(f"_{case.work}")
     return failure(case) if failure else steady(case, device)
 
@@ -158,8 +158,8 @@ def _babbles(case: Case) -> CaseFigures:
 def apart(folder: str, case: Case, device: str) -> CaseFigures:
     """Fails where another case runs on its device, and `launch` where any other runs."""
     kind = fcntl.LOCK_EX if case.work == "launch" else fcntl.LOCK_SH
-    with open(f"{folder}/{device}", "w") as own, open(f"{folder}/all", "w") as shared:
-        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(f"{folder}/{device}", "w") as device_lock, open(f"{folder}/all", "w") as shared:
+        fcntl.flock(device_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(shared, kind | fcntl.LOCK_NB)
         time.sleep(0.02)
     return steady(case, device)
@@ -201,15 +201,15 @@ def measured_alone(case: Case, program: object = by_work, *, limit_s: float = 20
 def processes_left(session: int) -> list[int]:
     """Processes of a session of the system that live; waits some seconds for them to end."""
     for _ in range(200):
-        found = [
+        actual = [
             int(name)
             for name in os.listdir("/proc")
             if name.isdigit() and _lives_in(int(name), session)
         ]
-        if not found:
+        if not actual:
             break
         time.sleep(0.05)
-    return found
+    return actual
 
 
 def _lives_in(pid: int, session: int) -> bool:
@@ -223,8 +223,9 @@ def _lives_in(pid: int, session: int) -> bool:
 
 
 def machine(case: Case, device: str) -> CaseFigures:
-    """A machine of 0.1 TFLOP/s and 20 GB/s that launches in 10 us, on which gelu does not fit and
-    attention hangs.
+    """Measures on a machine of 0.1 TFLOP/s and 20 GB/s that launches in 10 us.
+
+    On it gelu does not fit and attention hangs.
     """
     if case.work == "gelu":
         raise MemoryError("the activation does not fit")
@@ -236,19 +237,19 @@ def machine(case: Case, device: str) -> CaseFigures:
         "allocator": {"context_bytes": 2.0**28},
     }
     times = {
-        asked.name: Timing(median_us=_taken_us(case, asked), spread=0.01, repeats=7)
-        for asked in case.passes
+        layer_pass.name: Timing(median_us=_taken_us(case, layer_pass), spread=0.01, repeats=7)
+        for layer_pass in case.passes
     }
     return CaseFigures(times=times, figures=figures.get(case.work, {}))
 
 
-def _taken_us(case: Case, asked: CasePass) -> float:
+def _taken_us(case: Case, requested: CasePass) -> float:
     if case.work in ("linear", "block"):
         sizes = dict(case.sizes)
         flops = (
             24 * sizes["batch"] * sizes["seq"] * sizes["hidden"] ** 2
             if case.work == "block"
-            else math.prod(asked.sizes) * 2
+            else math.prod(requested.sizes) * 2
         )
         return 10 + flops / 1e5
-    return 10 + sum(asked.sizes) / 20e3
+    return 10 + sum(requested.sizes) / 20e3

@@ -1,5 +1,4 @@
-"""What `DTensor.redistribute` really sends: the collectives of one transition between placements,
-in order, forward and back.
+"""Collectives that `DTensor.redistribute` really sends for one transition, in both passes.
 
 `python -m tests.helpers.redistributions` prints the table of meshes of 2, 4, 2 x 2 and 2 x 2 x 2
 gloo ranks.
@@ -40,8 +39,9 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective over the ranks of mesh axis `axis`; `input_elements` is what each rank hands
-    in.
+    """One collective over the ranks of mesh axis `axis`.
+
+    `input_elements` is what each rank hands in.
     """
 
     name: str
@@ -51,8 +51,9 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """From placements to placements, one a mesh axis; `gradient` is where the gradient of the
-    result is.
+    """A change from placements to placements, one for each mesh axis.
+
+    `gradient` is where the gradient of the result is.
     """
 
     source: Placements
@@ -62,8 +63,9 @@ class Transition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """The collectives of the forward and of the backward pass, in order, and where the gradient of
-    the source ends.
+    """The collectives of the forward and of the backward pass, in order.
+
+    `gradient` is where the gradient of the source ends.
     """
 
     forward: tuple[Collective, ...]
@@ -97,17 +99,17 @@ def transitions(num_axes: int) -> list[Transition]:
     The gradient of the result is where the result is, or a partial sum on the axes where the result
     is whole: what an operator that reads it whole and is divided itself hands back.
     """
-    found = []
+    actual = []
     for source in itertools.product(PLACEMENTS, repeat=num_axes):
         for target in itertools.product(PLACEMENTS[:-1], repeat=num_axes):
             partial = tuple(
                 Partial() if placement.is_replicate() else placement for placement in target
             )
-            found += [
+            actual += [
                 Transition(source=source, target=target, gradient=gradient)
                 for gradient in dict.fromkeys((target, partial))
             ]
-    return found
+    return actual
 
 
 def sent(transition: Transition, mesh: DeviceMesh) -> Sent:
@@ -136,23 +138,24 @@ def _local_shape(placements: Placements, mesh: DeviceMesh) -> list[int]:
     return shape
 
 
-def measure(mesh_shape: tuple[int, ...], found: Sequence[Transition]) -> dict[Transition, Sent]:
-    """What rank 0 of a new world of gloo ranks sends for each transition."""
+def measure(mesh_shape: tuple[int, ...], actual: Sequence[Transition]) -> dict[Transition, Sent]:
+    """Collectives that rank 0 of a new world of gloo ranks sends for each transition."""
     world = int(torch.tensor(mesh_shape).prod())
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
-            _rank, args=(world, mesh_shape, list(found), folder), nprocs=world, start_method="fork"
+            _rank, args=(world, mesh_shape, list(actual), folder), nprocs=world, start_method="fork"
         )
         return dict(
-            zip(found, torch.load(Path(folder) / "sent.pt", weights_only=False), strict=True)
+            zip(actual, torch.load(Path(folder) / "sent.pt", weights_only=False), strict=True)
         )
 
 
 def on_accelerator(
-    mesh_shape: tuple[int, ...], found: Sequence[Transition]
+    mesh_shape: tuple[int, ...], actual: Sequence[Transition]
 ) -> dict[Transition, Sent]:
-    """What would be sent between GPUs, where Shard -> Shard is one all-to-all; a process group that
-    moves no data.
+    """Collectives that would be sent between GPUs.
+
+    There Shard -> Shard is one all-to-all. The process group moves no data.
     """
     world = int(torch.tensor(mesh_shape).prod())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -163,13 +166,13 @@ def on_accelerator(
         with mock.patch(
             "torch.distributed.tensor._collective_utils.local_tensor_mode", return_value=True
         ):
-            return {transition: sent(transition, mesh) for transition in found}
+            return {transition: sent(transition, mesh) for transition in actual}
     finally:
         dist.destroy_process_group()
 
 
 def _rank(
-    rank: int, world: int, mesh_shape: tuple[int, ...], found: list[Transition], folder: str
+    rank: int, world: int, mesh_shape: tuple[int, ...], actual: list[Transition], folder: str
 ) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
@@ -177,7 +180,7 @@ def _rank(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     mesh = init_device_mesh("cpu", mesh_shape)
-    results = [sent(transition, mesh) for transition in found]
+    results = [sent(transition, mesh) for transition in actual]
     if rank == 0:
         torch.save(results, f"{folder}/sent.pt")
     dist.destroy_process_group()
@@ -185,8 +188,12 @@ def _rank(
 
 def line(transition: Transition, what: Sent) -> str:
     """One row of the table."""
-    forward = f"{_short(transition.source):<6} -> {_short(transition.target):<6} {_steps(what.forward):<58}"
-    return f"{forward} | gradient {_short(transition.gradient):<6} {_steps(what.backward)} -> {_short(what.gradient)}"
+    forward = f"{_short(transition.source):<6} -> {_short(transition.target):<6}"
+    backward = f"{_steps(what.backward)} -> {_short(what.gradient)}"
+    return (
+        f"{forward} {_steps(what.forward):<58}"
+        f" | gradient {_short(transition.gradient):<6} {backward}"
+    )
 
 
 def _short(placements: Placements) -> str:
@@ -202,14 +209,14 @@ def _steps(collectives: tuple[Collective, ...]) -> str:
 def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of every Shard -> Shard on CPUs
     for shape in ((2,), (4,), (2, 2), (2, 2, 2)):
-        found = (
+        actual = (
             transitions(len(shape))
             if len(shape) < 3
             else random.Random(0).sample(transitions(3), 60)
         )
         print(f"mesh {shape}")
-        accelerator = on_accelerator(shape, found)
-        for transition, what in measure(shape, found).items():
+        accelerator = on_accelerator(shape, actual)
+        for transition, what in measure(shape, actual).items():
             print(line(transition, what))
             if what != accelerator[transition]:
                 print(f"{'on GPUs':<16} {line(transition, accelerator[transition])[17:]}")

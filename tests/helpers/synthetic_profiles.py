@@ -1,5 +1,6 @@
-"""Records of a machine that nobody has: the times that given curves price, with noise. For tests of
-files, fits and reports.
+"""Records of an invented machine, for tests of files, fits and reports.
+
+The times are those that given curves price, with noise.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ CURVES = rested(shipped_profile("a100-80gb").compute)
 
 
 class Machine:
-    """Times of cases by curves: what a profiler of it would record. `noise`: standard deviation of
-    a time over itself.
+    """Times of cases by curves, as a profiler of the machine would record them.
+
+    `noise` is the standard deviation of a time over itself.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class Machine:
         noise: float = 0.0,
     ) -> None:
         device = cluster.device
-        self.compute, self.precision, self.noise = compute, precision, noise
+        self.compute = compute
+        self.precision = precision
+        self.noise = noise
         self.chip = Chip(
             peak_flops_per_s=device.peak(precision),
             bytes_per_s=device.memory_bytes_per_s,
@@ -84,18 +88,18 @@ class Machine:
     ) -> Record:
         """A measured case: passes with their seconds."""
         times = {
-            one.name: Timing(
+            case_pass.name: Timing(
                 median_us=round(1e6 * time_s * self.draw.gauss(1.0, self.noise), 3),
                 spread=0.01,
                 repeats=20,
             )
-            for one, time_s in passes
+            for case_pass, time_s in passes
         }
         case = Case(
             work=work,
             sizes=tuple(sizes.items()),
             precision=self.precision,
-            passes=tuple(one for one, _ in passes),
+            passes=tuple(case_pass for case_pass, _ in passes),
         )
         return Record(
             case=case,

@@ -1,6 +1,4 @@
-"""Runs that nobody ran: the spans of a plan's own timeline under other prices, on clocks that
-disagree.
-"""
+"""Invented runs: the spans of a plan's timeline under other prices, on clocks that disagree."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def estimated(
 
 
 def factors(plan: Plan, **values: float) -> Calibration:
-    """What a machine would have whose prices are off by these factors."""
+    """Calibration of a machine whose prices are off by these factors."""
     off = {
         cause: Factor(value=value, measured=True, source="made up")
         for cause, value in values.items()
@@ -87,8 +85,9 @@ def run_of(
     allocated: int | None = None,
     reserved: int | None = None,
 ) -> RunFile:
-    """A run of `plan` on a machine of which `truth` holds: three recorded steps after a slow one,
-    all ranks in step.
+    """A run of `plan` on a machine of which `truth` holds.
+
+    It has three recorded steps after a slow one, all ranks in step.
     """
     real = replace(plan, cluster=replace(plan.cluster, calibration=truth)) if truth else plan
     timeline = predict(real).timeline

@@ -1,6 +1,4 @@
-"""Traced models made by hand: a built-in description as a trace of it would be, and small chains,
-forks and U shapes.
-"""
+"""Traced models made by hand: built-in descriptions, small chains, forks and U shapes."""
 
 from __future__ import annotations
 
@@ -36,8 +34,9 @@ _PARTS = {
 
 
 def traced_spec(spec: ModelSpec, training: TrainingSpec, micro_batch_size: int = 1) -> TracedModel:
-    """The operators of a built-in model as a trace would have them; a tied head names the token
-    table.
+    """The operators of a built-in model as a trace would have them.
+
+    A tied head names the token table.
     """
     graph = build_graph(spec, training, micro_batch_size)
     operators = list(_named(graph.embedding, "wte", "stream_0", {}))
@@ -60,19 +59,18 @@ def _named(layer: LayerClass, path: str, out: str, names: dict[str, str]) -> lis
     """A layer whose tensors and parameters have names of their own; its last output is `out`."""
     names = {**names, layer.operators[-1].outputs[0].name: out}
 
-    def tensor(found: Tensor) -> Tensor:
-        return replace(found, name=names.get(found.name, f"{path}.{found.name}"))
+    def tensor(actual: Tensor) -> Tensor:
+        return replace(actual, name=names.get(actual.name, f"{path}.{actual.name}"))
 
-    def parameter(found: Parameter, operator: Operator) -> Parameter:
-        name = "wte.tokens.weight" if found.tied else f"{path}.{operator.name}.{found.name}"
-        return replace(found, name=name, tied=False)
+    def parameter(actual: Parameter, operator: Operator) -> Parameter:
+        name = "wte.tokens.weight" if actual.tied else f"{path}.{operator.name}.{actual.name}"
+        return replace(actual, name=name, tied=False)
 
     traced = []
     for operator in layer.operators:
-        inputs, outputs, saved = (
-            tuple(map(tensor, tensors))
-            for tensors in (operator.inputs, operator.outputs, operator.saved)
-        )
+        inputs = tuple(map(tensor, operator.inputs))
+        outputs = tuple(map(tensor, operator.outputs))
+        saved = tuple(map(tensor, operator.saved))
         part = _PARTS.get(operator.name, operator.name)
         traced.append(
             TracedOperator(
@@ -84,7 +82,7 @@ def _named(layer: LayerClass, path: str, out: str, names: dict[str, str]) -> lis
                     inputs=inputs,
                     outputs=outputs,
                     saved=saved,
-                    parameters=tuple(parameter(found, operator) for found in operator.parameters),
+                    parameters=tuple(parameter(weight, operator) for weight in operator.parameters),
                 ),
             )
         )
@@ -102,7 +100,7 @@ def value(name: str, width: int = WIDTH) -> Tensor:
 def linear(
     path: str, x: Tensor, out: str, width: int = WIDTH, *, weight: str | None = None
 ) -> TracedOperator:
-    """out = x W."""
+    """Returns the operator out = x W."""
     made, contracted = value(out, width), Dim("contracted", x.dims[-1].size)
     parameter = Parameter(
         name=weight or f"{path}.weight", dims=(Dim("features", width), contracted)
@@ -129,8 +127,9 @@ def linear(
 def join(
     path: str, inputs: tuple[Tensor, ...], out: str, width: int | None = None, **marks: bool
 ) -> TracedOperator:
-    """An element-wise operator of `inputs`, as wide as the first unless given; `marks`: in_place,
-    view, constant.
+    """Returns an element-wise operator of `inputs`, as wide as the first unless given.
+
+    `marks` are in_place, view and constant.
     """
     made = value(out, width or inputs[0].dims[-1].size)
     return TracedOperator(

@@ -1,7 +1,7 @@
-"""Modules of users that are not GPT or Llama, small, for the tracer and the executor: functions
-package.module:function can name.
+"""Small modules of users that are not GPT or Llama, for the tracer and the executor.
 
-What transformers and torch have is theirs; the rest is as in the papers that they are named after.
+They are functions that package.module:function can name. The modules of transformers and torch are
+used as they are; the rest follows the papers that they are named after.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def own_gradient() -> Made:
 
 
 class Mixture(nn.Module):
-    """What it computes depends on the values of its activations."""
+    """The computation depends on the values of its activations."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Plans of traced modules by hand: shards of about as many operators each, cut where the program
-allows it.
+"""Plans of traced modules by hand, with shards of about as many operators each.
+
+They are cut where the program allows it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def hand_plan(
     schedule: Schedule = Schedule.ONE_F_ONE_B,
     precision: Precision = Precision.FP32,
 ) -> TracedPlan:
-    """A plan of a factory's module, or of a Hugging Face config's; with `recompute` the first shard
-    of every stage runs again.
+    """A plan of a factory's module, or of a Hugging Face config's.
+
+    With `recompute` the first shard of every stage is recomputed.
     """
     like = make_plan(
         pp=pp,
@@ -100,7 +102,7 @@ def _with_shards(plan: TracedPlan, program: Program, count: int) -> TracedPlan:
 
 
 def _cuts(plan: TracedPlan, program: Program, ends: list[int]) -> bool:
-    """Whether every end so far may be the end of a stage."""
+    """Tells if every end so far may be the end of a stage."""
     shards = _shards(program, [*ends, len(program.calls)])
     stages = tuple(ShardStage(rank=k, first=k, end=k + 1, zero=0) for k in range(len(shards)))
     try:

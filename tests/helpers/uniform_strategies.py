@@ -1,6 +1,4 @@
-"""Uniform strategies on one kind of cluster: what the tests of prices and of memory are worked by
-hand on.
-"""
+"""Uniform strategies on one kind of cluster, for tests of prices and memory by hand."""
 
 from __future__ import annotations
 

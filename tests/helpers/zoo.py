@@ -1,5 +1,4 @@
-"""Modules that no one here wrote, small: what torch.nn has, and the ways in which users build
-modules of it.
+"""Small modules in the style of user code, made of the layers of torch.nn.
 
 Each function gives (module, batch, loss) or a module of tokens; `NAMES` lists them. Hugging Face
 families are in benchmarks/executor/external_modules.py.
@@ -660,8 +659,8 @@ class _Toggles(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.teacher.requires_grad_(False)
         with torch.no_grad():
-            wanted = self.teacher(x)
-        return self.student(x) - wanted.detach()
+            target = self.teacher(x)
+        return self.student(x) - target.detach()
 
 
 @zoo
@@ -672,11 +671,9 @@ def toggled_gradient() -> Made:
 class _DropsLayers(nn.Module):
     def __init__(self, drawn: Callable[[], Any]) -> None:
         super().__init__()
-        self.table, self.blocks, self.head = (
-            nn.Embedding(32, WIDTH),
-            nn.ModuleList(_blocks()),
-            nn.Linear(WIDTH, 32),
-        )
+        self.table = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(_blocks())
+        self.head = nn.Linear(WIDTH, 32)
         self.drawn = drawn
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -716,11 +713,9 @@ def _checkpointed(reentrant: bool) -> nn.Module:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.blocks, self.head = (
-                nn.Embedding(32, WIDTH),
-                nn.ModuleList(_blocks()),
-                nn.Linear(WIDTH, 32),
-            )
+            self.table = nn.Embedding(32, WIDTH)
+            self.blocks = nn.ModuleList(_blocks())
+            self.head = nn.Linear(WIDTH, 32)
 
         def forward(self, ids: Tensor) -> Tensor:
             x = self.table(ids)
@@ -1015,7 +1010,7 @@ def soft_mixture_of_experts() -> Made:
 
 
 class _MasksLate(nn.Module):
-    """What its first layers give decides, without gradient, what is masked at the end."""
+    """The first layers decide, without gradient, the mask at the end."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,11 @@ F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 def moments_of(strategy, rank=0):
-    return tuple(one for one in layer_passes(strategy, rank) if one.block is not None)
+    return tuple(
+        layer_layer_pass
+        for layer_layer_pass in layer_passes(strategy, rank)
+        if layer_layer_pass.block is not None
+    )
 
 
 def group_of(blocks, elements, group_elements, ranks=1, home=HOST):
@@ -31,7 +35,9 @@ def group_of(blocks, elements, group_elements, ranks=1, home=HOST):
 def test_layers_pass_forward_in_the_order_of_the_model_and_backward_in_the_other():
     passes = tuple(layer_passes(chunked([HOST, DEV], m=1), 0))
 
-    assert [(one.work, one.layer.kind.value, one.block) for one in passes] == [
+    assert [
+        (layer_pass.work, layer_pass.layer.kind.value, layer_pass.block) for layer_pass in passes
+    ] == [
         (F, "embedding", None),
         (F, "block", 0),
         (F, "block", 1),
@@ -66,49 +72,51 @@ def test_layers_pass_forward_in_the_order_of_the_model_and_backward_in_the_other
 def test_moments_are_the_blocks_of_the_action_list(schedule, v, rank, expected):
     moments = moments_of(chunked([HOST] * 4, pp=2, m=2, schedule=schedule, v=v), rank)
 
-    assert " ".join(f"{one.work}{one.micro_batch}.{one.block}" for one in moments) == expected
+    assert (
+        " ".join(f"{moment.work}{moment.micro_batch}.{moment.block}" for moment in moments)
+        == expected
+    )
 
 
 def test_a_chunk_that_two_blocks_share_is_used_in_the_passes_of_both_and_its_gradients_go_once():
     group = group_of([0, 1, 2], elements=1, group_elements=2)
     moments = moments_of(chunked([HOST] * 3, m=2, ends=False))  # F0 F1 F2 B2 B1 B0, twice
 
-    found = group_uses([group], moments, in_parameters=False)
+    uses = group_uses([group], moments, in_parameters=False)
 
-    assert [one.touched[:4] for one in found] == [
+    assert [use.touched[:4] for use in uses] == [
         (0, 5, 6, 11),
         (0, 1, 4, 5),
         (1, 4, 7, 10),
         (2, 3, 8, 9),
         (2, 3, 8, 9),
     ]
-    assert found[1].runs == (MomentSpan(4, 5), MomentSpan(10, 11))
-    assert found[3].spans == (MomentSpan(2, 3), MomentSpan(8, 9))
-    assert found[0].spans == (MomentSpan(0, 0), MomentSpan(5, 6), MomentSpan(11, 11))
+    assert uses[1].runs == (MomentSpan(4, 5), MomentSpan(10, 11))
+    assert uses[3].spans == (MomentSpan(2, 3), MomentSpan(8, 9))
+    assert uses[0].spans == (MomentSpan(0, 0), MomentSpan(5, 6), MomentSpan(11, 11))
 
 
 def test_blocks_of_several_ranks_share_no_communication_group_even_where_both_would_fit():
     group = group_of([0, 1], elements=1, group_elements=6, ranks=2)
     moments = moments_of(chunked([HOST] * 2, m=1, ends=False))
 
-    found = group_uses([group], moments, in_parameters=True)
+    uses = group_uses([group], moments, in_parameters=True)
 
-    assert [one.touched for one in found] == [(0, 3), (1, 2)]
-    assert [one.spans for one in found] == [
+    assert [use.touched for use in uses] == [(0, 3), (1, 2)]
+    assert [use.spans for use in uses] == [
         (MomentSpan(0, 0), MomentSpan(3, 3)),
         (MomentSpan(1, 2),),
     ]
-    assert [one.runs for one in found] == [(MomentSpan(3, 3),), (MomentSpan(2, 2),)]
+    assert [use.runs for use in uses] == [(MomentSpan(3, 3),), (MomentSpan(2, 2),)]
 
 
 def test_gradients_over_parameters_keep_a_chunk_from_the_first_of_them_to_the_last():
     group = group_of([0, 2], elements=2, group_elements=12)  # block 1 lies elsewhere
     moments = moments_of(chunked([HOST, DEV, HOST], m=1, ends=False))
-    other = group_of([1], elements=2, group_elements=12, home=DEV)
+    second_group = group_of([1], elements=2, group_elements=12, home=DEV)
 
-    apart, over = (
-        group_uses([group, other], moments, in_parameters=way)[0] for way in (False, True)
-    )
+    apart = group_uses([group, second_group], moments, in_parameters=False)[0]
+    over = group_uses([group, second_group], moments, in_parameters=True)[0]
 
     assert apart.runs == (MomentSpan(3, 3), MomentSpan(5, 5))
     assert over.runs == (MomentSpan(3, 5),)
@@ -117,7 +125,7 @@ def test_gradients_over_parameters_keep_a_chunk_from_the_first_of_them_to_the_la
 
 def test_gradients_of_two_micro_batches_are_apart_even_where_one_chunk_is_used_again_at_once():
     moments = moments_of(chunked([HOST] * 4, pp=4, m=8), rank=0)
-    (one,) = group_uses([group_of([0], elements=1, group_elements=3)], moments, in_parameters=False)
+    (use,) = group_uses([group_of([0], elements=1, group_elements=3)], moments, in_parameters=False)
 
-    assert len(one.runs) == 8
-    assert one.spans == (MomentSpan(0, 15),)
+    assert len(use.runs) == 8
+    assert use.spans == (MomentSpan(0, 15),)

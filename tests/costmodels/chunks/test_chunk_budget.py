@@ -1,6 +1,4 @@
-"""What a device holds besides chunks, moment by moment: against the peak that is known without
-chunks, and by hand.
-"""
+"""Device bytes besides chunks, by moment, against the known peak without chunks and by hand."""
 
 from __future__ import annotations
 
@@ -24,15 +22,16 @@ from tests.helpers.uniform_strategies import TINY, book_of
 
 @pytest.fixture
 def large_tensors_alone(monkeypatch):
-    """Without what a peak without chunks leaves out: ids, statistics of norms, what the loss keeps,
-    messages that are received.
+    """Leaves out small tensors, as the peak without chunks does.
+
+    The small tensors are ids, statistics of norms, tensors saved by the loss and received messages.
     """
     for name in ("IDS_BYTES", "NORM_BYTES", "LOSS_KEPT_BYTES", "LOSS_MADE_BYTES", "POSTED"):
         monkeypatch.setattr(room, name, 0)
     monkeypatch.setattr(room, "_logits_bytes", lambda *_: 0)
 
 
-def without_padding(found):
+def without_padding(chunk_schedule):
     """The bytes of chunks that no parameter fills, in mixed precision with fp32 gradients."""
     return sum(
         18
@@ -40,7 +39,7 @@ def without_padding(found):
             group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
             - group.chunk_layout.used_elements
         )
-        for group in found.groups
+        for group in chunk_schedule.groups
     )
 
 
@@ -57,16 +56,17 @@ def without_padding(found):
     ],
 )
 def test_the_fullest_moment_of_chunks_on_the_device_is_the_peak_without_chunks(layout, recompute):
-    """Chunks hold whole gradients beside those that autograd makes of the block: up to its
-    parameters more.
+    """Chunks add up to a block's parameters.
+
+    They hold whole gradients beside those that autograd makes of the block.
     """
     prices, strategy = BOOKS["mixed"], chunked([DEV] * 8, recompute=recompute, **layout)
     block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding)
     for rank in range(strategy.layout.mesh.pp):
-        found = schedule(strategy, rank, prices)
+        chunk_schedule = schedule(strategy, rank, prices)
         more = (
-            found.smallest_bytes
-            - without_padding(found)
+            chunk_schedule.smallest_bytes
+            - without_padding(chunk_schedule)
             - rank_memory(strategy, rank, prices).allocated
         )
         assert 0 <= more <= block
@@ -74,16 +74,17 @@ def test_the_fullest_moment_of_chunks_on_the_device_is_the_peak_without_chunks(l
 
 @pytest.mark.usefixtures("large_tensors_alone")
 def test_the_same_with_gradients_that_are_freed_and_messages_that_are_kept():
-    """parplan's own executor; with several micro-batches the first has no embedding's gradient yet,
-    the others have.
+    """This is the case of parplan's own executor.
+
+    The first of several micro-batches has no gradient of the embedding yet; the later ones have.
     """
     prices = book_of(TINY, 8, replace(MIXED, stack=load_stack("parplan")))
     block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), chunked([DEV]).layout.sharding)
     for rank, strategy in enumerate([chunked([DEV] * 8, pp=2, m=8)] * 2):
-        found = schedule(strategy, rank, prices)
+        chunk_schedule = schedule(strategy, rank, prices)
         more = (
-            found.smallest_bytes
-            - without_padding(found)
+            chunk_schedule.smallest_bytes
+            - without_padding(chunk_schedule)
             - rank_memory(strategy, rank, prices).allocated
         )
         assert 0 <= more <= block
@@ -92,27 +93,29 @@ def test_the_same_with_gradients_that_are_freed_and_messages_that_are_kept():
 @pytest.mark.usefixtures("large_tensors_alone")
 def test_activations_grow_block_by_block_and_are_freed_the_same_way():
     prices, strategy = BOOKS["mixed"], chunked([HOST] * 4, m=2, recompute=Recompute.NONE)
-    found = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
+    non_chunk = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
     saved = layer_activations(strategy.stages[0][1], strategy.layout, prices).saved
 
-    steps = [after - before for before, after in zip(found.rests, found.rests[1:], strict=False)]
+    steps = [
+        after - before for before, after in zip(non_chunk.rests, non_chunk.rests[1:], strict=False)
+    ]
     head = steps[3]
     assert steps[:3] == [saved] * 3
     assert steps[4:7] == [-saved] * 3
     assert head == -saved  # what the head keeps is gone with its backward pass
-    assert found.rests[:8] == found.rests[8:]
+    assert non_chunk.rests[:8] == non_chunk.rests[8:]
 
 
 @pytest.mark.usefixtures("large_tensors_alone")
 def test_the_pass_of_the_head_is_a_gap_and_the_logits_are_in_it_alone():
     prices, strategy = BOOKS["mixed"], chunked([HOST] * 4, m=1, b=8)
-    found = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
+    non_chunk = non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
     head = layer_activations(strategy.stages[0][-1], strategy.layout, prices)
 
     handed = TINY.hidden_size * MIXED.seq_length * 8 * 2  # which the head keeps
-    assert found.gaps[4] == found.rests[3] - handed + head.saved + head.workspace
-    assert max(found.gaps) == found.gaps[4]
-    assert found.gaps[5] == found.rests[4]
+    assert non_chunk.gaps[4] == non_chunk.rests[3] - handed + head.saved + head.workspace
+    assert max(non_chunk.gaps) == non_chunk.gaps[4]
+    assert non_chunk.gaps[5] == non_chunk.rests[4]
 
 
 def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
@@ -123,9 +126,9 @@ def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
             strategy,
             0,
             tuple(layer_passes(strategy, 0)),
-            book_of(TINY, 8, replace(MIXED, stack=one)),
+            book_of(TINY, 8, replace(MIXED, stack=variant)),
         )
-        for one in (stack, replace(stack, keeps_sent=False))
+        for variant in (stack, replace(stack, keeps_sent=False))
     )
     message = TINY.hidden_size * MIXED.seq_length * 2
 
@@ -138,11 +141,12 @@ def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_what_fsdp2_gathers_of_embedding_and_head_is_there_in_their_passes_alone(pp):
-    """gpt-tiny shares its table: on one rank embedding and head are one unit, gathered
-    throughout.
+    """GPT-tiny shares its table.
+
+    On one rank embedding and head are one unit, which stays gathered throughout.
     """
     prices, sharding = BOOKS["mixed"], chunked([HOST]).layout.sharding
-    one, two = (
+    one_rank, two = (
         non_chunk_bytes(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
         for strategy in (chunked([HOST] * 4, pp=pp, m=2), chunked([HOST] * 4, pp=pp, dp=2, m=2))
     )
@@ -157,28 +161,28 @@ def test_what_fsdp2_gathers_of_embedding_and_head_is_there_in_their_passes_alone
         )
         for dp, zero in ((1, 0), (2, 3))
     ]
-    always = two.moments[0] - one.moments[0]
+    always = two.moments[0] - one_rank.moments[0]
 
     assert always == states[1] - states[0] + 2 * parameters * (pp == 1)
-    assert two.gaps[0] - one.gaps[0] >= states[1] - states[0] + 2 * parameters
+    assert two.gaps[0] - one_rank.gaps[0] >= states[1] - states[0] + 2 * parameters
 
 
-def test_norms_keep_two_numbers_of_a_token_unless_they_are_recomputed_and_the_batch_is_always_there():
+def test_norms_keep_two_numbers_of_a_token_unless_recomputed_and_the_batch_is_always_there():
     prices, tokens = BOOKS["mixed"], MIXED.seq_length
     per_block = 2 * room.NORM_BYTES * tokens
     for recompute, kept in ((Recompute.NONE, per_block), (Recompute.FULL, 0)):
         strategy = chunked([HOST] * 2, m=3, recompute=recompute)
         passes = tuple(layer_passes(strategy, 0))
-        found = non_chunk_bytes(strategy, 0, passes, prices)
+        non_chunk = non_chunk_bytes(strategy, 0, passes, prices)
         with pytest.MonkeyPatch.context() as patch:
             for name in ("IDS_BYTES", "NORM_BYTES"):
                 patch.setattr(room, name, 0)
             without = non_chunk_bytes(strategy, 0, passes, prices)
 
-        assert [a - b for a, b in zip(found.rests, without.rests, strict=True)][:2] == [
+        assert [a - b for a, b in zip(non_chunk.rests, without.rests, strict=True)][:2] == [
             room.IDS_BYTES * 3 * tokens + kept * blocks for blocks in (1, 2)
         ]
-        assert found.made[:4] == (0, 0, found.made[2], found.made[2])
-        assert found.made[2] == 2 * owned_parameters(
+        assert non_chunk.made[:4] == (0, 0, non_chunk.made[2], non_chunk.made[2])
+        assert non_chunk.made[2] == 2 * owned_parameters(
             prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding
         )

@@ -1,6 +1,4 @@
-"""Chunks: where tensors lie, how many chunks runs of equal blocks take, and which size of chunk
-costs least.
-"""
+"""Chunk layouts: places of tensors, chunk counts of equal blocks, and the cheapest chunk size."""
 
 from __future__ import annotations
 
@@ -47,19 +45,21 @@ def sized(block: tuple[int, ...], num_blocks: int) -> list[SizedTensor]:
 
 
 def gpt_block(hidden: int) -> tuple[int, ...]:
-    """Of a GPT block what its four products and two norms have, weights and biases."""
+    """Returns weights and biases of the four products and two norms of a GPT block."""
     h = hidden
     return (h, h, 3 * h * h, 3 * h, h * h, h, h, h, 4 * h * h, 4 * h, 4 * h * h, h)
 
 
 def whole(elements: int, ranks: int) -> int:
-    """Of a group: a multiple of the ranks."""
+    """Rounds the elements of a group up to a multiple of the ranks."""
     return -(-elements // ranks) * ranks
 
 
 @st.composite
 def chunk_layouts(draw: st.DrawFn) -> ChunkLayout:
-    block, num_blocks, ranks = draw(BLOCKS), draw(st.integers(1, 4)), draw(RANKS)
+    block = draw(BLOCKS)
+    num_blocks = draw(st.integers(1, 4))
+    ranks = draw(RANKS)
     return pack(
         sized(block, num_blocks),
         whole(draw(st.integers(max(block), 2 * sum(block) + 1)), ranks),
@@ -87,7 +87,7 @@ def test_tensors_lie_whole_in_one_group_in_order_and_do_not_overlap(chunk_layout
 
 @settings(max_examples=50)
 @given(chunk_layouts())
-def test_a_group_is_begun_only_where_the_tensor_does_not_fit_what_is_left_and_of_several_ranks_by_every_block(
+def test_a_group_begins_where_a_tensor_does_not_fit_and_on_several_ranks_with_every_block(
     chunk_layout,
 ):
     for index, tensor in enumerate(chunk_layout.tensors[1:], 1):
@@ -270,7 +270,8 @@ def test_the_size_holds_the_largest_tensor_however_blocks_are_divided():
 def test_tensors_of_a_block_are_in_the_order_of_its_operators_with_local_shapes():
     model = load_model("gpt-1.5b").spec
     graph = build_graph(model, TrainingSpec(global_batch_size=8, seq_length=1024, stack=NEUTRAL), 1)
-    whole, divided = (block_tensors(graph.block, Sharding(tp)) for tp in (1, 2))
+    whole = block_tensors(graph.block, Sharding(1))
+    divided = block_tensors(graph.block, Sharding(2))
 
     assert [tensor.name for tensor in whole[:4]] == [
         "norm1.weight",

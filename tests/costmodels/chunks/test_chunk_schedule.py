@@ -1,6 +1,4 @@
-"""Chunk schedules: run op by op on a device made of sets, which must have what each pass needs, and
-counted against closed forms.
-"""
+"""Chunk schedules: run op by op on a device made of sets, and counted against closed forms."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ from tests.helpers.chunked import (
 
 @st.composite
 def cases(draw):
-    """(strategy, prices, rank, budget over the smallest, blocks in a chunk)"""
+    """Draws (strategy, prices, rank, budget over the smallest, blocks in a chunk)."""
     pp = draw(st.integers(1, 4))
     kinds = [Schedule.GPIPE, Schedule.ONE_F_ONE_B] + [Schedule.INTERLEAVED] * (pp in (2, 4))
     kind = draw(st.sampled_from(kinds))
@@ -75,10 +73,10 @@ def cases(draw):
 
 
 class Device:
-    """What a device has, by communication group; gradients as sets of (block, micro-batch)."""
+    """Contents of a device by communication group; gradients are sets of (block, micro-batch)."""
 
-    def __init__(self, found):
-        self.found, self.ranks = found, found.groups[0].chunk_layout.ranks
+    def __init__(self, chunk_schedule):
+        self.found, self.ranks = chunk_schedule, chunk_schedule.groups[0].chunk_layout.ranks
         self.own = {key for key in self.every() if self.home(key) is not HOST}
         self.whole = set()
         self.fresh, self.reduced, self.sent = (
@@ -155,12 +153,12 @@ class Device:
 
     def all_gradients(self, strategy):
         m = strategy.layout.num_micro_batches
-        wanted = {key: Counter() for key in self.every()}
+        expected = {key: Counter() for key in self.every()}
         for group in self.found.groups:
             for block, micro_batch in product(group.blocks, range(m)):
                 for key in self.of_block(block):
-                    wanted[key][block, micro_batch] = 1
-        return wanted
+                    expected[key][block, micro_batch] = 1
+        return expected
 
 
 @given(cases(), st.sampled_from(Eviction))
@@ -168,9 +166,9 @@ class Device:
 def test_every_pass_has_its_parameters_and_every_gradient_gets_where_the_update_is(case, eviction):
     strategy, prices, rank, more, share = case
     with chunks_of_blocks(share):
-        found = schedule(strategy, rank, prices, more=more, eviction=eviction)
-    device = Device(found)
-    for moment in found.moments:
+        chunk_schedule = schedule(strategy, rank, prices, more=more, eviction=eviction)
+    device = Device(chunk_schedule)
+    for moment in chunk_schedule.moments:
         for op in moment.before:
             device.do(op)
         device.run(moment)
@@ -179,7 +177,7 @@ def test_every_pass_has_its_parameters_and_every_gradient_gets_where_the_update_
 
     assert not device.whole
     assert device.own == {key for key in device.every() if device.home(key) is not HOST}
-    for key, wanted in device.all_gradients(strategy).items():
+    for key, all_gradient in device.all_gradients(strategy).items():
         at = (
             device.sent
             if device.home(key) is not DEV
@@ -187,39 +185,44 @@ def test_every_pass_has_its_parameters_and_every_gradient_gets_where_the_update_
             if device.ranks > 1
             else device.fresh
         )
-        assert at[key] == wanted
-    returned = {(op.group, op.number) for op in found.closing if op.does is ChunkAction.RETURN}
+        assert at[key] == all_gradient
+    returned = {
+        (op.group, op.number) for op in chunk_schedule.closing if op.does is ChunkAction.RETURN
+    }
     assert returned == {key for key in device.every() if device.home(key) is OPT}
 
 
-def held_bytes(found, prices):
-    """By moment the bytes of chunks, from ops alone: parameters from where a FETCH or GATHER may
-    begin, what REDUCE and SEND read to where they must be over.
+def held_bytes(chunk_schedule, prices):
+    """Bytes of chunks at each moment, from ops alone.
+
+    Parameters count from where a FETCH or GATHER may begin; what REDUCE and SEND read counts to
+    where they must be over.
     """
-    training, elements, ranks = (
-        prices.training,
-        found.groups[0].chunk_layout.chunk_elements,
-        found.groups[0].chunk_layout.ranks,
-    )
+    training = prices.training
+    elements = chunk_schedule.groups[0].chunk_layout.chunk_elements
+    ranks = chunk_schedule.groups[0].chunk_layout.ranks
     width = training.precision.num_bytes * elements
     gradient = (
-        training.precision if found.in_parameters else training.gradient_precision
+        training.precision if chunk_schedule.in_parameters else training.gradient_precision
     ).num_bytes * elements
-    count = len(found.moments)
+    count = len(chunk_schedule.moments)
     always = sum(
-        state_widths(group.home, training, found.in_parameters)[0].total
+        state_widths(group.home, training, chunk_schedule.in_parameters)[0].total
         * elements
         * group.chunk_layout.num_groups
-        for group in found.groups
+        for group in chunk_schedule.groups
     )
-    totals, since, begun, device = [always] * count, {}, {}, Device(found)
+    totals = [always] * count
+    since = {}
+    begun = {}
+    device = Device(chunk_schedule)
 
     def add(first, last, size):
         for index in range(first, min(last, count - 1) + 1):
             totals[index] += size
 
-    adds_up = {moment.micro_batch for moment in found.moments} != {0}
-    for index, moment in enumerate(found.moments):
+    adds_up = {moment.micro_batch for moment in chunk_schedule.moments} != {0}
+    for index, moment in enumerate(chunk_schedule.moments):
         for op in moment.before:
             since[op.does is ChunkAction.GATHER, op.group, op.number] = op.issued
         if moment.work is ActionKind.BACKWARD:
@@ -243,7 +246,7 @@ def held_bytes(found, prices):
                 if (op.group, op.number) == key
                 and op.does in (ChunkAction.REDUCE, ChunkAction.SEND)
             ]
-            if not found.in_parameters and (ranks > 1 or device.home(key) is HOST):
+            if not chunk_schedule.in_parameters and (ranks > 1 or device.home(key) is HOST):
                 add(first, ops[0].issued, gradient * ranks)
             apart = ranks > 1 and (adds_up or device.home(key) is HOST)
             if apart:
@@ -252,7 +255,7 @@ def held_bytes(found, prices):
                 add(index + 1, ops[0].issued, gradient)
             if device.home(key) is HOST and ranks > 1:
                 add(ops[0].issued + 1, ops[1].issued, gradient)
-            elif device.home(key) is HOST and found.in_parameters:
+            elif device.home(key) is HOST and chunk_schedule.in_parameters:
                 add(index + 1, ops[0].issued, gradient)
         add(index, index, gradient if outputs else 0)
     return totals
@@ -263,11 +266,14 @@ def held_bytes(found, prices):
 def test_the_bytes_of_chunks_at_every_moment_are_those_of_its_ops(case, eviction):
     strategy, prices, rank, more, share = case
     with chunks_of_blocks(share):
-        found = schedule(strategy, rank, prices, more=more, eviction=eviction)
+        chunk_schedule = schedule(strategy, rank, prices, more=more, eviction=eviction)
 
-    assert [moment.chunk_bytes for moment in found.moments] == held_bytes(found, prices)
+    assert [moment.chunk_bytes for moment in chunk_schedule.moments] == held_bytes(
+        chunk_schedule, prices
+    )
     assert all(
-        moment.chunk_bytes <= moment.device_bytes <= found.device_bytes for moment in found.moments
+        moment.chunk_bytes <= moment.device_bytes <= chunk_schedule.device_bytes
+        for moment in chunk_schedule.moments
     )
 
 
@@ -276,27 +282,29 @@ def test_the_bytes_of_chunks_at_every_moment_are_those_of_its_ops(case, eviction
 def test_opt_never_moves_more_than_lru_or_fifo(case):
     strategy, prices, rank, more, share = case
     with chunks_of_blocks(share):
-        found = {
+        by_policy = {
             policy: schedule(strategy, rank, prices, more=more, eviction=policy)
             for policy in Eviction
         }
 
-    assert found[Eviction.OPT].in_bytes <= min(one.in_bytes for one in found.values())
-    assert len({one.out_bytes for one in found.values()}) == 1
-    assert len({one.smallest_bytes for one in found.values()}) == 1
+    assert by_policy[Eviction.OPT].in_bytes <= min(
+        scheduled.in_bytes for scheduled in by_policy.values()
+    )
+    assert len({scheduled.out_bytes for scheduled in by_policy.values()}) == 1
+    assert len({scheduled.smallest_bytes for scheduled in by_policy.values()}) == 1
 
 
-def shares(found):
-    """delta and gamma of the chunks of a rank, their padding counted as parameters."""
-    own = {
+def shares(chunk_schedule):
+    """Returns delta and gamma of the chunks of a rank, with padding counted as parameters."""
+    elements = {
         group.home: group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
-        for group in found.groups
+        for group in chunk_schedule.groups
     }
-    whole = sum(own.values())
+    whole = sum(elements.values())
     return OwnedShares(
         parameters=whole,
-        delta=own.get(HOST, 0) / whole,
-        gamma=(own.get(HOST, 0) + own.get(OPT, 0)) / whole,
+        delta=elements.get(HOST, 0) / whole,
+        gamma=(elements.get(HOST, 0) + elements.get(OPT, 0)) / whole,
     )
 
 
@@ -305,14 +313,14 @@ def shares(found):
 @pytest.mark.parametrize(("host", "optimizer"), [(8, 0), (5, 3), (2, 4), (0, 8)])
 def test_patrickstars_own_way_moves_to_the_byte_what_its_closed_form_says(host, optimizer):
     homes = [DEV] * (8 - host - optimizer) + [OPT] * optimizer + [HOST] * host
-    found = schedule(chunked(homes, m=1, b=8), more=0.0, clean_copies=False)
+    chunk_schedule = schedule(chunked(homes, m=1, b=8), more=0.0, clean_copies=False)
 
-    assert found.in_parameters
-    assert found.in_bytes == pytest.approx(
-        copied_in_bytes(shares(found), returned_width=4), rel=1e-12
+    assert chunk_schedule.in_parameters
+    assert chunk_schedule.in_bytes == pytest.approx(
+        copied_in_bytes(shares(chunk_schedule), returned_width=4), rel=1e-12
     )
-    assert found.out_bytes == pytest.approx(
-        copied_out_bytes(shares(found), clean_copies=False), rel=1e-12
+    assert chunk_schedule.out_bytes == pytest.approx(
+        copied_out_bytes(shares(chunk_schedule), clean_copies=False), rel=1e-12
     )
 
 
@@ -328,22 +336,27 @@ def test_clean_copies_move_gradients_alone_and_chunks_that_stay_are_fetched_once
 
     monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.non_chunk_bytes", nothing_besides)
     prices, strategy = BOOKS[training], chunked([HOST] * 8, m=m)
-    found = schedule(strategy, prices=prices)
-    chunk = 2 * found.groups[0].chunk_layout.chunk_elements
-    found = rank_chunks(
+    chunk_schedule = schedule(strategy, prices=prices)
+    chunk = 2 * chunk_schedule.groups[0].chunk_layout.chunk_elements
+    chunk_schedule = rank_chunks(
         strategy,
         0,
         prices,
         eviction=Eviction.OPT,
-        device_bytes=found.device_bytes + staying * chunk,
+        device_bytes=chunk_schedule.device_bytes + staying * chunk,
     )
 
     # the pass itself keeps one block, and the next pass begins with it
-    expected = copied_in_bytes(shares(found), num_micro_batches=m, staying=(1 + staying) / 8)
-    assert found.in_bytes == pytest.approx(expected, rel=1e-12)
-    assert found.out_bytes == pytest.approx(
+    expected = copied_in_bytes(
+        shares(chunk_schedule), num_micro_batches=m, staying=(1 + staying) / 8
+    )
+    assert chunk_schedule.in_bytes == pytest.approx(expected, rel=1e-12)
+    assert chunk_schedule.out_bytes == pytest.approx(
         copied_out_bytes(
-            shares(found), num_micro_batches=m, gradient=gradient, in_parameters=found.in_parameters
+            shares(chunk_schedule),
+            num_micro_batches=m,
+            gradient=gradient,
+            in_parameters=chunk_schedule.in_parameters,
         ),
         rel=1e-12,
     )
@@ -352,32 +365,33 @@ def test_clean_copies_move_gradients_alone_and_chunks_that_stay_are_fetched_once
 def test_groups_of_chunks_are_gathered_twice_and_reduced_once_a_micro_batch():
     homes = [DEV, DEV, OPT, HOST, HOST, HOST]
     with chunks_of_blocks(0.5):
-        found = schedule(chunked(homes, dp=2, m=3), prices=BOOKS["mixed"], more=0.5)
+        chunk_schedule = schedule(chunked(homes, dp=2, m=3), prices=BOOKS["mixed"], more=0.5)
     whole = sum(
         2 * group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
-        for group in found.groups
+        for group in chunk_schedule.groups
     )
-    used = [Device(found).of_block(moment.block) for moment in found.moments]
+    used = [Device(chunk_schedule).of_block(moment.block) for moment in chunk_schedule.moments]
     new = sum(len(keys - before) for keys, before in zip(used, [set(), *used], strict=False))
 
-    assert found.moved(ChunkAction.REDUCE) == 3 * 4 * whole
+    assert chunk_schedule.moved(ChunkAction.REDUCE) == 3 * 4 * whole
     assert (
-        found.moved(ChunkAction.GATHER)
-        == new * 2 * 2 * found.groups[0].chunk_layout.chunk_elements
+        chunk_schedule.moved(ChunkAction.GATHER)
+        == new * 2 * 2 * chunk_schedule.groups[0].chunk_layout.chunk_elements
         <= 3 * 2 * 2 * whole
     )
     assert (
-        found.moved(ChunkAction.GATHER) + found.moved(ChunkAction.REDUCE)
+        chunk_schedule.moved(ChunkAction.GATHER) + chunk_schedule.moved(ChunkAction.REDUCE)
     ) / 2 <= collective_bytes(whole, 2, num_micro_batches=3, gradient=4)
 
 
 def test_a_group_that_the_next_pass_uses_too_is_not_gathered_again():
-    found = schedule(chunked([DEV, DEV], dp=2, m=1, ends=False), more=1.0)
+    chunk_schedule = schedule(chunked([DEV, DEV], dp=2, m=1, ends=False), more=1.0)
     gathered = [
-        sum(op.does is ChunkAction.GATHER for op in moment.before) for moment in found.moments
+        sum(op.does is ChunkAction.GATHER for op in moment.before)
+        for moment in chunk_schedule.moments
     ]
 
-    assert [moment.block for moment in found.moments] == [0, 1, 1, 0]
+    assert [moment.block for moment in chunk_schedule.moments] == [0, 1, 1, 0]
     assert gathered == [1, 1, 0, 1]
 
 
@@ -391,7 +405,8 @@ def test_a_budget_that_is_too_small_is_refused_with_the_smallest_which_suffices(
     )
     with pytest.raises(
         InfeasibleError,
-        match=rf"^chunks of pipeline rank 0 need at least {least:,} bytes .* budget is {least - 1:,} ",
+        match=rf"^chunks of pipeline rank 0 need at least {least:,} bytes "
+        rf".* budget is {least - 1:,} ",
     ):
         rank_chunks(strategy, 0, prices, eviction=Eviction.OPT, device_bytes=least - 1)
 
@@ -415,8 +430,8 @@ def test_moving_ops_apart_changes_no_op_and_no_byte(monkeypatch, more):
     monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.issue_moments", lambda *_: {})
     at_once = schedule(strategy, prices=BOOKS["mixed"], more=more)
 
-    for one, other in zip(apart.moments, at_once.moments, strict=True):
-        for moved, demanded in ((one.before, other.before), (one.after, other.after)):
+    for moment, second in zip(apart.moments, at_once.moments, strict=True):
+        for moved, demanded in ((moment.before, second.before), (moment.after, second.after)):
             assert [replace(op, issued=-1) for op in moved] == [
                 replace(op, issued=-1) for op in demanded
             ]

@@ -37,8 +37,8 @@ def test_a_chunk_is_in_use_if_one_of_its_tensors_is(tensors, expected):
 
 def driven(state, *, in_parameters):
     """One HOST block in one chunk that is in `state`."""
-    found = schedule(chunked([HOST], m=1 if in_parameters else 2, ends=False))
-    states = ChunkStates(found.groups, in_parameters=in_parameters)
+    chunk_schedule = schedule(chunked([HOST], m=1 if in_parameters else 2, ends=False))
+    states = ChunkStates(chunk_schedule.groups, in_parameters=in_parameters)
     steps = {
         HOLD: [lambda: states.do(ChunkOp(ChunkAction.FETCH, 0, 0, 0))],
         COMPUTE: [lambda: states.begin(0)],
@@ -85,14 +85,15 @@ def test_every_transition_is_legal_or_an_error_that_names_both_states(old, new, 
     else:
         with pytest.raises(
             TransitionError,
-            match=rf"chunk 0 of group 0, parameters of block 0: they are {old} and cannot become {new}$",
+            match=rf"chunk 0 of group 0, parameters of block 0: "
+            rf"they are {old} and cannot become {new}$",
         ):
             MOVES[new](states)
 
 
-def moved(found, does, place):
+def moved(chunk_schedule, does, place):
     """A schedule with one op taken out of its moment and put into another, `place` moments away."""
-    moments = list(found.moments)
+    moments = list(chunk_schedule.moments)
     index, op = next(
         (i, op)
         for i, m in enumerate(moments)
@@ -100,14 +101,14 @@ def moved(found, does, place):
         if op.does is does and i + place >= 0
     )
     for at, change in (
-        (index, lambda ops: tuple(one for one in ops if one is not op)),
+        (index, lambda ops: tuple(kept_op for kept_op in ops if kept_op is not op)),
         (index + place, lambda ops: (*ops, op)),
     ):
         if does in (ChunkAction.FETCH, ChunkAction.GATHER):
             moments[at] = replace(moments[at], before=change(moments[at].before))
         else:
             moments[at] = replace(moments[at], after=change(moments[at].after))
-    return replace(found, moments=tuple(moments))
+    return replace(chunk_schedule, moments=tuple(moments))
 
 
 @pytest.mark.parametrize(
@@ -122,18 +123,18 @@ def moved(found, does, place):
 )
 def test_a_schedule_with_an_op_at_the_wrong_moment_is_found_out(dp, does, place):
     with chunks_of_blocks(1.0):
-        found = schedule(
+        chunk_schedule = schedule(
             chunked([HOST, OPT, DEV, HOST], dp=dp, m=3, ends=False), prices=BOOKS["mixed"]
         )
-    check_states(found)
+    check_states(chunk_schedule)
 
     with pytest.raises(TransitionError):
-        check_states(moved(found, does, place))
+        check_states(moved(chunk_schedule, does, place))
 
 
 def test_an_update_leaves_what_stays_on_the_device_as_parameters_and_waits_for_no_pass():
-    found = schedule(chunked([DEV], m=1, ends=False))
-    states = ChunkStates(found.groups, in_parameters=True)
+    chunk_schedule = schedule(chunked([DEV], m=1, ends=False))
+    states = ChunkStates(chunk_schedule.groups, in_parameters=True)
     states.begin(0)
     with pytest.raises(TransitionError, match=r"compute and cannot become hold$"):
         states.update()

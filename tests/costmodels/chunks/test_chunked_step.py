@@ -1,6 +1,4 @@
-"""Steps whose blocks are in chunks: memory, time and traffic against sums that are written out
-here, and their limits.
-"""
+"""Steps of chunked blocks: memory, time and traffic against sums written here, and limits."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ def padded(strategy, price_cache, rank=0):
 def test_device_and_host_hold_so_many_bytes_a_parameter_by_home(training, m, wide, dp):
     """wide: of DEVICE, and of OPTIMIZER on the device and on the host; of HOST all is there."""
     price_cache, strategy = book_of(training), chunked(dp=dp, m=m)
-    own, ends = (
+    padded_bytes, ends = (
         padded(strategy, price_cache),
         [choice for choice in rank_layers(strategy, 0) if choice.kind is not LayerKind.BLOCK],
     )
@@ -114,21 +112,26 @@ def test_device_and_host_hold_so_many_bytes_a_parameter_by_home(training, m, wid
 
     assert (
         memory.states.total
-        == outside + wide[0] * own[StateLocation.DEVICE] + wide[1] * own[StateLocation.OPTIMIZER]
+        == outside
+        + wide[0] * padded_bytes[StateLocation.DEVICE]
+        + wide[1] * padded_bytes[StateLocation.OPTIMIZER]
     )
     assert (
         memory.host
-        == wide[2] * own[StateLocation.OPTIMIZER] + wide[0] * own[StateLocation.HOST] + staged
+        == wide[2] * padded_bytes[StateLocation.OPTIMIZER]
+        + wide[0] * padded_bytes[StateLocation.HOST]
+        + staged
     )
 
 
 def test_the_closed_forms_of_the_states_hold_for_the_padded_parameters():
     price_cache, strategy = book_of(), chunked(dp=4, m=1)
-    own = padded(strategy, price_cache)
+    padded_bytes = padded(strategy, price_cache)
     shares = closed.OwnedShares(
-        parameters=sum(own.values()),
-        delta=own[StateLocation.HOST] / sum(own.values()),
-        gamma=(own[StateLocation.HOST] + own[StateLocation.OPTIMIZER]) / sum(own.values()),
+        parameters=sum(padded_bytes.values()),
+        delta=padded_bytes[StateLocation.HOST] / sum(padded_bytes.values()),
+        gamma=(padded_bytes[StateLocation.HOST] + padded_bytes[StateLocation.OPTIMIZER])
+        / sum(padded_bytes.values()),
     )
     plain = device_memory(
         chunked((StateLocation.HOST,) * 8, dp=4, m=1), 0, price_cache
@@ -166,11 +169,9 @@ def test_a_stated_budget_is_kept_and_one_that_is_too_small_says_what_would_do():
 
 
 def test_all_on_the_device_waits_for_no_copies_and_is_updated_chunk_by_chunk():
-    price_cache, chunks, units = (
-        book_of(),
-        chunked((StateLocation.DEVICE,) * 8, dp=4),
-        uniform(frame_of(dp=4), 8, zero=3),
-    )
+    price_cache = book_of()
+    chunks = chunked((StateLocation.DEVICE,) * 8, dp=4)
+    units = uniform(frame_of(dp=4), 8, zero=3)
     (group,) = chunks_of_rank(chunks, 0, price_cache).groups
     outside = sum(
         price_cache.outside.data_parallel(
@@ -227,8 +228,9 @@ def moved(chunks):
 
 
 def test_copies_cost_nothing_over_an_endless_link_and_are_the_step_over_a_slow_one():
-    """max(compute, copies): the longer of the two directions where they do not wait for each
-    other.
+    """The step is max(compute, copies).
+
+    Copies take the longer of the two directions where they do not wait for each other.
     """
     strategy = chunked(ON_HOST, m=8)
     endless, slow = (
@@ -260,14 +262,12 @@ def test_gpus_that_share_an_uplink_wait_longer():
 
 def test_a_slower_host_is_paid_after_the_last_pass():
     strategy = chunked(ON_HOST, dp=4, m=1)
-    fast, slow = (
-        price_step(strategy, book_of(cluster=replace(V100, host_bytes_per_s=rate)))
-        for rate in (1e12, 1e11)
-    )
-    own = padded(strategy, book_of())[StateLocation.HOST]
+    fast = price_step(strategy, book_of(cluster=replace(V100, host_bytes_per_s=1e12)))
+    slow = price_step(strategy, book_of(cluster=replace(V100, host_bytes_per_s=1e11)))
+    host_parameters = padded(strategy, book_of())[StateLocation.HOST]
 
     difference_s = (
-        28 * own * 4 / (0.73 / 2) * (1 / 1e11 - 1 / 1e12)
+        28 * host_parameters * 4 / (0.73 / 2) * (1 / 1e11 - 1 / 1e12)
     )  # the four GPUs of one of two NUMA domains
     assert slow.step_s - fast.step_s == pytest.approx(difference_s, rel=1e-9)
     assert slow.ranks[0].optimizer.value_s - fast.ranks[0].optimizer.value_s == pytest.approx(
@@ -282,29 +282,30 @@ def test_where_the_device_is_the_host_every_copy_is_waited_for():
     )
     strategy = chunked(ON_HOST, m=1)
 
-    found = chunk_time(strategy, 0, price_cache)
+    timed = chunk_time(strategy, 0, price_cache)
 
-    assert sum(seconds.value_s for seconds in found.host.values()) == pytest.approx(
+    assert sum(seconds.value_s for seconds in timed.host.values()) == pytest.approx(
         sum(moved(chunks_of_rank(strategy, 0, price_cache))) / 1e9
     )
-    assert found.of_pass(ActionKind.FORWARD, 0) == found.host[ActionKind.FORWARD, 0]
+    assert timed.of_pass(ActionKind.FORWARD, 0) == timed.host[ActionKind.FORWARD, 0]
 
 
 def groups_of_blocks(strategy, price_cache):
-    """By block the communication groups of chunks that hold its tensors: names walked one by
-    one.
+    """Communication groups of the chunks that hold each block's tensors.
+
+    Tensor names are walked one by one.
     """
-    found = {}
+    groups = {}
     for index, group in enumerate(chunks_of_rank(strategy, 0, price_cache).groups):
         for tensor, number in zip(
             group.chunk_layout.tensors, group.chunk_layout.group_of, strict=True
         ):
             block = int(tensor.name.split(".")[0].removeprefix("block"))
-            found.setdefault(block, set()).add((index, number))
-    return found
+            groups.setdefault(block, set()).add((index, number))
+    return groups
 
 
-def test_traffic_gathers_whole_groups_once_for_neighbouring_passes_and_reduces_each_once_a_micro_batch():
+def test_traffic_gathers_groups_once_for_neighbouring_passes_and_reduces_once_a_micro_batch():
     price_cache, m = book_of(MIXED), 2
     strategy = chunked(dp=4, m=m)
     groups, chunk_layout = (
@@ -334,14 +335,15 @@ def test_traffic_gathers_whole_groups_once_for_neighbouring_passes_and_reduces_e
 
 @pytest.mark.parametrize(("training", "m"), [(HALF, 1), (HALF, 2), (FULL, 2)])
 def test_redundancy_of_chunks_is_their_padding_and_the_copies_of_parameters(training, m):
-    """In 16 bits the master is the one copy; of OPTIMIZER blocks it is on the host, and the
-    device's parameters are beyond it.
+    """In 16 bits the master is the one copy.
+
+    The master of OPTIMIZER blocks is on the host, and the device's parameters are beyond it.
     """
     price_cache, strategy = book_of(training), chunked(dp=4, m=m)
     block = price_cache.graph(1).block.num_parameters / 4
-    own, over = padded(strategy, price_cache), m == 1 and training is HALF
+    padded_bytes, over = padded(strategy, price_cache), m == 1 and training is HALF
     padding = {
-        home: own[home] - count * block
+        home: padded_bytes[home] - count * block
         for home, count in ((StateLocation.DEVICE, 3), (StateLocation.OPTIMIZER, 2))
     }
     master = training is FULL
@@ -351,9 +353,9 @@ def test_redundancy_of_chunks_is_their_padding_and_the_copies_of_parameters(trai
         device_memory(strategy, 0, price_cache),
     )
     by_operator = summed_redundancy(
-        found
+        redundancy
         for choice in rank_layers(strategy, 0)
-        for found in operator_redundancy(choice, 0, strategy.layout, price_cache).values()
+        for redundancy in operator_redundancy(choice, 0, strategy.layout, price_cache).values()
     )
 
     g, o = training.gradient_precision.num_bytes, 8 if master else 12

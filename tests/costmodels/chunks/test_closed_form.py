@@ -1,6 +1,4 @@
-"""Closed forms of what chunks need and move, against the published coefficients and against a count
-of moves, one by one.
-"""
+"""Closed forms of chunk needs and moves, against published coefficients and counted moves."""
 
 from __future__ import annotations
 
@@ -137,10 +135,13 @@ def test_the_host_also_buffers_what_it_takes_and_returns_of_parameters_on_the_de
 
 
 def test_what_fits_is_published_with_15b_on_eight_v100():
-    """15B parameters on 8 V100 with 240 GB, a row of PatrickStar: 14 * 15e9 / 8 = 26.25 GB a GPU,
-    beside what is no state.
+    """PatrickStar trains 15B parameters on 8 V100 with 240 GB.
+
+    States take 14 * 15e9 / 8 = 26.25 GB a GPU, besides the memory that is no state.
     """
-    owned, room, host = 15e9 / 8, 8e9, 240e9
+    owned = 15e9 / 8
+    room = 8e9
+    host = 240e9
 
     assert not chunks_fit(OwnedShares(parameters=owned, delta=0.0, gamma=0.0), room, host, 8)
     assert chunks_fit(OwnedShares(parameters=owned, delta=0.0, gamma=0.9), room, host, 8)

@@ -1,6 +1,4 @@
-"""Which chunks stay: against the fewest fetches of any choice, and the policies' own definitions
-run one slot at a time.
-"""
+"""Chunk eviction: against the fewest fetches of any choice, and the definition of each policy."""
 
 from __future__ import annotations
 
@@ -25,40 +23,43 @@ def sequences(draw, chunks=5, slots=8):
             max_size=slots,
         )
     )
-    room = [len(own) + draw(st.integers(0, 3)) for own in needs]
+    room = [len(need) + draw(st.integers(0, 3)) for need in needs]
     return needs, room
 
 
 def fewest(needs, room):
     """Fetches of the best choice: every set of chunks that may be there is tried."""
     reached = {frozenset(): 0}
-    for own, free in zip(needs, room, strict=True):
-        found = {}
+    for need, free in zip(needs, room, strict=True):
+        fetches = {}
         for there, fetched in reached.items():
-            others, cost = there - set(own), fetched + len(set(own) - there)
-            for kept in range(min(len(others), free - len(own)) + 1):
-                for chosen in combinations(sorted(others), kept):
-                    after = frozenset((*own, *chosen))
-                    found[after] = min(cost, found.get(after, cost))
-        reached = found
+            rest, cost = there - set(need), fetched + len(set(need) - there)
+            for kept in range(min(len(rest), free - len(need)) + 1):
+                for chosen in combinations(sorted(rest), kept):
+                    after = frozenset((*need, *chosen))
+                    fetches[after] = min(cost, fetches.get(after, cost))
+        reached = fetches
     return min(reached.values())
 
 
 def one_by_one(needs, room, policy, key):
-    """Slots of the first and the last use of every stay: of those that a slot does not need, the
-    one with the least `key` goes.
+    """Slots of the first and the last use of every stay.
+
+    The chunk with the least `key` goes, among chunks that a slot does not need.
     """
-    there, used, found = {}, {}, []
-    for slot, (own, free) in enumerate(zip(needs, room, strict=True)):
-        while len(set(there) | set(own)) > free:
+    there = {}
+    used = {}
+    stays = []
+    for slot, (need, free) in enumerate(zip(needs, room, strict=True)):
+        while len(set(there) | set(need)) > free:
             victim = min(
-                (c for c in there if c not in own), key=lambda c: key(c, slot, there, used, needs)
+                (c for c in there if c not in need), key=lambda c: key(c, slot, there, used, needs)
             )
-            found.append((victim, there.pop(victim), used[victim][0]))
-        for chunk in own:
+            stays.append((victim, there.pop(victim), used[victim][0]))
+        for chunk in need:
             there.setdefault(chunk, slot)
-            used[chunk] = (slot, own.index(chunk))
-    return sorted((*found, *((chunk, first, used[chunk][0]) for chunk, first in there.items())))
+            used[chunk] = (slot, need.index(chunk))
+    return sorted((*stays, *((chunk, first, used[chunk][0]) for chunk, first in there.items())))
 
 
 @given(sequences())
@@ -73,9 +74,9 @@ def test_opt_fetches_as_little_as_any_choice_can_whatever_the_room(case):
 @settings(max_examples=80, deadline=None)
 def test_opt_never_fetches_more_than_lru_or_fifo(case):
     needs, room = case
-    found = {policy: len(residencies(needs, room, policy)) for policy in Eviction}
+    fetches = {policy: len(residencies(needs, room, policy)) for policy in Eviction}
 
-    assert found[Eviction.OPT] <= min(found[Eviction.LRU], found[Eviction.FIFO])
+    assert fetches[Eviction.OPT] <= min(fetches[Eviction.LRU], fetches[Eviction.FIFO])
 
 
 @given(sequences(chunks=8, slots=20))
@@ -92,7 +93,7 @@ def test_lru_gives_up_what_was_used_longest_ago_and_fifo_what_came_first(case):
 
     for policy, key in keys.items():
         assert sorted(
-            (one.chunk, one.first, one.last) for one in residencies(needs, room, policy)
+            (stay.chunk, stay.first, stay.last) for stay in residencies(needs, room, policy)
         ) == one_by_one(needs, room, policy, key)
 
 
@@ -101,15 +102,15 @@ def test_lru_gives_up_what_was_used_longest_ago_and_fifo_what_came_first(case):
 def test_what_is_needed_is_there_once_and_never_more_than_there_is_room_for(case, policy, forgets):
     needs, room = case
     there = [Counter() for _ in needs]
-    for one in residencies(needs, room, policy, forgets=forgets):
-        for slot in range(one.first, one.last + 1):
-            there[slot][one.chunk] += 1
+    for stay in residencies(needs, room, policy, forgets=forgets):
+        for slot in range(stay.first, stay.last + 1):
+            there[slot][stay.chunk] += 1
 
     assert all(
-        set(own) <= set(found) and max(found.values(), default=1) == 1
-        for own, found in zip(needs, there, strict=True)
+        set(need) <= set(present) and max(present.values(), default=1) == 1
+        for need, present in zip(needs, there, strict=True)
     )
-    assert all(len(found) <= free for found, free in zip(there, room, strict=True))
+    assert all(len(present) <= free for present, free in zip(there, room, strict=True))
 
 
 def test_room_that_shrinks_makes_the_farthest_use_go_first_and_the_others_stay():
@@ -121,8 +122,8 @@ def test_room_that_shrinks_makes_the_farthest_use_go_first_and_the_others_stay()
         Residency(2, 2, 4),
         Residency(0, 6, 6),
     )
-    assert [one.chunk for one in residencies(needs, room, Eviction.FIFO)] == [0, 1, 2, 0]
-    assert [one.chunk for one in residencies(needs, [3, 3, 3, 2, 2, 2, 3], Eviction.LRU)] == [
+    assert [stay.chunk for stay in residencies(needs, room, Eviction.FIFO)] == [0, 1, 2, 0]
+    assert [stay.chunk for stay in residencies(needs, [3, 3, 3, 2, 2, 2, 3], Eviction.LRU)] == [
         0,
         1,
         2,

@@ -88,9 +88,8 @@ def test_more_bytes_never_take_less_time(collective, n_bytes, nodes, ranks):
     placement = Placement(
         nodes=nodes, ranks_per_node=ranks, groups_per_node=8 // ranks if nodes > 1 else 1
     )
-    less, more = (
-        collective_time(collective, n, placement, A100).value_s for n in (n_bytes, 2 * n_bytes + 1)
-    )
+    less = collective_time(collective, n_bytes, placement, A100).value_s
+    more = collective_time(collective, 2 * n_bytes + 1, placement, A100).value_s
 
     assert 0 <= less <= more * (1 + 1e-12)
 
@@ -220,8 +219,9 @@ def test_a_message_of_nothing_is_latency_only():
 
 
 def own(*curves):
-    """A100 nodes whose profile has these curves: (collective, nodes, ranks per node, groups at
-    once, time factor).
+    """A100 nodes whose profile has these curves.
+
+    A curve is (collective, nodes, ranks per node, groups at once, time factor).
     """
     made = [
         CollectiveCurve(
@@ -264,9 +264,8 @@ def test_a_measured_placement_costs_more_with_more_bytes_and_is_measured_at_its_
         own((collective, 4, 2, 4, 1.0)),
         Placement(nodes=4, ranks_per_node=2, groups_per_node=4),
     )
-    less, more = (
-        collective_time(collective, n, placement, machine) for n in (n_bytes, 2 * n_bytes)
-    )
+    less = collective_time(collective, n_bytes, placement, machine)
+    more = collective_time(collective, 2 * n_bytes, placement, machine)
 
     assert 0 < less.value_s <= more.value_s * (1 + 1e-12)
     assert (less.kind is Kind.MEASURED) is (n_bytes in (2**10, 2**20, 2**30))
@@ -275,13 +274,13 @@ def test_a_measured_placement_costs_more_with_more_bytes_and_is_measured_at_its_
 
 def test_a_curve_prices_no_other_placement_across_nodes():
     machine = own((Collective.ALL_REDUCE, 4, 2, 4, 1000.0))
-    others = (
+    rest = (
         Placement(nodes=2, ranks_per_node=2, groups_per_node=4),
         Placement(nodes=4, ranks_per_node=1, groups_per_node=8),
         Placement(nodes=4, ranks_per_node=2, groups_per_node=1),
     )
 
-    for placement in others:
+    for placement in rest:
         assert (
             collective_time(Collective.ALL_REDUCE, 2**20, placement, machine).kind is Kind.ANALYTIC
         )
@@ -296,14 +295,14 @@ def test_a_curve_prices_no_other_collective():
 
 def test_inside_a_node_a_group_is_priced_among_all_that_the_node_holds():
     machine = own((Collective.ALL_REDUCE, 1, 4, 1, 1.0), (Collective.ALL_REDUCE, 1, 4, 2, 3.0))
-    found = collective_time(
+    priced = collective_time(
         Collective.ALL_REDUCE,
         2**20,
         Placement(nodes=1, ranks_per_node=4, groups_per_node=1),
         machine,
     )
 
-    assert found.value_s == pytest.approx(150e-6)
+    assert priced.value_s == pytest.approx(150e-6)
 
 
 def test_a_measured_message_is_priced_by_how_many_leave_the_node_at_once():

@@ -1,4 +1,4 @@
-"""Where the ranks of an axis sit (EQUATIONS C6): checked against the rank formula itself."""
+"""Places of the ranks of an axis (EQUATIONS C6), checked against the rank formula itself."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from parplan.profiles.errors import ConfigError
 def groups(mesh: Mesh, axis: Axis) -> list[list[int]]:
     """The ranks of every group of `axis`, from rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
     coordinates = itertools.product(range(mesh.pp), range(mesh.dp), range(mesh.tp))
-    found: dict[tuple[int, ...], list[int]] = {}
+    by_rest: dict[tuple[int, ...], list[int]] = {}
     for coordinate in coordinates:
         pp, dp, tp = coordinate
-        others = tuple(c for i, c in enumerate(coordinate) if i != list(Axis).index(axis))
-        found.setdefault(others, []).append((pp * mesh.dp + dp) * mesh.tp + tp)
-    return list(found.values())
+        rest = tuple(c for i, c in enumerate(coordinate) if i != list(Axis).index(axis))
+        by_rest.setdefault(rest, []).append((pp * mesh.dp + dp) * mesh.tp + tp)
+    return list(by_rest.values())
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ POWERS = (1, 2, 4, 8, 16)
 def test_placements_equal_the_nodes_that_the_ranks_of_each_group_sit_on(axis, gpus_per_node):
     for pp, dp, tp in itertools.product(POWERS, repeat=3):
         mesh = Mesh(pp=pp, dp=dp, tp=tp)
-        found = place(mesh, axis, gpus_per_node)
+        placement = place(mesh, axis, gpus_per_node)
 
         for group in groups(mesh, axis):
             nodes = [rank // gpus_per_node for rank in group]
-            assert found.nodes == len(set(nodes)), (mesh, axis)
-            assert found.ranks_per_node == nodes.count(nodes[0]), (mesh, axis)
-        assert found.num_ranks == mesh.degree(axis)
-        assert found.crosses_nodes == (found.nodes > 1)
+            assert placement.nodes == len(set(nodes)), (mesh, axis)
+            assert placement.ranks_per_node == nodes.count(nodes[0]), (mesh, axis)
+        assert placement.num_ranks == mesh.degree(axis)
+        assert placement.crosses_nodes == (placement.nodes > 1)
 
 
 @pytest.mark.parametrize(
@@ -115,18 +115,18 @@ def test_placements_equal_the_nodes_that_the_ranks_of_each_group_sit_on(axis, gp
 def test_the_groups_that_share_a_nodes_nics_are_the_groups_with_a_rank_on_it(axis, gpus_per_node):
     for pp, dp, tp in itertools.product(POWERS, repeat=3):
         mesh = Mesh(pp=pp, dp=dp, tp=tp)
-        found = place(mesh, axis, gpus_per_node)
+        placement = place(mesh, axis, gpus_per_node)
         on_first_node = sum(
             any(rank < gpus_per_node for rank in group) for group in groups(mesh, axis)
         )
 
-        if found.crosses_nodes:
-            assert found.groups_per_node == on_first_node, (mesh, axis)
+        if placement.crosses_nodes:
+            assert placement.groups_per_node == on_first_node, (mesh, axis)
         else:
-            assert found.groups_per_node == 1
+            assert placement.groups_per_node == 1
 
 
 def test_degrees_that_do_not_divide_a_node_are_rounded_to_the_widest_spread():
-    found = place(Mesh(pp=1, dp=12, tp=1), Axis.DP, 8)
+    placement = place(Mesh(pp=1, dp=12, tp=1), Axis.DP, 8)
 
-    assert (found.nodes, found.ranks_per_node) == (3, 4)
+    assert (placement.nodes, placement.ranks_per_node) == (3, 4)

@@ -1,6 +1,4 @@
-"""From placement to placement: the collectives leave every rank with what it wants, worked by hand
-and by moving real blocks.
-"""
+"""Redistribution: each rank ends with the block it needs, by hand and by moving real blocks."""
 
 from __future__ import annotations
 
@@ -22,12 +20,10 @@ MESHES = ((4,), (2, 2), (2, 4), (2, 2, 2))
 DIMS = ("batch", "sequence", "hidden")
 SOURCES = (None, PARTIAL, *DIMS)
 TARGETS = (None, *DIMS)
-GATHER, REDUCE, SCATTER, EXCHANGE = (
-    Collective.ALL_GATHER,
-    Collective.ALL_REDUCE,
-    Collective.REDUCE_SCATTER,
-    Collective.ALL_TO_ALL,
-)
+GATHER = Collective.ALL_GATHER
+REDUCE = Collective.ALL_REDUCE
+SCATTER = Collective.REDUCE_SCATTER
+EXCHANGE = Collective.ALL_TO_ALL
 
 
 def pairs(num_axes):
@@ -80,9 +76,9 @@ def pairs(num_axes):
     ],
 )
 def test_the_moves_by_hand_on_axes_of_two_ranks(source, target, expected):
-    found = moves(1024, source, target, (2,) * len(source))
+    moved = moves(1024, source, target, (2,) * len(source))
 
-    assert [(move.collective, move.axis, move.num_bytes) for move in found] == expected
+    assert [(move.collective, move.axis, move.num_bytes) for move in moved] == expected
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
@@ -119,24 +115,24 @@ def held(place, degrees):
 def test_no_axis_is_communicated_over_more_than_twice_and_what_is_left_is_the_target(degrees):
     whole = 2**20
     for source, target in pairs(len(degrees)):
-        found = list(moves(whole, source, target, degrees))
+        collected = list(moves(whole, source, target, degrees))
 
         assert (
             max(
-                (sum(move.axis == axis for move in found) for axis in range(len(degrees))),
+                (sum(move.axis == axis for move in collected) for axis in range(len(degrees))),
                 default=0,
             )
             <= 2
         )
-        if found and found[-1].collective is not GATHER:
-            assert found[-1].left_bytes >= whole // placed_parts(target, degrees)
-        assert all(move.left_bytes <= whole for move in found)
+        if collected and collected[-1].collective is not GATHER:
+            assert collected[-1].left_bytes >= whole // placed_parts(target, degrees)
+        assert all(move.left_bytes <= whole for move in collected)
         for axis, (start, goal) in enumerate(
             zip(source, target, strict=True)
         ):  # partial sums are always added up
             if start == PARTIAL:
-                wanted = {SCATTER, REDUCE} if goal else {REDUCE}
-                assert wanted & {move.collective for move in found if move.axis == axis}
+                expected = {SCATTER, REDUCE} if goal else {REDUCE}
+                assert expected & {move.collective for move in collected if move.axis == axis}
 
 
 def test_an_axis_of_one_rank_takes_nothing():
@@ -145,17 +141,15 @@ def test_an_axis_of_one_rank_takes_nothing():
 
 
 def test_time_and_temporaries_are_those_of_the_moves():
-    found = redistribute(2**20, ("batch", "batch"), (None, None), (2, 4), MACHINE)
+    redistribution = redistribute(2**20, ("batch", "batch"), (None, None), (2, 4), MACHINE)
 
-    inner, outer = found.moves
+    inner, outer = redistribution.moves
     assert inner == RedistributionStep(GATHER, 1, 2**19, 2**19)
     assert outer == RedistributionStep(GATHER, 0, 2**20, 2**20)
-    assert found.temporary_bytes == 2**20
-    inner_s, outer_s = (
-        collective_time(GATHER, n_bytes, place_axis(degree, stride, 8, 8), MACHINE).value_s
-        for n_bytes, degree, stride in ((2**19, 4, 1), (2**20, 2, 4))
-    )
-    assert found.time.value_s == pytest.approx(inner_s + outer_s)
+    assert redistribution.temporary_bytes == 2**20
+    inner_s = collective_time(GATHER, 2**19, place_axis(4, 1, 8, 8), MACHINE).value_s
+    outer_s = collective_time(GATHER, 2**20, place_axis(2, 4, 8, 8), MACHINE).value_s
+    assert redistribution.time.value_s == pytest.approx(inner_s + outer_s)
 
 
 def test_an_axis_that_crosses_nodes_costs_more():

@@ -1,6 +1,4 @@
-"""The token table on the host: what is gone from the device, what crosses PCIe and the ranks
-instead, and what refuses it.
-"""
+"""The token table on the host: freed device bytes, traffic over PCIe and ranks, refusals."""
 
 from __future__ import annotations
 
@@ -47,10 +45,8 @@ def book_of(offload=(), gpus=4):
 @pytest.mark.parametrize("dp", [1, 4])
 def test_the_device_holds_no_table_and_the_host_its_columns_with_their_states(dp):
     mesh = Mesh(pp=1, dp=dp, tp=1)
-    plain, kept = (
-        book_of(offload).states(LayerKind.EMBEDDING, mesh, Sharding(), 0)
-        for offload in ((), LOOKUP)
-    )
+    plain = book_of(()).states(LayerKind.EMBEDDING, mesh, Sharding(), 0)
+    kept = book_of(LOOKUP).states(LayerKind.EMBEDDING, mesh, Sharding(), 0)
 
     assert plain.states.total == 18 * V * H
     assert (kept.states.total, kept.zero_buffer, kept.ideal) == (0, 0, plain.ideal)
@@ -69,9 +65,8 @@ def test_nothing_else_changes():
 
 
 def test_the_memory_of_a_step_loses_the_table_and_its_gradient():
-    plain, kept = (
-        rank_memory(uniform(frame_of(m=4), 8), 0, book_of(offload)) for offload in ((), LOOKUP)
-    )
+    plain = rank_memory(uniform(frame_of(m=4), 8), 0, book_of(()))
+    kept = rank_memory(uniform(frame_of(m=4), 8), 0, book_of(LOOKUP))
 
     assert plain.states.total - kept.states.total == 18 * V * H
     assert kept.temporaries <= plain.temporaries
@@ -79,23 +74,24 @@ def test_the_memory_of_a_step_loses_the_table_and_its_gradient():
 
 
 def test_a_micro_batch_on_one_gpu_by_hand():
-    """2 sequences of 128 tokens: rows of fp32 are read and cast, 2 bytes an element cross PCIe each
-    way, gradients are added.
+    """A micro-batch is 2 sequences of 128 tokens.
+
+    Rows of fp32 are read and cast, 2 bytes an element cross PCIe each way, and gradients are added.
     """
     elements, rate = 2 * 128 * H, NUMA_SHARE * 614.4e9 / 2
-    found = book_of(LOOKUP, gpus=1).data_parallel(
+    priced = book_of(LOOKUP, gpus=1).data_parallel(
         LayerKind.EMBEDDING, 2, Mesh(pp=1, dp=1, tp=1), Sharding(), 0
     )
 
-    assert found.forward.value_s == pytest.approx(
+    assert priced.forward.value_s == pytest.approx(
         6 * elements / rate + 2 * elements / 63e9, rel=1e-12
     )
-    assert found.backward.value_s == pytest.approx(
+    assert priced.backward.value_s == pytest.approx(
         2 * elements / 63e9 + 10 * elements / rate, rel=1e-12
     )
-    assert found.optimizer.value_s == pytest.approx(28 * V * H / rate, rel=1e-12)
-    assert found.host.value_s == pytest.approx(
-        found.forward.value_s + found.backward.value_s, rel=1e-12
+    assert priced.optimizer.value_s == pytest.approx(28 * V * H / rate, rel=1e-12)
+    assert priced.host.value_s == pytest.approx(
+        priced.forward.value_s + priced.backward.value_s, rel=1e-12
     )
 
 
@@ -120,9 +116,8 @@ def test_several_ranks_exchange_what_they_look_up_and_that_is_all_they_send_for_
 
 
 def test_its_seconds_are_the_hosts_and_of_data_parallelism():
-    plain, kept = (
-        price_step(uniform(frame_of(dp=4), 8, zero=3), book_of(offload)) for offload in ((), LOOKUP)
-    )
+    plain = price_step(uniform(frame_of(dp=4), 8, zero=3), book_of(()))
+    kept = price_step(uniform(frame_of(dp=4), 8, zero=3), book_of(LOOKUP))
 
     assert plain.ranks[0].host_comm.value_s == 0.0 < kept.ranks[0].host_comm.value_s
     assert kept.ranks[0].dp_comm.value_s < plain.ranks[0].dp_comm.value_s
@@ -148,9 +143,9 @@ def test_what_is_left_of_the_embedding_has_its_output_and_no_kernel():
     ],
 )
 def test_meshes_and_models_that_have_no_look_up_say_why(mesh, hidden, tied, reason):
-    found = illegal_host_embedding(mesh, hidden, tied)
+    refusal = illegal_host_embedding(mesh, hidden, tied)
 
-    assert (found is None) if reason is None else (reason in found)
+    assert (refusal is None) if reason is None else (reason in refusal)
 
 
 def test_an_estimate_of_it_is_priced_again_from_its_file(tmp_path):

@@ -1,6 +1,4 @@
-"""Rates between device and host: a lane or its part of the node's uplinks, stated memory, and what
-a profile of one's own measured.
-"""
+"""Rates between device and host: lanes, shares of uplinks, stated memory and measured rates."""
 
 from __future__ import annotations
 
@@ -76,18 +74,19 @@ def test_domains_without_their_gpus_are_an_error():
 
 
 def test_measured_copies_take_the_place_of_the_lane_but_not_of_what_is_shared():
-    one = measured(with_gpus(DGX1, 1), to_device_bytes_per_s=12e9, from_device_bytes_per_s=13e9)
+    one_gpu = measured(with_gpus(DGX1, 1), to_device_bytes_per_s=12e9, from_device_bytes_per_s=13e9)
 
-    assert copy_time(10**9, one).value_s == pytest.approx(1 / 12)
-    assert copy_time(10**9, one, to_host=True).value_s == pytest.approx(1 / 13)
-    assert copy_time(10**9, one).kind is Kind.INTERPOLATED
+    assert copy_time(10**9, one_gpu).value_s == pytest.approx(1 / 12)
+    assert copy_time(10**9, one_gpu, to_host=True).value_s == pytest.approx(1 / 13)
+    assert copy_time(10**9, one_gpu).kind is Kind.INTERPOLATED
     eight = measured(DGX1, to_device_bytes_per_s=12e9)
     assert copy_time(10**9, eight).value_s == pytest.approx(8 / 63)
     assert copy_time(10**9, eight).kind is Kind.ANALYTIC
 
 
 def test_measured_adam_of_one_process_bounds_its_part_of_the_host():
-    slow, fast = (measured(DGX1, adam_bytes_per_s=rate) for rate in (1e9, 1e12))
+    slow = measured(DGX1, adam_bytes_per_s=1e9)
+    fast = measured(DGX1, adam_bytes_per_s=1e12)
 
     assert host_adam_time(10**9, slow).value_s == pytest.approx(28)
     assert host_adam_time(10**9, slow).kind is Kind.INTERPOLATED

@@ -1,6 +1,4 @@
-"""What a block in chunks costs by home: bytes against sums written out here, seconds against their
-rates.
-"""
+"""Costs of a chunked block by location: bytes against sums written here, seconds against rates."""
 
 from __future__ import annotations
 
@@ -89,16 +87,16 @@ def test_a_host_block_moves_its_share_of_parameters_in_and_of_gradients_out():
     elements = owned_parameters(prices.layer(LayerKind.BLOCK, 1), Sharding())
     cost = prices.chunked(StateLocation.HOST, 1, mesh, Sharding(), in_parameters=False)
 
-    own = -(-elements // 4)
+    rank_elements = -(-elements // 4)
     assert (cost.fetched_bytes, cost.sent_bytes, cost.returned_bytes, cost.left_bytes) == (
-        2 * own,
-        4 * own,
+        2 * rank_elements,
+        4 * rank_elements,
         0,
         0,
     )
-    assert cost.fetch_s == pytest.approx(2 * own / 7.875e9)
+    assert cost.fetch_s == pytest.approx(2 * rank_elements / 7.875e9)
     assert cost.send_s == pytest.approx(
-        4 * own / 7.875e9
+        4 * rank_elements / 7.875e9
     )  # the first four of eight GPUs share two uplinks: half a lane each
     assert (cost.gathered_bytes, cost.reduced_bytes, cost.used_bytes) == (
         2 * elements,
@@ -109,17 +107,15 @@ def test_a_host_block_moves_its_share_of_parameters_in_and_of_gradients_out():
 
 def test_an_optimizer_block_moves_once_a_step_and_a_device_block_never():
     prices, mesh = price_cache(HALF), Mesh(pp=1, dp=4, tp=1)
-    own = -(-owned_parameters(prices.layer(LayerKind.BLOCK, 1), Sharding()) // 4)
-    once, never = (
-        prices.chunked(home, 1, mesh, Sharding(), in_parameters=True)
-        for home in (StateLocation.OPTIMIZER, StateLocation.DEVICE)
-    )
+    rank_elements = -(-owned_parameters(prices.layer(LayerKind.BLOCK, 1), Sharding()) // 4)
+    once = prices.chunked(StateLocation.OPTIMIZER, 1, mesh, Sharding(), in_parameters=True)
+    never = prices.chunked(StateLocation.DEVICE, 1, mesh, Sharding(), in_parameters=True)
 
     assert (once.fetched_bytes, once.sent_bytes, once.returned_bytes, once.left_bytes) == (
         0,
         0,
-        2 * own,
-        2 * own,
+        2 * rank_elements,
+        2 * rank_elements,
     )
     assert not any(
         (

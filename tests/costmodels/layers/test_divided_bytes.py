@@ -1,6 +1,4 @@
-"""What the memory model says a block keeps is the executor's rule, for random divisions and lists
-of recomputed operators.
-"""
+"""The memory model's saved bytes follow the executor's rule, for random divisions and recompute."""
 
 from __future__ import annotations
 
@@ -40,24 +38,24 @@ def test_a_random_layer_plan_keeps_what_the_executor_keeps(model, kernel, shardi
     problem = layer_problem(layer, sharding, MACHINE, training)
     incoming = ("Shard(1)@tp",) if sharding.sequence_parallel else ()
     for _ in range(100):
-        options = [draw.choice(own) for own in problem.options]
-        own = replace(
+        options = [draw.choice(option) for option in problem.options]
+        divided = replace(
             sharding,
             own=tuple(
                 (name, option.splits) for name, option in zip(problem.names, options, strict=True)
             ),
         )
-        again = tuple(
+        recomputed = tuple(
             name for name, option in zip(problem.names, options, strict=True) if option.recomputed
         )
-        placed = {operator.name: placements(operator, own) for operator in layer.operators}
+        placed = {operator.name: placements(operator, divided) for operator in layer.operators}
         in_plan = {
             name: OperatorPlacement(
-                parameters=found.parameters, input=found.input, output=found.output
+                parameters=placement.parameters, input=placement.input, output=placement.output
             )
-            for name, found in placed.items()
+            for name, placement in placed.items()
         }
 
-        assert saved_bytes(layer, own, again) == divided_saved_bytes(
-            layer, in_plan, sharding.tp, again, incoming
+        assert saved_bytes(layer, divided, recomputed) == divided_saved_bytes(
+            layer, in_plan, sharding.tp, recomputed, incoming
         )

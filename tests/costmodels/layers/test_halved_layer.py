@@ -1,6 +1,4 @@
-"""Blocks priced as two halves, against the operators' own times put through the recursion by
-hand.
-"""
+"""Blocks priced as two halves, against operator times put through the recursion by hand."""
 
 from __future__ import annotations
 
@@ -45,19 +43,20 @@ def price_cache(
 
 
 def parts_of(priced: PriceCache, way: str) -> list[HalfTime]:
-    """Half a micro-batch through a block: its operators from all-reduce to all-reduce, as undivided
-    blocks of that size are priced.
+    """Parts of half a micro-batch through a block, from all-reduce to all-reduce.
+
+    Operators are priced as in undivided blocks of that size.
     """
     operators = priced._operators(LayerKind.BLOCK, B // 2, Sharding(TP))
     names = list(operators.compute)
-    found, compute_s = [], 0.0
+    parts, compute_s = [], 0.0
     for name in names if way == "forward" else reversed(names):
         compute_s += getattr(operators.compute[name], way).value_s
         sent_s = getattr(operators.tensor_parallel[name], way).value_s
         if sent_s:
-            found.append(HalfTime(compute_s, sent_s))
+            parts.append(HalfTime(compute_s, sent_s))
             compute_s = 0.0
-    return [*found, HalfTime(compute_s)]
+    return [*parts, HalfTime(compute_s)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -77,7 +76,8 @@ def test_a_pass_takes_what_its_operators_at_half_the_size_take_in_the_recursion(
 
 def test_level_1_divides_the_products_that_are_all_reduced_and_nothing_else():
     priced = price_cache(contention=0.0)
-    half, whole = (priced._operators(LayerKind.BLOCK, size, Sharding(TP)) for size in (B // 2, B))
+    half = priced._operators(LayerKind.BLOCK, B // 2, Sharding(TP))
+    whole = priced._operators(LayerKind.BLOCK, B, Sharding(TP))
     sent = {
         name: time.forward.value_s
         for name, time in half.tensor_parallel.items()
@@ -98,10 +98,8 @@ def test_level_1_divides_the_products_that_are_all_reduced_and_nothing_else():
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_second_that_is_hidden_costs_what_it_does_everywhere(level):
     sharding = Sharding(TP, overlap=level)
-    free, dear = (
-        price_cache(contention=share).layer_time(LayerKind.BLOCK, B, sharding)
-        for share in (0.0, None)
-    )
+    free = price_cache(contention=0.0).layer_time(LayerKind.BLOCK, B, sharding)
+    dear = price_cache(contention=None).layer_time(LayerKind.BLOCK, B, sharding)
     sent_s = 2 * sum(part.sent_s for part in parts_of(price_cache(), "forward"))
 
     hidden_s = sent_s - free.tp_forward.value_s
@@ -150,9 +148,8 @@ def test_what_runs_again_is_halved_too_and_waits_block_by_block():
 
 def test_without_tensor_parallelism_halving_only_costs():
     priced = price_cache()
-    whole, halves = (
-        priced.layer_time(LayerKind.BLOCK, B, Sharding(overlap=level)).total_s for level in (0, 2)
-    )
+    whole = priced.layer_time(LayerKind.BLOCK, B, Sharding(overlap=0)).total_s
+    halves = priced.layer_time(LayerKind.BLOCK, B, Sharding(overlap=2)).total_s
     half = priced.layer_time(LayerKind.BLOCK, B // 2, Sharding()).total_s
 
     assert halves == pytest.approx(2 * half, rel=1e-9)
@@ -166,7 +163,7 @@ def strategy(
     *,
     pp: int = 1,
     virtual_stages: int = 1,
-    again: Recompute = Recompute.NONE,
+    recompute_level: Recompute = Recompute.NONE,
 ) -> Strategy:
     layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=1, tp=TP),
@@ -177,7 +174,7 @@ def strategy(
         sequence_parallel=False,
         tp_overlap=level,
     )
-    row = (LayerChoice(LayerKind.BLOCK, again, 0),) * blocks
+    row = (LayerChoice(LayerKind.BLOCK, recompute_level, 0),) * blocks
     ends = (
         LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 0),
         LayerChoice(LayerKind.HEAD, Recompute.NONE, 0),
@@ -229,9 +226,9 @@ def test_halves_keep_the_same_bytes_and_all_reduce_twice_as_often_half_as_much(l
     priced, sent = price_cache(), {}
     for overlap in (0, level):
         sent[overlap] = {
-            one.kind: one
-            for one in rank_traffic(strategy(overlap, 3), 0, priced)
-            if one.axis is Axis.TP
+            traffic.kind: traffic
+            for traffic in rank_traffic(strategy(overlap, 3), 0, priced)
+            if traffic.axis is Axis.TP
         }
         kept = priced.activations(LayerKind.BLOCK, B, Sharding(TP, overlap=overlap))
         assert kept.saved == priced.activations(LayerKind.BLOCK, B, Sharding(TP)).saved
@@ -245,7 +242,9 @@ def test_halves_keep_the_same_bytes_and_all_reduce_twice_as_often_half_as_much(l
 
 
 def test_only_one_half_has_temporaries_and_both_have_what_runs_again():
-    priced, whole, halved = price_cache(), Sharding(TP), Sharding(TP, overlap=2)
+    priced = price_cache()
+    whole = Sharding(TP)
+    halved = Sharding(TP, overlap=2)
     boundary_bytes = priced.graph(B).block.input.num_bytes
     for level in Recompute:
         size = {
@@ -254,7 +253,7 @@ def test_only_one_half_has_temporaries_and_both_have_what_runs_again():
         }
         assert size[halved].saved == size[whole].saved
         assert size[halved].workspace < size[whole].workspace + boundary_bytes
-    again = [
+    recomputed = [
         priced.activations(LayerKind.BLOCK, B, halved, level).workspace
         for level in (Recompute.NONE, Recompute.FULL)
     ]
@@ -262,4 +261,4 @@ def test_only_one_half_has_temporaries_and_both_have_what_runs_again():
         priced.activations(LayerKind.BLOCK, B, halved, level).saved
         for level in (Recompute.NONE, Recompute.FULL)
     ]
-    assert again[1] - again[0] == kept[0] - kept[1]
+    assert recomputed[1] - recomputed[0] == kept[0] - kept[1]

@@ -1,6 +1,4 @@
-"""The price of one layer: what tensor and data parallelism communicate, counted in bytes, and what
-overlap hides.
-"""
+"""The price of one layer: bytes of tensor and data parallelism, and the share overlap hides."""
 
 from __future__ import annotations
 
@@ -30,7 +28,9 @@ BF16_GRADIENTS = replace(TRAINING, gradient_precision=Precision.BF16)
 GPT = build_graph(load_model("gpt-tiny").spec, TRAINING, B)
 LLAMA = build_graph(load_model("llama3-8b").spec, TRAINING, 1)
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))
-WHOLE, TP4, TP4_SP = Sharding(), Sharding(4), Sharding(4, True)
+WHOLE = Sharding()
+TP4 = Sharding(4)
+TP4_SP = Sharding(4, True)
 OPERATORS = [operator.name for operator in GPT.block.operators]
 BOUNDARY = 2 * S * B * H  # 2 S b h of EQUATIONS T2
 
@@ -50,8 +50,9 @@ def test_a_block_all_reduces_two_boundary_tensors_each_way(volumes, graph):
 def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters_and_gathers_inputs_again(
     volumes, graph
 ):
-    """The inputs of qkv and fc1 are kept as tokens of one rank; here nothing hides their second
-    gather.
+    """The inputs of qkv and fc1 are saved as the tokens of one rank.
+
+    Nothing hides their second gather here.
     """
     plain = priced(graph.block, TP4)
     volumes.clear()
@@ -97,16 +98,16 @@ def test_the_embedding_reduces_its_output_and_the_head_its_input_gradient_and_th
     )
 
 
-@given(again=st.sets(st.sampled_from(OPERATORS)), sharding=st.sampled_from([WHOLE, TP4, TP4_SP]))
-def test_recompute_adds_exactly_the_forward_of_the_operators_it_names(again, sharding):
+@given(names=st.sets(st.sampled_from(OPERATORS)), sharding=st.sampled_from([WHOLE, TP4, TP4_SP]))
+def test_recompute_adds_exactly_the_forward_of_the_operators_it_names(names, sharding):
     operators = price_operators(GPT.block, sharding, MACHINE, TRAINING)
-    plain, time = operators.time(), operators.time(again)
+    plain, time = operators.time(), operators.time(names)
 
     assert (time.forward_s, time.backward_s) == (plain.forward_s, plain.backward_s)
     compute_s = sum(
         operator_time(GPT.block.operator(name), sharding, MACHINE, TRAINING).forward.value_s
-        for name in again
+        for name in names
     )
-    reduces = sum(operators.tensor_parallel[name].forward.value_s for name in again)
+    reduces = sum(operators.tensor_parallel[name].forward.value_s for name in names)
     assert time.recompute_s == pytest.approx(compute_s + reduces, rel=1e-12)
     assert time.total_s - plain.total_s == pytest.approx(time.recompute_s, rel=1e-9, abs=1e-15)

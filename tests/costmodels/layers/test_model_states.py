@@ -1,6 +1,4 @@
-"""Bytes of model states: the table of the module by hand, torch.chunk itself, and shards that add
-up to the whole.
-"""
+"""Bytes of model states: the table by hand, torch.chunk itself, and shards that add up."""
 
 from __future__ import annotations
 
@@ -61,8 +59,9 @@ def test_states_are_those_of_the_table(training, zero, parameters, gradients, op
 
 @pytest.mark.parametrize("dp", [1, 2, 8, 64])
 def test_bytes_per_parameter_are_megatrons(dp):
-    """Megatron-LM, docs of the distributed optimizer, bf16 with fp32 gradients: 18 without it, 6 +
-    12/D with it.
+    """Megatron-LM needs 18 bytes without its distributed optimizer and 6 + 12/D with it.
+
+    The source is its docs of the distributed optimizer, for bf16 with fp32 gradients.
     """
     elements = 64 * 1000
 

@@ -1,6 +1,4 @@
-"""Every way to divide an operator follows from its dims: what is legal, why the rest is not, and
-what each costs.
-"""
+"""Divisions of an operator follow from its dims: the legal ones, the refused ones, and costs."""
 
 from __future__ import annotations
 
@@ -133,11 +131,11 @@ def test_every_rejected_strategy_says_why(name, degree, split, reason):
 
 
 def test_on_two_axes_every_pair_is_tried_and_divisions_multiply():
-    one, (both, rejected) = (
+    on_one_axis, (both, rejected) = (
         operator_splits(operator("fc1"), (2,))[0],
         operator_splits(operator("fc1"), (2, 2)),
     )
-    pairs = {(*a, *b) for a in one for b in one}
+    pairs = {(*a, *b) for a in on_one_axis for b in on_one_axis}
 
     assert set(both) <= pairs
     assert pairs - set(both) <= {r.splits for r in rejected}
@@ -151,8 +149,9 @@ def test_on_two_axes_every_pair_is_tried_and_divisions_multiply():
 
 @pytest.mark.parametrize("graph", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_the_parts_of_every_strategy_add_up(graph):
-    """Over all ranks: FLOPs of one rank times the parts are the whole, and so are the elements of
-    divided parameters.
+    """FLOPs of one rank times the parts are the whole.
+
+    The same holds for the elements of divided parameters, over all ranks.
     """
     for layer in graph:
         for op in layer.operators:
@@ -207,14 +206,14 @@ def test_placements_say_how_an_operator_is_divided(graph):
 
 def test_the_price_of_a_strategy_is_compute_ending_states_and_bytes():
     fc2 = operator("fc2")
-    kept, again = (
+    kept, recomputed = (
         operator_price(
             fc2, (Split("ffn", "sequence"),), INSIDE, TRAINING, recomputed=flag, zero=1, dp=2
         )
         for flag in (False, True)
     )
 
-    assert again.recompute_s == pytest.approx(kept.forward_s)
+    assert recomputed.recompute_s == pytest.approx(kept.forward_s)
     assert kept.recompute_s == 0.0
     assert kept.states == operator_states(
         fc2, single_operator_sharding(fc2, (Split("ffn"),), (4,)), StateSharding(1, 2), TRAINING
@@ -232,10 +231,8 @@ def test_a_recomputed_operator_keeps_nothing_of_its_own():
         replace(load_model("gpt-tiny").spec, dropout=0.1), TRAINING, 4
     ).block.operator("residual1")
 
-    kept, again = (
-        operator_price(dropout, (Split("sequence"),), INSIDE, TRAINING, recomputed=flag)
-        for flag in (False, True)
-    )
+    kept = operator_price(dropout, (Split("sequence"),), INSIDE, TRAINING, recomputed=False)
+    recomputed = operator_price(dropout, (Split("sequence"),), INSIDE, TRAINING, recomputed=True)
 
     assert kept.saved_bytes == dropout.saved[0].num_bytes // 4
-    assert again.saved_bytes == 0
+    assert recomputed.saved_bytes == 0

@@ -1,6 +1,4 @@
-"""Recompute: which operators run again, what the layer keeps because of it, and that the backward
-pass can always be done.
-"""
+"""Recompute: the operators that run again, saved tensors, and a backward pass that can be done."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def names(layer: LayerClass, level: Recompute) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("layer", "level", "again", "kept"),
+    ("layer", "level", "recomputed", "kept"),
     [
         pytest.param(GPT_UNFUSED, Recompute.NONE, set(), GPT_KEPT, id="gpt-unfused-none"),
         pytest.param(
@@ -122,8 +120,8 @@ def names(layer: LayerClass, level: Recompute) -> set[str]:
         ),
     ],
 )
-def test_a_level_recomputes_and_keeps_what_a_hand_count_says(layer, level, again, kept):
-    assert set(recompute_operators(layer, level)) == again
+def test_a_level_recomputes_and_keeps_what_a_hand_count_says(layer, level, recomputed, kept):
+    assert set(recompute_operators(layer, level)) == recomputed
     assert names(layer, level) == kept
 
 
@@ -149,25 +147,28 @@ def test_full_recompute_keeps_only_the_input_of_the_block(layer):
     ],
 )
 def test_saved_bytes_are_korthikantis_table(level, sharding, per_sbh, per_scores):
-    again = recompute_operators(GPT_UNFUSED, level)
+    recomputed = recompute_operators(GPT_UNFUSED, level)
 
     assert (
-        saved_bytes(GPT_UNFUSED, sharding, again)
+        saved_bytes(GPT_UNFUSED, sharding, recomputed)
         == per_sbh * S * B * H + per_scores * A * S * S * B
     )
 
 
 @given(data=st.data())
 def test_the_backward_pass_can_be_done_whatever_is_recomputed(data):
-    """Every tensor a backward needs is kept, or remade from what is kept by recomputed operators
-    alone.
+    """Every tensor a backward needs is saved or remade.
+
+    Only recomputed operators remake it, from saved tensors.
     """
     layer = data.draw(st.sampled_from(BLOCKS))
-    again = data.draw(st.sets(st.sampled_from([operator.name for operator in layer.operators])))
+    recomputed = data.draw(
+        st.sets(st.sampled_from([operator.name for operator in layer.operators]))
+    )
 
-    there = {tensor.name for tensor in saved_tensors(layer, again)}
+    there = {tensor.name for tensor in saved_tensors(layer, recomputed)}
     for operator in layer.operators:  # the forward's order
-        if operator.name in again:
+        if operator.name in recomputed:
             assert {tensor.name for tensor in operator.inputs} <= there, (
                 f"{operator.name} cannot run again"
             )
@@ -179,20 +180,22 @@ def test_the_backward_pass_can_be_done_whatever_is_recomputed(data):
 @given(data=st.data())
 def test_no_tensor_is_kept_that_recomputation_makes(data):
     layer = data.draw(st.sampled_from(BLOCKS))
-    again = data.draw(st.sets(st.sampled_from([operator.name for operator in layer.operators])))
+    recomputed = data.draw(
+        st.sets(st.sampled_from([operator.name for operator in layer.operators]))
+    )
 
     made = {
         tensor.name
         for operator in layer.operators
-        if operator.name in again
+        if operator.name in recomputed
         for tensor in operator.outputs
     }
-    if "attention_out" not in again:
+    if "attention_out" not in recomputed:
         made.discard(
             "context"
         )  # Korthikanti's selective recompute keeps the attention's output for the projection
 
-    assert not made & {tensor.name for tensor in saved_tensors(layer, again)}
+    assert not made & {tensor.name for tensor in saved_tensors(layer, recomputed)}
 
 
 @given(data=st.data(), tp=st.sampled_from((1, 2, 4)), sequence_parallel=st.booleans())
@@ -200,11 +203,13 @@ def test_a_rank_keeps_at_least_its_share_and_tensor_with_sequence_parallelism_no
     data, tp, sequence_parallel
 ):
     layer = data.draw(st.sampled_from(BLOCKS))
-    again = data.draw(st.sets(st.sampled_from([operator.name for operator in layer.operators])))
+    recomputed = data.draw(
+        st.sets(st.sampled_from([operator.name for operator in layer.operators]))
+    )
 
     ideal, saved = (
-        ideal_saved_bytes(layer, tp, again),
-        saved_bytes(layer, Sharding(tp, sequence_parallel), again),
+        ideal_saved_bytes(layer, tp, recomputed),
+        saved_bytes(layer, Sharding(tp, sequence_parallel), recomputed),
     )
 
     assert ideal <= saved
@@ -217,8 +222,9 @@ FC2_WEIGHTS = 2 * (4 * H * H + H)
 
 
 def test_workspace_is_what_is_recomputed_and_the_widest_backward_of_an_operator():
-    """fc2 first: nothing is freed yet. Its input is four times as wide; fc1's gradients come when
-    the activation's are gone.
+    """The backward of fc2 comes first, when nothing is freed yet.
+
+    Its input is four times as wide; fc1's gradients come when the activation's are gone.
     """
     widest = 4 * SBH + SBH + FC2_WEIGHTS
     saved = saved_bytes(GPT_FLASH, Sharding())

@@ -1,6 +1,4 @@
-"""The recursion of sub-pipelined tensor parallelism: its published table, and an event simulation
-that shares no code with it.
-"""
+"""Sub-pipelined tensor parallelism: its published table, and an independent event simulation."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ def block(c: float, a: float = A_HALF_S, m: float = M_HALF_S, tail: float = 0.0)
 
 
 def simulated_s(parts: Sequence[HalfTime], blocks: int) -> float:
-    """Two queues, of a compute and of a sending stream, whose tasks start in order and when the
-    task that they wait for is over.
+    """Seconds of two queues, one of compute and one of a sending stream.
+
+    Tasks start in order, each when the task that it waits for is over.
     """
     cuts = [index for index, part in enumerate(parts) if part.sent_s]
     head, tail = parts[: cuts[-1] + 1], sum(part.compute_s for part in parts[cuts[-1] + 1 :])
@@ -39,7 +38,10 @@ def simulated_s(parts: Sequence[HalfTime], blocks: int) -> float:
         "compute": [("compute", *key) for key in order],
         "send": [("send", *key) for key in order if row[key[0]].sent_s],
     }
-    wait, over, now, running = {}, set(), 0.0, []
+    wait = {}
+    over = set()
+    now = 0.0
+    running = []
     for k, half in order:
         if k:
             wait["compute", k, half] = ("send" if row[k - 1].sent_s else "compute", k - 1, half)
@@ -78,8 +80,9 @@ def test_across_blocks_communication_bounds_the_pace_at_four_all_reduces():
 
 
 def test_between_the_bounds_an_uneven_block_waits_for_its_longer_part():
-    """A1 of 1, M1 of 3 and an all-reduce of 2: M2 begins after M1, its all-reduce and that of A1
-    are sent before the next M1.
+    """A1 takes 1 s, M1 takes 3 s and an all-reduce takes 2 s.
+
+    M2 begins after M1; its all-reduce and that of A1 are sent before the next M1.
     """
     parts = block(2.0, a=1.0, m=3.0)
 

@@ -1,6 +1,4 @@
-"""Prices of activations on the host: bytes by operator, copies under compute, and the lists that
-are worth a choice.
-"""
+"""Prices of activations on the host: bytes by operator, copies under compute, and useful lists."""
 
 from __future__ import annotations
 
@@ -72,20 +70,17 @@ def test_what_the_operators_send_is_what_the_block_keeps_tensor_by_tensor(recomp
 
 
 def test_a_tensor_that_two_operators_keep_goes_with_the_first():
-    """What flash attention gives it keeps itself, before the projection does, unless it runs
-    again.
-    """
+    """Flash attention saves its output before the projection does, unless it is recomputed."""
     layer = book_of().kept_layer(BLOCK, 1)
     tensors = {tensor.name: tensor.num_bytes for tensor in saved_tensors(layer, ())}
 
-    plain, again = (
-        host_bytes_by_operator(layer, Sharding(), names) for names in ((), ("attention",))
-    )
+    plain = host_bytes_by_operator(layer, Sharding(), ())
+    recomputed = host_bytes_by_operator(layer, Sharding(), ("attention",))
 
     assert (
         plain["attention"] == tensors["qkv"] + tensors["context"] + tensors["attention_logsumexp"]
     )
-    assert (plain["attention_out"], again["attention"], again["attention_out"]) == (
+    assert (plain["attention_out"], recomputed["attention"], recomputed["attention_out"]) == (
         0,
         tensors["qkv"],
         tensors["context"],
@@ -110,10 +105,10 @@ def test_copies_wait_for_what_their_blocks_passes_do_not_hide(share):
     n_bytes = plain.activations(BLOCK, 1, Sharding(), (), names).host
     time = plain.layer_time(BLOCK, 1, Sharding())
     price_cache, copy_s = slow_book(n_bytes / (share * time.forward_s)), share * time.forward_s
-    first, other, second = (
+    first, middle, second = (
         choice for choice in rank_layers(uniform(FRAME, 3), 0) if choice.kind is BLOCK
     )
-    chunk = (replace(first, on_host=names), other, replace(second, on_host=names))
+    chunk = (replace(first, on_host=names), middle, replace(second, on_host=names))
 
     out, back = exposed_copies(chunk, FRAME, price_cache)
 
@@ -138,7 +133,8 @@ def test_a_device_holds_what_two_blocks_send_and_its_host_all_of_it():
     strategy, price_cache = uniform(FRAME, 8), book_of()
     moved = with_offloaded_activations(strategy, ("attention", "fc1"))
     sent = price_cache.activations(BLOCK, 1, Sharding(), (), ("attention", "fc1")).host
-    plain, less = (price_step(found, price_cache).memory[0] for found in (strategy, moved))
+    plain = price_step(strategy, price_cache).memory[0]
+    less = price_step(moved, price_cache).memory[0]
 
     assert less.host == 8 * sent == copied_bytes(moved, 0, price_cache) // FRAME.num_micro_batches
     assert less.activations == plain.activations - 8 * sent
@@ -213,7 +209,11 @@ def test_a_list_in_a_plan_file_is_priced_again_as_it_was(tmp_path):
         recompute=Recompute.SELECTIVE,
         keep_on_host=("fc2", "attention", "norm1"),
     )
-    names = next(found.keep_on_host for found in plan.layer_plans.values() if found.layer is BLOCK)
+    names = next(
+        layer_plan.keep_on_host
+        for layer_plan in plan.layer_plans.values()
+        if layer_plan.layer is BLOCK
+    )
     write_plan(plan, tmp_path / "plan.yaml")
 
     assert set(names) < {"norm1", "attention", "fc2"}

@@ -1,6 +1,4 @@
-"""Prices of states that some of the data-parallel ranks hold together, and of what the host
-holds.
-"""
+"""Prices of states that some data-parallel ranks hold together, and of host states."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ def block(price_cache, zero, mesh=MESH):
 
 
 def test_gathers_stay_inside_the_group_and_the_copies_are_reduced_once_across_the_nodes():
-    """Two nodes of eight, one copy a node: the collectives by hand, on the places that they really
-    span.
+    """Two nodes of eight have one copy a node.
+
+    The collectives are priced by hand, on the places that they really span.
     """
     machine, parameters = machine_for(A100_16), book_of().graph(1).block.num_parameters
     node = Placement(nodes=1, ranks_per_node=8, groups_per_node=1)
@@ -70,17 +69,19 @@ def test_gathers_stay_inside_the_group_and_the_copies_are_reduced_once_across_th
     owned = owned_parameters(book_of().graph(1).block, Sharding(), 8)
     reduce = collective_time(Collective.ALL_REDUCE, 4 * owned, across, machine).value_s
 
-    one, two, three = (block(book_of(zero_ranks=8), zero) for zero in (1, 2, 3))
+    at_zero_1 = block(book_of(zero_ranks=8), 1)
+    at_zero_2 = block(book_of(zero_ranks=8), 2)
+    at_zero_3 = block(book_of(zero_ranks=8), 3)
 
-    assert one.step.value_s == pytest.approx(gather + scatter + reduce, rel=1e-12)
-    assert (two.backward.value_s, two.step.value_s) == pytest.approx(
+    assert at_zero_1.step.value_s == pytest.approx(gather + scatter + reduce, rel=1e-12)
+    assert (at_zero_2.backward.value_s, at_zero_2.step.value_s) == pytest.approx(
         (scatter, gather + reduce), rel=1e-12
     )
-    assert (three.forward.value_s, three.backward.value_s) == pytest.approx(
+    assert (at_zero_3.forward.value_s, at_zero_3.backward.value_s) == pytest.approx(
         (gather, gather + scatter), rel=1e-12
     )
-    assert three.step.value_s == pytest.approx(reduce, rel=1e-12)
-    assert three.forward.value_s < block(book_of(), 3).forward.value_s
+    assert at_zero_3.step.value_s == pytest.approx(reduce, rel=1e-12)
+    assert at_zero_3.forward.value_s < block(book_of(), 3).forward.value_s
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -120,9 +121,9 @@ def test_redundancy_by_operator_adds_up_to_that_of_the_rank(how, zero, on_host):
     )
     redundant = price_step(strategy, price_cache).redundant[0]
     total = summed_redundancy(
-        found
+        redundancy
         for choice in rank_layers(strategy, 0)
-        for found in operator_redundancy(choice, 0, strategy.layout, price_cache).values()
+        for redundancy in operator_redundancy(choice, 0, strategy.layout, price_cache).values()
     )
 
     for name in ("parameters", "gradients", "optimizer", "activations"):
@@ -149,8 +150,9 @@ def test_device_and_host_share_the_bytes_of_the_states_as_fsdp2_does(dp, zero):
     ("zero", "to_device", "to_host"), [(0, 1, 1), (1, 1, 1), (2, 1, 8), (3, 16, 8)]
 )
 def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
-    """Eight micro-batches on one GPU, so that copies are all that data parallelism has: 4 bytes a
-    parameter each time.
+    """Eight micro-batches run on one GPU, where data parallelism costs copies alone.
+
+    Each copy moves 4 bytes a parameter.
     """
     mesh, price_cache = Mesh(pp=1, dp=1, tp=1), book_of(offload=(STATES,))
     parameters = price_cache.graph(1).block.num_parameters
@@ -158,13 +160,13 @@ def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
         8 * 12 * parameters * 8 / HOST_BYTES_PER_S if zero >= 2 else 0.0
     )  # eight ranks of the node at once
 
-    found = block(price_cache, zero, mesh)
+    block_price = block(price_cache, zero, mesh)
 
     copies_s = (to_device + to_host) * 4 * parameters / A100.pcie_bytes_per_s
-    assert 8 * found.per_micro_batch_s + found.step.value_s == pytest.approx(
+    assert 8 * block_price.per_micro_batch_s + block_price.step.value_s == pytest.approx(
         copies_s + added_s, rel=1e-12
     )
-    assert found.optimizer.value_s == pytest.approx(
+    assert block_price.optimizer.value_s == pytest.approx(
         28 * parameters * 8 / HOST_BYTES_PER_S, rel=1e-12
     )
 
@@ -172,14 +174,9 @@ def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
 def test_offload_trades_device_bytes_for_host_bytes_and_time():
     layout = frame_of(dp=16, m=4)
     strategy, price_cache = uniform(layout, 8, zero=3), book_of(offload=(STATES,))
-    plain, states, both = (
-        price_step(found, prices)
-        for found, prices in (
-            (strategy, book_of()),
-            (strategy, price_cache),
-            (with_offloaded_activations(strategy, ("fc1", "fc2")), price_cache),
-        )
-    )
+    plain = price_step(strategy, book_of())
+    states = price_step(strategy, price_cache)
+    both = price_step(with_offloaded_activations(strategy, ("fc1", "fc2")), price_cache)
 
     assert plain.memory[0].host == 0 < states.memory[0].host < both.memory[0].host
     assert plain.memory[0].states.total > states.memory[0].states.total == 0
@@ -193,8 +190,8 @@ def test_copies_of_activations_are_hidden_but_for_those_that_the_backward_pass_b
 ):
     strategy, price_cache = uniform(frame_of(dp=16, m=4), 8, recompute=recompute), book_of()
     plain, moved = (
-        price_step(found, price_cache)
-        for found in (
+        price_step(variant, price_cache)
+        for variant in (
             strategy,
             with_offloaded_activations(strategy, named_operators(["all"], recompute, price_cache)),
         )
@@ -227,13 +224,13 @@ def test_the_estimate_says_where_everything_is_and_its_file_gives_the_same_price
     )
     write_plan(plan, tmp_path / "plan.yaml")
 
-    assert {found.zero_ranks for found in plan.layer_plans.values()} == {8}
-    assert {name: found.offload for name, found in plan.layer_plans.items()} == {
+    assert {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values()} == {8}
+    assert {name: layer_plan.offload for name, layer_plan in plan.layer_plans.items()} == {
         "embedding": (STATES,),
         "A": (STATES,),
         "head": (STATES,),
     }
-    assert {name: found.keep_on_host for name, found in plan.layer_plans.items()} == {
+    assert {name: layer_plan.keep_on_host for name, layer_plan in plan.layer_plans.items()} == {
         "embedding": (),
         "A": ("norm1", "attention", "residual1", "norm2", "activation", "residual2"),
         "head": (),
@@ -282,20 +279,19 @@ def test_a_search_keeps_to_the_pinned_groups():
         entry.spec, A100_16, training, constraints=Constraints(zero_ranks=8, dp=(16,), zero=(3,))
     )
 
-    assert {found.zero_ranks for found in plan.layer_plans.values()} == {8}
+    assert {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values()} == {8}
     assert reprice(plan).plan == plan
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_copies_and_sums_of_the_host_are_a_cause_of_their_own(zero):
-    """Without overlap the collectives are those of the plan that keeps nothing on the host; the
-    rest is the host's.
+    """Host copies and sums make the whole difference.
+
+    Without overlap the collectives equal those of the plan without host states.
     """
     layout = frame_of(dp=16, m=4)
-    plain, states = (
-        price_step(uniform(layout, 8, zero=zero), book_of(offload=offload)).ranks[0]
-        for offload in ((), (STATES,))
-    )
+    plain = price_step(uniform(layout, 8, zero=zero), book_of(offload=())).ranks[0]
+    states = price_step(uniform(layout, 8, zero=zero), book_of(offload=(STATES,))).ranks[0]
 
     assert plain.host_comm.value_s == 0.0
     assert states.dp_comm.value_s == pytest.approx(plain.dp_comm.value_s, rel=1e-9)

@@ -1,6 +1,4 @@
-"""What a rank holds where recompute runs ahead of the gradient: moments by hand, and memory against
-sums worked by hand.
-"""
+"""Rank memory where recompute runs ahead of the gradient: moments and sums worked by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +24,9 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
 from tests.helpers.uniform_strategies import TINY, book_of, frame_of, uniform
 
-EARLY, LAST, SCP = Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP
+EARLY = Schedule.EARLY_RECOMPUTE
+LAST = Schedule.LAST_NO_RECOMPUTE
+SCP = Schedule.SCP
 BLOCK, BOOK = LayerKind.BLOCK, book_of(TINY, 4)
 
 
@@ -82,36 +82,37 @@ def test_more_micro_batches_have_no_other_moments(schedule):
                 whole = replace(short, schedule=Schedule.CUSTOM, actions=rows)
                 for rank in range(p):
                     assert peak_candidates(rank, short) == peak_candidates(rank, whole)
-                    assert max(one.stashes for one in peak_candidates(rank, short)) == in_flight(
-                        schedule, rank, p, m
-                    )
+                    assert max(
+                        peak_candidate.stashes for peak_candidate in peak_candidates(rank, short)
+                    ) == in_flight(schedule, rank, p, m)
 
 
-def strategy(schedule: Schedule, again: Recompute, m: int = 8) -> Strategy:
+def strategy(schedule: Schedule, recompute_level: Recompute, m: int = 8) -> Strategy:
     """Two blocks on each of four stages."""
-    found = uniform(frame_of(pp=4, schedule=schedule, m=m), 8, recompute=again)
-    last = tuple(replace(choice, recompute=Recompute.NONE) for choice in found.stages[-1])
+    actual = uniform(frame_of(pp=4, schedule=schedule, m=m), 8, recompute=recompute_level)
+    last = tuple(replace(choice, recompute=Recompute.NONE) for choice in actual.stages[-1])
     return (
-        replace(found, stages=(*found.stages[:-1], last)) if schedule in LAST_KEEPS_ALL else found
+        replace(actual, stages=(*actual.stages[:-1], last))
+        if schedule in LAST_KEEPS_ALL
+        else actual
     )
 
 
-@pytest.mark.parametrize("again", [Recompute.FULL, Recompute.SELECTIVE])
+@pytest.mark.parametrize("recomputed", [Recompute.FULL, Recompute.SELECTIVE])
 @pytest.mark.parametrize(
     ("schedule", "rank", "most", "ahead"),
     [(EARLY, 1, 3, 2), (EARLY, 2, 2, 1), (LAST, 2, 2, 2), (SCP, 1, 3, 3), (SCP, 2, 2, 3)],
 )
 def test_the_peak_is_stashes_and_a_stage_without_recompute_from_r_to_its_backward(
-    schedule, rank, most, ahead, again
+    schedule, rank, most, ahead, recomputed
 ):
     # middle stages, two equal blocks each
-    layout = strategy(schedule, again).layout
-    kept, whole = (
-        BOOK.activations(BLOCK, 1, layout.sharding, level) for level in (again, Recompute.NONE)
-    )
+    layout = strategy(schedule, recomputed).layout
+    kept = BOOK.activations(BLOCK, 1, layout.sharding, recomputed)
+    whole = BOOK.activations(BLOCK, 1, layout.sharding, Recompute.NONE)
     stage, made = 2 * kept.saved, 2 * (whole.saved - kept.saved)
 
-    memory = rank_memory(strategy(schedule, again), rank, BOOK)
+    memory = rank_memory(strategy(schedule, recomputed), rank, BOOK)
 
     assert memory.activations == max(most * stage, ahead * stage + made)
     assert memory.activations + memory.temporaries == max(
@@ -125,10 +126,8 @@ def test_without_recompute_the_memory_is_that_of_1f1b_and_one_stash_more_where_s
     schedule,
 ):
     for rank in range(4):
-        plain, ahead = (
-            rank_memory(strategy(one, Recompute.NONE), rank, BOOK)
-            for one in (Schedule.ONE_F_ONE_B, schedule)
-        )
+        plain = rank_memory(strategy(Schedule.ONE_F_ONE_B, Recompute.NONE), rank, BOOK)
+        ahead = rank_memory(strategy(schedule, Recompute.NONE), rank, BOOK)
         more = schedule is SCP and rank == 2
         assert ahead.activations == plain.activations * (1.5 if more else 1.0)
         assert (ahead.states, ahead.temporaries) == (plain.states, plain.temporaries)
@@ -146,7 +145,8 @@ def test_the_simulated_stash_is_that_of_the_moments(schedule):
         saved = sum(BOOK.activations(c.kind, 1, layout.sharding, c.recompute).saved for c in layers)
         made = sum(BOOK.remade_bytes(c.kind, 1, layout.sharding, c.recompute) for c in layers)
         assert timeline.peak_stash_bytes == max(
-            one.stashes * saved + one.remade * made for one in peak_candidates(rank, layout)
+            peak_candidate.stashes * saved + peak_candidate.remade * made
+            for peak_candidate in peak_candidates(rank, layout)
         )
         assert timeline.in_flight == in_flight(schedule, rank, 4, 8)
 
@@ -166,7 +166,7 @@ def test_a_last_stage_that_recomputes_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("again", "expected"),
+    ("recomputed", "expected"),
     [
         # F F F, R makes 60, the first layer back: 3 x 40 + 60 + 5; with 15 inside and no R: 3 x 40
         # + 15; gradients come with the first B
@@ -175,13 +175,12 @@ def test_a_last_stage_that_recomputes_is_refused():
         pytest.param((20.0, 205.0), 2 * 40 + 14 + 205, id="inside-after-the-gradients-are-there"),
     ],
 )
-def test_the_fullest_moment_of_scp_by_hand(again, expected):
-    saved, workspace = again
-    block, embedding, head = (
-        LayerChoice(kind, Recompute.FULL, 0)
-        for kind in (BLOCK, LayerKind.EMBEDDING, LayerKind.HEAD)
-    )
-    found = Strategy(
+def test_the_fullest_moment_of_scp_by_hand(recomputed, expected):
+    saved, workspace = recomputed
+    block = LayerChoice(BLOCK, Recompute.FULL, 0)
+    embedding = LayerChoice(LayerKind.EMBEDDING, Recompute.FULL, 0)
+    head = LayerChoice(LayerKind.HEAD, Recompute.FULL, 0)
+    actual = Strategy(
         layout=frame_of(pp=3, schedule=SCP, m=4),
         stages=((embedding, block), (block, block), (block, head)),
     )
@@ -189,4 +188,4 @@ def test_the_fullest_moment_of_scp_by_hand(again, expected):
         block: LayerBytes(saved=saved, workspace=workspace, gradients=7.0, remade=30.0, alone=5.0)
     }
 
-    assert peak_bytes(found, 1, layers, ConstantBytes()) == expected
+    assert peak_bytes(actual, 1, layers, ConstantBytes()) == expected

@@ -11,10 +11,9 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.models.operator_graph import LayerKind
 
-EMBEDDING, BLOCK, HEAD = (
-    LayerChoice(kind, Recompute.NONE, 0)
-    for kind in (LayerKind.EMBEDDING, LayerKind.BLOCK, LayerKind.HEAD)
-)
+EMBEDDING = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 0)
+BLOCK = LayerChoice(LayerKind.BLOCK, Recompute.NONE, 0)
+HEAD = LayerChoice(LayerKind.HEAD, Recompute.NONE, 0)
 
 
 def strategy(pp: int, num_micro_batches: int) -> Strategy:

@@ -1,6 +1,4 @@
-"""What a device holds: stashes and temporaries by hand, published sizes of pipeline stages, and
-peaks measured in frameworks.
-"""
+"""Device memory: stashes and temporaries by hand, published stage sizes, and measured peaks."""
 
 from __future__ import annotations
 
@@ -97,13 +95,16 @@ def first_stage(name, pp, v, b, m, *, recompute, sequence_parallel):
 def test_states_of_the_first_stage_are_korthikantis_plus_what_the_paper_leaves_out(
     name, pp, v, b, m, states, plain, lean
 ):
-    """The paper counts 12 h^2 parameters a block. We also hold its biases and norms, and the
-    embeddings of the stage.
+    """The paper counts 12 h^2 parameters a block.
+
+    We also hold its biases and norms, and the embeddings of the stage.
     """
     price_cache, _, memory = first_stage(
         name, pp, v, b, m, recompute=Recompute.NONE, sequence_parallel=False
     )
-    h, tp, model = price_cache.model.hidden_size, 8, price_cache.model
+    h = price_cache.model.hidden_size
+    tp = 8
+    model = price_cache.model
     biases_and_norms = (
         3 * h / tp + h + 4 * h / tp + h + 2 * 2 * h
     )  # qkv, output, fc1, fc2; two norms of weight and bias
@@ -121,9 +122,10 @@ def test_states_of_the_first_stage_are_korthikantis_plus_what_the_paper_leaves_o
 def test_activations_of_the_first_stage_are_korthikantis_plus_the_ends(
     name, pp, v, b, m, states, plain, lean, both
 ):
-    """The paper counts the blocks: L of them in flight, interleaved L (1 + (P - 1) / (P v)). We
-    also hold the embedding's dropout mask (as often as blocks are in flight), and on a single stage
-    the head's norm and its fp32 probabilities.
+    """The paper counts the blocks: L of them in flight, interleaved L (1 + (P - 1) / (P v)).
+
+    We also hold the embedding's dropout mask (as often as blocks are in flight), and on a single
+    stage the head's norm and its fp32 probabilities.
     """
     level = Recompute.SELECTIVE if both else Recompute.NONE
     price_cache, layout, memory = first_stage(
@@ -194,8 +196,9 @@ def test_no_size_of_a_stack_is_negative(field):
 
 
 def test_redundancy_by_hand_is_all_copies_beyond_the_first():
-    """Four replicas: three of four copies of gradient (4 bytes) and optimizer (12), all 16-bit
-    weights, no activation twice.
+    """Four replicas hold three redundant copies of gradient (4 bytes) and optimizer (12).
+
+    All 16-bit weights are redundant, and no activation is.
     """
     price_cache = book_of(replace(TINY, tied_embeddings=False), 4)
     parameters = price_cache.graph(1).num_parameters
@@ -244,8 +247,9 @@ def test_the_three_figures_of_a_device_are_those_of_torch_and_nvidia_smi():
 
 
 def test_the_head_has_used_up_its_own_before_a_block_is_recomputed():
-    """With a large vocabulary the peak is at the loss: a block's recompute costs less than what the
-    loss has freed.
+    """With a large vocabulary the peak is at the loss.
+
+    A block's recompute costs less than the memory that the loss has freed.
     """
     price_cache, layout = book_of(replace(TINY, vocab_size=128_000), 1), frame_of()
     head = price_cache.activations(LayerKind.HEAD, 1, layout.sharding)
@@ -259,10 +263,8 @@ def test_the_head_has_used_up_its_own_before_a_block_is_recomputed():
 def test_the_embeddings_gradient_comes_when_the_blocks_of_its_micro_batch_are_gone():
     price_cache, layout = book_of(replace(TINY, vocab_size=128_000), 2), frame_of(pp=2)
     strategy = uniform(layout, 8, recompute=Recompute.FULL)
-    embedding, block = (
-        price_cache.activations(kind, 1, layout.sharding, Recompute.FULL)
-        for kind in (LayerKind.EMBEDDING, LayerKind.BLOCK)
-    )
+    embedding = price_cache.activations(LayerKind.EMBEDDING, 1, layout.sharding, Recompute.FULL)
+    block = price_cache.activations(LayerKind.BLOCK, 1, layout.sharding, Recompute.FULL)
 
     assert (
         rank_memory(strategy, 0, price_cache).temporaries

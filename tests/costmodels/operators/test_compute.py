@@ -1,6 +1,4 @@
-"""Operator prices: each kind by hand on a machine of round figures, what divides, what is marked,
-what rises.
-"""
+"""Operator prices: each kind by hand on a machine of round figures, divisions, marks and limits."""
 
 from __future__ import annotations
 
@@ -90,7 +88,12 @@ TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048, stack=NEUTRAL)
 BF16_GRADIENTS = replace(TRAINING, gradient_precision=Precision.BF16)
 UNFUSED = replace(TRAINING, attention=AttentionKernel.UNFUSED)
 GPT_22B = replace(load_model("gpt-22b").spec, dropout=0.1)
-BATCH, SEQ, HIDDEN, FFN, HEADS, HEAD_DIM = 4, 2048, 6144, 24576, 64, 96
+BATCH = 4
+SEQ = 2048
+HIDDEN = 6144
+FFN = 24576
+HEADS = 64
+HEAD_DIM = 96
 TOKENS_BYTES = 2 * BATCH * SEQ * HIDDEN
 A100 = machine_for(load_cluster("a100-80gb"))
 
@@ -118,9 +121,9 @@ def test_a_matmul_is_one_product_forward_and_two_of_their_own_shape_backward():
     weight_gradient = matmul_s(Product(m=k, n=n, k=m), replace(MATMUL, efficiency=0.25), CHIP)
     bias_s = 2 * m * n / BANDWIDTH  # the output gradient is read once more
 
-    found = price("fc1", sharding=Sharding(tp=8), training=BF16_GRADIENTS)
-    assert found.forward.value_s == pytest.approx(forward, rel=1e-12)
-    assert found.backward.value_s == pytest.approx(
+    priced = price("fc1", sharding=Sharding(tp=8), training=BF16_GRADIENTS)
+    assert priced.forward.value_s == pytest.approx(forward, rel=1e-12)
+    assert priced.backward.value_s == pytest.approx(
         input_gradient + weight_gradient + bias_s, rel=1e-12
     )
 
@@ -151,10 +154,10 @@ def test_causal_flash_attention_does_half_of_the_model_flops():
         for work in (1.0, 2.5)
     }
 
-    found = price("attention")
-    assert found.forward.value_s == pytest.approx(expected[1.0], rel=1e-12)
-    assert found.backward.value_s == pytest.approx(expected[2.5], rel=1e-12)
-    assert found.forward.value_s > flops / 50e12  # no faster than half of the peak
+    priced = price("attention")
+    assert priced.forward.value_s == pytest.approx(expected[1.0], rel=1e-12)
+    assert priced.backward.value_s == pytest.approx(expected[2.5], rel=1e-12)
+    assert priced.forward.value_s > flops / 50e12  # no faster than half of the peak
 
 
 def test_unfused_attention_is_two_products_and_the_traffic_of_the_scores():
@@ -165,11 +168,11 @@ def test_unfused_attention_is_two_products_and_the_traffic_of_the_scores():
     qk_s, pv_s = matmul_s(qk, MATMUL, CHIP), matmul_s(pv, MATMUL, CHIP)
     scores = BATCH * HEADS * SEQ**2
 
-    found = price("attention", training=UNFUSED)
-    assert found.forward.value_s == pytest.approx(
+    priced = price("attention", training=UNFUSED)
+    assert priced.forward.value_s == pytest.approx(
         qk_s + pv_s + (3 + 5) * scores / BANDWIDTH, rel=1e-12
     )  # causal softmax, dropout
-    assert found.backward.value_s == pytest.approx(
+    assert priced.backward.value_s == pytest.approx(
         qk_s + 3 * pv_s + (4 + 5) * scores / BANDWIDTH, rel=1e-12
     )
 
@@ -207,10 +210,10 @@ def test_unfused_attention_without_dropout_moves_no_mask():
     ],
 )
 def test_streaming_operators_move_the_fewest_bytes(name, dropout, forward_bytes, backward_bytes):
-    found = price(name, model=replace(GPT_22B, dropout=dropout))
+    priced = price(name, model=replace(GPT_22B, dropout=dropout))
 
-    assert found.forward.value_s == pytest.approx(forward_bytes / BANDWIDTH, rel=1e-12)
-    assert found.backward.value_s == pytest.approx(backward_bytes / BANDWIDTH, rel=1e-12)
+    assert priced.forward.value_s == pytest.approx(forward_bytes / BANDWIDTH, rel=1e-12)
+    assert priced.backward.value_s == pytest.approx(backward_bytes / BANDWIDTH, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["norm1", "residual1"])
@@ -224,19 +227,19 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_replicates(name):
 
 
 def test_embedding_backward_also_goes_over_the_gradient_of_the_table():
-    found = price("tokens", kind=LayerKind.EMBEDDING, sharding=Sharding(tp=8))
+    priced = price("tokens", kind=LayerKind.EMBEDDING, sharding=Sharding(tp=8))
     table_bytes = 3 * 2 * GPT_22B.padded_vocab_size // 8 * HIDDEN
 
-    assert found.forward.value_s == pytest.approx(TOKENS_BYTES / BANDWIDTH, rel=1e-12)
-    assert found.backward.value_s == pytest.approx(
+    assert priced.forward.value_s == pytest.approx(TOKENS_BYTES / BANDWIDTH, rel=1e-12)
+    assert priced.backward.value_s == pytest.approx(
         (TOKENS_BYTES + table_bytes) / BANDWIDTH, rel=1e-12
     )
 
 
 def test_cross_entropy_reads_its_part_of_the_logits():
-    found = price("loss", kind=LayerKind.HEAD, sharding=Sharding(tp=8))
+    priced = price("loss", kind=LayerKind.HEAD, sharding=Sharding(tp=8))
 
-    assert found.forward.value_s == pytest.approx(
+    assert priced.forward.value_s == pytest.approx(
         2 * BATCH * SEQ * GPT_22B.padded_vocab_size / 8 / BANDWIDTH, rel=1e-12
     )
 
@@ -268,8 +271,8 @@ def test_shapes_inside_the_measured_range_interpolate_and_others_do_not():
 def test_a_device_without_measurements_prices_every_operator_analytically(device):
     machine = machine_for(load_cluster(device))
     for name in ("norm1", "qkv", "attention", "residual1", "activation"):
-        found = price(name, machine=machine, model=load_model("gpt-tiny").spec, batch=1)
-        assert {found.forward.kind, found.backward.kind} == {Kind.ANALYTIC}
+        priced = price(name, machine=machine, model=load_model("gpt-tiny").spec, batch=1)
+        assert {priced.forward.kind, priced.backward.kind} == {Kind.ANALYTIC}
     assert optimizer_time(1e6, machine, TRAINING).kind is Kind.ANALYTIC
 
 
@@ -381,7 +384,7 @@ def test_a_measured_embedding_goes_over_its_table_in_the_same_kernel():
         kind=LayerKind.EMBEDDING,
         machine=own(embedding=both(replace(launched, points=()))),
     )
-    one = price(
+    priced = price(
         "tokens",
         kind=LayerKind.EMBEDDING,
         machine=own(embedding=both(launched), elementwise=both(HALF)),
@@ -390,7 +393,7 @@ def test_a_measured_embedding_goes_over_its_table_in_the_same_kernel():
     assert apart.backward.value_s == pytest.approx(
         1 + (TOKENS_BYTES + table_bytes) / BANDWIDTH, rel=1e-12
     )
-    assert one.backward.value_s == pytest.approx(
+    assert priced.backward.value_s == pytest.approx(
         1 + (TOKENS_BYTES + table_bytes) / BANDWIDTH, rel=1e-12
     )
     slower = own(
@@ -398,7 +401,7 @@ def test_a_measured_embedding_goes_over_its_table_in_the_same_kernel():
     )  # the table by the class, as without points
     assert (
         price("tokens", kind=LayerKind.EMBEDDING, machine=slower).backward.value_s
-        > one.backward.value_s
+        > priced.backward.value_s
     )
 
 
@@ -439,22 +442,22 @@ def test_products_are_measured_at_their_points_and_less_so_with_distance():
         for i, (name, sizes) in enumerate(zip(names, shapes, strict=True))
     }
     machine = own(**curves, named={"bias_gradient": both(replace(WHOLE, points=((TABLE, 5e4),)))})
-    found, halved = (
+    priced, halved = (
         price("fc1", machine=machine),
         price("fc1", machine=machine, sharding=Sharding(tp=2)),
     )
 
-    assert (found.forward.value_s, found.forward.kind) == (pytest.approx(0.1), Kind.MEASURED)
-    assert (found.backward.value_s, found.backward.kind) == (
+    assert (priced.forward.value_s, priced.forward.kind) == (pytest.approx(0.1), Kind.MEASURED)
+    assert (priced.backward.value_s, priced.backward.kind) == (
         pytest.approx(0.2 + 0.3 + 0.05),
         Kind.MEASURED,
     )
-    assert found.weight.value_s == pytest.approx(0.35)
+    assert priced.weight.value_s == pytest.approx(0.35)
     assert halved.forward.kind is Kind.ANALYTIC  # below all that was measured
     assert (
         price("fc1", sharding=Sharding(tp=2)).forward.value_s
         < halved.forward.value_s
-        < found.forward.value_s
+        < priced.forward.value_s
     )
 
 
@@ -472,27 +475,29 @@ def test_rows_that_are_not_aligned_are_in_the_measured_time_and_not_counted_twic
 
 
 def test_attention_is_measured_at_its_points():
-    sizes, forward, backward = (BATCH * HEADS, SEQ, HEAD_DIM), 2e5, 6e5
+    sizes = (BATCH * HEADS, SEQ, HEAD_DIM)
+    forward = 2e5
+    backward = 6e5
     undropped = replace(GPT_22B, dropout=0.0)
     curves = tuple(replace(FLASH, points=((*sizes, time_us),)) for time_us in (forward, backward))
     for machine, model in (
         (own(flash_forward=curves[0], flash_backward=curves[1]), undropped),
         (own(dropped_flash=curves), GPT_22B),
     ):
-        found = price("attention", machine=machine, model=model)
-        assert (found.forward.value_s, found.backward.value_s) == (
+        priced = price("attention", machine=machine, model=model)
+        assert (priced.forward.value_s, priced.backward.value_s) == (
             pytest.approx(0.2),
             pytest.approx(0.6),
         )
-        assert {found.forward.kind, found.backward.kind} == {Kind.MEASURED}
+        assert {priced.forward.kind, priced.backward.kind} == {Kind.MEASURED}
 
 
 def test_dropout_that_was_not_measured_has_the_form_without_and_is_analytic():
     curves = tuple(replace(FLASH, points=((BATCH * HEADS, SEQ, HEAD_DIM, 2e5),)) for _ in range(2))
-    found = price("attention", machine=own(flash_forward=curves[0], flash_backward=curves[1]))
+    priced = price("attention", machine=own(flash_forward=curves[0], flash_backward=curves[1]))
 
-    assert found.forward.value_s == price("attention").forward.value_s
-    assert found.forward.kind is Kind.ANALYTIC
+    assert priced.forward.value_s == price("attention").forward.value_s
+    assert priced.forward.kind is Kind.ANALYTIC
 
 
 def test_products_of_unfused_attention_are_measured_by_their_batch_and_shape():
@@ -508,10 +513,10 @@ def test_products_of_unfused_attention_are_measured_by_their_batch_and_shape():
 
 def test_points_of_a_class_say_nothing_of_another_operation_of_it():
     machine = own(residual=both(replace(WHOLE, points=((int(3.5 * TOKENS_BYTES), 1e6),))))
-    found = price("residual1", machine=machine)
+    priced = price("residual1", machine=machine)
 
-    assert found.forward.value_s == price("residual1").forward.value_s
-    assert found.forward.kind is Kind.ANALYTIC
+    assert priced.forward.value_s == price("residual1").forward.value_s
+    assert priced.forward.kind is Kind.ANALYTIC
 
 
 def test_products_in_fp8_keep_the_form():
@@ -562,8 +567,8 @@ def test_a_published_layer_is_within_a_tenth(way, published_s):
     graph, sharding = build_graph(GPT_22B, fp16, BATCH), Sharding(tp=8, sequence_parallel=True)
     node = Placement(nodes=1, ranks_per_node=8, groups_per_node=1)
     compute_s = sum(
-        getattr(operator_time(one, sharding, A100, fp16), way).value_s
-        for one in graph.block.operators
+        getattr(operator_time(operator, sharding, A100, fp16), way).value_s
+        for operator in graph.block.operators
     )
     each_s = [
         collective_time(c, TOKENS_BYTES, node, A100).value_s
@@ -577,8 +582,8 @@ def test_a_price_takes_a_few_microseconds():
     graph = build_graph(GPT_22B, TRAINING, BATCH)
     started_s = time.perf_counter()
     for tp in (1, 2, 4, 8) * 5:
-        for one in graph.block.operators:
-            operator_time(one, Sharding(tp=tp), A100, TRAINING)
+        for operator in graph.block.operators:
+            operator_time(operator, Sharding(tp=tp), A100, TRAINING)
 
     assert (time.perf_counter() - started_s) / (
         20 * len(graph.block.operators)

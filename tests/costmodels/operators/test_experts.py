@@ -1,6 +1,4 @@
-"""Models of experts: parameters and FLOPs, expert parallel meshes and their ranks, states,
-exchanges, and the search over them.
-"""
+"""Models of experts: parameters, FLOPs, expert parallel meshes, states, exchanges and search."""
 
 from __future__ import annotations
 
@@ -146,18 +144,19 @@ def test_a_shape_that_cannot_be_is_refused(change, message):
 )
 @pytest.mark.parametrize("per_node", [8, 4])
 def test_the_copies_of_an_expert_sit_where_their_ranks_are(pp, dp, tp, ep, per_node):
-    """By listing the ranks: ep neighbours along dp divide the experts, so every ep-th of them has
-    the same.
+    """The ranks are listed.
+
+    Ep neighbours along dp divide the experts, so every ep-th rank has the same experts.
     """
     ranks = [
         dp_rank * tp for dp_rank in range(0, dp, ep)
     ]  # those with the first experts, of the first pp and tp rank
     nodes = [rank // per_node for rank in ranks]
 
-    found = place_expert_copies(Mesh(pp=pp, dp=dp, tp=tp, ep=ep), per_node)
+    placement = place_expert_copies(Mesh(pp=pp, dp=dp, tp=tp, ep=ep), per_node)
 
-    assert found.num_ranks == len(ranks)
-    assert (found.nodes, found.ranks_per_node) == (len(set(nodes)), nodes.count(nodes[0]))
+    assert placement.num_ranks == len(ranks)
+    assert (placement.nodes, placement.ranks_per_node) == (len(set(nodes)), nodes.count(nodes[0]))
 
 
 @pytest.mark.parametrize("ep", [0, 3, 8])
@@ -172,8 +171,9 @@ def test_ep_must_divide_dp(ep):
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize(("dp", "ep"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2)])
 def test_states_are_those_of_a_rank_with_its_part_of_the_experts(zero, dp, ep):
-    """bf16 with fp32 gradients and masters: 2, 4 and 12 bytes, by hand for experts over dp / ep and
-    the rest over dp ranks.
+    """States in bf16 with fp32 gradients and masters take 2, 4 and 12 bytes.
+
+    Experts are divided over dp / ep ranks and the rest over dp ranks.
     """
     block = build_graph(TINY, TRAINING, 1).block
     experts = 4 * 3 * 128 * 256
@@ -184,18 +184,22 @@ def test_states_are_those_of_a_rank_with_its_part_of_the_experts(zero, dp, ep):
         (128,),
         (128,),
     ]  # qkv, attention out, router, norms
-    own = 0
+    rank_share = 0
     for rows, shards in [(experts // ep // 128, dp // ep)]:
         elements, shard = (
             experts // ep,
             -(-(rows // 3 * 2) // shards) * 128 + -(-(rows // 6) // shards) * 256,
         )
-        own += hand_states(elements, shard if shards > 1 else elements, zero if shards > 1 else 0)
+        rank_share += hand_states(
+            elements, shard if shards > 1 else elements, zero if shards > 1 else 0
+        )
     for rows, *columns in rest:
         width = columns[0] if columns else 1
-        own += hand_states(rows * width, -(-rows // dp) * width, zero if dp > 1 else 0)
+        rank_share += hand_states(rows * width, -(-rows // dp) * width, zero if dp > 1 else 0)
 
-    assert layer_states(block, Sharding(ep=ep), StateSharding(zero, dp), TRAINING).total == own
+    assert (
+        layer_states(block, Sharding(ep=ep), StateSharding(zero, dp), TRAINING).total == rank_share
+    )
 
 
 def hand_states(elements, shard, zero):
@@ -223,7 +227,8 @@ def hand_states(elements, shard, zero):
 )
 def test_a_block_exchanges_its_copies_four_times(ep, tp, per_node, where):
     price_cache = book_of(num_gpus=8, per_node=per_node)
-    alone, divided = (price_cache.layer_time(BLOCK, 1, Sharding(tp, tp > 1, ep=e)) for e in (1, ep))
+    alone = price_cache.layer_time(BLOCK, 1, Sharding(tp, tp > 1, ep=1))
+    divided = price_cache.layer_time(BLOCK, 1, Sharding(tp, tp > 1, ep=ep))
     copies_bytes = 2 * 512 * 128 * 2 // tp
     once = collective_time(Collective.ALL_TO_ALL, copies_bytes, where, price_cache.machine).value_s
 
@@ -235,9 +240,11 @@ def test_a_block_exchanges_its_copies_four_times(ep, tp, per_node, where):
 
 
 def test_more_expert_parallelism_never_costs_states_and_never_makes_the_experts_slower():
-    """As many copies meet fewer, larger products: what grows is the exchange."""
+    """Equally many copies meet fewer, larger products, so only the exchange grows."""
     price_cache = book_of(MIXTRAL, 64)
-    held, compute_s, sent_s = [], [], []
+    held = []
+    compute_s = []
+    sent_s = []
     for ep in (1, 2, 4, 8):
         mesh, sharding = Mesh(pp=1, dp=64, tp=1, ep=ep), Sharding(ep=ep)
         held.append(price_cache.states(BLOCK, mesh, sharding, 1).states.total)
@@ -266,8 +273,9 @@ def test_gradients_of_experts_are_reduced_among_their_copies_only():
 
 
 def test_whole_experts_on_tensor_parallel_ranks_sum_their_gradients_over_them():
-    """The tokens are divided and the weights are not, so the weights' gradients are summands,
-    reduced in fp32.
+    """The tokens are divided and the weights are not.
+
+    The weights' gradients are therefore summands, reduced in fp32.
     """
     price_cache = book_of(MIXTRAL, 8)
     mesh, sharding = Mesh(pp=1, dp=4, tp=2, ep=4), Sharding(2, True, ep=4)
@@ -277,9 +285,9 @@ def test_whole_experts_on_tensor_parallel_ranks_sum_their_gradients_over_them():
         Collective.ALL_REDUCE, expert_bytes, where, price_cache.machine
     ).value_s
 
-    found = price_cache.data_parallel(BLOCK, 1, mesh, sharding, 0).step.value_s
+    actual = price_cache.data_parallel(BLOCK, 1, mesh, sharding, 0).step.value_s
 
-    assert found == pytest.approx(
+    assert actual == pytest.approx(
         reduced, rel=0.1
     )  # and the small ones: router, and the dense part over dp
     assert not {
@@ -392,11 +400,11 @@ def test_a_plan_with_experts_reads_back_and_prices_the_same(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(plan_to_yaml(plan))
 
-    again = read_plan(path)
+    reread = read_plan(path)
 
-    assert again == plan
-    assert again.mesh.ep == 2
-    assert reprice(again).plan.predicted == plan.predicted
+    assert reread == plan
+    assert reread.mesh.ep == 2
+    assert reprice(reread).plan.predicted == plan.predicted
 
 
 def test_blocks_of_experts_have_megatrons_division_and_the_three_levels_of_recompute():
@@ -428,8 +436,9 @@ STEPS = TrainingSpec(
 
 
 def mixtral_tflops(tp, ep):
-    """Of one GPU, for the reference mapping of Megatron-Core's README
-    (megatron/core/transformer/moe, v0.8): pp 4, 8 virtual stages.
+    """TFLOP/s of one GPU, for the reference mapping of Megatron-Core's README.
+
+    The README is that of megatron/core/transformer/moe, v0.8: pp 4, 8 virtual stages.
     """
     mapping = ParallelLayout(
         mesh=Mesh(pp=4, dp=16 // tp, tp=tp, ep=ep),
@@ -454,12 +463,12 @@ def test_expert_parallelism_beats_tensor_parallelism_as_megatron_cores_guide_say
 
 
 def test_no_error_band_is_given_for_what_was_never_measured():
-    found, dense = (
+    actual, dense = (
         estimate_plan(
             model, cluster_of(8), replace(TRAINING, attention=AttentionKernel.FLASH), layout(dp=8)
         ).predicted.error_band
         for model in (MIXTRAL, load_model("llama3-8b").spec)
     )
 
-    assert found is None
+    assert actual is None
     assert dense is not None

@@ -1,6 +1,4 @@
-"""Whose figures of a step hold: those that a machine has of its own for this stack, else the
-stack's.
-"""
+"""Step figures come from a machine's profile for this stack if it has one, else from the stack."""
 
 from __future__ import annotations
 
@@ -67,10 +65,10 @@ def test_a_stack_has_its_own_figures_where_the_machine_has_none_of_it():
 def test_kernels_take_the_machines_factor_which_may_be_below_one(in_step):
     for operator in block().operators:
         alone = operator_time(operator, Sharding(), A100, training(BARE))
-        found = operator_time(operator, Sharding(), with_step(in_step), training())
+        timed = operator_time(operator, Sharding(), with_step(in_step), training())
         added_s = in_step.forward_s if in_step.host_adds else 0.0
 
-        assert found.forward.value_s == pytest.approx(
+        assert timed.forward.value_s == pytest.approx(
             0.9 * alone.forward.value_s + added_s, rel=1e-12
         )
 
@@ -79,17 +77,17 @@ def test_kernels_take_the_machines_factor_which_may_be_below_one(in_step):
 def test_a_host_that_adds_adds_to_every_operator_and_twice_to_the_gradients_of_a_product(model):
     for operator in block(model).operators:
         alone = operator_time(operator, Sharding(), with_step(BOUND), training())
-        found = operator_time(operator, Sharding(), with_step(ADDS), training())
+        timed = operator_time(operator, Sharding(), with_step(ADDS), training())
         gradients = 2 if operator.kind in PRODUCTS else 1
 
-        assert found.forward.value_s - alone.forward.value_s == pytest.approx(1e-3, rel=1e-9)
-        assert found.backward.value_s - alone.backward.value_s == pytest.approx(
+        assert timed.forward.value_s - alone.forward.value_s == pytest.approx(1e-3, rel=1e-9)
+        assert timed.backward.value_s - alone.backward.value_s == pytest.approx(
             gradients * 2e-3, rel=1e-9
         )
-        assert found.weight.value_s - alone.weight.value_s == pytest.approx(
+        assert timed.weight.value_s - alone.weight.value_s == pytest.approx(
             2e-3 if alone.weight.value_s else 0.0, rel=1e-9
         )
-        assert found.forward.kind is Kind.INTERPOLATED
+        assert timed.forward.kind is Kind.INTERPOLATED
 
 
 def test_a_host_that_adds_is_no_bound_of_the_layer():

@@ -1,4 +1,4 @@
-"""What layouts add to a step on a machine that measured it: by how much each price grows."""
+"""Layout costs on a machine that measured them: the growth of each price."""
 
 from __future__ import annotations
 
@@ -61,13 +61,14 @@ def layout(
 
 
 def costs(in_step: InStep, made: ParallelLayout, zero: int = 0):
-    found = price_cache(in_step, made.mesh.num_ranks)
-    return step_costs(uniform(made, MODEL.num_layers, zero=zero), found)
+    prices = price_cache(in_step, made.mesh.num_ranks)
+    return step_costs(uniform(made, MODEL.num_layers, zero=zero), prices)
 
 
 def grows(made: ParallelLayout, part: str, zero: int = 0, **added) -> float:
     """By how many seconds a part of the first rank's step grows with what is added."""
-    before, after = (costs(one, made, zero) for one in (PLAIN, replace(PLAIN, **added)))
+    before = costs(PLAIN, made, zero)
+    after = costs(replace(PLAIN, **added), made, zero)
     if part in ("reduced_s", "optimizer_s"):
         return getattr(after, part)[0] - getattr(before, part)[0]
     return sum(getattr(stage, part) for stage in after.stages[0]) - sum(
@@ -110,16 +111,16 @@ def test_a_layer_that_zero_shards_is_gathered_and_reduced_through_buffers(zero, 
 
 
 def test_what_grows_with_a_layers_bytes_counts_those_of_its_parameters():
-    found = [
-        price_cache(one)
+    times_s = [
+        price_cache(stack)
         .data_parallel(
             LayerKind.BLOCK, 4, Mesh(pp=1, dp=2, tp=1), layout(Mesh(pp=1, dp=2, tp=1)).sharding, 1
         )
         .step.value_s
-        for one in (PLAIN, replace(PLAIN, reduce=LayerCost(byte_s=1e-9)))
+        for stack in (PLAIN, replace(PLAIN, reduce=LayerCost(byte_s=1e-9)))
     ]
 
-    assert found[1] - found[0] == pytest.approx(4 * BLOCK_PARAMETERS * 1e-9)
+    assert times_s[1] - times_s[0] == pytest.approx(4 * BLOCK_PARAMETERS * 1e-9)
 
 
 def test_every_action_of_a_pipeline_takes_its_runtime():
@@ -145,7 +146,8 @@ def test_a_backward_pass_in_two_parts_takes_longer_by_its_launches():
 def test_norm_and_loss_are_summed_over_all_ranks_once_each():
     machine = price_cache(PLAIN).machine
     once_s = collective_time(Collective.ALL_REDUCE, 8, place_axis(2, 1, 2, 2), machine).value_s
-    alone, pair = (costs(PLAIN, layout(Mesh(pp=1, dp=dp, tp=1))).optimizer_s[0] for dp in (1, 2))
+    alone = costs(PLAIN, layout(Mesh(pp=1, dp=1, tp=1))).optimizer_s[0]
+    pair = costs(PLAIN, layout(Mesh(pp=1, dp=2, tp=1))).optimizer_s[0]
 
     assert pair - alone == pytest.approx(2 * once_s)
 
@@ -155,5 +157,5 @@ def test_another_stack_or_a_host_that_launches_ahead_has_none_of_it():
         layout(Mesh(pp=1, dp=2, tp=1)),
         {"gather": LayerCost(layer_s=1.0), "update": LayerCost(layer_s=1.0)},
     )
-    for own in (replace(PLAIN, stack="nemo"), replace(PLAIN, host_adds=False)):
-        assert costs(replace(own, **added), sharded, 1) == costs(own, sharded, 1)
+    for layout_costs in (replace(PLAIN, stack="nemo"), replace(PLAIN, host_adds=False)):
+        assert costs(replace(layout_costs, **added), sharded, 1) == costs(layout_costs, sharded, 1)

@@ -1,6 +1,4 @@
-"""The kernels of each operator: their curves and sizes, by hand, on one rank and divided; no
-machine.
-"""
+"""The kernels of each operator: their curves and sizes, by hand, on one rank and divided."""
 
 from __future__ import annotations
 
@@ -44,21 +42,21 @@ def kernels(name, *, kind=LayerKind.BLOCK, model=GPT, training=TRAINING, shardin
 
 
 def points(run):
-    """What a profiler reads of kernels: their curves and sizes."""
+    """Curves and sizes of the kernels that a profiler reads."""
     return [(kernel.curve, kernel.sizes) for kernel in run]
 
 
 def test_a_linear_layer_is_three_products_in_the_orders_of_their_curves_and_a_bias():
-    found = kernels("fc1", sharding=Sharding(2))
+    kernel_list = kernels("fc1", sharding=Sharding(2))
     m, n, k = B * S, F // 2, H
 
-    assert points(found.forward) == [("forward", (m, n, k))]
-    assert points(found.inputs) == [("input_gradient", (m, k, n))]
-    assert points(found.weights) == [
+    assert points(kernel_list.forward) == [("forward", (m, n, k))]
+    assert points(kernel_list.inputs) == [("input_gradient", (m, k, n))]
+    assert points(kernel_list.weights) == [
         ("weight_gradient", (k, n, m)),
         ("bias_gradient.backward", (2 * m * n,)),
     ]
-    assert found.backward == found.inputs + found.weights
+    assert kernel_list.backward == kernel_list.inputs + kernel_list.weights
     assert points(kernels("fc1", model=replace(GPT, linear_bias=False)).weights) == [
         ("weight_gradient", (H, F, m))
     ]
@@ -74,16 +72,16 @@ def test_a_weight_gradient_that_its_product_does_not_add_is_added_by_another_ker
 
 
 def test_fp8_products_are_marked_and_cast_before_each():
-    found = kernels("fc1", training=replace(TRAINING, fp8_matmuls=True))
+    kernel_list = kernels("fc1", training=replace(TRAINING, fp8_matmuls=True))
     m = B * S
 
     assert [
         kernel.fp8
-        for kernel in (*found.forward, *found.backward)
+        for kernel in (*kernel_list.forward, *kernel_list.backward)
         if isinstance(kernel, ProductKernel)
     ] == [True] * 3
-    assert points(found.forward)[1] == ("cast.forward", (5 * (m * H + F * H),))
-    assert points(found.inputs)[1] == ("cast.backward", (5 * m * F,))
+    assert points(kernel_list.forward)[1] == ("cast.forward", (5 * (m * H + F * H),))
+    assert points(kernel_list.inputs)[1] == ("cast.backward", (5 * m * F,))
     assert not any(
         kernel.fp8
         for kernel in kernels(
@@ -115,11 +113,14 @@ def test_a_product_built_of_the_sizes_of_an_operators_is_that_product(name):
     ],
 )
 def test_fused_attention_has_sizes_of_heads_sequence_and_head_dim(dropout, curves):
-    found = kernels("attention", model=replace(GPT, dropout=dropout), sharding=Sharding(2))
+    kernel_list = kernels("attention", model=replace(GPT, dropout=dropout), sharding=Sharding(2))
     sizes = (B * A // 2, S, H // A)
 
-    assert points((*found.forward, *found.backward)) == [(curves[0], sizes), (curves[1], sizes)]
-    forward, backward = found.forward[0], found.backward[0]
+    assert points((*kernel_list.forward, *kernel_list.backward)) == [
+        (curves[0], sizes),
+        (curves[1], sizes),
+    ]
+    forward, backward = kernel_list.forward[0], kernel_list.backward[0]
     assert (forward.flops, backward.flops) == (
         4 * sizes[0] * S * S / 2 * sizes[2],
         2.5 * forward.flops,
@@ -129,16 +130,18 @@ def test_fused_attention_has_sizes_of_heads_sequence_and_head_dim(dropout, curve
 
 
 def test_unfused_attention_is_batched_products_a_softmax_and_a_dropout():
-    found = kernels("attention", training=UNFUSED)
-    qk, pv, scores = (B * A, S, S, H // A), (B * A, S, H // A, S), B * A * S * S
+    kernel_list = kernels("attention", training=UNFUSED)
+    qk = (B * A, S, S, H // A)
+    pv = (B * A, S, H // A, S)
+    scores = B * A * S * S
 
-    assert points(found.forward) == [
+    assert points(kernel_list.forward) == [
         ("batched_forward", qk),
         ("batched_forward", pv),
         ("softmax.forward", (3 * scores,)),
         ("dropout.forward", (5 * scores,)),
     ]
-    assert points(found.backward) == [
+    assert points(kernel_list.backward) == [
         *(("batched_backward", sizes) for sizes in (qk, pv, pv, pv)),
         ("softmax.backward", (4 * scores,)),
         ("dropout.backward", (5 * scores,)),
@@ -261,11 +264,13 @@ def test_the_gradient_of_an_embedding_goes_over_its_table_in_one_kernel_or_in_tw
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_sum_of_two_branches_joins_their_gradients_twice(dropout):
     both = kernels("residual2", model=replace(GPT, dropout=dropout, parallel_residual=True))
-    one = kernels("residual2", model=replace(GPT, dropout=dropout))
-    moved = [sum(kernel.times * kernel.n_bytes for kernel in run.backward) for run in (one, both)]
+    kernel_list = kernels("residual2", model=replace(GPT, dropout=dropout))
+    moved = [
+        sum(kernel.times * kernel.n_bytes for kernel in run.backward) for run in (kernel_list, both)
+    ]
 
     assert moved[1] - moved[0] == 3 * TOKENS
-    for kernel in (*one.backward, *both.backward):
+    for kernel in (*kernel_list.backward, *both.backward):
         assert (
             kernel.parts is None
             or sum(part.times * part.n_bytes for part in kernel.parts) == kernel.n_bytes
@@ -274,9 +279,11 @@ def test_a_sum_of_two_branches_joins_their_gradients_twice(dropout):
 
 def test_the_experts_of_a_rank_are_grouped_products_that_no_curve_is_of():
     model = load_model("mixtral-tiny").spec
-    found = kernels("fc1", model=model)
+    kernel_list = kernels("fc1", model=model)
     products = [
-        kernel for kernel in (*found.forward, *found.backward) if isinstance(kernel, ProductKernel)
+        kernel
+        for kernel in (*kernel_list.forward, *kernel_list.backward)
+        if isinstance(kernel, ProductKernel)
     ]
 
     assert [kernel.curve for kernel in products] == ["forward", "input_gradient", "weight_gradient"]
@@ -289,9 +296,9 @@ def test_every_operator_of_every_model_has_kernels_with_whole_sizes():
         for training in (TRAINING, UNFUSED):
             for layer in build_graph(model, training, B):
                 for operator in layer.operators:
-                    found = operator_kernels(operator, Sharding(2, True), training)
-                    assert found.forward
-                    assert found.backward
-                    for kernel in (*found.forward, *found.backward):
+                    actual = operator_kernels(operator, Sharding(2, True), training)
+                    assert actual.forward
+                    assert actual.backward
+                    for kernel in (*actual.forward, *actual.backward):
                         assert all(size > 0 and size == int(size) for size in kernel.sizes), kernel
                         assert isinstance(kernel, ProductKernel | FusedKernel | StreamKernel)

@@ -1,6 +1,4 @@
-"""Megatron's tensor and sequence parallelism: what is split, what is communicated, and the DTensor
-placements.
-"""
+"""Megatron's tensor and sequence parallelism: splits, communication and DTensor placements."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ TP4 = Sharding(tp=4)
 TP4_SP = Sharding(tp=4, sequence_parallel=True)
 
 
-def input_gradients_are_sums(found):
-    return any(PARTIAL in TP4.gradient_place(found, tensor) for tensor in found.inputs)
+def input_gradients_are_sums(actual):
+    return any(PARTIAL in TP4.gradient_place(actual, tensor) for tensor in actual.inputs)
 
 
-def outputs_are_sums(found):
-    return any(PARTIAL in TP4.place_inside(found, tensor) for tensor in found.outputs)
+def outputs_are_sums(actual):
+    return any(PARTIAL in TP4.place_inside(actual, tensor) for tensor in actual.outputs)
 
 
 def ways(edge):
@@ -96,26 +94,30 @@ def test_a_norm_sees_its_share_of_the_tokens_under_sequence_parallelism_only():
     ],
 )
 def test_parameters_split_along_the_operators_own_dim(name, shapes):
-    found = operator(name)
+    graph_operator = operator(name)
 
-    assert [TP4.parameter_shape(found, parameter) for parameter in found.parameters] == shapes
+    assert [
+        TP4.parameter_shape(graph_operator, parameter) for parameter in graph_operator.parameters
+    ] == shapes
 
 
 @pytest.mark.parametrize("graph", [GPT, NEOX, LLAMA], ids=["gpt", "neox", "llama"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_split_parameters_add_up_to_the_whole(graph, tp):
     for layer in graph:
-        for found in layer.operators:
-            for parameter in found.parameters:
-                shape = Sharding(tp=tp).parameter_shape(found, parameter)
-                split = parameter.tensor_dim(found.parallel_dim) is not None
+        for actual in layer.operators:
+            for parameter in actual.parameters:
+                shape = Sharding(tp=tp).parameter_shape(actual, parameter)
+                split = parameter.tensor_dim(actual.parallel_dim) is not None
                 local = shape[0] if len(shape) == 1 else shape[0] * shape[1]
                 assert local * (tp if split else 1) == parameter.num_elements
 
 
 def test_four_of_the_blocks_operators_communicate_two_before_and_two_after():
-    gathers = [found.name for found in GPT.block.operators if input_gradients_are_sums(found)]
-    reduces = [found.name for found in GPT.block.operators if outputs_are_sums(found)]
+    gathers = [
+        candidate.name for candidate in GPT.block.operators if input_gradients_are_sums(candidate)
+    ]
+    reduces = [candidate.name for candidate in GPT.block.operators if outputs_are_sums(candidate)]
 
     assert gathers == ["qkv", "fc1"]
     assert reduces == ["attention_out", "fc2"]

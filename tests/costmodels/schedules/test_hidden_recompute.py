@@ -1,6 +1,4 @@
-"""The closed form where recompute runs ahead of the gradient: the table of EQUATIONS P4, and the
-simulation, to the digit.
-"""
+"""Recompute ahead of the gradient: the table of EQUATIONS P4 and the simulation, to the digit."""
 
 from __future__ import annotations
 
@@ -28,12 +26,12 @@ def closed(schedule, m, ranks):
     """`ranks`: forward, backward and recompute seconds of each."""
     pp = len(ranks)
     whole = [sum(rank) for rank in ranks]
-    found = [
+    actual = [
         plain_and_ramp(schedule, rank, pp, whole[rank], r, b - f)
         for rank, (f, b, r) in enumerate(ranks)
     ]
     ahead = HiddenRecompute(
-        hidden_passes(schedule), [plain for plain, _ in found], [ramp for _, ramp in found]
+        hidden_passes(schedule), [plain for plain, _ in actual], [ramp for _, ramp in actual]
     )
     return closed_form_s(whole, [0.0] * pp, m, 1.0, ahead)
 
@@ -86,11 +84,11 @@ def test_it_is_never_below_1f1b_without_any_recompute_nor_above_1f1b_with_it(sch
         pp = draw.choice((2, 3, 4, 8))
         ranks = [(draw.uniform(1, 2), draw.uniform(1, 4), draw.uniform(0, 1)) for _ in range(pp)]
         m = draw.randrange(max(4, pp), 40)
-        found = closed(schedule, m, ranks)
-        assert found >= closed(Schedule.ONE_F_ONE_B, m, [(f, b, 0.0) for f, b, _ in ranks]) * (
+        actual = closed(schedule, m, ranks)
+        assert actual >= closed(Schedule.ONE_F_ONE_B, m, [(f, b, 0.0) for f, b, _ in ranks]) * (
             1 - 1e-12
         )
-        assert found <= closed(Schedule.ONE_F_ONE_B, m, ranks) * (1 + 1e-12)
+        assert actual <= closed(Schedule.ONE_F_ONE_B, m, ranks) * (1 + 1e-12)
 
 
 def test_without_recompute_there_is_nothing_to_hide():

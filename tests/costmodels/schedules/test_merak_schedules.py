@@ -1,6 +1,4 @@
-"""Merak's schedules against EQUATIONS P4: the orders, what they hold, and the step of equal
-stages.
-"""
+"""Merak's schedules against EQUATIONS P4: orders, held micro-batches and steps of equal stages."""
 
 from __future__ import annotations
 
@@ -27,12 +25,10 @@ from parplan.costmodels.schedules.schedule import (
 from parplan.costmodels.schedules.simulator import StageCost, least_step_s, replay, simulate
 from parplan.profiles.errors import ConfigError
 
-ONE_F_ONE_B, EARLY, LAST, SCP = (
-    Schedule.ONE_F_ONE_B,
-    Schedule.EARLY_RECOMPUTE,
-    Schedule.LAST_NO_RECOMPUTE,
-    Schedule.SCP,
-)
+ONE_F_ONE_B = Schedule.ONE_F_ONE_B
+EARLY = Schedule.EARLY_RECOMPUTE
+LAST = Schedule.LAST_NO_RECOMPUTE
+SCP = Schedule.SCP
 CHANGE = {ActionKind.FORWARD: 1, ActionKind.RECOMPUTE: 0, ActionKind.BACKWARD: -1}
 
 
@@ -290,8 +286,9 @@ def test_a_gradient_is_received_while_its_recompute_runs():
 
 
 def by_definition_s(orders: Sequence[Sequence[Action]], costs: list[list[StageCost]]) -> float:
-    """The step of lists of one chunk a rank: when each action can begin, asked of the actions
-    before it.
+    """Seconds of the step of lists of one chunk a rank.
+
+    Each action begins when the actions before it are over.
     """
     place = {
         (rank, action): n for rank, order in enumerate(orders) for n, action in enumerate(order)
@@ -301,11 +298,13 @@ def by_definition_s(orders: Sequence[Sequence[Action]], costs: list[list[StageCo
     def end_s(rank: int, n: int) -> float:
         if n < 0:
             return 0.0
-        action, cost, free_s = orders[rank][n], costs[rank][0], end_s(rank, n - 1)
+        action = orders[rank][n]
+        cost = costs[rank][0]
+        free_s = end_s(rank, n - 1)
         if action.work is ActionKind.RECOMPUTE:
             return free_s + cost.recompute_s
-        other = rank - 1 if action.work is ActionKind.FORWARD else rank + 1
-        sent_s = end_s(other, place[other, action]) if 0 <= other < len(orders) else 0.0
+        second = rank - 1 if action.work is ActionKind.FORWARD else rank + 1
+        sent_s = end_s(second, place[second, action]) if 0 <= second < len(orders) else 0.0
         if action.work is ActionKind.FORWARD:
             return max(free_s, sent_s) + cost.receive_forward_s + cost.forward_s
         ahead = place.get((rank, replace(action, work=ActionKind.RECOMPUTE)))

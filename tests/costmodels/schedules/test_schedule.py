@@ -16,7 +16,9 @@ from parplan.costmodels.schedules.schedule import (
 )
 from parplan.profiles.errors import ConfigError
 
-GPIPE, ONE_F_ONE_B, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
+GPIPE = Schedule.GPIPE
+ONE_F_ONE_B = Schedule.ONE_F_ONE_B
+INTERLEAVED = Schedule.INTERLEAVED
 WHOLE = (GPIPE, ONE_F_ONE_B, INTERLEAVED)  # schedules that do not split the backward
 
 LEGAL = [
@@ -217,7 +219,7 @@ def torch_order(pipeline_order, rank: int, p: int) -> str:
 
 
 def torch_stages(p: int, v: int) -> list[SimpleNamespace]:
-    """As much of rank 0's stages as torch reads to lay out its order."""
+    """Stand-ins for rank 0's stages, with the fields that torch reads to lay out its order."""
     return [
         SimpleNamespace(
             group_size=p,

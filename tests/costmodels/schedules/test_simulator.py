@@ -19,7 +19,9 @@ from parplan.costmodels.schedules.schedule import (
 )
 from parplan.costmodels.schedules.simulator import StageCost, least_step_s, replay, simulate
 
-GPIPE, ONE_F_ONE_B, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
+GPIPE = Schedule.GPIPE
+ONE_F_ONE_B = Schedule.ONE_F_ONE_B
+INTERLEAVED = Schedule.INTERLEAVED
 WHOLE = (GPIPE, ONE_F_ONE_B, INTERLEAVED)  # schedules that do not split the backward
 F0, B0 = Action(ActionKind.FORWARD, 0, 0), Action(ActionKind.BACKWARD, 0, 0)
 
@@ -47,21 +49,21 @@ def equal(p: int, v: int, f: float, b: float, r: float) -> list[list[StageCost]]
     return [[cost(f / v, b / v, r / v)] * v for _ in range(p)]
 
 
-def forward_s(one: StageCost) -> float:
-    return one.receive_forward_s + one.forward_s
+def forward_s(stage_cost: StageCost) -> float:
+    return stage_cost.receive_forward_s + stage_cost.forward_s
 
 
-def backward_s(one: StageCost) -> float:
-    return one.receive_backward_s + one.recompute_s + one.backward_s
+def backward_s(stage_cost: StageCost) -> float:
+    return stage_cost.receive_backward_s + stage_cost.recompute_s + stage_cost.backward_s
 
 
-def total_s(one: StageCost) -> float:
-    return forward_s(one) + backward_s(one)
+def total_s(stage_cost: StageCost) -> float:
+    return forward_s(stage_cost) + backward_s(stage_cost)
 
 
 def closed_form_s(m: int, costs: list[list[StageCost]]) -> float:
     """EQUATIONS P3 without a tail: (M - 1) max + sum."""
-    stages = [total_s(one) for row in costs for one in row]
+    stages = [total_s(stage_cost) for row in costs for stage_cost in row]
     return (m - 1) * max(stages) + sum(stages)
 
 
@@ -75,10 +77,10 @@ def pipelines(draw, schedules=WHOLE, same_forward_share=False):
     whole = st.integers(0, 9).map(float)
     if same_forward_share:
         f, b = draw(st.integers(0, 4)), draw(st.integers(0, 4))
-        one = whole.map(lambda t: cost(f * t, b * t))
+        stage_costs = whole.map(lambda t: cost(f * t, b * t))
     else:
-        one = st.builds(StageCost, **{field.name: whole for field in fields(StageCost)})
-    costs = draw(st.lists(st.lists(one, min_size=v, max_size=v), min_size=p, max_size=p))
+        stage_costs = st.builds(StageCost, **{field.name: whole for field in fields(StageCost)})
+    costs = draw(st.lists(st.lists(stage_costs, min_size=v, max_size=v), min_size=p, max_size=p))
     return schedule, m, costs
 
 
@@ -211,8 +213,9 @@ def test_a_forward_that_is_missing_from_the_lists_is_a_deadlock():
 
 
 def longest_path_s(schedule: Schedule, m: int, costs: list[list[StageCost]]) -> float:
-    """The step by its definition: the longest path through a graph of list order and data
-    dependencies.
+    """Seconds of the step by its definition.
+
+    It is the longest path through a graph of list order and data dependencies.
     """
     p, v = len(costs), len(costs[0])
     graph = nx.DiGraph()
@@ -228,12 +231,12 @@ def longest_path_s(schedule: Schedule, m: int, costs: list[list[StageCost]]) -> 
             graph.add_edge((ActionKind.BACKWARD, stage, i), (ActionKind.BACKWARD, stage - 1, i))
     end_s: dict[tuple[ActionKind, int, int], float] = {}
     for work, stage, i in nx.topological_sort(graph):
-        own = costs[stage % p][stage // p]
+        stage_cost = costs[stage % p][stage // p]
         start_s = max(
             (end_s[before] for before in graph.predecessors((work, stage, i))), default=0.0
         )
         end_s[work, stage, i] = start_s + (
-            forward_s(own) if work is ActionKind.FORWARD else backward_s(own)
+            forward_s(stage_cost) if work is ActionKind.FORWARD else backward_s(stage_cost)
         )
     return max(end_s.values())
 
@@ -252,8 +255,8 @@ def test_the_step_is_at_least_a_ranks_work_plus_the_way_to_it_and_back(pipeline)
     schedule, m, costs = pipeline
     step = simulate(schedule, m, costs)
 
-    for rank, own in enumerate(costs):
-        assert step.step_s >= m * sum(map(total_s, own)) + sum(
+    for rank, rank_costs in enumerate(costs):
+        assert step.step_s >= m * sum(map(total_s, rank_costs)) + sum(
             total_s(row[0]) for row in costs[:rank]
         )
         assert step.step_s >= step.ranks[rank].busy_s
@@ -284,7 +287,9 @@ def test_the_lower_bound_of_equal_stages_is_their_step(schedule, p, m, v):
 def test_the_step_is_at_least_the_way_of_one_micro_batch(pipeline):
     schedule, m, costs = pipeline
 
-    assert simulate(schedule, m, costs).step_s >= sum(total_s(one) for row in costs for one in row)
+    assert simulate(schedule, m, costs).step_s >= sum(
+        total_s(stage_cost) for row in costs for stage_cost in row
+    )
 
 
 @settings(deadline=None)
@@ -315,9 +320,9 @@ def test_the_parts_of_each_rank_sum_to_the_step(pipeline, data):
 
     step = simulate(schedule, m, costs, tails)
 
-    assert step.step_s == max(one.finish_s + one.tail_s for one in step.ranks)
-    for one in step.ranks:
-        assert one.busy_s + one.transfer_s + one.tail_s + one.bubble_s == step.step_s
+    assert step.step_s == max(rank_time.finish_s + rank_time.tail_s for rank_time in step.ranks)
+    for rank in step.ranks:
+        assert rank.busy_s + rank.transfer_s + rank.tail_s + rank.bubble_s == step.step_s
 
 
 @settings(deadline=None)
@@ -325,12 +330,15 @@ def test_the_parts_of_each_rank_sum_to_the_step(pipeline, data):
 def test_the_actions_of_a_rank_never_overlap_and_follow_the_list(pipeline):
     schedule, m, costs = pipeline
 
-    for rank, one in enumerate(simulate(schedule, m, costs, keep_events=True).ranks):
-        assert tuple(event.action for event in one.events) == actions(
+    for rank, rank_time in enumerate(simulate(schedule, m, costs, keep_events=True).ranks):
+        assert tuple(event.action for event in rank_time.events) == actions(
             schedule, rank, len(costs), m, len(costs[0])
         )
-        assert all(a.end_s <= b.start_s for a, b in zip(one.events, one.events[1:], strict=False))
-        assert one.events[-1].end_s == one.finish_s
+        assert all(
+            a.end_s <= b.start_s
+            for a, b in zip(rank_time.events, rank_time.events[1:], strict=False)
+        )
+        assert rank_time.events[-1].end_s == rank_time.finish_s
 
 
 def test_events_are_kept_only_when_asked_for():
@@ -339,7 +347,7 @@ def test_events_are_kept_only_when_asked_for():
 
 @settings(deadline=None)
 @given(pipelines(schedules=(ONE_F_ONE_B,), same_forward_share=True))
-def test_1f1b_with_one_forward_share_stays_within_the_closed_form_and_misses_it_by_no_more_than_the_stages_after_the_slowest(
+def test_1f1b_stays_within_the_closed_form_and_misses_it_by_the_stages_after_the_slowest(
     pipeline,
 ):
     schedule, m, costs = pipeline
@@ -387,8 +395,9 @@ def test_1f1b_exceeds_the_closed_form_when_forward_and_backward_have_different_s
 
 
 def test_split_backwards_by_hand():
-    """Two ranks, one micro-batch: 1F 2 s, 0F 1 s; the input gradient of stage 1 (3 s) frees rank 0,
-    its weight gradient (2 s) does not.
+    """Two ranks run one micro-batch: 1F takes 2 s, 0F takes 1 s.
+
+    The input gradient of stage 1 (3 s) frees rank 0, its weight gradient (2 s) does not.
     """
     first = StageCost(
         forward_s=1.0,
@@ -434,9 +443,8 @@ def test_whole_and_split_backwards_may_be_mixed_and_split_ones_let_the_stage_bef
         stash_bytes=1.0,
         weight_s=2.0,
     )
-    whole, split = (
-        orders_of(("0F0,0F1,0B0,0B1", rows)) for rows in ("1F0,1B0,1F1,1B1", "1F0,1I0,1F1,1W0,1B1")
-    )
+    whole = orders_of(("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"))
+    split = orders_of(("0F0,0F1,0B0,0B1", "1F0,1I0,1F1,1W0,1B1"))
 
     # 1F0 ends at 2; its whole backward at 6, its input gradient at 4: 0B0 ends at 10 or at 8, 0B1
     # waits for 1B1 (11)

@@ -1,6 +1,4 @@
-"""ZBV against the properties of the papers, and against torch's own list replayed in the same
-simulator.
-"""
+"""ZBV: the properties of the papers, and torch's own list replayed in the same simulator."""
 
 from __future__ import annotations
 
@@ -119,11 +117,11 @@ def test_zbv_is_legal_with_two_chunks_on_two_ranks_or_more(p, m, v, reason):
 
 
 def torch_rows(p: int, m: int) -> tuple[str, ...]:
-    """torch's own list; where a rank waits it has an empty entry."""
+    """Rows of the schedule that torch makes; an entry is empty where a rank waits."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    own = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
+    schedule_of_torch = SimpleNamespace(pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
     lists = [
-        schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(own, rank)
+        schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(schedule_of_torch, rank)
         for rank in range(p)
     ]
     return tuple(

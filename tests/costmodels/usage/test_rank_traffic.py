@@ -1,6 +1,4 @@
-"""The collectives that a prediction counts are those that the price adds up, and those of the
-textbooks.
-"""
+"""The collectives that a prediction counts are those of the price and of the textbooks."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def strategy(
 
 
 def counts(sent: tuple[SentBytes, ...]) -> dict[tuple[str, str], int]:
-    return {(one.axis, one.kind): one.calls for one in sent}
+    return {(message.axis, message.kind): message.calls for message in sent}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +68,7 @@ def counts(sent: tuple[SentBytes, ...]) -> dict[tuple[str, str], int]:
 def test_the_forward_collectives_take_as_long_as_the_price_of_the_layer_says(model, sharding):
     priced = price_cache(model)
     for layer in priced.graph(2):
-        found = [
+        actual = [
             move
             for operator in layer.operators
             for move in forward_moves(layer, operator, sharding)
@@ -78,10 +76,10 @@ def test_the_forward_collectives_take_as_long_as_the_price_of_the_layer_says(mod
         where = place_axis(2, 1, 2, CLUSTER.gpus_per_node)
         seconds = math.fsum(
             collective_time(move.collective, move.num_bytes, where, MACHINE).value_s
-            for move in found
+            for move in actual
         )
 
-        assert found
+        assert actual
         assert seconds == pytest.approx(
             priced.layer_time(layer.kind, 2, sharding).tp_forward.value_s, rel=1e-12
         )
@@ -100,23 +98,24 @@ def test_the_forward_collectives_take_as_long_as_the_price_of_the_layer_says(mod
 )
 def test_a_megatron_block_sends_what_korthikanti_says(sp, expected):
     block = price_cache().graph(2).block
-    found = list(layer_moves(block, Sharding(2, sequence_parallel=sp), ()))
+    collected = list(layer_moves(block, Sharding(2, sequence_parallel=sp), ()))
 
     assert {
-        kind: sum(move.collective is kind for move in found)
-        for kind in {move.collective for move in found}
+        kind: sum(move.collective is kind for move in collected)
+        for kind in {move.collective for move in collected}
     } == expected
-    assert {move.num_bytes for move in found} == {2 * 16 * LLAMA.hidden_size * 2}
+    assert {move.num_bytes for move in collected} == {2 * 16 * LLAMA.hidden_size * 2}
 
 
 def test_recomputed_operators_send_their_forward_collectives_again():
     block, sharding = price_cache().graph(2).block, Sharding(2)
     everything = tuple(operator.name for operator in block.operators)
 
-    once, again = (len(list(layer_moves(block, sharding, names))) for names in ((), everything))
+    once = len(list(layer_moves(block, sharding, ())))
+    repeated = len(list(layer_moves(block, sharding, everything)))
 
     assert (
-        again - once
+        repeated - once
         == sum(len(list(forward_moves(block, operator, sharding))) for operator in block.operators)
         == 2
     )
@@ -141,17 +140,16 @@ def test_a_step_of_four_micro_batches_sends_what_its_zero_stage_says(
         ("dp", kind): count * layers for kind, count in expected.items() if count
     }
     num_parameters = price_cache().graph(1).num_parameters
-    for one in sent:
-        width = 2 if one.kind == Collective.ALL_GATHER else 4  # bf16 parameters, fp32 gradients
-        assert one.num_bytes == one.calls // layers * width * num_parameters
+    for message in sent:
+        width = 2 if message.kind == Collective.ALL_GATHER else 4  # bf16 parameters, fp32 gradients
+        assert message.num_bytes == message.calls // layers * width * num_parameters
 
 
 def test_every_stage_receives_an_activation_and_a_gradient_but_for_the_ends():
     plan = strategy(LLAMA, pp=2, virtual_stages=3, schedule=Schedule.INTERLEAVED)
 
-    first, last = (
-        counts(rank_traffic(plan, rank, price_cache()))["pp", MESSAGE] for rank in (0, 1)
-    )
+    first = counts(rank_traffic(plan, 0, price_cache()))["pp", MESSAGE]
+    last = counts(rank_traffic(plan, 1, price_cache()))["pp", MESSAGE]
 
     assert (
         first == last == 4 * (3 + 2)

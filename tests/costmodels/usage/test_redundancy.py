@@ -1,6 +1,4 @@
-"""Redundant bytes: what is held less one copy, exactly, by class, operator, layer, stage and
-cluster.
-"""
+"""Redundant bytes: held bytes less one copy, by class, operator, layer, stage and cluster."""
 
 from __future__ import annotations
 
@@ -40,8 +38,9 @@ FRAMES = [
 
 @pytest.mark.parametrize(("layout", "zero", "recompute"), FRAMES)
 def test_summed_by_class_it_is_the_memory_less_the_ideal(layout, zero, recompute):
-    """The ideal worked out here: every state and every kept tensor once, over the devices that
-    share them.
+    """The ideal is worked out here.
+
+    It is every state and every saved tensor once, over the devices that share them.
     """
     price_cache = book_of(TINY, layout.mesh.num_ranks)
     strategy = uniform(layout, 8, zero=zero, recompute=recompute)
@@ -85,8 +84,9 @@ def test_operators_and_layers_add_up_to_their_stage(layout, zero, recompute):
 
 
 def test_the_classes_by_hand():
-    """fc1 on two replicas at ZeRO 0: one of two copies of everything is redundant; divided over tp
-    nothing of its weight is.
+    """At ZeRO 0 one of two copies of everything in fc1 on two replicas is redundant.
+
+    Divided over tp, none of its weight is.
     """
     price_cache, whole = book_of(TINY, 2), frame_of(dp=2)
     weight = price_cache.graph(1).block.operator("fc1").num_parameters
@@ -106,12 +106,12 @@ def test_the_classes_by_hand():
 
 def test_an_operator_that_is_not_divided_holds_its_weights_twice():
     layout, price_cache = frame_of(tp=2), book_of(TINY, 2)
-    own = Sharding(2, own=(("fc1", (Split(),)),))
+    undivided = Sharding(2, own=(("fc1", (Split(),)),))
     megatron, whole = (
         operator_redundancy(LayerChoice(LayerKind.BLOCK, (), 0, sharding), 0, layout, price_cache)[
             "fc1"
         ]
-        for sharding in (None, own)
+        for sharding in (None, undivided)
     )
 
     assert megatron.optimizer == 0
@@ -123,18 +123,18 @@ def test_the_plan_holds_every_level_and_they_agree():
     training = TrainingSpec(global_batch_size=16, seq_length=128, stack=NEUTRAL)
     plan = find_plan(TINY, A100_16, training)
 
-    found, mesh = plan.predicted.redundancy_gib, plan.mesh
-    assert len(found.stages) == mesh.pp
-    assert set(found.layers) == set(plan.layer_plans)
+    actual, mesh = plan.predicted.redundancy_gib, plan.mesh
+    assert len(actual.stages) == mesh.pp
+    assert set(actual.layers) == set(plan.layer_plans)
     per_stage = mesh.dp * mesh.tp
     for name in (*CLASSES, "total"):
-        assert getattr(found, name) == pytest.approx(
-            per_stage * sum(getattr(stage, name) for stage in found.stages), abs=1e-3 * per_stage
+        assert getattr(actual, name) == pytest.approx(
+            per_stage * sum(getattr(stage, name) for stage in actual.stages), abs=1e-3 * per_stage
         )
-    for layer in found.layers.values():
+    for layer in actual.layers.values():
         for name in CLASSES[:-1]:
             assert getattr(layer.layer, name) == pytest.approx(
-                sum(getattr(own, name) for own in layer.operators.values()), abs=2e-3
+                sum(getattr(operator, name) for operator in layer.operators.values()), abs=2e-3
             )
 
 

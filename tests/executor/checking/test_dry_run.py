@@ -1,6 +1,4 @@
-"""A dry run of one rank holds and sends what the same rank does in a real world of gloo ranks, at
-any size.
-"""
+"""A dry run of one rank holds and sends what that rank does in a real world of gloo ranks."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ PLANS = {
 
 
 def dry_run(plan: Plan, rank: int) -> DryRun:
-    """In a process of its own: torch remembers by mesh what belongs to the rank that a process
-    was.
-    """
+    """Runs in its own process, because torch caches by mesh the rank that a process was."""
     return dry_runs(plan, (rank,))[0]
 
 
@@ -110,11 +106,11 @@ def test_the_collectives_are_those_of_the_same_rank_on_gloo(name):
     # before the first step each stage also hears from its neighbours whether shapes are known
     expected[MESSAGE] -= expected[MESSAGE] // (PLANS[name].pipeline.num_micro_batches + 1)
 
-    found: Counter[str] = Counter()
+    actual: Counter[str] = Counter()
     for sent in dry(name)[0].use.sent:
-        found[sent.kind] += sent.calls
+        actual[sent.kind] += sent.calls
 
-    assert found == +expected
+    assert actual == +expected
     axes = {axis for axis in ("pp", "dp", "tp") if getattr(PLANS[name].mesh, axis) > 1}
     assert {sent.axis for sent in dry(name)[0].use.sent} == axes
 

@@ -1,6 +1,4 @@
-"""Where states and activations are held: by some of the data-parallel ranks together, or by the
-host.
-"""
+"""Location of states and activations: some of the data-parallel ranks together, or the host."""
 
 from __future__ import annotations
 
@@ -47,9 +45,9 @@ def held_by(plan: Plan, ranks: int | Mapping[str, int]) -> Plan:
     """`plan` with `zero_ranks` on every layer plan, or on those that are named."""
     layer_plans = {
         name: dataclasses.replace(
-            found, zero_ranks=ranks if isinstance(ranks, int) else ranks.get(name)
+            layer_plan, zero_ranks=ranks if isinstance(ranks, int) else ranks.get(name)
         )
-        for name, found in plan.layer_plans.items()
+        for name, layer_plan in plan.layer_plans.items()
     }
     return dataclasses.replace(plan, layer_plans=layer_plans)
 
@@ -57,18 +55,19 @@ def held_by(plan: Plan, ranks: int | Mapping[str, int]) -> Plan:
 def on_host(
     plan: Plan, *what: Offload, only: tuple[str, ...] = (), keep: tuple[str, ...] = ()
 ) -> Plan:
-    """`plan` with `what` on the host for every layer plan, or for those that are named, and of
-    their blocks what `keep` keep.
+    """Returns `plan` with `what` on the host for every layer plan, or for the named ones.
+
+    `keep` names the operators whose activations the blocks keep.
     """
 
-    def moved(found: LayerPlan) -> LayerPlan:
+    def moved(actual: LayerPlan) -> LayerPlan:
         return dataclasses.replace(
-            found, offload=what, keep_on_host=keep if found.layer is LayerKind.BLOCK else ()
+            actual, offload=what, keep_on_host=keep if actual.layer is LayerKind.BLOCK else ()
         )
 
     layer_plans = {
-        name: moved(found) if not only or name in only else found
-        for name, found in plan.layer_plans.items()
+        name: moved(layer_plan) if not only or name in only else layer_plan
+        for name, layer_plan in plan.layer_plans.items()
     }
     return dataclasses.replace(plan, layer_plans=layer_plans)
 
@@ -125,12 +124,12 @@ WORLDS = Worlds(PLANS, SLOW)
 def test_a_plan_trains_like_one_process_wherever_its_states_are(name):
     plan = PLANS[name]
     validate(plan)
-    found, expected = (
+    training_outcome, expected = (
         WORLDS.outcome(name),
         run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))),
     )
 
-    require_parity(plan, found, expected)
+    require_parity(plan, training_outcome, expected)
 
 
 @pytest.mark.parametrize("name", WORLDS.params())
@@ -147,11 +146,11 @@ def test_every_rank_holds_exactly_the_predicted_bytes_on_device_and_host(name):
     ("zero", "gathers", "reduce_scatters"), [(1, 6, 6), (2, 6, 12), (3, 24, 12)]
 )
 def test_copies_of_the_shards_are_added_up_once_a_step(zero, gathers, reduce_scatters):
-    found = WORLDS.outcome(f"dp4-zero{zero}-over-2").collectives
+    actual = WORLDS.outcome(f"dp4-zero{zero}-over-2").collectives
 
-    assert found["_allgather_base_"] == gathers
-    assert found["_reduce_scatter_base_"] == reduce_scatters
-    assert found["allreduce_"] == 1 + 1  # one bucket, and the loss
+    assert actual["_allgather_base_"] == gathers
+    assert actual["_reduce_scatter_base_"] == reduce_scatters
+    assert actual["allreduce_"] == 1 + 1  # one bucket, and the loss
 
 
 SAME: tuple[Plan, ...] = (
@@ -173,10 +172,10 @@ def test_every_mesh_starts_from_the_same_fp32_values_bit_by_bit():
     }
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_initial, args=(2, folder), nprocs=2, start_method="fork")
-        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+        actual = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
 
     for plan in range(len(SAME)):
-        values = found[0][plan] | found[1][plan]
+        values = actual[0][plan] | actual[1][plan]
         assert values.keys() == expected.keys()
         assert all(
             value.dtype == torch.float32 and torch.equal(value, expected[name])
@@ -214,9 +213,11 @@ def test_the_first_loss_in_bf16_is_the_same_on_any_number_of_ranks_and_at_any_ze
         *(make_plan(GPT, dp=2, zero=(zero,), precision=BF16) for zero in range(4)),
     ]
 
-    one, *two = [found.losses[0] for found in (*run_plans(plans[:1]), *run_plans(plans[1:]))]
+    one_rank, *two = [
+        trained.losses[0] for trained in (*run_plans(plans[:1]), *run_plans(plans[1:]))
+    ]
 
     assert two == [two[0]] * 4
     assert two[0] == pytest.approx(
-        one, rel=2**-23
+        one_rank, rel=2**-23
     )  # the micro-batches are the same, their losses are added in another order

@@ -1,6 +1,4 @@
-"""Every way to divide the model gives the losses and gradients of one process, and holds exactly
-the predicted bytes.
-"""
+"""Every division of the model gives the losses, gradients and predicted bytes of one process."""
 
 from __future__ import annotations
 
@@ -45,10 +43,12 @@ ZBV = {"schedule": Schedule.ZBV, "virtual_stages": 2, "num_micro_batches": 4}
 
 
 def half_sequence_parallel() -> Plan:
-    """Sequence parallelism on the first stage alone: the activation changes its placement at the
-    border.
+    """Sequence parallelism on the first stage alone.
+
+    The activation changes its placement at the border.
     """
-    first, second = (make_plan(LLAMA, pp=2, tp=2, sp=sp) for sp in (True, False))
+    first = make_plan(LLAMA, pp=2, tp=2, sp=True)
+    second = make_plan(LLAMA, pp=2, tp=2, sp=False)
     later = dataclasses.replace(
         second.stages[1],
         layers=tuple(
@@ -167,11 +167,11 @@ def reference(name: str) -> TrainingOutcome:
 @pytest.mark.parametrize("name", WORLDS.params())
 def test_a_plan_trains_like_one_process(name):
     plan = PLANS[name]
-    found, expected = WORLDS.outcome(name), reference(name)
+    training_outcome, expected = WORLDS.outcome(name), reference(name)
 
-    require_parity(plan, found, expected)
+    require_parity(plan, training_outcome, expected)
     exact = plan.training.precision is Precision.FP32
-    assert found.norms == pytest.approx(
+    assert training_outcome.norms == pytest.approx(
         expected.norms, rel=NORM_TOLERANCE if exact else BF16_NORM_TOLERANCE
     )
 
@@ -209,11 +209,11 @@ LAYERS = LLAMA.num_layers + 2
 def test_a_step_of_four_micro_batches_communicates_as_its_zero_stage_says(
     name, gathers, reduce_scatters, all_reduces
 ):
-    found = WORLDS.outcome(name).collectives
+    actual = WORLDS.outcome(name).collectives
 
-    assert found["_allgather_base_"] == gathers
-    assert found["_reduce_scatter_base_"] == reduce_scatters
-    assert found["allreduce_"] == all_reduces + 1  # one for the loss
+    assert actual["_allgather_base_"] == gathers
+    assert actual["_reduce_scatter_base_"] == reduce_scatters
+    assert actual["allreduce_"] == all_reduces + 1  # one for the loss
 
 
 def test_training_changes_the_loss():

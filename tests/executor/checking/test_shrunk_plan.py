@@ -1,6 +1,4 @@
-"""A shrunk plan has the structure of the large one, is small, and is one that the executor
-takes.
-"""
+"""A shrunk plan has the structure of the large one, is small, and runs in the executor."""
 
 from __future__ import annotations
 
@@ -48,11 +46,14 @@ RECOMPUTE = ((), "full", ("norm2", "fc1", "activation"), ("attention",))
 
 
 def random_plan(seed: int) -> Plan:
-    """A legal plan of many blocks: any mesh, schedule, mixture of ZeRO stages, divisions and
-    recompute lists.
+    """Returns a legal plan of many blocks.
+
+    Mesh, schedule, mixture of ZeRO stages, divisions and recompute lists are random.
     """
     draw = random.Random(seed)
-    pp, dp, tp = (draw.choice(degrees) for degrees in ((1, 2, 4), (1, 2, 4, 8), (1, 2, 4)))
+    pp = draw.choice((1, 2, 4))
+    dp = draw.choice((1, 2, 4, 8))
+    tp = draw.choice((1, 2, 4))
     schedule = draw.choice(list(Schedule)[:3]) if pp > 1 else Schedule.ONE_F_ONE_B
     chunks = draw.choice((2, 6)) if schedule is Schedule.INTERLEAVED else 1
     count, size = pp * draw.choice((1, 2, 8)), tp * draw.choice((1, 2))

@@ -1,5 +1,6 @@
-"""Only whole checkpoints of one step are gone on from: each file is what the manifest says, and
-none can run code.
+"""Runs resume only from whole checkpoints of one step, whose files match the manifest.
+
+No checkpoint file can run code.
 """
 
 from __future__ import annotations
@@ -185,11 +186,11 @@ def test_files_of_two_ranks_that_changed_places_are_found_by_their_checksums(tmp
     (path / OTHER).rename(path / OWN)
     (path / "third").rename(path / OTHER)
 
-    found = [
+    actual = [
         folder.find_damage(path, {"files": files}, share, 2, lambda: None) for share in range(2)
     ]
 
-    assert {text.split(" has the checksum ")[0] for text in found} == {OWN, OTHER}
+    assert {text.split(" has the checksum ")[0] for text in actual} == {OWN, OTHER}
     assert files[OWN]["crc32"] != files[OTHER]["crc32"]
 
 
@@ -301,11 +302,11 @@ def test_torchs_own_tools_read_the_tensors_too(written):
 
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     assert {
-        key: (found.size, found.chunks, found.properties.dtype)
-        for key, found in ours.state_dict_metadata.items()
+        key: (metadata.size, metadata.chunks, metadata.properties.dtype)
+        for key, metadata in ours.state_dict_metadata.items()
     } == {
-        key: (found.size, found.chunks, found.properties.dtype)
-        for key, found in theirs.state_dict_metadata.items()
+        key: (metadata.size, metadata.chunks, metadata.properties.dtype)
+        for key, metadata in theirs.state_dict_metadata.items()
     }
     assert ours.storage_data == theirs.storage_data
 

@@ -1,5 +1,6 @@
-"""A run goes on from a checkpoint as if it had never stopped: on other meshes and plans, and
-whatever happened to a save.
+"""A run resumes from a checkpoint as if it had never stopped, on other meshes and plans too.
+
+This holds whatever happened to a save.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"
 )
 
-GPT, LLAMA = (
-    dataclasses.replace(model, num_layers=2) for model in (executor_plans.GPT, executor_plans.LLAMA)
-)
+GPT = dataclasses.replace(executor_plans.GPT, num_layers=2)
+LLAMA = dataclasses.replace(executor_plans.LLAMA, num_layers=2)
 OPTIONS = Options(seed=7, learning_rate=1e-2)
 TIMEOUT = timedelta(seconds=60)
 BF16 = Precision.BF16
@@ -58,8 +58,9 @@ DROPPING = dataclasses.replace(GPT, dropout=0.1)
 
 
 def train(plan: Plan, steps: int, **checkpoints: object) -> tuple[list[float], list[str]]:
-    """This rank's part of a run to `steps` steps in all: the losses of the steps it made, and what
-    it noted.
+    """Runs this rank's part of a run to `steps` steps in all.
+
+    Returns the losses of the steps it made, and its notes.
     """
     notes: list[str] = []
     trainer = build_trainer(plan, dataclasses.replace(OPTIONS, steps=steps), torch.device("cpu"))
@@ -209,7 +210,7 @@ def test_bf16_runs_keep_their_fp32_masters_and_may_change_their_zero_stage(tmp_p
 def test_dropout_goes_on_with_the_same_masks_on_the_same_mesh(tmp_path):
     plan = make_plan(DROPPING, dp=2, zero=(2,))
 
-    first, second, whole, again = run_world(
+    first, second, whole, repeated = run_world(
         [
             (plan, 2, {"directory": tmp_path}),
             (plan, 4, {"directory": tmp_path}),
@@ -219,7 +220,7 @@ def test_dropout_goes_on_with_the_same_masks_on_the_same_mesh(tmp_path):
     )
 
     assert first + second == whole
-    assert again == second
+    assert repeated == second
 
 
 def test_dropout_on_another_mesh_or_device_says_so_and_draws_other_masks(tmp_path, alone):
@@ -230,10 +231,10 @@ def test_dropout_on_another_mesh_or_device_says_so_and_draws_other_masks(tmp_pat
     same, _ = train(plan, 3, resume=str(path.parent))
     path.write_text(json.dumps({**document, "mesh": {**document["mesh"], "dp": 4}}))
 
-    other, notes = train(plan, 3, resume=str(path.parent))
+    second, notes = train(plan, 3, resume=str(path.parent))
 
     assert any("dropout masks" in note for note in notes)
-    assert same != other
+    assert same != second
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, alone, monkeypatch):
@@ -306,9 +307,9 @@ def test_a_truncated_checkpoint_is_skipped_with_a_note_and_written_again(tmp_pat
 
     losses, notes = train(make_plan(), 4, directory=tmp_path, every=1)
 
-    assert (
-        notes[0]
-        == f"step-000003 is skipped, it is not whole: __0_0.distcp has {size // 2} bytes, {size} were written"
+    assert notes[0] == (
+        "step-000003 is skipped, it is not whole: "
+        f"__0_0.distcp has {size // 2} bytes, {size} were written"
     )
     assert losses == train(make_plan(), 4)[0][2:]
     assert train(make_plan(), 5, resume=str(tmp_path / "step-000003"))[0][0] == losses[1]
@@ -324,7 +325,10 @@ def test_a_damaged_checkpoint_is_skipped_with_a_note(tmp_path, alone):
 
     losses, notes = train(make_plan(), 3, directory=tmp_path)
 
-    skipped = r"step-000002 is skipped, it is not whole: __0_0\.distcp has the checksum \w{8}, \w{8} was written"
+    skipped = (
+        r"step-000002 is skipped, it is not whole: "
+        r"__0_0\.distcp has the checksum \w{8}, \w{8} was written"
+    )
     assert re.fullmatch(skipped, notes[0])
     assert losses == train(make_plan(), 3)[0][1:]
 

@@ -1,6 +1,4 @@
-"""The chunk manager by itself, on one rank: blocks in chunks against the same blocks as plain
-modules, and schedules that are wrong.
-"""
+"""The chunk manager on one rank: chunked blocks against plain modules, and wrong schedules."""
 
 from __future__ import annotations
 
@@ -44,33 +42,34 @@ def group(
     home: StateLocation, blocks: tuple[int, ...], chunk_elements: int = CHUNK, model=MODEL
 ) -> ChunkedBlocks:
     """`blocks` of `model` packed into chunks that end anywhere in a block."""
-    own = block_tensors(build_graph(model, TRAINING, 1).block, Sharding())
+    tensors_of_block = block_tensors(build_graph(model, TRAINING, 1).block, Sharding())
     tensors = tuple(
         SizedTensor(f"block{block}.{tensor.name}", tensor.elements)
         for block in blocks
-        for tensor in own
+        for tensor in tensors_of_block
     )
     return ChunkedBlocks(home=home, blocks=blocks, chunk_layout=pack(tensors, chunk_elements))
 
 
 def users(groups: tuple[ChunkedBlocks, ...]) -> dict[tuple[int, int], set[int]]:
     """By (group, chunk) the blocks that have a tensor in it."""
-    found: dict[tuple[int, int], set[int]] = {}
+    actual: dict[tuple[int, int], set[int]] = {}
     for index, each in enumerate(groups):
         for tensor, chunk in zip(
             each.chunk_layout.tensors, each.chunk_layout.group_of, strict=True
         ):
-            found.setdefault((index, chunk), set()).add(
+            actual.setdefault((index, chunk), set()).add(
                 int(tensor.name.removeprefix("block").split(".")[0])
             )
-    return found
+    return actual
 
 
 def nothing_stays(
     groups: tuple[ChunkedBlocks, ...], micro_batches: int, device_bytes: int = AMPLE
 ) -> RankChunks:
-    """All forward passes before the backward pass of each micro-batch; HOST chunks are fetched for
-    a block and dropped behind it.
+    """Runs all forward passes before the backward pass of each micro-batch.
+
+    HOST chunks are fetched for a block and dropped behind it.
     """
     blocks, of = range(MODEL.num_layers), users(groups)
     moments = []
@@ -79,8 +78,8 @@ def nothing_stays(
             for block in order:
                 host = [
                     key
-                    for key, own in of.items()
-                    if block in own and groups[key[0]].home is StateLocation.HOST
+                    for key, numbers in of.items()
+                    if block in numbers and groups[key[0]].home is StateLocation.HOST
                 ]
                 sent = [
                     key for key in host if work is ActionKind.BACKWARD and block == min(of[key])
@@ -127,14 +126,14 @@ def plain_blocks(model=MODEL, recompute: tuple[str, ...] = ()) -> list[nn.Module
 def managed_blocks(
     schedule: RankChunks, model=MODEL, recompute: tuple[str, ...] = ()
 ) -> tuple[list[nn.Module], ChunkManager]:
-    manager, found = ChunkManager(schedule, TRAINING, CPU), []
+    manager, actual = ChunkManager(schedule, TRAINING, CPU), []
     for i in range(model.num_layers):
         block = build_layer(model, TRAINING, LayerKind.BLOCK, 1 + i, 7, CPU)
         manager.take(i, block)
-        found.append(recomputed(block, recompute, f"block{i}"))
-        manager.watch(i, found[-1])
+        actual.append(recomputed(block, recompute, f"block{i}"))
+        manager.watch(i, actual[-1])
     manager.built()
-    return found, manager
+    return actual, manager
 
 
 def inputs(micro_batches: int) -> Iterator[Tensor]:
@@ -147,7 +146,7 @@ def step(
     blocks: list[nn.Module], micro_batches: int, manager: ChunkManager | None = None
 ) -> list[Tensor]:
     """Forward and backward of every micro-batch; outputs and input gradients."""
-    found = []
+    actual = []
     if manager is not None:
         manager.begin_step()
     for index, x in enumerate(inputs(micro_batches)):
@@ -163,10 +162,10 @@ def step(
                     y = block(y)
             with manager.action("B", 0, index):
                 y.square().mean().backward()
-        found += [y.detach(), x.grad]
+        actual += [y.detach(), x.grad]
     if manager is not None:
         manager.end_step(None)
-    return found
+    return actual
 
 
 HOMES = {
@@ -189,9 +188,9 @@ def test_gradients_are_those_of_plain_blocks_to_the_bit(homes, micro_batches):
     blocks, manager = managed_blocks(nothing_stays(HOMES[homes], micro_batches))
 
     for _ in range(2):  # a second step starts from nothing
-        found = step(blocks, micro_batches, manager)
+        chunk_step = step(blocks, micro_batches, manager)
 
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(chunk_step, expected, strict=True))
         gradients = manager.gradients()
         assert len(gradients) == sum(1 for block in plain for _ in block.parameters())
         for i, block in enumerate(plain):
@@ -248,8 +247,8 @@ def test_what_the_update_writes_on_the_host_is_what_the_next_step_computes_with(
     for _ in range(2):
         for block in plain:
             block.zero_grad()
-        expected, found = step(plain, 1), step(blocks, 1, manager)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        expected, chunk_step = step(plain, 1), step(blocks, 1, manager)
+        assert all(torch.equal(a, b) for a, b in zip(chunk_step, expected, strict=True))
         with torch.no_grad():
             for parameter in (parameter for block in plain for parameter in block.parameters()):
                 parameter.add_(parameter.grad, alpha=-0.5)

@@ -1,6 +1,4 @@
-"""Whole plans in chunks against the same plans without: losses, gradients, bytes that moved, and
-the most that the device held.
-"""
+"""Whole plans with and without chunks: losses, gradients, moved bytes and peak device bytes."""
 
 from __future__ import annotations
 
@@ -61,16 +59,16 @@ def at(device_bytes: int, request: ChunkRequest = MIXED, **choices) -> Plan:
 
 
 def require_bytes(ranks: list[Found]) -> None:
-    """What moved is what was predicted."""
-    for found in ranks:
-        assert all(counted == predicted for counted, predicted in found.moved.values()), found.moved
+    """Requires that the moved bytes are the predicted ones."""
+    for rank in ranks:
+        assert all(counted == predicted for counted, predicted in rank.moved.values()), rank.moved
 
 
 def require_all(ranks: list[Found], slack_bytes: int = 0) -> None:
-    """And all tensors together hold no more of the device than its budget."""
+    """Requires also that all tensors together stay within the device's budget."""
     require_bytes(ranks)
-    for found in ranks:
-        assert found.chunk_bytes < found.device_bytes <= found.budget_bytes + slack_bytes
+    for rank in ranks:
+        assert rank.chunk_bytes < rank.device_bytes <= rank.budget_bytes + slack_bytes
 
 
 def require_close(ranks: list[Found], plain: list[Found]) -> None:
@@ -83,29 +81,30 @@ def require_close(ranks: list[Found], plain: list[Found]) -> None:
         ), name
 
 
-def require_equal(found: Found, plain: Found) -> None:
-    assert found.loss == plain.loss
-    assert found.gradients.keys() == plain.gradients.keys()
+def require_equal(actual: Found, plain: Found) -> None:
+    assert actual.loss == plain.loss
+    assert actual.gradients.keys() == plain.gradients.keys()
     assert all(
-        torch.equal(found.gradients[name], gradient) for name, gradient in plain.gradients.items()
+        torch.equal(actual.gradients[name], gradient) for name, gradient in plain.gradients.items()
     )
 
 
 def require_like_plain_on_one_rank(
     step: Step, num_micro_batches: int, shares: tuple[float, ...]
 ) -> dict[tuple[float, Eviction], int]:
-    """At every budget, in shares of the smallest, with every policy; the bytes that came to the
-    device.
+    """Requires plain results at every budget, with every policy.
+
+    Budgets are shares of the smallest. Returns the bytes that came to the device.
     """
     choices = {"model": DEEP, "num_micro_batches": num_micro_batches}
     plain, least = step(chunked_plan(None, **choices)), smallest(HOST, **choices)
     moved = {}
     for share in shares:
         for eviction in Eviction:
-            found = step(at(int(share * least), replace(HOST, eviction=eviction), **choices))
-            require_equal(found, plain)
-            require_all([found])
-            moved[share, eviction] = found.moved["in"][0]
+            chunk_step = step(at(int(share * least), replace(HOST, eviction=eviction), **choices))
+            require_equal(chunk_step, plain)
+            require_all([chunk_step])
+            moved[share, eviction] = chunk_step.moved["in"][0]
     return moved
 
 
@@ -143,10 +142,10 @@ def test_one_rank_at_every_budget(step, num_micro_batches):
 def test_what_is_recomputed_drops_out_is_routed_or_leaves_the_device_is_the_same(step, choices):
     choices = {"num_micro_batches": 2, **choices}
 
-    found = step(at(smallest(MIXED, **choices), **choices))
+    chunk_step = step(at(smallest(MIXED, **choices), **choices))
 
-    require_equal(found, step(chunked_plan(None, **choices)))
-    require_bytes([found])
+    require_equal(chunk_step, step(chunked_plan(None, **choices)))
+    require_bytes([chunk_step])
 
 
 @pytest.mark.parametrize("gradients", [Precision.BF16, Precision.FP32])
@@ -156,16 +155,17 @@ def test_in_16_bits_gradients_are_those_of_the_plain_plan_also_in_the_place_of_p
     choices = {"precision": Precision.BF16, "gradients": gradients}
     plan = at(smallest(MIXED, **choices), **choices)
 
-    found = step(plan)
+    chunk_step = step(plan)
 
     assert rank_chunks_of(plan, 0).in_parameters == (gradients is Precision.BF16)
-    require_equal(found, step(chunked_plan(None, **choices)))
-    require_bytes([found])
+    require_equal(chunk_step, step(chunked_plan(None, **choices)))
+    require_bytes([chunk_step])
 
 
 class SlowStream:
-    """Copies in one direction, in order, none made before somebody waits for it or for a later
-    one.
+    """Copies in one direction, in order.
+
+    No copy is made before somebody waits for it or for a later one.
     """
 
     def __init__(self) -> None:
@@ -234,9 +234,9 @@ def test_copies_that_come_as_late_as_they_are_waited_for_give_the_same_gradients
 ):
     monkeypatch.setattr(manager, "ChunkCopies", SlowCopies)
 
-    found = step(at(smallest(MIXED, **choices) + 100_000, **choices))
+    chunk_step = step(at(smallest(MIXED, **choices) + 100_000, **choices))
 
-    require_equal(found, step(chunked_plan(None, **choices)))
+    require_equal(chunk_step, step(chunked_plan(None, **choices)))
     assert all(stream.most_waiting > 1 for stream in SlowCopies.made.pop().streams)
 
 
@@ -354,7 +354,7 @@ def require_like_plain(
 
 
 def _copied_by_gloo(plan: Plan) -> int:
-    """gloo sums a copy of the whole group, which NCCL does not."""
+    """Bytes that gloo copies to sum a whole group; NCCL makes no such copy."""
     assert plan.chunks is not None
     widths = plan.training.gradient_precision.num_bytes * plan.mesh.dp
     return (

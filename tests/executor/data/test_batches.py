@@ -92,8 +92,9 @@ def test_an_unknown_token_type_is_an_error_with_a_suggestion(tokens):
 
 
 def in_order(batches, steps: int) -> list[int]:
-    """Which sequence of the file each row is: they start at multiples of the length, whose
-    remainders are known.
+    """Returns the index in the file of each row's sequence.
+
+    Sequences start at multiples of the length, whose remainders are known.
     """
     return [int(row[0]) for step in range(steps) for row in batches(step)[0]]
 

@@ -42,8 +42,8 @@ def test_an_order_looks_random():
 
 def test_a_trillion_things_need_no_list():
     num = 10**12
-    found = {shuffled_item(place, num, seed=1, epoch=0) for place in range(1000)}
+    actual = {shuffled_item(place, num, seed=1, epoch=0) for place in range(1000)}
 
-    assert len(found) == 1000
-    assert max(found) < num
-    assert min(found) < num // 100 < num - num // 100 < max(found)
+    assert len(actual) == 1000
+    assert max(actual) < num
+    assert min(actual) < num // 100 < num - num // 100 < max(actual)

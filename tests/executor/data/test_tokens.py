@@ -47,19 +47,19 @@ def gpt2_like(tmp_path_factory):
     """A byte-level BPE tokenizer of 300 ids in a folder, as GPT-2's is, made on the spot."""
     lib = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    found = lib.Tokenizer(lib.models.BPE())
-    found.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = lib.decoders.ByteLevel()
+    tokenizer = lib.Tokenizer(lib.models.BPE())
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = lib.decoders.ByteLevel()
     trainer = lib.trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=["<|end|>"],
         initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    found.train_from_iterator(["the quick brown fox jumps over the lazy dog\n\n"] * 20, trainer)
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog\n\n"] * 20, trainer)
     where = tmp_path_factory.mktemp("tokenizer")
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=found, eos_token="<|end|>"
+        tokenizer_object=tokenizer, eos_token="<|end|>"
     ).save_pretrained(where)
     return where
 
@@ -74,17 +74,23 @@ def test_bytes_are_their_own_ids_and_256_ends_a_document(tmp_path):
     data.write_bytes(bytes(range(256)))
     output = tmp_path / "tokens.bin"
 
-    found = write_tokens([data], output, bytes_tokenizer())
+    written = write_tokens([data], output, bytes_tokenizer())
 
     assert np.fromfile(output, dtype="<u2").tolist() == list(range(257))
-    assert (found.count, found.documents, found.vocab_size, found.largest_id, found.dtype) == (
+    assert (
+        written.count,
+        written.documents,
+        written.vocab_size,
+        written.largest_id,
+        written.dtype,
+    ) == (
         257,
         1,
         257,
         256,
         "uint16",
     )
-    assert read_sidecar(output) == found
+    assert read_sidecar(output) == written
 
 
 def test_a_folder_gives_the_files_of_its_pattern_in_order(folder):
@@ -197,7 +203,9 @@ def test_the_smallest_type_that_holds_the_vocabulary_is_chosen(tmp_path):
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, gpt2_like):
-    good, bad, output = tmp_path / "good.txt", tmp_path / "bad.txt", tmp_path / "out.bin"
+    good = tmp_path / "good.txt"
+    bad = tmp_path / "bad.txt"
+    output = tmp_path / "out.bin"
     good.write_text("fine\n")
     bad.write_bytes(b"caf\xe9\n")
     write_tokens([good], output, bytes_tokenizer())
@@ -274,18 +282,18 @@ def test_only_a_download_that_is_asked_for_may_use_the_network(
 ):
     from transformers import AutoTokenizer
 
-    load, asked = AutoTokenizer.from_pretrained, []
+    load, requested = AutoTokenizer.from_pretrained, []
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def from_pretrained(name, **options):
-        asked.append((name, options["local_files_only"], os.environ["HF_HUB_OFFLINE"]))
+        requested.append((name, options["local_files_only"], os.environ["HF_HUB_OFFLINE"]))
         return load(gpt2_like)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
 
     for arguments in ((gpt2_like,), ("someone/tokenizer", "--download")):
         assert run(folder, "-o", tmp_path / "out.bin", "--tokenizer", *arguments)[0] == 0
-    assert asked == [(str(gpt2_like), True, "1"), ("someone/tokenizer", False, "0")]
+    assert requested == [(str(gpt2_like), True, "1"), ("someone/tokenizer", False, "0")]
 
 
 def test_a_tokenizer_file_that_is_damaged_is_one_error(folder, tmp_path, gpt2_like):
@@ -319,7 +327,10 @@ def test_without_transformers_a_hugging_face_tokenizer_is_an_error_that_says_so(
 
 
 def test_bytes_need_neither_torch_nor_transformers(folder, tmp_path):
-    code = "import sys; sys.modules.update(torch=None, transformers=None); from parplan.cli import main; main(sys.argv[1:])"
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None); "
+        "from parplan.cli import main; main(sys.argv[1:])"
+    )
 
     done = subprocess.run(
         [sys.executable, "-c", code, "tokenize", str(folder), "-o", str(tmp_path / "out.bin")],

@@ -1,5 +1,6 @@
-"""Unmodified Hugging Face and user's modules train under a plan as they do in one process, and hold
-the predicted bytes.
+"""Unmodified Hugging Face and user modules train under a plan as in one process.
+
+They hold the predicted bytes.
 """
 
 from __future__ import annotations
@@ -110,11 +111,11 @@ def test_a_foreign_module_trains_like_one_process_and_holds_the_predicted_bytes(
     expected = run_foreign_reference(
         replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
     )  # first: what transformers imports, no rank does again
-    found = WORLDS.outcome(name)
+    training_outcome = WORLDS.outcome(name)
 
-    require_parity(plan, found, expected)
-    assert {rank: measured for rank, (_, measured) in found.states.items()} == {
-        rank: said for rank, (said, _) in found.states.items()
+    require_parity(plan, training_outcome, expected)
+    assert {rank: measured for rank, (_, measured) in training_outcome.states.items()} == {
+        rank: said for rank, (said, _) in training_outcome.states.items()
     }
 
 
@@ -143,12 +144,15 @@ def test_a_part_is_filled_by_its_name_and_the_seed_alone():
 def test_the_parts_of_a_module_are_found_by_when_they_run():
     plan = family_plan("opt")
 
-    found = find_structure(open_source(plan, 0).model, plan)
+    structure = find_structure(open_source(plan, 0).model, plan)
 
-    assert found.blocks == tuple(f"model.decoder.layers.{i}" for i in range(4))
-    assert set(found.embedding) == {"model.decoder.embed_tokens", "model.decoder.embed_positions"}
-    assert found.head == ("model.decoder.final_layer_norm", "lm_head")
-    assert found.tied == (("model.decoder.embed_tokens", "weight"), ("lm_head", "weight"))
+    assert structure.blocks == tuple(f"model.decoder.layers.{i}" for i in range(4))
+    assert set(structure.embedding) == {
+        "model.decoder.embed_tokens",
+        "model.decoder.embed_positions",
+    }
+    assert structure.head == ("model.decoder.final_layer_norm", "lm_head")
+    assert structure.tied == (("model.decoder.embed_tokens", "weight"), ("lm_head", "weight"))
 
 
 def test_a_stand_in_answers_for_its_part_and_holds_no_parameters():
@@ -232,8 +236,9 @@ def test_more_tokens_than_learned_positions_are_refused():
 
 
 def test_a_module_whose_blocks_read_the_embedding_again_would_train_wrongly(monkeypatch):
-    """What the trace refuses is really wrong: a later stage has zeros in the place of the
-    embedding.
+    """The trace refuses a module that is really wrong.
+
+    A later stage has zeros in the place of the embedding.
     """
     monkeypatch.setattr(_Watch, "_reads", lambda self, value: False)
     plan = factory_plan("FirstInputs", pp=2)
@@ -298,8 +303,9 @@ def test_what_a_foreign_module_cannot_run_is_refused_and_the_nearest_plan_is_not
 
 
 def test_sequence_parallelism_in_some_layers_would_not_run():
-    """What the validator refuses really fails: the parts do not agree on which tokens a rank
-    has.
+    """The validator refuses a plan that really fails.
+
+    The parts do not agree on the tokens of a rank.
     """
     with pytest.raises(ProcessRaisedException, match=r"[Ss]hape|size"):
         run_plans([half_sequence_parallel()])

@@ -1,6 +1,4 @@
-"""The program that measures one case: its passes, its bytes, and what it says of a case that cannot
-be measured.
-"""
+"""The program that measures one case: passes, bytes, and reports of unmeasurable cases."""
 
 from __future__ import annotations
 
@@ -77,12 +75,12 @@ def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _case(
     work: str, precision: str = "fp32", passes: tuple[str, ...] | None = None, **sizes: int
 ) -> Case:
-    found = WORKS[work]
+    actual = WORKS[work]
     return Case(
         work=work,
-        sizes=tuple((name, {**TINY, **sizes}[name]) for name in found.sizes),
+        sizes=tuple((name, {**TINY, **sizes}[name]) for name in actual.sizes),
         precision=precision,
-        passes=tuple(CasePass(name=name) for name in (found.passes if passes is None else passes)),
+        passes=tuple(CasePass(name=name) for name in (actual.passes if passes is None else passes)),
     )
 
 
@@ -93,8 +91,8 @@ def test_every_operator_has_a_time_for_each_of_its_passes(work: str, precision: 
 
     assert tuple(measured.times) == WORKS[work].passes
     assert all(
-        0 < found.median_us < math.inf and found.spread >= 0 and found.repeats >= 4
-        for found in measured.times.values()
+        0 < time.median_us < math.inf and time.spread >= 0 and time.repeats >= 4
+        for time in measured.times.values()
     )
     assert measured.saved_bytes is not None
     assert measured.saved_bytes >= 0
@@ -130,8 +128,9 @@ def test_figures_of_the_machine_are_rates_of_what_was_timed() -> None:
 
 
 def _graph_bytes(operator: str, precision: str) -> int:
-    """What the planner says that an operator of a small model keeps, at one sequence of 16
-    tokens.
+    """Saved bytes that the planner predicts for an operator of a small model.
+
+    The case is one sequence of 16 tokens.
     """
     model = ModelSpec(
         name="small",
@@ -150,8 +149,8 @@ def _graph_bytes(operator: str, precision: str) -> int:
         TrainingSpec(global_batch_size=1, seq_length=16, precision=precision, stack=NEUTRAL),
         1,
     )
-    (found,) = (candidate for candidate in graph.block.operators if candidate.name == operator)
-    return sum(tensor.num_bytes for tensor in found.saved)
+    (actual,) = (candidate for candidate in graph.block.operators if candidate.name == operator)
+    return sum(tensor.num_bytes for tensor in actual.saved)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -245,16 +244,16 @@ def test_a_block_adds_the_gradients_of_a_micro_batch_to_the_steps(dtype: torch.d
     (part,) = blocks.block({**TINY, "dropout": 0})
     trial = part.make(maker)
     sums = maker.made[13:25]  # after 12 parameters and the input
-    found = []
+    actual = []
     for _ in range(2):
         for step in trial.steps:
             trial.before(step)
             trial.run(step)
-        found.append([tensor.clone() for tensor in sums])
+        actual.append([tensor.clone() for tensor in sums])
 
     assert all(tensor.any() for tensor in sums)
-    for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(two, 2 * one)
+    for gradient, two in zip(*actual, strict=True):
+        torch.testing.assert_close(two, 2 * gradient)
 
 
 @pytest.mark.parametrize("count", [1, 17, 3000, 49_984, 97_835_520])
@@ -267,10 +266,10 @@ def test_the_optimizers_tensors_have_as_many_elements_as_the_case_says(count: in
 
 
 def test_the_median_and_half_of_the_interquartile_range_are_of_the_repeats() -> None:
-    found = timing.timing([5e-6, 1e-6, 2e-6, 3e-6, 4e-6])
+    timed = timing.timing([5e-6, 1e-6, 2e-6, 3e-6, 4e-6])
 
-    assert (found.median_us, found.repeats) == (pytest.approx(3.0), 5)
-    assert found.spread == pytest.approx((4 - 2) / 2 / 3)
+    assert (timed.median_us, timed.repeats) == (pytest.approx(3.0), 5)
+    assert timed.spread == pytest.approx((4 - 2) / 2 / 3)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What a block keeps on the ranks of a real world of dp 2, tp 2 and pp 2;
+"""Saved bytes of a block on the ranks of a real world of dp 2, tp 2 and pp 2.
+
 `benchmarks/prices/activations.py` has more plans and sizes.
 """
 
@@ -24,9 +25,10 @@ def _measured():
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     try:
-        found = plans(gpt_tiny(), 64)
+        legal_plans = plans(gpt_tiny(), 64)
         return {
-            (row.plan, row.recompute): row for row in rows({name: found[name] for name in NAMES})
+            (row.plan, row.recompute): row
+            for row in rows({name: legal_plans[name] for name in NAMES})
         }
     finally:
         torch.set_num_threads(before)

@@ -1,6 +1,4 @@
-"""Activations on the host: the copies that run are those that are priced, and nothing that is
-computed changes.
-"""
+"""Activations on the host: the priced copies run, and results do not change."""
 
 from __future__ import annotations
 
@@ -72,19 +70,21 @@ def _passed(
     model: ModelSpec,
     training: TrainingSpec,
     graph: LayerClass,
-    again: tuple[str, ...],
+    recompute_names: tuple[str, ...],
     names: tuple[str, ...] | None,
 ):
     """The copies of two blocks' passes, and all gradients."""
     copies, blocks = HostCopies(CPU), []
     for index in (1, 2):
         recipes = (
-            None if names is None else Recipes(on_host=HostOffload(names, graph, again, copies))
+            None
+            if names is None
+            else Recipes(on_host=HostOffload(names, graph, recompute_names, copies))
         )
         blocks.append(
             recomputed(
                 build_layer(model, training, LayerKind.BLOCK, index, 0, CPU),
-                again,
+                recompute_names,
                 f"block{index}",
                 recipes,
             )
@@ -106,28 +106,34 @@ def _passed(
 
 def _agrees(
     model: ModelSpec,
-    again: tuple[str, ...],
+    recompute_names: tuple[str, ...],
     names: tuple[str, ...],
     attention: AttentionKernel = AttentionKernel.FLASH,
 ) -> None:
-    """The bytes of both ways are the priced ones, the gradients bit by bit those of a run that
-    keeps all on the device.
+    """Requires the priced bytes both ways, and unchanged gradients bit by bit.
+
+    The reference keeps all activations on the device.
     """
     training, graph = _graph(model, attention)
-    priced = host_bytes_by_operator(graph, Sharding(), again)
+    priced = host_bytes_by_operator(graph, Sharding(), recompute_names)
 
-    copies, gradients = _passed(model, training, graph, again, names)
-    _, expected = _passed(model, training, graph, again, None)
+    copies, gradients = _passed(model, training, graph, recompute_names, names)
+    _, expected = _passed(model, training, graph, recompute_names, None)
 
     assert copies.out_bytes == copies.back_bytes == 2 * sum(priced[name] for name in names)
-    assert all(torch.equal(found, one) for found, one in zip(gradients, expected, strict=True))
+    assert all(
+        torch.equal(gradient, reference)
+        for gradient, reference in zip(gradients, expected, strict=True)
+    )
 
 
 OF_GPT = tuple(operator.name for operator in _graph(GPT)[1].operators)
 
 
 @pytest.mark.parametrize(
-    "again", [(), ("norm1", "activation", "norm2"), ("attention", "residual1"), "full"], ids=str
+    "recompute_names",
+    [(), ("norm1", "activation", "norm2"), ("attention", "residual1"), "full"],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "names", [("norm1",), ("attention", "fc2"), ("attention_out", "fc1"), "all"], ids=str
@@ -137,11 +143,15 @@ OF_GPT = tuple(operator.name for operator in _graph(GPT)[1].operators)
     [GPT, LLAMA, PARALLEL],
     ids=lambda model: model.name + "-parallel" * model.parallel_residual,
 )
-def test_the_host_gets_what_is_priced_and_no_gradient_changes(model, names, again):
+def test_the_host_gets_what_is_priced_and_no_gradient_changes(model, names, recompute_names):
     every = tuple(operator.name for operator in _graph(model)[1].operators)
-    again = every if again == "full" else tuple(name for name in again if name in every)
+    recompute_names = (
+        every
+        if recompute_names == "full"
+        else tuple(name for name in recompute_names if name in every)
+    )
 
-    _agrees(model, again, every if names == "all" else names)
+    _agrees(model, recompute_names, every if names == "all" else names)
 
 
 @pytest.mark.parametrize("names", [("residual1", "residual2"), ("attention",), OF_GPT], ids=str)
@@ -151,8 +161,9 @@ def test_masks_and_scores_go_with_the_operators_that_make_them(names):
 
 
 def _lists(model: ModelSpec):
-    """Any list of operators that can run again in part, in the order of the layer, but the last,
-    whose output nobody keeps.
+    """Any list of operators that can be recomputed in part, in the order of the layer.
+
+    The last operator is left out, because nobody saves its output.
     """
     names = tuple(operator.name for operator in _graph(model)[1].operators)[:-1]
     return st.sets(st.sampled_from(names)).map(
@@ -161,9 +172,9 @@ def _lists(model: ModelSpec):
 
 
 @settings(max_examples=12, deadline=None)
-@given(again=_lists(LLAMA), names=_lists(LLAMA))
-def test_any_two_lists_agree(again, names):
-    _agrees(LLAMA, again, names)
+@given(recompute_names=_lists(LLAMA), names=_lists(LLAMA))
+def test_any_two_lists_agree(recompute_names, names):
+    _agrees(LLAMA, recompute_names, names)
 
 
 @pytest.mark.slow
@@ -203,9 +214,13 @@ LISTS = (
     ],
 )
 @pytest.mark.parametrize(
-    "again", LISTS, ids=lambda again: "-".join(again) if len(again) < len(OF_GPT) else "full"
+    "recompute_names",
+    LISTS,
+    ids=lambda recompute_names: (
+        "-".join(recompute_names) if len(recompute_names) < len(OF_GPT) else "full"
+    ),
 )
-def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, again):
+def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, recompute_names):
     training, _ = _graph(GPT)
     graph = build_graph(GPT, training, TP).block  # batches divide too
     operators = {
@@ -224,13 +239,15 @@ def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, again):
         )
         for op in graph.operators
     }
-    priced = host_bytes_by_operator(graph, Sharding(TP, True, own=tuple(splits.items())), again)
+    priced = host_bytes_by_operator(
+        graph, Sharding(TP, True, own=tuple(splits.items())), recompute_names
+    )
     for names in (OF_GPT, ("attention", "fc2"), ("norm1", "attention_out", "fc1")):
         copies = HostCopies(CPU)
-        recipes = Recipes(on_host=HostOffload(names, graph, again, copies))
+        recipes = Recipes(on_host=HostOffload(names, graph, recompute_names, copies))
         layer = build_layer(GPT, training, LayerKind.BLOCK, 1, 0, CPU)
         place_layer(layer, operators, mesh, "block0", recipes)
-        layer = recomputed(layer, again, "block0", recipes)
+        layer = recomputed(layer, recompute_names, "block0", recipes)
 
         out = layer(
             DTensor.from_local(
@@ -246,8 +263,10 @@ def test_a_rank_sends_its_part_of_what_is_divided(mesh, division_name, again):
 
 
 def test_the_device_holds_what_two_blocks_sent_at_most():
-    """Forward until the next block is through; backward the block's own and that of the block
-    before it, which comes ahead.
+    """Activations of at most two blocks are on the device.
+
+    In the forward pass a block's stay until the next block is through; in the backward pass the
+    block before fetches ahead.
     """
     training, graph = _graph(GPT)
     copies, seen = HostCopies(CPU), []
@@ -260,18 +279,23 @@ def test_the_device_holds_what_two_blocks_sent_at_most():
         )
         for i in range(4)
     ]
-    one = sum(host_bytes_by_operator(graph, Sharding()).values())
+    block_bytes = sum(host_bytes_by_operator(graph, Sharding()).values())
     x = torch.randn(2, 16, 32, requires_grad=True)
     for block in blocks:
         x = block(x)
-        assert sum(tensor.nbytes for tensor, _ in copies._unsettled._on_the_way) == one
+        assert sum(tensor.nbytes for tensor, _ in copies._unsettled._on_the_way) == block_bytes
         # after the hook of the flight: the block's backward pass begins
         x.register_hook(lambda _: seen.append((copies.back_bytes, copies._unsettled)))
 
     x.sum().backward()
 
-    assert copies.out_bytes == 4 * one
-    assert seen == [(2 * one, None), (3 * one, None), (4 * one, None), (4 * one, None)]
+    assert copies.out_bytes == 4 * block_bytes
+    assert seen == [
+        (2 * block_bytes, None),
+        (3 * block_bytes, None),
+        (4 * block_bytes, None),
+        (4 * block_bytes, None),
+    ]
 
 
 def test_what_was_kept_leaves_the_device_with_its_last_reader():
@@ -373,7 +397,9 @@ def test_a_step_copies_the_predicted_bytes(case, tp):
     predicted = copied_bytes(today.strategy, 0, today.price_cache)
 
     assert predicted > 0
-    assert [found[CASES[tp].index(case)] for found in _counted(tp)] == [(predicted, predicted)] * tp
+    assert [counted[CASES[tp].index(case)] for counted in _counted(tp)] == [
+        (predicted, predicted)
+    ] * tp
     assert today.plan.predicted.memory_gib[0].host == pytest.approx(
         predicted / case[1] / GIB, abs=1e-4
     )
@@ -394,25 +420,25 @@ SCHEDULES = {
 def test_a_step_of_any_schedule_copies_the_predicted_bytes_on_every_rank():
     plans = []
     for schedule, chunks in SCHEDULES.items():
-        for model, again in ((GPT, ()), (LLAMA, ("norm1", "activation")), (GPT, "full")):
-            if not again or schedule is not Schedule.ZBV:
+        for model, recompute_names in ((GPT, ()), (LLAMA, ("norm1", "activation")), (GPT, "full")):
+            if not recompute_names or schedule is not Schedule.ZBV:
                 plan = make_plan(
                     model,
                     pp=2,
                     num_micro_batches=4,
                     schedule=schedule,
                     virtual_stages=chunks,
-                    recompute=again,
+                    recompute=recompute_names,
                 )
                 plans.append(nearest_legal(_keeping(plan, KEEP)) or _keeping(plan, KEEP))
 
-    found, today = _copied(plans, 2), [reprice(plan) for plan in plans]
+    actual, today = _copied(plans, 2), [reprice(plan) for plan in plans]
 
     expected = [
-        [(copied_bytes(one.strategy, rank, one.price_cache),) * 2 for one in today]
+        [(copied_bytes(repriced.strategy, rank, repriced.price_cache),) * 2 for repriced in today]
         for rank in range(2)
     ]
-    assert found == expected
+    assert actual == expected
     assert min(min(row) for row in expected) > (0, 0)
 
 
@@ -421,9 +447,9 @@ def _keeping(plan: Plan, names: tuple[str, ...]) -> Plan:
         plan,
         layer_plans={
             name: dataclasses.replace(
-                found, keep_on_host=names if found.layer is LayerKind.BLOCK else ()
+                layer_plan, keep_on_host=names if layer_plan.layer is LayerKind.BLOCK else ()
             )
-            for name, found in plan.layer_plans.items()
+            for name, layer_plan in plan.layer_plans.items()
         },
     )
 
@@ -436,8 +462,9 @@ def alone():
 
 
 def test_blocks_in_chunks_send_activations_beside_their_states(alone):
-    """One block with all its states at home on the host, one with the optimizer's: the same loss
-    after an update.
+    """The loss after an update does not change.
+
+    One block has all its states on the host, one only the optimizer's.
     """
     plan = _estimated("gpt-tiny", 4, "none", tp=1)
     chunked = estimate_plan(
@@ -451,7 +478,7 @@ def test_blocks_in_chunks_send_activations_beside_their_states(alone):
     validate(chunked)
     today = reprice(chunked)
 
-    trainers = [build_trainer(found, Options(steps=2), CPU) for found in (chunked, plan)]
+    trainers = [build_trainer(variant, Options(steps=2), CPU) for variant in (chunked, plan)]
     losses = []
     for trainer in trainers:
         torch.manual_seed(0)  # of dropout
@@ -494,4 +521,7 @@ def test_the_experts_of_a_mixture_send_what_they_keep_and_train_as_before():
     _, expected = _passed(MIXTRAL, training, graph, (), None)
 
     assert copies.out_bytes == copies.back_bytes > 0
-    assert all(torch.equal(found, one) for found, one in zip(gradients, expected, strict=True))
+    assert all(
+        torch.equal(gradient, reference)
+        for gradient, reference in zip(gradients, expected, strict=True)
+    )

@@ -1,5 +1,6 @@
-"""The token table on the host: the losses and gradients of one process, the bytes that a plan says,
-and what crosses between the sides.
+"""The token table on the host: values of one process, planned bytes, and traffic.
+
+The values are losses and gradients.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ UNTIED = dataclasses.replace(GPT, name="tiny-untied", tied_embeddings=False)
 def looked_up(plan: Plan) -> Plan:
     """With the token table on the host."""
     plans = {
-        name: dataclasses.replace(found, offload=(Offload.LOOKUP,))
+        name: dataclasses.replace(layer_plan, offload=(Offload.LOOKUP,))
         if name.startswith("embedding")
-        else found
-        for name, found in plan.layer_plans.items()
+        else layer_plan
+        for name, layer_plan in plan.layer_plans.items()
     }
     return dataclasses.replace(plan, layer_plans=plans)
 
@@ -84,26 +85,26 @@ def outcomes(world: int) -> dict[str, TrainingOutcome]:
 @cache
 def with_and_without() -> dict[str, tuple[TrainingOutcome, TrainingOutcome]]:
     """Each plan with its table on the host, and without."""
-    found = iter(
+    actual = iter(
         run_plans([plan for name, plain in PLAIN.items() for plan in (PLANS[name], plain)])
     )
-    return {name: (next(found), next(found)) for name in PLAIN}
+    return {name: (next(actual), next(actual)) for name in PLAIN}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_it_trains_like_one_process(name):
     plan = PLANS[name]
-    found, expected = (
+    actual, expected = (
         outcomes(plan.mesh.num_ranks)[name],
         run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))),
     )
     exact = plan.training.precision is Precision.FP32
 
-    error, parameter = worst_gradient(found, expected)
+    error, parameter = worst_gradient(actual, expected)
 
     assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), parameter
-    assert found.losses == pytest.approx(
+    assert actual.losses == pytest.approx(
         expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE
     )
 
@@ -119,11 +120,11 @@ def test_ranks_hold_their_columns_of_the_table_and_its_states(name):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_rows_and_their_gradients_are_exchanged_and_no_gradient_of_the_table_is_reduced(name):
-    found, plain = (outcome.collectives for outcome in with_and_without()[name])
+    actual, plain = (outcome.collectives for outcome in with_and_without()[name])
 
-    assert found["alltoall_base_"] == 2 * PLANS[name].pipeline.num_micro_batches
+    assert actual["alltoall_base_"] == 2 * PLANS[name].pipeline.num_micro_batches
     assert (
-        found["_reduce_scatter_base_"] + found["allreduce_"]
+        actual["_reduce_scatter_base_"] + actual["allreduce_"]
         <= plain["_reduce_scatter_base_"] + plain["allreduce_"]
     )
 

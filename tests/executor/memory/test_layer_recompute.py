@@ -193,12 +193,13 @@ def test_what_was_made_again_is_gone_when_the_backward_pass_is_over():
 
 
 def _recipes() -> list[object]:
-    return [found for found in gc.get_objects() if type(found) is _Recipe]
+    return [get_object for get_object in gc.get_objects() if type(get_object) is _Recipe]
 
 
 def test_a_chain_holds_what_it_makes_again_only_while_it_is_needed():
-    """With few blocks its peak is below that of a full recompute, which makes a whole block again
-    before it uses any of it.
+    """With few blocks its peak is below that of a full recompute.
+
+    A full recompute makes a whole block again before it uses any of it.
     """
     chain = ("norm1", "qkv", "attention", "attention_out", "norm2", "fc1", "activation")
 
@@ -218,16 +219,17 @@ def test_an_operator_that_the_layer_lacks_is_an_error():
 
 
 def _lists(operators: tuple[str, ...], number: int) -> list[tuple[str, ...]]:
-    """The levels' shapes and random lists; residual2 makes what the next block keeps, so no list
-    but the full one frees by it.
+    """The levels' shapes and random lists.
+
+    The next block saves the output of residual2, so only the full list frees bytes by it.
     """
     random = Random(0)
-    found = [
+    actual = [
         tuple(name for name in operators[:-1] if random.random() < share)
         for share in (0.2, 0.4, 0.6, 0.8)
         for _ in range(number)
     ]
-    return [(), *dict.fromkeys(found), operators]
+    return [(), *dict.fromkeys(actual), operators]
 
 
 @pytest.mark.parametrize(
@@ -242,8 +244,9 @@ def _lists(operators: tuple[str, ...], number: int) -> list[tuple[str, ...]]:
 def test_a_block_keeps_the_bytes_that_the_memory_model_says_whatever_it_recomputes(
     model, attention
 ):
-    """MemTracker's activations after the forward pass; what is left out are statistics, causal
-    masks and rotary tables.
+    """MemTracker counts the activations after the forward pass.
+
+    Statistics, causal masks and rotary tables are left out.
     """
     model = dataclasses.replace(
         model,
@@ -269,8 +272,9 @@ def test_a_block_keeps_the_bytes_that_the_memory_model_says_whatever_it_recomput
 
 @pytest.mark.parametrize("gathers", [False, True])
 def test_after_a_recompute_ahead_a_block_holds_what_it_would_have_kept(gathers):
-    """Of fake tensors, to the byte, but for the 4 that torch's checkpoint is asked with. With
-    recipes for gathered inputs too.
+    """The bytes of fake tensors match exactly, but for 4 bytes that torch's checkpoint reads.
+
+    The case with recipes for gathered inputs is included.
     """
     training = TrainingSpec(global_batch_size=4, seq_length=SEQ_LENGTH, stack=NEUTRAL)
     graph = build_graph(GPT, training, 4).block
@@ -282,10 +286,10 @@ def test_after_a_recompute_ahead_a_block_holds_what_it_would_have_kept(gathers):
     # stays for the output projection
     exact = [names for names in lists if "attention" not in names or "attention_out" in names]
 
-    found = {names: _held_ahead(training, names, gathers) for names in exact}
+    actual = {names: _held_ahead(training, names, gathers) for names in exact}
 
-    assert len(found) > 3
-    assert set(found.values()) <= {found[()], found[()] + (0 if gathers else 4)}
+    assert len(actual) > 3
+    assert set(actual.values()) <= {actual[()], actual[()] + (0 if gathers else 4)}
 
 
 def _held_ahead(training: TrainingSpec, operators: tuple[str, ...], gathers: bool) -> int:

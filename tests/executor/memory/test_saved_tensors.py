@@ -1,5 +1,6 @@
-"""What a tensor-parallel block keeps, against the memory model; shapes only, with a process group
-that moves no data.
+"""Saved tensors of a tensor-parallel block against the memory model.
+
+Only shapes are checked, with a process group that moves no data.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ def _held_bytes(mesh, sharding: Sharding, level: Recompute) -> int:
 def test_a_tensor_parallel_block_keeps_the_bytes_that_the_memory_model_says(
     mesh, sequence_parallel, level
 ):
-    """Under sequence parallelism everything is divided by tp, gathered inputs included (EQUATIONS
-    M3).
-    """
+    """Sequence parallelism divides everything by tp, also gathered inputs (EQUATIONS M3)."""
     sharding = Sharding(TP, sequence_parallel)
 
     held = _held_bytes(mesh, sharding, level)
@@ -153,8 +152,9 @@ def test_a_block_keeps_of_every_tensor_the_part_that_its_placements_say(
 def _divided_held_bytes(
     mesh, model, training, operators: dict[str, OperatorPlacement], recompute: tuple[str, ...]
 ) -> int:
-    """MemTracker's activations of a block that reads tokens divided over tp, and its input where
-    norm1 keeps that.
+    """MemTracker's activations of a block that reads tokens divided over tp.
+
+    Its input counts too where norm1 saves it.
     """
     recipes = Recipes()
     layer = build_layer(model, training, LayerKind.BLOCK, 1, 0, torch.device("cpu"))

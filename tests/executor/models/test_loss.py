@@ -41,8 +41,9 @@ def test_the_loss_and_its_gradient_are_those_of_torchs_cross_entropy(dtype, tole
 
 
 def test_forward_and_backward_hold_the_probabilities_and_one_gradient():
-    """4 + 2 bytes a logit beside the bf16 logits themselves (EQUATIONS M5); torch's cross entropy
-    holds 12.
+    """The loss holds 4 + 2 bytes a logit beside the bf16 logits (EQUATIONS M5).
+
+    Torch's cross entropy holds 12.
     """
     logits, targets = (
         torch.randn(B, S, 64 * V, dtype=torch.bfloat16, requires_grad=True),

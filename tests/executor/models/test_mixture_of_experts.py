@@ -1,5 +1,6 @@
-"""Mixtures of experts: every mesh trains like one process, the block is that of transformers, and
-what cannot run is refused.
+"""Mixtures of experts: every mesh trains like one process, with the block of transformers.
+
+Plans that cannot run are refused.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ def reference() -> TrainingOutcome:
 @pytest.mark.multiproc
 def test_a_plan_with_experts_trains_like_one_process(name):
     plan = PLANS[name]
-    found = WORLDS.outcome(name)
+    training_outcome = WORLDS.outcome(name)
 
-    require_parity(plan, found, reference())
+    require_parity(plan, training_outcome, reference())
 
 
 @pytest.mark.parametrize("name", WORLDS.params())
@@ -103,7 +104,8 @@ def test_every_rank_holds_exactly_the_predicted_bytes(name):
 
 @pytest.mark.multiproc
 def test_the_experts_of_a_rank_are_its_part_of_all():
-    alone, divided = (WORLDS.outcome(name).states[0, 0, 0][1] for name in ("dp2", "ep2-zero0"))
+    alone = WORLDS.outcome("dp2").states[0, 0, 0][1]
+    divided = WORLDS.outcome("ep2-zero0").states[0, 0, 0][1]
     experts = 2 * 4 * 3 * 32 * 24  # blocks, experts, matrices
 
     assert divided.parameters < alone.parameters - 4 * experts // 2
@@ -120,9 +122,9 @@ def test_the_experts_of_a_rank_are_its_part_of_all():
 )
 @pytest.mark.multiproc
 def test_a_block_exchanges_tokens_as_often_as_is_priced(name, exchanges):
-    found = WORLDS.outcome(name).collectives
+    actual = WORLDS.outcome(name).collectives
 
-    assert found["all_to_all_single"] == exchanges * 2 * 2  # blocks, micro-batches
+    assert actual["all_to_all_single"] == exchanges * 2 * 2  # blocks, micro-batches
 
 
 # One process
@@ -194,7 +196,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero():
 def kept_bytes(model) -> int:
     """Bytes of the tensors that autograd keeps of a block, parameters aside."""
     layer, kept = block(model), {}
-    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    expert_bytes = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
 
     def keep(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
@@ -202,7 +204,7 @@ def kept_bytes(model) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(torch.randn(2, SEQ_LENGTH, 32, requires_grad=True))
-    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in expert_bytes)
 
 
 def test_experts_keep_what_the_graph_says_and_the_order_of_the_copies():
@@ -292,9 +294,10 @@ def test_a_mixture_placed_apart_would_not_run():
 
 
 def test_gradients_that_a_tensor_parallel_rank_does_not_add_would_be_halves():
-    """Of experts that are whole on every rank each rank sees half of the tokens."""
+    """Each rank sees half of the tokens of experts that are whole on every rank."""
     layer, x = block(), torch.randn(2, SEQ_LENGTH, 32)
-    whole, half = (_expert_gradient(layer, part) for part in (x, x[:, : SEQ_LENGTH // 2]))
+    whole = _expert_gradient(layer, x)
+    half = _expert_gradient(layer, x[:, : SEQ_LENGTH // 2])
 
     assert (whole - half).abs().max() > 0.1 * whole.abs().max()
 

@@ -36,7 +36,7 @@ def test_every_operator_has_a_module_of_its_name_with_its_parameters(model, kind
         for operator in build_graph(model, TRAINING, 1).layer_class(kind).operators
     }
 
-    found = {
+    actual = {
         name: {
             parameter_name: tuple(parameter.shape)
             for parameter_name, parameter in module.named_parameters()
@@ -44,7 +44,7 @@ def test_every_operator_has_a_module_of_its_name_with_its_parameters(model, kind
         for name, module in layer.named_children()
     }
 
-    assert found == expected
+    assert actual == expected
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -58,12 +58,12 @@ def test_the_model_has_as_many_parameters_as_the_operator_graph(model):
 
 
 def test_initial_values_depend_on_seed_layer_and_parameter_alone():
-    first, again, other_layer, other_seed = (
-        build_layer(GPT, TRAINING, LayerKind.BLOCK, index, seed, CPU)
-        for index, seed in ((1, 0), (1, 0), (2, 0), (1, 1))
-    )
+    first = build_layer(GPT, TRAINING, LayerKind.BLOCK, 1, 0, CPU)
+    repeated = build_layer(GPT, TRAINING, LayerKind.BLOCK, 1, 0, CPU)
+    other_layer = build_layer(GPT, TRAINING, LayerKind.BLOCK, 2, 0, CPU)
+    other_seed = build_layer(GPT, TRAINING, LayerKind.BLOCK, 1, 1, CPU)
 
-    assert torch.equal(first.fc1.weight, again.fc1.weight)
+    assert torch.equal(first.fc1.weight, repeated.fc1.weight)
     assert not torch.equal(first.fc1.weight, other_layer.fc1.weight)
     assert not torch.equal(first.fc1.weight, other_seed.fc1.weight)
 
@@ -117,7 +117,9 @@ def _copy_llama(layers, theirs) -> None:
     layers["head"].norm.weight.copy_(theirs.model.norm.weight)
     layers["head"].lm_head.weight.copy_(theirs.lm_head.weight)
     for i, block in enumerate(theirs.model.layers):
-        ours, attention, mlp = layers[f"block{i}"], block.self_attn, block.mlp
+        ours = layers[f"block{i}"]
+        attention = block.self_attn
+        mlp = block.mlp
         ours.norm1.weight.copy_(block.input_layernorm.weight)
         ours.norm2.weight.copy_(block.post_attention_layernorm.weight)
         ours.qkv.weight.copy_(
@@ -137,7 +139,9 @@ def _copy_mixtral(layers, theirs) -> None:
     layers["head"].norm.weight.copy_(theirs.model.norm.weight)
     layers["head"].lm_head.weight.copy_(theirs.lm_head.weight)
     for i, block in enumerate(theirs.model.layers):
-        ours, attention, experts = layers[f"block{i}"], block.self_attn, block.mlp.experts
+        ours = layers[f"block{i}"]
+        attention = block.self_attn
+        experts = block.mlp.experts
         ours.norm1.weight.copy_(block.input_layernorm.weight)
         ours.norm2.weight.copy_(block.post_attention_layernorm.weight)
         ours.qkv.weight.copy_(

@@ -1,5 +1,6 @@
-"""fp16 trains like fp32 to its rounding; a gradient that overflows anywhere costs every rank that
-step, and nothing else.
+"""Training in fp16 follows fp32 to its rounding.
+
+A gradient that overflows anywhere costs every rank that step, and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ pytestmark = [
 
 FP16 = Precision.FP16
 # fp16 keeps 11 bits, 8 times as exact as bf16: tests/helpers/executor_world.py
-GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 2e-4, 0.0025
+GRADIENT_TOLERANCE = 0.01
+LOSS_TOLERANCE = 2e-4
+NORM_TOLERANCE = 0.0025
 HIGH = 2.0**60  # of the loss: its gradient is no number of 16 bits
 
 PLANS = {
@@ -71,14 +74,14 @@ WORLDS = Worlds(PLANS, SLOW)
 def test_a_plan_trains_like_fp32_and_holds_the_predicted_bytes(name):
     plan = PLANS[name]
 
-    found = WORLDS.outcome(name)
+    training_outcome = WORLDS.outcome(name)
     expected = run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
 
-    error, parameter = worst_gradient(found, expected)
+    error, parameter = worst_gradient(training_outcome, expected)
     assert 0 < error <= GRADIENT_TOLERANCE, parameter
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
-    assert found.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE)
-    assert all(predicted == measured for predicted, measured in found.states.values())
+    assert training_outcome.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
+    assert training_outcome.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE)
+    assert all(predicted == measured for predicted, measured in training_outcome.states.values())
 
 
 def test_every_product_is_in_fp16(alone):
@@ -96,16 +99,16 @@ def test_every_product_is_in_fp16(alone):
 def test_the_scale_goes_where_torchs_own_goes(grows_after):
     theirs = torch.amp.GradScaler("cpu", growth_interval=grows_after)
     ours, parameter = LossScale(grows_after=grows_after), torch.nn.Parameter(torch.ones(1))
-    optimizer, found = torch.optim.SGD([parameter], lr=0.0), []
+    optimizer, actual = torch.optim.SGD([parameter], lr=0.0), []
     for finite in (1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1):
         parameter.grad = theirs.scale(torch.ones(1)) if finite else torch.full((1,), torch.inf)
         theirs.step(optimizer)
         theirs.update()
         ours.settle(finite=bool(finite))
-        found.append((ours.value, theirs.get_scale()))
+        actual.append((ours.value, theirs.get_scale()))
 
-    assert len({scale for scale, _ in found}) > 2
-    assert [scale for scale, _ in found] == [scale for _, scale in found]
+    assert len({scale for scale, _ in actual}) > 2
+    assert [scale for scale, _ in actual] == [scale for _, scale in actual]
     assert torch.amp.GradScaler("cpu").state_dict()["scale"] == INITIAL
 
 
@@ -120,10 +123,13 @@ def test_a_scale_that_would_go_below_one_ends_the_run(alone):
 
 
 def _overflows(plan: Plan) -> list[object]:
-    """Three steps: one with far too high a scale, one of which rank 1 alone meets an infinite
-    gradient, one that is good.
+    """Runs three steps, of which the last is good.
+
+    The first has far too high a scale; in the second only rank 1 meets an infinite gradient.
     """
-    trained, before, found = trainer(plan), [], []
+    trained = trainer(plan)
+    before = []
+    actual = []
     trained.scale.states["value"].fill_(HIGH)
     for step in range(3):
         before.append(values(trained))
@@ -135,8 +141,8 @@ def _overflows(plan: Plan) -> list[object]:
         same = all(
             torch.equal(old, new) for old, new in zip(before[-1], values(trained), strict=True)
         )
-        found.append((norm < torch.inf, same))
-    return found
+        actual.append((norm < torch.inf, same))
+    return actual
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_left_out_by_all():
@@ -173,19 +179,19 @@ def _train(steps: int, plan: Plan = SMALL, **options: object) -> tuple[list[obje
     saves = Checkpoints(
         trained, CheckpointOptions(**options), timeout=timedelta(seconds=60), note=lambda _: None
     )
-    found = [(result.loss, result.loss_scale) for result in trained.run(saves.resume())]
+    actual = [(result.loss, result.loss_scale) for result in trained.run(saves.resume())]
     saves.finish(steps)
-    return found, trained.scale
+    return actual, trained.scale
 
 
 def test_scale_and_count_are_in_a_checkpoint_and_a_run_goes_on_bit_by_bit(alone, tmp_path):
     whole, at_end = _train(5)
     first, in_between = _train(3, directory=tmp_path)
-    second, again = _train(5, directory=tmp_path)
+    second, repeated = _train(5, directory=tmp_path)
 
     assert in_between.states["good_steps"].item() == 1
     assert first + second == whole
-    assert again.states == at_end.states
+    assert repeated.states == at_end.states
     assert whole[-1][1] == 4 * INITIAL
 
 
@@ -193,9 +199,9 @@ def test_a_checkpoint_of_another_precision_is_gone_on_from_with_a_scale_of_its_o
     bf16 = make_plan(SMALL.model, precision=Precision.BF16)
     _train(1, plan=bf16, directory=tmp_path)
 
-    found, scale = _train(3, directory=tmp_path)
+    actual, scale = _train(3, directory=tmp_path)
     after, _ = _train(4, plan=bf16, directory=tmp_path)
 
-    assert len(found) == 2
+    assert len(actual) == 2
     assert scale.value == 2 * INITIAL
     assert [scale for _, scale in after] == [None]

@@ -1,5 +1,7 @@
-"""Early recompute, last-no-recompute and the shifted critical path train like 1F1B, hold as many
-micro-batches as their lists say, and recompute while the gradient is still being made.
+"""Merak's schedules train like 1F1B and hold as many micro-batches as their lists say.
+
+The schedules are early recompute, last-no-recompute and the shifted critical path. They recompute
+while the gradient is still being made.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ pytestmark = [
 
 DROPOUT = dataclasses.replace(GPT, dropout=0.25)
 LIST = ("norm1", "qkv", "attention", "norm2", "fc1", "activation")
-EARLY, LAST, SCP = Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP
+EARLY = Schedule.EARLY_RECOMPUTE
+LAST = Schedule.LAST_NO_RECOMPUTE
+SCP = Schedule.SCP
 
 
 def plan_of(
@@ -64,15 +68,15 @@ def plan_of(
     plan = make_plan(model, schedule=schedule, pp=pp, num_micro_batches=micro_batches, **settings)
     plans = {
         name: dataclasses.replace(
-            found, keep_on_host=on_host if found.layer is LayerKind.BLOCK else ()
+            layer_plan, keep_on_host=on_host if layer_plan.layer is LayerKind.BLOCK else ()
         )
-        for name, found in plan.layer_plans.items()
+        for name, layer_plan in plan.layer_plans.items()
     }
-    found = nearest_legal(dataclasses.replace(plan, layer_plans=plans))
-    assert found is not None
-    assert found.pipeline == plan.pipeline
-    validate(found)
-    return found
+    legal_layouts = nearest_legal(dataclasses.replace(plan, layer_plans=plans))
+    assert legal_layouts is not None
+    assert legal_layouts.pipeline == plan.pipeline
+    validate(legal_layouts)
+    return legal_layouts
 
 
 WORLD_4 = {
@@ -87,10 +91,15 @@ WORLD_4 = {
 }
 WORLD_8 = {
     f"{schedule}-pp{pp}-{way}": plan_of(
-        model, schedule=schedule, pp=pp, micro_batches=micro_batches, recompute=again, **settings
+        model,
+        schedule=schedule,
+        pp=pp,
+        micro_batches=micro_batches,
+        recompute=recompute_names,
+        **settings,
     )
     for schedule in (EARLY, LAST, SCP)
-    for pp, micro_batches, way, model, again, settings in [
+    for pp, micro_batches, way, model, recompute_names, settings in [
         (
             2,
             4,
@@ -116,8 +125,10 @@ WORLD_8 = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Of one rank and step: its gradients, what it held, its spans in order, and in which of them
-    products of blocks ran forward.
+    """Observations of one rank and step.
+
+    They are its gradients, held micro-batches, spans in order, and the spans with forward products
+    of blocks.
     """
 
     gradients: dict[str, torch.Tensor]
@@ -161,8 +172,9 @@ def _seen(plan: Plan, store: dist.Store) -> Seen:
 
 
 def _watch(trainer: Trainer, store: dist.Store, spans: list[str]) -> None:
-    """Write down every span; a backward pass begins when the stage before, which needs its
-    gradient, has recomputed.
+    """Writes down every span.
+
+    A backward pass begins when the stage before, which needs its gradient, has recomputed.
     """
     ahead = {
         entry
@@ -195,7 +207,7 @@ def _as_1f1b(plan: Plan) -> Plan:
 def seen(world: int) -> dict[str, tuple[list[Seen], list[Seen]]]:
     """By plan what every rank saw of it, and of the same plan under 1F1B."""
     plans = WORLD_4 if world == 4 else WORLD_8
-    both = [other for plan in plans.values() for other in (plan, _as_1f1b(plan))]
+    both = [variant for plan in plans.values() for variant in (plan, _as_1f1b(plan))]
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_world, args=(world, both, folder), nprocs=world, start_method="fork")
         ranks = [
@@ -213,24 +225,24 @@ EVERY = [
 ]
 
 
-def _worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() <= expected.keys()
-    return max(gradient_error(gradient, expected[name]) for name, gradient in found.items())
+def _worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert actual.keys() <= expected.keys()
+    return max(gradient_error(gradient, expected[name]) for name, gradient in actual.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), EVERY)
 def test_the_gradients_are_those_of_1f1b_and_of_one_process(world, name):
     plan = (WORLD_4 | WORLD_8)[name]
-    found, expected = seen(world)[name]
+    actual, expected = seen(world)[name]
 
     assert (
-        max(_worst(a.gradients, b.gradients) for a, b in zip(found, expected, strict=True))
+        max(_worst(a.gradients, b.gradients) for a, b in zip(actual, expected, strict=True))
         <= GRADIENT_TOLERANCE
     )
     if not plan.model.dropout:  # whose masks differ by rank
         whole = run_reference(plan).gradients
-        assert max(_worst(rank.gradients, whole) for rank in found) <= GRADIENT_TOLERANCE
+        assert max(_worst(rank.gradients, whole) for rank in actual) <= GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize(("world", "name"), EVERY)
@@ -249,15 +261,16 @@ def test_every_stage_runs_its_list_and_holds_as_many_micro_batches_as_that_says(
 def test_a_recompute_is_over_before_the_gradient_is_made_and_nothing_runs_again_after_it(
     world, name
 ):
-    """The next stage does not begin its backward pass before (`_watch`), so a recompute that waited
-    for it would wait for ever.
+    """The next stage delays its backward pass until the recompute is over (`_watch`).
+
+    A recompute that waited for the gradient would wait for ever.
     """
     recomputes = 0
     for rank, plain in zip(*seen(world)[name], strict=True):
         for early in (span for span in rank.spans if "R" in span):
-            again = early.replace("R", "B")
-            assert rank.products[early] == plain.products[again]
-            assert rank.products[again] == 0
+            repeated = early.replace("R", "B")
+            assert rank.products[early] == plain.products[repeated]
+            assert rank.products[repeated] == 0
             recomputes += rank.products[early] > 0
         assert rank.products.total() == plain.products.total()
     assert recomputes > 0
@@ -315,11 +328,11 @@ def test_the_nearest_plan_recomputes_on_all_stages_but_the_last():
 
     nearest: Any = nearest_legal(plan)
 
-    again = [
+    repeated = [
         [bool(nearest.layer_plans[run.plan].recompute) for run in stage.layers if run.blocks]
         for stage in nearest.stages
     ]
-    assert again == [[True], [True], [True], [False]]
+    assert repeated == [[True], [True], [True], [False]]
 
 
 def test_compiled_blocks_cannot_recompute_ahead():

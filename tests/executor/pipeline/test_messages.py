@@ -64,8 +64,8 @@ def test_more_micro_batches_hold_no_more_messages(monkeypatch):
 
 @pytest.mark.slow
 def test_torchs_own_stage_holds_a_buffer_for_every_message_of_the_step(monkeypatch):
-    own = {name: getattr(PipelineStage, name) for name in _OVERRIDDEN}
-    stage = type("Stage", (PipelineStep,), own)
+    buffers = {name: getattr(PipelineStage, name) for name in _OVERRIDDEN}
+    stage = type("Stage", (PipelineStep,), buffers)
     monkeypatch.setattr(pipeline, "PipelineStep", stage)
 
     # rank 0 receives an activation and two gradients of every micro-batch
@@ -78,7 +78,7 @@ def test_stages_that_make_their_buffers_late_train_like_one_process():
         interleaved(4),
     ]
 
-    for plan, found in zip(plans, run_plans(plans), strict=True):
+    for plan, run_plan in zip(plans, run_plans(plans), strict=True):
         expected = run_reference(plan)
-        assert worst_gradient(found, expected)[0] <= GRADIENT_TOLERANCE
-        assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
+        assert worst_gradient(run_plan, expected)[0] <= GRADIENT_TOLERANCE
+        assert run_plan.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)

@@ -1,6 +1,4 @@
-"""What a split backward cannot be combined with: the plan is refused, and run all the same it does
-what the refusal says.
-"""
+"""Plans that a split backward cannot run: they are refused, and fail as the refusal says."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ def _rank(rank: int, plans: list, folder: str) -> None:
 
 
 def _observed(plan) -> tuple[list[str], Counter[str]]:
-    """The parameters of this rank without a gradient after a step, and how often its products of
-    blocks ran forward.
-    """
+    """This rank's parameters without a gradient after a step, and its count of forward products."""
     calls: Counter[str] = Counter()
     trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
     for stage in trainer.pipeline.stages:
@@ -122,7 +118,7 @@ def _observed(plan) -> tuple[list[str], Counter[str]]:
 
 
 def _spans(plan) -> list[str]:
-    """What this rank computes in a step, one after the other."""
+    """Spans of this rank's computation in a step, in order."""
     seen: list[str] = []
 
     def span(work: str, stage: int, micro_batch: int):
@@ -156,7 +152,8 @@ def test_zero_3_would_lose_gradients_and_zero_1_does_not():
 
 
 def test_full_recompute_would_run_every_layer_once_for_each_of_its_parameters():
-    split, whole = ([ranks[plan][1]["products"] for ranks in observed()] for plan in (2, 3))
+    split = [ranks[2][1]["products"] for ranks in observed()]
+    whole = [ranks[3][1]["products"] for ranks in observed()]
 
     assert all(
         calls == 2 * 2 * 4 * 2 for calls in whole

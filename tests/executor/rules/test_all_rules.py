@@ -1,5 +1,6 @@
-"""Every rule of the executor refuses a plan that, run all the same, fails, trains something else,
-or holds other bytes.
+"""Every rule of the executor refuses plans that would go wrong.
+
+Run all the same, they fail, train something else, or hold other bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
 ]
 
-BF16, GPIPE, INTERLEAVED = Precision.BF16, Schedule.GPIPE, Schedule.INTERLEAVED
+BF16 = Precision.BF16
+GPIPE = Schedule.GPIPE
+INTERLEAVED = Schedule.INTERLEAVED
 
 
 def with_pipeline(plan: Plan, **changes: object) -> Plan:
@@ -76,8 +79,9 @@ Effect = Literal["fails", "other gradients", "other bytes", "no effect"]
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A plan that `rule` refuses with `message`, the change that the hint asks for, and what
-    running it gives.
+    """A plan that `rule` refuses with `message`.
+
+    It comes with the change that the hint asks for, and the result of running it.
     """
 
     rule: str
@@ -87,7 +91,9 @@ class Broken:
     effect: Effect
 
 
-GPT1, GPT2, PP2 = make_plan(GPT), make_plan(GPT, dp=2), make_plan(GPT, pp=2)
+GPT1 = make_plan(GPT)
+GPT2 = make_plan(GPT, dp=2)
+PP2 = make_plan(GPT, pp=2)
 TP2, DROPOUT = make_plan(GPT, tp=2), dataclasses.replace(GPT, dropout=0.5)
 FIRST, LAST = PP2.stages
 AMPLE = ChunkRequest(host_blocks=2, optimizer_blocks=1, device_bytes=10**9)
@@ -289,8 +295,8 @@ BROKEN = {
             TP2,
             "block-0",
             operators={
-                name: found
-                for name, found in TP2.layer_plans["block-0"].operators.items()
+                name: placement
+                for name, placement in TP2.layer_plans["block-0"].operators.items()
                 if name != "norm1"
             },
         ),
@@ -457,20 +463,21 @@ def test_all_rules_are_asked_where_no_number_of_micro_batches_is_legal():
 def test_a_refused_plan_does_not_train_what_it_says(name):
     broken = BROKEN[name]
 
-    found = attempt(broken.plan)
+    attempted = attempt(broken.plan)
 
     if broken.effect == "fails":
-        assert isinstance(found, str)
+        assert isinstance(attempted, str)
         return
-    assert not isinstance(found, str), found
+    assert not isinstance(attempted, str), attempted
     if broken.effect == "other gradients":
         assert (
-            worst_gradient(found, run_reference(_alone(broken.plan)))[0] > 1000 * GRADIENT_TOLERANCE
+            worst_gradient(attempted, run_reference(_alone(broken.plan)))[0]
+            > 1000 * GRADIENT_TOLERANCE
         )
     elif broken.effect == "other bytes":
-        assert any(predicted != measured for predicted, measured in found.states.values())
+        assert any(predicted != measured for predicted, measured in attempted.states.values())
     else:
-        assert found.losses == attempt(_less_wrong(broken.plan)).losses
+        assert attempted.losses == attempt(_less_wrong(broken.plan)).losses
 
 
 def _alone(plan: Plan) -> Plan:
@@ -524,8 +531,8 @@ def test_stages_of_unknown_or_wrong_layer_plans_are_refused(stages):
 def test_what_looks_wrong_and_is_not_refused_trains_right(plan):
     validate(plan)
 
-    found, expected = attempt(plan), run_reference(_alone(plan))
+    attempted, expected = attempt(plan), run_reference(_alone(plan))
 
-    assert worst_gradient(found, expected)[0] <= GRADIENT_TOLERANCE
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
-    assert all(predicted == measured for predicted, measured in found.states.values())
+    assert worst_gradient(attempted, expected)[0] <= GRADIENT_TOLERANCE
+    assert attempted.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
+    assert all(predicted == measured for predicted, measured in attempted.states.values())

@@ -1,6 +1,7 @@
-"""Every division of a block's operators over the tensor-parallel axis gives the losses and
-gradients of one process, and holds the bytes that its placements say; the divisions that would not
-are refused.
+"""Divisions of a block's operators over the tensor-parallel axis.
+
+Legal divisions give the losses and gradients of one process and hold the bytes that their
+placements say; the others are refused.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ NEOX = dataclasses.replace(
     parallel_residual=True,
     tied_embeddings=False,
 )
-SHORT_GPT, SHORT_LLAMA = (dataclasses.replace(model, num_layers=2) for model in (GPT, LLAMA))
+SHORT_GPT = dataclasses.replace(GPT, num_layers=2)
+SHORT_LLAMA = dataclasses.replace(LLAMA, num_layers=2)
 BF16 = Precision.BF16
 CHAIN = ("norm2", "fc1", "activation")
 LONG = ("norm1", "qkv", "rotary", "attention", "attention_out", "norm2", "fc1", "activation")
@@ -158,9 +160,9 @@ def reference(plan: Plan) -> TrainingOutcome:
 def test_a_plan_whose_operators_are_divided_one_by_one_trains_like_one_process(name):
     plan = PLANS[name]
     validate(plan)
-    found, expected = WORLDS.outcome(name), reference(plan)
+    training_outcome, expected = WORLDS.outcome(name), reference(plan)
 
-    require_parity(plan, found, expected)
+    require_parity(plan, training_outcome, expected)
 
 
 @pytest.mark.parametrize("name", WORLDS.params())
@@ -192,30 +194,33 @@ def test_whole_weights_over_divided_tokens_are_reduced_over_tp_once_a_step(name,
     micro_batches = plan.pipeline.num_micro_batches
     loss = 3 * micro_batches + 1  # three numbers a token, and the sum of all
 
-    found = WORLDS.outcome(name).collectives
+    actual = WORLDS.outcome(name).collectives
 
     assert micro_batches == 2
-    assert found["allreduce_"] == 1 + over_dp + loss
+    assert actual["allreduce_"] == 1 + over_dp + loss
     # activations are all-reduced behind the embedding, and before the head in the backward pass;
     # recomputed blocks add none
-    assert found["all_reduce"] == 2 * micro_batches
+    assert actual["all_reduce"] == 2 * micro_batches
 
 
 def _changed(plan: Plan, operator: str, **changes) -> Plan:
     """`plan` with other placements of one operator in all its blocks."""
 
-    def changed(found: LayerPlan) -> LayerPlan:
-        if found.layer is not LayerKind.BLOCK:
-            return found
-        placement = dataclasses.replace(found.operators[operator], **changes)
-        return dataclasses.replace(found, operators={**found.operators, operator: placement})
+    def changed(actual: LayerPlan) -> LayerPlan:
+        if actual.layer is not LayerKind.BLOCK:
+            return actual
+        placement = dataclasses.replace(actual.operators[operator], **changes)
+        return dataclasses.replace(actual, operators={**actual.operators, operator: placement})
 
     return dataclasses.replace(
-        plan, layer_plans={name: changed(found) for name, found in plan.layer_plans.items()}
+        plan,
+        layer_plans={name: changed(layer_plan) for name, layer_plan in plan.layer_plans.items()},
     )
 
 
-BATCHED, TOKENS, FEATURES = ("Shard(0)@tp",), ("Shard(1)@tp",), ("Shard(2)@tp",)
+BATCHED = ("Shard(0)@tp",)
+TOKENS = ("Shard(1)@tp",)
+FEATURES = ("Shard(2)@tp",)
 LLAMA2, GPT2 = make_plan(LLAMA, tp=2), make_plan(GPT, tp=2)
 ODD_BATCH = make_plan(GPT, tp=2, global_batch_size=6)
 ODD_SEQUENCE = dataclasses.replace(GPT2, training=dataclasses.replace(GPT2.training, seq_length=15))
@@ -339,8 +344,8 @@ def test_the_vocabulary_is_divided_and_its_table_only_so():
         ("head-0", "loss", "operator loss: it must read Shard.2."),
         ("embedding-0", "tokens", "operator tokens: weight whole, it must be Shard.0."),
     ):
-        found = GPT2.layer_plans[name]
-        changed = dataclasses.replace(found, operators={**found.operators, operator: whole})
+        actual = GPT2.layer_plans[name]
+        changed = dataclasses.replace(actual, operators={**actual.operators, operator: whole})
         with pytest.raises(ConfigError, match=message):
             validate(dataclasses.replace(GPT2, layer_plans={**GPT2.layer_plans, name: changed}))
     assert head.operators["loss"].input == FEATURES
@@ -354,8 +359,8 @@ def test_attention_or_positions_over_a_part_of_the_sequence_give_wrong_gradients
     ]
 
     errors = [
-        worst_gradient(found, reference(plan))[0]
-        for plan, found in zip(plans, run_plans(plans), strict=True)
+        worst_gradient(run_plan, reference(plan))[0]
+        for plan, run_plan in zip(plans, run_plans(plans), strict=True)
     ]
 
     assert min(errors) > 1000 * GRADIENT_TOLERANCE

@@ -1,5 +1,6 @@
-"""Two halves of a micro-batch train like one, and what is computed under each all-reduce is what
-the price of the level counts on.
+"""Two halves of a micro-batch train like one.
+
+The computation under each all-reduce is the one that the price of the level assumes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
 ]
 
-SHORT, SHORT_LLAMA = (dataclasses.replace(model, num_layers=2) for model in (GPT, LLAMA))
+SHORT = dataclasses.replace(GPT, num_layers=2)
+SHORT_LLAMA = dataclasses.replace(LLAMA, num_layers=2)
 NEOX = dataclasses.replace(
     SHORT,
     name="tiny-neox",
@@ -109,15 +111,16 @@ def alone(plan: Plan) -> Plan:
 def test_halves_train_like_one_process(name):
     plan = WORLDS.plans[name]
     validate(plan)
-    found, expected = WORLDS.outcome(name), run_reference(alone(plan))
+    training_outcome, expected = WORLDS.outcome(name), run_reference(alone(plan))
 
-    require_parity(plan, found, expected)
-    assert all(predicted == measured for predicted, measured in found.states.values())
+    require_parity(plan, training_outcome, expected)
+    assert all(predicted == measured for predicted, measured in training_outcome.states.values())
 
 
 class Order(TorchDispatchMode):
-    """Of the all-reduces of halves of `elements`, by pass, how many products and attentions are
-    issued from begin to wait.
+    """Products and attentions issued from begin to wait of each all-reduce, by pass.
+
+    The all-reduces are those of halves of `elements`.
     """
 
     def __init__(self, elements: int) -> None:
@@ -150,7 +153,7 @@ def _ordered(rank: int, plans: list[Plan], folder: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world
     )
-    found = []
+    actual = []
     for plan in plans:
         trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
         half = 1 if plan.pipeline.tp_overlap == 0 else 2
@@ -162,8 +165,8 @@ def _ordered(rank: int, plans: list[Plan], folder: str) -> None:
         )
         with order:
             trainer.gradients(0)
-        found.append((order.found, torch._C._distributed_c10d._get_work_registry_size()))
-    torch.save(found, f"{folder}/rank{rank}.pt")
+        actual.append((order.found, torch._C._distributed_c10d._get_work_registry_size()))
+    torch.save(actual, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -171,7 +174,7 @@ Found = tuple[dict[str, list[int]], int]
 
 
 def ordered(plans: list[Plan]) -> list[Found]:
-    """What rank 0 of every plan issued, and how many transfers nobody has waited for."""
+    """Operations that rank 0 of every plan issued, and the number of transfers never waited for."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _ordered, args=(plans, folder), nprocs=plans[0].mesh.num_ranks, start_method="fork"
@@ -204,9 +207,9 @@ def test_each_all_reduce_is_waited_for_when_what_hides_it_has_been_issued(level)
 
 
 def test_without_halves_every_all_reduce_is_waited_for_at_once():
-    found = orders()["level-0"][0]
+    actual = orders()["level-0"][0]
 
-    assert found == {
+    assert actual == {
         which: [0] * (2 * BLOCKS + 1) for which in ("forward", "backward")
     }  # one of the embedding, or the head
 
@@ -226,10 +229,10 @@ def test_as_many_all_reduces_are_exposed_as_the_price_says(level):
 
 
 def test_a_recomputation_that_ends_early_leaves_no_transfer_behind():
-    found, left = orders()["again"]
+    actual, left = orders()["again"]
 
     # forward, and again in the backward pass up to the first half of the feed-forward network
-    assert (len(found["forward"]), len(found["backward"])) == (4 * BLOCKS, 7 * BLOCKS)
+    assert (len(actual["forward"]), len(actual["backward"])) == (4 * BLOCKS, 7 * BLOCKS)
     assert left == 0
 
 
@@ -238,18 +241,20 @@ def test_a_recomputation_that_ends_early_leaves_no_transfer_behind():
 def test_sharding_leaves_the_order_as_it_is(zero):
     plan = make_plan(SHORT, dp=2, tp=2, zero=(zero,), num_micro_batches=1, global_batch_size=16)
 
-    ((found, _),) = ordered([overlapped(plan, 3)])
+    ((actual, _),) = ordered([overlapped(plan, 3)])
 
-    assert found == UNDER[3]
+    assert actual == UNDER[3]
 
 
 @pytest.mark.slow
 def test_ranks_that_drop_out_draw_one_mask_and_draw_it_again():
-    plans = [overlapped(make_plan(DROPOUT, tp=2, recompute=again), 2) for again in ("full", ())]
+    plans = [
+        overlapped(make_plan(DROPOUT, tp=2, recompute=recompute), 2) for recompute in ("full", ())
+    ]
 
-    again, kept = run_plans(plans)  # which also compares the ranks
+    repeated, kept = run_plans(plans)  # which also compares the ranks
 
-    assert worst_gradient(again, kept)[0] <= GRADIENT_TOLERANCE
+    assert worst_gradient(repeated, kept)[0] <= GRADIENT_TOLERANCE
 
 
 TP2 = make_plan(SHORT, tp=2)
@@ -257,8 +262,8 @@ HOST = make_plan(SHORT, tp=2, recompute="full")
 HOST = dataclasses.replace(
     HOST,
     layer_plans={
-        name: dataclasses.replace(found, keep_on_host=found.recompute)
-        for name, found in HOST.layer_plans.items()
+        name: dataclasses.replace(layer_plan, keep_on_host=layer_plan.recompute)
+        for name, layer_plan in HOST.layer_plans.items()
     },
 )
 

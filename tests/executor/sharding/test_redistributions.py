@@ -35,8 +35,9 @@ def _expected(source, target, tp: int, between_shards: str) -> tuple[Collective,
 def _expected_backward(
     transition: Transition, tp: int, between_shards: str
 ) -> tuple[Collective, ...]:
-    """From the gradient's placement to the source's; a gradient that is whole stays whole for a
-    source of partial sums.
+    """Steps from the gradient's placement to the source's.
+
+    A gradient that is whole stays whole for a source of partial sums.
     """
     target = transition.source[0]
     if target.is_partial() and not transition.gradient[0].is_partial():
@@ -53,9 +54,9 @@ def _expected_backward(
     ],
 )
 def test_a_transition_on_one_axis_sends_what_the_textbook_says(tp, run, between_shards):
-    found = run((tp,), transitions(1))
+    outcome = run((tp,), transitions(1))
 
-    for transition, sent in found.items():
+    for transition, sent in outcome.items():
         assert sent.forward == _expected(
             transition.source[0], transition.target[0], tp, between_shards
         ), transition
@@ -132,11 +133,11 @@ def _priced(source, target, shape: tuple[int, ...]) -> list[tuple[str, int, int]
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (2, 4), (2, 2, 2)], ids=str)
 def test_the_cost_model_prices_what_dtensor_sends(shape):
-    found = transitions(len(shape))
+    requested = transitions(len(shape))
     if len(shape) == 3:
-        found = random.Random(1).sample(found, 100)
+        requested = random.Random(1).sample(requested, 100)
 
-    for transition, sent in on_accelerator(shape, found).items():
+    for transition, sent in on_accelerator(shape, requested).items():
         forward = [(c.name, c.axis, c.input_elements) for c in sent.forward]
         assert forward == _priced(transition.source, transition.target, shape), transition
         if not any(

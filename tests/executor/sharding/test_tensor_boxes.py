@@ -1,5 +1,6 @@
-"""Parts of tensors as checkpoints have them: boxes that together are a run of elements, read from
-and copied as any tensor.
+"""Parts of tensors in checkpoints: boxes that make up a run of elements.
+
+They are read from and copied as any tensor.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ def test_boxes_have_the_elements_of_the_run_in_order(shape, data):
     last = data.draw(st.integers(first + 1, count))
     whole = torch.arange(count).view(shape)
 
-    found = []
+    actual = []
     for box in boxes_of(shape, first, last):
-        found.append(
+        actual.append(
             whole[
                 tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
             ]
         )
 
-    assert torch.cat([part.flatten() for part in found]).tolist() == list(range(first, last))
+    assert torch.cat([part.flatten() for part in actual]).tolist() == list(range(first, last))
 
 
 @settings(max_examples=50)

@@ -1,5 +1,6 @@
-"""Traced modules run by their plan: the user's code, cut into stages, trains as the module does in
-one process.
+"""Traced modules run by their plan train as the user's code does in one process.
+
+The plan cuts the code into stages.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ MODULES = "tests.helpers.traced_modules"
 
 
 def check(plan: TracedPlan) -> None:
-    (found,), expected = run_traced_plans([plan]), run_traced_reference(plan, by_micro_batch=True)
+    (actual,), expected = run_traced_plans([plan]), run_traced_reference(plan, by_micro_batch=True)
 
-    assert found.agree
-    assert max(loss_errors(found, expected)) <= LOSS_TOLERANCE
-    assert max(gradient_errors(found, expected).values()) <= GRADIENT_TOLERANCE / 10
-    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
-    assert all(predicted == measured for predicted, measured in found.states.values())
+    assert actual.agree
+    assert max(loss_errors(actual, expected)) <= LOSS_TOLERANCE
+    assert max(gradient_errors(actual, expected).values()) <= GRADIENT_TOLERANCE / 10
+    assert actual.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert all(predicted == measured for predicted, measured in actual.states.values())
 
 
 @pytest.mark.multiproc
@@ -110,12 +111,12 @@ def test_stages_hand_on_values_with_gradients_and_hold_what_they_read(plan):
 
 def test_a_plan_of_another_trace_is_refused(plan):
     program = record(open_plan_module(plan, 0).workload, 1)
-    other = replace(
+    second = replace(
         plan, shards=(replace(plan.shards[0], starts="something else"), *plan.shards[1:])
     )
 
     with pytest.raises(ConfigError, match="in this trace, the plan has something else"):
-        cut_program(other, program)
+        cut_program(second, program)
 
 
 def test_a_shard_that_writes_into_its_input_is_not_run_again():
@@ -133,7 +134,7 @@ def test_a_shard_that_writes_into_its_input_is_not_run_again():
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "actual"),
     [
         pytest.param(
             {"mesh": {"tp": 2}}, "how the operators of a traced module are divided", id="tp"
@@ -146,16 +147,16 @@ def test_a_shard_that_writes_into_its_input_is_not_run_again():
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, found):
+def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, actual):
     body = plan_to_document(plan)
     changed = {key: {**body[key], **values} for key, values in change.items()}
 
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=actual):
         traced_plan_from_document({**body, **changed}, "plan")
 
 
 @pytest.mark.parametrize(
-    ("schedule", "actions", "ranks", "found"),
+    ("schedule", "actions", "ranks", "actual"),
     [
         pytest.param(Schedule.ZBV, (), (0, 1, 1, 0), "splits backward passes", id="zbv"),
         pytest.param(
@@ -174,7 +175,7 @@ def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, fou
         ),
     ],
 )
-def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, found):
+def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, actual):
     size = len(plan.shards) // len(ranks)
     stages = tuple(
         ShardStage(rank=rank, first=k * size, end=(k + 1) * size, zero=0)
@@ -190,7 +191,7 @@ def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, found):
         plan_to_document(replace(plan, pipeline=pipeline, stages=stages)), "plan"
     )
 
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=actual):
         validate_traced_plan(whole)
 
 

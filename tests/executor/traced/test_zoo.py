@@ -1,5 +1,6 @@
-"""Modules that no one here wrote are traced, planned and trained as they are in one process, or
-refused with the reason and a hint.
+"""Modules from elsewhere are traced, planned and trained as in one process.
+
+Others are refused with the reason and a hint.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ def traced(name: str):
 )
 def test_it_trains_as_in_one_process(name, options):
     plan = hand_plan(f"tests.helpers.zoo:{name}", **options)
-    (found,), expected = run_traced_plans([plan]), run_traced_reference(plan, by_micro_batch=True)
+    (actual,), expected = run_traced_plans([plan]), run_traced_reference(plan, by_micro_batch=True)
 
-    assert found.agree
-    assert max(loss_errors(found, expected)) <= LOSS_TOLERANCE
-    assert max(gradient_errors(found, expected).values()) <= GRADIENT_TOLERANCE
+    assert actual.agree
+    assert max(loss_errors(actual, expected)) <= LOSS_TOLERANCE
+    assert max(gradient_errors(actual, expected).values()) <= GRADIENT_TOLERANCE
 
 
 def test_a_recording_leaves_parameters_and_buffers_as_they_were():
@@ -94,13 +95,13 @@ def test_a_recording_leaves_parameters_and_buffers_as_they_were():
 
 def test_the_list_of_weights_of_an_lstm_has_the_stand_ins_and_then_its_own_again():
     module = nn.LSTM(2, 3)
-    found = {
+    actual = {
         name: nn.Parameter(torch.ones_like(parameter))
         for name, parameter in module.named_parameters()
     }
 
-    with replaced_parameters(module, found):
-        assert all(a is b for a, b in zip(module._flat_weights, found.values(), strict=True))
+    with replaced_parameters(module, actual):
+        assert all(a is b for a, b in zip(module._flat_weights, actual.values(), strict=True))
     assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
 
 
@@ -132,7 +133,8 @@ def test_it_is_traced(name):
     [
         (
             "raises_by_itself",
-            r"a forward pass of Called raises ValueError at tests/helpers/zoo\.py:\d+: this module cannot run",
+            r"a forward pass of Called raises ValueError at tests/helpers/zoo\.py:\d+: "
+            r"this module cannot run",
         ),
         ("raises_when_made", r"raises_when_made\(\) raises KeyError at tests/helpers/zoo\.py:\d+"),
         ("wrong_shapes", r"raises RuntimeError at tests/helpers/zoo\.py:\d+: "),
@@ -164,10 +166,10 @@ def test_it_is_traced(name):
     ],
 )
 def test_what_cannot_be_trained_is_one_error_with_its_line_and_a_hint(name, message):
-    with pytest.raises(ConfigError, match=message) as found:
+    with pytest.raises(ConfigError, match=message) as caught:
         traced(name)
 
-    assert found.value.hint
+    assert caught.value.hint
 
 
 def test_no_stage_ends_where_a_value_without_gradient_would_be_handed_on():
@@ -201,9 +203,9 @@ def test_no_stage_ends_where_a_value_without_gradient_would_be_handed_on():
         value.gradient
         for cross in (False, True)
         for model in [shard(traced("masks_late"), cross_skips=cross)]
-        for found in model.shards[1:]
+        for later_shard in model.shards[1:]
         for value in model.values.by_name.values()
-        if value.crosses(found.first)
+        if value.crosses(later_shard.first)
     )
 
 
@@ -217,7 +219,8 @@ def test_what_reads_and_what_writes_a_buffer_stay_together():
 
     assert len(places) == 2
     assert not any(
-        min(places) < found.first <= max(places) for found in shard(model, cross_skips=True).shards
+        min(places) < one_shard.first <= max(places)
+        for one_shard in shard(model, cross_skips=True).shards
     )
 
 
@@ -238,14 +241,14 @@ def _opens_in_little_memory(end) -> None:
 
 def test_experts_of_40_gib_are_opened_in_8():
     context = multiprocessing.get_context("fork")
-    end, other = context.Pipe(duplex=False)
-    child = context.Process(target=_opens_in_little_memory, args=(other,))
+    end, second = context.Pipe(duplex=False)
+    child = context.Process(target=_opens_in_little_memory, args=(second,))
     child.start()
-    other.close()
-    found = end.recv() if end.poll(60) else 0
+    second.close()
+    actual = end.recv() if end.poll(60) else 0
     child.join()
 
-    assert found > 40 * GIB
+    assert actual > 40 * GIB
 
 
 def test_grouped_products_of_experts_are_counted_in_fp32_as_in_bf16():

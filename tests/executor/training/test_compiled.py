@@ -1,5 +1,7 @@
-"""--compile. Blocks are traced as for inductor, by the backend that runs what was traced: to make
-machine code takes half a minute. With inductor itself: `pytest -m slow
+"""Compiled runs (--compile).
+
+Blocks are traced as for inductor, by the backend that runs the trace, because making machine code
+takes half a minute. With inductor itself: `pytest -m slow
 tests/executor/training/test_compiled.py`.
 """
 

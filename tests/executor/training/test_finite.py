@@ -1,5 +1,6 @@
-"""A loss or gradient that is not finite on any rank ends the run on all of them, whatever the mesh
-and the model.
+"""A loss or gradient that is not finite on any rank ends the run on all of them.
+
+The mesh and the model make no difference.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def spoil(trained: Trainer) -> None:
 
 
 def _spoilt_on_rank_1(plan: Plan | TracedPlan) -> tuple[int, str]:
-    """How many steps there were, and the error that ended them."""
+    """The number of steps made, and the error that ended them."""
     trained, done = trainer(plan), 0
     try:
         for _ in trained.run():
@@ -81,9 +82,9 @@ PLANS = {
 
 @pytest.mark.multiproc
 def test_all_ranks_end_with_the_same_error_on_every_mesh_and_kind_of_model():
-    found = run_ranks([plan for plan, _ in PLANS.values()], _spoilt_on_rank_1)
+    actual = run_ranks([plan for plan, _ in PLANS.values()], _spoilt_on_rank_1)
 
-    for (name, (_, ranks)), (first, second) in zip(PLANS.items(), found, strict=True):
+    for (name, (_, ranks)), (first, second) in zip(PLANS.items(), actual, strict=True):
         assert first == second, name
         done, message = first
         assert done == 1, name
@@ -155,6 +156,6 @@ def test_the_command_ends_with_its_own_exit_code_and_keeps_the_checkpoint_before
     assert code == 5, err
     assert out.count("loss") == 1
     assert err.startswith("error: step 2: the loss is ")
-    assert [found.name for found in saves.iterdir()] == ["step-000001"]
+    assert [saved.name for saved in saves.iterdir()] == ["step-000001"]
     assert regardless == 0
     assert capsys.readouterr().out.count("loss") == 4

@@ -1,6 +1,4 @@
-"""The peak of a CPU run: what torch's profiler counts, what torch's MemTracker counts, and what the
-prices say.
-"""
+"""The peak of a CPU run: torch's profiler, torch's MemTracker, and the prices."""
 
 from __future__ import annotations
 
@@ -29,13 +27,11 @@ CPU = torch.device("cpu")
 
 
 def measured(plan: Plan) -> tuple[float, float, float]:
-    """Bytes at the peak of a step of the first rank: predicted, measured by the run, counted by
-    MemTracker.
-    """
+    """Peak bytes of a step of the first rank: predicted, measured, counted by MemTracker."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plan, folder), nprocs=1, start_method="fork")
-        predicted, own, counted = json.loads((Path(folder) / "peaks").read_text())
-    return predicted, own, counted
+        predicted, recorded, counted = json.loads((Path(folder) / "peaks").read_text())
+    return predicted, recorded, counted
 
 
 def _rank(rank: int, plan: Plan, folder: str) -> None:
@@ -63,15 +59,15 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
 def test_the_peak_of_a_run_is_what_memtracker_counts_and_what_is_predicted(dropout):
     model = replace(load_model("gpt-tiny").spec, dropout=dropout)
 
-    predicted, own, counted = measured(Case(micro_batch_size=16).plan(model, 16, 64))
+    predicted, recorded, counted = measured(Case(micro_batch_size=16).plan(model, 16, 64))
 
-    assert own == pytest.approx(counted, rel=0.01)
-    assert predicted == pytest.approx(own, rel=0.01)
+    assert recorded == pytest.approx(counted, rel=0.01)
+    assert predicted == pytest.approx(recorded, rel=0.01)
 
 
 def test_what_was_there_before_and_the_most_of_a_step_count_together():
     before = torch.ones(1000)
-    other, peak = allocated_bytes(gc.get_objects()), PeakBytes()
+    allocated, peak = allocated_bytes(gc.get_objects()), PeakBytes()
 
     with peak.counted():
         first = torch.ones(5000)
@@ -81,7 +77,7 @@ def test_what_was_there_before_and_the_most_of_a_step_count_together():
         del second, third
 
     assert peak.num_bytes == pytest.approx(
-        other + 2 * 4 * 5000, abs=64
+        allocated + 2 * 4 * 5000, abs=64
     )  # numbers that are added are tensors for a moment
     assert before.sum() == 1000
 
@@ -100,6 +96,9 @@ def test_blocks_that_another_thread_gave_back_are_left_out():
 
 
 def test_memory_of_numpy_and_a_second_view_are_not_the_allocators():
-    own = torch.zeros(8)
+    tensor = torch.zeros(8)
 
-    assert allocated_bytes([own, own[:2], torch.from_numpy(np.zeros(1000)), "text"]) == own.nbytes
+    assert (
+        allocated_bytes([tensor, tensor[:2], torch.from_numpy(np.zeros(1000)), "text"])
+        == tensor.nbytes
+    )

@@ -1,6 +1,4 @@
-"""What a run notes of itself: every action once and in the schedule's order, on clocks that
-agree.
-"""
+"""Records of a run: every action once, in the schedule's order, on clocks that agree."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ STEPS = 6
 
 
 def recorded(plan: Plan) -> tuple[RunFile, set[str]]:
-    """The run of `plan` in a new world, and the names of the ranges that torch's profiler saw on
-    rank 0 in the last steps.
+    """Returns the run of `plan` in a new world, and names of profiler ranges.
+
+    The names are those that torch's profiler saw on rank 0 in the last steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
@@ -97,7 +96,7 @@ def test_every_action_is_a_span_in_the_order_of_the_schedule(layout):
 
 
 def _whole(run: RunFile, plan: Plan) -> None:
-    """What a run file always holds."""
+    """Requires the contents that every run file has."""
     assert run.the_plan() == plan
     assert (run.recorded_steps, len(run.steps.seconds), run.steps.warm_up) == (STEPS - 2, STEPS, 2)
     assert run.steps.loss[-1] < run.steps.loss[0] + 0.5

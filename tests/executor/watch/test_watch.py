@@ -1,5 +1,6 @@
-"""A run that hangs, or loses a rank, ends with one error that names the rank; torchrun then goes on
-from a checkpoint.
+"""A run that hangs, or loses a rank, ends with one error that names the rank.
+
+Torchrun then resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def _end(
     timeout_s: float = 60.0,
     other_s: float = 5.0,
 ) -> list[int | None]:
-    """Run `python -m parplan.executor` on two ranks, of which some act so when they read the batch
-    of the fourth step; the exit codes.
+    """Returns the exit codes of `python -m parplan.executor` on two ranks.
 
-    A rank that has not ended `other_s` after the first has None, and is ended.
+    The ranks in `ranks` run `action` when they read the batch of the fourth step. A rank that has
+    not ended `other_s` after the first has None, and is ended.
     """
     write_plan(plan, path / "plan.yaml")
     torch.set_num_threads(1)
@@ -116,7 +117,7 @@ def _rank(rank: int, restart: int, port: int, arguments: list[str], action) -> N
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    """As torchrun keeps it for its ranks."""
+    """Returns a store like the one that torchrun makes for its ranks."""
     return dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
 
 
@@ -128,8 +129,8 @@ def test_a_rank_that_does_not_come_along_is_named_with_its_place(tmp_path, store
     assert codes == [5, 5]
     error, hint = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"error: rank 1 \(pp 0, dp 1, tp 0\) has not moved since step 4, micro-batch 1, for 4 s: it reads its batch "
-        r"\(test_executor_watch\.py:\d+, _sleep\); the others wait for it",
+        r"error: rank 1 \(pp 0, dp 1, tp 0\) has not moved since step 4, micro-batch 1, for 4 s: "
+        r"it reads its batch \(test_watch\.py:\d+, _sleep\); the others wait for it",
         error,
     )
     assert hint.startswith("hint: ")
@@ -152,8 +153,9 @@ def test_a_rank_that_is_stopped_is_named(tmp_path, store, capfd):
 def test_a_rank_that_dies_is_named_and_the_next_try_goes_on_with_the_losses_of_an_undisturbed_run(
     tmp_path, store, capfd
 ):
-    """As torchrun restarts: new ranks, the same store. benchmarks/executor/recovery.py does it with
-    torchrun itself.
+    """A restart makes new ranks on the same store, like torchrun.
+
+    benchmarks/executor/recovery.py does it with torchrun itself.
     """
     plan = make_plan(dataclasses.replace(GPT, dropout=0.1), dp=2, zero=(3,))
     saved = ("--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2")
@@ -249,8 +251,9 @@ def test_more_ranks_beat_less_often():
 
 
 def test_the_run_does_not_end_while_another_rank_moves(monkeypatch):
-    """Two ranks in one process: rank 0 has not moved for the timeout, rank 1 has just moved, then
-    has not either.
+    """Two ranks run in one process.
+
+    Rank 0 has not moved for the timeout; rank 1 has just moved, then has not either.
     """
     store, ends = dist.HashStore(), []
     progress = RankProgress()

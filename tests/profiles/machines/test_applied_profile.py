@@ -1,6 +1,4 @@
-"""Profiles of one's own laid over a cluster: the machines that they are for, and that every price
-of a search follows them.
-"""
+"""User profiles applied to a cluster: the matching machines, and prices that follow them."""
 
 from __future__ import annotations
 
@@ -258,11 +256,11 @@ def test_collectives_that_were_measured_hold_on_the_machines_own_link_whatever_i
         rows=2,
         median_error=0.0,
     )
-    own = replace(
+    relinked = replace(
         MEASURED.profile, intra=replace(MEASURED.profile.intra, kind=Kind.MEASURED, curves=(curve,))
     )
 
-    assert machine_for(replace(CPU, profile=own)).collective_curves["all_reduce"] == (curve,)
+    assert machine_for(replace(CPU, profile=relinked)).collective_curves["all_reduce"] == (curve,)
 
 
 def asked(tmp_path, profile: UserProfile, **more):
@@ -272,24 +270,27 @@ def asked(tmp_path, profile: UserProfile, **more):
 
 
 def test_what_the_user_leaves_open_is_as_it_was_measured_and_said(tmp_path):
-    found = asked(tmp_path, MEASURED)
+    request = asked(tmp_path, MEASURED)
 
-    assert cluster_document(found.cluster) == cluster_document(
+    assert cluster_document(request.cluster) == cluster_document(
         replace(CPU, profile=MEASURED.profile)
     )
-    assert (found.training.precision, found.training.stack.name) == (Precision.FP32, "torchtitan")
+    assert (request.training.precision, request.training.stack.name) == (
+        Precision.FP32,
+        "torchtitan",
+    )
     assert {
         "--gpu cpu (the profile's)",
         "--precision fp32 (the profile's)",
         "--stack torchtitan (the profile's)",
-    } < set(found.assumed)
+    } < set(request.assumed)
 
 
 def test_what_the_user_says_is_not_assumed(tmp_path):
-    found = asked(tmp_path, MEASURED, gpu="cpu", precision="fp32", stack="nemo", gpus_per_node=1)
+    request = asked(tmp_path, MEASURED, gpu="cpu", precision="fp32", stack="nemo", gpus_per_node=1)
 
-    assert (found.cluster.nodes, found.training.stack.name) == (2, "nemo")
-    assert not any("the profile's" in phrase for phrase in found.assumed)
+    assert (request.cluster.nodes, request.training.stack.name) == (2, "nemo")
+    assert not any("the profile's" in phrase for phrase in request.assumed)
     with pytest.raises(
         ConfigError, match=r"mine\.yaml: the profile is of device cpu, asked is h100-80gb"
     ):
@@ -297,9 +298,9 @@ def test_what_the_user_says_is_not_assumed(tmp_path):
 
 
 def test_a_profile_of_factors_alone_leaves_the_defaults_as_they_are(tmp_path):
-    found = asked(tmp_path, replace(PROFILE, calibration=None))
+    request = asked(tmp_path, replace(PROFILE, calibration=None))
 
-    assert {"--gpu a100-80gb", "--precision bf16", "--stack megatron-core"} < set(found.assumed)
+    assert {"--gpu a100-80gb", "--precision bf16", "--stack megatron-core"} < set(request.assumed)
 
 
 def test_a_precision_that_is_none_names_the_file(tmp_path):
@@ -366,17 +367,17 @@ def test_the_program_of_a_layer_and_its_price_agree_under_a_calibration(sharding
     layer = build_graph(load_model("gpt-tiny").spec, training, 4).block
     problem, draw = layer_problem(layer, sharding, machine, training), random.Random(0)
     for _ in range(5):
-        options = tuple(draw.choice(found) for found in problem.options)
-        own = replace(
+        options = tuple(draw.choice(option) for option in problem.options)
+        divided = replace(
             sharding,
             own=tuple(
                 (name, option.splits) for name, option in zip(problem.names, options, strict=True)
             ),
         )
-        again = tuple(
-            name for name, option in zip(problem.names, options, strict=True) if option.again
+        repeated = tuple(
+            name for name, option in zip(problem.names, options, strict=True) if option.recomputed
         )
 
-        price = price_operators(layer, own, machine, training).time(again)
+        price = price_operators(layer, divided, machine, training).time(repeated)
 
         assert evaluate(problem, options).launched_s == pytest.approx(price.total_s, rel=1e-12)

@@ -1,6 +1,4 @@
-"""Families of models: the published shapes by name, files of their own first, and models between
-the members.
-"""
+"""Families of models: published shapes by name, user files first, and models between members."""
 
 from __future__ import annotations
 
@@ -136,7 +134,7 @@ def test_a_wrong_family_file_is_an_error_that_names_the_place(change, message):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "asked", "precision", "phrase"),
+    ("gpu", "requested", "precision", "phrase"),
     [
         pytest.param(
             "v100-32gb",
@@ -145,15 +143,17 @@ def test_a_wrong_family_file_is_an_error_that_names_the_place(change, message):
             "--precision fp16 (the device has no bf16)",
             id="v100",
         ),
-        pytest.param("v100-32gb", "fp32", Precision.FP32, None, id="asked"),
+        pytest.param("v100-32gb", "fp32", Precision.FP32, None, id="requested"),
         pytest.param("a100-40gb", None, Precision.BF16, "--precision bf16", id="a100"),
     ],
 )
-def test_the_default_precision_is_fp16_where_the_device_has_no_bf16(gpu, asked, precision, phrase):
-    found = request_of(TargetOptions(model="gpt-1b", gpus=8, gpu=gpu, precision=asked))
+def test_the_default_precision_is_fp16_where_the_device_has_no_bf16(
+    gpu, requested, precision, phrase
+):
+    request = request_of(TargetOptions(model="gpt-1b", gpus=8, gpu=gpu, precision=requested))
 
-    assert found.training.precision is precision
-    assert found.training.gradient_precision is Precision.FP32
-    assert [text for text in found.assumed if text.startswith("--precision")] == (
+    assert request.training.precision is precision
+    assert request.training.gradient_precision is Precision.FP32
+    assert [text for text in request.assumed if text.startswith("--precision")] == (
         [phrase] if phrase else []
     )

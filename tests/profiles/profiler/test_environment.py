@@ -1,6 +1,4 @@
-"""What a machine is: nvidia-smi's texts, the identity of an environment, the cluster that it
-makes.
-"""
+"""The environment of a machine: nvidia-smi's texts, its identity, and its cluster."""
 
 from __future__ import annotations
 
@@ -38,7 +36,8 @@ TOPOLOGY = (
     "GPU3\tSYS\tNV12\tNV12\t X \tSYS\tPXB\t64-127\t1\t\tN/A\n"
     "NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS\t\t\t\t\n"
     "NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X \t\t\t\t\n"
-    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes\n"
+    "\nLegend:\n\n  X    = Self\n"
+    "  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes\n"
     "\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
 )
 ALONE = "\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-15\tN/A\n"  # an older driver, one GPU
@@ -78,7 +77,7 @@ def test_clocks_power_and_driver_are_those_of_the_first_gpu():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "actual"),
     [
         pytest.param(
             "550.54, [N/A], 1980, [Not Supported], 2619, [N/A]\n",
@@ -97,15 +96,15 @@ def test_clocks_power_and_driver_are_those_of_the_first_gpu():
         pytest.param("", {}, id="silent"),
     ],
 )
-def test_what_nvidia_smi_does_not_know_is_left_out(text, found):
-    assert parse_gpu_facts(text) == found
+def test_what_nvidia_smi_does_not_know_is_left_out(text, actual):
+    assert parse_gpu_facts(text) == actual
 
 
 def test_each_pair_of_gpus_and_each_gpu_with_each_nic_counts_once():
-    found = parse_links(TOPOLOGY)
+    links = parse_links(TOPOLOGY)
 
-    assert found.gpus == {"NV12": 5, "SYS": 1}  # 6 pairs
-    assert found.nics == {"PXB": 4, "SYS": 4}  # 4 GPUs x 2 NICs
+    assert links.gpus == {"NV12": 5, "SYS": 1}  # 6 pairs
+    assert links.nics == {"PXB": 4, "SYS": 4}  # 4 GPUs x 2 NICs
 
 
 @pytest.mark.parametrize(
@@ -145,15 +144,15 @@ def test_a_gpu_is_asked_by_what_torch_knows_it_by(tmp_path, monkeypatch):
 
 
 def test_the_environment_of_a_host_names_neither_it_nor_its_paths():
-    found = environment("cpu")
-    text = json.dumps(asdict(found))
+    described = environment("cpu")
+    text = json.dumps(asdict(described))
 
-    assert found.device == "cpu"
-    assert found.num_devices == found.num_cores >= 1
-    assert found.memory_bytes * found.num_devices <= found.host_memory_bytes
-    assert found.torch.split(".")[0].isdigit()
+    assert described.device == "cpu"
+    assert described.num_devices == described.num_cores >= 1
+    assert described.memory_bytes * described.num_devices <= described.host_memory_bytes
+    assert described.torch.split(".")[0].isdigit()
     assert socket.gethostname() not in text
-    assert "/" not in text.replace(found.cpu or "", "")
+    assert "/" not in text.replace(described.cpu or "", "")
 
 
 def test_a_machine_without_gpus_says_so():
@@ -187,35 +186,45 @@ def test_a_node_of_gpus_is_what_torch_and_nvidia_smi_say(tmp_path, monkeypatch):
     (tmp_path / "topology").write_text(TOPOLOGY)
     (tmp_path / "nvidia-smi").write_text(
         '#!/bin/sh\ncase "$*" in\n*topo*) cat "${0%/*}/topology";;\n'
-        "*--id=GPU-12ab-34cd*) echo 580.95.05, 1755, 1980, 2619, 2619, 700.00;;\n*) exit 1;;\nesac\n"
+        "*--id=GPU-12ab-34cd*) echo 580.95.05, 1755, 1980, 2619, 2619, 700.00;;\n"
+        "*) exit 1;;\nesac\n"
     )
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
 
-    found = environment("cuda")
+    described = environment("cuda")
 
-    assert (found.device, found.num_devices, found.memory_bytes, found.num_sms) == (
+    assert (described.device, described.num_devices, described.memory_bytes, described.num_sms) == (
         first.name,
         4,
         first.total_memory,
         132,
     )
-    assert (found.compute_capability, found.cuda, found.cudnn, found.nccl, found.driver) == (
+    assert (
+        described.compute_capability,
+        described.cuda,
+        described.cudnn,
+        described.nccl,
+        described.driver,
+    ) == (
         "9.0",
         "13.0",
         "91002",
         "2.27.3",
         "580.95.05",
     )
-    assert (found.sm_clock_mhz, found.max_sm_clock_mhz, found.power_limit_w) == (
+    assert (described.sm_clock_mhz, described.max_sm_clock_mhz, described.power_limit_w) == (
         1755.0,
         1980.0,
         700.0,
     )
-    assert (found.gpu_links, found.nic_links) == ({"NV12": 5, "SYS": 1}, {"PXB": 4, "SYS": 4})
-    assert "12ab" not in json.dumps(asdict(found))
-    assert "mlx5" not in json.dumps(asdict(found))
-    assert cluster_of(found).device == load_cluster("h100-80gb").device
+    assert (described.gpu_links, described.nic_links) == (
+        {"NV12": 5, "SYS": 1},
+        {"PXB": 4, "SYS": 4},
+    )
+    assert "12ab" not in json.dumps(asdict(described))
+    assert "mlx5" not in json.dumps(asdict(described))
+    assert cluster_of(described).device == load_cluster("h100-80gb").device
 
 
 def test_the_model_of_a_processor_is_read_and_missing_elsewhere():
@@ -253,10 +262,10 @@ def test_every_name_in_the_catalogue_is_a_packaged_cluster(name, cluster):
         num_sms=device.num_sms,
     )
 
-    found = cluster_of(there)
+    actual = cluster_of(there)
 
-    assert found.device == device
-    assert (found.nodes, found.gpus_per_node) == (1, 2)
+    assert actual.device == device
+    assert (actual.nodes, actual.gpus_per_node) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -275,10 +284,10 @@ def test_a_gpu_that_is_not_what_its_name_says_has_what_was_measured(change):
         machine.figures("device_copy", {"bytes": 1}, copied_bytes_per_s=1e11),
     )
 
-    found = cluster_of(replace(A100, **change), records).device
+    actual = cluster_of(replace(A100, **change), records).device
 
-    assert found.memory_bytes_per_s == 1e11
-    assert "no datasheet" in found.source
+    assert actual.memory_bytes_per_s == 1e11
+    assert "no datasheet" in actual.source
 
 
 def test_an_unknown_gpu_is_as_fast_as_its_fastest_product_and_copy():
@@ -294,22 +303,28 @@ def test_an_unknown_gpu_is_as_fast_as_its_fastest_product_and_copy():
         ),
     )
 
-    found = cluster_of(UNKNOWN, records)
+    cluster = cluster_of(UNKNOWN, records)
 
     fastest_us = min(timing.median_us for timing in fast.measured.times.values())
-    assert found.device.peak_flops_per_s == {"bf16": pytest.approx(2 * 8192**3 / fastest_us * 1e6)}
-    assert (found.device.memory_bytes_per_s, found.device.memory_bytes, found.device.num_sms) == (
+    assert cluster.device.peak_flops_per_s == {
+        "bf16": pytest.approx(2 * 8192**3 / fastest_us * 1e6)
+    }
+    assert (
+        cluster.device.memory_bytes_per_s,
+        cluster.device.memory_bytes,
+        cluster.device.num_sms,
+    ) == (
         9e11,
         48 * 2**30,
         142,
     )
-    assert (found.name, found.gpus_per_node, found.nodes) == (
+    assert (cluster.name, cluster.gpus_per_node, cluster.nodes) == (
         "nvidia-rtx-6000-ada-generation",
         4,
         1,
     )
-    assert (found.host_memory_bytes, found.pcie_bytes_per_s) == (2**38, 2.5e10)
-    assert cluster_from_document(cluster_document(found), "") == found
+    assert (cluster.host_memory_bytes, cluster.pcie_bytes_per_s) == (2**38, 2.5e10)
+    assert cluster_from_document(cluster_document(cluster), "") == cluster
 
 
 def test_a_host_is_a_node_of_its_cores():
@@ -330,21 +345,25 @@ def test_a_host_is_a_node_of_its_cores():
         machine.figures("allocator", {}, context_bytes=3e8),
     )
 
-    found = cluster_of(there, records)
+    cluster = cluster_of(there, records)
 
-    assert (found.name, found.device.name, found.gpus_per_node, found.device.num_sms) == (
+    assert (cluster.name, cluster.device.name, cluster.gpus_per_node, cluster.device.num_sms) == (
         "cpu",
         "cpu",
         6,
         1,
     )
-    assert (found.device.memory_bytes, found.host_memory_bytes, found.device.context_bytes) == (
+    assert (
+        cluster.device.memory_bytes,
+        cluster.host_memory_bytes,
+        cluster.device.context_bytes,
+    ) == (
         2**33,
         6 * 2**33,
         300_000_000,
     )
-    assert list(found.device.peak_flops_per_s) == ["fp32"]
-    assert "one core of AMD EPYC" in found.device.source
+    assert list(cluster.device.peak_flops_per_s) == ["fp32"]
+    assert "one core of AMD EPYC" in cluster.device.source
 
 
 @pytest.mark.parametrize("missing", ["linear", "device_copy"])

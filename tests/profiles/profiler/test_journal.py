@@ -88,33 +88,33 @@ def test_a_damaged_byte_costs_no_more_than_its_lines(path):
     for position in (*ends, *random.Random(2).sample(range(header, len(body)), 100)):
         for changed in {body[position] ^ 1, 0, ord("\n"), ord("\r"), ord("\t")} - {body[position]}:
             path.write_bytes(body[:position] + bytes((changed,)) + body[position + 1 :])
-            found = reopened(path)
+            journal = reopened(path)
 
-            assert all(BY_KEY[key] == record for key, record in found.records.items())
-            assert len(found.records) >= (1 if position in ends else 2)
-            assert found.notes
+            assert all(BY_KEY[key] == record for key, record in journal.records.items())
+            assert len(journal.records) >= (1 if position in ends else 2)
+            assert journal.notes
 
 
 def test_a_damaged_line_in_the_middle_is_named(path):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join((*lines[:2], lines[2].replace(b"softmax", b"softmin"), lines[3])))
 
-    found = reopened(path)
+    journal = reopened(path)
 
-    assert found.records == {record.case.key: record for record in (RECORDS[0], RECORDS[2])}
-    assert found.notes == [f"{path}, line 3: damaged; what it was of is measured again"]
+    assert journal.records == {record.case.key: record for record in (RECORDS[0], RECORDS[2])}
+    assert journal.notes == [f"{path}, line 3: damaged; what it was of is measured again"]
 
 
 def test_a_later_record_of_a_case_replaces_the_earlier(path):
-    journal, again = open_journal(path, ASKED), replace(RECORDS[0], case=RECORDS[1].case)
-    journal.append(again)
+    journal, repeated = open_journal(path, ASKED), replace(RECORDS[0], case=RECORDS[1].case)
+    journal.append(repeated)
     journal.close()
 
-    assert reopened(path).records == {**BY_KEY, again.case.key: again}
+    assert reopened(path).records == {**BY_KEY, repeated.case.key: repeated}
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         (
             {"device": "h100-80gb", "precision": "fp32"},
@@ -125,16 +125,16 @@ def test_a_later_record_of_a_case_replaces_the_earlier(path):
         ({"precision": "fp32"}, "was measured for device none, asked is None"),
     ],
 )
-def test_a_journal_of_something_else_is_refused_and_stays_as_it_is(path, asked, message):
+def test_a_journal_of_something_else_is_refused_and_stays_as_it_is(path, requested, message):
     before = path.read_bytes()
 
     with pytest.raises(ConfigError, match=message) as error:
-        open_journal(path, asked)
+        open_journal(path, requested)
 
     assert "--restart" in error.value.hint
     assert path.read_bytes() == before
-    assert reopened(path, asked, restart=True).records == {}
-    assert reopened(path, asked).notes == []
+    assert reopened(path, requested, restart=True).records == {}
+    assert reopened(path, requested).notes == []
 
 
 def test_what_was_asked_may_hold_lists_and_tuples(tmp_path):

@@ -1,5 +1,6 @@
-"""Sessions of measurements: order, budget, devices at once, failures, and that nothing is lost or
-done twice however one ends.
+"""Sessions of measurements: order, budget, devices at once, and failures.
+
+Nothing is lost or done twice however a session ends.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def cases(work: str, count: int):
     return [case(work, size) for size in range(1, count + 1)]
 
 
-def measured(found) -> Record:
-    return Record(case=found, outcome=CaseOutcome.MEASURED, measured=steady(found, "cpu"))
+def measured(actual) -> Record:
+    return Record(case=actual, outcome=CaseOutcome.MEASURED, measured=steady(actual, "cpu"))
 
 
 @pytest.fixture
@@ -53,11 +54,11 @@ def journal(tmp_path):
     journal.close()
 
 
-def ran(journal, asked, program=None, devices=("cpu",), **options) -> Measurements:
+def ran(journal, requested, program=None, devices=("cpu",), **options) -> Measurements:
     """A session of `program`, or of one that logs what it begins."""
     program = program or partial(logged, str(journal.path.with_name("log")))
     return run_session(
-        asked,
+        requested,
         program,
         devices,
         journal,
@@ -81,12 +82,14 @@ def log(journal) -> list[str]:
 
 
 def test_all_cases_are_measured_once_and_in_their_order(journal):
-    asked = random.Random(1).sample(cases("linear", 6), 6)
+    requested = random.Random(1).sample(cases("linear", 6), 6)
 
-    found = ran(journal, [*asked, asked[0]])
+    measurements = ran(journal, [*requested, requested[0]])
 
-    assert found == Measurements(records=tuple(map(measured, asked)), missed=(), interrupted=False)
-    assert log(journal) == [case.key for case in asked]
+    assert measurements == Measurements(
+        records=tuple(map(measured, requested)), missed=(), interrupted=False
+    )
+    assert log(journal) == [case.key for case in requested]
 
 
 def test_failures_are_recorded_and_the_others_complete(journal):
@@ -109,50 +112,55 @@ def test_failures_are_recorded_and_the_others_complete(journal):
         "sleeps": CaseOutcome.HUNG,
     }
 
-    found = ran(journal, [case(work) for work in works], by_work, hang_limit_s=2.0)
+    measurements = ran(journal, [case(work) for work in works], by_work, hang_limit_s=2.0)
 
-    assert [record.outcome for record in found.records] == [
+    assert [record.outcome for record in measurements.records] == [
         outcomes.get(work, CaseOutcome.MEASURED) for work in works
     ]
-    assert [record.measured for record in found.records] == [
+    assert [record.measured for record in measurements.records] == [
         None if work in outcomes else steady(case(work), "") for work in works
     ]
 
 
 def test_what_the_journal_holds_is_not_measured_again_not_even_failures(journal):
-    asked = cases("linear", 5)
-    kept = [measured(asked[1]), Record(case=asked[3], outcome=CaseOutcome.HUNG, detail="no answer")]
+    requested = cases("linear", 5)
+    kept = [
+        measured(requested[1]),
+        Record(case=requested[3], outcome=CaseOutcome.HUNG, detail="no answer"),
+    ]
     for record in kept:
         journal.append(record)
 
-    found = ran(journal, asked)
+    measurements = ran(journal, requested)
 
-    assert log(journal) == [asked[index].key for index in (0, 2, 4)]
-    assert found.records == tuple(kept[1] if case is asked[3] else measured(case) for case in asked)
+    assert log(journal) == [requested[index].key for index in (0, 2, 4)]
+    assert measurements.records == tuple(
+        kept[1] if case is requested[3] else measured(case) for case in requested
+    )
 
 
 def test_failures_are_measured_again_when_asked(journal):
-    asked = cases("linear", 3)
-    journal.append(measured(asked[0]))
-    journal.append(Record(case=asked[1], outcome=CaseOutcome.OUT_OF_MEMORY))
+    requested = cases("linear", 3)
+    journal.append(measured(requested[0]))
+    journal.append(Record(case=requested[1], outcome=CaseOutcome.OUT_OF_MEMORY))
 
-    found = ran(journal, asked, retry_failed=True)
+    measurements = ran(journal, requested, retry_failed=True)
 
-    assert log(journal) == [asked[1].key, asked[2].key]
-    assert found.records == tuple(map(measured, asked))
+    assert log(journal) == [requested[1].key, requested[2].key]
+    assert measurements.records == tuple(map(measured, requested))
 
 
 def test_a_failure_that_is_not_reached_again_stays(journal):
     failure = Record(case=case("linear"), outcome=CaseOutcome.OUT_OF_MEMORY)
     journal.append(failure)
 
-    found = ran(journal, [case("linear")], retry_failed=True, deadline_s=0.0)
+    measurements = ran(journal, [case("linear")], retry_failed=True, deadline_s=0.0)
 
-    assert found == Measurements(records=(failure,), missed=(), interrupted=False)
+    assert measurements == Measurements(records=(failure,), missed=(), interrupted=False)
 
 
 def test_a_record_of_other_passes_is_no_record_of_the_case(journal):
-    other = Record(
+    second = Record(
         case=session.Case(
             work="linear",
             sizes=(("size", 1),),
@@ -161,7 +169,7 @@ def test_a_record_of_other_passes_is_no_record_of_the_case(journal):
         ),
         outcome=CaseOutcome.CRASHED,
     )
-    journal.append(other)
+    journal.append(second)
 
     assert ran(journal, [case("linear")]).records == (measured(case("linear")),)
 
@@ -169,49 +177,49 @@ def test_a_record_of_other_passes_is_no_record_of_the_case(journal):
 def test_no_case_starts_when_the_time_is_over(journal, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: 100.0 if len(journal.records) >= 2 else 0.0)
     monkeypatch.setattr(session, "time", clock)
-    asked = cases("linear", 5)
+    requested = cases("linear", 5)
 
-    found = ran(journal, asked)
+    measurements = ran(journal, requested)
 
-    assert found == Measurements(
-        records=tuple(map(measured, asked[:2])), missed=tuple(asked[2:]), interrupted=False
+    assert measurements == Measurements(
+        records=tuple(map(measured, requested[:2])), missed=tuple(requested[2:]), interrupted=False
     )
-    assert log(journal) == [case.key for case in asked[:2]]
+    assert log(journal) == [case.key for case in requested[:2]]
 
 
 def test_devices_work_at_the_same_time(journal, tmp_path):
     (tmp_path / "met").mkdir()
 
-    found = ran(
+    measurements = ran(
         journal,
         [case(work, 3) for work in "abc"],
         partial(meeting, str(tmp_path / "met")),
         ("d0", "d1", "d2"),
     )
 
-    assert [record.outcome for record in found.records] == [CaseOutcome.MEASURED] * 3
+    assert [record.outcome for record in measurements.records] == [CaseOutcome.MEASURED] * 3
 
 
 def test_a_device_has_one_case_at_a_time_and_works_of_the_host_have_it_alone(journal, tmp_path):
-    asked = [case("launch" if index % 4 == 2 else "linear", index + 1) for index in range(12)]
+    requested = [case("launch" if index % 4 == 2 else "linear", index + 1) for index in range(12)]
 
-    found = ran(journal, asked, partial(apart, str(tmp_path)), ("d0", "d1", "d2"))
+    measurements = ran(journal, requested, partial(apart, str(tmp_path)), ("d0", "d1", "d2"))
 
-    assert found.records == tuple(map(measured, asked))
+    assert measurements.records == tuple(map(measured, requested))
 
 
 def test_progress_counts_what_is_done_what_failed_and_what_runs(journal):
-    asked, told = [case(work) for work in ("linear", "exits", "gelu")], []
-    journal.append(measured(asked[0]))
+    requested, told = [case(work) for work in ("linear", "exits", "gelu")], []
+    journal.append(measured(requested[0]))
 
-    ran(journal, asked, by_work, on_progress=told.append)
+    ran(journal, requested, by_work, on_progress=told.append)
 
     first, last = told[0], told[-1]
     assert (first.done, first.total, first.failed, first.running, first.expected_s) == (
         1,
         3,
         0,
-        (asked[1].key,),
+        (requested[1].key,),
         None,
     )
     assert (last.done, last.total, last.failed, last.running, last.expected_s) == (3, 3, 1, (), 0.0)
@@ -221,15 +229,15 @@ def test_progress_counts_what_is_done_what_failed_and_what_runs(journal):
 
 @pytest.fixture
 def _ctrl_c():
-    """As in a shell's foreground: tests may run with it ignored."""
+    """SIGINT interrupts as in a shell's foreground; tests may run with it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
-def interrupting(found, times: int):
+def interrupting(actual, times: int):
     def interrupt(progress: SessionProgress) -> None:
-        for _ in range(times * (progress.running == (found.key,))):
+        for _ in range(times * (progress.running == (actual.key,))):
             signal.raise_signal(signal.SIGINT)
 
     return interrupt
@@ -237,24 +245,24 @@ def interrupting(found, times: int):
 
 @pytest.mark.usefixtures("_ctrl_c")
 def test_ctrl_c_ends_what_runs_and_keeps_what_is_done(journal):
-    asked = [case("linear"), case("gelu"), case("sleeps"), case("softmax")]
+    requested = [case("linear"), case("gelu"), case("sleeps"), case("softmax")]
 
-    found = ran(journal, asked, by_work, on_progress=interrupting(asked[2], times=1))
+    measurements = ran(journal, requested, by_work, on_progress=interrupting(requested[2], times=1))
 
-    assert found == Measurements(
-        records=tuple(map(measured, asked[:2])), missed=tuple(asked[2:]), interrupted=True
+    assert measurements == Measurements(
+        records=tuple(map(measured, requested[:2])), missed=tuple(requested[2:]), interrupted=True
     )
-    assert ran(journal, [asked[3]]).records == (measured(asked[3]),)
+    assert ran(journal, [requested[3]]).records == (measured(requested[3]),)
 
 
 @pytest.mark.usefixtures("_ctrl_c")
 def test_a_second_ctrl_c_does_not_wait(journal):
-    asked = [case("linear"), case("sleeps")]
+    requested = [case("linear"), case("sleeps")]
 
     with pytest.raises(KeyboardInterrupt):
-        ran(journal, asked, by_work, on_progress=interrupting(asked[1], times=2))
+        ran(journal, requested, by_work, on_progress=interrupting(requested[1], times=2))
 
-    assert list(journal.records) == [asked[0].key]
+    assert list(journal.records) == [requested[0].key]
     assert multiprocessing.active_children() == []
 
 
@@ -269,7 +277,8 @@ class Killed:
         self.process: subprocess.Popen[str]
 
     def begin(self) -> None:
-        code = f"from tests.helpers.programs import main; main({str(self.journal)!r}, {str(self.log)!r}, {NUM_CASES})"
+        arguments = f"{str(self.journal)!r}, {str(self.log)!r}, {NUM_CASES}"
+        code = f"from tests.helpers.programs import main; main({arguments})"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdout=subprocess.PIPE,
@@ -298,7 +307,9 @@ class Killed:
 
 @pytest.mark.slow
 def test_a_session_killed_five_times_ends_as_one_that_was_not(tmp_path):
-    draw, killed, journaled = random.Random(6), Killed(tmp_path), set()
+    draw = random.Random(6)
+    killed = Killed(tmp_path)
+    journaled = set()
     for round_ in range(6):
         before = len(killed.begun())
         killed.begin()
@@ -321,5 +332,5 @@ def test_a_session_killed_five_times_ends_as_one_that_was_not(tmp_path):
         journaled = set(journal.records)
 
     lines = killed.journal.read_bytes().splitlines()
-    assert journaled == {found.key for found in cases("logged", NUM_CASES)}
+    assert journaled == {requested_case.key for requested_case in cases("logged", NUM_CASES)}
     assert len(lines) == 1 + NUM_CASES

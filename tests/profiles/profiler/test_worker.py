@@ -1,6 +1,4 @@
-"""One process a measurement: figures come back as they were, and every way to fail is told from the
-others.
-"""
+"""One process for each measurement: figures come back unchanged, and failures are told apart."""
 
 from __future__ import annotations
 
@@ -196,7 +194,8 @@ def test_nothing_is_left_open_when_a_case_is_done():
 def test_a_script_without_a_guard_is_not_run_again_in_its_children(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "print('once')\nfrom tests.helpers.programs import case, measured_alone\nprint(measured_alone(case('linear')).outcome)\n"
+        "print('once')\nfrom tests.helpers.programs import case, measured_alone\n"
+        "print(measured_alone(case('linear')).outcome)\n"
     )
 
     done = subprocess.run(
@@ -214,8 +213,10 @@ def test_a_script_without_a_guard_is_not_run_again_in_its_children(tmp_path):
 @pytest.mark.parametrize(("work", "limit_s"), [("sleeps", 1000.0), ("holds_the_interpreter", 1.0)])
 def test_no_process_is_left_by_one_that_is_killed(work, limit_s):
     code = (
-        "import time; from parplan.profiles.profiler.worker import start; from tests.helpers.programs import by_work, case; "
-        f"child = start(by_work, case({work!r}), 'cpu', {limit_s}); print('begun', flush=True); time.sleep(1000)"
+        "import time; from parplan.profiles.profiler.worker import start; "
+        "from tests.helpers.programs import by_work, case; "
+        f"child = start(by_work, case({work!r}), 'cpu', {limit_s}); "
+        "print('begun', flush=True); time.sleep(1000)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],

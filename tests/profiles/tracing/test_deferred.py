@@ -1,6 +1,4 @@
-"""Deferred initialisation: modules without memory, and the values of one parameter after the
-other.
-"""
+"""Deferred initialisation: modules without memory, then values one parameter at a time."""
 
 from __future__ import annotations
 
@@ -53,39 +51,41 @@ def test_nothing_has_memory(made):
 
 
 def test_values_are_what_the_constructors_draw(made):
-    found = values(made)
+    drawn = values(made)
 
-    assert found["linear.weight"].abs().max() <= 1 / 8
-    assert found["linear.weight"][1:].std() == pytest.approx(
+    assert drawn["linear.weight"].abs().max() <= 1 / 8
+    assert drawn["linear.weight"][1:].std() == pytest.approx(
         1 / 8 / 3**0.5, rel=0.1
     )  # uniform in +- 1 / sqrt(64)
-    assert found["linear.weight"][0].abs().max() == 0
-    assert found["scaled"].std() == pytest.approx(0.02, rel=0.1)
-    assert found["truncated"].abs().max() <= 1
-    assert found["truncated"].std() == pytest.approx(
+    assert drawn["linear.weight"][0].abs().max() == 0
+    assert drawn["scaled"].std() == pytest.approx(0.02, rel=0.1)
+    assert drawn["truncated"].abs().max() <= 1
+    assert drawn["truncated"].std() == pytest.approx(
         0.44, rel=0.1
     )  # of a normal of 0.5 cut at two deviations
     torch.testing.assert_close(
-        found["orthogonal.weight"].T @ found["orthogonal.weight"], torch.eye(24)
+        drawn["orthogonal.weight"].T @ drawn["orthogonal.weight"], torch.eye(24)
     )
-    assert torch.equal(found["identity"], torch.eye(16))
-    assert torch.equal(found["visible"], torch.tril(torch.ones(9, 9)))
+    assert torch.equal(drawn["identity"], torch.eye(16))
+    assert torch.equal(drawn["visible"], torch.tril(torch.ones(9, 9)))
 
 
 def test_a_value_depends_on_the_seed_and_on_nothing_else(made):
-    before, again, other = values(made), values(made), values(made, seed=6)
+    before = values(made)
+    drawn = values(made)
+    second = values(made, seed=6)
     alone = made[1].value(made[0].scaled, 5)
 
-    assert all(torch.equal(before[name], again[name]) for name in before)
+    assert all(torch.equal(before[name], drawn[name]) for name in before)
     assert torch.equal(alone, before["scaled"])
-    assert not torch.equal(before["scaled"], other["scaled"])
+    assert not torch.equal(before["scaled"], second["scaled"])
 
 
 def test_copies_of_one_draw_stay_equal_and_other_draws_differ(made):
-    found = values(made)
+    drawn = values(made)
 
-    assert torch.equal(found["twice.0.weight"], found["twice.1.weight"])
-    assert not torch.equal(found["scaled"].flatten()[:100], found["truncated"].flatten()[:100])
+    assert torch.equal(drawn["twice.0.weight"], drawn["twice.1.weight"])
+    assert not torch.equal(drawn["scaled"].flatten()[:100], drawn["truncated"].flatten()[:100])
 
 
 def test_what_the_code_reads_is_there_while_it_is_made(made):

@@ -1,5 +1,6 @@
-"""The tracer: what it records runs again as the module does, in numbers; its sizes are in
-proportion; what it cannot record it names.
+"""The tracer: a recorded program computes what the module does, with proportional sizes.
+
+It names what it cannot record.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def workload_of(module: nn.Module, *shape: int) -> TracedWorkload:
     """A module that gives its own loss of x, [batch, *shape]."""
     made = module, lambda size: {"x": torch.randn(size, *shape)}
     with (
-        patch.object(source_module, "function_of", lambda factory: lambda: made),
+        patch.object(source_module, "import_factory", lambda factory: lambda: made),
         patch.object(source_module, "_check_parameters"),
     ):
         return open_workload(
@@ -97,19 +98,23 @@ def calls_again(program: Program, module: nn.Module, batch: dict[str, Tensor]) -
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_recorded_calls_give_the_loss_gradients_and_buffers_of_the_module(name):
     program, real = recorded(name, 2), opened_with_values(name)
-    again, batch = copy.deepcopy(real.module), real.batch(2)
+    copied, batch = copy.deepcopy(real.module), real.batch(2)
 
     expected = real.loss_of(real.module, {key: value.clone() for key, value in batch.items()})
     expected.backward()
-    found = calls_again(program, again, batch)
-    found.backward()
+    replayed = calls_again(program, copied, batch)
+    replayed.backward()
 
-    assert torch.equal(found, expected)
-    for (key, own), other in zip(real.module.named_parameters(), again.parameters(), strict=True):
-        assert (own.grad is None) == (other.grad is None), key
-        assert own.grad is None or torch.equal(own.grad, other.grad), key
-    for (key, own), other in zip(real.module.named_buffers(), again.buffers(), strict=True):
-        assert torch.equal(own, other), key
+    assert torch.equal(replayed, expected)
+    for (key, original), parameter in zip(
+        real.module.named_parameters(), copied.parameters(), strict=True
+    ):
+        assert (original.grad is None) == (parameter.grad is None), key
+        assert original.grad is None or torch.equal(original.grad, parameter.grad), key
+    for (key, original), parameter in zip(
+        real.module.named_buffers(), copied.buffers(), strict=True
+    ):
+        assert torch.equal(original, parameter), key
 
 
 def test_constants_that_are_written_are_fresh_for_every_micro_batch():
@@ -128,33 +133,35 @@ def test_a_description_scaled_is_that_of_a_recording_of_that_size(name):
 
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_flops_and_parameters_are_those_that_torch_counts(name):
-    """The forward pass of the same workload under torch.utils.flop_counter, which knows attention
-    as products, and its parameters.
+    """The same forward pass runs under torch.utils.flop_counter.
+
+    It knows attention as products.
     """
     workload = opened_with_values(name)
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
         workload.loss_of(workload.module, workload.batch(2))
 
-    found = described(name)
+    description = described(name)
 
     assert (
-        sum(traced.operator.flops_forward for traced in found.operators)
+        sum(traced.operator.flops_forward for traced in description.operators)
         == counted.get_total_flops()
     )
-    assert found.num_parameters == sum(
+    assert description.num_parameters == sum(
         parameter.numel() for parameter in workload.module.parameters()
     )
 
 
 @pytest.mark.parametrize("name", ["unet", "mixer", "shares", "own_gradient", "t5", "vit"])
 def test_kept_bytes_are_those_that_autograd_holds(name):
-    """On a CPU in fp32: the memory that real saved tensors hold, without that of parameters,
-    buffers and the batch. (A batch norm keeps its statistics in both; constants are left out in
-    both.)
+    """The bytes are those of saved tensors on a CPU in fp32.
+
+    Parameters, buffers and the batch do not count. A batch norm keeps its statistics in both;
+    constants are left out in both.
     """
     workload = opened_with_values(name)
     batch = workload.batch(2)
-    others = {
+    rest = {
         tensor.untyped_storage().data_ptr()
         for tensor in (*workload.module.parameters(), *batch.values())
     }
@@ -168,17 +175,17 @@ def test_kept_bytes_are_those_that_autograd_holds(name):
         loss = workload.loss_of(workload.module, batch)
     assert loss.requires_grad
     real = sum(
-        tensor.untyped_storage().nbytes() for memory, tensor in held.items() if memory not in others
+        tensor.untyped_storage().nbytes() for memory, tensor in held.items() if memory not in rest
     )
 
     programs = [record(opened(name), size, on_cpu=True) for size in (2, 3)]
-    found = describe(*programs, on_cpu=True)
+    description = describe(*programs, on_cpu=True)
 
     constants = sum(value.untyped_storage().nbytes() for value in programs[0].constants.values())
     kept = sum(
         {
             tensor.name: tensor.num_bytes
-            for traced in found.operators
+            for traced in description.operators
             for tensor in traced.operator.saved
         }.values()
     )
@@ -187,15 +194,15 @@ def test_kept_bytes_are_those_that_autograd_holds(name):
 
 def test_names_paths_and_lines_are_those_of_the_calling_module():
     program = recorded("mixer", 2)
-    found = {node.meta["name"]: node.meta for node in program.calls}
+    actual = {node.meta["name"]: node.meta for node in program.calls}
 
-    assert found["blocks.1.tokens.0.linear"]["path"] == "blocks.1.tokens.0"
-    file, line = found["blocks.1.tokens.0.linear"]["line"].rsplit(":", 1)
+    assert actual["blocks.1.tokens.0.linear"]["path"] == "blocks.1.tokens.0"
+    file, line = actual["blocks.1.tokens.0.linear"]["line"].rsplit(":", 1)
     assert (
         "self.tokens(self.norm1(x)"
         in Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
     )
-    assert len(found) == len(program.calls)
+    assert len(actual) == len(program.calls)
 
 
 def test_views_have_the_name_of_what_they_view_and_cost_nothing():
@@ -278,7 +285,8 @@ def test_un_fused_attention_is_two_products_of_activations():
     workload = open_workload(source, seq_length=1, attention=AttentionKernel.UNFUSED)
     fused = open_workload(source, seq_length=1)
 
-    eager, flash = (describe(record(each, 2), record(each, 3)) for each in (workload, fused))
+    eager = describe(record(workload, 2), record(workload, 3))
+    flash = describe(record(fused, 2), record(fused, 3))
 
     assert not any(each.operator.kind is OperatorKind.ATTENTION for each in eager.operators)
     assert eager.model_flops == flash.model_flops
@@ -385,8 +393,8 @@ def test_the_error_names_the_line_of_the_branch():
 
 
 def test_a_checkpoint_without_reentry_keeps_what_it_would_without():
-    """What runs again is the plan's to choose."""
-    plain, again = (
+    """The plan chooses the recomputed operators."""
+    plain, repeated = (
         describe(*(record(workload_of(_Odd(what), 4), size) for size in (2, 3)))
         for what in (
             lambda m, x: m.linear(x).exp(),
@@ -394,7 +402,7 @@ def test_a_checkpoint_without_reentry_keeps_what_it_would_without():
         )
     )
 
-    assert [each.operator.saved for each in again.operators] == [
+    assert [each.operator.saved for each in repeated.operators] == [
         each.operator.saved for each in plain.operators
     ]
 
@@ -440,7 +448,7 @@ def test_random_calls_are_recorded_and_are_no_constants():
 def test_a_loss_that_is_no_scalar_is_an_error():
     made = nn.Linear(4, 4), lambda size: {"input": torch.randn(size, 4)}
     with (
-        patch.object(source_module, "function_of", lambda factory: lambda: made),
+        patch.object(source_module, "import_factory", lambda factory: lambda: made),
         patch.object(source_module, "_check_parameters"),
     ):
         workload = open_workload(

@@ -1,7 +1,6 @@
-"""Traced GPT and Llama beside their built-in description: the same parameters and FLOPs, and what
-is kept, term by term.
+"""Traced GPT and Llama beside their built-in description: parameters, FLOPs and saved bytes.
 
-The terms that differ are those of docs/design/tracing.md. The executor's own modules are what the
+The terms that differ are those of docs/design/tracing.md. The executor's modules are what the
 description describes.
 """
 
@@ -82,16 +81,16 @@ def kept_bytes(operators: Iterable[Operator]) -> int:
 
 @pytest.mark.parametrize("name", OWN)
 def test_parameters_and_flops_of_the_executors_modules_are_those_of_the_description(name):
-    found, expected = traced(name), described(own_spec(name))
+    traced_model, expected = traced(name), described(own_spec(name))
 
-    assert found.num_parameters == expected.num_parameters
-    assert found.model_flops == expected.model_flops
+    assert traced_model.num_parameters == expected.num_parameters
+    assert traced_model.model_flops == expected.model_flops
     for layer, path in (
         (expected.embedding, "embedding."),
         (expected.block, "blocks.1."),
         (expected.head, "head."),
     ):
-        operators = part(found, path)
+        operators = part(traced_model, path)
         assert sum(each.flops_forward for each in operators) == layer.flops_forward
         assert sum(each.flops_backward for each in operators) == layer.flops_backward
         assert (
@@ -102,10 +101,10 @@ def test_parameters_and_flops_of_the_executors_modules_are_those_of_the_descript
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_parameters_and_flops_of_hugging_face_models_are_those_of_the_description(name):
-    found, expected = traced_hugging_face(name), described(spec_of(CONFIGS[name]))
+    traced_model, expected = traced_hugging_face(name), described(spec_of(CONFIGS[name]))
 
-    assert found.num_parameters == expected.num_parameters
-    assert found.model_flops == expected.model_flops
+    assert traced_model.num_parameters == expected.num_parameters
+    assert traced_model.model_flops == expected.model_flops
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -121,15 +120,16 @@ def test_the_executors_blocks_keep_what_is_described_and_the_statistics_of_their
 
 @pytest.mark.parametrize("name", OWN)
 def test_embedding_and_head_keep_what_is_described_and_where_the_targets_are(name):
-    """Besides the statistics of the norm the loss keeps, of each token, its target (int64) and
-    whether it is on this rank (bool).
+    """The loss saves two tensors besides the statistics of the norm.
+
+    They are each token's target (int64) and whether it is on this rank (bool).
     """
-    found, expected = traced(name), described(own_spec(name))
+    traced_model, expected = traced(name), described(own_spec(name))
     statistics = 4 * TOKENS * (1 if name == "llama" else 2)
 
-    assert kept_bytes(part(found, "embedding.")) == kept_bytes(expected.embedding.operators)
+    assert kept_bytes(part(traced_model, "embedding.")) == kept_bytes(expected.embedding.operators)
     assert (
-        kept_bytes(part(found, "head."))
+        kept_bytes(part(traced_model, "head."))
         == kept_bytes(expected.head.operators) + statistics + 9 * TOKENS
     )
 
@@ -139,13 +139,13 @@ def test_what_a_cpu_keeps_with_dropout_in_fp32_is_described_as_well():
     spec, training = own_spec("gpt_dropped"), replace(TRAINING, precision=Precision.FP32)
     expected = described(spec, training, plain_dropout=True)
 
-    found = traced("gpt_dropped", Precision.FP32, on_cpu=True)
+    traced_model = traced("gpt_dropped", Precision.FP32, on_cpu=True)
 
     assert (
-        kept_bytes(part(found, "blocks.1."))
+        kept_bytes(part(traced_model, "blocks.1."))
         == kept_bytes(expected.block.operators) + 2 * 2 * 4 * TOKENS
     )
-    assert kept_bytes(part(found, "embedding.")) == kept_bytes(expected.embedding.operators)
+    assert kept_bytes(part(traced_model, "embedding.")) == kept_bytes(expected.embedding.operators)
 
 
 STATISTICS = 2 * 2 * 4 * TOKENS  # of two layer norms
@@ -184,11 +184,12 @@ def test_what_blocks_of_hugging_face_keep_beyond_the_description_is_explained_te
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_the_head_of_hugging_face_keeps_fp32_probabilities_as_described(name):
-    """And the statistics of the norm, an int64 target a token and the number of tokens; an un-fused
-    norm as in the blocks.
+    """The head saves the norm's statistics and an int64 target a token too.
+
+    It also saves the number of tokens; an un-fused norm is as in the blocks.
     """
-    found = traced_hugging_face(name)
-    operators = part(found, "lm_head", "cross_entropy")
+    traced_model = traced_hugging_face(name)
+    operators = part(traced_model, "lm_head", "cross_entropy")
 
     assert (
         kept_bytes(operators)
@@ -209,17 +210,22 @@ def seconds(operators: Iterable[Operator], training: TrainingSpec) -> tuple[floa
 
 @pytest.mark.parametrize(("name", "spec"), [("gpt_large", LARGE_GPT), ("llama_large", LARGE_LLAMA)])
 def test_operators_of_a_traced_block_are_priced_as_those_of_the_description(name, spec):
-    """But for rotary positions and the copies of queries, keys and values: they are priced as one
-    kernel in the description.
+    """Rotary positions and the copies of queries, keys and values differ.
+
+    The description prices them as one kernel.
     """
     training = replace(TRAINING, seq_length=LONG, stack=load_stack("parplan"))
-    found = trace(ModuleSource(factory=f"tests.helpers.builtin_modules:{name}"), seq_length=LONG)
+    traced_model = trace(
+        ModuleSource(factory=f"tests.helpers.builtin_modules:{name}"), seq_length=LONG
+    )
     block: LayerClass = build_graph(spec, training, B).block
     single = (
         "blocks.0.rotary",
         *(f"blocks.0.attention.{copy}" for copy in ("flatten", "contiguous")),
     )
-    operators = [each for each in part(found, "blocks.0.") if not each.name.startswith(single)]
+    operators = [
+        each for each in part(traced_model, "blocks.0.") if not each.name.startswith(single)
+    ]
     fused = [each for each in block.operators if each.name != "rotary"]
 
     assert seconds(operators, training) == pytest.approx(seconds(fused, training), rel=1e-4)

@@ -1,6 +1,4 @@
-"""Groups of ranks: the shapes that a mesh makes on four worlds and who is in them by hand, against
-placements, and the order of cases.
-"""
+"""Groups of ranks: shapes and members on four worlds by hand, placements, and case order."""
 
 from __future__ import annotations
 
@@ -29,9 +27,10 @@ def shape(nodes, ranks, groups):
     return Shape(nodes=nodes, ranks_per_node=ranks, groups=groups)
 
 
-PAIR, NODE, TWO_NODES, FOUR_NODES = (
-    World(nodes=n, ranks_per_node=g) for n, g in ((1, 2), (1, 8), (2, 8), (4, 4))
-)
+PAIR = World(nodes=1, ranks_per_node=2)
+NODE = World(nodes=1, ranks_per_node=8)
+TWO_NODES = World(nodes=2, ranks_per_node=8)
+FOUR_NODES = World(nodes=4, ranks_per_node=4)
 EVERY_WORLD = pytest.mark.parametrize(
     "world",
     [
@@ -88,10 +87,13 @@ EVERY_WORLD = pytest.mark.parametrize(
     ],
 )
 def test_the_shapes_of_collectives_by_hand(world, expected):
-    found = [shape for level in group_shapes(world) for shape in level]
+    shapes = [shape for level in group_shapes(world) for shape in level]
 
-    assert {(one.nodes, one.ranks_per_node, one.groups) for one in found} == expected
-    assert len(found) == len(expected)
+    assert {
+        (group_shape.nodes, group_shape.ranks_per_node, group_shape.groups)
+        for group_shape in shapes
+    } == expected
+    assert len(shapes) == len(expected)
 
 
 def test_the_node_and_the_world_come_first_and_one_rank_a_node_before_the_rest():
@@ -147,25 +149,28 @@ def test_the_ranks_of_a_group_by_hand(world, of, expected):
 
 @EVERY_WORLD
 def test_groups_at_once_share_no_rank_and_each_node_is_in_as_many_as_the_shape_says(world):
-    for one in (found for level in group_shapes(world) for found in level):
-        together = group_members(one, world)
+    for group_shape in (level_shape for level in group_shapes(world) for level_shape in level):
+        together = group_members(group_shape, world)
         ranks = [rank for group in together for rank in group]
         nodes = [{rank // world.ranks_per_node for rank in group} for group in together]
 
         assert len(ranks) == len(set(ranks))
         assert set(ranks) <= set(range(world.num_ranks))
-        assert {len(group) for group in together} == {one.num_ranks}
-        assert {len(over) for over in nodes} == {one.nodes}
-        assert {sum(node in over for over in nodes) for node in set().union(*nodes)} == {one.groups}
+        assert {len(group) for group in together} == {group_shape.num_ranks}
+        assert {len(over) for over in nodes} == {group_shape.nodes}
+        assert {sum(node in over for over in nodes) for node in set().union(*nodes)} == {
+            group_shape.groups
+        }
 
 
 @EVERY_WORLD
 def test_every_group_of_every_mesh_has_a_shape(world):
-    """Placements of all meshes over all ranks; inside a node prices say one group, and all run at
-    once.
+    """Placements of all meshes over all ranks are checked.
+
+    Inside a node prices say one group, and all run at once.
     """
     local, number = world.ranks_per_node, world.num_ranks
-    shapes = {found for level in group_shapes(world) for found in level}
+    shapes = {group_shape for level in group_shapes(world) for group_shape in level}
     for tp in (d for d in range(1, number + 1) if number % d == 0):
         for dp in (d for d in range(1, number // tp + 1) if number // tp % d == 0):
             mesh = Mesh(pp=number // tp // dp, dp=dp, tp=tp)
@@ -219,10 +224,11 @@ def test_a_dp_group_over_the_tp_ranks_of_a_node_has_the_members_that_are_measure
     ],
 )
 def test_senders_and_receivers_by_hand(world, expected):
-    found = [one for level in pair_shapes(world) for one in level]
+    shapes = [pair_shape for level in pair_shapes(world) for pair_shape in level]
 
     assert {
-        (one.nodes, one.ranks_per_node, one.groups): pairs(one, world) for one in found
+        (pair_shape.nodes, pair_shape.ranks_per_node, pair_shape.groups): pairs(pair_shape, world)
+        for pair_shape in shapes
     } == expected
 
 
@@ -252,9 +258,8 @@ def test_every_collective_is_measured_at_every_shape_and_size_once(world):
     cases = comm_cases(world, largest_bytes=2**20, precision="fp32", product=64)
     keys = [case.key for case in cases]
     timed = [case for case in cases if case.work in TIMED]
-    groups, messages = (
-        sum(map(len, levels)) for levels in (group_shapes(world), pair_shapes(world))
-    )
+    groups = sum(map(len, group_shapes(world)))
+    messages = sum(map(len, pair_shapes(world)))
 
     assert len(keys) == len(set(keys))
     assert len(timed) == len(ladder(2**20)) * (4 * groups + messages)

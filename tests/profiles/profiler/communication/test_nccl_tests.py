@@ -1,6 +1,4 @@
-"""Text of nccl-tests as records: the formats of its versions, several programs in a file, and
-errors with their line.
-"""
+"""Text of nccl-tests as records: version formats, several programs, and errors with their line."""
 
 from __future__ import annotations
 
@@ -12,11 +10,23 @@ from parplan.profiles.profiler.communication.nccl_tests import nccl_tests_record
 
 # Lines as nccl-tests prints them (src/util.cu of 2.18, src/common.cu and src/*.cu of 2020); made-up
 # figures.
-FIRST = "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 268435456 step: 256(factor) warmup iters: 5 iters: 30 agg iters: 1 validation: 1"
+FIRST = (
+    "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 268435456 step: 256(factor) "
+    "warmup iters: 5 iters: 30 agg iters: 1 validation: 1"
+)
 HALF = "{time:>9}  {alg:6.2f}  {bus:6.2f}"
-HEADER = "#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong"
-UNITS = "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)       "
-OLD_HEADER = "#       size         count    type     time   algbw   busbw  error     time   algbw   busbw  error"
+HEADER = (
+    "#       size         count      type   redop    root     time   algbw   busbw #wrong"
+    "     time   algbw   busbw #wrong"
+)
+UNITS = (
+    "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)       "
+    "     (us)  (GB/s)  (GB/s)       "
+)
+OLD_HEADER = (
+    "#       size         count    type     time   algbw   busbw  error"
+    "     time   algbw   busbw  error"
+)
 
 
 def ranks(number, hosts, groups=1, old=False):
@@ -24,7 +34,8 @@ def ranks(number, hosts, groups=1, old=False):
     per_host = number // len(hosts)
     of_group = ["" if old else f" Group {rank % groups:2d}" for rank in range(number)]
     return [
-        f"#  Rank {rank:2d}{of_group[rank]} Pid   {1000 + rank} on {hosts[rank // per_host]:>10} device {rank % per_host:2d} [0x0f] GPU"
+        f"#  Rank {rank:2d}{of_group[rank]} Pid   {1000 + rank} on "
+        f"{hosts[rank // per_host]:>10} device {rank % per_host:2d} [0x0f] GPU"
         for rank in range(number)
     ]
 
@@ -73,11 +84,11 @@ def test_an_all_reduce_is_taken_in_place_as_torch_calls_it_and_a_gather_out_of_p
         ranks(8, ["node-0"]),
     )
 
-    assert [one.measured.times["time"].median_us for one in nccl_tests_records(NODE)] == [
+    assert [record.measured.times["time"].median_us for record in nccl_tests_records(NODE)] == [
         38.0,
         2100.0,
     ]
-    assert [one.measured.times["time"].median_us for one in nccl_tests_records(gathered)] == [
+    assert [record.measured.times["time"].median_us for record in nccl_tests_records(gathered)] == [
         40.0,
         2000.0,
     ]
@@ -136,10 +147,10 @@ def test_the_format_of_2020_without_redop_root_and_groups():
             *rows,
         )
     )
-    (found,) = nccl_tests_records(text)
+    (record,) = nccl_tests_records(text)
 
-    assert (found.case.work, found.case.passes[0].sizes) == ("all_gather", (2**26, 1, 8, 1))
-    assert found.measured.times["time"].median_us == 900.0
+    assert (record.case.work, record.case.passes[0].sizes) == ("all_gather", (2**26, 1, 8, 1))
+    assert record.measured.times["time"].median_us == 900.0
 
 
 def test_a_blank_redop_a_timestamp_and_a_half_alone_are_read():
@@ -173,9 +184,9 @@ def test_several_programs_in_a_file_and_several_files(tmp_path):
     )
     (tmp_path / "both.txt").write_text(f"{NODE}\n# Avg bus bandwidth    : 200\n{gathered}\n")
     (tmp_path / "one.txt").write_text(gathered)
-    found = read_nccl_tests([tmp_path / "both.txt", tmp_path / "one.txt"])
+    records = read_nccl_tests([tmp_path / "both.txt", tmp_path / "one.txt"])
 
-    assert [(one.case.work, one.case.size("ranks_per_node")) for one in found] == [
+    assert [(record.case.work, record.case.size("ranks_per_node")) for record in records] == [
         ("all_reduce", 8),
         ("all_reduce", 8),
         ("all_gather", 4),
@@ -194,9 +205,9 @@ def test_rows_of_no_bytes_are_left_out():
 
 def test_what_no_line_says_the_caller_does():
     bare = "\n".join((HEADER, row(2**28, (9000.0, 9100.0), 15 / 16)))
-    (found,) = nccl_tests_records(bare, 2, 8, collective="all_gather")
+    (record,) = nccl_tests_records(bare, 2, 8, collective="all_gather")
 
-    assert found.case.passes[0].sizes == (2**28, 2, 8, 1)
+    assert record.case.passes[0].sizes == (2**28, 2, 8, 1)
     with pytest.raises(ConfigError, match="line 2: a row of no program"):
         nccl_tests_records(bare, 2, 8)
     with pytest.raises(ConfigError, match="line 2: neither a list of ranks"):

@@ -1,6 +1,4 @@
-"""Measuring communication on two gloo ranks: a record of every case, what a resumed run leaves
-alone, and cases that fail.
-"""
+"""Measured communication of two gloo ranks: a record of each case, resumed runs and failures."""
 
 from __future__ import annotations
 
@@ -151,15 +149,16 @@ def test_ranks_of_several_nodes_measure_every_shape_at_once_and_alone(tmp_path):
 
 @pytest.mark.multiproc
 def test_a_resumed_run_measures_nothing_twice_and_tries_the_case_in_flight_again(tmp_path):
-    """A first run of the first cases; what it left is then noted as in flight, as a kill leaves
-    it.
+    """The first run makes only the first cases.
+
+    Its remainder is then noted as in flight, as a kill leaves it.
     """
     cases, journal = cases_of(PAIR), tmp_path / "journal"
     first, _ = run(journal, cases[:5])
     InFlight(journal.with_suffix(".in-flight")).begin(cases[5])
     length = journal.stat().st_size
     records, codes = run(journal, cases)
-    again, _ = run(journal, cases)
+    repeated, _ = run(journal, cases)
 
     assert codes == [0, 0]
     assert len(first) == 5
@@ -167,7 +166,7 @@ def test_a_resumed_run_measures_nothing_twice_and_tries_the_case_in_flight_again
     assert records[cases[5].key].outcome is CaseOutcome.MEASURED
     assert set(records) == {case.key for case in cases}
     assert length < journal.stat().st_size
-    assert again == records
+    assert repeated == records
 
 
 @pytest.mark.slow
@@ -212,8 +211,9 @@ def test_a_case_that_fails_is_recorded_and_the_next_run_does_the_rest(
 
 
 def _faulty(fault, group):
-    """A call that fails: on both ranks where the backend lacks it, on the second where it hangs or
-    dies.
+    """Returns a call that fails.
+
+    It fails on both ranks where the backend lacks it, on the second where it hangs or dies.
     """
 
     def run_it():
@@ -232,15 +232,15 @@ def test_a_case_that_was_in_flight_too_often_is_recorded_as_crashed(tmp_path):
     cases = cases_of(PAIR)
     journal = open_journal(tmp_path / "journal", ASKED)
     chief = Chief(cases=cases, journal=journal, in_flight=InFlight(tmp_path / "in-flight"))
-    found = []
+    actual = []
     for _ in range(3):
         chief.give_up(3)
-        found.append(cases[0].key in journal.records)
+        actual.append(cases[0].key in journal.records)
         chief.in_flight.begin(cases[0])
     chief.give_up(3)
     journal.close()
 
-    assert found == [False, False, False]
+    assert actual == [False, False, False]
     assert journal.records[cases[0].key].outcome is CaseOutcome.CRASHED
     assert not (tmp_path / "in-flight").exists()
 
@@ -270,11 +270,11 @@ def test_after_the_budget_nothing_more_is_begun(tmp_path):
 
 
 def test_a_timing_is_the_median_and_half_the_interquartile_range_over_it():
-    found = timing_of([5e-6, 1e-6, 2e-6, 3e-6, 4e-6])
+    timing = timing_of([5e-6, 1e-6, 2e-6, 3e-6, 4e-6])
 
-    assert found.median_us == pytest.approx(3.0)
-    assert found.spread == pytest.approx((4.0 - 2.0) / 2 / 3.0)
-    assert found.repeats == 5
+    assert timing.median_us == pytest.approx(3.0)
+    assert timing.spread == pytest.approx((4.0 - 2.0) / 2 / 3.0)
+    assert timing.repeats == 5
 
 
 def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
@@ -283,7 +283,7 @@ def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
         outcome=CaseOutcome.MEASURED,
         measured=CaseFigures(times={"time": timing_of([1e-6, 2e-6])}),
     )
-    found = CommFile(
+    comm_file = CommFile(
         comm_version=COMM_VERSION,
         date="2026-01-31",
         device="cpu",
@@ -293,9 +293,9 @@ def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
         ranks_per_node=2,
         records=(record,),
     )
-    write_comm_file(tmp_path / "comm.yaml", found)
+    write_comm_file(tmp_path / "comm.yaml", comm_file)
 
-    assert read_comm_file(tmp_path / "comm.yaml") == found
+    assert read_comm_file(tmp_path / "comm.yaml") == comm_file
     (tmp_path / "comm.yaml").write_text("comm_version: 7\n")
     with pytest.raises(ConfigError, match="comm_version is 7, this parplan reads 1"):
         read_comm_file(tmp_path / "comm.yaml")
@@ -395,10 +395,10 @@ def test_the_launcher_knows_the_errors_that_a_case_ends_a_run_with(outcome):
     class Keeps:
         keep = kept.append
 
-    found = comm_run._failed(cases_of(PAIR)[1], error, Keeps())
+    failure = comm_run._failed(cases_of(PAIR)[1], error, Keeps())
 
     assert kept[0].outcome is outcome
-    assert launch._ENDED.match(f"error: {found.message}")
+    assert launch._ENDED.match(f"error: {failure.message}")
 
 
 class Commands:
@@ -488,14 +488,19 @@ def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_e
         journal.append(record)
     journal.close()
 
-    found = launch.comm_records(2, output, device="cpu", largest="1KiB", told=lines.append)
+    comm_file = launch.comm_records(2, output, device="cpu", largest="1KiB", told=lines.append)
 
-    assert [record.case for record in found.records] == list(cases)
-    assert list(found.records[2:]) == earlier
-    assert [record.outcome for record in found.records[:2]] == [
+    assert [record.case for record in comm_file.records] == list(cases)
+    assert list(comm_file.records[2:]) == earlier
+    assert [record.outcome for record in comm_file.records[:2]] == [
         CaseOutcome.UNSUPPORTED,
         CaseOutcome.MEASURED,
     ]
-    assert (found.device, found.backend, found.nodes, found.ranks_per_node) == ("cpu", "gloo", 1, 2)
+    assert (comm_file.device, comm_file.backend, comm_file.nodes, comm_file.ranks_per_node) == (
+        "cpu",
+        "gloo",
+        1,
+        2,
+    )
     assert not journal_path(output).exists()
     assert any(line.startswith(f"{len(cases)}/{len(cases)}  ") for line in lines)

@@ -1,6 +1,4 @@
-"""Curves of records of communication: knots as they were measured, shares of links by hand,
-contention, and the prices that read them.
-"""
+"""Curves of communication records: knots, link shares by hand, contention, and prices."""
 
 from __future__ import annotations
 
@@ -96,7 +94,10 @@ def test_placements_and_collectives_have_a_curve_each_and_failures_have_none():
         ("all_to_all", 8, 1),
     }
     intra, _, _ = links_of(
-        [failed, *(one for work, ranks, groups in placed for one in line(work, 1, ranks, groups))],
+        [
+            failed,
+            *(point for work, ranks, groups in placed for point in line(work, 1, ranks, groups)),
+        ],
         CLUSTER,
     )
 
@@ -142,8 +143,9 @@ def test_without_a_gather_the_all_reduce_goes_round_the_ring_twice():
 
 
 def test_the_share_of_the_nics_is_that_of_groups_that_use_them_all_at_once():
-    """Eight groups of one rank a node have a NIC of 25 GB/s each; one such group alone is faster
-    and does not count.
+    """Eight groups of one rank a node have a NIC of 25 GB/s each.
+
+    One such group alone is faster and does not count.
     """
     records = [*line("all_gather", 2, 1, 8, 3.0), *line("all_gather", 2, 1, 1)]
     _, inter, _ = links_of(records, CLUSTER)
@@ -205,10 +207,12 @@ def test_contention_is_the_median_and_none_without_a_measurement():
     ],
 )
 def test_a_curve_of_a_placement_prices_it(placement, of, n_bytes, kind, time_us):
-    found = collective_time(Collective.ALL_REDUCE, n_bytes, placement, own(line("all_reduce", *of)))
+    priced = collective_time(
+        Collective.ALL_REDUCE, n_bytes, placement, own(line("all_reduce", *of))
+    )
 
-    assert found.value_s * 1e6 == pytest.approx(time_us)
-    assert found.kind is kind
+    assert priced.value_s * 1e6 == pytest.approx(time_us)
+    assert priced.kind is kind
 
 
 def test_inside_a_node_all_groups_of_an_axis_run_at_once():
@@ -225,15 +229,15 @@ def test_inside_a_node_all_groups_of_an_axis_run_at_once():
 
 def test_between_two_numbers_of_ranks_a_price_is_interpolated_even_at_a_knot():
     machine = own([*line("all_reduce", 1, 2, 1), *line("all_reduce", 1, 8, 1, 4.0)])
-    found = collective_time(Collective.ALL_REDUCE, 2**20, node(4), machine)
+    priced = collective_time(Collective.ALL_REDUCE, 2**20, node(4), machine)
 
-    assert found.value_s * 1e6 == pytest.approx(100.0)  # the geometric mean of 50 and 200
-    assert found.kind is Kind.INTERPOLATED
+    assert priced.value_s * 1e6 == pytest.approx(100.0)  # the geometric mean of 50 and 200
+    assert priced.kind is Kind.INTERPOLATED
 
 
 def test_a_placement_across_nodes_without_a_curve_is_analytic_with_the_fitted_share():
     machine = own(line("all_gather", 2, 1, 8, 3.0))
-    found = collective_time(
+    priced = collective_time(
         Collective.ALL_GATHER,
         2**30,
         Placement(nodes=4, ranks_per_node=1, groups_per_node=8),
@@ -241,8 +245,8 @@ def test_a_placement_across_nodes_without_a_curve_is_analytic_with_the_fitted_sh
     )
 
     reached = 1 / 2 * 2**30 / 30e-3
-    assert found.kind is Kind.ANALYTIC
-    assert found.value_s == pytest.approx(
+    assert priced.kind is Kind.ANALYTIC
+    assert priced.value_s == pytest.approx(
         3 / 4 * 2**30 / reached + 3 * CLUSTER.nic.latency_s, rel=1e-3
     )
 
@@ -262,10 +266,12 @@ def test_a_message_is_priced_by_the_curve_of_as_many_at_once(crosses, sharing, k
         *line("point_to_point", 1, 2, 4, 2.0),
         *line("point_to_point", 2, 1, 8, 3.0),
     ]
-    found = point_to_point_time(2**20, crosses_nodes=crosses, sharing=sharing, machine=own(records))
+    priced = point_to_point_time(
+        2**20, crosses_nodes=crosses, sharing=sharing, machine=own(records)
+    )
 
-    assert found.value_s * 1e6 == pytest.approx(time_us)
-    assert found.kind is kind
+    assert priced.value_s * 1e6 == pytest.approx(time_us)
+    assert priced.kind is kind
 
 
 def test_a_message_that_no_curve_is_of_is_analytic_also_beside_curves_of_collectives():

@@ -1,5 +1,6 @@
-"""Curves of a machine's records: constants come back, few points are sane, what nobody measured
-stays an assumption.
+"""Curves of a machine's records: constants come back, and few points are sane.
+
+An unmeasured curve stays an assumption.
 """
 
 from __future__ import annotations
@@ -92,23 +93,23 @@ def host_records(products=HOST_PRODUCTS, gelu=HOST_GELU):
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_constants_that_made_the_points_come_back(name):
-    found, true = curves_of(EXACT)[name], curves_of(CURVES)[name]
+    actual, true = curves_of(EXACT)[name], curves_of(CURVES)[name]
 
-    assert found.kind is Kind.INTERPOLATED
-    assert found.worst_error < 0.01
-    assert found.launch_s == pytest.approx(true.launch_s, rel=0.05)
-    for constant in {"efficiency", "bandwidth_share"} & {*found.__dataclass_fields__}:
-        assert getattr(found, constant) == pytest.approx(getattr(true, constant), rel=0.02)
+    assert actual.kind is Kind.INTERPOLATED
+    assert actual.worst_error < 0.01
+    assert actual.launch_s == pytest.approx(true.launch_s, rel=0.05)
+    for constant in {"efficiency", "bandwidth_share"} & {*actual.__dataclass_fields__}:
+        assert getattr(actual, constant) == pytest.approx(getattr(true, constant), rel=0.02)
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_errors_of_noisy_points_are_those_of_the_noise(name):
-    found = curves_of(NOISY)[name]
+    actual = curves_of(NOISY)[name]
 
     assert (
-        0.0 < found.median_error < 0.08
+        0.0 < actual.median_error < 0.08
     )  # the median of 5 % of noise is 3.4 %; a fit of few points has less
-    assert found.median_error <= found.worst_error < 0.25
+    assert actual.median_error <= actual.worst_error < 0.25
 
 
 def test_the_errors_of_a_curve_are_those_of_its_own_predictions():
@@ -194,20 +195,26 @@ def test_a_gradient_without_points_is_that_of_the_forward_product_marked_analyti
         for shape in LINEARS
     ]
     records = [
-        machine.record("linear", dict(zip("mnk", one.sizes, strict=True)), [(one, time_s)])
-        for one, time_s in passes
+        machine.record(
+            "linear", dict(zip("mnk", case_pass.sizes, strict=True)), [(case_pass, time_s)]
+        )
+        for case_pass, time_s in passes
     ]
 
-    found = fit_compute(records, CLUSTER, "bf16")
+    fitted = fit_compute(records, CLUSTER, "bf16")
 
-    assert (found.input_gradient.kind, found.input_gradient.rows, found.input_gradient.points) == (
+    assert (
+        fitted.input_gradient.kind,
+        fitted.input_gradient.rows,
+        fitted.input_gradient.points,
+    ) == (
         Kind.ANALYTIC,
         0,
         (),
     )
     assert (
-        found.input_gradient.efficiency
-        == found.forward.efficiency
+        fitted.input_gradient.efficiency
+        == fitted.forward.efficiency
         == pytest.approx(CURVES.forward.efficiency, rel=0.02)
     )
 
@@ -216,15 +223,15 @@ def test_a_gradient_without_points_is_that_of_the_forward_product_marked_analyti
 @pytest.mark.parametrize("first", [0, 7, 15])
 def test_a_few_points_make_a_sane_curve(count, first):
     machine = Machine()
-    found = fit_compute(
+    actual = fit_compute(
         [machine.linear(*shape) for shape in LINEARS[first : first + count]], CLUSTER, "bf16"
     ).forward
 
-    assert found.median_error < 0.03
-    assert 0.4 < found.efficiency < 1.2
+    assert actual.median_error < 0.03
+    assert 0.4 < actual.efficiency < 1.2
     for shape in LINEARS:  # the largest of them takes 10,000 times as long as the smallest
         m, n, k = shape
-        predicted_s = matmul_s.__wrapped__(Product(m=m, n=n, k=k), found, CHIP, sustained=True)
+        predicted_s = matmul_s.__wrapped__(Product(m=m, n=n, k=k), actual, CHIP, sustained=True)
         assert 0.6 < predicted_s / machine.product_s(shape, "forward") < 1.6
 
 
@@ -260,10 +267,10 @@ def test_a_launch_far_from_the_assumed_one_is_found(launch_s):
         for n_bytes in sizes
     ]
 
-    found = fit_compute(records, CLUSTER, "bf16").named["gelu"].forward
+    actual = fit_compute(records, CLUSTER, "bf16").named["gelu"].forward
 
-    assert found.launch_s == pytest.approx(launch_s, rel=0.05)
-    assert found.bandwidth_share * CHIP.bytes_per_s == pytest.approx(1e12, rel=0.05)
+    assert actual.launch_s == pytest.approx(launch_s, rel=0.05)
+    assert actual.bandwidth_share * CHIP.bytes_per_s == pytest.approx(1e12, rel=0.05)
 
 
 def test_a_point_whose_repeats_disagree_counts_less():
@@ -304,42 +311,42 @@ def test_products_with_odd_rows_do_not_bend_the_curve_of_an_accelerator():
         for record in odd
     ]
 
-    found = fit_compute([*(machine.linear(*shape) for shape in LINEARS), *slow], CLUSTER, "bf16")
+    fitted = fit_compute([*(machine.linear(*shape) for shape in LINEARS), *slow], CLUSTER, "bf16")
 
-    assert found.forward.efficiency == pytest.approx(EXACT.forward.efficiency, rel=1e-6)
-    assert found.weight_gradient.efficiency == pytest.approx(
+    assert fitted.forward.efficiency == pytest.approx(EXACT.forward.efficiency, rel=1e-6)
+    assert fitted.weight_gradient.efficiency == pytest.approx(
         EXACT.weight_gradient.efficiency, rel=1e-6
     )
     assert (
-        len(found.forward.points) == len(LINEARS) + len(LINEARS) // 2
+        len(fitted.forward.points) == len(LINEARS) + len(LINEARS) // 2
     )  # they stay points; two n of LINEARS are one 50257
-    assert found.forward.bounds.high == (8192, 50257, 16384)
+    assert fitted.forward.bounds.high == (8192, 50257, 16384)
     only = fit_compute(slow, CLUSTER, "bf16").forward
     assert only.rows == len(slow)
     assert only.efficiency < 0.5 * EXACT.forward.efficiency
 
 
 def test_points_of_a_host_core_are_met_within_their_noise():
-    found = fit_compute(host_records(), HOST, "fp32")
+    fitted = fit_compute(host_records(), HOST, "fp32")
 
-    assert found.forward.median_error < 0.12
-    assert found.forward.worst_error < 0.3
-    assert 0.7 < found.forward.efficiency < 1.05
-    assert found.forward.k_half < 16
-    assert found.named["gelu"].forward.median_error < 0.12
+    assert fitted.forward.median_error < 0.12
+    assert fitted.forward.worst_error < 0.3
+    assert 0.7 < fitted.forward.efficiency < 1.05
+    assert fitted.forward.k_half < 16
+    assert fitted.named["gelu"].forward.median_error < 0.12
 
 
 def test_a_host_has_no_tiles_that_a_width_could_fill_in_part():
-    found = fit_compute(host_records(), HOST, "fp32").forward
+    actual = fit_compute(host_records(), HOST, "fp32").forward
     chip = Chip(peak_flops_per_s=9.36e10, bytes_per_s=2.3e10, num_sms=1)
 
     def arithmetic_s(n: int) -> float:
-        bare = replace(found, launch_s=0.0, bandwidth_share=1e9)
+        bare = replace(actual, launch_s=0.0, bandwidth_share=1e9)
         return matmul_s.__wrapped__(
             Product(m=1024, n=n, k=64, operand_bytes=4, result_bytes=4), bare, chip
         )
 
-    assert found.untiled
+    assert actual.untiled
     assert not EXACT.forward.untiled
     assert arithmetic_s(96) == pytest.approx(1.5 * arithmetic_s(64), rel=1e-6)
 
@@ -347,30 +354,30 @@ def test_a_host_has_no_tiles_that_a_width_could_fill_in_part():
 @pytest.mark.parametrize("index", range(len(HOST_PRODUCTS)))
 def test_one_point_of_a_host_core_says_about_what_all_say(index):
     m, n, k, time_us = HOST_PRODUCTS[index]
-    found = fit_compute(host_records(HOST_PRODUCTS[index : index + 1], ()), HOST, "fp32").forward
+    actual = fit_compute(host_records(HOST_PRODUCTS[index : index + 1], ()), HOST, "fp32").forward
     chip = Chip(peak_flops_per_s=9.36e10, bytes_per_s=2.3e10, num_sms=1)
     product = Product(m=m, n=n, k=k, operand_bytes=4, result_bytes=4)
 
-    assert matmul_s.__wrapped__(product, found, chip, sustained=True) * 1e6 == pytest.approx(
+    assert matmul_s.__wrapped__(product, actual, chip, sustained=True) * 1e6 == pytest.approx(
         time_us, rel=0.02
     )
-    assert 0.5 < found.efficiency < 1.5
+    assert 0.5 < actual.efficiency < 1.5
 
 
 def test_a_profile_has_the_links_and_the_contention_that_it_is_given():
     links = analytic_profile("a100-80gb")
 
-    found = fit_profile(
+    profile = fit_profile(
         Machine().every(), CLUSTER, "bf16", intra=links.intra, inter=links.inter, contention=0.3
     )
 
-    assert (found.name, found.intra, found.inter, found.contention) == (
+    assert (profile.name, profile.intra, profile.inter, profile.contention) == (
         "a100-80gb",
         links.intra,
         links.inter,
         0.3,
     )
-    assert document(found.compute) == document(EXACT)
+    assert document(profile.compute) == document(EXACT)
 
 
 def test_no_curve_has_a_throttle_of_its_own():
