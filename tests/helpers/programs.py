@@ -24,7 +24,7 @@ from parplan.profiles.machines.measurements import (
 )
 from parplan.profiles.profiler import worker
 from parplan.profiles.profiler.journal import open_journal
-from parplan.profiles.profiler.measuring_session import run_session
+from parplan.profiles.profiler.measuring_session import SessionOptions, run_session
 
 ASKED = {"device": "none", "precision": "fp32"}
 
@@ -181,9 +181,9 @@ def main(journal: str, log: str, num_cases: int) -> None:
         partial(logged, log),
         ("a", "b"),
         where,
-        deadline_s=60.0,
-        hang_limit_s=20.0,
-        modules=("tests.helpers.programs",),
+        SessionOptions(
+            deadline_s=60.0, hang_limit_s=20.0, modules=("tests.helpers.programs",)
+        ),
     )
     where.close()
     print("done")

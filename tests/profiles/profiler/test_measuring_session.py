@@ -22,7 +22,7 @@ import pytest
 from parplan.profiles.machines.measurements import CaseOutcome, CasePass, Record
 from parplan.profiles.profiler import measuring_session as session
 from parplan.profiles.profiler.journal import open_journal
-from parplan.profiles.profiler.measuring_session import Measurements, run_session
+from parplan.profiles.profiler.measuring_session import Measurements, SessionOptions, run_session
 from parplan.profiles.profiler.session_progress import SessionProgress
 from tests.helpers.programs import (
     ASKED,
@@ -62,12 +62,15 @@ def ran(journal, requested, program=None, devices=("cpu",), **options) -> Measur
         program,
         devices,
         journal,
-        **{
-            "deadline_s": 60.0,
-            "hang_limit_s": 20.0,
-            "modules": ("tests.helpers.programs",),
-            **options,
-        },
+        SessionOptions(
+            **{
+                "deadline_s": 60.0,
+                "hang_limit_s": 20.0,
+                "modules": ("tests.helpers.programs",),
+                **options,
+            }
+        ),
+        on_progress,
     )
 
 

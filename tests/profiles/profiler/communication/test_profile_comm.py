@@ -434,7 +434,7 @@ def test_a_run_that_a_case_ended_is_started_again_and_blames_what_is_in_flight(
     )
     runs = Commands((["error: hung in all_reduce bytes=1: Timed out"], 1), ([], 0))
     monkeypatch.setattr(launch, "_run", runs)
-    launch.comm_records(2, output, restart=True)
+    launch.comm_records(2, output, launch.CommOptions(restart=True))
 
     assert [
         ("--restart" in command, command[-2:] == ["--attempts", "1"]) for command in runs.commands
@@ -455,7 +455,7 @@ def test_a_run_that_cannot_start_is_not_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_run", runs)
 
     with pytest.raises(PlannerError, match="--device cuda: local rank 0"):
-        launch.comm_records(2, tmp_path / "comm.yaml", device="cuda")
+        launch.comm_records(2, tmp_path / "comm.yaml", launch.CommOptions(device="cuda"))
 
 
 def test_a_run_that_ends_without_a_word_is_started_so_often(tmp_path, monkeypatch):
@@ -465,7 +465,7 @@ def test_a_run_that_ends_without_a_word_is_started_so_often(tmp_path, monkeypatc
     monkeypatch.setattr(launch, "_run", runs)
 
     with pytest.raises(PlannerError, match="was not measured: Segmentation fault"):
-        launch.comm_records(2, output, reruns=2)
+        launch.comm_records(2, output, launch.CommOptions(reruns=2))
 
 
 @pytest.mark.slow
@@ -488,7 +488,9 @@ def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_e
         journal.append(record)
     journal.close()
 
-    comm_file = launch.comm_records(2, output, device="cpu", largest="1KiB", told=lines.append)
+    comm_file = launch.comm_records(
+        2, output, launch.CommOptions(device="cpu", largest="1KiB"), lines.append
+    )
 
     assert [record.case for record in comm_file.records] == list(cases)
     assert list(comm_file.records[2:]) == earlier
