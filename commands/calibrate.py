@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Command,
-    epilog="  plan calibrate run.json -o mygpu.yaml\n  plan calibrate tp1/run.json tp2/run.json -o mygpu.yaml\n"
+    epilog="  plan calibrate run.json -o mygpu.yaml\n  plan calibrate tp1/run.json tp2/run.json "
+    "-o mygpu.yaml\n"
     "  plan --model gpt-20b --gpus 64 --profile mygpu.yaml",
 )
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))

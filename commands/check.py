@@ -25,7 +25,8 @@ NOT_FITTING = 3  # as where nothing fits
     "check",
     cls=Command,
     epilog=(
-        "  plan check plan.yaml\n  plan check plan.yaml --rank 0 --json | jq .verdict\n  plan check plan.yaml --execute"
+        "  plan check plan.yaml\n  plan check plan.yaml --rank 0 --json | jq .verdict\n  plan "
+        "check plan.yaml --execute"
     ),
 )
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
@@ -48,7 +49,8 @@ NOT_FITTING = 3  # as where nothing fits
     CHECK,
     "--trust-module",
     is_flag=True,
-    help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.",
+    help="Import the plan's module also from outside of the current folder and of installed "
+    "packages: its code runs.",
 )
 @as_json
 def check(

@@ -27,8 +27,10 @@ _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_fi
 
 @click.command(
     cls=Command,
-    epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline megatron,zero-3\n"
-    "  plan compare --model llama2-7b --gpus 16 --baseline all --json | jq '.baselines[] | {name, slower}'",
+    epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline "
+    "megatron,zero-3\n"
+    "  plan compare --model llama2-7b --gpus 16 --baseline all --json | jq '.baselines[] | {name, "
+    "slower}'",
 )
 @click.argument("plan_file", metavar="[PLAN]", type=click.Path(path_type=Path), required=False)
 @option(
@@ -38,7 +40,8 @@ _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_fi
     default="megatron",
     show_default=True,
     metavar="NAME,..",
-    help="Of megatron (with megatron-defaults and megatron-guide), zero-1, zero-2, zero-3, fsdp, all.",
+    help="Of megatron (with megatron-defaults and megatron-guide), zero-1, zero-2, zero-3, fsdp, "
+    "all.",
 )
 @target_options
 @option(

@@ -26,7 +26,8 @@ from parplan.commands.style import Command, List, Whole, option, packs
 @click.command(
     cls=Command,
     epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
-    "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml\n"
+    "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output "
+    "plan.yaml\n"
     "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan "
     "--offload optimizer,parameters --host-blocks 20",
 )
@@ -85,7 +86,8 @@ from parplan.commands.style import Command, List, Whole, option, packs
     "--schedule-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Instead, what each rank runs, one line each: 0F0,0F1,0B0,.. (stage, F B I or W, micro-batch).",
+    help="Instead, what each rank runs, one line each: 0F0,0F1,0B0,.. (stage, F B I or W, "
+    "micro-batch).",
 )
 @option(
     LAYOUT,
@@ -117,7 +119,8 @@ from parplan.commands.style import Command, List, Whole, option, packs
     "--offload",
     type=List(click.Choice(OFFLOAD)),
     metavar="WHAT,..",
-    help="To the host: states, or in chunks of blocks optimizer (states), parameters (with those); activations, lookup.",
+    help="To the host: states, or in chunks of blocks optimizer (states), parameters (with "
+    "those); activations, lookup.",
 )
 @option(
     LAYOUT,
@@ -150,7 +153,8 @@ from parplan.commands.style import Command, List, Whole, option, packs
     "--keep-on-host",
     type=List(click.STRING),
     metavar="NAME,..",
-    help="Operators of every block whose activations go to the host, or all: as --offload activations.",
+    help="Operators of every block whose activations go to the host, or all: as --offload "
+    "activations.",
 )
 @option(
     LAYOUT,
@@ -172,7 +176,8 @@ from parplan.commands.style import Command, List, Whole, option, packs
     type=click.IntRange(0, 3),
     default=0,
     show_default=True,
-    help="All-reduces of one half of a micro-batch under the other: 1 in a product, 2 in a block, 3 in a stage.",
+    help="All-reduces of one half of a micro-batch under the other: 1 in a product, 2 in a block, "
+    "3 in a stage.",
 )
 @option(
     OUTPUT,

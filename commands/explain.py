@@ -13,7 +13,8 @@ from parplan.commands.style import Command, Whole, option, print_json
 @click.command(
     cls=Command,
     epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
-    "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq '.[].rejected'",
+    "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq "
+    "'.[].rejected'",
 )
 @target_options
 @option(

@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     "max-model",
     cls=Command,
     epilog=(
-        "  plan max-model --gpus 8 --gpu v100-32gb --host-memory 240GiB\n  plan max-model --gpus 8 --gpu a100-40gb --hidden 8192 -o plan.yaml\n"
-        "  plan max-model --gpus 32 --gpu a100-40gb --json | jq '.largest[] | {offload, model, tflops}'"
+        "  plan max-model --gpus 8 --gpu v100-32gb --host-memory 240GiB\n  plan max-model --gpus "
+        "8 --gpu a100-40gb --hidden 8192 -o plan.yaml\n"
+        "  plan max-model --gpus 32 --gpu a100-40gb --json | jq '.largest[] | {offload, model, "
+        "tflops}'"
     ),
 )
 @option(

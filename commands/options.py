@@ -152,7 +152,8 @@ training_options = together(
         WHAT,
         "--precision",
         type=click.Choice(PRECISIONS),
-        help="Of weights and activations. [default: bf16, fp16 where the GPU has none, or the profile's]",
+        help="Of weights and activations. [default: bf16, fp16 where the GPU has none, or the "
+        "profile's]",
     ),
     option(
         WHAT,
@@ -165,7 +166,8 @@ training_options = together(
         WHAT,
         "--stack",
         metavar="NAME|FILE",
-        help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core, or the profile's]",
+        help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core, "
+        "or the profile's]",
     ),
     option(
         WHAT,
@@ -219,14 +221,16 @@ target_options = together(
         WHAT,
         "--model",
         metavar="NAME|PATH|PKG.MOD:FUNC",
-        help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module.",
+        help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a "
+        "function that makes a module.",
     ),
     training_options,
     option(
         WHAT,
         "--module",
         metavar="huggingface|PKG.MOD:FUNC",
-        help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]",
+        help="Whose module runs: transformers' for the config.json, or what your function "
+        "returns. [default: parplan's]",
     ),
     machine_options,
     packs("target", TargetOptions),
@@ -258,7 +262,8 @@ search_options = together(
         "--max-slowdown",
         type=Number(),
         metavar="SHARE",
-        help="Of the objectives memory and peak, over the fastest: without the host, where that fits. [default: 0.1]",
+        help="Of the objectives memory and peak, over the fastest: without the host, where that "
+        "fits. [default: 0.1]",
     ),
     option(
         AIM,
@@ -344,7 +349,8 @@ search_options = together(
         "--tp-overlap",
         type=List(click.IntRange(0, 3)),
         metavar="0..3,..",
-        help="Levels of sub-pipelined tensor parallelism, where tp > 1. [default: those that the stack runs]",
+        help="Levels of sub-pipelined tensor parallelism, where tp > 1. [default: those that the "
+        "stack runs]",
     ),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
     option(
@@ -358,7 +364,8 @@ search_options = together(
         "--offload",
         type=List(click.Choice(SEARCHED_OFFLOAD)),
         metavar="WHAT,..",
-        help="What the host may keep: of the blocks optimizer (states), parameters (with those), activations; lookup, the token "
+        help="What the host may keep: of the blocks optimizer (states), parameters (with those), "
+        "activations; lookup, the token "
         "table; or none. "
         "[default, for every objective: all with --host-memory, else only if nothing fits without]",
     ),
@@ -394,8 +401,10 @@ objective_options = together(
         type=click.Choice(("throughput", "memory", "peak", "pareto")),
         default="throughput",
         show_default=True,
-        help="Fastest step; within --max-slowdown of it the least redundant memory, or the least peak of the fullest GPU; or the "
-        "front of time and memory. Memory is that of the GPUs: the host takes states off them as --offload allows, "
+        help="Fastest step; within --max-slowdown of it the least redundant memory, or the least "
+        "peak of the fullest GPU; or the "
+        "front of time and memory. Memory is that of the GPUs: the host takes states off them as "
+        "--offload allows, "
         "never to hold more than without it.",
     ),
     option(

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     invoke_without_command=True,
     subcommand_metavar="[COMMAND]",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8\n"
+    epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu "
+    "h100-80gb --objective memory --tp 4,8\n"
     "  plan --model gpt-20b --gpus 64 --objective pareto --plot front.png",
 )
 @target_options
@@ -114,7 +115,8 @@ def _require_none_before(ctx: click.Context) -> None:
         name = param.name or ""
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(
-                f"{param.opts[0]} stands before {ctx.invoked_subcommand}: options go after the command"
+                f"{param.opts[0]} stands before {ctx.invoked_subcommand}: options go after the "
+                f"command"
             )
 
 

@@ -55,9 +55,12 @@ class ProfileOptions:
     "profile",
     cls=Command,
     epilog=(
-        "  plan profile -o mygpu.yaml --model gpt-20b --minutes 10\n  plan profile -o mygpu.yaml --comm\n"
-        "  plan profile -o mygpu.yaml --missing plan.yaml\n  plan profile --show mygpu.yaml --plot mygpu.png\n"
-        "  plan profile --diff before.yaml after.yaml\n  plan --model gpt-20b --gpus 64 --profile mygpu.yaml"
+        "  plan profile -o mygpu.yaml --model gpt-20b --minutes 10\n  plan profile -o mygpu.yaml "
+        "--comm\n"
+        "  plan profile -o mygpu.yaml --missing plan.yaml\n  plan profile --show mygpu.yaml "
+        "--plot mygpu.png\n"
+        "  plan profile --diff before.yaml after.yaml\n  plan --model gpt-20b --gpus 64 --profile "
+        "mygpu.yaml"
     ),
 )
 @click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
@@ -124,7 +127,8 @@ class ProfileOptions:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Collectives that torchrun -m parplan.profiles.profile_comm measured, on several nodes perhaps; may be repeated.",
+    help="Collectives that torchrun -m parplan.profiles.profile_comm measured, on several nodes "
+    "perhaps; may be repeated.",
 )
 @option(
     IMPORT,
@@ -132,7 +136,8 @@ class ProfileOptions:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Collectives from the text that nccl-tests printed, instead of measuring; may be repeated.",
+    help="Collectives from the text that nccl-tests printed, instead of measuring; may be "
+    "repeated.",
 )
 @option(
     IMPORT,

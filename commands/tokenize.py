@@ -20,7 +20,8 @@ _TOKENS = "Tokens"
 
 @click.command(
     cls=Command,
-    epilog="  plan tokenize book.txt -o tokens.bin\n  plan tokenize ~/src --glob '**/*.py' -o code.bin\n"
+    epilog="  plan tokenize book.txt -o tokens.bin\n  plan tokenize ~/src --glob '**/*.py' -o "
+    "code.bin\n"
     "  plan tokenize corpus/ --tokenizer ./llama-3-8b -o corpus.bin",
 )
 @click.argument(
@@ -100,6 +101,8 @@ def tokenize(
         return
     size = format_bytes(output.stat().st_size)
     click.echo(
-        f"wrote {output}: {found.count:,} tokens of {found.documents:,} documents, {size} of {found.dtype}\n"
-        f"tokenizer {found.tokenizer}, vocabulary {found.vocab_size:,}: the model needs a vocab_size of {found.largest_id + 1:,} or more"
+        f"wrote {output}: {found.count:,} tokens of {found.documents:,} documents, {size} of "
+        f"{found.dtype}\n"
+        f"tokenizer {found.tokenizer}, vocabulary {found.vocab_size:,}: the model needs a "
+        f"vocab_size of {found.largest_id + 1:,} or more"
     )

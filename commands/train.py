@@ -34,8 +34,10 @@ from parplan.report.text import console, say
 PROGRAM = "python -m parplan.executor"
 EXAMPLE = (
     "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 5\n"
-    "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50\n"
-    "  torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --steps 1000 --checkpoint-dir checkpoints"
+    "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --data tokens.bin --steps 1000 "
+    "--lr-schedule cosine --warmup-steps 50\n"
+    "  torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --steps 1000 "
+    "--checkpoint-dir checkpoints"
 )
 DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
 _OTHER_TRACE = "choose another file with --trace"
@@ -96,7 +98,8 @@ class RunFiles:
     "--data",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Token ids: a .bin, which `plan tokenize` writes, or a flat .npy. Without it they are random.",
+    help="Token ids: a .bin, which `plan tokenize` writes, or a flat .npy. Without it they are "
+    "random.",
 )
 @option(
     DATA,
@@ -198,7 +201,8 @@ class RunFiles:
     metavar="auto|never|PATH",
     default="auto",
     show_default=True,
-    help="auto: from the newest in --checkpoint-dir, if any; PATH: from that one, of any mesh or plan of the model.",
+    help="auto: from the newest in --checkpoint-dir, if any; PATH: from that one, of any mesh or "
+    "plan of the model.",
 )
 @option(
     CHECKPOINTS,
@@ -248,7 +252,8 @@ class RunFiles:
     "--trace",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.",
+    help="Also write a trace of the last step, predicted and measured: open it in "
+    "https://ui.perfetto.dev.",
 )
 @option(
     RUN,
@@ -269,7 +274,8 @@ class RunFiles:
     RUN,
     "--trust-module",
     is_flag=True,
-    help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.",
+    help="Import the plan's module also from outside of the current folder and of installed "
+    "packages: its code runs.",
 )
 @option(
     RUN,
@@ -278,7 +284,8 @@ class RunFiles:
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="Without progress on any rank until the run ends (within 10 more) and names the rank that is behind.",
+    help="Without progress on any rank until the run ends (within 10 more) and names the rank "
+    "that is behind.",
 )
 @packs("trained", Options)
 @packs("flags", RunFlags)

@@ -20,7 +20,8 @@ MEASURED = "Measured steps"
 
 @click.command(
     cls=Command,
-    epilog="  plan validate\n  plan validate --steps steps.csv --source vtrain --rows --plot errors.png\n"
+    epilog="  plan validate\n  plan validate --steps steps.csv --source vtrain --rows --plot "
+    "errors.png\n"
     "  plan validate --json | jq '.sources | map_values(.mape_time)'",
 )
 @option(

@@ -113,7 +113,8 @@ def device_of(name: str) -> torch.device:
     local_rank = launch.local_rank()
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"--device {name}: local rank {local_rank} has no GPU, torch sees {torch.cuda.device_count()}"
+            f"--device {name}: local rank {local_rank} has no GPU, torch sees "
+            f"{torch.cuda.device_count()}"
         )
     return torch.device("cuda", local_rank)
 

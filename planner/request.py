@@ -131,7 +131,8 @@ class Constraints:
         )
         if not levels:
             raise ConfigError(
-                f"--recompute and --forbid leave nothing that the stack {stack.name} runs: {', '.join(stack.recompute)}",
+                f"--recompute and --forbid leave nothing that the stack {stack.name} runs: "
+                f"{', '.join(stack.recompute)}",
                 hint="forbid less, or choose another --stack",
             )
         return replace(self, recompute=levels)

@@ -47,7 +47,8 @@ def narrowed(pins: Constraints, module: ModuleSource | None) -> Constraints:
         raise ConfigError(f"--tp {max(pins.tp)}: {module.undivided}", hint="use --tp 1")
     if pins.tp_overlap and max(pins.tp_overlap):
         raise ConfigError(
-            f"--tp-overlap {max(pins.tp_overlap)}: only the executor's own blocks run as two halves",
+            f"--tp-overlap {max(pins.tp_overlap)}: only the executor's own blocks run as two "
+            f"halves",
             hint="use --tp-overlap 0",
         )
     if pins.offload:

@@ -149,7 +149,8 @@ def chunk_request(
     blocks = request.model.num_layers
     if by_hand.host_blocks is not None and host + (by_hand.host_optimizer or 0) > blocks:
         raise ConfigError(
-            f"--host-blocks {host} and --host-optimizer {optimizer} are {host + optimizer} blocks, the model has {blocks}",
+            f"--host-blocks {host} and --host-optimizer {optimizer} are {host + optimizer} "
+            f"blocks, the model has {blocks}",
             hint=f"use --host-optimizer {blocks - host}, or leave it out for all the others",
         )
     limit = by_hand.memory_limit

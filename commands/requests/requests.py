@@ -105,8 +105,10 @@ def request_about(
 def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
     if model.positions is Positions.LEARNED and training.seq_length > model.max_seq_length:
         raise ConfigError(
-            f"--seq-length is {training.seq_length}, {model.name} learns {model.max_seq_length} positions",
-            hint=f"use at most {model.max_seq_length}, or a model file with a larger max_seq_length",
+            f"--seq-length is {training.seq_length}, {model.name} learns {model.max_seq_length} "
+            f"positions",
+            hint=f"use at most {model.max_seq_length}, or a model file with a larger "
+            f"max_seq_length",
         )
 
 
@@ -165,7 +167,8 @@ def options_of(flags: SearchFlags) -> SearchOptions:
     """
     if flags.max_slowdown is not None and flags.objective not in _SLOWED:
         raise ConfigError(
-            f"--max-slowdown is for --objective {' or '.join(_SLOWED)}, the objective is {flags.objective}",
+            f"--max-slowdown is for --objective {' or '.join(_SLOWED)}, the objective is "
+            f"{flags.objective}",
             hint="leave it out",
         )
     slowdown, limit = flags.max_slowdown, flags.memory_limit

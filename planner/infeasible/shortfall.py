@@ -237,10 +237,14 @@ def shortfall(request: Request) -> Shortfall:
         limit_bytes=limit,
         host_bytes=host,
         text=(
-            f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.layout.mesh}, "
-            f"zero {lean.column.zero}, {_recompute_of(lean.column, price_cache)} recompute, micro-batch {lean.layout.micro_batch_size}{_homes(lean)}) "
-            f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short; "
-            f"the largest part is {_largest_part(lean, price_cache)}{_host_text(host, cluster, request.constraints)}"
+            f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the "
+            f"leanest plan ({lean.layout.mesh}, "
+            f"zero {lean.column.zero}, {_recompute_of(lean.column, price_cache)} recompute, "
+            f"micro-batch {lean.layout.micro_batch_size}{_homes(lean)}) "
+            f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: "
+            f"{gib(need - limit):.1f} GiB short; "
+            f"the largest part is "
+            f"{_largest_part(lean, price_cache)}{_host_text(host, cluster, request.constraints)}"
         ),
     )
 
@@ -268,7 +272,10 @@ def _host_text(enough: int | None, cluster: Cluster, pins: Constraints) -> str:
         return ""
     if enough is None:
         return "; no larger host helps"
-    return f"; it would fit with {gib(enough):,.0f} GiB of host memory a node, there are {gib(cluster.host_memory_bytes):,.0f}"
+    return (
+        f"; it would fit with {gib(enough):,.0f} GiB of host memory a node, there are "
+        f"{gib(cluster.host_memory_bytes):,.0f}"
+    )
 
 
 def enough_host_bytes(request: Request, limit: float) -> int | None:
@@ -357,7 +364,8 @@ def unexplained_error(request: Request, why: str = "the time was over") -> Infea
     """Returns the error of a search that has no time left to explain why nothing fits."""
     cluster = request.cluster
     return InfeasibleError(
-        f"{request.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not searched, {why}",
+        f"{request.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how "
+        f"much it is short was not searched, {why}",
         hint=f"use more GPUs or pin less: {UNTRIED}",
     )
 

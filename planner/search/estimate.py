@@ -67,7 +67,8 @@ class ChunkRequest:
     def __post_init__(self) -> None:
         if self.host_blocks < 0 or self.optimizer_blocks < 0:
             raise ConfigError(
-                f"{self.host_blocks} and {self.optimizer_blocks} blocks on the host: a number must not be negative"
+                f"{self.host_blocks} and {self.optimizer_blocks} blocks on the host: a number "
+                f"must not be negative"
             )
 
     def homes(self, num_blocks: int) -> tuple[StateLocation, ...]:
@@ -120,12 +121,14 @@ def _check(
         raise ConfigError(reason, hint="change that option")
     if len(blocks) != mesh.pp or sum(blocks) != model.num_layers or min(blocks) < 1:
         raise ConfigError(
-            f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over {mesh.pp} stages with at least one each",
+            f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over "
+            f"{mesh.pp} stages with at least one each",
             hint="change the number of blocks of a stage",
         )
     if min(blocks) < layout.virtual_stages:
         raise ConfigError(
-            f"the ranks hold {', '.join(map(str, blocks))} blocks, not one for each of the {layout.virtual_stages} virtual stages",
+            f"the ranks hold {', '.join(map(str, blocks))} blocks, not one for each of the "
+            f"{layout.virtual_stages} virtual stages",
             hint="change the number of blocks of a rank",
         )
     whole_chunks = not layout.equal_ranks or all(
@@ -133,7 +136,8 @@ def _check(
     )
     if not whole_chunks and tuple(blocks) != default_blocks(layout, model.num_layers):
         raise ConfigError(
-            f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {layout.virtual_stages} virtual stages",
+            f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the "
+            f"{layout.virtual_stages} virtual stages",
             hint="change the number of blocks of a rank",
         )
 
@@ -158,7 +162,8 @@ def _require_host(price: StepPrice, cluster: Cluster, *, chunked: bool) -> None:
     needed = max(memory.host for memory in price.memory) * cluster.gpus_per_node
     if needed > cluster.host_memory_bytes:
         raise InfeasibleError(
-            f"the hosts need {gib(needed):,.1f} GiB a node for what is offloaded, they have {gib(cluster.host_memory_bytes):,.1f}",
+            f"the hosts need {gib(needed):,.1f} GiB a node for what is offloaded, they have "
+            f"{gib(cluster.host_memory_bytes):,.1f}",
             hint="keep fewer blocks on the host: --host-blocks and --host-optimizer say how many"
             if chunked
             else "offload less, or shard more: --zero 1 or higher",
@@ -196,7 +201,8 @@ def _check_offload(
         raise ConfigError(f"offload has {homes}, which is by block", hint="ask for chunks")
     if chunks is not None and Offload.STATES in offload:
         raise ConfigError(
-            "--offload states is of whole layers, optimizer and parameters are of blocks in chunks: one or the other",
+            "--offload states is of whole layers, optimizer and parameters are of blocks in "
+            "chunks: one or the other",
             hint="drop states, chunks move less",
         )
     reason = (

@@ -109,8 +109,10 @@ def _require_room(request: Request) -> None:
     room = _memory_bytes(request, with_hosts=bool(offload))
     if needed > room:
         raise InfeasibleError(
-            f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: one copy of its states takes at least "
-            f"{gib(needed):,.0f} GiB, the devices{' and their hosts' if offload else ''} have {gib(room):,.0f}"
+            f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: one copy "
+            f"of its states takes at least "
+            f"{gib(needed):,.0f} GiB, the devices{' and their hosts' if offload else ''} have "
+            f"{gib(room):,.0f}"
         )
 
 
