@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     default="profile.yaml",
     show_default=True,
-    help="The profile; - for stdout.",
+    help="Profile file to write; - for stdout.",
 )
 @as_json
 def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
-    """Make a hardware profile of your own from what runs measured: `plan --profile` plans with it.
+    """Make a hardware profile from measured runs, for `plan --profile`.
 
     RUN is the run.json that the executor wrote. Its times give factors for the prices of compute,
-    of each kind of communication that the runs exercised, and of the optimizer; what none exercised
-    stays as it was, and is said so. Of plans that were made with what `plan profile` measured, the
-    new profile keeps those curves beside the factors.
+    of each kind of communication that the runs exercised, and of the optimizer. Prices that no run
+    exercised stay unchanged, and the output says so. Where the plans used curves that `plan
+    profile` measured, the new profile keeps these curves beside the factors.
     """
     from parplan.planner.calibration.run_factors import calibrate
     from parplan.planner.runs.run_file import read_run

@@ -64,14 +64,14 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     default="plan.yaml",
     show_default=True,
-    help="The plan file; - for stdout. A front goes to plan-01.yaml, ...",
+    help="Plan file to write; - for stdout. A front goes to plan-01.yaml, ...",
 )
 @option(
     OUTPUT,
     "--plot",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the front: .png, .svg or .pdf.",
+    help="File for a plot of the front: .png, .svg or .pdf.",
 )
 @as_json
 @click.option(
@@ -94,7 +94,7 @@ def main(
 ) -> int | None:
     """Find the fastest way to train a model on a number of GPUs, and write it as a plan that runs.
 
-    Needs no GPU: step times are priced by a cost model. The plan goes to plan.yaml, its summary to
+    Needs no GPU: a cost model prices the step times. The plan goes to plan.yaml, its summary to
     the terminal.
     """
     if ctx.invoked_subcommand is not None:

@@ -32,7 +32,7 @@ _OF_THE_PROFILE = " (the profile's)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDefaults:
-    """Values for options that were left open, and whose they are."""
+    """Values for options that were left open, and their owner for the phrases."""
 
     global_batch_size: int
     seq_length: int
@@ -43,7 +43,7 @@ class TrainingDefaults:
 def cluster_of(
     target: TargetOptions, profile: UserProfile | None
 ) -> tuple[Cluster, tuple[str, ...]]:
-    """The machine to plan for, and the defaults that were taken. Raises ConfigError."""
+    """Returns the machine to plan for, and the defaults that were taken. Raises ConfigError."""
     cluster, assumed = _cluster(target, profile)
     if target.host_memory is None:
         return cluster, assumed
@@ -69,7 +69,7 @@ def _cluster(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluste
 
 
 def _device(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
-    """The kind of machine: the one asked for, else that of the profile, else the default."""
+    """The kind of machine: the option's, else the profile's, else the default."""
     measured_on = (
         None if target.gpu or profile is None else profile_cluster(profile, str(target.profile))
     )

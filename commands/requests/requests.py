@@ -1,4 +1,4 @@
-"""The user's options become one request, with a phrase for every default that filled a gap."""
+"""Turns the user's options into one request, with a phrase for every default."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def request_of(
 def request_about(
     entry: ModelEntry, target: TargetOptions, *, whose: str = "the model's"
 ) -> Request:
-    """Returns the request for a model that is loaded already.
+    """Returns the request for a loaded model.
 
     whose: the owner of the default batch and sequence length, for the phrases. Raises ConfigError.
     """
