@@ -350,7 +350,8 @@ search_options = together(
         "--tp-overlap",
         type=List(click.IntRange(0, 3)),
         metavar="0..3,..",
-        help="Levels of sub-pipelined tensor parallelism allowed where tp > 1. [default: the levels "
+        help="Levels of sub-pipelined tensor parallelism allowed where tp > 1. [default: the "
+        "levels "
         "that the stack runs]",
     ),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),

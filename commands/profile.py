@@ -262,7 +262,8 @@ def _measure(options: ProfileOptions) -> int:
         if profiled.missed:
             say(
                 out,
-                f"{len(profiled.missed)} shapes were not reached: the same command goes on with them",
+                f"{len(profiled.missed)} shapes were not reached: the same command goes on with "
+                f"them",
             )
         say(out, f"wrote {output}; plan with it: plan --model NAME --gpus N --profile {output}")
     return INTERRUPTED if profiled.interrupted else 0

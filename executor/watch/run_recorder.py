@@ -80,7 +80,7 @@ class RunRecorder:
     def counted(self) -> AbstractContextManager[None]:
         """Context manager around a step, which may count its memory.
 
-        On CPUs, the last warm-up step is counted byte by byte if the optimizer already has its states.
+        On CPUs, the last warm-up step is counted byte by byte if the optimizer already has states.
         """
         done = len(self.seconds)
         counts = not self.on_gpu and 0 < done == self.warm_up - 1 and self.first < sys.maxsize
