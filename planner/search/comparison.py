@@ -129,7 +129,7 @@ def _record(baseline: Baseline, optimum: Optimum) -> SearchRecord:
 
 
 def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Comparison:
-    """Compares `plan`, priced again, with the baselines `names` within the memory limit of `options`.
+    """Compares `plan`, priced again, with the baselines `names` within the limit of `options`.
 
     Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: a selection of
     `baselines.systems.baseline_names`.

@@ -217,8 +217,9 @@ def _check_offload(
 
 
 def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
-    """The strategy with the states of its blocks in chunks, at home where `request` says, by
-    pipeline rank.
+    """The strategy with its blocks in chunks and their states at the locations of `request`.
+
+    These blocks get ZeRO stage 3 where dp > 1, else 0.
     """
     layout, stages = strategy.layout, [list(stage) for stage in strategy.stages]
     zero = 3 if layout.mesh.dp > 1 else 0

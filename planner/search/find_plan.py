@@ -76,7 +76,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class BoundedCandidates:
-    """Layouts that cheap bounds allow within the memory limit, and those whose relaxation was solved."""
+    """Layouts that cheap bounds allow in the memory limit, and those with a solved relaxation."""
 
     possible: tuple[ParallelLayout, ...]
     relaxed: tuple[ParallelLayout, ...]
@@ -260,7 +260,7 @@ def _search_least_peak(
 def _fastest_within(
     least: LeastPeak, layouts: Sequence[ParallelLayout], slowest_s: float, inner: SearchSession
 ) -> BranchOutcome[SolvedCandidate]:
-    """The fastest choices within the least peak and the slowdown, including the choice that set it."""
+    """The fastest choices within the least peak and the slowdown, with the choice that set it."""
     outcome, _ = _search_fastest(layouts, inner)
     solved = [candidate for candidate in outcome.solved if candidate.value <= slowest_s]
     if all(candidate.layout != least.best.layout for candidate in solved):

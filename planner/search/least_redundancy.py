@@ -23,7 +23,7 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 
 
 class _RedundancyPass:
-    """The layouts of one search, and in `least_bytes` a lower bound of each layout's redundant bytes.
+    """The layouts of one search, and in `least_bytes` a lower bound of their redundant bytes.
 
     The bound holds for any peak.
     """

@@ -98,18 +98,18 @@ def _solve(
     step_s: float,
     dropped: list[float],
 ) -> LeanChoice | None:
-    """The answer of one layout; a leaner one that takes too long is added to `dropped` by its bound.
+    """The answer of one layout.
 
-    The closed-form limit is then bisected: it falls where the exact step is too long, and rises
-    where it is not.
+    Where the closed form has a leaner choice whose exact step is too long, its bound is added to
+    `dropped`. The closed-form limit is then bisected: it falls where the exact step is too long,
+    and rises where it is not.
     """
     choice = _choose(layout, cut, session, slowest_s)
     if choice is None:
         return None
     least = choice.redundant_bytes if choice.proven else bound
-    least -= (
-        2 * layout.chunked * layout.mesh.num_ranks * lean_step_bytes(layout, session.price_cache)
-    )  # a step of mixes, and one of columns
+    if layout.chunked:  # one step of mixes, and one of columns
+        least -= 2 * layout.mesh.num_ranks * lean_step_bytes(layout, session.price_cache)
     lean = _priced(layout, choice, least, session)
     if lean is None or lean.price.step_s <= step_s:
         dropped += [least] if lean is None else []
@@ -154,11 +154,11 @@ def _choose(
 
 
 def _least_home_bytes(layout: ParallelLayout, session: SearchSession, slowest_s: float) -> float:
-    """Lower bound of a chunked layout's device states above those with all blocks at their leanest.
+    """Lower bound of a layout's device states above those with all blocks at their leanest.
 
-    In the time that `slowest_s` leaves besides compute, the host can update and fetch only a limited
-    number of blocks. The bytes of a rank are convex in its blocks, so all ranks together hold no
-    less than with equal shares. Infinite where compute takes all of the time.
+    In the time that `slowest_s` leaves besides compute, the host can update and fetch only some of
+    the blocks. The bytes of a rank are convex in its blocks, so all ranks together hold no less than
+    with equal shares. Infinite where compute takes all of the time, 0 without chunks.
     """
     if not layout.chunked:
         return 0.0
