@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from parplan.commands.options import OUTPUT, as_json
 from parplan.commands.output import STDOUT, require_output
 from parplan.commands.style import Command, option
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command(

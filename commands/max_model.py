@@ -118,7 +118,6 @@ def _rows(
     pins: PinOptions,
     interrupted: Callable[[], bool],
 ) -> tuple[LargestModel, ...]:
-    """Runs the searches, with a bar on stderr while they last."""
     from parplan.planner.search.largest_model import (
         LEVELS,
         SearchWatch,
@@ -162,7 +161,6 @@ def _deliver(
     result: ResultOptions,
     elapsed_s: float,
 ) -> None:
-    """Prints the rows, and writes the plan of the largest model."""
     from parplan.commands.requests.requests import all_assumed
     from parplan.planner.plan.plan_file import plan_to_yaml
     from parplan.report.searches.largest_table import largest_document, print_largest

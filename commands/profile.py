@@ -195,7 +195,6 @@ def profile(files: tuple[Path, ...], options: ProfileOptions) -> int:
 
 
 def _check(files: tuple[Path, ...], options: ProfileOptions) -> None:
-    """Raises UsageError for contradicting options or a wrong number of files."""
     if options.show and options.diff:
         raise click.UsageError(
             "--show prints one profile, --diff compares two: leave out one of them"
@@ -303,7 +302,6 @@ def _measured(options: ProfileOptions) -> Profiled:
 
 
 def _imported(options: ProfileOptions) -> Profiled:
-    """Returns the profile with records of parplan.profiles.profile_comm or of nccl-tests."""
     from parplan.planner.calibration.profiling import add_records
     from parplan.profiles.profiler.communication import comm_file, nccl_tests
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from parplan.commands.options import OUTPUT, as_json
 from parplan.commands.style import Command, option
-
-if TYPE_CHECKING:
-    pass
 
 _TOKENS = "Tokens"
 

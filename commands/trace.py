@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from parplan.commands.options import OUTPUT
 from parplan.commands.output import STDOUT, require_output
 from parplan.commands.style import Command, option
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command(cls=Command, epilog="  plan trace plan.yaml -o trace.json")

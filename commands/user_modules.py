@@ -145,11 +145,7 @@ def say_parity(
     as_json: bool,
 ) -> int:
     """Prints how far the ranks are from one process; returns the code of `plan check --execute`."""
-    from parplan.executor.checking.parity import (
-        GRADIENT_TOLERANCE,
-        LOSS_TOLERANCE,
-        gradient_errors,
-    )
+    from parplan.executor.checking.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, gradient_errors
     from parplan.report.runs.parity_table import Parity, parity_document, print_parity
     from parplan.report.text import console
 

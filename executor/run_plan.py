@@ -94,7 +94,6 @@ def run_plan(
 
 
 def require_world(plan: Plan | TracedPlan, plan_file: Path) -> None:
-    """Raises ConfigError where the number of ranks is not the plan's."""
     world = launch.world()
     if world != plan.mesh.num_ranks:
         mesh = plan.mesh
@@ -123,7 +122,6 @@ def device_of(name: str) -> torch.device:
 def _join(
     device: torch.device, store: dist.Store, rank: int, world: int, timeout: timedelta
 ) -> None:
-    """Joins the process group: nccl between GPUs, gloo between CPUs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -97,7 +97,7 @@ class Constraints:
                 )
 
     def ban(self, **values: Value) -> Ban | None:
-        """Returns the first ban that one of the values meets, by name of its choice: `ban(tp=8)`."""
+        """Returns the first ban that one of the values meets, for example `ban(tp=8)`."""
         return next(
             (ban for ban in self.forbid if ban.name in values and ban.value == values[ban.name]),
             None,

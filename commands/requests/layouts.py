@@ -14,9 +14,7 @@ from parplan.costmodels.schedules.actions import placement_of
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
-from parplan.planner.request import (
-    Request,
-)
+from parplan.planner.request import Request
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices
 from parplan.profiles.documents.reader import Hints, read_text
 from parplan.profiles.errors import ConfigError
@@ -38,10 +36,7 @@ def action_rows(path: Path) -> tuple[str, ...]:
 
 
 def _custom(path: Path, by_hand: LayoutOptions) -> tuple[Schedule, int, tuple[str, ...]]:
-    """Returns a schedule from a file: its virtual stages per rank and each rank's actions.
-
-    Raises ConfigError.
-    """
+    """A schedule from a file: virtual stages per rank, and actions of each. Raises ConfigError."""
     if by_hand.schedule is not None or by_hand.virtual_stages > 1:
         raise ConfigError(
             "--schedule-file says the schedule and its virtual stages",
@@ -178,7 +173,6 @@ def _require_none(by_hand: LayoutOptions) -> None:
 def _count(
     name: str, what: Offload, named: tuple[Offload, ...], num_layers: int, by_hand: LayoutOptions
 ) -> int:
-    """Number of blocks of a rank whose `what` lies on the host; all without a count."""
     count: int | None = getattr(by_hand, name)
     if count is None:
         return num_layers if what in named else 0

@@ -6,22 +6,11 @@ from dataclasses import dataclass, replace
 
 from parplan.commands.options import TargetOptions
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import (
-    precision_of,
-    profile_cluster,
-    stack_of,
-)
+from parplan.profiles.machines.applied_profile import precision_of, profile_cluster, stack_of
 from parplan.profiles.machines.hardware import Cluster, Device
-from parplan.profiles.machines.machine_catalog import (
-    load_cluster,
-    load_stack,
-    with_gpus,
-)
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.user_profile import UserProfile
-from parplan.profiles.models.spec import (
-    Precision,
-    TrainingSpec,
-)
+from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.units import parse_size
 
@@ -69,7 +58,6 @@ def _cluster(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluste
 
 
 def _device(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
-    """The kind of machine: the option's, else the profile's, else the default."""
     measured_on = (
         None if target.gpu or profile is None else profile_cluster(profile, str(target.profile))
     )

@@ -29,18 +29,10 @@ from parplan.planner.request import (
 )
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import (
-    apply_profile,
-)
+from parplan.profiles.machines.applied_profile import apply_profile
 from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.spec import (
-    FP8,
-    ModelEntry,
-    ModelSpec,
-    Positions,
-    TrainingSpec,
-)
+from parplan.profiles.models.spec import FP8, ModelEntry, ModelSpec, Positions, TrainingSpec
 from parplan.profiles.units import parse_size
 
 FRONT = "pareto"  # this objective is a walk over the others

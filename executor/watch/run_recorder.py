@@ -125,7 +125,6 @@ class RunRecorder:
         return event
 
     def _clock_s(self, mark: Mark) -> float:
-        """Time of `mark` on this rank's clock."""
         if isinstance(mark, float):
             return mark
         mark.synchronize()

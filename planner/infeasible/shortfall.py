@@ -117,7 +117,6 @@ class _Ranks:
 
 
 def _fits(layout: ParallelLayout, table: MixTable, limit: float) -> bool:
-    """True if the ranks can hold all blocks within `limit` bytes each."""
     if not may_fit(layout, table, limit):
         return False
     ranks, held = _Ranks(layout, table), 0
@@ -130,10 +129,7 @@ def _fits(layout: ParallelLayout, table: MixTable, limit: float) -> bool:
 
 
 def _leanest_of(layout: ParallelLayout, table: MixTable) -> _LeastPeakCandidate:
-    """The split of the blocks whose fullest rank needs least.
-
-    Bisects over the memory limit, to 1 MiB.
-    """
+    """The split of the blocks whose fullest rank needs least, by bisection to 1 MiB."""
     num_layers, pp = table.price_cache.model.num_layers, layout.mesh.pp
     ranks = _Ranks(layout, table)
     even = -(-num_layers // pp)
@@ -169,10 +165,7 @@ def _least_memory_layouts(request: Request) -> Iterator[ParallelLayout]:
 
 
 def _thirst(layout: ParallelLayout) -> tuple[int, bool, int, bool]:
-    """Orders the layouts of one mesh by the memory they need.
-
-    Many virtual stages hold less than few, and a single one holds least.
-    """
+    """Orders the layouts of one mesh by memory; of virtual stages many need less than few."""
     return (
         layout.micro_batch_size,
         layout.virtual_stages > 1,
@@ -301,7 +294,6 @@ def enough_host_bytes(request: Request, limit: float) -> int | None:
 
 
 def _largest_part(lean: _LeastPeakCandidate, price_cache: PriceCache) -> str:
-    """The largest part of the fullest stage's memory."""
     as_large = (
         Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.layout.chunked else Chunking()
     )
@@ -318,10 +310,7 @@ def _largest_part(lean: _LeastPeakCandidate, price_cache: PriceCache) -> str:
 
 
 def _shorter(layout: ParallelLayout) -> ParallelLayout:
-    """A chunked layout with fewer micro-batches, which still fill the pipeline.
-
-    Apart from the batch's token ids it holds as much.
-    """
+    """A chunked layout with fewer micro-batches, with which it holds about as much."""
     enough = FILLED * layout.num_virtual_stages
     return (
         replace(layout, num_micro_batches=min(layout.num_micro_batches, enough))

@@ -17,11 +17,7 @@ from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import (
-    Candidates,
-    SearchRecord,
-    Status,
-)
+from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import OutOfTimeError
@@ -110,7 +106,6 @@ def _row(baseline: Baseline, price_cache: PriceCache) -> ComparisonRow:
 
 
 def _record(baseline: Baseline, optimum: Optimum) -> SearchRecord:
-    """The search record of a baseline, whose simulated step is proven."""
     step_s = round(optimum.price.step_s, 6)
     return SearchRecord(
         objective=Objective.THROUGHPUT,

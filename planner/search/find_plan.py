@@ -32,11 +32,7 @@ from parplan.planner.infeasible.shortfall import infeasible_error
 from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import (
-    Candidates,
-    SearchRecord,
-    Status,
-)
+from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_leanest
@@ -225,7 +221,6 @@ def search(
 def _search_least_peak(
     first: BranchOutcome[SolvedCandidate], session: SearchSession
 ) -> SearchResult:
-    """Searches the least peak within the slowdown, then the fastest plan within that peak."""
     layouts, fastest = session.prices.space.layouts, first.solved[0]
     least = least_peak(layouts, first, session)
     inner = session.within(least.peak_bytes)

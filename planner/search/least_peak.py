@@ -70,10 +70,7 @@ class _Layouts:
         return low
 
     def bound_bytes(self, layouts: Sequence[ParallelLayout], peak_bytes: float) -> float:
-        """Returns a limit within which no layout has a plan in time.
-
-        It is below the peak, and as far down as the proof needs.
-        """
+        """Returns a limit below the peak within which provably no layout has a plan in time."""
         bound, left = below(peak_bytes), list(layouts)
         try:
             while left:
@@ -89,7 +86,6 @@ class _Layouts:
         return max(0.0, bound)
 
     def _not_ruled_out(self, layout: ParallelLayout, limit_bytes: float) -> float | None:
-        """Returns the limit where a layout may have a plan in time within it, else None."""
         return None if self._has_nothing(layout, limit_bytes) else limit_bytes
 
     def _has_nothing(self, layout: ParallelLayout, limit_bytes: float) -> bool:

@@ -23,10 +23,7 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 
 
 class _RedundancyPass:
-    """The layouts of one search, and in `least_bytes` a lower bound of their redundant bytes.
-
-    The bound holds for any peak.
-    """
+    """The layouts of one search, with a lower bound of their redundant bytes in `least_bytes`."""
 
     def __init__(
         self, layouts: Sequence[ParallelLayout], fastest: SolvedCandidate, session: SearchSession
@@ -50,10 +47,7 @@ class _RedundancyPass:
         )
 
     def _bounded(self) -> Iterator[tuple[float, ParallelLayout]]:
-        """Yields the layouts that may be in time, each with its bound.
-
-        Raises OutOfTimeError, which the search that consumes them handles.
-        """
+        """Yields the layouts that may be in time, each with its bound. Raises OutOfTimeError."""
         session = self.session
         for layout in self.layouts:
             if session.prices.may_fit(layout, session.limit_bytes) and self._may_be_in_time(
@@ -126,10 +120,7 @@ class _RedundancyPass:
     def _as_lean(
         self, layout: ParallelLayout, redundant_bytes: float, session: SearchSession
     ) -> MasterChoice | None:
-        """The fastest choice within the limit of `session` that is no more redundant.
-
-        None where none is in time.
-        """
+        """The fastest choice within the session's limit that is in time and no more redundant."""
         if not session.prices.may_fit(layout, session.limit_bytes) or not self._may_be_in_time(
             layout, session
         ):

@@ -132,10 +132,7 @@ def _solve(
 def _choose(
     layout: ParallelLayout, cut: float, session: SearchSession, slowest_s: float
 ) -> MasterChoice | None:
-    """The least redundant choice of a layout within `slowest_s` in the closed form.
-
-    None where it is not below `cut`.
-    """
+    """The least redundant choice within `slowest_s` in the closed form, if it is below `cut`."""
     num_layers = session.price_cache.model.num_layers
     share = bubble_share(layout, session.price_cache)
     pace = RankTimeLimit(
@@ -156,8 +153,8 @@ def _choose(
 def _least_home_bytes(layout: ParallelLayout, session: SearchSession, slowest_s: float) -> float:
     """Lower bound of a layout's device states above those with all blocks at their leanest.
 
-    In the time that `slowest_s` leaves besides compute, the host can update and fetch only some of
-    the blocks. The bytes of a rank are convex in its blocks, so all ranks together hold no less than
+    In the time that `slowest_s` leaves besides compute, the host can update and fetch only some
+    blocks. The bytes of a rank are convex in its blocks, so all ranks together hold no less than
     with equal shares. Infinite where compute takes all of the time, 0 without chunks.
     """
     if not layout.chunked:
@@ -209,10 +206,7 @@ def _columns(
 def _priced(
     layout: ParallelLayout, choice: MasterChoice, bound: float, session: SearchSession
 ) -> LeanChoice | None:
-    """A choice priced with the exact schedules of its chunks.
-
-    None where these need more of the device or its host than there is.
-    """
+    """A choice with the exact schedules of its chunks, None where device or host lacks room."""
     price_cache, strategy = session.book_of(choice), to_strategy(layout, choice.columns)
     if layout.chunked:
         budgets = tuple(

@@ -84,10 +84,7 @@ def _climbed(
 
 
 def _other_columns(solved: SolvedCandidate, session: SearchSession) -> list[list[StageColumn]]:
-    """By rank, columns with equally many blocks that are about as fast as the chosen one.
-
-    Raises OutOfTimeError.
-    """
+    """By rank, equally large columns about as fast as the chosen one. Raises OutOfTimeError."""
     layout, passes = solved.layout, solved.layout.num_micro_batches
     alternatives = []
     for rank, chosen in enumerate(in_time(solved.choice.columns, session.deadline)):
@@ -171,7 +168,6 @@ def _without_one(stage: tuple[LayerChoice, ...], block: LayerChoice) -> tuple[La
 
 
 def _with_one_more(stage: tuple[LayerChoice, ...]) -> tuple[LayerChoice, ...]:
-    """The stage with its last block twice."""
     block = _blocks(stage)[-1]
     last = len(stage) - 1 - stage[::-1].index(block)
     return stage[: last + 1] + stage[last:]

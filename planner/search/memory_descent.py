@@ -114,7 +114,6 @@ class Descent:
         self.finished = self.finished and not unanswered.bounds
 
     def _lower(self, layout: ParallelLayout) -> SolvedCandidate | None:
-        """Lowers the best peak by the answers of one layout."""
         before = self.best
 
         def probe(limit_bytes: float) -> float | None:

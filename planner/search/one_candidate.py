@@ -21,10 +21,7 @@ Options = Sequence[Sequence[StageColumn]]
 def relaxed_bound_s(
     layout: ParallelLayout, relaxed: Options | None, session: SearchSession
 ) -> float:
-    """Seconds that no choice of `layout` is below, by its relaxed columns.
-
-    Infinite where these cannot place all blocks.
-    """
+    """Seconds that no choice of `layout` is below, infinite where columns cannot place blocks."""
     share = bubble_share(layout, session.price_cache)
     least_s = (
         lower_bound_s(layout, relaxed, session.price_cache.model.num_layers, share)
@@ -60,10 +57,7 @@ def fastest_choice(
 
 
 def _require_infeasible(layout: ParallelLayout, options: Options, session: SearchSession) -> None:
-    """Raises SolverError when the solver calls a solvable problem infeasible.
-
-    The layout must not pass for one that does not fit.
-    """
+    """Raises SolverError when the solver calls a solvable problem infeasible."""
     if can_place(
         options,
         session.price_cache.model.num_layers,

@@ -243,7 +243,6 @@ class _Walk:
         )
 
     def _announced(self, name: str, options: SearchOptions) -> SearchOptions:
-        """Announces the next search and returns its options."""
         self.require_time()
         if self.on_search:
             self.on_search(name, self.num_searches, max(self.planned, self.num_searches + 1))
@@ -370,7 +369,6 @@ def _stated(slowdown: float) -> float | None:
 
 
 def _front(walk: _Walk, stopped: str | None) -> ParetoFront:
-    """The front of the plans found, each with its number in its own record."""
     points, nothing = undominated(walk.plans), walk.nothing_within_bytes
     nothing_gib = None if nothing is None else nothing / GIB
     return ParetoFront(

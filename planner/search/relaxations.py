@@ -236,10 +236,7 @@ def _dropping(pins: Constraints, items: Sequence[Item]) -> Constraints:
 
 
 def _without(request: Request, items: Sequence[Item], searches: _Searches) -> Relaxation | None:
-    """The request without some pins and bans, or None where it does not fit.
-
-    The pins are then set to the values of its fastest plan.
-    """
+    """The request without some pins and bans; pins are then set to its fastest plan's values."""
     freed = replace(request, constraints=_dropping(request.constraints, items))
     plan = searches.plan(freed)
     if plan is None:
@@ -271,7 +268,6 @@ def _fewest_changes(
 
 
 def _used(plan: Plan, name: str) -> tuple[Value, ...]:
-    """The values of a choice in a plan."""
     layers = plan.layer_plans.values()
     if name == "zero":
         return tuple(sorted({layer.zero for layer in layers}))
@@ -338,10 +334,7 @@ def _memory_options(
 
 
 def _more_host(request: Request, host_bytes: int, searches: _Searches) -> Relaxation | None:
-    """Hosts with as much memory as the devices need.
-
-    The exact schedules of chunks may need a little more, which is tried too.
-    """
+    """Hosts as large as the devices need, and a little more for exact schedules of chunks."""
     for step in range(MOST_STEPS):
         size_gib = math.ceil(host_bytes / GIB) + step
         cluster = replace(request.cluster, host_memory_bytes=size_gib * GIB)

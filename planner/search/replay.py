@@ -112,10 +112,7 @@ def _idle_chunks(strategy: Strategy) -> bool:
 
 
 def _price(strategy: Strategy, price_cache: PriceCache) -> StepPrice | None:
-    """The price of a strategy.
-
-    None where the exact schedule of its chunks, or its host, needs more than there is.
-    """
+    """The price of a strategy, None where its exact schedule or its host lacks room."""
     try:
         price = price_step(strategy, price_cache)
     except InfeasibleError:

@@ -95,7 +95,6 @@ class SearchPrices:
         return max(step_s, least_s if limit_bytes <= under_bytes else 0.0)
 
     def chunk_bound(self, layout: ParallelLayout, limit_bytes: float) -> ChunkBound:
-        """Returns the bound of a layout in chunks."""
         return self._once(
             ("chunks", layout, limit_bytes),
             lambda: ChunkBound(
@@ -108,27 +107,18 @@ class SearchPrices:
         )
 
     def longest_rank(self, layout: ParallelLayout, cut_s: float, limit_bytes: float) -> int | None:
-        """Returns the most blocks of a rank at which the layout may take less than `cut_s`.
-
-        None when there is no such limit.
-        """
+        """Returns the most blocks of a rank below `cut_s`, None when there is no such limit."""
         if layout.chunked:
             return self.chunk_bound(layout, limit_bytes).longest_rank(cut_s)
         return self.time_bound(layout).longest_rank(layout, cut_s)
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
-        """Returns False if the layout's least bytes exceed `limit_bytes`.
-
-        The bytes are those of planner/candidates/lower_bounds.py.
-        """
+        """Returns False if the least bytes exceed the limit (candidates/lower_bounds.py)."""
         self._check()
         return may_fit(layout, self.table, limit_bytes)
 
     def raise_bound(self, layout: ParallelLayout, limit_bytes: float, least_s: float) -> None:
-        """Stores that the layout takes at least `least_s` within `limit_bytes`.
-
-        Infinity means that it does not fit.
-        """
+        """Stores the least step time within `limit_bytes`, infinite where nothing fits."""
         self._raised[layout] = limit_bytes, max(least_s, self.least_s(layout, limit_bytes))
 
     def lean_columns(
@@ -179,10 +169,7 @@ class SearchSession:
         return self.deadline.left_s
 
     def solver_limit_s(self) -> float:
-        """Returns the limit of one solve in seconds: the time left, within bounds.
-
-        So one hard layout cannot hold up all others.
-        """
+        """Returns the seconds that one solve may take, so that it cannot hold up all others."""
         return self.deadline.solver_limit_s(LEAST_SOLVE_S, MOST_SOLVE_S)
 
     def book_of(self, choice: MasterChoice) -> PriceCache:
