@@ -1,4 +1,4 @@
-"""The entry point of the command line; `commands` has one file a command."""
+"""The entry point of the command line; `commands` has one file per command."""
 
 from __future__ import annotations
 

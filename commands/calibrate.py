@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -13,13 +12,11 @@ from parplan.commands.options import OUTPUT, as_json
 from parplan.commands.output import STDOUT, require_output
 from parplan.commands.style import Command, option
 
-if TYPE_CHECKING:
-    pass
-
 
 @click.command(
     cls=Command,
-    epilog="  plan calibrate run.json -o mygpu.yaml\n  plan calibrate tp1/run.json tp2/run.json -o mygpu.yaml\n"
+    epilog="  plan calibrate run.json -o mygpu.yaml\n  plan calibrate tp1/run.json tp2/run.json "
+    "-o mygpu.yaml\n"
     "  plan --model gpt-20b --gpus 64 --profile mygpu.yaml",
 )
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -30,16 +27,16 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     default="profile.yaml",
     show_default=True,
-    help="The profile; - for stdout.",
+    help="Profile file to write; - for stdout.",
 )
 @as_json
 def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
-    """Make a hardware profile of your own from what runs measured: `plan --profile` plans with it.
+    """Make a hardware profile from measured runs, for `plan --profile`.
 
     RUN is the run.json that the executor wrote. Its times give factors for the prices of compute,
-    of each kind of communication that the runs exercised, and of the optimizer; what none exercised
-    stays as it was, and is said so. Of plans that were made with what `plan profile` measured, the
-    new profile keeps those curves beside the factors.
+    of each kind of communication that the runs exercised, and of the optimizer. Prices that no run
+    exercised stay unchanged, and the output says so. Where the plans used curves that `plan
+    profile` measured, the new profile keeps these curves beside the factors.
     """
     from parplan.planner.calibration.run_factors import calibrate
     from parplan.planner.runs.run_file import read_run

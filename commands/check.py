@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
 
 CHECK = "Check"
-NOT_FITTING = 3  # as where nothing fits
+NOT_FITTING = 3  # the exit code of InfeasibleError
 
 
 @click.command(
     "check",
     cls=Command,
     epilog=(
-        "  plan check plan.yaml\n  plan check plan.yaml --rank 0 --json | jq .verdict\n  plan check plan.yaml --execute"
+        "  plan check plan.yaml\n  plan check plan.yaml --rank 0 --json | jq .verdict\n  plan "
+        "check plan.yaml --execute"
     ),
 )
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
@@ -36,33 +37,33 @@ NOT_FITTING = 3  # as where nothing fits
     type=click.IntRange(0),
     multiple=True,
     metavar="N",
-    help="Only this pipeline rank; may be repeated.",
+    help="Check only this pipeline rank; may be repeated.",
 )
 @option(
     CHECK,
     "--execute",
     is_flag=True,
-    help="Shrink the model and train it, as planned, on up to 8 gloo processes.",
+    help="Shrink the model and train it as planned on up to 8 gloo processes.",
 )
 @option(
     CHECK,
     "--trust-module",
     is_flag=True,
-    help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.",
+    help="Run the code of the plan's module even if it lies outside the current folder and the "
+    "installed packages.",
 )
 @as_json
 def check(
     plan_file: Path, ranks: tuple[int, ...], execute: bool, trust_module: bool, as_json: bool
 ) -> int:
-    """Run a plan without its GPUs: what it really holds and sends, or whether it trains as one
-    process does.
+    """Run a plan without its GPUs, or train its model and compare with one process.
 
-    Builds one rank of every pipeline stage at full size, on tensors without data, and counts bytes
-    and collectives of a step. With --execute, the same plan of a small model of the same structure:
-    losses and gradients against one process. A traced module is not shrunk: its plan is executed as
-    it is, on up to 8 processes. A plan that names a module runs that module's code; the command
-    says which. Exit code 3 when a stage does not fit its device or holds other bytes than
-    predicted, 2 when losses or gradients differ.
+    Builds one rank of every pipeline stage at full size, on tensors without data, and counts the
+    bytes and the collectives of a step. With --execute, a small model of the same structure is
+    trained as planned, and its losses and gradients are compared with one process. A traced module
+    is not shrunk: its plan is executed unchanged, on up to 8 processes. A plan that names a module
+    runs that module's code; the command says which. Exit code 3 when a stage does not fit its
+    device or holds other bytes than predicted, 2 when losses or gradients differ.
     """
     from parplan.executor.rules.all_rules import validate
     from parplan.planner.plan.plan_file import read_any_plan
@@ -106,7 +107,7 @@ def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
         click.echo(json.dumps(check_document(checks), indent=2))
     else:
         print_check(plan, checks, console(sys.stdout))
-    return 0 if all(found.fits for found in checks) else NOT_FITTING
+    return 0 if all(rank_check.fits for rank_check in checks) else NOT_FITTING
 
 
 def _execute(plan: Plan, *, as_json: bool) -> int:
@@ -123,5 +124,6 @@ def _execute(plan: Plan, *, as_json: bool) -> int:
     with console(sys.stderr).status(
         f"training {small.mesh} of {small.model.name}, and one process"
     ):
-        (found,), expected = parity.run_plans([small]), parity.run_reference(small)
-    return user_modules.say_parity(plan, small, found, expected, as_json=as_json)
+        outcome = parity.run_plans([small])[0]
+        expected = parity.run_reference(small)
+    return user_modules.say_parity(plan, small, outcome, expected, as_json=as_json)

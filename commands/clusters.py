@@ -12,9 +12,7 @@ from parplan.commands.style import Command
 @click.command(cls=Command, epilog="  plan clusters\n  plan clusters --json")
 @as_json
 def clusters(as_json: bool) -> None:
-    """List the GPUs that come with the planner, each in its usual node: any of them goes after
-    --gpu.
-    """
+    """List the GPUs that come with the planner, each in its usual node, as values of --gpu."""
     from parplan.report.machines.catalogue_tables import cluster_rows, print_clusters
 
     print_listing(cluster_rows, print_clusters, as_json=as_json)

@@ -27,8 +27,10 @@ _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_fi
 
 @click.command(
     cls=Command,
-    epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline megatron,zero-3\n"
-    "  plan compare --model llama2-7b --gpus 16 --baseline all --json | jq '.baselines[] | {name, slower}'",
+    epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline "
+    "megatron,zero-3\n"
+    "  plan compare --model llama2-7b --gpus 16 --baseline all --json | jq '.baselines[] | {name, "
+    "slower}'",
 )
 @click.argument("plan_file", metavar="[PLAN]", type=click.Path(path_type=Path), required=False)
 @option(
@@ -38,7 +40,8 @@ _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_fi
     default="megatron",
     show_default=True,
     metavar="NAME,..",
-    help="Of megatron (with megatron-defaults and megatron-guide), zero-1, zero-2, zero-3, fsdp, all.",
+    help="Systems to compare with: megatron (with megatron-defaults and megatron-guide), zero-1, "
+    "zero-2, zero-3, fsdp, all.",
 )
 @target_options
 @option(
@@ -47,7 +50,7 @@ _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_fi
     type=click.Choice(("throughput", "memory", "peak")),
     default="throughput",
     show_default=True,
-    help="Of our side, where no plan file is given.",
+    help="Objective of our plan, if no plan file is given.",
 )
 @search_options
 @as_json
@@ -61,11 +64,10 @@ def compare(
     flags: SearchFlags,
     as_json: bool,
 ) -> int:
-    """Compare a plan, or the one that is found, with what other systems would run under the same
-    prices.
+    """Compare a plan with the strategies of other systems under the same prices.
 
-    Says where the difference comes from: compute, bubble, exposed communication, recompute, memory
-    by class.
+    Without a plan file, the plan is searched first. The output explains the difference: compute,
+    bubble, exposed communication, recompute, and memory by class.
     """
     from parplan.commands.requests.pins import require_possible
     from parplan.commands.requests.requests import (
@@ -111,7 +113,7 @@ def compare(
 
 
 def _require_alone(ctx: click.Context) -> None:
-    """Raises UsageError for an option that a plan file has decided already."""
+    """Raises UsageError for an option that a plan file has already decided."""
     for param in ctx.command.params:
         given = ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
         if given and param.name not in _WITH_A_PLAN:

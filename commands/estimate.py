@@ -26,7 +26,8 @@ from parplan.commands.style import Command, List, Whole, option, packs
 @click.command(
     cls=Command,
     epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
-    "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml\n"
+    "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output "
+    "plan.yaml\n"
     "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan "
     "--offload optimizer,parameters --host-blocks 20",
 )
@@ -63,7 +64,7 @@ from parplan.commands.style import Command, List, Whole, option, packs
     default=1,
     show_default=True,
     metavar="N",
-    help="Expert parallel degree, divides dp.",
+    help="Expert parallel degree, a divisor of dp.",
 )
 @option(
     LAYOUT,
@@ -72,20 +73,21 @@ from parplan.commands.style import Command, List, Whole, option, packs
     default=1,
     show_default=True,
     metavar="N",
-    help="Sequences in one.",
+    help="Sequences in a micro-batch.",
 )
 @option(
     LAYOUT,
     "--schedule",
     type=click.Choice(SCHEDULES),
-    help="[default: 1f1b, interleaved with --virtual-stages above 1]",
+    help="Pipeline schedule. [default: 1f1b, interleaved with --virtual-stages above 1]",
 )
 @option(
     LAYOUT,
     "--schedule-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Instead, what each rank runs, one line each: 0F0,0F1,0B0,.. (stage, F B I or W, micro-batch).",
+    help="Custom schedule instead, one line per rank: 0F0,0F1,0B0,.. (stage, F B I or W, "
+    "micro-batch).",
 )
 @option(
     LAYOUT,
@@ -94,7 +96,7 @@ from parplan.commands.style import Command, List, Whole, option, packs
     default=1,
     show_default=True,
     metavar="N",
-    help="Chunks per pipeline rank.",
+    help="Model chunks per pipeline rank.",
 )
 @option(
     LAYOUT,
@@ -110,47 +112,49 @@ from parplan.commands.style import Command, List, Whole, option, packs
     "--zero-ranks",
     type=Whole("neighbours"),
     metavar="N",
-    help="Neighbours that hold one copy of the states. [default: all]",
+    help="Neighbouring ranks that hold one copy of the states. [default: all]",
 )
 @option(
     LAYOUT,
     "--offload",
     type=List(click.Choice(OFFLOAD)),
     metavar="WHAT,..",
-    help="To the host: states, or in chunks of blocks optimizer (states), parameters (with those); activations, lookup.",
+    help="Host contents: states, or by block in chunks optimizer (states) and parameters (with "
+    "the optimizer's); activations; lookup, the token table.",
 )
 @option(
     LAYOUT,
     "--host-blocks",
     type=click.IntRange(0),
     metavar="N",
-    help="With parameters, the last N blocks of a rank. [default: all]",
+    help="Last blocks of a rank whose parameters lie on the host. [default: all]",
 )
 @option(
     LAYOUT,
     "--host-optimizer",
     type=click.IntRange(0),
     metavar="N",
-    help="With optimizer, the N blocks before. [default: all others]",
+    help="Blocks before these with only the optimizer states on the host. [default: all others]",
 )
 @option(
     LAYOUT,
     "--eviction",
     type=click.Choice(EVICTION),
-    help="Which chunk leaves a full device. [default: opt]",
+    help="Rule that picks the chunk to evict from a full device. [default: opt]",
 )
 @option(
     LAYOUT,
     "--memory-limit",
     metavar="SIZE",
-    help="What chunks and all else may fill of a device. [default: as in a search]",
+    help="Memory that chunks and all else may fill on a device. [default: as in a search]",
 )
 @option(
     LAYOUT,
     "--keep-on-host",
     type=List(click.STRING),
     metavar="NAME,..",
-    help="Operators of every block whose activations go to the host, or all: as --offload activations.",
+    help="Operators of every block whose activations go to the host; all is the same as --offload "
+    "activations.",
 )
 @option(
     LAYOUT,
@@ -158,7 +162,7 @@ from parplan.commands.style import Command, List, Whole, option, packs
     type=click.Choice(RECOMPUTE),
     default="none",
     show_default=True,
-    help="Of every block.",
+    help="Recompute level of every block.",
 )
 @option(
     LAYOUT,
@@ -172,21 +176,22 @@ from parplan.commands.style import Command, List, Whole, option, packs
     type=click.IntRange(0, 3),
     default=0,
     show_default=True,
-    help="All-reduces of one half of a micro-batch under the other: 1 in a product, 2 in a block, 3 in a stage.",
+    help="Overlap of the all-reduces of one half of a micro-batch with compute of the other: 1 in "
+    "a product, 2 in a block, 3 in a stage.",
 )
 @option(
     OUTPUT,
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="Also write the plan file; - for stdout.",
+    help="Plan file to write as well; - for stdout.",
 )
 @as_json
 @packs("by_hand", LayoutOptions)
 def estimate(
     target: TargetOptions, by_hand: LayoutOptions, output: Path | None, as_json: bool
 ) -> None:
-    """Price one layout by hand: the same breakdown and the same plan file, without a search."""
+    """Price one layout by hand, with the breakdown and the plan file of a search."""
     from parplan.commands.requests.layouts import choices_of, layout_of
     from parplan.commands.requests.requests import request_of
     from parplan.planner.search.estimate import estimate_plan

@@ -13,7 +13,8 @@ from parplan.commands.style import Command, Whole, option, print_json
 @click.command(
     cls=Command,
     epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
-    "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq '.[].rejected'",
+    "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq "
+    "'.[].rejected'",
 )
 @target_options
 @option(
@@ -32,7 +33,7 @@ from parplan.commands.style import Command, Whole, option, print_json
     default=1,
     show_default=True,
     metavar="N",
-    help="Sequences in one.",
+    help="Sequences in a micro-batch.",
 )
 @option(
     LAYOUT,
@@ -43,7 +44,7 @@ from parplan.commands.style import Command, Whole, option, print_json
     metavar="0..3",
     help="ZeRO stage of the states.",
 )
-@option(LAYOUT, "--operator", metavar="NAME", help="Only this operator. [default: all]")
+@option(LAYOUT, "--operator", metavar="NAME", help="Operator to list. [default: all]")
 @as_json
 def explain(
     target: TargetOptions,
@@ -53,9 +54,7 @@ def explain(
     operator: str | None,
     as_json: bool,
 ) -> None:
-    """List the strategies of every operator with their prices, and the rejected ones with the
-    reason.
-    """
+    """List the strategies of every operator with their prices, and why others are rejected."""
     from parplan.commands.requests.layouts import layout_prices
     from parplan.commands.requests.requests import request_of
     from parplan.planner.layer_options.operator_strategies import operator_strategies

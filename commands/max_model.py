@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     "max-model",
     cls=Command,
     epilog=(
-        "  plan max-model --gpus 8 --gpu v100-32gb --host-memory 240GiB\n  plan max-model --gpus 8 --gpu a100-40gb --hidden 8192 -o plan.yaml\n"
-        "  plan max-model --gpus 32 --gpu a100-40gb --json | jq '.largest[] | {offload, model, tflops}'"
+        "  plan max-model --gpus 8 --gpu v100-32gb --host-memory 240GiB\n  plan max-model --gpus "
+        "8 --gpu a100-40gb --hidden 8192 -o plan.yaml\n"
+        "  plan max-model --gpus 32 --gpu a100-40gb --json | jq '.largest[] | {offload, model, "
+        "tflops}'"
     ),
 )
 @option(
@@ -56,14 +58,14 @@ if TYPE_CHECKING:
     default="gpt",
     show_default=True,
     metavar="NAME|FILE",
-    help="Whose models: its members of `plan models`.",
+    help="Model family; `plan models` lists its members.",
 )
 @option(
     WHAT,
     "--hidden",
     type=Whole("hidden"),
     metavar="N",
-    help="Instead of members: the most blocks of this hidden size.",
+    help="Find the most blocks of this hidden size instead of the largest member.",
 )
 @training_options
 @machine_options
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="Write the plan of the largest model; - for stdout.",
+    help="File for the plan of the largest model; - for stdout.",
 )
 @as_json
 @packs("target", TargetOptions)
@@ -86,12 +88,11 @@ def max_model(
     flags: SearchFlags,
     result: ResultOptions,
 ) -> int:
-    """Find the largest model that fits, with and without the host's memory, and what it costs to
-    train.
+    """Find the largest model that fits, with and without the host's memory, and its training cost.
 
-    A row for what the host may keep: nothing, the optimizer's states, and those, parameters,
+    Each row allows other host contents: nothing; the optimizer's states; these, parameters,
     activations and the token table. Each model that is tried is a search for its fastest plan;
-    Ctrl-C prints what is known.
+    Ctrl-C prints the rows so far.
     """
     from parplan.commands.requests.requests import constraints_of, request_about, with_flags
     from parplan.profiles.models.model_catalog import load_family
@@ -117,7 +118,6 @@ def _rows(
     pins: PinOptions,
     interrupted: Callable[[], bool],
 ) -> tuple[LargestModel, ...]:
-    """Runs the searches, with a bar on stderr while they last."""
     from parplan.planner.search.largest_model import (
         LEVELS,
         SearchWatch,
@@ -141,9 +141,7 @@ def _rows(
 
 
 def _require_any(rows: Sequence[LargestModel], *, interrupted: bool) -> None:
-    """Raises InfeasibleError with what is missing where no model at all fits, KeyboardInterrupt
-    where none was found before Ctrl-C.
-    """
+    """Raises InfeasibleError where no model fits, KeyboardInterrupt where Ctrl-C came first."""
     from parplan.profiles.errors import InfeasibleError
 
     if any(row.plan for row in rows):
@@ -163,7 +161,6 @@ def _deliver(
     result: ResultOptions,
     elapsed_s: float,
 ) -> None:
-    """Prints the rows, and writes the plan of the largest model."""
     from parplan.commands.requests.requests import all_assumed
     from parplan.planner.plan.plan_file import plan_to_yaml
     from parplan.report.searches.largest_table import largest_document, print_largest

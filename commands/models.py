@@ -12,7 +12,7 @@ from parplan.commands.style import Command
 @click.command(cls=Command, epilog="  plan models\n  plan models --json | jq -r '.[].name'")
 @as_json
 def models(as_json: bool) -> None:
-    """List the models that come with the planner: any of them goes after --model."""
+    """List the models that come with the planner, as values of --model."""
     from parplan.report.machines.catalogue_tables import model_rows, print_models
 
     print_listing(model_rows, print_models, as_json=as_json)

@@ -1,4 +1,4 @@
-"""The options that commands share, in the sections of the help, and the records they are packed in."""
+"""Options that commands share, by section of the help, and the records that pack them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "none")
 EVICTION = ("opt", "lru", "fifo")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
-BASELINES, LAYOUT = "Baselines", "Layout"
-WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = (
-    "What to train",
-    "On what",
-    "Objective",
-    "Pins",
-    "Search",
-    "Output",
-)
+BASELINES = "Baselines"
+LAYOUT = "Layout"
+WHAT = "What to train"
+WHERE = "On what"
+AIM = "Objective"
+PINS = "Pins"
+SEARCH = "Search"
+OUTPUT = "Output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """The options that say what is trained on what; None where the user left one open."""
+    """Options for the model, the training and the machine; None where the user left one open."""
 
     model: str | None = None
     gpus: int | None = None
@@ -51,7 +50,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """The options of traced modules."""
+    """Options of traced modules."""
 
     trace: bool = False
     stages: str | None = None
@@ -60,7 +59,7 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinOptions:
-    """Pinned and forbidden choices as they were given."""
+    """Pinned and forbidden choices as the user gave them."""
 
     pp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
@@ -96,7 +95,7 @@ class SearchFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions:
-    """A layout by hand, as `plan estimate` takes it."""
+    """A layout by hand, the input of `plan estimate`."""
 
     pp: int = 1
     dp: int | None = None
@@ -121,7 +120,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultOptions:
-    """The places that results go to."""
+    """Destinations of the results."""
 
     output: Path | None = None
     plot: Path | None = None
@@ -152,20 +151,22 @@ training_options = together(
         WHAT,
         "--precision",
         type=click.Choice(PRECISIONS),
-        help="Of weights and activations. [default: bf16, fp16 where the GPU has none, or the profile's]",
+        help="Precision of weights and activations. [default: bf16, fp16 where the GPU has no "
+        "bf16, or the profile's]",
     ),
     option(
         WHAT,
         "--gradient-precision",
         type=click.Choice(PRECISIONS),
-        help="What gradients accumulate and are reduced in. [default: fp32]",
+        help="Precision in which gradients accumulate and are reduced. [default: fp32]",
     ),
-    option(WHAT, "--fp8", is_flag=True, help="Run the products of the blocks in fp8."),
+    option(WHAT, "--fp8", is_flag=True, help="Run the matrix products of the blocks in fp8."),
     option(
         WHAT,
         "--stack",
         metavar="NAME|FILE",
-        help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core, or the profile's]",
+        help="Software stack that trains: a name of `plan stacks`, or a YAML. [default: "
+        "megatron-core, or the profile's]",
     ),
     option(
         WHAT,
@@ -175,12 +176,12 @@ training_options = together(
     ),
 )
 machine_options = together(
-    option(WHERE, "--gpus", type=Whole("gpus"), metavar="N", help="How many GPUs."),
+    option(WHERE, "--gpus", type=Whole("gpus"), metavar="N", help="Number of GPUs."),
     option(
         WHERE,
         "--gpu",
         metavar="NAME",
-        help="A name of `plan clusters`. [default: a100-80gb, or the profile's]",
+        help="GPU, a name of `plan clusters`. [default: a100-80gb, or the profile's]",
     ),
     option(
         WHERE,
@@ -193,25 +194,25 @@ machine_options = together(
         WHERE,
         "--cluster",
         metavar="FILE",
-        help="A cluster YAML instead of --gpu; it may say how many GPUs.",
+        help="Cluster YAML instead of --gpu; it may give the number of GPUs.",
     ),
     option(
         WHERE,
         "--host-memory",
         metavar="SIZE",
-        help="Of a node, such as 240GiB. [default: the cluster's]",
+        help="Host memory of a node, such as 240GiB. [default: the cluster's]",
     ),
     option(
         WHERE,
         "--profile",
         metavar="FILE",
-        help="A hardware profile of your own, of `plan profile` or `plan calibrate`.",
+        help="Hardware profile of `plan profile` or `plan calibrate`.",
     ),
     option(
         WHERE,
         "--force-profile",
         is_flag=True,
-        help="Take it also for another device, stack or precision, or beside other prices.",
+        help="Use the profile even for another device, stack or precision, or beside other prices.",
     ),
 )
 target_options = together(
@@ -219,14 +220,16 @@ target_options = together(
         WHAT,
         "--model",
         metavar="NAME|PATH|PKG.MOD:FUNC",
-        help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module.",
+        help="Model: a name of `plan models`, a YAML of that form, a Hugging Face config.json, or "
+        "a function that makes a module.",
     ),
     training_options,
     option(
         WHAT,
         "--module",
         metavar="huggingface|PKG.MOD:FUNC",
-        help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]",
+        help="Module that runs: transformers' module for the config.json, or the result of your "
+        "function. [default: parplan's]",
     ),
     machine_options,
     packs("target", TargetOptions),
@@ -236,19 +239,20 @@ trace_options = together(
         WHAT,
         "--trace",
         is_flag=True,
-        help="Trace the model of a config.json, also where its family is described.",
+        help="Trace the model of a config.json even if its family is described.",
     ),
     option(
         PINS,
         "--stages",
         metavar="RULE|N,..",
-        help="Of a traced module: uniform, parameters, ilp, or shards by stage. [default: ilp]",
+        help="Stages of a traced module: uniform, parameters, ilp, or shards by stage. [default: "
+        "ilp]",
     ),
     option(
         PINS,
         "--cross-skips",
         is_flag=True,
-        help="Of a traced module: let skip connections cross stages.",
+        help="Let skip connections of a traced module cross stages.",
     ),
     packs("tracing", TraceOptions),
 )
@@ -258,20 +262,21 @@ search_options = together(
         "--max-slowdown",
         type=Number(),
         metavar="SHARE",
-        help="Of the objectives memory and peak, over the fastest: without the host, where that fits. [default: 0.1]",
+        help="Largest slowdown against the fastest plan, for the objectives memory and peak. The "
+        "fastest plan uses no host memory if one fits without. [default: 0.1]",
     ),
     option(
         AIM,
         "--memory-margin",
         type=Number(),
         metavar="SHARE",
-        help="Of each device, kept free. [default: from measured runs]",
+        help="Share of each device that stays free. [default: from measured runs]",
     ),
     option(
         AIM,
         "--memory-limit",
         metavar="SIZE",
-        help="What a plan may fill of a device, such as 72GiB; replaces the margin.",
+        help="Memory that a plan may fill on a device, such as 72GiB; replaces the margin.",
     ),
     option(PINS, "--pp", type=List(Whole("pp")), metavar="N,..", help="Pipeline stages allowed."),
     option(
@@ -296,21 +301,21 @@ search_options = together(
         "--micro-batch-size",
         type=List(Whole("micro_batch_size")),
         metavar="N,..",
-        help="Sequences in a micro-batch.",
+        help="Sequences in a micro-batch allowed.",
     ),
     option(
         PINS,
         "--virtual-stages",
         type=List(Whole("virtual_stages")),
         metavar="N,..",
-        help="Model chunks per pipeline rank.",
+        help="Model chunks per pipeline rank allowed.",
     ),
     option(
         PINS,
         "--schedule",
         type=List(click.Choice(SCHEDULES)),
         metavar="NAME,..",
-        help=f"Of {', '.join(SCHEDULES)}.",
+        help=f"Pipeline schedules allowed: {', '.join(SCHEDULES)}.",
     ),
     option(
         PINS,
@@ -324,27 +329,30 @@ search_options = together(
         "--zero-ranks",
         type=Whole("neighbours"),
         metavar="N",
-        help="Neighbours that hold one copy of sharded states, where N divides dp. [default: all]",
+        help="Neighbouring ranks that hold one copy of sharded states, where N divides dp. "
+        "[default: all]",
     ),
     option(
         PINS,
         "--recompute",
         type=List(click.Choice(RECOMPUTE)),
         metavar="NAME,..",
-        help=f"Of {', '.join(RECOMPUTE)}.",
+        help=f"Recompute levels allowed: {', '.join(RECOMPUTE)}.",
     ),
     option(
         PINS,
         "--sequence-parallel/--no-sequence-parallel",
         default=None,
-        help="With or without, where tp > 1.",
+        help="Require or forbid sequence parallelism where tp > 1.",
     ),
     option(
         PINS,
         "--tp-overlap",
         type=List(click.IntRange(0, 3)),
         metavar="0..3,..",
-        help="Levels of sub-pipelined tensor parallelism, where tp > 1. [default: those that the stack runs]",
+        help="Levels of sub-pipelined tensor parallelism allowed where tp > 1. [default: the "
+        "levels "
+        "that the stack runs]",
     ),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
     option(
@@ -358,23 +366,23 @@ search_options = together(
         "--offload",
         type=List(click.Choice(SEARCHED_OFFLOAD)),
         metavar="WHAT,..",
-        help="What the host may keep: of the blocks optimizer (states), parameters (with those), activations; lookup, the token "
-        "table; or none. "
-        "[default, for every objective: all with --host-memory, else only if nothing fits without]",
+        help="Host contents: of the blocks optimizer (states), parameters (with the optimizer's), "
+        "activations; lookup, the token table; or none. [default, for every objective: all with "
+        "--host-memory, else only if nothing fits without]",
     ),
     option(
         PINS,
         "--forbid",
         multiple=True,
         metavar="NAME=VALUE",
-        help="What no plan may use, such as tp=8 or recompute=full; may be repeated.",
+        help="Choice that no plan may use, such as tp=8 or recompute=full; may be repeated.",
     ),
     option(
         SEARCH,
         "--time-limit",
         type=Number(max=LONGEST_S),
         metavar="SECONDS",
-        help="Stop everything then, with the best so far and its gap.",
+        help="Time after which everything stops, with the best plan so far and its gap.",
     ),
     option(
         SEARCH,
@@ -394,22 +402,20 @@ objective_options = together(
         type=click.Choice(("throughput", "memory", "peak", "pareto")),
         default="throughput",
         show_default=True,
-        help="Fastest step; within --max-slowdown of it the least redundant memory, or the least peak of the fullest GPU; or the "
-        "front of time and memory. Memory is that of the GPUs: the host takes states off them as --offload allows, "
-        "never to hold more than without it.",
+        help="Quantity to minimise: the step time; within --max-slowdown of the fastest step, the "
+        "redundant memory or the peak of the fullest GPU; or the front of time and memory. Only "
+        "GPU memory counts. Host offload, as far as --offload allows it, never increases it.",
     ),
     option(
         AIM,
         "--points",
         type=Whole("num_points"),
         metavar="N",
-        help="Of the pareto objective, about how many plans. [default: 16]",
+        help="Approximate number of plans of the pareto objective. [default: 16]",
     ),
 )
 explain_option = option(
-    SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why."
+    SEARCH, "--explain", is_flag=True, help="List the candidates that were not searched, and why."
 )
-as_json = option(
-    OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout."
-)
+as_json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print only JSON on stdout.")
 packed_result = packs("result", ResultOptions)

@@ -1,5 +1,6 @@
-"""What commands do with a plan of either kind, and what they need before. All but click is imported
-where it is used.
+"""Output of plans of either kind for all commands, and checks before the work.
+
+All imports but click's are made where they are used.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ STDOUT = Path("-")
 
 
 def require_output(output: Path | None) -> None:
-    """Raises ConfigError when a result could not be put at `output`: found before the search, not
-    after it.
-    """
+    """Raises ConfigError before the search when a result could not be written to `output`."""
     from parplan.profiles.documents.files import require_writable
     from parplan.profiles.errors import ConfigError
 
@@ -44,8 +43,9 @@ def require_output(output: Path | None) -> None:
 def deliver(
     plan: Plan | TracedPlan, context: SummaryContext, output: Path | None, *, as_json: bool
 ) -> None:
-    """The plan to `output` and its summary to the terminal; a file that cannot be written does not
-    lose the summary.
+    """Writes the plan to `output` and its summary to the terminal.
+
+    A file that cannot be written does not lose the summary.
     """
     from parplan.executor.placed_layers import torchrun_line
     from parplan.planner.plan.plan_file import plan_to_yaml, write_plan
@@ -70,7 +70,7 @@ def deliver(
 
 
 def print_plan(plan: Plan | TracedPlan, out: Console, context: SummaryContext) -> None:
-    """The summary of a plan."""
+    """Prints the summary of a plan."""
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.plans.summary import print_summary
     from parplan.report.plans.traced_summary import print_traced_summary
@@ -82,14 +82,14 @@ def print_plan(plan: Plan | TracedPlan, out: Console, context: SummaryContext) -
 
 
 def print_plan_json(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> None:
-    """The plan for programs."""
+    """Prints the plan as JSON."""
     from parplan.report.plan_documents import plan_document
 
     print_json(plan_document(plan, elapsed_s))
 
 
 def warn_of_solver(plan: Plan | TracedPlan) -> None:
-    """Warns on stderr of a solver that failed during the search."""
+    """Prints a warning on stderr about a solver that failed during the search."""
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
 
@@ -97,7 +97,7 @@ def warn_of_solver(plan: Plan | TracedPlan) -> None:
 def print_listing(
     rows: Callable[[], Sequence[object]], show_table: Callable[[Console], None], *, as_json: bool
 ) -> None:
-    """Prints the rows for programs, or their table for people."""
+    """Prints the rows as JSON, or as a table."""
     from parplan.report.text import console
 
     if as_json:
@@ -107,7 +107,7 @@ def print_listing(
 
 
 def require_torch(what: str) -> None:
-    """Raises ConfigError that says `what` needs it, where it is not installed."""
+    """Raises ConfigError, which says that `what` needs torch, where torch is not installed."""
     from parplan.profiles.errors import ConfigError
 
     if importlib.util.find_spec("torch") is None:

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     invoke_without_command=True,
     subcommand_metavar="[COMMAND]",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8\n"
+    epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu "
+    "h100-80gb --objective memory --tp 4,8\n"
     "  plan --model gpt-20b --gpus 64 --objective pareto --plot front.png",
 )
 @target_options
@@ -63,14 +64,14 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     default="plan.yaml",
     show_default=True,
-    help="The plan file; - for stdout. A front goes to plan-01.yaml, ...",
+    help="Plan file to write; - for stdout. A front goes to plan-01.yaml, ...",
 )
 @option(
     OUTPUT,
     "--plot",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the front: .png, .svg or .pdf.",
+    help="File for a plot of the front: .png, .svg or .pdf.",
 )
 @as_json
 @click.option(
@@ -93,7 +94,7 @@ def main(
 ) -> int | None:
     """Find the fastest way to train a model on a number of GPUs, and write it as a plan that runs.
 
-    Needs no GPU: step times are priced by a cost model. The plan goes to plan.yaml, its summary to
+    Needs no GPU: a cost model prices the step times. The plan goes to plan.yaml, its summary to
     the terminal.
     """
     if ctx.invoked_subcommand is not None:
@@ -114,7 +115,8 @@ def _require_none_before(ctx: click.Context) -> None:
         name = param.name or ""
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(
-                f"{param.opts[0]} stands before {ctx.invoked_subcommand}: options go after the command"
+                f"{param.opts[0]} stands before {ctx.invoked_subcommand}: options go after the "
+                f"command"
             )
 
 

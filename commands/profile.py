@@ -1,5 +1,6 @@
-"""`plan profile`: measures this machine, and shows or compares what was measured. All but click is
-imported where it is used.
+"""`plan profile`: measures this machine, and shows or compares profiles.
+
+All imports but click's are made where they are used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from parplan.profiles.machines.measurements import Case
     from parplan.profiles.machines.user_profile import UserProfile
 
-WHAT, HOW, IMPORT, LOOK = "What to measure", "How", "Import", "Look at profiles"
+WHAT = "What to measure"
+HOW = "How"
+IMPORT = "Import"
+LOOK = "Look at profiles"
 LINKS_SHARE = 0.3  # of the budget, where operators and collectives are measured
 PROGRAM = "parplan.executor.measuring.measure:measure"
 
@@ -55,9 +59,12 @@ class ProfileOptions:
     "profile",
     cls=Command,
     epilog=(
-        "  plan profile -o mygpu.yaml --model gpt-20b --minutes 10\n  plan profile -o mygpu.yaml --comm\n"
-        "  plan profile -o mygpu.yaml --missing plan.yaml\n  plan profile --show mygpu.yaml --plot mygpu.png\n"
-        "  plan profile --diff before.yaml after.yaml\n  plan --model gpt-20b --gpus 64 --profile mygpu.yaml"
+        "  plan profile -o mygpu.yaml --model gpt-20b --minutes 10\n  plan profile -o mygpu.yaml "
+        "--comm\n"
+        "  plan profile -o mygpu.yaml --missing plan.yaml\n  plan profile --show mygpu.yaml "
+        "--plot mygpu.png\n"
+        "  plan profile --diff before.yaml after.yaml\n  plan --model gpt-20b --gpus 64 --profile "
+        "mygpu.yaml"
     ),
 )
 @click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
@@ -67,26 +74,26 @@ class ProfileOptions:
     "models",
     multiple=True,
     metavar="NAME|PATH",
-    help="Whose shapes to measure; may be repeated. [default: a few that say most]",
+    help="Model whose shapes to measure; may be repeated. [default: a few that say most]",
 )
 @option(
     WHAT,
     "--missing",
     type=click.Path(path_type=Path),
     metavar="PLAN",
-    help="Only the shapes of this plan that its profile lacks.",
+    help="Measure only the shapes of this plan that its profile lacks.",
 )
 @option(
     WHAT,
     "--comm/--no-comm",
     default=None,
-    help="Only collectives, or none. [default: both, where there are 2 devices]",
+    help="Measure only collectives, or none. [default: both with 2 devices or more]",
 )
 @option(
     WHAT,
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="Of the tensors. [default: bf16 on GPUs, fp32 on CPUs]",
+    help="Precision of the tensors. [default: bf16 on GPUs, fp32 on CPUs]",
 )
 @option(
     HOW,
@@ -94,7 +101,7 @@ class ProfileOptions:
     type=click.Choice(("auto", "cuda", "cpu")),
     default="auto",
     show_default=True,
-    help="auto: GPUs if any.",
+    help="Device to measure; auto takes GPUs if there are any.",
 )
 @option(
     HOW,
@@ -103,11 +110,14 @@ class ProfileOptions:
     default=10.0,
     show_default=True,
     metavar="N",
-    help="Budget; the most informative shapes come first.",
+    help="Time budget; the most informative shapes come first.",
 )
-@option(HOW, "--restart", is_flag=True, help="Forget what an interrupted or earlier run measured.")
+@option(HOW, "--restart", is_flag=True, help="Discard measurements of earlier runs.")
 @option(
-    HOW, "--retry-failed", is_flag=True, help="Try again what ran out of memory, crashed or hung."
+    HOW,
+    "--retry-failed",
+    is_flag=True,
+    help="Retry shapes that ran out of memory, crashed or hung.",
 )
 @option(
     HOW,
@@ -116,7 +126,7 @@ class ProfileOptions:
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="When a measurement that does not answer is given up.",
+    help="Time after which a measurement without an answer is given up.",
 )
 @option(
     IMPORT,
@@ -124,7 +134,8 @@ class ProfileOptions:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Collectives that torchrun -m parplan.profiles.profile_comm measured, on several nodes perhaps; may be repeated.",
+    help="File of collectives from torchrun -m parplan.profiles.profile_comm, on one node or "
+    "several; may be repeated.",
 )
 @option(
     IMPORT,
@@ -132,21 +143,21 @@ class ProfileOptions:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Collectives from the text that nccl-tests printed, instead of measuring; may be repeated.",
+    help="Text file that nccl-tests printed, read instead of measuring; may be repeated.",
 )
 @option(
     IMPORT,
     "--nodes",
     type=Whole("nodes"),
     metavar="N",
-    help="On how many nodes it ran, where its text does not say it.",
+    help="Nodes that nccl-tests ran on, if its text does not say.",
 )
 @option(
     IMPORT,
     "--ranks-per-node",
     type=Whole("ranks_per_node"),
     metavar="N",
-    help="With how many GPUs of each, likewise.",
+    help="GPUs of each node that nccl-tests used, if its text does not say.",
 )
 @option(LOOK, "--show", is_flag=True, help="Print FILE.")
 @option(LOOK, "--diff", is_flag=True, help="Compare FILE with a second one.")
@@ -155,7 +166,7 @@ class ProfileOptions:
     "--plot",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the profile: .png, .svg or .pdf.",
+    help="File for a plot of the profile: .png, .svg or .pdf.",
 )
 @option(
     OUTPUT,
@@ -164,16 +175,16 @@ class ProfileOptions:
     type=click.Path(path_type=Path),
     default="profile.yaml",
     show_default=True,
-    help="The profile; what is there already is kept and added to.",
+    help="Profile file to write; an existing one is extended.",
 )
 @as_json
 @packs("options", ProfileOptions)
 def profile(files: tuple[Path, ...], options: ProfileOptions) -> int:
     """Measure this machine: operators, memory, links. `plan --profile` plans with the result.
 
-    Every measurement runs in a process of its own: what runs out of memory, crashes or hangs is
-    recorded and skipped. Started again after an interruption, of any kind, it goes on. --show
-    prints FILE, --diff compares two.
+    Every measurement runs in its own process: a measurement that runs out of memory, crashes or
+    hangs is recorded and skipped. After any interruption, the same command continues. --show
+    prints FILE, --diff compares two files.
     """
     _check(files, options)
     if options.diff:
@@ -184,19 +195,17 @@ def profile(files: tuple[Path, ...], options: ProfileOptions) -> int:
 
 
 def _check(files: tuple[Path, ...], options: ProfileOptions) -> None:
-    """Raises UsageError: options that contradict each other, or the wrong number of files."""
     if options.show and options.diff:
         raise click.UsageError(
             "--show prints one profile, --diff compares two: leave out one of them"
         )
-    expected = 2 if options.diff else 1 if options.show else 0
+    expected, rule = 0, "a measurement takes no file (-o says where to write)"
+    if options.diff:
+        expected, rule = 2, "--diff compares two files"
+    elif options.show:
+        expected, rule = 1, "--show prints one file"
     if len(files) != expected:
-        wanted = {
-            2: "--diff compares two files",
-            1: "--show prints one file",
-            0: "a measurement takes no file (-o says where to write)",
-        }
-        raise click.UsageError(f"{wanted[expected]}, {len(files)} given")
+        raise click.UsageError(f"{rule}, {len(files)} given")
 
 
 def _diff(first: Path, second: Path, *, as_json: bool) -> int:
@@ -222,16 +231,17 @@ def _show(path: Path, options: ProfileOptions) -> int:
     return 0
 
 
-def _draw(found: UserProfile, plot: Path, *, quiet: bool) -> None:
+def _draw(profile: UserProfile, plot: Path, *, quiet: bool) -> None:
     from parplan.report.plots.profile_plot import draw_profile
 
-    draw_profile(found, plot)
+    draw_profile(profile, plot)
     click.echo(f"wrote {plot}", err=quiet)
 
 
 def _measure(options: ProfileOptions) -> int:
-    """Operators in processes of their own, then collectives under torchrun; the file is written
-    after each of both.
+    """Measures operators in their own processes, then collectives under torchrun.
+
+    The file is written after each of the two.
     """
     from parplan.profiles.documents.files import require_writable
     from parplan.report.text import console, say
@@ -242,19 +252,20 @@ def _measure(options: ProfileOptions) -> int:
         from parplan.report.plots.scatter_plot import require_plot
 
         require_plot(options.plot)
-    found = _imported(options) if options.nccl_tests or options.add else _measured(options)
-    for note in found.notes:
+    profiled = _imported(options) if options.nccl_tests or options.add else _measured(options)
+    for note in profiled.notes:
         click.echo(f"note: {note}", err=True)
-    _print(found.profile, options)
+    _print(profiled.profile, options)
     if not options.as_json:
         out = console(sys.stdout)
-        if found.missed:
+        if profiled.missed:
             say(
                 out,
-                f"{len(found.missed)} shapes were not reached: the same command goes on with them",
+                f"{len(profiled.missed)} shapes were not reached: the same command goes on with "
+                f"them",
             )
         say(out, f"wrote {output}; plan with it: plan --model NAME --gpus N --profile {output}")
-    return INTERRUPTED if found.interrupted else 0
+    return INTERRUPTED if profiled.interrupted else 0
 
 
 def _measured(options: ProfileOptions) -> Profiled:
@@ -291,7 +302,6 @@ def _measured(options: ProfileOptions) -> Profiled:
 
 
 def _imported(options: ProfileOptions) -> Profiled:
-    """Records that parplan.profiles.profile_comm wrote, or nccl-tests printed."""
     from parplan.planner.calibration.profiling import add_records
     from parplan.profiles.profiler.communication import comm_file, nccl_tests
 
@@ -322,7 +332,7 @@ def _print(profile: UserProfile, options: ProfileOptions) -> None:
 
 
 def _request(options: ProfileOptions) -> ProfileRequest:
-    """What the options ask for. Raises ConfigError."""
+    """Returns the measurements that the options ask for. Raises ConfigError."""
     import torch
 
     from parplan.planner.calibration.profiling import ProfileRequest
@@ -356,10 +366,10 @@ def _request(options: ProfileOptions) -> ProfileRequest:
 
 
 def _missing(path: Path, output: Path, precision: str) -> tuple[Case, ...]:
-    """What the profile in `output` lacks of a plan's operators, or the plan's own profile where
-    there is no such file.
+    """Returns the shapes of a plan's operators that the profile in `output` lacks.
 
-    Raises ConfigError: the plan is at another precision than what is measured.
+    Without that file, the plan's own profile is meant. Raises ConfigError where the plan has
+    another precision than the measurement.
     """
     from parplan.planner.calibration.profile_coverage import missing_cases
     from parplan.planner.plan.plan_file import read_plan

@@ -12,7 +12,7 @@ from parplan.commands.style import Command, option, print_json
     cls=Command,
     epilog="  plan schema > docs/plan.schema.json\n  plan schema --profile > profile.schema.json",
 )
-@option(OUTPUT, "--profile", is_flag=True, help="Of the profile file instead.")
+@option(OUTPUT, "--profile", is_flag=True, help="Print the schema of the profile file instead.")
 def schema(profile: bool) -> None:
     """Print the JSON Schema of the plan file."""
     from parplan.profiles.machines.user_profile import profile_schema

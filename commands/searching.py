@@ -1,4 +1,4 @@
-"""The search that `plan` and `plan compare` share, with its progress bar and its Ctrl-C."""
+"""The search of `plan` and `plan compare`, with its progress bar and its Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plan show: what a plan file holds. All but click is imported where it is used."""
+"""`plan show`: prints the contents of a plan file. All but click is imported where it is used."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ _CHUNKS = "Chunks"
     _CHUNKS,
     "--chunks",
     is_flag=True,
-    help="Instead the fullest moments of a GPU whose plan has chunks.",
+    help="Print the fullest moments of a GPU instead, for a plan with chunks.",
 )
 @option(
     _CHUNKS,
     "--rank",
     type=click.IntRange(0),
     metavar="N",
-    help="Of this pipeline rank. [default: the one that moves most]",
+    help="Pipeline rank of that GPU. [default: the rank that moves most]",
 )
 @option(
     _CHUNKS,
     "--plot",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw every moment: .png, .svg or .pdf.",
+    help="File for a plot of every moment: .png, .svg or .pdf.",
 )
 @as_json
 def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_json: bool) -> None:
-    """Print the summary of a plan file, its layer plans, its chunks, the placement of every
-    operator, and what is redundant.
+    """Print a plan file: summary, layer plans, chunks, placements and redundancy.
 
-    Of a run's file, run.json, what was predicted beside what was measured.
+    For the file of a run, run.json, print predictions beside measurements.
     """
     from parplan.planner.plan.plan_file import read_any_plan
     from parplan.planner.plan.traced_plan import TracedPlan
@@ -111,13 +110,13 @@ def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_jso
         require_plot(plot)
     plan = read_plan(plan_file)
     rank = busiest_rank(plan) if rank is None else rank
-    found = rank_chunks_of(plan, rank)
-    moments = levels(found, prices_of_plan(plan))
+    rank_chunks = rank_chunks_of(plan, rank)
+    moments = levels(rank_chunks, prices_of_plan(plan))
     if plot:
-        draw_levels(moments, plan, rank, found.device_bytes, plot)
+        draw_levels(moments, plan, rank, rank_chunks.device_bytes, plot)
     if as_json:
-        print_json(levels_document(moments, rank, found.device_bytes))
+        print_json(levels_document(moments, rank, rank_chunks.device_bytes))
     else:
-        print_levels(moments, rank, found, console(sys.stdout))
+        print_levels(moments, rank, rank_chunks, console(sys.stdout))
     if plot:
         click.echo(f"wrote {plot}", err=as_json)

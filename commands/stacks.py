@@ -14,8 +14,9 @@ from parplan.commands.style import Command
 )
 @as_json
 def stacks(as_json: bool) -> None:
-    """List the software stacks that come with the planner, with the error of their prices: any of
-    them goes after --stack.
+    """List the software stacks that come with the planner, with the error of their prices.
+
+    Any of them is a value of --stack.
     """
     from parplan.report.machines.catalogue_tables import print_stacks, stack_rows
 

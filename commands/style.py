@@ -1,6 +1,4 @@
-"""How every command looks and fails: sections and examples in its help, `error:` and `hint:` lines,
-exit codes.
-"""
+"""Form and failures of every command: help sections, `error:` and `hint:` lines, exit codes."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ from parplan.profiles.models.hub import stay_offline
 from parplan.profiles.standard_streams import Streams, sturdy_streams
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it; SIGTERM ends a command in the same way
-LONGEST_S = (
-    1e9  # 30 years: the timers of the operating system end at 2^63 ns, about ten times later
-)
+LONGEST_S = 1e9  # 30 years, a tenth of the 2^63 ns at which the timers of the system end
 
 
 class List(click.ParamType[Any]):
@@ -96,8 +92,9 @@ class Command(click.Command):
 
 
 class Main(Command, click.Group):
-    """The group: turns errors into `error:` and `hint:` lines and exit codes, a Ctrl-C or SIGTERM
-    into 130.
+    """The command group; turns errors into `error:` and `hint:` lines and exit codes.
+
+    Ctrl-C and SIGTERM give exit code 130.
     """
 
     command_class = Command
@@ -141,11 +138,10 @@ def run_command(
     speaks: bool = True,
     **kwargs: Any,
 ) -> int:
-    """Call a command with `args`, or those of the process; its exit code, once its errors are said
-    if it `speaks`.
+    """Runs a command with `args`, or the arguments of the process, and returns its exit code.
 
-    What it prints may be lost, but not what it does: a stdout that cannot be written is said after
-    everything else.
+    Errors are printed if it `speaks`. A stdout that cannot be written is reported last: the output
+    is lost then, but not the work.
     """
     try:
         return _run(main, args, speaks=speaks, **kwargs)
@@ -173,9 +169,7 @@ def _run(
 
 
 def require_utf8(args: Sequence[str]) -> None:
-    """Raises ConfigError for an argument that no file of ours could name: its bytes are not UTF-8,
-    or one of them is 0.
-    """
+    """Raises ConfigError for an argument that is not UTF-8 or has a null byte: it names no file."""
     for arg in args:
         try:
             os.fsencode(arg).decode("utf-8")
@@ -189,7 +183,7 @@ def require_utf8(args: Sequence[str]) -> None:
 
 
 def _printed(streams: Streams, code: int) -> int:
-    """`code`, or the error that what was printed is lost."""
+    """Returns `code`, or the code of the error that the output is lost."""
     failure = streams.failure()
     if failure is None or code:
         return code
@@ -198,8 +192,9 @@ def _printed(streams: Streams, code: int) -> int:
 
 
 def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:
-    """Say what went wrong and what to do, and give the exit code. What a message quotes of a file
-    stays on its line.
+    """Prints the error and the hint, and returns the exit code.
+
+    Control characters that a message quotes from a file are escaped.
     """
     if speaks:
         lines = (escaped(line) for line in hint.splitlines() or [""])
@@ -208,7 +203,7 @@ def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:
 
 
 def escaped(text: str) -> str:
-    """The text with its control characters as escapes, which a terminal would obey."""
+    """Returns the text with its control characters escaped, which a terminal would obey."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
         for character in text
@@ -216,7 +211,7 @@ def escaped(text: str) -> str:
 
 
 def _usage(error: click.ClickException) -> tuple[str, str]:
-    """click's message in the house's form, and what to do."""
+    """Click's message in the house's form, and a hint."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "plan"
     possibilities = getattr(error, "possibilities", None)
@@ -227,7 +222,7 @@ def _usage(error: click.ClickException) -> tuple[str, str]:
 
 
 def together(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several options as one decorator, in the order of the help."""
+    """Combines several options into one decorator, in the order of the help."""
 
     def apply(function: Any) -> Any:
         for decorate in reversed(decorators):
@@ -256,7 +251,7 @@ def packs(name: str, record: type[Any]) -> Callable[[Any], Any]:
 
 
 def option(section: str, *names: str, **settings: Any) -> Callable[[Any], Any]:
-    """An option under a section of the help."""
+    """Returns an option under a section of the help."""
     return click.option(*names, cls=Option, section=section, **settings)
 
 
@@ -275,8 +270,9 @@ def show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 @contextlib.contextmanager
 def noticing_ctrl_c() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C or SIGTERM came: the search answers it with its best
-    plan, which is not an error.
+    """Yields a list that is not empty once Ctrl-C or SIGTERM came.
+
+    A search then answers with its best plan, which is not an error.
     """
     interrupts: list[int] = []
 
@@ -289,5 +285,5 @@ def noticing_ctrl_c() -> Iterator[list[int]]:
 
 
 def print_json(value: object) -> None:
-    """A result for programs: nothing else may go to stdout."""
+    """Prints a result as JSON, alone on stdout."""
     click.echo(json.dumps(value, indent=2))

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from parplan.commands.options import OUTPUT, as_json
 from parplan.commands.style import Command, option
 
-if TYPE_CHECKING:
-    pass
-
 _TOKENS = "Tokens"
 
 
 @click.command(
     cls=Command,
-    epilog="  plan tokenize book.txt -o tokens.bin\n  plan tokenize ~/src --glob '**/*.py' -o code.bin\n"
+    epilog="  plan tokenize book.txt -o tokens.bin\n  plan tokenize ~/src --glob '**/*.py' -o "
+    "code.bin\n"
     "  plan tokenize corpus/ --tokenizer ./llama-3-8b -o corpus.bin",
 )
 @click.argument(
@@ -32,7 +29,8 @@ _TOKENS = "Tokens"
     default="bytes",
     show_default=True,
     metavar="NAME|PATH",
-    help="bytes, or a Hugging Face tokenizer: its folder, or with --download its name on the hub.",
+    help="Tokenizer: bytes, the folder of a Hugging Face tokenizer, or with --download its name "
+    "on the hub.",
 )
 @option(
     _TOKENS,
@@ -48,7 +46,7 @@ _TOKENS = "Tokens"
     default=("*.txt",),
     show_default="*.txt",
     metavar="PATTERN",
-    help="Files of an INPUT that is a folder.",
+    help="Pattern of the files to read in an INPUT that is a folder.",
 )
 @option(
     _TOKENS,
@@ -56,7 +54,7 @@ _TOKENS = "Tokens"
     type=click.Choice(("auto", "uint16", "uint32")),
     default="auto",
     show_default=True,
-    help="Of an id; auto: the smallest that holds the vocabulary.",
+    help="Integer type of an id; auto takes the smallest that holds the vocabulary.",
 )
 @option(
     OUTPUT,
@@ -66,7 +64,7 @@ _TOKENS = "Tokens"
     default="tokens.bin",
     show_default=True,
     metavar="FILE",
-    help="A .bin; what it holds goes beside it as FILE.json.",
+    help="Token file (.bin) to write; its description goes to FILE.json.",
 )
 @as_json
 def tokenize(
@@ -80,8 +78,8 @@ def tokenize(
 ) -> None:
     """Turn text files into a file of token ids for `python -m parplan.executor --data`.
 
-    Every INPUT is a file or a folder. A file is a document; the tokenizer's end-of-document id
-    follows each.
+    Every INPUT is a file or a folder. Each file is one document; the tokenizer's end-of-document
+    id follows it.
     """
     from parplan.executor.data.tokens import documents, load_tokenizer, write_tokens
     from parplan.profiles.errors import ConfigError
@@ -92,14 +90,16 @@ def tokenize(
             f"--glob is given {len(patterns)} times, it is one pattern for all INPUTs",
             hint="name other files as INPUT",
         )
-    found = write_tokens(
+    written = write_tokens(
         documents(inputs, patterns[0]), output, load_tokenizer(tokenizer, download=download), dtype
     )
     if as_json:
-        click.echo(json.dumps(asdict(found), indent=2))
+        click.echo(json.dumps(asdict(written), indent=2))
         return
     size = format_bytes(output.stat().st_size)
     click.echo(
-        f"wrote {output}: {found.count:,} tokens of {found.documents:,} documents, {size} of {found.dtype}\n"
-        f"tokenizer {found.tokenizer}, vocabulary {found.vocab_size:,}: the model needs a vocab_size of {found.largest_id + 1:,} or more"
+        f"wrote {output}: {written.count:,} tokens of {written.documents:,} documents, {size} of "
+        f"{written.dtype}\n"
+        f"tokenizer {written.tokenizer}, vocabulary {written.vocab_size:,}: the model needs a "
+        f"vocab_size of {written.largest_id + 1:,} or more"
     )

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from parplan.commands.options import OUTPUT
 from parplan.commands.output import STDOUT, require_output
 from parplan.commands.style import Command, option
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command(cls=Command, epilog="  plan trace plan.yaml -o trace.json")
@@ -24,12 +20,10 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     default="trace.json",
     show_default=True,
-    help="The trace; - for stdout.",
+    help="Trace file to write; - for stdout.",
 )
 def trace(plan_file: Path, output: Path) -> None:
-    """Write the predicted timeline of a plan's step as a trace that opens in Perfetto or
-    chrome://tracing.
-    """
+    """Write the predicted timeline of a step as a trace for Perfetto or chrome://tracing."""
     from parplan.planner.plan.plan_file import read_plan
     from parplan.planner.runs.run_account import plan_trace_ranks
     from parplan.profiles.documents.files import write_text

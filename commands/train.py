@@ -34,16 +34,21 @@ from parplan.report.text import console, say
 PROGRAM = "python -m parplan.executor"
 EXAMPLE = (
     "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 5\n"
-    "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50\n"
-    "  torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --steps 1000 --checkpoint-dir checkpoints"
+    "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --data tokens.bin --steps 1000 "
+    "--lr-schedule cosine --warmup-steps 50\n"
+    "  torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --steps 1000 "
+    "--checkpoint-dir checkpoints"
 )
-DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
+DATA = "Data"
+OPTIMIZER = "Optimizer"
+CHECKPOINTS = "Checkpoints"
+RUN = "Run"
 _OTHER_TRACE = "choose another file with --trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFlags:
-    """The options of a run beside those of its training."""
+    """The options of a run besides those of its training."""
 
     device: str = "auto"
     timeout: float = 600.0
@@ -96,21 +101,22 @@ class RunFiles:
     "--data",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Token ids: a .bin, which `plan tokenize` writes, or a flat .npy. Without it they are random.",
+    help="File of token ids: a .bin of `plan tokenize`, or a flat .npy. Without it tokens are "
+    "random.",
 )
 @option(
     DATA,
     "--data-dtype",
     type=click.Choice(sorted(TOKEN_TYPES)),
     metavar="TYPE",
-    help="uint16 or uint32, of a .bin with no .json beside it. [default: uint16]",
+    help="Integer type of a .bin without a .json beside it: uint16 or uint32. [default: uint16]",
 )
 @option(
     DATA,
     "--shuffle/--no-shuffle",
     default=True,
     show_default=True,
-    help="Take the file's sequences in an order of the seed's.",
+    help="Shuffle the sequences of the file by the seed.",
 )
 @option(
     OPTIMIZER,
@@ -119,7 +125,7 @@ class RunFiles:
     default=3e-4,
     show_default=True,
     metavar="RATE",
-    help="Of AdamW.",
+    help="Learning rate of AdamW.",
 )
 @option(
     OPTIMIZER,
@@ -128,7 +134,7 @@ class RunFiles:
     default="constant",
     show_default=True,
     metavar="NAME",
-    help="constant, cosine or linear: how the rate falls until --steps.",
+    help="Decay of the rate until --steps: constant, cosine or linear.",
 )
 @option(
     OPTIMIZER,
@@ -137,7 +143,7 @@ class RunFiles:
     default=0,
     show_default=True,
     metavar="N",
-    help="Steps it rises over.",
+    help="Steps over which the rate rises.",
 )
 @option(
     OPTIMIZER,
@@ -146,7 +152,7 @@ class RunFiles:
     default=0.0,
     show_default=True,
     metavar="RATE",
-    help="Where cosine and linear end.",
+    help="Final rate of cosine and linear.",
 )
 @option(
     OPTIMIZER,
@@ -155,7 +161,7 @@ class RunFiles:
     default=0.01,
     show_default=True,
     metavar="SHARE",
-    help="Of matrices, not of vectors.",
+    help="Weight decay of matrices; vectors have none.",
 )
 @option(
     OPTIMIZER,
@@ -165,7 +171,7 @@ class RunFiles:
     default=(0.9, 0.999),
     show_default=True,
     metavar="B1 B2",
-    help="Of AdamW.",
+    help="Betas of AdamW.",
 )
 @option(
     OPTIMIZER,
@@ -174,14 +180,14 @@ class RunFiles:
     default=1.0,
     show_default=True,
     metavar="NORM",
-    help="Scale gradients down to this norm over the whole model; 0: never.",
+    help="Scale gradients down to this norm over the whole model; 0 for never.",
 )
 @option(
     CHECKPOINTS,
     "--checkpoint-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where they go; all nodes share it.",
+    help="Folder of the checkpoints, shared by all nodes.",
 )
 @option(
     CHECKPOINTS,
@@ -190,7 +196,7 @@ class RunFiles:
     default=100,
     show_default=True,
     metavar="N",
-    help="Steps from one to the next.",
+    help="Steps from one checkpoint to the next.",
 )
 @option(
     CHECKPOINTS,
@@ -198,7 +204,8 @@ class RunFiles:
     metavar="auto|never|PATH",
     default="auto",
     show_default=True,
-    help="auto: from the newest in --checkpoint-dir, if any; PATH: from that one, of any mesh or plan of the model.",
+    help="Checkpoint to start from: auto takes the newest in --checkpoint-dir, if any; PATH may be "
+    "of any mesh or plan of the model.",
 )
 @option(
     CHECKPOINTS,
@@ -207,7 +214,7 @@ class RunFiles:
     default=3,
     show_default=True,
     metavar="N",
-    help="Newest ones to keep.",
+    help="Newest checkpoints to keep.",
 )
 @option(
     RUN,
@@ -216,7 +223,7 @@ class RunFiles:
     default=5,
     show_default=True,
     metavar="N",
-    help="Optimizer steps, those before a resume included.",
+    help="Optimizer steps, including steps before a resume.",
 )
 @option(
     RUN,
@@ -225,7 +232,7 @@ class RunFiles:
     default=0,
     show_default=True,
     metavar="N",
-    help="Of the initial parameters, the order of the data and the random tokens.",
+    help="Seed of the initial parameters, the order of the data and the random tokens.",
 )
 @option(RUN, "--compile", is_flag=True, help="Compile every block with torch.compile.")
 @option(
@@ -234,21 +241,22 @@ class RunFiles:
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="auto: GPUs if any.",
+    help="Device to train on; auto takes GPUs if there are any.",
 )
 @option(
     RUN,
     "--run-json",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Where to write what was measured. [default: run.json beside PLAN]",
+    help="File for the measurements. [default: run.json beside PLAN]",
 )
 @option(
     RUN,
     "--trace",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.",
+    help="File for a trace of the last step, predicted and measured; https://ui.perfetto.dev "
+    "opens it.",
 )
 @option(
     RUN,
@@ -257,19 +265,20 @@ class RunFiles:
     is_flag=True,
     default=True,
     flag_value=False,
-    help="Measure step times only, write no file.",
+    help="Measure only step times and write no file.",
 )
 @option(
     RUN,
     "--allow-non-finite",
     is_flag=True,
-    help="Go on after a loss or gradient that is not finite, which ends a run otherwise.",
+    help="Continue after a loss or gradient that is not finite, which otherwise ends the run.",
 )
 @option(
     RUN,
     "--trust-module",
     is_flag=True,
-    help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.",
+    help="Run the code of the plan's module even if it lies outside the current folder and the "
+    "installed packages.",
 )
 @option(
     RUN,
@@ -278,15 +287,16 @@ class RunFiles:
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="Without progress on any rank until the run ends (within 10 more) and names the rank that is behind.",
+    help="Time without progress on any rank after which the run ends (within 10 s more) and names "
+    "the rank that is behind.",
 )
 @packs("trained", Options)
 @packs("flags", RunFlags)
 def main(plan_file: Path, trained: Options, flags: RunFlags) -> int:
-    """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then
-    predicted against measured bytes.
+    """Train the model of PLAN as the plan says.
 
-    A PLAN that names a module runs that module's code; the command says which.
+    Prints loss, gradient norm and speed of each step, then predicted against measured bytes. A
+    PLAN that names a module runs that module's code; the command says which.
     """
     plan = read_any_plan(plan_file)  # every rank meets the same error
     if isinstance(plan, TracedPlan):
@@ -324,7 +334,7 @@ def _fail(error: PlannerError, speaks: bool) -> int:
 
 
 def run() -> int:
-    """Returns the exit code of the command: 0, or that of its error."""
+    """Returns the exit code of the command: 0, or the code of its error."""
     # The modules never write in place to a tensor that a layer returned.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for part in ("pipelining.schedules", "checkpoint.state_dict_loader"):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from parplan.profiles.models.module_source import ModuleSource
 
 NOT_EQUAL = 2  # the plan does not train as one process does
-NOT_AS_PREDICTED = 3  # it does, with other bytes than the plan says: as where a stage does not fit
+NOT_AS_PREDICTED = 3  # training is equal but bytes differ; the code of a stage that does not fit
 
 
 def source_of(target: TargetOptions, tracing: TraceOptions) -> ModuleSource | None:
@@ -104,7 +104,7 @@ def search(
 
 
 def require_executed(*, execute: bool) -> None:
-    """Raises ConfigError for a check of a traced module's plan that does not execute it."""
+    """Raises ConfigError for a check of a traced module's plan without --execute."""
     from parplan.profiles.errors import ConfigError
 
     if not execute:
@@ -115,8 +115,9 @@ def require_executed(*, execute: bool) -> None:
 
 
 def check(plan: TracedPlan, *, as_json: bool) -> int:
-    """Train the module as planned on gloo processes, and as it is in one process; the exit code of
-    `say_parity`.
+    """Trains the module as planned on gloo processes and in one process.
+
+    Returns the exit code of `say_parity`.
     """
     import torch
 
@@ -138,28 +139,24 @@ def check(plan: TracedPlan, *, as_json: bool) -> int:
 def say_parity(
     plan: Plan | TracedPlan,
     small: Plan | TracedPlan,
-    found: TrainingOutcome,
+    outcome: TrainingOutcome,
     expected: TrainingOutcome,
     *,
     as_json: bool,
 ) -> int:
-    """Print how far ranks are from one process; the exit code of `plan check --execute`."""
-    from parplan.executor.checking.parity import (
-        GRADIENT_TOLERANCE,
-        LOSS_TOLERANCE,
-        gradient_errors,
-    )
+    """Prints how far the ranks are from one process; returns the code of `plan check --execute`."""
+    from parplan.executor.checking.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, gradient_errors
     from parplan.report.runs.parity_table import Parity, parity_document, print_parity
     from parplan.report.text import console
 
     result = Parity(
         plan=plan,
         small=small,
-        losses=tuple(zip(found.losses, expected.losses, strict=True)),
-        gradients=gradient_errors(found, expected),
-        agree=found.agree,
-        as_predicted=all(predicted == measured for predicted, measured in found.states.values()),
-        moved=tuple(found.moved.values()),
+        losses=tuple(zip(outcome.losses, expected.losses, strict=True)),
+        gradients=gradient_errors(outcome, expected),
+        agree=outcome.agree,
+        as_predicted=all(predicted == measured for predicted, measured in outcome.states.values()),
+        moved=tuple(outcome.moved.values()),
         loss_tolerance=LOSS_TOLERANCE,
         gradient_tolerance=GRADIENT_TOLERANCE,
     )
@@ -173,8 +170,9 @@ def say_parity(
 
 
 def say_module(plan: Plan | TracedPlan, plan_file: Path, *, trust: bool) -> None:
-    """Say on stderr which module the plan imports from where. Raises ConfigError for one that needs
-    --trust-module.
+    """Prints on stderr which module the plan imports from where.
+
+    Raises ConfigError for a module that needs --trust-module.
     """
     from parplan.profiles.models.module_trust import trusted_module_note
 
@@ -185,7 +183,7 @@ def say_module(plan: Plan | TracedPlan, plan_file: Path, *, trust: bool) -> None
 
 @contextlib.contextmanager
 def users_modules() -> Iterator[None]:
-    """Modules of the folder that the command runs in can be imported, as with python -m."""
+    """Lets modules of the current folder be imported, as with python -m."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

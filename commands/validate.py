@@ -20,7 +20,8 @@ MEASURED = "Measured steps"
 
 @click.command(
     cls=Command,
-    epilog="  plan validate\n  plan validate --steps steps.csv --source vtrain --rows --plot errors.png\n"
+    epilog="  plan validate\n  plan validate --steps steps.csv --source vtrain --rows --plot "
+    "errors.png\n"
     "  plan validate --json | jq '.sources | map_values(.mape_time)'",
 )
 @option(
@@ -28,7 +29,7 @@ MEASURED = "Measured steps"
     "--steps",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="CSV of measured steps. [default: the shipped one]",
+    help="CSV of measured steps. [default: the shipped table]",
 )
 @option(
     MEASURED,
@@ -36,21 +37,23 @@ MEASURED = "Measured steps"
     "sources",
     multiple=True,
     metavar="NAME",
-    help="Only rows whose id starts so; may be repeated.",
+    help="Price only rows whose id starts with NAME; may be repeated.",
 )
-@option(OUTPUT, "--rows", is_flag=True, help="Also print every row, and the ranking in every grid.")
+@option(
+    OUTPUT, "--rows", is_flag=True, help="Print every row as well, and the ranking in every grid."
+)
 @option(
     OUTPUT,
     "--fitted",
     is_flag=True,
-    help="Print the fitted terms of the prices and what they were fitted on.",
+    help="Print the fitted terms of the prices and the data behind them.",
 )
 @option(
     OUTPUT,
     "--plot",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw predicted against measured: .png, .svg or .pdf.",
+    help="File for a plot of predicted against measured: .png, .svg or .pdf.",
 )
 @as_json
 def validate(
@@ -61,9 +64,7 @@ def validate(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Price published training steps as they were run, and print how far the prices are from what
-    was measured.
-    """
+    """Price published training steps and print how far the prices are from the measurements."""
     from parplan.planner.validation.fitted_terms import fitted_terms
     from parplan.report import validation_tables as report
     from parplan.report.plots.scatter_plot import draw, require_plot
@@ -90,14 +91,12 @@ def validate(
 
 
 def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[PricedRow]:
-    """The rows of a table, by default of the shipped one, priced; a bar on stderr while it
-    lasts.
-    """
+    """Prices the rows of a table, by default of the shipped one, with a bar on stderr."""
     from parplan.planner.validation.step_rows import read_table
     from parplan.planner.validation.step_table import of_sources, price_table
     from parplan.report.progress_bars import count_bar
     from parplan.report.text import console
 
-    found = of_sources(read_table(steps), sources)
-    with count_bar(console(sys.stderr), "pricing", len(found)) as on_row:
-        return price_table(found, on_row)
+    rows = of_sources(read_table(steps), sources)
+    with count_bar(console(sys.stderr), "pricing", len(rows)) as on_row:
+        return price_table(rows, on_row)

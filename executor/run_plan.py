@@ -1,4 +1,4 @@
-"""A plan is run on this rank: it joins the others, trains, and ends with one error at most."""
+"""Runs a plan on this rank: joins the other ranks, trains, and ends with at most one error."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from parplan.profiles.errors import ConfigError, PlannerError, RunError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """The ways in which a run tells its user something.
+    """Callbacks by which a run reports to its user.
 
     line       prints one line of the result
     note       prints a note
     fail       prints an error, if this rank speaks, and returns the exit code
-    recorded   takes what the run measured
+    recorded   takes the record of the run
     """
 
     line: Callable[[str], None]
@@ -63,7 +63,7 @@ class RunSetting:
 def run_plan(
     plan: Plan | TracedPlan, options: Options, setting: RunSetting, report: RunReport
 ) -> int:
-    """Trains; however that ends, one rank says one error, and all return an exit code."""
+    """Trains and returns the exit code; on failure, one rank prints one error."""
     timeout_s = setting.timeout_s
     # The watch says more than a collective's own timeout, so it comes first.
     limit = timedelta(seconds=timeout_s + 2 * SLACK_S)
@@ -104,7 +104,7 @@ def require_world(plan: Plan | TracedPlan, plan_file: Path) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """This rank's GPU, or the CPU. Raises ConfigError."""
+    """Returns this rank's GPU, or the CPU. Raises ConfigError."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: torch sees no GPU", hint="use --device cpu")
@@ -113,7 +113,8 @@ def device_of(name: str) -> torch.device:
     local_rank = launch.local_rank()
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"--device {name}: local rank {local_rank} has no GPU, torch sees {torch.cuda.device_count()}"
+            f"--device {name}: local rank {local_rank} has no GPU, torch sees "
+            f"{torch.cuda.device_count()}"
         )
     return torch.device("cuda", local_rank)
 
@@ -121,7 +122,6 @@ def device_of(name: str) -> torch.device:
 def _join(
     device: torch.device, store: dist.Store, rank: int, world: int, timeout: timedelta
 ) -> None:
-    """Join the process group: nccl between GPUs, gloo between CPUs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -152,7 +152,7 @@ def _train(
                 report.line(_step_line(plan, options, result))
             checkpoints.after_step(result.step + 1)
     except PlannerError:
-        checkpoints.settle()  # what is being written is what the next run goes on from
+        checkpoints.settle()  # the next run continues from the checkpoint that is being written
         raise
     if first >= options.steps:
         checkpoints.note(f"nothing to do: --steps {options.steps}, {first} are done")

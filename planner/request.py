@@ -38,16 +38,17 @@ class SolverName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Pinned choices; None leaves a choice to the search. Tuples list what is allowed, `forbid`
-    what is not.
+    """Pinned choices; None leaves a choice to the search.
+
+    Tuples list the allowed values, `forbid` the forbidden ones.
 
     recompute           levels; None also allows any list of operators
-    zero_ranks          neighbours that hold one copy of sharded states together, on meshes whose dp
-                        it divides
+    zero_ranks          neighbouring ranks that hold one copy of sharded states together, on meshes
+                        whose dp it divides
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that
                         the stack runs
     megatron_sharding   tensor parallelism divides every operator as Megatron does
-    offload             what the host may keep, of SEARCHED_OFFLOAD; None: any of it, but only where
+    offload             allowed host contents, of SEARCHED_OFFLOAD; None allows all of them where
                         nothing fits without
     """
 
@@ -96,15 +97,17 @@ class Constraints:
                 )
 
     def ban(self, **values: Value) -> Ban | None:
-        """The first ban that one of the values meets, by name of the choice: `ban(tp=8)`."""
+        """Returns the first ban that one of the values meets, for example `ban(tp=8)`."""
         return next(
             (ban for ban in self.forbid if ban.name in values and ban.value == values[ban.name]),
             None,
         )
 
     def resolved(self, stack: Stack = NEUTRAL) -> Constraints:
-        """The same with what is forbidden of ZeRO and recompute, and what the stack does not run of
-        it, as pins: prices of layers know only those. Raises ConfigError where nothing is left.
+        """Returns these constraints with bans and the stack's limits as pins.
+
+        Only ZeRO and recompute are resolved, because prices of layers know only pins of these.
+        Raises ConfigError where nothing is left.
         """
         pins = self
         if any(ban.name == "zero" for ban in self.forbid):
@@ -131,7 +134,8 @@ class Constraints:
         )
         if not levels:
             raise ConfigError(
-                f"--recompute and --forbid leave nothing that the stack {stack.name} runs: {', '.join(stack.recompute)}",
+                f"--recompute and --forbid leave nothing that the stack {stack.name} runs: "
+                f"{', '.join(stack.recompute)}",
                 hint="forbid less, or choose another --stack",
             )
         return replace(self, recompute=levels)
@@ -142,12 +146,13 @@ DEFAULT_MAX_SLOWDOWN = 0.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How to search. `max_slowdown` bounds the objectives memory and peak; `memory_limit_bytes`
-    replaces capacity minus margin.
+    """Limits of a search.
 
-    memory_margin: share of the device kept free; None for what the measured runs of the stack ask
-    for (planner/plan/error_band.py)
-    deadline: of all that is done with these options together
+    max_slowdown: bound of the step for the objectives memory and peak, over the fastest
+    memory_margin: share of the device that stays free; None for the margin from the measured runs
+    of the stack (planner/plan/error_band.py)
+    memory_limit_bytes: limit that replaces capacity minus margin
+    deadline: end of all work with these options together
     """
 
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
@@ -182,7 +187,7 @@ class PlanRequest(Generic[ModelT]):
     constraints   pinned and forbidden choices
     options       limits of the search
     module        the external module that runs in place of the executor's own, if any
-    assumed       one phrase for each default that the request took
+    assumed       one phrase for each default in the request
     """
 
     model: ModelT
@@ -223,11 +228,10 @@ TracedRequest = PlanRequest[TracedModel]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a pass of the search stands: candidates finished of all, the best value so far and the
-    proven bound.
+    """State of one pass of the search: candidates finished, best value and proven bound.
 
-    Seconds while `objective` is throughput, bytes of redundancy while it is memory, of the fullest
-    device while it is peak.
+    The unit is seconds for throughput, redundant bytes for memory, and bytes of the fullest device
+    for peak.
     """
 
     objective: Objective

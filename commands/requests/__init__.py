@@ -1,1 +1,1 @@
-"""The user's options become one request."""
+"""Turns the user's options into one request."""

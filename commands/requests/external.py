@@ -1,9 +1,8 @@
-"""Plans for a module that is not the executor's own: which module, and which choices the executor
-can run on it.
+"""Requests for an external module: the module, and the choices that the executor runs on it.
 
-The blocks of such a module are divided in Megatron's way, by its library's own plan, or not at all;
-each runs again in the backward pass as a whole or not at all. Its operators are its own affair, so
-lists of them are not searched.
+Its blocks are sharded over tensor parallel ranks by its library's own plan, in Megatron's way, or
+not at all. Each block is recomputed as a whole or not at all, so lists of operators are not
+searched.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ LEVELS = (Recompute.NONE, Recompute.FULL)
 
 
 def load_module(name: str | None, model: str | None) -> ModuleSource | None:
-    """The module that --module names: `huggingface` is that of --model's config.json, else a
-    function; nothing is imported.
+    """Returns the module that --module names, without an import.
 
-    Raises ConfigError: no such form, or a model that is not described by a config.json.
+    `huggingface` is the module of --model's config.json; any other name is a function. Raises
+    ConfigError for another form, or a model that no config.json describes.
     """
     if name is None:
         return None
@@ -33,8 +32,9 @@ def load_module(name: str | None, model: str | None) -> ModuleSource | None:
 
 
 def narrowed(pins: Constraints, module: ModuleSource | None) -> Constraints:
-    """`pins` without what the executor cannot run on `module`. Raises ConfigError for a pin that
-    asks for just that.
+    """Returns `pins` without the choices that the executor cannot run on `module`.
+
+    Raises ConfigError for a pin that asks for such a choice.
     """
     if module is None:
         return pins
@@ -47,7 +47,8 @@ def narrowed(pins: Constraints, module: ModuleSource | None) -> Constraints:
         raise ConfigError(f"--tp {max(pins.tp)}: {module.undivided}", hint="use --tp 1")
     if pins.tp_overlap and max(pins.tp_overlap):
         raise ConfigError(
-            f"--tp-overlap {max(pins.tp_overlap)}: only the executor's own blocks run as two halves",
+            f"--tp-overlap {max(pins.tp_overlap)}: only the executor's own blocks run as two "
+            f"halves",
             hint="use --tp-overlap 0",
         )
     if pins.offload:

@@ -14,9 +14,7 @@ from parplan.costmodels.schedules.actions import placement_of
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
-from parplan.planner.request import (
-    Request,
-)
+from parplan.planner.request import Request
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices
 from parplan.profiles.documents.reader import Hints, read_text
 from parplan.profiles.errors import ConfigError
@@ -25,7 +23,7 @@ from parplan.profiles.units import parse_size
 
 
 def action_rows(path: Path) -> tuple[str, ...]:
-    """The lines of a schedule file, torch's compute-only CSV. Raises ConfigError."""
+    """Returns the lines of a schedule file, torch's compute-only CSV. Raises ConfigError."""
     lines = read_text(
         path, hints=Hints("choose another --schedule-file", "choose another --schedule-file")
     ).splitlines()
@@ -38,9 +36,7 @@ def action_rows(path: Path) -> tuple[str, ...]:
 
 
 def _custom(path: Path, by_hand: LayoutOptions) -> tuple[Schedule, int, tuple[str, ...]]:
-    """A schedule from a file: its virtual stages per rank, and what each rank runs. Raises
-    ConfigError.
-    """
+    """A schedule from a file: virtual stages per rank, and actions of each. Raises ConfigError."""
     if by_hand.schedule is not None or by_hand.virtual_stages > 1:
         raise ConfigError(
             "--schedule-file says the schedule and its virtual stages",
@@ -56,17 +52,19 @@ def _custom(path: Path, by_hand: LayoutOptions) -> tuple[Schedule, int, tuple[st
 
 
 def layout_of(request: Request, by_hand: LayoutOptions) -> ParallelLayout:
-    """The layout of a layout made by hand; what does not divide is left to the planner's check,
-    which says why.
+    """Returns the layout of the options.
+
+    Degrees that do not divide are left to the planner's check, which gives the reason.
     """
-    pp, tp, micro_batch_size = by_hand.pp, by_hand.tp, by_hand.micro_batch_size
+    pp, tp = by_hand.pp, by_hand.tp
+    micro_batch_size = by_hand.micro_batch_size
     dp = by_hand.dp or max(1, request.cluster.num_gpus // (pp * tp))
     virtual_stages = by_hand.virtual_stages
     schedule = Schedule(
         by_hand.schedule or (Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B)
     )
     actions: tuple[str, ...] = ()
-    if schedule is Schedule.ZBV and virtual_stages == 1:  # it has no other number
+    if schedule is Schedule.ZBV and virtual_stages == 1:  # ZBV always has two
         virtual_stages = 2
     if by_hand.schedule_file:
         schedule, virtual_stages, actions = _custom(by_hand.schedule_file, by_hand)
@@ -85,8 +83,9 @@ def layout_of(request: Request, by_hand: LayoutOptions) -> ParallelLayout:
 def layout_prices(
     request: Request, tp: int, micro_batch_size: int
 ) -> tuple[ParallelLayout, PriceCache]:
-    """One pipeline stage of tensor parallelism by hand, and the prices for it. Raises ConfigError:
-    the degree is not legal.
+    """Returns a layout of one pipeline stage with tensor parallelism, and its prices.
+
+    Raises ConfigError for an illegal degree.
     """
     gpus = request.cluster.num_gpus
     reason = illegal_tensor_parallel(tp, request.model, request.cluster, across_nodes=True)
@@ -125,8 +124,9 @@ def choices_of(request: Request, by_hand: LayoutOptions) -> UniformChoices:
 def chunk_request(
     request: Request, by_hand: LayoutOptions
 ) -> tuple[tuple[Offload, ...], ChunkRequest | None]:
-    """What the host keeps of whole layers, and the chunks asked for, of all blocks unless a count
-    says less. Raises ConfigError.
+    """Returns the host contents of whole layers, and the blocks in chunks.
+
+    All blocks are meant unless a count says less. Raises ConfigError.
     """
     named = tuple(map(Offload, by_hand.offload or ()))
     whole = tuple(what for what in named if what not in _COUNTS.values())
@@ -149,7 +149,8 @@ def chunk_request(
     blocks = request.model.num_layers
     if by_hand.host_blocks is not None and host + (by_hand.host_optimizer or 0) > blocks:
         raise ConfigError(
-            f"--host-blocks {host} and --host-optimizer {optimizer} are {host + optimizer} blocks, the model has {blocks}",
+            f"--host-blocks {host} and --host-optimizer {optimizer} are {host + optimizer} "
+            f"blocks, the model has {blocks}",
             hint=f"use --host-optimizer {blocks - host}, or leave it out for all the others",
         )
     limit = by_hand.memory_limit
@@ -172,7 +173,6 @@ def _require_none(by_hand: LayoutOptions) -> None:
 def _count(
     name: str, what: Offload, named: tuple[Offload, ...], num_layers: int, by_hand: LayoutOptions
 ) -> int:
-    """Of how many blocks of a rank the host keeps `what`: all where no number is given."""
     count: int | None = getattr(by_hand, name)
     if count is None:
         return num_layers if what in named else 0

@@ -6,22 +6,11 @@ from dataclasses import dataclass, replace
 
 from parplan.commands.options import TargetOptions
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import (
-    precision_of,
-    profile_cluster,
-    stack_of,
-)
+from parplan.profiles.machines.applied_profile import precision_of, profile_cluster, stack_of
 from parplan.profiles.machines.hardware import Cluster, Device
-from parplan.profiles.machines.machine_catalog import (
-    load_cluster,
-    load_stack,
-    with_gpus,
-)
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.machines.user_profile import UserProfile
-from parplan.profiles.models.spec import (
-    Precision,
-    TrainingSpec,
-)
+from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.units import parse_size
 
@@ -32,7 +21,7 @@ _OF_THE_PROFILE = " (the profile's)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDefaults:
-    """Values for options that were left open, and whose they are."""
+    """Values for options that were left open, and their owner for the phrases."""
 
     global_batch_size: int
     seq_length: int
@@ -43,7 +32,7 @@ class TrainingDefaults:
 def cluster_of(
     target: TargetOptions, profile: UserProfile | None
 ) -> tuple[Cluster, tuple[str, ...]]:
-    """The machine to plan for, and the defaults that were taken. Raises ConfigError."""
+    """Returns the machine to plan for, and the defaults that were taken. Raises ConfigError."""
     cluster, assumed = _cluster(target, profile)
     if target.host_memory is None:
         return cluster, assumed
@@ -69,7 +58,6 @@ def _cluster(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluste
 
 
 def _device(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
-    """The kind of machine: the one asked for, else that of the profile, else the default."""
     measured_on = (
         None if target.gpu or profile is None else profile_cluster(profile, str(target.profile))
     )

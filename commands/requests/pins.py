@@ -1,4 +1,4 @@
-"""Pins that exclude every mesh are refused before a search, with the pin that does it."""
+"""Refuses pins that exclude every mesh before a search, and names the pin."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from math import prod
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
-from parplan.planner.request import (
-    Request,
-)
+from parplan.planner.request import Request
 from parplan.profiles.errors import ConfigError
 
 
 def require_possible(request: Request) -> None:
-    """Raises ConfigError for pins that exclude every mesh, with the one that does it: clearer than
-    a count of candidates.
-    """
+    """Raises ConfigError for pins that exclude every mesh, and names the pin."""
     pins = request.constraints
     num_gpus, batch = request.cluster.num_gpus, request.training.global_batch_size
     _require_tensor_parallel(request)
@@ -70,8 +66,9 @@ def _require_expert_parallel(request: Request) -> None:
 
 
 def _require_divisor(pins: Mapping[str, tuple[int, ...] | None], whole: int, what: str) -> None:
-    """Raises ConfigError when no product of one value of each pin divides `whole`; an open pin
-    counts as 1.
+    """Raises ConfigError when no product of one value of each pin divides `whole`.
+
+    An open pin counts as 1.
     """
     if all(
         whole % prod(values) for values in product(*(allowed or (1,) for allowed in pins.values()))

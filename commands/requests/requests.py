@@ -1,4 +1,4 @@
-"""The user's options become one request, with a phrase for every default that filled a gap."""
+"""Turns the user's options into one request, with a phrase for every default."""
 
 from __future__ import annotations
 
@@ -29,18 +29,10 @@ from parplan.planner.request import (
 )
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import (
-    apply_profile,
-)
+from parplan.profiles.machines.applied_profile import apply_profile
 from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.spec import (
-    FP8,
-    ModelEntry,
-    ModelSpec,
-    Positions,
-    TrainingSpec,
-)
+from parplan.profiles.models.spec import FP8, ModelEntry, ModelSpec, Positions, TrainingSpec
 from parplan.profiles.units import parse_size
 
 FRONT = "pareto"  # this objective is a walk over the others
@@ -73,7 +65,7 @@ def request_of(
 def request_about(
     entry: ModelEntry, target: TargetOptions, *, whose: str = "the model's"
 ) -> Request:
-    """Returns the request for a model that is loaded already.
+    """Returns the request for a loaded model.
 
     whose: the owner of the default batch and sequence length, for the phrases. Raises ConfigError.
     """
@@ -105,8 +97,10 @@ def request_about(
 def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
     if model.positions is Positions.LEARNED and training.seq_length > model.max_seq_length:
         raise ConfigError(
-            f"--seq-length is {training.seq_length}, {model.name} learns {model.max_seq_length} positions",
-            hint=f"use at most {model.max_seq_length}, or a model file with a larger max_seq_length",
+            f"--seq-length is {training.seq_length}, {model.name} learns {model.max_seq_length} "
+            f"positions",
+            hint=f"use at most {model.max_seq_length}, or a model file with a larger "
+            f"max_seq_length",
         )
 
 
@@ -165,7 +159,8 @@ def options_of(flags: SearchFlags) -> SearchOptions:
     """
     if flags.max_slowdown is not None and flags.objective not in _SLOWED:
         raise ConfigError(
-            f"--max-slowdown is for --objective {' or '.join(_SLOWED)}, the objective is {flags.objective}",
+            f"--max-slowdown is for --objective {' or '.join(_SLOWED)}, the objective is "
+            f"{flags.objective}",
             hint="leave it out",
         )
     slowdown, limit = flags.max_slowdown, flags.memory_limit

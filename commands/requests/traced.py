@@ -20,7 +20,7 @@ from parplan.profiles.models.huggingface import is_described_family
 from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
 
-GLOBAL_BATCH_SIZE = 512  # sequences, or samples: as a Hugging Face model that is described gets
+GLOBAL_BATCH_SIZE = 512  # sequences or samples; the default of a described Hugging Face model too
 LONGEST_SEQ_LENGTH = 8192
 EXECUTORS_STACK = "parplan"  # no other runs a module as it was traced
 SEQ_LENGTH = 1024  # of a module that says no number of positions
@@ -28,7 +28,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 _WHOLE = "a traced module is not divided inside a stage"
 _FASTEST = "a traced module is planned for throughput"
 _ON_DEVICE = "a traced module stays on its device"
-_REFUSED = {  # what a traced module cannot have, and why
+_REFUSED = {  # options that a traced module cannot have, and why
     "module": "the traced module is what runs",
     "fp8": "products of a traced module run in --precision",
     "points": _FASTEST,
@@ -46,11 +46,11 @@ _REFUSED = {  # what a traced module cannot have, and why
 
 
 def traced_source(model: str | None, *, trace: bool) -> ModuleSource | None:
-    """The module that --model names where that has to be traced: a function, or a config.json that
-    nothing describes; else None.
+    """Returns the module of --model if it has to be traced, else None.
 
-    trace: also one that is described. Raises ConfigError: a model that is no module, and files that
-    cannot be read.
+    That is a function, or a config.json of a family that is not described; with `trace` also of a
+    described one. Raises ConfigError for a model that is no module and for files that cannot be
+    read.
     """
     if model is not None and re.fullmatch(r"[\w.]+:\w+", model) and not Path(model).exists():
         return ModuleSource(factory=model)
@@ -127,7 +127,7 @@ def _require_plain(target: TargetOptions, pins: PinOptions, flags: SearchFlags) 
 
 
 def _seq_length(config: Mapping[str, Any]) -> int:
-    """The positions of a Hugging Face config, as far as they are usual."""
+    """The positions of a Hugging Face config, at most LONGEST_SEQ_LENGTH."""
     positions = next(
         (config[name] for name in _POSITIONS if isinstance(config.get(name), int)), SEQ_LENGTH
     )

@@ -1,10 +1,9 @@
-"""What a run measures of itself: the spans of the last steps on every rank, memory peaks, and
-clocks that agree.
+"""Measurements of a run: spans of the last steps on every rank, memory peaks, aligned clocks.
 
 A span costs a few microseconds and stops nothing: on a CPU it reads the clock twice, on a GPU it
 records two CUDA events on the current stream, which are read at the end of the step (untested: no
-GPU was at hand). Each is also a range of torch's profiler (`torch.profiler.record_function`), so
-that a profile of one's own shows F0.3 and B0.3 around the kernels.
+GPU was at hand). Each span is also a range of torch's profiler (`torch.profiler.record_function`),
+so that a user's own profile shows F0.3 and B0.3 around the kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from parplan.planner.runs.run_file import ChunkMoved, RunEnvironment, RunFile, W
 from parplan.profiles.units import KIB
 
 RECORDED_STEPS = 5
-# the first meets allocators and caches empty, and both are metered (executor/training/train.py)
+# In the first step allocators and caches are empty; both are metered (executor/training/train.py).
 WARM_UP_STEPS = 2
 CLOCK_ROUNDS = 9
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -42,8 +41,9 @@ Mark = float | torch.cuda.Event
 
 
 class RunRecorder:
-    """Times and losses of `num_steps` steps, and the spans of the last RECORDED_STEPS of them;
-    nothing of none.
+    """Times and losses of `num_steps` steps, and the spans of the last RECORDED_STEPS.
+
+    With `num_steps` 0 it records no spans.
     """
 
     def __init__(self, device: torch.device, num_steps: int) -> None:
@@ -60,12 +60,12 @@ class RunRecorder:
         self._anchor: Mark = 0.0
 
     def expect(self, num_steps: int) -> None:
-        """So many steps will be run."""
+        """Sets the number of steps that will be run."""
         self.warm_up = min(WARM_UP_STEPS, max(0, num_steps - 1))
         self.first = max(self.warm_up, num_steps - RECORDED_STEPS) if num_steps > 0 else sys.maxsize
 
     def start(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._active = len(self.seconds) >= self.first
         if not self._active:
             return
@@ -78,15 +78,16 @@ class RunRecorder:
         self._started_s = time.perf_counter()
 
     def counted(self) -> AbstractContextManager[None]:
-        """Around a step: on CPUs the last of the warm-up is counted byte by byte, if the optimizer
-        had its states before it.
+        """Context manager around a step, which may count its memory.
+
+        On CPUs, the last warm-up step is counted byte by byte if the optimizer already has states.
         """
         done = len(self.seconds)
         counts = not self.on_gpu and 0 < done == self.warm_up - 1 and self.first < sys.maxsize
         return self.cpu_peak.counted() if counts else _NOTHING
 
     def span(self, work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
-        """Around one piece of work of a step."""
+        """Context manager around one piece of work of a step."""
         return self._spanned(work, stage, micro_batch) if self._active else _NOTHING
 
     @contextmanager
@@ -97,7 +98,7 @@ class RunRecorder:
             self._marks.append((work, stage, micro_batch, start, self._mark()))
 
     def finish(self, seconds: float, loss: float, *, skipped: bool = False) -> None:
-        """The step is over, also on the device; `skipped`: it updated nothing."""
+        """Ends a step that is over on the device too; a `skipped` step updated nothing."""
         if skipped:
             self.skipped.append(len(self.seconds))
         self.seconds.append(seconds)
@@ -124,7 +125,6 @@ class RunRecorder:
         return event
 
     def _clock_s(self, mark: Mark) -> float:
-        """When `mark` was, on this rank's clock."""
         if isinstance(mark, float):
             return mark
         mark.synchronize()
@@ -134,10 +134,12 @@ class RunRecorder:
 def memory_peaks(
     device: torch.device, cpu_peak: PeakBytes, on_host_bytes: int = 0
 ) -> dict[str, int | None]:
-    """Bytes of this rank: of the CUDA allocator since the first recorded step, or of a CPU's step
-    that was counted, and of the process.
+    """Peak bytes of this rank.
 
-    on_host_bytes: what of a CPU's memory is the host's in the plan
+    CUDA allocator peaks count from the first recorded step; on a CPU they are those of the counted
+    step. The resident size is the process's.
+
+    on_host_bytes: bytes of CPU memory that are host bytes in the plan
     """
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rss = most if sys.platform == "darwin" else most * KIB  # macOS counts bytes
@@ -152,16 +154,14 @@ def memory_peaks(
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What this rank's clock showed as it left each of a few barriers, and which machine it is the
-    clock of.
-    """
+    """Times of this rank's clock as it left each of a few barriers, and the clock's machine."""
 
     machine: str
     left_s: tuple[float, ...]
 
 
 def read_clock(device: torch.device) -> Clock:
-    """Collective."""
+    """Reads the clock after each of a few barriers. Collective."""
     left = []
     for _ in range(CLOCK_ROUNDS):
         dist.barrier()
@@ -172,14 +172,15 @@ def read_clock(device: torch.device) -> Clock:
 
 
 def clock_offsets(clocks: Sequence[Clock]) -> tuple[list[float], float]:
-    """By rank, by how much its clock is ahead of rank 0's, and how far off that may be, all in
-    seconds.
+    """Seconds by which each rank's clock is ahead of rank 0's, and the error of these, in seconds.
 
-    Ranks of one machine share a clock. Others leave a barrier at about the same time: the median
-    difference over the rounds, and half of its spread; a rank that always leaves later than rank 0
-    is not seen.
+    Ranks of one machine share a clock. Ranks of other machines leave a barrier at about the same
+    time: the offset is the median difference over the rounds, the error half of its spread. A rank
+    that always leaves later than rank 0 is not detected.
     """
-    first, offsets, error_s = clocks[0], [], 0.0
+    first = clocks[0]
+    offsets: list[float] = []
+    error_s = 0.0
     for clock in clocks:
         if clock is first or (clock.machine and clock.machine == first.machine):
             offsets.append(0.0)
@@ -198,13 +199,14 @@ def collect(
     chunks: ChunkMoved | None = None,
     on_host_bytes: int = 0,
 ) -> RunFile | None:
-    """The run, on rank 0; None on the others, and where nothing was recorded. Collective. `chunks`:
-    of the last step.
+    """Returns the run on rank 0; None on other ranks and where nothing was recorded. Collective.
+
+    `chunks`: chunk copies of the last step
     """
     if not recorder.steps:
         return None
     (pp, dp, tp), predicted, held = states
-    own = RankMeasured(
+    measured = RankMeasured(
         pp=pp,
         dp=dp,
         tp=tp,
@@ -214,17 +216,17 @@ def collect(
         chunks=chunks,
         **memory_peaks(device, recorder.cpu_peak, on_host_bytes),
     )
-    found: list[tuple[RankMeasured, Clock] | None] | None = (
+    gathered: list[tuple[RankMeasured, Clock] | None] | None = (
         [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     )
-    dist.gather_object((own, read_clock(device)), found)
-    if found is None:
+    dist.gather_object((measured, read_clock(device)), gathered)
+    if gathered is None:
         return None
-    offsets, error_s = clock_offsets([clock for _, clock in found])
+    offsets, error_s = clock_offsets([clock for _, clock in gathered])
     return make_run(
         plan,
         environment(device),
-        [replace(rank, ahead_s=ahead) for (rank, _), ahead in zip(found, offsets, strict=True)],
+        [replace(rank, ahead_s=ahead) for (rank, _), ahead in zip(gathered, offsets, strict=True)],
         TimedSteps(
             seconds=recorder.seconds,
             losses=recorder.losses,
@@ -237,7 +239,7 @@ def collect(
 
 
 def environment(device: torch.device) -> RunEnvironment:
-    """What the run runs on."""
+    """Software, device and size of the run."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return RunEnvironment(
         torch=str(torch.__version__),

@@ -1,6 +1,4 @@
-"""When nothing fits: how much the leanest plan is short, on which stage, and the smallest cluster
-on which one would fit.
-"""
+"""When nothing fits: the shortfall of the leanest plan, its stage, and the smallest cluster."""
 
 from __future__ import annotations
 
@@ -30,20 +28,18 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.stack import Stack
 from parplan.profiles.units import GIB, MIB, gib
 
-STATE_BYTES = 24  # of a parameter on the host, padding included: more than any home needs
-# micro-batches for each virtual stage: the pipeline is full, and no pass is the first and the last
-# of its chunk
+STATE_BYTES = 24  # bytes of a parameter on the host with padding, more than any location needs
+# Micro-batches for each virtual stage: the pipeline is full, and no pass is the first and the last
+# of its chunk.
 FILLED = 4
-EXPLAINED_S = 60.0  # for what binds, and how many GPUs are enough: an explanation, not an answer
-ROUNDING = 2.0**-40  # relative: bytes are not halved in on beyond it
+EXPLAINED_S = 60.0  # limit of the explanation: the shortfall and the GPUs that are enough
+ROUNDING = 2.0**-40  # relative precision of bytes in a bisection
 UNTRIED = "how many are enough was not searched to the end"
-MOST_TIMES_LARGER = (
-    64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
-)
+MOST_TIMES_LARGER = 64  # largest multiple of the requested GPUs that is tried
 
 
 def limit_bytes(cluster: Cluster, stack: Stack, options: SearchOptions) -> float:
-    """What a plan may fill of a device: the explicit limit, or the capacity less the margin."""
+    """Bytes that a plan may fill on a device: the explicit limit, or capacity less the margin."""
     if options.memory_limit_bytes is not None:
         return float(min(options.memory_limit_bytes, cluster.device.memory_bytes))
     return cluster.device.memory_bytes * (1 - memory_margin(stack, options))
@@ -64,9 +60,7 @@ def mix_table(request: Request) -> MixTable:
 
 @dataclass(frozen=True, slots=True)
 class _LeastPeakCandidate:
-    """The layout whose fullest rank needs the fewest bytes, that rank, and the columns of all
-    ranks.
-    """
+    """The layout whose fullest rank needs the fewest bytes, that rank, and all columns."""
 
     layout: ParallelLayout
     rank: int
@@ -83,11 +77,13 @@ class _LeastPeakCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """The leanest plan of a request that does not fit: what its fullest stage needs and what a plan
-    may fill, and both in words.
+    """The leanest plan of a request that does not fit.
 
-    host_bytes: of a node with which something fits the devices as they are, None where no host's
-    memory is enough or asked for
+    need_bytes: bytes of its fullest stage
+    limit_bytes: bytes that a plan may fill on a device
+    text: both in words
+    host_bytes: memory of a node's host with which something fits the devices; None where no host
+    is large enough or offload is not allowed
     """
 
     need_bytes: float
@@ -97,7 +93,7 @@ class Shortfall:
 
 
 class _Ranks:
-    """The ranks of a layout, each asked for the most blocks that it can hold."""
+    """The ranks of a layout, and the most blocks that each can hold."""
 
     def __init__(self, layout: ParallelLayout, table: MixTable) -> None:
         num_layers = table.price_cache.model.num_layers
@@ -107,12 +103,12 @@ class _Ranks:
         self.smallest = cache(self._smallest)
 
     def _smallest(self, rank: int, count: int) -> StageColumn:
-        """The column of so many blocks that needs fewest bytes, which grow with the count."""
+        """The column of `count` blocks with the fewest bytes, which grow with the count."""
         self.deadline.check()
         return self.columns(rank).smallest(count)
 
     def most_blocks(self, rank: int, limit: float) -> int:
-        """How many blocks fit a device of `limit` bytes, 0 when not even the fewest do."""
+        """Number of blocks that fit a device of `limit` bytes, 0 when not even the fewest do."""
         counts = self.counts(rank)
         within = bisect_right(
             counts, limit, key=lambda count: self.smallest(rank, count).memory_bytes
@@ -121,7 +117,6 @@ class _Ranks:
 
 
 def _fits(layout: ParallelLayout, table: MixTable, limit: float) -> bool:
-    """Whether the ranks can hold all blocks within `limit` bytes each."""
     if not may_fit(layout, table, limit):
         return False
     ranks, held = _Ranks(layout, table), 0
@@ -134,9 +129,7 @@ def _fits(layout: ParallelLayout, table: MixTable, limit: float) -> bool:
 
 
 def _leanest_of(layout: ParallelLayout, table: MixTable) -> _LeastPeakCandidate:
-    """The split of the blocks whose fullest rank needs least, by bisection over the memory limit,
-    to 1 MiB.
-    """
+    """The split of the blocks whose fullest rank needs least, by bisection to 1 MiB."""
     num_layers, pp = table.price_cache.model.num_layers, layout.mesh.pp
     ranks = _Ranks(layout, table)
     even = -(-num_layers // pp)
@@ -151,16 +144,16 @@ def _leanest_of(layout: ParallelLayout, table: MixTable) -> _LeastPeakCandidate:
         low, high = (low, middle) if all(most) and sum(most) >= num_layers else (middle, high)
     held = [ranks.most_blocks(rank, high) for rank in range(pp)]
     fullest = max(range(pp), key=lambda rank: ranks.smallest(rank, held[rank]).memory_bytes)
-    for rank in (
-        rank for rank in range(pp) if rank != fullest
-    ):  # the others need not hold as many as they could
-        held[rank] -= min(held[rank] - 1, sum(held) - num_layers)
+    for rank in range(pp):
+        if rank != fullest:  # the other ranks need not be full
+            held[rank] -= min(held[rank] - 1, sum(held) - num_layers)
     return _LeastPeakCandidate(layout, fullest, tuple(map(ranks.smallest, range(pp), held)))
 
 
 def _least_memory_layouts(request: Request) -> Iterator[ParallelLayout]:
-    """The layouts that can be leanest: per mesh and level of sub-pipelining the smallest
-    micro-batch, without virtual stages, sequence parallel.
+    """Yields the layouts that can be leanest, one per mesh, level of sub-pipelining and chunks.
+
+    Each has the smallest micro-batch, the leanest virtual stages and sequence parallelism.
     """
     seen: dict[object, ParallelLayout] = {}
     for layout in enumerate_candidates(request).layouts:
@@ -172,9 +165,7 @@ def _least_memory_layouts(request: Request) -> Iterator[ParallelLayout]:
 
 
 def _thirst(layout: ParallelLayout) -> tuple[int, bool, int, bool]:
-    """Orders the layouts of one mesh by the memory they need: of virtual stages many hold less than
-    few, one least.
-    """
+    """Orders the layouts of one mesh by memory; of virtual stages many need less than few."""
     return (
         layout.micro_batch_size,
         layout.virtual_stages > 1,
@@ -190,22 +181,20 @@ def _leanest(request: Request) -> _LeastPeakCandidate | None:
 
 
 def least_peak_bytes(request: Request) -> float | None:
-    """The bytes that the fullest rank of the leanest plan needs, to 1 MiB, or None when no
-    candidate is legal. Raises OutOfTimeError.
+    """Bytes of the fullest rank of the leanest plan, to 1 MiB; None when no candidate is legal.
 
-    A tied embedding, whose ends must shard alike, can make the least that a search reaches a little
-    larger.
+    Raises OutOfTimeError. A tied embedding, whose ends must shard alike, can make the least peak of
+    a search a little larger.
     """
     lean = _leanest(request)
     return None if lean is None else lean.column.memory_bytes
 
 
 def smallest_cluster(request: Request, limit: float) -> int | None:
-    """The smallest number of GPUs, in whole nodes beyond `cluster`, on which some plan fits, or
-    None within the range.
+    """The smallest number of GPUs on which some plan fits, in whole nodes beyond the cluster.
 
-    Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for.
-    Raises OutOfTimeError.
+    None within the range. Pinned degrees other than tp are dropped: they belong to the requested
+    number of GPUs. Raises OutOfTimeError.
     """
     cluster = request.cluster
     constraints = replace(request.constraints, pp=None, dp=None)
@@ -219,10 +208,12 @@ def smallest_cluster(request: Request, limit: float) -> int | None:
 
 
 def shortfall(request: Request) -> Shortfall:
-    """What binds: the leanest plan, its fullest stage, the bytes it is short, and what most of them
-    are. Raises OutOfTimeError.
+    """Returns the leanest plan, its fullest stage, its missing bytes and their largest part.
+
+    Raises OutOfTimeError.
     """
-    model, cluster, options = request.model, request.cluster, request.options
+    model, cluster = request.model, request.cluster
+    options = request.options
     limit = limit_bytes(cluster, request.training.stack, options)
     lean = _leanest(request)
     assert lean is not None, "there are legal layouts"
@@ -237,23 +228,22 @@ def shortfall(request: Request) -> Shortfall:
         limit_bytes=limit,
         host_bytes=host,
         text=(
-            f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.layout.mesh}, "
-            f"zero {lean.column.zero}, {_recompute_of(lean.column, price_cache)} recompute, micro-batch {lean.layout.micro_batch_size}{_homes(lean)}) "
-            f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short; "
-            f"the largest part is {_largest_part(lean, price_cache)}{_host_text(host, cluster, request.constraints)}"
+            f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the "
+            f"leanest plan ({lean.layout.mesh}, "
+            f"zero {lean.column.zero}, {_recompute_of(lean.column, price_cache)} recompute, "
+            f"micro-batch {lean.layout.micro_batch_size}{_homes(lean)}) "
+            f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: "
+            f"{gib(need - limit):.1f} GiB short; "
+            f"the largest part is "
+            f"{_largest_part(lean, price_cache)}{_host_text(host, cluster, request.constraints)}"
         ),
     )
 
 
 def _homes(lean: _LeastPeakCandidate) -> str:
-    """Of the fullest stage, how many blocks leave the device; and whether the token table has left
-    its own.
-    """
-    homes, count, table = (
-        lean.column.homes,
-        lean.column.num_blocks,
-        ", the token table on the host" if lean.looks_up else "",
-    )
+    """Text on the fullest stage's blocks off the device, and on the token table."""
+    homes, count = lean.column.homes, lean.column.num_blocks
+    table = ", the token table on the host" if lean.looks_up else ""
     blocks = (
         f", {homes.host} of {count} blocks on the host and the optimizer of {homes.optimizer}"
         if lean.layout.chunked
@@ -263,19 +253,21 @@ def _homes(lean: _LeastPeakCandidate) -> str:
 
 
 def _host_text(enough: int | None, cluster: Cluster, pins: Constraints) -> str:
-    """Which of device and host is missing, where the host may keep something."""
+    """Text on the host memory that would be enough, where offload in chunks is allowed."""
     if not has_chunks(pins.offload):
         return ""
     if enough is None:
         return "; no larger host helps"
-    return f"; it would fit with {gib(enough):,.0f} GiB of host memory a node, there are {gib(cluster.host_memory_bytes):,.0f}"
+    return (
+        f"; it would fit with {gib(enough):,.0f} GiB of host memory a node, there are "
+        f"{gib(cluster.host_memory_bytes):,.0f}"
+    )
 
 
 def enough_host_bytes(request: Request, limit: float) -> int | None:
-    """How much memory of a node's host is enough for its devices as they are, to 1 GiB, by
-    bisection; None where none is.
+    """Bytes of a node's host that are enough for its devices, to 1 GiB; None where none are.
 
-    Raises OutOfTimeError.
+    Found by bisection. Raises OutOfTimeError.
     """
     if not has_chunks(request.constraints.offload):
         return None
@@ -302,7 +294,6 @@ def enough_host_bytes(request: Request, limit: float) -> int | None:
 
 
 def _largest_part(lean: _LeastPeakCandidate, price_cache: PriceCache) -> str:
-    """What most of the memory of the fullest stage is."""
     as_large = (
         Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.layout.chunked else Chunking()
     )
@@ -319,9 +310,7 @@ def _largest_part(lean: _LeastPeakCandidate, price_cache: PriceCache) -> str:
 
 
 def _shorter(layout: ParallelLayout) -> ParallelLayout:
-    """The same in chunks with fewer micro-batches, which fill the pipeline as well: but for the ids
-    of the batch it holds as much.
-    """
+    """A chunked layout with fewer micro-batches, with which it holds about as much."""
     enough = FILLED * layout.num_virtual_stages
     return (
         replace(layout, num_micro_batches=min(layout.num_micro_batches, enough))
@@ -331,10 +320,10 @@ def _shorter(layout: ParallelLayout) -> ParallelLayout:
 
 
 def infeasible_error(request: Request) -> InfeasibleError:
-    """The error that says what binds, and how many GPUs are enough; planner/search/relaxations.py
-    looks for other ways out.
+    """The error with the shortfall and the number of GPUs that is enough.
 
-    It takes EXPLAINED_S at most, and says what it did not come to.
+    planner/search/relaxations.py looks for other ways out. It takes EXPLAINED_S at most, and states
+    any part that it did not reach.
     """
     request = request.until(request.options.deadline.within(EXPLAINED_S))
     try:
@@ -354,16 +343,17 @@ def infeasible_error(request: Request) -> InfeasibleError:
 
 
 def unexplained_error(request: Request, why: str = "the time was over") -> InfeasibleError:
-    """Returns the error of a search that has no time left to explain why nothing fits."""
+    """The error of a search without time left to explain why nothing fits."""
     cluster = request.cluster
     return InfeasibleError(
-        f"{request.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not searched, {why}",
+        f"{request.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how "
+        f"much it is short was not searched, {why}",
         hint=f"use more GPUs or pin less: {UNTRIED}",
     )
 
 
 def no_cluster_text(cluster: Cluster) -> str:
-    """The way out when no number of GPUs is enough."""
+    """The hint when no number of GPUs is enough."""
     return f"no cluster up to {MOST_TIMES_LARGER * cluster.num_gpus} GPUs fits; use a larger device"
 
 
@@ -377,4 +367,4 @@ def _recompute_of(column: StageColumn, price_cache: PriceCache) -> str:
         price_cache.recompute_operators(LayerKind.BLOCK, option.recompute)
         for option, _ in column.mix
     )
-    return " and ".join(levels.get(again, ", ".join(again)) for again in used)
+    return " and ".join(levels.get(operators, ", ".join(operators)) for operators in used)

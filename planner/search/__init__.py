@@ -1,3 +1,1 @@
-"""The search runs here: the loop, replay, objectives, estimates, the largest model and
-comparisons.
-"""
+"""The search: its loop, replay, objectives, estimates, largest models and comparisons."""

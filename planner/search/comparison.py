@@ -1,6 +1,4 @@
-"""A plan beside what other systems would run: the same model, cluster, batch, prices and memory
-limit.
-"""
+"""A plan beside the plans of other systems, with equal model, cluster, batch, prices and limit."""
 
 from __future__ import annotations
 
@@ -19,11 +17,7 @@ from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import (
-    Candidates,
-    SearchRecord,
-    Status,
-)
+from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SearchOptions
 from parplan.profiles.errors import OutOfTimeError
@@ -43,8 +37,9 @@ class ComparedPlan:
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Peak bytes of the fullest device by class, in the order of `MEMORY_NAMES`; they add up to
-        its total.
+        """Peak bytes of the fullest device by class, in the order of `MEMORY_NAMES`.
+
+        They add up to its total.
         """
         held, states = self.fullest, self.fullest.states
         return (
@@ -59,7 +54,7 @@ class ComparedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """A baseline and its side; None where nothing fits."""
+    """A baseline and its plan; None where nothing fits."""
 
     baseline: Baseline
     side: ComparedPlan | None
@@ -67,11 +62,11 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Ours and the baselines, in the order asked for.
+    """Our plan and the baselines, in the requested order.
 
-    limit_bytes     what any plan may fill of a device
-    filed_step_s    the step time in the plan file, where it is not what our prices say today
-    unpriced        the names of baselines for which there was no time
+    limit_bytes     bytes that a plan may fill on a device
+    filed_step_s    the step time in the plan file, where today's prices differ
+    unpriced        names of baselines for which there was no time
     """
 
     ours: ComparedPlan
@@ -80,12 +75,13 @@ class Comparison:
     filed_step_s: float | None = None
     unpriced: tuple[str, ...] = ()
 
-    def is_tie(self, other: ComparedPlan) -> bool:
-        """Whether the prices cannot say whose step is shorter: the other's is inside the error band
-        of ours.
+    def is_tie(self, plan: ComparedPlan) -> bool:
+        """Returns True if the prices cannot say which step is shorter.
+
+        This is so when the step of `plan` lies inside the error band of ours.
         """
         band = self.ours.plan.predicted.error_band
-        return band is not None and abs(other.step_s / self.ours.step_s - 1) <= band.time.share
+        return band is not None and abs(plan.step_s / self.ours.step_s - 1) <= band.time.share
 
 
 def _side(name: str, plan: Plan, strategy: Strategy, price: StepPrice) -> ComparedPlan:
@@ -100,18 +96,17 @@ def _side(name: str, plan: Plan, strategy: Strategy, price: StepPrice) -> Compar
 
 
 def _row(baseline: Baseline, price_cache: PriceCache) -> ComparisonRow:
-    found = baseline.optimum
-    if found is None:
+    optimum = baseline.optimum
+    if optimum is None:
         return ComparisonRow(baseline=baseline, side=None)
-    plan = assemble(found.strategy, found.price, _record(baseline, found), price_cache)
+    plan = assemble(optimum.strategy, optimum.price, _record(baseline, optimum), price_cache)
     return ComparisonRow(
-        baseline=baseline, side=_side(baseline.name, plan, found.strategy, found.price)
+        baseline=baseline, side=_side(baseline.name, plan, optimum.strategy, optimum.price)
     )
 
 
-def _record(baseline: Baseline, found: Optimum) -> SearchRecord:
-    """What is proven of a baseline, about its simulated step."""
-    step_s = round(found.price.step_s, 6)
+def _record(baseline: Baseline, optimum: Optimum) -> SearchRecord:
+    step_s = round(optimum.price.step_s, 6)
     return SearchRecord(
         objective=Objective.THROUGHPUT,
         status=Status.OPTIMAL,
@@ -121,25 +116,23 @@ def _record(baseline: Baseline, found: Optimum) -> SearchRecord:
         fastest_step_time_s=step_s,
         candidates=Candidates(
             considered=baseline.candidates,
-            pruned=baseline.candidates - found.simulated,
-            solved=found.simulated,
+            pruned=baseline.candidates - optimum.simulated,
+            solved=optimum.simulated,
             left=0,
         ),
     )
 
 
 def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Comparison:
-    """`plan`, priced again, beside the baselines called `names`, within the memory that `options`
-    leave.
+    """Compares `plan`, priced again, with the baselines `names` within the limit of `options`.
 
-    Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: of
+    Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: a selection of
     `baselines.systems.baseline_names`.
     """
     names, rows = tuple(names), list[ComparisonRow]()
     ours = reprice(plan)
-    price_cache = ours.price_cache.with_table(
-        on_host=False
-    )  # no baseline has it on the host, and not every mesh of theirs could
+    # No baseline has the token table on the host, and not every mesh of theirs could.
+    price_cache = ours.price_cache.with_table(on_host=False)
     limit = limit_bytes(plan.cluster, plan.training.stack, options)
     filed_s, now_s = plan.predicted.step_time_s.value, ours.plan.predicted.step_time_s.value
     with suppress(OutOfTimeError):

@@ -1,4 +1,4 @@
-"""Price one configuration by hand, with the same prices and the same Plan as the search."""
+"""Prices one configuration by hand, with the prices and the plan type of the search."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ from parplan.planner.layer_options.overlap_levels import illegal_full_recompute,
 from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import (
-    Candidates,
-    SearchRecord,
-    Status,
-)
+from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.request import Constraints, Request, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.columns import RankColumns
@@ -49,13 +45,15 @@ from parplan.profiles.units import gib
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRequest:
-    """The states of blocks in chunks: of every pipeline rank the last `host_blocks` blocks, or all
-    it has, at home on the host, before them `optimizer_blocks` with only the optimizer's there, the
-    rest on the device.
+    """Block states in chunks, with their locations on every pipeline rank.
 
-    device_bytes: what tensors may fill of a device; None for what `limit_bytes` leaves beside
-    context, communicators and allocator
-    limit_bytes: of a device in all; None for its memory less the margin of a search
+    The states of the last `host_blocks` blocks of a rank, or of all its blocks, lie on the host.
+    Of the `optimizer_blocks` blocks before them only the optimizer states lie there. All other
+    states lie on the device.
+
+    device_bytes: bytes that tensors may fill on a device; None for `limit_bytes` less context,
+    communicators and allocator
+    limit_bytes: bytes of a device in all; None for its memory less the margin of a search
     """
 
     host_blocks: int
@@ -67,29 +65,28 @@ class ChunkRequest:
     def __post_init__(self) -> None:
         if self.host_blocks < 0 or self.optimizer_blocks < 0:
             raise ConfigError(
-                f"{self.host_blocks} and {self.optimizer_blocks} blocks on the host: a number must not be negative"
+                f"{self.host_blocks} and {self.optimizer_blocks} blocks on the host: a number "
+                f"must not be negative"
             )
 
     def homes(self, num_blocks: int) -> tuple[StateLocation, ...]:
-        """Of the blocks of a pipeline rank, in the order of the model."""
+        """Locations of a pipeline rank's blocks, in the order of the model."""
         host = min(self.host_blocks, num_blocks)
         return BlockLocations(host, min(self.optimizer_blocks, num_blocks - host)).of(num_blocks)
 
     def chunking(self, cluster: Cluster, stack: Stack) -> Chunking:
-        """What of it prices need."""
+        """Returns the eviction rule and the limits, which the prices need."""
         limit = limit_bytes(cluster, stack, SearchOptions(memory_limit_bytes=self.limit_bytes))
         return Chunking(eviction=self.eviction, device_bytes=self.device_bytes, limit_bytes=limit)
 
 
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Blocks for each pipeline rank, as equal as possible; the first ranks take the blocks that are
-    left over.
-    """
+    """Blocks of each pipeline rank, as equal as possible; the first ranks hold the rest."""
     return tuple(num_layers // pp + (rank < num_layers % pp) for rank in range(pp))
 
 
 def default_blocks(layout: ParallelLayout, num_layers: int) -> tuple[int, ...]:
-    """Blocks for each pipeline rank: an even split, or what the virtual stages give."""
+    """Blocks of each pipeline rank: an even split, or the split of the virtual stages."""
     if not layout.equal_ranks:
         return even_split(num_layers, layout.mesh.pp)
     return tuple(next(block_counts(rank, layout, num_layers)) for rank in range(layout.mesh.pp))
@@ -98,7 +95,8 @@ def default_blocks(layout: ParallelLayout, num_layers: int) -> tuple[int, ...]:
 def _check(
     layout: ParallelLayout, blocks: Sequence[int], request: Request, recompute: Recompute
 ) -> None:
-    model, cluster, training = request.model, request.cluster, request.training
+    model, cluster = request.model, request.cluster
+    training = request.training
     stack = training.stack
     require_stack_runs(
         stack, (layout.schedule,) if lacking_schedule(layout, stack) else (), (recompute,)
@@ -120,12 +118,14 @@ def _check(
         raise ConfigError(reason, hint="change that option")
     if len(blocks) != mesh.pp or sum(blocks) != model.num_layers or min(blocks) < 1:
         raise ConfigError(
-            f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over {mesh.pp} stages with at least one each",
+            f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over "
+            f"{mesh.pp} stages with at least one each",
             hint="change the number of blocks of a stage",
         )
     if min(blocks) < layout.virtual_stages:
         raise ConfigError(
-            f"the ranks hold {', '.join(map(str, blocks))} blocks, not one for each of the {layout.virtual_stages} virtual stages",
+            f"the ranks hold {', '.join(map(str, blocks))} blocks, not one for each of the "
+            f"{layout.virtual_stages} virtual stages",
             hint="change the number of blocks of a rank",
         )
     whole_chunks = not layout.equal_ranks or all(
@@ -133,7 +133,8 @@ def _check(
     )
     if not whole_chunks and tuple(blocks) != default_blocks(layout, model.num_layers):
         raise ConfigError(
-            f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {layout.virtual_stages} virtual stages",
+            f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the "
+            f"{layout.virtual_stages} virtual stages",
             hint="change the number of blocks of a rank",
         )
 
@@ -152,13 +153,15 @@ def _check_holders(layout: ParallelLayout, zero: int, zero_ranks: int | None) ->
 
 
 def _require_host(price: StepPrice, cluster: Cluster, *, chunked: bool) -> None:
-    """Raises InfeasibleError where the host of a node cannot hold what its devices offload; a
-    node's ranks are taken for the fullest.
+    """Raises InfeasibleError where the host of a node cannot hold the offloaded bytes.
+
+    All ranks of a node are taken to need as much as the fullest rank.
     """
     needed = max(memory.host for memory in price.memory) * cluster.gpus_per_node
     if needed > cluster.host_memory_bytes:
         raise InfeasibleError(
-            f"the hosts need {gib(needed):,.1f} GiB a node for what is offloaded, they have {gib(cluster.host_memory_bytes):,.1f}",
+            f"the hosts need {gib(needed):,.1f} GiB a node for what is offloaded, they have "
+            f"{gib(cluster.host_memory_bytes):,.1f}",
             hint="keep fewer blocks on the host: --host-blocks and --host-optimizer say how many"
             if chunked
             else "offload less, or shard more: --zero 1 or higher",
@@ -196,7 +199,8 @@ def _check_offload(
         raise ConfigError(f"offload has {homes}, which is by block", hint="ask for chunks")
     if chunks is not None and Offload.STATES in offload:
         raise ConfigError(
-            "--offload states is of whole layers, optimizer and parameters are of blocks in chunks: one or the other",
+            "--offload states is of whole layers, optimizer and parameters are of blocks in "
+            "chunks: one or the other",
             hint="drop states, chunks move less",
         )
     reason = (
@@ -209,19 +213,20 @@ def _check_offload(
 
 
 def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
-    """The strategy with the states of its blocks in chunks, at home where `request` says, by
-    pipeline rank.
+    """The strategy with its blocks in chunks and their states at the locations of `request`.
+
+    These blocks get ZeRO stage 3 where dp > 1, else 0.
     """
     layout, stages = strategy.layout, [list(stage) for stage in strategy.stages]
     zero = 3 if layout.mesh.dp > 1 else 0
     for rank in range(layout.mesh.pp):
-        own = [
+        places = [
             (stage, index)
             for stage in sorted(layout.stages_of(rank))
             for index, choice in enumerate(stages[stage])
             if choice.kind is LayerKind.BLOCK
         ]
-        for (stage, index), home in zip(own, request.homes(len(own)), strict=True):
+        for (stage, index), home in zip(places, request.homes(len(places)), strict=True):
             stages[stage][index] = replace(stages[stage][index], zero=zero, home=home)
     return Strategy(layout=replace(layout, chunked=True), stages=tuple(map(tuple, stages)))
 
@@ -234,7 +239,7 @@ def uniform_strategy(
     recompute: Recompute,
     price_cache: PriceCache,
 ) -> Strategy:
-    """`blocks[s]` blocks on rank s, all at the same recompute level and ZeRO stage."""
+    """Strategy with `blocks[s]` blocks on rank s, all at one recompute level and ZeRO stage."""
     table = MixTable(
         price_cache, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True)
     )
@@ -277,10 +282,11 @@ def estimate_plan(
     Raises InfeasibleError for one that does not fit the hosts or whose chunks have no room on a
     device, ConfigError for one that cannot run.
     """
-    model, cluster, training = request.model, request.cluster, request.training
+    model, cluster = request.model, request.cluster
+    training = request.training
     choices = choices or UniformChoices()
-    zero, recompute, chunks = choices.zero, choices.recompute, choices.chunks
-    offload = choices.offload
+    zero, recompute = choices.zero, choices.recompute
+    chunks, offload = choices.chunks, choices.offload
     blocks = default_blocks(layout, model.num_layers)
     if choices.blocks is not None:
         blocks = tuple(choices.blocks)

@@ -32,11 +32,7 @@ from parplan.planner.infeasible.shortfall import infeasible_error
 from parplan.planner.objective import Objective
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import (
-    Candidates,
-    SearchRecord,
-    Status,
-)
+from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
 from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_leanest
@@ -54,17 +50,16 @@ from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.units import GIB
 
-WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
-SLACK = 0.02  # of the memory limit
+WORTH_PROVING = 0.0005  # share below the best at which a bound is worth another program
+SLACK = 0.02  # share of the memory limit
 Explain = Callable[[Request], InfeasibleError]
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The plan of one search, the fastest choice that it is measured by, and whether Ctrl-C ended
-    the search.
+    """The plan of one search, the fastest choice as its reference, and whether Ctrl-C came.
 
-    best: the choice that the plan was made of, by its strategy and price
+    best: the choice behind the plan, with its strategy and price
     """
 
     plan: Plan
@@ -77,9 +72,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class BoundedCandidates:
-    """The layouts of a search that cheap bounds do not rule out within its memory limit, and those
-    whose relaxation was solved.
-    """
+    """Layouts that cheap bounds allow in the memory limit, and those with a solved relaxation."""
 
     possible: tuple[ParallelLayout, ...]
     relaxed: tuple[ParallelLayout, ...]
@@ -88,19 +81,19 @@ class BoundedCandidates:
 def _search_fastest(
     layouts: Sequence[ParallelLayout], session: SearchSession
 ) -> tuple[BranchOutcome[SolvedCandidate], BoundedCandidates]:
-    """The best choices of the layouts, and what was looked at.
+    """Returns the best choices of the layouts, and the layouts that were bounded.
 
-    Layouts that even mixes of real numbers of blocks cannot bring below the cut are left; the
-    others are solved.
+    Layouts whose mixes of real numbers of blocks are not below the cut are skipped; the others are
+    solved.
 
-    A schedule that only moves recompute has no plan below what 1F1B takes with the same layers and
-    none of it: where 1F1B already does, it need not be solved, and where it is not faster it need
-    not be replayed.
+    A schedule that only moves recompute has no plan below 1F1B with the same layers and no
+    recompute. It need not be solved where 1F1B reaches that bound, nor replayed where it is not
+    faster.
     """
     limit, prices = session.limit_bytes, session.prices
     values_s: dict[ParallelLayout, float] = {}
     relaxed_values_s: dict[ParallelLayout, float] = {}
-    open_: list[ParallelLayout] = []  # whose relaxation is below the cut
+    relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
 
     def solve(
         layout: ParallelLayout, bound_s: float, cut_s: float, _: float
@@ -117,20 +110,20 @@ def _search_fastest(
                 return None
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, session)
-        # What takes longer than the cut is not among the columns.
+        # Columns that take longer than the cut are left out.
         relaxed_values_s[layout] = 0.0 if relaxed_s == INFINITY else min(relaxed_s, cut_s)
         prices.raise_bound(layout, limit, min(relaxed_s, cut_s))
         if relaxed is None or relaxed_s >= cut_s:
             return None
-        open_.append(layout)
+        relaxed_layouts.append(layout)
         choice = fastest_choice(layout, relaxed, cut_s, session)
         if choice is None:
             return None
-        found = SolvedCandidate(layout, choice, choice.step_s, prices.least_s(layout, limit))
-        if layout.recomputes_ahead and found.value >= values_s.get(usual, INFINITY):
+        solved = SolvedCandidate(layout, choice, choice.step_s, prices.least_s(layout, limit))
+        if layout.recomputes_ahead and solved.value >= values_s.get(usual, INFINITY):
             return None
-        values_s[layout] = found.value
-        return found
+        values_s[layout] = solved.value
+        return solved
 
     possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
     bounded = ((prices.least_s(layout, limit), layout) for layout in possible)
@@ -143,17 +136,18 @@ def _search_fastest(
         on_progress=session.on_progress,
     )
     bound = min((best_of(outcome.solved), *(prices.least_s(layout, limit) for layout in possible)))
-    return replace(outcome, bound=bound), BoundedCandidates(tuple(possible), tuple(open_))
+    return replace(outcome, bound=bound), BoundedCandidates(tuple(possible), tuple(relaxed_layouts))
 
 
 def _proven_s(
     looked: BoundedCandidates, best_s: float, share: float, session: SearchSession
 ) -> float:
-    """Seconds that no plan of the search is below; bounds of layouts whose relaxation was solved
-    are raised as far as that helps.
+    """Seconds that no plan of the search is below.
 
-    share: of the closed form of a pipeline that a simulated step may be, by what was replayed;
-    without a pipeline the two are equal
+    Bounds of layouts whose relaxation was solved are raised as far as that helps.
+
+    share: least ratio of simulated step to closed form among the replayed pipelines; without a
+    pipeline the two are equal
     """
 
     def share_of(layout: ParallelLayout) -> float:
@@ -166,7 +160,7 @@ def _proven_s(
         (simulated_s(layout) for layout in set(looked.possible).difference(looked.relaxed)),
         default=INFINITY,
     )
-    with suppress(OutOfTimeError):  # what is not certified keeps its bound
+    with suppress(OutOfTimeError):  # layouts that are not certified keep their bounds
         for layout in looked.relaxed:
             if simulated_s(layout) < min(others_s, best_s * (1 - WORTH_PROVING)):
                 certify(layout, best_s / share_of(layout), session)
@@ -181,10 +175,10 @@ def search(
     fastest: SolvedCandidate | None = None,
     slack: float = 0.0,
 ) -> SearchResult | None:
-    """One search over `prices`, or None when nothing fits its memory limit.
+    """Runs one search over `prices`; None when nothing fits its memory limit.
 
-    fastest: what an earlier search found under the same memory limit; the memory objective need not
-    look for it again
+    fastest: the result of an earlier search under the same memory limit, which the memory
+    objective then need not repeat
     slack: share of the memory limit that columns leave free
     Raises SolverError, and before the first plan KeyboardInterrupt and OutOfTimeError.
     """
@@ -211,13 +205,13 @@ def search(
     replayed = replay_best(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
         return search(prices, objective, options, on_progress, slack=slack + SLACK)
-    (best, strategy, price), *others = replayed
+    (best, strategy, price), *rest = replayed
     record = _record(objective, best, fastest, outcome, space)
     if objective is Objective.THROUGHPUT:
         record = _of_simulated_steps(
             record, looked, [price for _, _, price in replayed], session, finished=outcome.finished
         )
-    runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
+    runners_up = tuple(runner_up(strategy, price) for _, strategy, price in rest)
     plan = assemble(
         strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice)
     )
@@ -227,23 +221,19 @@ def search(
 def _search_least_peak(
     first: BranchOutcome[SolvedCandidate], session: SearchSession
 ) -> SearchResult:
-    """The plan whose fullest device holds least within the slowdown of the fastest, and then the
-    fastest that holds no more.
-    """
     layouts, fastest = session.prices.space.layouts, first.solved[0]
     least = least_peak(layouts, first, session)
-    inner, outcome = (
-        session.within(least.peak_bytes),
-        BranchOutcome((least.best,), 0.0, finished=least.finished, interrupted=least.interrupted),
+    inner = session.within(least.peak_bytes)
+    outcome = BranchOutcome(
+        (least.best,), 0.0, finished=least.finished, interrupted=least.interrupted
     )
     if not (least.interrupted or session.deadline.is_over):
-        with suppress(OutOfTimeError, SolverError):  # what was found stands
+        with suppress(OutOfTimeError, SolverError):  # the least peak stands
             outcome = _fastest_within(least, layouts, fastest.value * session.slowdown, inner)
-    while not (
-        replayed := replay_best(outcome, Objective.THROUGHPUT, inner)
-    ):  # the exact schedules of the chunks need more
+    # The exact schedules of the chunks may need more.
+    while not (replayed := replay_best(outcome, Objective.THROUGHPUT, inner)):
         inner = session.within(inner.limit_bytes * (1 + SLACK))
-    (best, strategy, price), *others = replayed
+    (best, strategy, price), *rest = replayed
     peak_bytes = max(memory.total for memory in price.memory)
     outcome = replace(
         outcome,
@@ -256,7 +246,7 @@ def _search_least_peak(
         value=round(peak_bytes / GIB, 6),
         bound=round(bound_bytes / GIB, 6),
         gap=round(1 - bound_bytes / peak_bytes, 6),
-        runners_up=tuple(runner_up(strategy, price) for _, strategy, price in others),
+        runners_up=tuple(runner_up(strategy, price) for _, strategy, price in rest),
     )
     plan = assemble(strategy, price, record, inner.book_of(best.choice))
     return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
@@ -265,60 +255,59 @@ def _search_least_peak(
 def _fastest_within(
     least: LeastPeak, layouts: Sequence[ParallelLayout], slowest_s: float, inner: SearchSession
 ) -> BranchOutcome[SolvedCandidate]:
-    """The fastest choices within the least peak, as far as the slowdown allows them: the one that
-    was found among them.
-    """
+    """The fastest choices within the least peak and the slowdown, with the choice that set it."""
     outcome, _ = _search_fastest(layouts, inner)
-    solved = [one for one in outcome.solved if one.value <= slowest_s]
-    if all(one.layout != least.best.layout for one in solved):
-        solved = sorted([*solved, least.best], key=lambda one: one.value)
+    solved = [candidate for candidate in outcome.solved if candidate.value <= slowest_s]
+    if all(candidate.layout != least.best.layout for candidate in solved):
+        solved = sorted([*solved, least.best], key=lambda candidate: candidate.value)
     return replace(outcome, solved=tuple(solved), finished=outcome.finished and least.finished)
 
 
 def search_leaner(
     prices: SearchPrices,
-    found: SearchResult,
+    reference: SearchResult,
     options: SearchOptions,
     on_progress: OnProgress | None = None,
 ) -> SearchResult:
-    """The least redundant plan where the host may keep what `prices` allow, `found` where none is
-    below it.
+    """Searches the least redundant plan with the host contents of `prices`.
 
-    found: the least redundant plan without the host, or where nothing fits without it the fastest
-    with it. The slowdown is measured by its `fastest`, and no device holds more than its fullest
-    does.
+    Returns `reference` where nothing is below it.
+
+    reference: the least redundant plan without the host, or if none fits the fastest with it. Its
+    `fastest` is the reference of the slowdown, and no device holds more than its fullest device.
     """
-    lean = found.plan.search.objective is Objective.MEMORY
-    fullest = int(max(memory.total for memory in found.price.memory))
+    lean = reference.plan.search.objective is Objective.MEMORY
+    fullest = int(max(memory.total for memory in reference.price.memory))
     session = SearchSession(prices, replace(options, memory_limit_bytes=fullest), on_progress)
-    held = found.strategy.layout.mesh.ranks_per_stage * sum(
-        rank.total for rank in found.price.redundant
+    held = reference.strategy.layout.mesh.ranks_per_stage * sum(
+        rank.total for rank in reference.price.redundant
     )
-    value, bound = (found.best.value, found.best.bound) if lean else (held, held)
+    value, bound = (reference.best.value, reference.best.bound) if lean else (held, held)
     incumbent = LeanChoice(
-        layout=found.strategy.layout,
-        choice=found.best.choice,
+        layout=reference.strategy.layout,
+        choice=reference.best.choice,
         value=value,
         bound=bound,
-        strategy=found.strategy,
-        price=found.price,
-        price_cache=session.book_of(found.best.choice),
+        strategy=reference.strategy,
+        price=reference.price,
+        price_cache=session.book_of(reference.best.choice),
     )
     one_copy = float(
         sum(
             ideal_states(prices.price_cache.graph(1).num_parameters, 1, prices.price_cache.training)
         )
     )
-    if found.interrupted:
+    if reference.interrupted:
         outcome = BranchOutcome((incumbent,), -one_copy, finished=False, interrupted=True)
     else:
-        closed_s = found.fastest.choice.step_s
+        closed_s = reference.fastest.choice.step_s
         fastest = (
             price_step(
-                to_strategy(found.fastest.layout, found.fastest.choice.columns), prices.price_cache
+                to_strategy(reference.fastest.layout, reference.fastest.choice.columns),
+                prices.price_cache,
             )
             if lean
-            else found.price
+            else reference.price
         )
         slowdown = (1 + options.max_slowdown) * (1 + ROUNDING)
         outcome = search_leanest_on_host(
@@ -328,23 +317,28 @@ def search_leaner(
             closed_s=closed_s * slowdown,
             step_s=max(closed_s, fastest.step_s) * slowdown,
         )
-    best, *others = outcome.solved
+    best, *rest = outcome.solved
     on_host = any(memory.host for memory in best.price.memory)
+    added_bytes = one_copy if on_host else 0.0
     record = replace(
-        _record(Objective.MEMORY, best, found.fastest, outcome, prices.space, one_copy * on_host),
+        _record(Objective.MEMORY, best, reference.fastest, outcome, prices.space, added_bytes),
         runners_up=tuple(
-            runner_up(other.strategy, other.price) for other in others[: REPLAYED - 1]
+            runner_up(choice.strategy, choice.price) for choice in rest[: REPLAYED - 1]
         ),
     )
-    if found.plan.search.status is not Status.OPTIMAL:
+    if reference.plan.search.status is not Status.OPTIMAL:
         record = replace(record, status=Status.FEASIBLE)
     plan = (
-        replace(found.plan, search=record)
+        replace(reference.plan, search=record)
         if best is incumbent
         else assemble(best.strategy, best.price, record, best.price_cache)
     )
     return replace(
-        found, plan=plan, interrupted=outcome.interrupted, strategy=best.strategy, price=best.price
+        reference,
+        plan=plan,
+        interrupted=outcome.interrupted,
+        strategy=best.strategy,
+        price=best.price,
     )
 
 
@@ -406,17 +400,14 @@ def _of_simulated_steps(
     *,
     finished: bool,
 ) -> SearchRecord:
-    """The record with the simulated step that the plan reports as its value, and the gap to what is
-    proven.
+    """The record with the simulated step of the plan as its value, and the gap to its bound.
 
-    Bounds are of the closed form. Where stages are unequal, the simulated step may be below it: the
-    bounds of pipelines are lowered by as much as that was seen on any strategy that was replayed.
-    This part is measured, not proven.
+    Bounds hold for the closed form. Where stages are unequal, the simulated step may be below it:
+    the bounds of pipelines are lowered by the largest such difference among the replayed
+    strategies. This part is measured, not proven.
     """
-    value_s, share = (
-        prices[0].step_s,
-        min(1.0, *(price.step_s / price.closed_form_s for price in prices)),
-    )
+    value_s = prices[0].step_s
+    share = min(1.0, *(price.step_s / price.closed_form_s for price in prices))
     least_s = _proven_s(
         looked if finished else replace(looked, relaxed=()), value_s, share, session
     )
@@ -438,10 +429,10 @@ def _record(
     space: CandidateSpace,
     one_copy_bytes: float = 0.0,
 ) -> SearchRecord:
-    """What the search proved about `best`, in the units of the plan file.
+    """The proof about `best`, in the units of the plan file.
 
-    one_copy_bytes: of the states on all devices, of which the gap is a share too where the host may
-    keep them
+    one_copy_bytes: bytes of one copy of the states, added to the denominator of the gap where the
+    host holds states
     """
     unit, whole = GIB if objective is Objective.MEMORY else 1.0, best.value + one_copy_bytes
     considered, solved = len(space.layouts) + len(space.pruned), len(outcome.solved)

@@ -1,11 +1,9 @@
-"""The largest model of a family that fits a cluster, with and without the host's memory, and its
-fastest plan.
+"""The largest model of a family that fits a cluster, for several host contents, and its plan.
 
-Sizes are ascending: the members of a family, or numbers of blocks of one width. Each is asked for
-by a search. That a smaller model fits where a larger one does is likely, not certain: rules of
-legality depend on the shape. So after the bisection the sizes above are tried as well, and the
-bisection goes on from one that fits all the same. Only of the largest the fastest plan is looked
-for.
+Sizes are ascending: the members of a family, or numbers of blocks of one width. Each size is
+tried by a search. A smaller model probably fits where a larger one does, but legality depends on
+the shape. So after the bisection, sizes above its answer are tried too, and the bisection
+continues from one that fits. The fastest plan is searched only for the largest size.
 """
 
 from __future__ import annotations
@@ -28,20 +26,17 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import gib
 
 ALSO_TRIED = 2  # sizes above the bisection's answer
-LEAST_STATE_BYTES = (
-    14  # of a parameter in 16 bits (EQUATIONS O2): parameter or gradient, master, two moments
-)
+# Bytes of a parameter in 16 bits (EQUATIONS O2): parameter or gradient, master, two moments.
+LEAST_STATE_BYTES = 14
 LEVELS: tuple[tuple[Offload, ...], ...] = ((), (Offload.OPTIMIZER,), SEARCHED_OFFLOAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestModel:
-    """Of one choice of what the host may keep: the fastest plan of the largest model that fits,
-    None where none does.
+    """The fastest plan of the largest model that fits with some host contents, else None.
 
-    next_name, next_error: the smallest model above it that was tried, and why it does not fit; None
-    where there is none
-    stopped: by what it was ended early, such as `Ctrl-C`; a larger one may then fit
+    next_name, next_error: the smallest larger model that was tried, and why it does not fit, if any
+    stopped: the cause of an early end, such as `Ctrl-C`; a larger model may then fit
     """
 
     offload: tuple[Offload, ...]
@@ -53,13 +48,13 @@ class LargestModel:
 
     @property
     def proven(self) -> bool:
-        """Whether it was not ended early."""
+        """True unless the searches ended early."""
         return self.stopped is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Models in ascending order, made when they are asked for."""
+    """Models in ascending order, made on demand."""
 
     count: int
     of: Callable[[int], ModelEntry]
@@ -67,7 +62,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchWatch:
-    """Callbacks of a series of searches, and the question whether Ctrl-C came."""
+    """Callbacks of a series of searches, and a test for Ctrl-C."""
 
     on_progress: OnProgress | None = None
     on_search: OnSearch | None = None
@@ -104,13 +99,16 @@ def _memory_bytes(request: Request, *, with_hosts: bool) -> float:
 
 def _require_room(request: Request) -> None:
     """Raises InfeasibleError where all memory is too small for one copy of the states."""
-    model, cluster, offload = request.model, request.cluster, request.constraints.offload
+    model, cluster = request.model, request.cluster
+    offload = request.constraints.offload
     needed = LEAST_STATE_BYTES * _num_parameters(model)
     room = _memory_bytes(request, with_hosts=bool(offload))
     if needed > room:
         raise InfeasibleError(
-            f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: one copy of its states takes at least "
-            f"{gib(needed):,.0f} GiB, the devices{' and their hosts' if offload else ''} have {gib(room):,.0f}"
+            f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: one copy "
+            f"of its states takes at least "
+            f"{gib(needed):,.0f} GiB, the devices{' and their hosts' if offload else ''} have "
+            f"{gib(room):,.0f}"
         )
 
 
@@ -118,13 +116,17 @@ class _Probes:
     """The searches at one level of offload; each size is tried once, up to its first plan."""
 
     def __init__(self, sizes: ModelSizes, request: Request, watch: SearchWatch) -> None:
-        self._sizes, self._request, self._watch = sizes, request, watch
+        self._sizes, self._request = sizes, request
+        self._watch = watch
         self.plans: dict[int, Plan] = {}
         self.errors: dict[int, PlannerError] = {}
         self.num_searches = 0
 
     def fits(self, index: int) -> bool:
-        """Whether the size has a plan, which is kept. Raises KeyboardInterrupt, OutOfTimeError."""
+        """Returns True if the size has a plan, which is stored.
+
+        Raises KeyboardInterrupt and OutOfTimeError.
+        """
         if index not in self.plans and index not in self.errors:
             try:
                 deadline = self._request.options.deadline
@@ -134,7 +136,7 @@ class _Probes:
         return index in self.plans
 
     def fastest(self, index: int, count: int) -> Plan:
-        """Returns the fastest plan of a size that fits, in its share of the time for `count` rows."""
+        """Returns the fastest plan of a size that fits, in a 1/`count` share of the time left."""
         return self._plan(index, self._request.options.deadline.share(count))
 
     def _plan(self, index: int, deadline: Deadline) -> Plan:
@@ -152,14 +154,14 @@ class _Probes:
         return replace(self._request, model=self._sizes.of(index).spec)
 
     def legal_at_most(self, high: int, low: int) -> int | None:
-        """The largest size in low .. high that has candidates at all."""
+        """Returns the largest size in low .. high that has candidates at all."""
         return next((index for index in range(high, low - 1, -1) if self._legal(index)), None)
 
     def _legal(self, index: int) -> bool:
         return bool(enumerate_candidates(self._of_size(index)).layouts)
 
     def next_above(self, best: int | None) -> tuple[str | None, PlannerError | None]:
-        """The smallest size above `best` that does not fit, and what it lacks."""
+        """Returns the smallest size above `best` that does not fit, and its error."""
         index = min((index for index in self.errors if best is None or index > best), default=None)
         if index is None:
             return None, None
@@ -170,7 +172,7 @@ class _Probes:
 
 
 class _UnexplainedError(InfeasibleError):
-    """Nothing fits, and why is asked later, of one model only."""
+    """Nothing fits; the reason is worked out later, for one model only."""
 
 
 def _unexplained(*_: object) -> InfeasibleError:
@@ -183,10 +185,10 @@ def last_that_fits(
     low: int,
     count: int,
 ) -> int:
-    """The last index below `count` that fits, `low` - 1 where none from `low` on does.
+    """Returns the last index below `count` that fits; `low` - 1 where none from `low` on does.
 
-    Bisection over the legal indices, then ALSO_TRIED legal ones above: from one that fits all the
-    same it goes on.
+    Bisects over the legal indices, then tries ALSO_TRIED legal ones above. If one of them fits, the
+    search continues from there.
     """
     best, high = low - 1, count - 1
     while best < high:
@@ -242,12 +244,14 @@ def find_largest(
 def _largest(
     probes: _Probes, offload: tuple[Offload, ...], known: int, count: int, rows: int
 ) -> tuple[LargestModel, int]:
-    """The row of one level, and the index to begin the next with: what fits with less on the host
-    fits with more.
+    """The row of one level, and the index at which the next level begins.
 
-    rows: how many are still to be made, this one included
+    A size that fits also fits with more on the host.
+
+    rows: number of rows still to be made, with this one
     """
-    stopped, next_name, next_error = None, None, None
+    stopped = None
+    next_name, next_error = None, None
     try:
         best: int | None = last_that_fits(probes.fits, probes.legal_at_most, known, count)
         best = best if best in probes.plans else None
@@ -255,10 +259,8 @@ def _largest(
             probes.plans[best] = probes.fastest(best, rows)
         next_name, next_error = probes.next_above(best)
     except (KeyboardInterrupt, OutOfTimeError) as error:
-        best, stopped = (
-            max(probes.plans, default=None),
-            TIME_LIMIT if isinstance(error, OutOfTimeError) else "Ctrl-C",
-        )
+        best = max(probes.plans, default=None)
+        stopped = TIME_LIMIT if isinstance(error, OutOfTimeError) else "Ctrl-C"
     return LargestModel(
         offload=offload,
         plan=None if best is None else probes.plans[best],

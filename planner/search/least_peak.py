@@ -1,9 +1,8 @@
-"""The least peak of the fullest device among the plans within the slowdown, and what is proven of
-it.
+"""The least peak of the fullest device among the plans within the slowdown, and its lower bound.
 
-A layout has no plan within a limit where its relaxed columns, which no plan is below, take too
-long: that is proven. Where they do not, but its columns do, it is only not found, and the bound is
-lowered to the limit where the relaxed columns take too long as well.
+No plan of a layout is faster than its relaxed columns. Where these take too long within a limit,
+the layout provably has no plan there. Where only its columns do, there is no proof, and the bound
+is lowered to the limit at which the relaxed columns take too long as well.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ from parplan.planner.search.one_candidate import fastest_choice, proven_s, relax
 from parplan.planner.search.search_session import SearchSession, SolvedCandidate
 from parplan.profiles.errors import OutOfTimeError, SolverError
 
-# to which share the bytes that a layout needs at least are found, which only orders the layouts
-COARSELY = 0.95
+COARSELY = 0.95  # precision of the least bytes of a layout, which only order the layouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastPeak:
-    """The choice whose fullest device holds least, its peak, a limit within which nothing is as
-    fast, and how the search ended.
+    """The choice with the least peak on its fullest device, and how the search ended.
+
+    peak_bytes: its peak
+    bound_bytes: a limit within which no plan is in time
     """
 
     best: SolvedCandidate
@@ -39,17 +39,16 @@ class LeastPeak:
 
 
 class _Layouts:
-    """What each layout has within a limit in `slowest_s`, and within which limit each is proven to
-    have nothing.
-    """
+    """Attempts at each layout within `slowest_s`, and the limits within which none can succeed."""
 
     def __init__(self, session: SearchSession, slowest_s: float) -> None:
         self.session, self.slowest_s = session, slowest_s
         self.proven_bytes: dict[ParallelLayout, float] = {}
 
     def attempt(self, layout: ParallelLayout, limit_bytes: float) -> MasterChoice | None:
-        """The fastest choice of a layout within a limit, None where none is in time. Raises
-        SolverError and Unsolved.
+        """Returns the fastest choice of a layout within a limit, None where none is in time.
+
+        Raises SolverError and Unsolved.
         """
         inner, cut_s = self.session.within(limit_bytes), self.slowest_s
         relaxed = None if self.is_out(layout, inner) else inner.relaxed(layout, cut_s)
@@ -60,7 +59,7 @@ class _Layouts:
         return choice if choice and choice.step_s < cut_s else None
 
     def least_bytes(self, layout: ParallelLayout) -> float:
-        """About what a device of the layout holds at least."""
+        """Approximate lower bound of the bytes on a device of the layout."""
         limit = self.session.limit_bytes
         low, _ = halve_in(
             0.0,
@@ -71,9 +70,7 @@ class _Layouts:
         return low
 
     def bound_bytes(self, layouts: Sequence[ParallelLayout], peak_bytes: float) -> float:
-        """A limit within which no layout has a plan in time: below the peak, and as far down as the
-        proof needs.
-        """
+        """Returns a limit below the peak within which provably no layout has a plan in time."""
         bound, left = below(peak_bytes), list(layouts)
         try:
             while left:
@@ -89,11 +86,10 @@ class _Layouts:
         return max(0.0, bound)
 
     def _not_ruled_out(self, layout: ParallelLayout, limit_bytes: float) -> float | None:
-        """Returns the limit where a layout may have a plan in time within it, else None."""
         return None if self._has_nothing(layout, limit_bytes) else limit_bytes
 
     def _has_nothing(self, layout: ParallelLayout, limit_bytes: float) -> bool:
-        """Whether it is proven that a layout has no plan in time within a limit."""
+        """True if a layout provably has no plan in time within a limit."""
         self.session.deadline.require_left()
         inner = self.session.within(limit_bytes)
         return (
@@ -102,9 +98,7 @@ class _Layouts:
         )
 
     def is_out(self, layout: ParallelLayout, inner: SearchSession) -> bool:
-        """Whether cheap bounds say that a layout has no plan in time within the limit of a
-        session.
-        """
+        """True if cheap bounds rule out a plan in time within the limit of session `inner`."""
         prices, limit = inner.prices, inner.limit_bytes
         return not prices.may_fit(layout, limit) or prices.least_s(layout, limit) >= self.slowest_s
 
@@ -112,23 +106,24 @@ class _Layouts:
 def least_peak(
     layouts: Sequence[ParallelLayout], first: BranchOutcome[SolvedCandidate], session: SearchSession
 ) -> LeastPeak:
-    """The least peak within the slowdown of the fastest, which `first` found; Ctrl-C and the end of
-    the time keep the best so far.
+    """Finds the least peak within the slowdown of the fastest plan, which `first` found.
+
+    Ctrl-C and the time limit end it with the best so far.
     """
     fastest = first.solved[0]
-    asked = _Layouts(session, fastest.value * session.slowdown)
-    descent = Descent(fastest, asked.attempt, session.deadline, session.on_progress)
+    attempts = _Layouts(session, fastest.value * session.slowdown)
+    descent = Descent(fastest, attempts.attempt, session.deadline, session.on_progress)
     possible: list[ParallelLayout] = []
     try:
-        possible = [layout for layout in layouts if not asked.is_out(layout, session)]
+        possible = [layout for layout in layouts if not attempts.is_out(layout, session)]
         if first.interrupted:
             raise KeyboardInterrupt
-        descent.run(sorted(possible, key=asked.least_bytes))
+        descent.run(sorted(possible, key=attempts.least_bytes))
     except KeyboardInterrupt:
         descent.finished, descent.interrupted = False, True
     except OutOfTimeError:
         descent.finished = False
-    bound = asked.bound_bytes(possible, descent.peak_bytes) if descent.finished else 0.0
+    bound = attempts.bound_bytes(possible, descent.peak_bytes) if descent.finished else 0.0
     return LeastPeak(
         best=descent.best,
         peak_bytes=descent.peak_bytes,

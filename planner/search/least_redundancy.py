@@ -1,5 +1,6 @@
-"""The second pass of the memory objective (EQUATIONS R3): least redundant bytes within the
-slowdown, and of equals the least peak.
+"""The second pass of the memory objective (EQUATIONS R3).
+
+It finds the least redundant bytes within the slowdown, and among equals the least peak.
 """
 
 from __future__ import annotations
@@ -22,21 +23,18 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 
 
 class _RedundancyPass:
-    """The layouts of one search; `least_bytes` is what each was seen to be redundant at least,
-    whatever its peak.
-    """
+    """The layouts of one search, with a lower bound of their redundant bytes in `least_bytes`."""
 
     def __init__(
         self, layouts: Sequence[ParallelLayout], fastest: SolvedCandidate, session: SearchSession
     ) -> None:
-        self.layouts, self.fastest, self.session = layouts, fastest, session
+        self.layouts, self.session = layouts, session
+        self.fastest = fastest
         self.slowest_s = fastest.value * session.slowdown
         self.least_bytes: dict[ParallelLayout, float] = {}
 
     def search(self) -> BranchOutcome[SolvedCandidate]:
-        """The layouts in the order of what they are redundant at least, until none can be below the
-        best.
-        """
+        """Searches the layouts by their bound, until none can be below the best."""
         session = self.session
         return branch_and_bound(
             Objective.MEMORY,
@@ -49,9 +47,7 @@ class _RedundancyPass:
         )
 
     def _bounded(self) -> Iterator[tuple[float, ParallelLayout]]:
-        """The layouts that may be in time, each with its bound. Raises OutOfTimeError, which is for
-        the search that takes them.
-        """
+        """Yields the layouts that may be in time, each with its bound. Raises OutOfTimeError."""
         session = self.session
         for layout in self.layouts:
             if session.prices.may_fit(layout, session.limit_bytes) and self._may_be_in_time(
@@ -61,9 +57,7 @@ class _RedundancyPass:
                 yield self.least_bytes[layout], layout
 
     def lowered(self, outcome: BranchOutcome[SolvedCandidate]) -> BranchOutcome[SolvedCandidate]:
-        """The outcome with the choice first that is as little redundant as its best and whose
-        fullest device holds least.
-        """
+        """Returns the outcome with the least peak among the equally redundant choices first."""
         best, most_bytes = outcome.solved[0], slackened(outcome.solved[0].value)
         ties = [
             layout
@@ -80,13 +74,13 @@ class _RedundancyPass:
             self.session.on_progress,
         )
         descent.run([best.layout, *ties])
-        found = replace(descent.best, value=best.value, bound=best.bound)
-        others = tuple(
-            one for one in outcome.solved if one.layout not in (found.layout, best.layout)
+        lowest = replace(descent.best, value=best.value, bound=best.bound)
+        rest = tuple(
+            solved for solved in outcome.solved if solved.layout not in (lowest.layout, best.layout)
         )
         return replace(
             outcome,
-            solved=(found, *others),
+            solved=(lowest, *rest),
             finished=outcome.finished and descent.finished,
             interrupted=descent.interrupted,
             failures=(*outcome.failures, *descent.failures),
@@ -126,9 +120,7 @@ class _RedundancyPass:
     def _as_lean(
         self, layout: ParallelLayout, redundant_bytes: float, session: SearchSession
     ) -> MasterChoice | None:
-        """The fastest choice within a session's limit that is no more redundant, None where none is
-        in time.
-        """
+        """The fastest choice within the session's limit that is in time and no more redundant."""
         if not session.prices.may_fit(layout, session.limit_bytes) or not self._may_be_in_time(
             layout, session
         ):
@@ -149,19 +141,13 @@ class _RedundancyPass:
     def _least(
         self, layout: ParallelLayout, options: Sequence[Sequence[StageColumn]] | None
     ) -> float:
-        """The least redundant bytes that the columns may have, infinite where they take too
-        long.
-        """
+        """Lower bound of the columns' redundant bytes, infinite where they take too long."""
         if options is None:
             return INFINITY
-        num_layers, share = (
-            self.session.price_cache.model.num_layers,
-            bubble_share(layout, self.session.price_cache),
-        )
-        least_s, least = (
-            lower_bound_s(layout, options, num_layers, share),
-            columns_redundancy_bound_bytes(layout, options, num_layers),
-        )
+        num_layers = self.session.price_cache.model.num_layers
+        share = bubble_share(layout, self.session.price_cache)
+        least_s = lower_bound_s(layout, options, num_layers, share)
+        least = columns_redundancy_bound_bytes(layout, options, num_layers)
         return INFINITY if least_s is None or least is None or least_s > self.slowest_s else least
 
     def _master(self, layout: ParallelLayout, options: Sequence[Sequence[StageColumn]]) -> Master:
@@ -178,8 +164,9 @@ class _RedundancyPass:
 def then_leanest(
     first: BranchOutcome[SolvedCandidate], layouts: Sequence[ParallelLayout], session: SearchSession
 ) -> BranchOutcome[SolvedCandidate]:
-    """The second pass of the memory objective: it is proven only if the first is, which the
-    slowdown is measured by.
+    """Runs the second pass of the memory objective.
+
+    It is proven only if the first pass is, whose step the slowdown refers to.
     """
     if first.interrupted:
         return BranchOutcome(

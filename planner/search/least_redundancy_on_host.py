@@ -1,12 +1,10 @@
-"""The least redundant plan among those that may keep something on the host: the devices' bytes are
-what counts (EQUATIONS R3).
+"""The least redundant plan with host offload; only bytes on the devices count (EQUATIONS R3).
 
-What the host takes off the devices is paid for in time, which the slowdown limits, and in memory of
-the host, which is one more limit. A device fills only the budget that its column was priced with,
-one a pipeline rank: with more it would keep parameters that it can fetch again. Every answer is
-priced with the exact schedules of its chunks, on those budgets, and takes no longer than the
-slowdown allows in the simulated step either; where it would, the layout is asked again for a faster
-one.
+Offload costs time, which the slowdown limits, and host memory, which has its own limit. A device
+fills only the budget that its column was priced with, one budget per pipeline rank: a larger
+budget would cache parameters it could refetch, which counts as redundancy. Every answer is priced
+with the exact schedules of its chunks on these budgets, and its simulated step must be within the
+slowdown too; where it is not, a faster choice of the layout is tried.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from parplan.planner.stage_columns.embedding_columns import ColumnMaker, EitherT
 from parplan.planner.stage_columns.stage_column import RankTimeLimit, StageColumn
 from parplan.profiles.errors import InfeasibleError
 
-TRIES = 6  # how often a layout whose exact step is too long is asked for a faster plan
+TRIES = 6  # attempts at a faster plan of a layout whose exact step is too long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeanChoice:
-    """The least redundant choice of one layout, priced exactly; `value` and `bound` in redundant
-    bytes of the cluster.
+    """The least redundant choice of one layout, priced exactly.
 
+    value, bound: redundant bytes of the cluster
     price_cache: its prices, with the budgets of its devices
     """
 
@@ -61,11 +59,10 @@ def search_leanest_on_host(
     closed_s: float,
     step_s: float,
 ) -> BranchOutcome[LeanChoice]:
-    """Layouts one after the other by their bound of redundant bytes, until none can be below the
-    best.
+    """Searches the layouts by their bound of redundant bytes, until none can be below the best.
 
-    incumbent: the plan to be beaten; closed_s, step_s: what a step may take, in the closed form and
-    simulated
+    incumbent: the plan to be beaten
+    closed_s, step_s: limits of the step, in the closed form and simulated
     """
     dropped: list[float] = []
     bounded = (
@@ -101,33 +98,32 @@ def _solve(
     step_s: float,
     dropped: list[float],
 ) -> LeanChoice | None:
-    """The answer of one layout; where its closed form has a leaner one that takes too long, the
-    bound of that is `dropped`.
+    """The answer of one layout.
 
-    Then what the closed form may take is halved in on: less where the exact step is too long, more
-    where it is not.
+    Where the closed form has a leaner choice whose exact step is too long, its bound is added to
+    `dropped`. The closed-form limit is then bisected: it falls where the exact step is too long,
+    and rises where it is not.
     """
     choice = _choose(layout, cut, session, slowest_s)
     if choice is None:
         return None
     least = choice.redundant_bytes if choice.proven else bound
-    least -= (
-        2 * layout.chunked * layout.mesh.num_ranks * lean_step_bytes(layout, session.price_cache)
-    )  # a step of mixes, and one of columns
-    found = _priced(layout, choice, least, session)
-    if found is None or found.price.step_s <= step_s:
-        dropped += [least] if found is None else []
-        return found
+    if layout.chunked:  # one step of mixes, and one of columns
+        least -= 2 * layout.mesh.num_ranks * lean_step_bytes(layout, session.price_cache)
+    lean = _priced(layout, choice, least, session)
+    if lean is None or lean.price.step_s <= step_s:
+        dropped += [least] if lean is None else []
+        return lean
     high_s, best = choice.step_s, None
-    low_s = high_s * (step_s / found.price.step_s) ** 2
+    low_s = high_s * (step_s / lean.price.step_s) ** 2
     for _ in range(TRIES):
         middle_s = (low_s + high_s) / 2
         choice = _choose(layout, cut, session, middle_s)
-        found = None if choice is None else _priced(layout, choice, least, session)
-        if choice and not (found and found.price.step_s <= step_s):
+        lean = None if choice is None else _priced(layout, choice, least, session)
+        if choice and not (lean and lean.price.step_s <= step_s):
             high_s = min(middle_s, choice.step_s)
             continue
-        low_s, best = middle_s, found or best
+        low_s, best = middle_s, lean or best
         cut = best.value if best else cut
     dropped += [] if best else [least]
     return best
@@ -136,23 +132,17 @@ def _solve(
 def _choose(
     layout: ParallelLayout, cut: float, session: SearchSession, slowest_s: float
 ) -> MasterChoice | None:
-    """The least redundant choice of a layout in `slowest_s` of the closed form, None where it is
-    not below `cut`.
-    """
-    num_layers, share = (
-        session.price_cache.model.num_layers,
-        bubble_share(layout, session.price_cache),
-    )
+    """The least redundant choice within `slowest_s` in the closed form, if it is below `cut`."""
+    num_layers = session.price_cache.model.num_layers
+    share = bubble_share(layout, session.price_cache)
     pace = RankTimeLimit(
         layout.num_micro_batches - share, slowest_s - session.time_bound(layout).total_s
     )
     options = session.columns(layout, partial(_columns, session, pace), slowest_s)
     if options is None:
         return None
-    least_s, least = (
-        lower_bound_s(layout, options, num_layers, share),
-        columns_redundancy_bound_bytes(layout, options, num_layers),
-    )
+    least_s = lower_bound_s(layout, options, num_layers, share)
+    least = columns_redundancy_bound_bytes(layout, options, num_layers)
     if least_s is None or least is None or least_s > slowest_s or least >= cut:
         return None
     master = Master(layout, options, num_layers, tied=session.price_cache.tied, share=share)
@@ -161,16 +151,16 @@ def _choose(
 
 
 def _least_home_bytes(layout: ParallelLayout, session: SearchSession, slowest_s: float) -> float:
-    """By how much the states on the devices of a layout in chunks are more than with all blocks at
-    their leanest home, at least.
+    """Lower bound of a layout's device states above those with all blocks at their leanest.
 
-    In the time that `slowest_s` leaves besides compute, the host updates but so many blocks, and
-    fetches but so many. Of a rank this is convex in its blocks, so that the ranks together hold no
-    less than with equal shares. Infinite where compute takes all of the time.
+    In the time that `slowest_s` leaves besides compute, the host can update and fetch only some
+    blocks. The bytes of a rank are convex in its blocks, so all ranks together hold no less than
+    with equal shares. Infinite where compute takes all of the time, 0 without chunks.
     """
     if not layout.chunked:
         return 0.0
-    table, catalogue, time = session.table, session.table.catalogue, session.time_bound(layout)
+    table, time = session.table, session.time_bound(layout)
+    catalogue = table.catalogue
     passes, blocks = layout.num_micro_batches, session.price_cache.model.num_layers / layout.mesh.pp
     repeats, room_s = passes - bubble_share(layout, session.price_cache), slowest_s - time.total_s
     spare_s = room_s - repeats * blocks * time.block_s
@@ -187,14 +177,13 @@ def _least_home_bytes(layout: ParallelLayout, session: SearchSession, slowest_s:
         )
         on_host = 0.0
         if StateLocation.HOST in costs:
-            swept_s = (
-                repeats * costs[StateLocation.HOST].fetch_s / passes
-            )  # all but the first pass of a step find none of the last block's
+            # Only the first pass of a step finds the last block's parameters on the device.
+            swept_s = repeats * costs[StateLocation.HOST].fetch_s / passes
             on_host = min(updated, 1 + room_s / (2 * passes * swept_s) if swept_s else blocks)
-        others = held.get(StateLocation.OPTIMIZER, held[StateLocation.DEVICE])
+        optimizer_bytes = held.get(StateLocation.OPTIMIZER, held[StateLocation.DEVICE])
         total = (
             on_host * held.get(StateLocation.HOST, 0.0)
-            + (updated - on_host) * others
+            + (updated - on_host) * optimizer_bytes
             + (blocks - updated) * held[StateLocation.DEVICE]
         )
         least.append(total - blocks * min(held.values()))
@@ -208,18 +197,16 @@ def _columns(
         return [column for way in rank.ways for column in _columns(session, pace, way, count)]
     if isinstance(rank, ChunkColumns):
         return rank.leanest(count, session.limit_bytes, pace)
-    found = session.prices.lean_columns(rank, count, session.limit_bytes)
+    columns = session.prices.lean_columns(rank, count, session.limit_bytes)
     return [
-        column for column in found if pace.repeats * column.time_s + column.tail_s <= pace.room_s
+        column for column in columns if pace.repeats * column.time_s + column.tail_s <= pace.room_s
     ]
 
 
 def _priced(
     layout: ParallelLayout, choice: MasterChoice, bound: float, session: SearchSession
 ) -> LeanChoice | None:
-    """A choice with the exact schedules of its chunks, None where those need more of the device or
-    of its host than there is.
-    """
+    """A choice with the exact schedules of its chunks, None where device or host lacks room."""
     price_cache, strategy = session.book_of(choice), to_strategy(layout, choice.columns)
     if layout.chunked:
         budgets = tuple(
@@ -231,12 +218,10 @@ def _priced(
         price = price_step(strategy, price_cache)
     except InfeasibleError:
         return None
-    fullest, host = (
-        max(getattr(memory, name) for memory in price.memory) for name in ("total", "host")
-    )
-    if fullest > session.limit_bytes * (1 + ROUNDING) or host > host_share_bytes(
-        price_cache.machine.cluster
-    ) * (1 + ROUNDING):
+    fullest = max(memory.total for memory in price.memory)
+    host = max(memory.host for memory in price.memory)
+    host_limit = host_share_bytes(price_cache.machine.cluster)
+    if fullest > session.limit_bytes * (1 + ROUNDING) or host > host_limit * (1 + ROUNDING):
         return None
     return LeanChoice(
         layout=layout,

@@ -1,9 +1,8 @@
-"""Small changes of a pipeline's best strategy, as long as its simulated step gets shorter
-(EQUATIONS I6).
+"""Small changes of a pipeline's best strategy that shorten its simulated step (EQUATIONS I6).
 
-The columns of a search know a step by its closed form, which is exact for equal stages alone; and
-of two chunks on one rank they hold equal numbers of blocks. The simulator knows both. So the ranks
-of the best strategies are given other columns, one at a time, and blocks are moved between stages,
+The columns of a search price a step by its closed form, which is exact only for equal stages, and
+they hold equal numbers of blocks on both chunks of a rank. The simulator has neither limit. So the
+ranks of the best strategies get other columns, one at a time, and blocks move between stages,
 within the memory of the devices.
 """
 
@@ -26,36 +25,35 @@ from parplan.planner.stage_columns.stage_column import StageColumn, interchangea
 from parplan.profiles.errors import OutOfTimeError
 from parplan.profiles.models.operator_graph import LayerKind
 
-WORTH_MOVING = 1e-4  # of the step
-MOST_TRIED = 120  # strategies that are simulated, of each kind of change
-NEAR = 0.03  # by how much a column alone may be slower than the one whose place it takes
+WORTH_MOVING = 1e-4  # share of the step
+MOST_TRIED = 120  # simulated strategies for each kind of change
+NEAR = 0.03  # share by which a column alone may be slower than the column that it replaces
 
 
 def improved(
     solved: SolvedCandidate, strategy: Strategy, price: StepPrice, session: SearchSession
 ) -> tuple[Strategy, StepPrice]:
-    """The strategy, or one of the same layout whose simulated step is shorter, and its price.
+    """The strategy or a change of it with a shorter simulated step, and its price.
 
-    solved: the choice of the search for that frame. Without a pipeline and in chunks all stays as
-    it is. Blocks are not moved between equal ranks, with halves from block to block, or with
-    activations on the host. Ctrl-C and the time limit keep the best so far.
+    solved: the choice of the search for that layout. Strategies without a pipeline or in chunks
+    stay unchanged. Blocks are not moved between equal ranks, with halves from block to block, or
+    with activations on the host. Ctrl-C and the time limit end it with the best so far.
     """
     layout, price_cache = strategy.layout, session.book_of(solved.choice)
     if layout.mesh.pp == 1 or layout.chunked:
         return strategy, price
     best, best_s = strategy, price.step_s
     try:
-        others = _other_columns(solved, session)
-        for change in (partial(_with_other_columns, others=others, solved=solved), _moved):
+        columns = _other_columns(solved, session)
+        for change in (partial(_with_other_columns, alternatives=columns, solved=solved), _moved):
             best, best_s = _climbed(best, best_s, change, price_cache, session)
     except (KeyboardInterrupt, OutOfTimeError):
         pass
     return (best, price_step(best, price_cache)) if best is not strategy else (strategy, price)
 
 
-Changes = Callable[
-    [Strategy], Iterable[tuple[Strategy, tuple[int, ...]]]
-]  # other strategies, and the ranks that differ
+# Other strategies, and the ranks that differ.
+Changes = Callable[[Strategy], Iterable[tuple[Strategy, tuple[int, ...]]]]
 
 
 def _climbed(
@@ -65,18 +63,20 @@ def _climbed(
     price_cache: PriceCache,
     session: SearchSession,
 ) -> tuple[Strategy, float]:
-    """The strategy after all changes that made it faster, one after the other, and its simulated
-    step.
-    """
-    best, best_s, tried, climbing = strategy, step_s, 0, True
+    """The strategy after all changes that made it faster, one by one, and its simulated step."""
+    best, best_s = strategy, step_s
+    tried, climbing = 0, True
     while climbing:
         climbing = False
-        for other, ranks in changes(best):
+        for changed, ranks in changes(best):
             session.deadline.check()
             tried += 1
-            other_s = simulated_step(other, step_costs(other, price_cache)).step_s
-            if other_s < best_s * (1 - WORTH_MOVING) and _fits(other, ranks, price_cache, session):
-                best, best_s, climbing = other, other_s, True
+            changed_s = simulated_step(changed, step_costs(changed, price_cache)).step_s
+            if changed_s < best_s * (1 - WORTH_MOVING) and _fits(
+                changed, ranks, price_cache, session
+            ):
+                best, best_s = changed, changed_s
+                climbing = True
                 break
             if tried >= MOST_TRIED:
                 return best, best_s
@@ -84,44 +84,42 @@ def _climbed(
 
 
 def _other_columns(solved: SolvedCandidate, session: SearchSession) -> list[list[StageColumn]]:
-    """By rank the columns with as many blocks that are about as fast as the chosen one. Raises
-    OutOfTimeError.
-    """
-    layout, passes, found = solved.layout, solved.layout.num_micro_batches, []
-    for rank, own in enumerate(in_time(solved.choice.columns, session.deadline)):
+    """By rank, equally large columns about as fast as the chosen one. Raises OutOfTimeError."""
+    layout, passes = solved.layout, solved.layout.num_micro_batches
+    alternatives = []
+    for rank, chosen in enumerate(in_time(solved.choice.columns, session.deadline)):
         every = rank_columns(rank, layout, session.table).fastest(
-            own.num_blocks, session.limit_bytes
+            chosen.num_blocks, session.limit_bytes
         )
-        slowest_s = own.alone_s(passes) * (1 + NEAR)
-        found.append(
+        slowest_s = chosen.alone_s(passes) * (1 + NEAR)
+        alternatives.append(
             [
-                one
-                for one in every
-                if one != own
-                and interchangeable_ends(rank, layout, one, own)
-                and one.alone_s(passes) < slowest_s
+                column
+                for column in every
+                if column != chosen
+                and interchangeable_ends(rank, layout, column, chosen)
+                and column.alone_s(passes) < slowest_s
             ]
         )
-    return found
+    return alternatives
 
 
 def _with_other_columns(
     strategy: Strategy,
-    others: Sequence[Sequence[StageColumn]],
+    alternatives: Sequence[Sequence[StageColumn]],
     solved: SolvedCandidate,
 ) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
-    """The strategy with the stages of one rank as one of `others` has them, where the rank holds as
-    many blocks as its column.
+    """The strategy with one rank's stages from a column of `alternatives`.
+
+    Ranks whose number of blocks differs from their column are left out.
     """
     layout, columns = strategy.layout, solved.choice.columns
-    for rank, own in enumerate(columns):
-        if (
-            sum(len(_blocks(strategy.stages[stage])) for stage in layout.stages_of(rank))
-            != own.num_blocks
-        ):
+    for rank, chosen in enumerate(columns):
+        held = sum(len(_blocks(strategy.stages[stage])) for stage in layout.stages_of(rank))
+        if held != chosen.num_blocks:
             continue
-        for other in others[rank]:
-            made = to_strategy(layout, (*columns[:rank], other, *columns[rank + 1 :]))
+        for column in alternatives[rank]:
+            made = to_strategy(layout, (*columns[:rank], column, *columns[rank + 1 :]))
             stages = list(strategy.stages)
             for stage in layout.stages_of(rank):
                 stages[stage] = made.stages[stage]
@@ -137,8 +135,9 @@ def _fits(
 
 
 def _moved(strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, int]]]:
-    """The strategy with one block on another stage, near ones first, and the ranks of both; the
-    block is run as its new neighbours are.
+    """The strategy with one block on another stage, near stages first, and the ranks of both.
+
+    The block gets the choice of its new neighbours.
     """
     layout, num_stages = strategy.layout, len(strategy.stages)
     on_host = any(choice.on_host for stage in strategy.stages for choice in stage)
@@ -169,7 +168,6 @@ def _without_one(stage: tuple[LayerChoice, ...], block: LayerChoice) -> tuple[La
 
 
 def _with_one_more(stage: tuple[LayerChoice, ...]) -> tuple[LayerChoice, ...]:
-    """The stage with its last block twice."""
     block = _blocks(stage)[-1]
     last = len(stage) - 1 - stage[::-1].index(block)
     return stage[: last + 1] + stage[last:]

@@ -1,8 +1,8 @@
-"""Lower the peak of the fullest device step by step: one memory limit after the other, until
-nothing fits below it.
+"""Lowers the peak of the fullest device, one memory limit after the other, until nothing fits.
 
-A limit within which a layout has no answer rules the layout out below it too. So each layout is
-asked first just below the best peak so far, and only one that has an answer there is halved in on.
+A limit within which a layout has no answer also rules it out at lower limits. So each layout is
+first tried just below the best peak so far, and the limit is bisected only where that has an
+answer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from parplan.planner.search.search_session import SolvedCandidate
 from parplan.profiles.errors import OutOfTimeError, SolverError
 from parplan.profiles.units import MIB
 
-TOLD_APART = 0.001  # relative: peaks are found to that, or to 1 MiB
+TOLD_APART = 0.001  # relative precision of peaks, which is 1 MiB at least
 
-Attempt = Callable[
-    [ParallelLayout, float], MasterChoice | None
-]  # a layout, and the bytes that a plan may fill of a device
+# Takes a layout and the bytes that a plan may fill on a device.
+Attempt = Callable[[ParallelLayout, float], MasterChoice | None]
 
 
 def peak_of_choice(choice: MasterChoice) -> float:
@@ -44,28 +43,31 @@ def halve_in(
     *,
     enough: Callable[[float], float] = below,
 ) -> tuple[float, float]:
-    """The largest limit at which `probe` found nothing, and the least peak that it found, by
-    bisection from `low` and `high`.
+    """The largest limit at which `probe` has no answer, and the least peak that it returned.
 
-    probe: the peak that is found within a limit, or None; guesses: limits that are tried first
-    enough: of the least peak so far, how close the lower limit has to come
+    Bisects from `low_bytes` and `high_bytes`.
+
+    probe: returns the peak within a limit, or None
+    guesses: limits that are tried first
+    enough: for the least peak so far, the value that the lower limit must reach
     """
     first = list(guesses)
     while low_bytes < enough(high_bytes):
         limit = first.pop(0) if first else (low_bytes + high_bytes) // 2
         if not low_bytes < limit < high_bytes:
             continue
-        found = probe(limit)
-        low_bytes, high_bytes = (
-            (limit, high_bytes) if found is None else (low_bytes, min(found, limit))
-        )
+        peak_bytes = probe(limit)
+        if peak_bytes is None:
+            low_bytes = limit
+        else:
+            high_bytes = min(peak_bytes, limit)
     return low_bytes, high_bytes
 
 
 class Descent:
-    """The choice with the least peak so far, from `start` on, and how far its proof came.
+    """The choice with the least peak so far, from `start` on, and the state of its proof.
 
-    finished: whether all layouts were asked; interrupted: whether Ctrl-C came
+    finished: True while no layout is left out; interrupted: True once Ctrl-C came
     """
 
     def __init__(
@@ -75,22 +77,20 @@ class Descent:
         deadline: Deadline,
         on_progress: OnProgress | None,
     ) -> None:
-        self.best, self.attempt, self.deadline, self.on_progress = (
-            start,
-            attempt,
-            deadline,
-            on_progress,
-        )
-        self.finished, self.interrupted, self.failures = True, False, list[SolverError]()
+        self.best, self.attempt = start, attempt
+        self.deadline, self.on_progress = deadline, on_progress
+        self.finished, self.interrupted = True, False
+        self.failures: Sequence[SolverError] = []
 
     @property
     def peak_bytes(self) -> float:
-        """Of the best so far."""
+        """Peak bytes of the best so far."""
         return peak_of_choice(self.best.choice)
 
     def run(self, layouts: Sequence[ParallelLayout]) -> None:
-        """Ask one layout after the other; Ctrl-C, the end of the time and a broken solver end it
-        with the best so far.
+        """Tries one layout after the other.
+
+        Ctrl-C, the time limit and a broken solver end it with the best so far.
         """
         unanswered = Unanswered()
         try:
@@ -114,7 +114,6 @@ class Descent:
         self.finished = self.finished and not unanswered.bounds
 
     def _lower(self, layout: ParallelLayout) -> SolvedCandidate | None:
-        """Lower the best peak by the answers of one frame."""
         before = self.best
 
         def probe(limit_bytes: float) -> float | None:

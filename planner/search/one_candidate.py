@@ -1,4 +1,4 @@
-"""One layout within one memory limit: its fastest choice, and what no choice of it is below."""
+"""One layout within one memory limit: its fastest choice and its lower bounds."""
 
 from __future__ import annotations
 
@@ -14,38 +14,34 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.errors import SolverError
 
-SOLVED_TO = 1e-7  # relative: the solver's own tolerance on an optimum
+SOLVED_TO = 1e-7  # the solver's relative tolerance on an optimum
 Options = Sequence[Sequence[StageColumn]]
 
 
 def relaxed_bound_s(
     layout: ParallelLayout, relaxed: Options | None, session: SearchSession
 ) -> float:
-    """Seconds that no choice of `layout` is below, by its relaxed columns; infinite where those
-    cannot place all blocks.
-    """
+    """Seconds that no choice of `layout` is below, infinite where columns cannot place blocks."""
     share = bubble_share(layout, session.price_cache)
-    found = (
+    least_s = (
         lower_bound_s(layout, relaxed, session.price_cache.model.num_layers, share)
         if relaxed
         else None
     )
-    return INFINITY if found is None else found
+    return INFINITY if least_s is None else least_s
 
 
 def fastest_choice(
     layout: ParallelLayout, relaxed: Options, cut_s: float, session: SearchSession
 ) -> MasterChoice | None:
-    """The fastest choice of `layout`, over the numbers of blocks that its relaxed columns have;
-    None where none is below `cut_s`.
+    """The fastest choice of `layout`, None where none is below `cut_s`.
 
-    Raises SolverError, and Unsolved where the solver's time is over.
+    Each rank holds a number of blocks that its relaxed columns have. Raises SolverError, and
+    Unsolved where the solver's time is over.
     """
-    num_layers, share, limit = (
-        session.price_cache.model.num_layers,
-        bubble_share(layout, session.price_cache),
-        session.limit_bytes,
-    )
+    num_layers = session.price_cache.model.num_layers
+    share = bubble_share(layout, session.price_cache)
+    limit = session.limit_bytes
     counts: list[Collection[int]] = [
         {column.num_blocks for column in columns} for columns in relaxed
     ]
@@ -61,9 +57,7 @@ def fastest_choice(
 
 
 def _require_infeasible(layout: ParallelLayout, options: Options, session: SearchSession) -> None:
-    """Raises SolverError when what the solver calls infeasible has a solution: the layout must not
-    pass for one that does not fit.
-    """
+    """Raises SolverError when the solver calls a solvable problem infeasible."""
     if can_place(
         options,
         session.price_cache.model.num_layers,
@@ -76,10 +70,9 @@ def _require_infeasible(layout: ParallelLayout, options: Options, session: Searc
 
 
 def certify(layout: ParallelLayout, best_s: float, session: SearchSession) -> None:
-    """Raise the bound of a layout, up to `best_s`: to the master over relaxed columns.
+    """Raises the bound of a layout, up to `best_s`, to the master over relaxed columns.
 
-    Its optimum is below every way to choose an option and a ZeRO stage for each layer by itself
-    that is below `best_s`.
+    Its optimum is below every per-layer choice of options and ZeRO stages that is below `best_s`.
     """
     if session.left_s() > 0:
         session.prices.raise_bound(
@@ -88,11 +81,10 @@ def certify(layout: ParallelLayout, best_s: float, session: SearchSession) -> No
 
 
 def proven_s(layout: ParallelLayout, best_s: float, session: SearchSession) -> float:
-    """Seconds that no choice of `layout` is below, about `best_s` where none is below that, zero
-    where the solver gives no proof.
+    """Seconds that no choice of `layout` is below.
 
-    A schedule that recomputes ahead of the gradient has a second bound: the same without any
-    recompute.
+    About `best_s` where none is below that, zero where the solver gives no proof. A schedule that
+    recomputes ahead of the gradient has a second bound: the same without any recompute.
     """
     try:
         least_s = _averages_s(layout, best_s, session, plain=False)
@@ -106,14 +98,13 @@ def proven_s(layout: ParallelLayout, best_s: float, session: SearchSession) -> f
 def _averages_s(
     layout: ParallelLayout, best: float, session: SearchSession, *, plain: bool
 ) -> float:
-    """The least seconds of `layout` over averages of its relaxed columns, `best` where none is
-    below it, zero where nothing is proven.
+    """Least seconds of `layout` over averages of its relaxed columns.
+
+    `best` where none is below it, zero where nothing is proven.
     """
-    relaxed, share, num_layers = (
-        session.relaxed(layout, best, plain=plain),
-        bubble_share(layout, session.price_cache),
-        session.price_cache.model.num_layers,
-    )
+    relaxed = session.relaxed(layout, best, plain=plain)
+    share = bubble_share(layout, session.price_cache)
+    num_layers = session.price_cache.model.num_layers
     if relaxed is None or lower_bound_s(layout, relaxed, num_layers, share) is None:
         return best
     master = Master(layout, relaxed, num_layers, tied=session.price_cache.tied, share=share)

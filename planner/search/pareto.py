@@ -1,5 +1,4 @@
-"""The front of step time, peak memory of a device and redundant memory of the cluster, by the
-epsilon-constraint method.
+"""The front of step time, device peak and redundant memory, by the epsilon-constraint method.
 
 One objective is minimised while a limit on another is tightened (Haimes, Lasdon and Wismer 1971,
 IEEE Trans. SMC 1(3)):
@@ -10,23 +9,23 @@ IEEE Trans. SMC 1(3)):
     leanest within Y   min redundancy   s.t. time <= (1 + Y) fastest       Y in SLOWDOWNS, then up
                        to ANY_SLOWDOWN
 
-Of what these find, the plans that no other beats or equals in all three are the front. Where the
-host may keep something, the same searches without it come first, so that no point is worse than
-without the host; then, with it,
+The front is the set of these plans that no other plan beats or equals in all three values. Where
+the host may hold something, the same searches run without it first, so that no point is worse than
+without the host. Then, with it,
 
     fastest, fastest within X    X from the least peak without the host to the least with it, at
                                  fewer limits: such a search takes longer
     leanest within Y             at the same Y up to HOST_SLOWDOWN, of the fastest without the host
                                  where there is one (planner/search/least_redundancy_on_host.py)
 
-Proven, each under the closed-form price and within the gap that the point's own search states: no
-plan whose peak is within X is faster than the point found within X; no plan within the slowdown Y
-is less redundant than the point found within Y; no plan at all fits `nothing_within_gib`, which is
-1 MiB below the least peak. So in time and peak alone the true front is between the steps that the
-points draw. Not proven: plans between two limits, which are not searched; that no plan with the
-same peak and step is less redundant than a point found as fastest; anything about the simulated
-step time, in which the points are reported and compared, and which differs from the closed form by
-some percent where stages are unequal.
+Three statements are proven, each under the closed-form price and within the gap that the point's
+own search states: no plan whose peak is within X is faster than the point found within X; no plan
+within the slowdown Y is less redundant than the point found within Y; no plan at all fits
+`nothing_within_gib`, which is 1 MiB below the least peak. So in time and peak alone the true front
+is between the steps that the points draw. Three things are not proven: plans between two limits,
+which are not searched; that no plan with the same peak and step is less redundant than a point
+found as fastest; and anything about the simulated step time, in which the points are reported and
+compared, and which differs from the closed form by some percent where stages are unequal.
 """
 
 from __future__ import annotations
@@ -50,51 +49,51 @@ from parplan.profiles.units import GIB, MIB
 ANY_SLOWDOWN = 99.0  # finite for the solver's sake: steps up to 100 times the fastest
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, ANY_SLOWDOWN)
 DEFAULT_POINTS, LEAST_POINTS = 16, 3  # three ends: fastest, least peak, least redundant
-HOST_SHARE = 3  # of so many memory limits one is searched with the host
-# up to which slowdown the leanest is searched with the host: the more time, the more columns
+HOST_SHARE = 3  # one memory limit in three is searched with the host
+# Largest slowdown of the leanest plan with the host: more time means more columns.
 HOST_SLOWDOWN = 0.2
-CLOSEST = 0.02  # share by which a memory limit is at least below the peak of the plan before it
+CLOSEST = 0.02  # least share by which a memory limit is below the peak of the plan before it
 GIB_DIGITS = 4
 TIME_LIMIT = "the time limit"
 
-OnSearch = Callable[[str, int, int], None]  # what is looked for, searches done, searches planned
+OnSearch = Callable[[str, int, int], None]  # name of the search, searches done, searches planned
 
 
 @dataclass(frozen=True, slots=True)
 class ParetoPoint:
-    """A plan of the front; its `search.front` has the limit of the search that found it."""
+    """A plan of the front; its `search.front` has the limit of its search."""
 
     plan: Plan
 
     @property
     def step_time_s(self) -> float:
-        """Simulated, as the plan reports it."""
+        """Simulated step time, as the plan reports it."""
         return self.plan.predicted.step_time_s.value
 
     @property
     def peak_memory_gib(self) -> float:
-        """Of the fullest device."""
+        """Peak memory of the fullest device."""
         return max(stage.total for stage in self.plan.predicted.memory_gib)
 
     @property
     def redundancy_gib(self) -> float:
-        """Over all GPUs."""
+        """Redundant memory over all GPUs."""
         return self.plan.predicted.redundancy_gib.total
 
     @property
     def host_gib(self) -> float:
-        """Of the host of the fullest node, no part of the three."""
+        """Host memory of the fullest node, which is not minimised."""
         return host_gib(self.plan)
 
     @property
     def values(self) -> tuple[float, float, float]:
-        """The three that are minimised: step time, peak memory, redundancy."""
+        """The three minimised values: step time, peak memory, redundancy."""
         return self.step_time_s, self.peak_memory_gib, self.redundancy_gib
 
-    def dominates(self, other: ParetoPoint) -> bool:
-        """Whether this point is better in one value and worse in none."""
-        return self.values != other.values and all(
-            mine <= theirs for mine, theirs in zip(self.values, other.values, strict=True)
+    def dominates(self, point: ParetoPoint) -> bool:
+        """Returns True if this point is better than `point` in one value and worse in none."""
+        return self.values != point.values and all(
+            mine <= theirs for mine, theirs in zip(self.values, point.values, strict=True)
         )
 
 
@@ -102,10 +101,10 @@ class ParetoPoint:
 class ParetoFront:
     """The points, fastest first.
 
-    stopped: why the walk ended before its end, such as `Ctrl-C`, or None for a complete front
-    usable_gib: what a plan may fill of a device
-    nothing_within_gib: a limit within which nothing fits, None when the walk did not come so far
-    num_searches: how many searches found them
+    stopped: cause of an early end, such as `Ctrl-C`; None for a complete front
+    usable_gib: memory that a plan may fill on a device
+    nothing_within_gib: a limit within which nothing fits; None when the walk ended before it
+    num_searches: number of searches behind the points
     """
 
     points: tuple[ParetoPoint, ...]
@@ -116,47 +115,45 @@ class ParetoFront:
 
     @property
     def uses_host(self) -> bool:
-        """Whether any point keeps something on the host."""
+        """True if any point has host bytes."""
         return any(point.host_gib for point in self.points)
 
     def leaner_tie(self, point: ParetoPoint) -> int | None:
-        """The number of the leanest point that the prices cannot tell from `point` in step time, or
-        None.
+        """Returns the number of the leanest point with the step time of `point`, if any.
 
-        Such a point is inside the error band of the step time and needs no more peak memory and no
-        more redundancy: nobody should take `point` for a difference in speed that is not known to
-        be there.
+        The step of such a point is inside the error band, and it needs no more peak memory and no
+        more redundancy. So `point` is not certain to be faster.
         """
         band = point.plan.predicted.error_band
         if band is None:
             return None
         slowest_s = point.step_time_s * (1 + band.time.share)
         ties = [
-            (other.redundancy_gib, other.peak_memory_gib, number)
-            for number, other in enumerate(self.points, 1)
-            if point.step_time_s < other.step_time_s <= slowest_s and _as_lean(other, point)
+            (rival.redundancy_gib, rival.peak_memory_gib, number)
+            for number, rival in enumerate(self.points, 1)
+            if point.step_time_s < rival.step_time_s <= slowest_s and _as_lean(rival, point)
         ]
         return min(ties)[2] if ties else None
 
 
-def _as_lean(other: ParetoPoint, point: ParetoPoint) -> bool:
+def _as_lean(rival: ParetoPoint, point: ParetoPoint) -> bool:
     return (
-        other.peak_memory_gib <= point.peak_memory_gib
-        and other.redundancy_gib <= point.redundancy_gib
+        rival.peak_memory_gib <= point.peak_memory_gib
+        and rival.redundancy_gib <= point.redundancy_gib
     )
 
 
 def undominated(plans: Iterable[Plan]) -> tuple[ParetoPoint, ...]:
-    """The plans that no other dominates, by step time; of equal ones the first."""
+    """Returns the plans that no other dominates, by step time; among equal plans the first."""
     unique = list(
         {point.values: point for point in map(ParetoPoint, reversed(list(plans)))}.values()
     )
-    kept = [point for point in unique if not any(other.dominates(point) for other in unique)]
-    return tuple(sorted(kept, key=lambda point: point.values))
+    best = [point for point in unique if not any(rival.dominates(point) for rival in unique)]
+    return tuple(sorted(best, key=lambda point: point.values))
 
 
 def plan_paths(output: Path, count: int) -> tuple[Path, ...]:
-    """Where the points of a front go: `plan.yaml` -> `plan-01.yaml`, `plan-02.yaml`, ..."""
+    """File names of the points of a front: `plan.yaml` -> `plan-01.yaml`, `plan-02.yaml`, ..."""
     digits = max(2, len(str(count)))
     return tuple(
         output.with_name(f"{output.stem}-{number:0{digits}}{output.suffix}")
@@ -169,9 +166,7 @@ class _Over(Exception):  # noqa: N818 - not an error: the walk ends with what it
 
 
 class _Walk:
-    """The searches of one front, one after the other, over the same prices; what they found is kept
-    in `found`.
-    """
+    """The searches of one front, one by one, over the same prices, with the plans found so far."""
 
     def __init__(
         self,
@@ -181,56 +176,58 @@ class _Walk:
         on_progress: OnProgress | None,
         on_search: OnSearch | None,
     ) -> None:
-        self.prices, self.options, self.planned = prices, options, planned
+        self.prices, self.options = prices, options
+        self.planned = planned
         self.on_progress, self.on_search = on_progress, on_search
         self.usable_bytes = limit_bytes(
             prices.price_cache.machine.cluster, prices.price_cache.training.stack, options
         )
-        self.found: list[Plan] = []
+        self.plans: list[Plan] = []
         self.num_searches = 0
         self.nothing_within_bytes: int | None = None
 
     def require_time(self) -> None:
-        """Raises _Over when there is no time left and a plan is found."""
-        if self.options.deadline.is_over and self.found:
+        """Raises _Over when the time is over and there is a plan."""
+        if self.options.deadline.is_over and self.plans:
             raise _Over(TIME_LIMIT)
 
     def fastest(self, within_bytes: int | None = None, *, keep: bool = True) -> SearchResult | None:
-        """The fastest plan, within `within_bytes` if given; None when nothing fits."""
+        """Returns the fastest plan, within `within_bytes` if given; None when nothing fits."""
         options = (
             self.options
             if within_bytes is None
             else replace(self.options, memory_limit_bytes=within_bytes)
         )
         limit_gib = None if within_bytes is None else round(within_bytes / GIB, GIB_DIGITS)
-        found = self._look(
+        result = self._look(
             "fastest" if limit_gib is None else f"within {limit_gib:.1f} GiB",
             Objective.THROUGHPUT,
             options,
         )
-        if found is None and within_bytes is not None:
+        if result is None and within_bytes is not None:
             self.nothing_within_bytes = max(within_bytes, self.nothing_within_bytes or 0)
-        return found and self._kept(found, keep=keep, memory_limit_gib=limit_gib)
+        return result and self._kept(result, keep=keep, memory_limit_gib=limit_gib)
 
     def leanest(self, slowdown: float, fastest: SolvedCandidate) -> SearchResult | None:
-        """The least redundant plan at most `slowdown` slower than `fastest`."""
-        found = self._look(
+        """Returns the least redundant plan at most `slowdown` slower than `fastest`."""
+        result = self._look(
             _lean_name(slowdown),
             Objective.MEMORY,
             replace(self.options, max_slowdown=slowdown),
             fastest,
         )
-        return found and self._kept(found, max_slowdown=_stated(slowdown))
+        return result and self._kept(result, max_slowdown=_stated(slowdown))
 
-    def leaner(self, slowdown: float, found: SearchResult) -> None:
-        """Keep the least redundant plan with the host, where it is below `found`: the one without,
-        or the fastest with it.
+    def leaner(self, slowdown: float, reference: SearchResult) -> None:
+        """Stores the least redundant plan with the host, if it is below `reference`.
+
+        reference: the least redundant plan without the host, or the fastest with it
         """
         options = self._announced(
             f"{_lean_name(slowdown)}, with the host", replace(self.options, max_slowdown=slowdown)
         )
         self._kept(
-            search_leaner(self.prices, found, options, self.on_progress),
+            search_leaner(self.prices, reference, options, self.on_progress),
             max_slowdown=_stated(slowdown),
         )
 
@@ -246,7 +243,6 @@ class _Walk:
         )
 
     def _announced(self, name: str, options: SearchOptions) -> SearchOptions:
-        """The options of the next search, which is told of."""
         self.require_time()
         if self.on_search:
             self.on_search(name, self.num_searches, max(self.planned, self.num_searches + 1))
@@ -255,14 +251,15 @@ class _Walk:
 
     def _kept(
         self,
-        found: SearchResult,
+        result: SearchResult,
         *,
         keep: bool = True,
         memory_limit_gib: float | None = None,
         max_slowdown: float | None = None,
     ) -> SearchResult:
-        """`found` with the limit it was found by; a search that was interrupted, or whose solver
-        failed, is the last.
+        """Stores a result with its limit, and returns it.
+
+        Raises _Over after an interrupted search or one whose solver failed.
         """
         front = FrontPoint(
             number=1,
@@ -271,14 +268,14 @@ class _Walk:
             memory_limit_gib=memory_limit_gib,
             max_slowdown=max_slowdown,
         )
-        plan = replace(found.plan, search=replace(found.plan.search, front=front))
-        if keep or found.interrupted:
-            self.found.append(plan)
-        if found.interrupted:
+        plan = replace(result.plan, search=replace(result.plan.search, front=front))
+        if keep or result.interrupted:
+            self.plans.append(plan)
+        if result.interrupted:
             raise _Over("Ctrl-C")
         if plan.search.solver_failure:
             raise _Over(plan.search.solver_failure)
-        return replace(found, plan=plan)
+        return replace(result, plan=plan)
 
 
 def find_front(
@@ -319,11 +316,11 @@ def find_front(
         with_host = request.with_offload(offload)
         if offload:
             _with_host(walk, with_host, slowdowns, lean, num_limits)
-        if not walk.found:
+        if not walk.plans:
             raise infeasible_error(with_host)
         walk.require_time()
     except (_Over, KeyboardInterrupt, OutOfTimeError, SolverError) as reason:
-        if not walk.found:
+        if not walk.plans:
             raise
         stopped = _reason_text(reason)
     return _front(walk, stopped)
@@ -350,13 +347,13 @@ def _with_host(
     walk.planned += (
         sum(slowdown <= HOST_SLOWDOWN for slowdown in slowdowns) + num_limits // HOST_SHARE + 3
     )
-    peaks = [_peak_bytes(plan) for plan in walk.found]
+    peaks = [_peak_bytes(plan) for plan in walk.plans]
     first = walk.fastest()
     if first is None:
         return
-    for slowdown, found in zip(slowdowns, lean or [None] * len(slowdowns), strict=True):
+    for slowdown, without in zip(slowdowns, lean or [None] * len(slowdowns), strict=True):
         if slowdown <= HOST_SLOWDOWN:
-            walk.leaner(slowdown, found or first)
+            walk.leaner(slowdown, without or first)
     least = least_peak_bytes(request)
     _tighten(
         walk, min((*peaks, _peak_bytes(first.plan))), round(least or MIB), num_limits // HOST_SHARE
@@ -372,8 +369,7 @@ def _stated(slowdown: float) -> float | None:
 
 
 def _front(walk: _Walk, stopped: str | None) -> ParetoFront:
-    """What stays of the plans that were found, each numbered in its own record."""
-    points, nothing = undominated(walk.found), walk.nothing_within_bytes
+    points, nothing = undominated(walk.plans), walk.nothing_within_bytes
     nothing_gib = None if nothing is None else nothing / GIB
     return ParetoFront(
         points=tuple(
@@ -394,7 +390,7 @@ def _numbered(plan: Plan, number: int, points: int, *, complete: bool) -> Pareto
 
 
 def _spread(values: Sequence[float], count: int) -> tuple[float, ...]:
-    """`count` of the values, or all, evenly spread and with the last."""
+    """`count` of the values, or all of them, evenly spread and with the last."""
     count = min(count, len(values))
     return tuple(
         values[len(values) - 1 - index * len(values) // count] for index in reversed(range(count))
@@ -406,11 +402,10 @@ def _peak_bytes(plan: Plan) -> int:
 
 
 def _tighten(walk: _Walk, peak_bytes: int, least_bytes: int, num_limits: int) -> None:
-    """The fastest plans within `num_limits` memory limits between `peak_bytes` and `least_bytes`,
-    then the least peak.
+    """Searches the fastest plans within `num_limits` limits above `least_bytes`, then the least.
 
-    Each limit is a share below the peak of the plan found before it, the share that is left over
-    evenly, at least CLOSEST.
+    Each limit is a share below the peak of the plan before it: an even part of the remaining
+    distance, at least CLOSEST.
     """
     for left in range(num_limits, 0, -1):
         within_bytes = int(
@@ -418,26 +413,27 @@ def _tighten(walk: _Walk, peak_bytes: int, least_bytes: int, num_limits: int) ->
         )
         if within_bytes <= least_bytes:
             break
-        found = walk.fastest(within_bytes)
-        if found is None:
+        result = walk.fastest(within_bytes)
+        if result is None:
             break
-        peak_bytes = _peak_bytes(found.plan)
+        peak_bytes = _peak_bytes(result.plan)
     _least_peak(walk, least_bytes, peak_bytes)
 
 
 def _least_peak(walk: _Walk, guess_bytes: int, high_bytes: int) -> None:
-    """Keep the fastest plan at the least peak that a search reaches, to 1 MiB: at the guess, else
-    by bisection.
+    """Stores the fastest plan at the least peak that a search reaches, to 1 MiB.
+
+    The guess is tried first, then bisection.
     """
     best: Plan | None = None
 
     def probe(within_bytes: float) -> int | None:
         nonlocal best
-        found = walk.fastest(int(within_bytes), keep=False)
-        if found is None:
+        result = walk.fastest(int(within_bytes), keep=False)
+        if result is None:
             return None
-        best = found.plan
-        return _peak_bytes(found.plan)
+        best = result.plan
+        return _peak_bytes(result.plan)
 
     guesses = guess_bytes + MIB // 2, guess_bytes - MIB // 2
     try:
@@ -450,4 +446,4 @@ def _least_peak(walk: _Walk, guess_bytes: int, high_bytes: int) -> None:
         )
     finally:
         if best is not None:
-            walk.found.append(best)
+            walk.plans.append(best)

@@ -1,10 +1,9 @@
-"""When nothing fits: which single changes of the request make it fit, each found by a search, with
-the step time it gives.
+"""When nothing fits: single changes of the request that make it fit, each with its step time.
 
-A change is a pin or a ban that is dropped, less free memory, or more GPUs. Where no dropped pin
-alone helps, all are dropped and as many as possible are put back. Above
-planner/search/find_plan.py: a search that finds nothing is given
-`parplan.report.searches.infeasible_text.explained_error`, which asks this module.
+A change drops a pin or a ban, leaves less memory free, or adds GPUs. Each is confirmed by a search.
+Where no dropped pin alone helps, all are dropped and as many as possible are put back. This file is
+above planner/search/find_plan.py: a search without a plan raises
+`parplan.report.searches.infeasible_text.explained_error`, which calls this file.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.units import GIB, gib
 
-BUDGET_S = 10.0  # for all searches together: an explanation, not an answer
+BUDGET_S = 10.0  # for all searches together: they only explain
 UNLIMITED_BYTES = 1 << 60
 MARGIN_STEP = 0.001
 LIMIT_STEP_GIB = 0.1
 GPUS = "--gpus"
 MOST_STEPS = 3  # the need of the leanest plan is known to 1 MiB
-PINS = (
+PINS = (  # the easiest to give up last
     "schedule",
     "virtual_stages",
     "sequence_parallel",
@@ -48,19 +47,18 @@ PINS = (
     "zero",
     "tp_overlap",
     "recompute",
-)  # last: easiest
+)
 MESH = frozenset({"tp", "pp", "dp"})
 Item = str | Ban  # a pin by its name, or a ban
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
-    """A request that fits, and how it is asked: `flags` in place of what they replace, without the
-    options `dropped`.
+    """A request that fits, and its options: `flags` replace theirs, the options `dropped` go.
 
-    step_s: of its fastest plan; at most that where its search was cut off (`proven` False); None
-    where there was no time
-    note: what else to know
+    step_s: step of its fastest plan; an upper bound where its search was cut off (`proven` False);
+    None where there was no time
+    note: a remark for the user
     """
 
     flags: tuple[str, ...]
@@ -73,8 +71,10 @@ class Relaxation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxations:
-    """What makes a request fit, fastest first, more GPUs last; the step it would take if it fitted;
-    what was not tried.
+    """Changes that make a request fit, fastest first, more GPUs last.
+
+    unlimited_s: step time with unlimited memory
+    untried: changes that were not tried
     """
 
     found: tuple[Relaxation, ...]
@@ -89,8 +89,9 @@ class _Searches:
         self._deadline = deadline
 
     def plan(self, request: Request) -> Plan | None:
-        """The fastest plan, or None when nothing fits or the solver fails. Raises OutOfTimeError,
-        KeyboardInterrupt.
+        """Returns the fastest plan, or None when nothing fits or the solver fails.
+
+        Raises OutOfTimeError and KeyboardInterrupt.
         """
         if self._deadline.is_over:
             raise OutOfTimeError("the time for what would fit is over")
@@ -114,14 +115,14 @@ def _unexplained(*_: object) -> InfeasibleError:
 def relaxations(
     request: Request, need_bytes: float, budget_s: float = BUDGET_S, host_bytes: int | None = None
 ) -> Relaxations:
-    """Every change that makes a request fit whose leanest plan needs `need_bytes` on its fullest
-    device.
+    """Returns every change that makes a request fit.
 
-    budget_s: for the searches of all changes together, less where the deadline of the request comes
-    before
-    host_bytes: of a node's host with which its devices are enough, None where none is
+    need_bytes: bytes of the leanest plan on its fullest device
+    budget_s: limit of all searches together; the deadline of the request may come before
+    host_bytes: memory of a node's host with which its devices are enough, None without such
     """
-    untried, enough, deadline = list[str](), None, request.options.deadline
+    untried: list[str] = []
+    enough, deadline = None, request.options.deadline
     try:
         enough = smallest_cluster(
             request.until(deadline.within(EXPLAINED_S).share(2)),
@@ -133,11 +134,11 @@ def relaxations(
 
     def within(name: str, find: Callable[[], Relaxation | None]) -> list[Relaxation]:
         try:
-            found = find()
+            relaxation = find()
         except OutOfTimeError:
             untried.append(name)
             return []
-        return [found] if found else []
+        return [relaxation] if relaxation else []
 
     unlimited = _plan_or_none(searches, _with_unlimited_memory(request))
     hosts = (
@@ -146,7 +147,7 @@ def relaxations(
         else []
     )
     larger = within(GPUS, lambda: _more_gpus(request, enough, searches)) if enough else []
-    found = within("less free memory", lambda: _less_free(request, need_bytes, searches))
+    less_free = within("less free memory", lambda: _less_free(request, need_bytes, searches))
     dropped = [
         relaxed
         for items in _single_changes(request.constraints)
@@ -156,7 +157,8 @@ def relaxations(
     if not dropped and len(everything) > 1:
         dropped = within(_named(everything), lambda: _fewest_changes(request, everything, searches))
     ranked = sorted(
-        [*found, *dropped, *hosts], key=lambda relaxed: (relaxed.step_s or math.inf, relaxed.flags)
+        [*less_free, *dropped, *hosts],
+        key=lambda relaxed: (relaxed.step_s or math.inf, relaxed.flags),
     )
     return Relaxations(
         found=(*ranked, *larger),
@@ -209,8 +211,9 @@ def _items(pins: Constraints) -> tuple[Item, ...]:
 
 
 def _single_changes(pins: Constraints) -> Iterator[tuple[Item, ...]]:
-    """What to drop at a time: one pin or ban; of a whole mesh that is pinned tp or pp, with the dp
-    that follows from it.
+    """Yields the items to drop together: one pin or ban.
+
+    Of a whole pinned mesh, tp or pp is dropped with the dp that follows from it.
     """
     whole = all(getattr(pins, name) is not None for name in MESH)
     for item in _items(pins):
@@ -233,9 +236,7 @@ def _dropping(pins: Constraints, items: Sequence[Item]) -> Constraints:
 
 
 def _without(request: Request, items: Sequence[Item], searches: _Searches) -> Relaxation | None:
-    """The request without some pins and bans, or None; the pins are then set to what its fastest
-    plan uses.
-    """
+    """The request without some pins and bans; pins are then set to its fastest plan's values."""
     freed = replace(request, constraints=_dropping(request.constraints, items))
     plan = searches.plan(freed)
     if plan is None:
@@ -254,22 +255,19 @@ def _without(request: Request, items: Sequence[Item], searches: _Searches) -> Re
 def _fewest_changes(
     request: Request, items: Sequence[Item], searches: _Searches
 ) -> Relaxation | None:
-    """All pins and bans dropped, then put back one by one as long as something fits."""
+    """Drops all pins and bans, then puts them back one by one as long as something fits."""
     dropped = list(items)
     if searches.plan(replace(request, constraints=_dropping(request.constraints, dropped))) is None:
         return None
     for item in items:
-        fewer = [other for other in dropped if other != item]
-        if (
-            searches.plan(replace(request, constraints=_dropping(request.constraints, fewer)))
-            is not None
-        ):
+        fewer = [kept for kept in dropped if kept != item]
+        freed = replace(request, constraints=_dropping(request.constraints, fewer))
+        if searches.plan(freed) is not None:
             dropped = fewer
     return _without(request, dropped, searches)
 
 
 def _used(plan: Plan, name: str) -> tuple[Value, ...]:
-    """The values of a choice that a plan uses."""
     layers = plan.layer_plans.values()
     if name == "zero":
         return tuple(sorted({layer.zero for layer in layers}))
@@ -297,25 +295,23 @@ def _setting(name: str, values: Sequence[Value]) -> str:
 
 
 def _less_free(request: Request, need_bytes: float, searches: _Searches) -> Relaxation | None:
-    """The largest margin, or the smallest limit, at which something fits, where the device has as
-    much.
-    """
+    """The largest margin, or the smallest limit, at which something fits the device."""
     capacity = request.cluster.device.memory_bytes
     for flag, options in _memory_options(request.options, need_bytes, capacity):
-        asked = replace(request, options=options)
-        plan = searches.plan(asked)
+        relaxed = replace(request, options=options)
+        plan = searches.plan(relaxed)
         if plan:
             kept = 1 - limit_bytes(request.cluster, request.training.stack, options) / capacity
             measured = residuals_of(request.training.stack).memory_margin
             note = f"below the {measured:g} that measured runs ask for" if kept < measured else ""
-            return _relaxation([flag], asked, plan, note=note)
+            return _relaxation([flag], relaxed, plan, note=note)
     return None
 
 
 def _memory_options(
     options: SearchOptions, need_bytes: float, capacity: int
 ) -> Iterator[tuple[str, SearchOptions]]:
-    """The options to try, with their flags: from the one that the leanest plan needs, in steps."""
+    """Yields options with their flags, in steps from the need of the leanest plan."""
     for step in range(MOST_STEPS):
         if options.memory_limit_bytes is not None:
             limit_gib = round(
@@ -338,15 +334,14 @@ def _memory_options(
 
 
 def _more_host(request: Request, host_bytes: int, searches: _Searches) -> Relaxation | None:
-    """Hosts with as much memory as the devices need, and a little more where the exact schedules of
-    chunks need that.
-    """
+    """Hosts as large as the devices need, and a little more for exact schedules of chunks."""
     for step in range(MOST_STEPS):
         size_gib = math.ceil(host_bytes / GIB) + step
-        asked = replace(request, cluster=replace(request.cluster, host_memory_bytes=size_gib * GIB))
-        plan = searches.plan(asked)
+        cluster = replace(request.cluster, host_memory_bytes=size_gib * GIB)
+        larger = replace(request, cluster=cluster)
+        plan = searches.plan(larger)
         if plan:
-            return _relaxation([f"--host-memory {size_gib}GiB"], asked, plan)
+            return _relaxation([f"--host-memory {size_gib}GiB"], larger, plan)
     return None
 
 
@@ -354,26 +349,29 @@ def _more_host(request: Request, host_bytes: int, searches: _Searches) -> Relaxa
 
 
 def _more_gpus(request: Request, num_gpus: int, searches: _Searches) -> Relaxation | None:
-    """A larger cluster on which something fits; pinned pp and dp become those of its plan where
-    they belong to the old number.
+    """A larger cluster on which something fits.
+
+    Pinned pp and dp become those of its plan where they belong to the old number of GPUs.
     """
-    asked = replace(
-        request, cluster=replace(request.cluster, nodes=num_gpus // request.cluster.gpus_per_node)
-    )
+    nodes = num_gpus // request.cluster.gpus_per_node
+    larger = replace(request, cluster=replace(request.cluster, nodes=nodes))
     flags = [f"--gpus {num_gpus}", *_node_flag(request.cluster)]
     freed = tuple(name for name in ("pp", "dp") if getattr(request.constraints, name) is not None)
     try:
-        plan = searches.plan(asked)
-        found = _relaxation(flags, asked, plan) if plan else _without(asked, freed, searches)
+        plan = searches.plan(larger)
+        if plan:
+            return _relaxation(flags, larger, plan)
+        relaxation = _without(larger, freed, searches)
     except OutOfTimeError:
-        asked = replace(asked, constraints=_dropping(request.constraints, freed))
-        return _relaxation(flags, asked, None, note=f"without {_named(freed)}" if freed else "")
-    return replace(found, flags=(*flags, *found.flags)) if found and not plan else found
+        larger = replace(larger, constraints=_dropping(request.constraints, freed))
+        return _relaxation(flags, larger, None, note=f"without {_named(freed)}" if freed else "")
+    return relaxation and replace(relaxation, flags=(*flags, *relaxation.flags))
 
 
 def _node_flag(cluster: Cluster) -> list[str]:
-    """`--gpus-per-node` where --gpus alone would make nodes of another size: fewer GPUs were asked
-    for than a node has.
+    """Returns `--gpus-per-node` where --gpus alone would make nodes of another size.
+
+    That is so when the request has fewer GPUs than a usual node.
     """
     name = cluster.device.name
     usual = load_cluster(name).gpus_per_node if name in cluster_names() else cluster.gpus_per_node

@@ -1,5 +1,6 @@
-"""The best layouts of a search in the simulator (EQUATIONS I6): their own columns, and what may be
-better than the closed form says.
+"""Replays the best layouts of a search in the simulator (EQUATIONS I6).
+
+It adds strategies that may be better than the closed form says.
 """
 
 from __future__ import annotations
@@ -26,24 +27,20 @@ from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 
 SCHEDULED = 4  # columns of one layout whose exact schedules are compared
 IMPROVED = 3  # strategies whose blocks are moved between stages
-TOLD_APART = 9  # significant digits of a step: sums of the same terms in another order
-WORTH_CHUNKS = 0.01  # how much faster chunks must be where nothing leaves the device
+TOLD_APART = 9  # significant digits of a step, against another order of summation
+WORTH_CHUNKS = 0.01  # share by which chunks must be faster where nothing leaves the device
 
 Replayed = tuple[SolvedCandidate, Strategy, StepPrice]
 
 
 def _equal_stages(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
-    """The layout of `solved` with as many blocks on every stage, or where an end counts as one,
-    each on its fastest column.
+    """The layout of `solved` with equally many blocks per stage, each stage on its fastest column.
 
-    On equal stages the closed form is exact. On others it may be too short by less than a percent,
-    and would then put a plan first that a rule of thumb on equal stages beats.
+    An end may count as one block. The closed form is exact on equal stages. On others it may be too
+    short by less than a percent, and could rank a plan above a better one with equal stages.
     """
-    layout, num_layers, pp = (
-        solved.layout,
-        session.price_cache.model.num_layers,
-        solved.layout.mesh.pp,
-    )
+    layout, pp = solved.layout, solved.layout.mesh.pp
+    num_layers = session.price_cache.model.num_layers
     for ends in counted_ends(num_layers, pp) if pp > 1 and layout.virtual_stages == 1 else ():
         blocks = equal_blocks(layout, num_layers, ends)
         ranks = [
@@ -67,14 +64,12 @@ def _equal_stages(solved: SolvedCandidate, session: SearchSession) -> Iterator[S
 
 
 def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
-    """Merak's one knob of recompute on equal stages, the least that fits, where the layout has
-    such: no plan is slower than the rule.
+    """Merak's one recompute knob on equal stages, at the least value that fits, where it applies.
+
+    With it no plan is slower than the rule.
     """
-    layout, price_cache, num_layers = (
-        solved.layout,
-        session.book_of(solved.choice),
-        session.price_cache.model.num_layers,
-    )
+    layout, price_cache = solved.layout, session.book_of(solved.choice)
+    num_layers = session.price_cache.model.num_layers
     if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked:
         return
     allowed = session.prices.recompute or tuple(Recompute)
@@ -93,8 +88,9 @@ def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
 
 
 def _other_homes(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
-    """Of a layout in chunks without pipeline the best columns: what waits for copies, the exact
-    schedules know better.
+    """The best columns of a chunked layout without a pipeline.
+
+    The exact schedules know the waits for copies better than the closed form.
     """
     layout = solved.layout
     if layout.chunked and layout.mesh.pp == 1:
@@ -109,18 +105,14 @@ def _other_homes(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
 
 
 def _idle_chunks(strategy: Strategy) -> bool:
-    """Whether a strategy holds blocks in chunks of which none leaves the device: the same without
-    chunks is simpler.
-    """
+    """True if all chunks of a strategy stay on the device: it is simpler without chunks."""
     return strategy.layout.chunked and all(
         choice.home is StateLocation.DEVICE for stage in strategy.stages for choice in stage
     )
 
 
 def _price(strategy: Strategy, price_cache: PriceCache) -> StepPrice | None:
-    """What a strategy takes, or None where the exact schedule of its chunks, or its host, needs
-    more than there is.
-    """
+    """The price of a strategy, None where its exact schedule or its host lacks room."""
     try:
         price = price_step(strategy, price_cache)
     except InfeasibleError:
@@ -132,7 +124,8 @@ def _price(strategy: Strategy, price_cache: PriceCache) -> StepPrice | None:
 def _tried(
     solved: SolvedCandidate, objective: Objective, session: SearchSession
 ) -> Iterator[Strategy]:
-    """A solved layout as it was chosen, and for throughput what may be faster in the simulator.
+    """Yields the choice of a solved layout, then for throughput strategies that may be faster.
+
     Raises OutOfTimeError after the first.
     """
     yield to_strategy(solved.layout, solved.choice.columns)
@@ -155,8 +148,9 @@ def _unique(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
 def replay_best(
     outcome: BranchOutcome[SolvedCandidate], objective: Objective, session: SearchSession
 ) -> list[Replayed]:
-    """The best solved layouts priced in full, for throughput the fastest first; an interrupt and
-    the end of the time keep what is replayed.
+    """Prices the best solved layouts in full, for throughput the fastest first.
+
+    Ctrl-C and the time limit end it with the strategies replayed so far.
     """
     replayed: list[Replayed] = []
     try:
@@ -175,18 +169,20 @@ def replay_best(
             raise
     if objective is Objective.THROUGHPUT:
         replayed.sort(key=_told_apart)
-        replayed[:IMPROVED] = [_improved(found, session) for found in replayed[:IMPROVED]]
+        replayed[:IMPROVED] = [_improved(entry, session) for entry in replayed[:IMPROVED]]
         replayed.sort(key=_told_apart)
     return replayed
 
 
-def _told_apart(found: Replayed) -> tuple[float, float]:
-    """The step as it counts, and between equals the peak of the fullest device."""
-    _, strategy, price = found
-    counted_s = price.step_s * (1 + WORTH_CHUNKS * _idle_chunks(strategy))
+def _told_apart(replayed: Replayed) -> tuple[float, float]:
+    """Sort key: the step as it counts, then the peak of the fullest device."""
+    _, strategy, price = replayed
+    counted_s = price.step_s
+    if _idle_chunks(strategy):
+        counted_s *= 1 + WORTH_CHUNKS
     return float(f"{counted_s:.{TOLD_APART}g}"), max(memory.total for memory in price.memory)
 
 
-def _improved(found: Replayed, session: SearchSession) -> Replayed:
-    solved, strategy, price = found
+def _improved(replayed: Replayed, session: SearchSession) -> Replayed:
+    solved, strategy, price = replayed
     return (solved, *improved(solved, strategy, price, session))

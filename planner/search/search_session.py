@@ -1,6 +1,4 @@
-"""What the steps of one search share: prices and the bounds proven under them, the columns of a
-layout, the clock.
-"""
+"""Shared state of one search: prices with their proven bounds, columns of layouts, the clock."""
 
 from __future__ import annotations
 
@@ -37,14 +35,16 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a layout that needs longer keeps its bound, and the gap says so
-ROUNDING = 1e-9  # relative: sums of the same terms in another order
+ROUNDING = 1e-9  # relative, against another order of summation
 INFINITY = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class SolvedCandidate:
-    """The best choice of one layout: its objective value and a proven lower bound of that layout's
-    objective.
+    """The best choice of one layout.
+
+    value: its objective
+    bound: a proven lower bound of the layout's objective
     """
 
     layout: ParallelLayout
@@ -54,11 +54,10 @@ class SolvedCandidate:
 
 
 class SearchPrices:
-    """What all searches of one request share, whatever their objective and limits: candidates,
-    prices and bounds.
+    """Candidates, prices and bounds that all searches of one request share.
 
-    Raises ConfigError when no mesh is legal, OutOfTimeError at the end of `deadline`, as do all
-    that make something of it.
+    They hold for any objective and any limits. Raises ConfigError when no mesh is legal,
+    OutOfTimeError at the end of the deadline; the methods that compute raise it too.
     """
 
     def __init__(self, request: Request) -> None:
@@ -79,14 +78,13 @@ class SearchPrices:
         self._once, self._check = KeyedCache(deadline.check), deadline.check
 
     def time_bound(self, layout: ParallelLayout) -> TimeBound:
-        """The layout's lower bound of time, computed once: both passes and the columns ask for
-        it.
-        """
+        """Returns the layout's lower bound of time, computed once for both passes and columns."""
         return self._once(("time", layout), lambda: time_bound(layout, self.table))
 
     def least_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
-        """The best known bound of the layout's time within `limit_bytes`: what was proven under a
-        looser limit holds.
+        """Returns the best known bound of the layout's time within `limit_bytes`.
+
+        A proof under a looser limit holds.
         """
         under_bytes, least_s = self._raised.get(layout, (0.0, 0.0))
         step_s = (
@@ -97,7 +95,6 @@ class SearchPrices:
         return max(step_s, least_s if limit_bytes <= under_bytes else 0.0)
 
     def chunk_bound(self, layout: ParallelLayout, limit_bytes: float) -> ChunkBound:
-        """The bound of a layout in chunks."""
         return self._once(
             ("chunks", layout, limit_bytes),
             lambda: ChunkBound(
@@ -110,40 +107,34 @@ class SearchPrices:
         )
 
     def longest_rank(self, layout: ParallelLayout, cut_s: float, limit_bytes: float) -> int | None:
-        """How many blocks a rank may hold before the layout takes `cut_s` or more; None when there
-        is no such limit.
-        """
+        """Returns the most blocks of a rank below `cut_s`, None when there is no such limit."""
         if layout.chunked:
             return self.chunk_bound(layout, limit_bytes).longest_rank(cut_s)
         return self.time_bound(layout).longest_rank(layout, cut_s)
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
-        """Whether the layout is not ruled out within `limit_bytes` by what it holds at least
-        (planner/candidates/lower_bounds.py).
-        """
+        """Returns False if the least bytes exceed the limit (candidates/lower_bounds.py)."""
         self._check()
         return may_fit(layout, self.table, limit_bytes)
 
     def raise_bound(self, layout: ParallelLayout, limit_bytes: float, least_s: float) -> None:
-        """Remember that within `limit_bytes` the layout takes at least `least_s` (infinity: it does
-        not fit).
-        """
+        """Stores the least step time within `limit_bytes`, infinite where nothing fits."""
         self._raised[layout] = limit_bytes, max(least_s, self.least_s(layout, limit_bytes))
 
     def lean_columns(
         self, rank: Columns | ColumnMaker, num_blocks: int, limit_bytes: float
     ) -> list[StageColumn]:
-        """The columns of the memory objective, which do not depend on its slowdown, made once."""
+        """Returns the columns of the memory objective, made once: no slowdown enters them."""
         assert isinstance(rank, RankColumns), "the memory objective has no chunks"
         key = rank.layout, rank.rank, rank.looks_up, num_blocks, limit_bytes
         return self._once(("lean", *key), lambda: rank.leanest(num_blocks, limit_bytes))
 
 
 class SearchSession:
-    """What the steps of one search share: prices, options, the memory limit and the clock.
+    """Prices, options, memory limit and clock of one search.
 
     slack: share of the limit that the columns leave free, where the schedules of chunks need more
-    than they say
+    than the columns state
     """
 
     def __init__(
@@ -153,44 +144,36 @@ class SearchSession:
         on_progress: OnProgress | None,
         slack: float = 0.0,
     ) -> None:
-        self.prices, self.options, self.on_progress, self.slack = (
-            prices,
-            options,
-            on_progress,
-            slack,
-        )
+        self.prices, self.options = prices, options
+        self.on_progress, self.slack = on_progress, slack
         self.table, self.time_bound = prices.table, prices.time_bound
         limit = limit_bytes(
             prices.price_cache.machine.cluster, prices.price_cache.training.stack, options
         )
-        self.price_cache, self.limit_bytes = (
-            prices.price_cache.within(Chunking(limit_bytes=limit)),
-            limit * (1 - slack),
-        )
+        self.price_cache = prices.price_cache.within(Chunking(limit_bytes=limit))
+        self.limit_bytes = limit * (1 - slack)
         self.deadline = options.deadline
 
     @property
     def slowdown(self) -> float:
-        """How many times the fastest step a plan of another objective may take."""
+        """Largest ratio to the fastest step for a plan of another objective."""
         return (1 + self.options.max_slowdown) * (1 + ROUNDING)
 
     def within(self, limit_bytes: float) -> SearchSession:
-        """The same search where a plan may fill so many bytes of a device."""
+        """Returns the same search with a limit of `limit_bytes` on every device."""
         options = replace(self.options, memory_limit_bytes=ceil(limit_bytes / (1 - self.slack)))
         return SearchSession(self.prices, options, self.on_progress, self.slack)
 
     def left_s(self) -> float:
-        """Seconds until the time limit, negative after it, infinite without one."""
+        """Returns the seconds until the time limit, negative after it, infinite without one."""
         return self.deadline.left_s
 
     def solver_limit_s(self) -> float:
-        """What one solve may take: the time left within bounds, so that one hard layout cannot hold
-        up all others.
-        """
+        """Returns the seconds that one solve may take, so that it cannot hold up all others."""
         return self.deadline.solver_limit_s(LEAST_SOLVE_S, MOST_SOLVE_S)
 
     def book_of(self, choice: MasterChoice) -> PriceCache:
-        """The prices of a choice, by where it has the token table."""
+        """Returns the prices for the token table's location in a choice."""
         return self.price_cache.with_table(
             on_host=any(column.looks_up for column in choice.columns)
         )
@@ -202,26 +185,23 @@ class SearchSession:
         cut_s: float,
         counts: Sequence[Collection[int]] | None = None,
     ) -> list[list[StageColumn]] | None:
-        """The columns of every rank, over all block counts, or those of `counts`, with which the
-        layout can take less than `cut_s`.
+        """Returns the columns of every rank with which the layout can take less than `cut_s`.
 
-        None as soon as one rank has none, because nothing fits its device, or of equal ranks one
-        alone takes longer than the cut.
+        They cover all block counts, or those of `counts`. None as soon as one rank has no column,
+        because nothing fits its device, or because each column of an equal rank alone takes longer
+        than the cut.
         """
         longest = self.prices.longest_rank(layout, cut_s, self.limit_bytes)
         options: list[list[StageColumn]] = []
         for rank in range(layout.mesh.pp):
-            columns, possible = (
-                rank_columns(rank, layout, self.table),
-                block_counts(rank, layout, self.price_cache.model.num_layers, longest),
-            )
+            columns = rank_columns(rank, layout, self.table)
+            possible = block_counts(rank, layout, self.price_cache.model.num_layers, longest)
             tried = in_time(
                 (count for count in possible if counts is None or count in counts[rank]),
                 self.deadline,
             )
-            per_count = itertools.takewhile(
-                bool, (make(columns, count) for count in tried)
-            )  # more blocks never need less memory
+            # More blocks never need less memory.
+            per_count = itertools.takewhile(bool, (make(columns, count) for count in tried))
             options.append(list(itertools.chain.from_iterable(per_count)))
             if not options[-1] or (
                 layout.equal_ranks
@@ -233,29 +213,26 @@ class SearchSession:
     def relaxed(
         self, layout: ParallelLayout, cut_s: float, *, plain: bool = False
     ) -> list[list[StageColumn]] | None:
-        """Columns of real numbers of blocks (`RankColumns.relaxed`): what they cannot reach no plan
-        of the layout can.
+        """Returns columns of real numbers of blocks (`RankColumns.relaxed`), a bound of every plan.
 
-        Without the numbers of blocks all of whose columns alone take longer than the cut, as more
-        blocks then do too. An average of two columns may be below the cut where one of them is not.
+        A number of blocks is left out if each of its columns alone takes longer than the cut;
+        larger numbers then do too. An average of two columns may be below the cut where one of
+        them is not.
         """
 
         def make(rank: Columns, count: int) -> list[StageColumn]:
-            found = rank.relaxed(count, self.limit_bytes, plain=plain)
-            return [] if all(self._too_slow(layout, column, cut_s) for column in found) else found
+            columns = rank.relaxed(count, self.limit_bytes, plain=plain)
+            too_slow = all(self._too_slow(layout, column, cut_s) for column in columns)
+            return [] if too_slow else columns
 
         return self.columns(layout, make, cut_s)
 
     def _too_slow(self, layout: ParallelLayout, column: StageColumn, cut_s: float) -> bool:
-        """Whether the layout takes longer than the cut by one rank's column, whatever the others
-        have.
-        """
+        """True if the layout takes longer than the cut with this column, for any other columns."""
         if layout.recomputes_ahead or cut_s == INFINITY:
             return False
-        share, others_s = (
-            bubble_share(layout, self.prices.price_cache),
-            self.prices.time_bound(layout).total_s,
-        )
-        return others_s + (
-            layout.num_micro_batches - share
-        ) * column.time_s + column.tail_s > cut_s * (1 + ROUNDING)
+        share = bubble_share(layout, self.prices.price_cache)
+        fixed_s = self.prices.time_bound(layout).total_s
+        repeats = layout.num_micro_batches - share
+        step_s = fixed_s + repeats * column.time_s + column.tail_s
+        return step_s > cut_s * (1 + ROUNDING)
