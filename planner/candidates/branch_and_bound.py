@@ -76,20 +76,29 @@ def worth_replaying(solved: Sequence[S]) -> float:
     return min(tenth, WORTH_REPLAYING * best_of(solved))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchWatch:
+    """The clock of a search and the receiver of its progress.
+
+    left_s    seconds until the time limit, negative after it
+    """
+
+    objective: Objective
+    left_s: Callable[[], float]
+    on_progress: OnProgress | None
+
+
 def branch_and_bound(
-    objective: Objective,
     bounded: Iterable[tuple[float, ParallelLayout]],
     solve: Solve[S],
     cut: Callable[[Sequence[S]], float],
+    watch: BranchWatch,
     *,
-    left_s: Callable[[], float],
-    on_progress: OnProgress | None,
     known: S | None = None,
     incumbent: S | None = None,
 ) -> BranchOutcome[S]:
     """Solves layouts by ascending bound until the next bound reaches `cut` of the solved ones.
 
-    left_s      seconds until the time limit, negative after it
     known       the answer when no layout was solved; without it an interrupt, the end of the time,
                 or the last error of the solver is raised again
     incumbent   an answer of another search that must be beaten
@@ -107,16 +116,16 @@ def branch_and_bound(
             limit, proven = cut(solved), bound
             if bound >= limit:
                 break
-            if solved and left_s() <= 0:  # a late plan is better than none
+            if solved and watch.left_s() <= 0:  # a late plan is better than none
                 finished = False
                 break
             answer = open_.attempt(partial(solve, layout, bound, limit, best_of(solved)), bound)
             if answer:
                 solved = sorted([*solved, answer], key=lambda each: each.value)
-            if on_progress:
-                on_progress(
+            if watch.on_progress:
+                watch.on_progress(
                     Progress(
-                        objective=objective,
+                        objective=watch.objective,
                         done=reached + 1,
                         total=len(ordered),
                         incumbent=solved[0].value if solved else None,

@@ -20,6 +20,7 @@ from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.branch_and_bound import (
     REPLAYED,
     BranchOutcome,
+    BranchWatch,
     CandidateAnswer,
     best_of,
     branch_and_bound,
@@ -128,12 +129,12 @@ def _search_fastest(
     possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
     bounded = ((prices.least_s(layout, limit), layout) for layout in possible)
     outcome = branch_and_bound(
-        Objective.THROUGHPUT,
         bounded,
         solve,
         worth_replaying,
-        left_s=session.left_s,
-        on_progress=session.on_progress,
+        BranchWatch(
+            objective=Objective.THROUGHPUT, left_s=session.left_s, on_progress=session.on_progress
+        ),
     )
     bound = min((best_of(outcome.solved), *(prices.least_s(layout, limit) for layout in possible)))
     return replace(outcome, bound=bound), BoundedCandidates(tuple(possible), tuple(relaxed_layouts))

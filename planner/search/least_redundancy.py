@@ -10,7 +10,12 @@ from dataclasses import replace
 
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.candidates.branch_and_bound import BranchOutcome, best_of, branch_and_bound
+from parplan.planner.candidates.branch_and_bound import (
+    BranchOutcome,
+    BranchWatch,
+    best_of,
+    branch_and_bound,
+)
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes
 from parplan.planner.master import Master, MasterChoice, lower_bound_s, slackened
 from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
@@ -37,12 +42,12 @@ class _RedundancyPass:
         """Searches the layouts by their bound, until none can be below the best."""
         session = self.session
         return branch_and_bound(
-            Objective.MEMORY,
             self._bounded(),
             self._solve,
             best_of,
-            left_s=session.left_s,
-            on_progress=session.on_progress,
+            BranchWatch(
+                objective=Objective.MEMORY, left_s=session.left_s, on_progress=session.on_progress
+            ),
             known=as_memory(self.fastest),
         )
 

@@ -18,7 +18,12 @@ from parplan.costmodels.memory.rank_memory import usable_bytes
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, bubble_share, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
-from parplan.planner.candidates.branch_and_bound import BranchOutcome, best_of, branch_and_bound
+from parplan.planner.candidates.branch_and_bound import (
+    BranchOutcome,
+    BranchWatch,
+    best_of,
+    branch_and_bound,
+)
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes
 from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.master import Master, MasterChoice, lower_bound_s
@@ -76,14 +81,14 @@ def search_leanest_on_host(
         and session.prices.least_s(layout, session.limit_bytes) <= closed_s
     )
     outcome = branch_and_bound(
-        Objective.MEMORY,
         bounded,
         lambda layout, bound, cut, _: _solve(
             layout, bound, cut, session, closed_s, step_s, dropped
         ),
         best_of,
-        left_s=session.left_s,
-        on_progress=session.on_progress,
+        BranchWatch(
+            objective=Objective.MEMORY, left_s=session.left_s, on_progress=session.on_progress
+        ),
         incumbent=incumbent,
     )
     return replace(outcome, bound=min((outcome.bound, *dropped)))

@@ -18,6 +18,7 @@ from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.branch_and_bound import (
     BranchOutcome,
+    BranchWatch,
     branch_and_bound,
     worth_replaying,
 )
@@ -265,12 +266,12 @@ class TracedSearch:
             if np.isfinite(bound := self.bound_s(layout))
         )
         return branch_and_bound(
-            Objective.THROUGHPUT,
             bounded,
             self.solve,
             worth_replaying,
-            left_s=self.left_s,
-            on_progress=on_progress,
+            BranchWatch(
+                objective=Objective.THROUGHPUT, left_s=self.left_s, on_progress=on_progress
+            ),
         )
 
     def replayed(

@@ -181,9 +181,7 @@ def main(journal: str, log: str, num_cases: int) -> None:
         partial(logged, log),
         ("a", "b"),
         where,
-        SessionOptions(
-            deadline_s=60.0, hang_limit_s=20.0, modules=("tests.helpers.programs",)
-        ),
+        SessionOptions(deadline_s=60.0, hang_limit_s=20.0, modules=("tests.helpers.programs",)),
     )
     where.close()
     print("done")

@@ -54,7 +54,9 @@ def journal(tmp_path):
     journal.close()
 
 
-def ran(journal, requested, program=None, devices=("cpu",), **options) -> Measurements:
+def ran(
+    journal, requested, program=None, devices=("cpu",), on_progress=None, **options
+) -> Measurements:
     """A session of `program`, or of one that logs what it begins."""
     program = program or partial(logged, str(journal.path.with_name("log")))
     return run_session(
