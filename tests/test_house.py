@@ -1,6 +1,4 @@
-"""The house rules that imports can break: they go down only, and each third-party package has its
-place.
-"""
+"""The house rules that imports can break: direction, and the places of third-party packages."""
 
 from __future__ import annotations
 
@@ -90,8 +88,9 @@ def modules() -> list[Path]:
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Every module that a file imports, at its top or inside a function; `from a import b` is a.b,
-    relative ones resolved.
+    """Returns every module that a file imports, at its top or inside a function.
+
+    `from a import b` counts as a.b; relative imports are resolved.
     """
     return tuple(_imports(path))
 
@@ -166,9 +165,7 @@ def test_nothing_imports_the_tests_the_benchmarks_or_the_examples():
 
 
 def run_cli(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a fresh interpreter; its last line on stderr lists the heavy modules
-    that were loaded.
-    """
+    """Runs the command line in a fresh interpreter, which lists loaded heavy modules on stderr."""
     code = (
         "import sys\n"
         "from parplan.cli import main\n"

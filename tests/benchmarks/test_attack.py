@@ -1,5 +1,4 @@
-"""Attacks on proven plans: what they change, what they may not change, and that nothing they find
-is beyond a stated gap.
+"""Attacks on proven plans change what they name, and beat no plan beyond its stated gap.
 
 `python benchmarks/search/attack.py` has 60 requests and more changes of each.
 """

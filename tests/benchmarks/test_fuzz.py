@@ -1,6 +1,4 @@
-"""Hostile input, as the fuzzer makes it: a few hundred of its inputs, and one of every cause that
-was met before.
-"""
+"""Hostile input: a few hundred of the fuzzer's inputs, and one for every cause met before."""
 
 from __future__ import annotations
 

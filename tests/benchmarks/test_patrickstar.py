@@ -1,6 +1,4 @@
-"""The benchmark of PatrickStar's published figures: its closed forms, its chunk sizes, and what
-eviction moves.
-"""
+"""The benchmark of PatrickStar's published figures: closed forms, chunk sizes and evictions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The rank of published configurations: they cost what `plan estimate` says, and the first
-candidate is the search's plan.
-"""
+"""Published configurations cost what `plan estimate` says; the first one is the search's plan."""
 
 from __future__ import annotations
 

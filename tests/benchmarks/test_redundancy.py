@@ -1,6 +1,4 @@
-"""benchmarks/papers/redundancy.py: its rows are what their names say, and a saving is counted as
-the house counts it.
-"""
+"""benchmarks/papers/redundancy.py: its rows are what they are named, and savings add up."""
 
 from __future__ import annotations
 

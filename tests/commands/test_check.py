@@ -1,6 +1,4 @@
-"""`plan check`: what it prints, its exit codes, and that a plan which trains wrongly does not
-pass.
-"""
+"""`plan check`: its output and exit codes; a plan which trains wrongly does not pass."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`plan --objective pareto`: what it prints, what it writes, how it ends early, and what it
-refuses.
-"""
+"""`plan --objective pareto`: its output, its file, its early end, and its errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The command line: what it prints and where, what it writes, and one line of error and hint for
-every bad input.
-"""
+"""The command line: its output, its files, and one line of error and hint for every bad input."""
 
 from __future__ import annotations
 
@@ -824,9 +822,7 @@ def test_a_search_in_another_process_ends_on_sigint_without_a_traceback():
 
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole_group, tmp_path):
-    """As a job that a shell runs in the background; `timeout` signals the process and then its
-    group.
-    """
+    """A shell's background job ignores SIGINT; `timeout` signals the process and then its group."""
     pid, solver = tmp_path / "pid", tmp_path / "cbc"
     solver.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
     solver.chmod(0o755)

@@ -1,5 +1,6 @@
-"""`plan profile` as it is called: what it refuses, shows and compares. What it measures is in
-test_profiling.py.
+"""`plan profile` on the command line: errors, --show and --diff.
+
+Its measurements are in test_profiling.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`plan validate`: what it prints of a table of measured steps, its JSON, its picture, and what it
-says about a bad table.
-"""
+"""`plan validate`: its text, its JSON, its picture, and its errors about a bad table."""
 
 from __future__ import annotations
 

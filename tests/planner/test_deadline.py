@@ -1,6 +1,4 @@
-"""One deadline for all that a command does: whatever step it comes in, there is the best so far or
-one error.
-"""
+"""One deadline ends each step of a command with the best plan so far or one error."""
 
 from __future__ import annotations
 
@@ -55,14 +53,12 @@ class Clock:
 
 
 def within(looks: int, options: SearchOptions = SearchOptions()) -> SearchOptions:  # noqa: B008 - it is frozen
-    """The options with a deadline whose end comes after so many looks at the clock, whatever the
-    machine.
-    """
+    """Returns the options with a deadline that ends after `looks` looks at the clock."""
     return replace(options, deadline=Deadline(stops_s=looks, ends_s=looks, clock=Clock()))
 
 
 def looks_of(run) -> int:
-    """How often `run` looks at the clock when it is never over."""
+    """Counts how often `run` looks at the clock when it is never over."""
     clock = Clock()
     run(SearchOptions(deadline=Deadline(stops_s=math.inf, ends_s=1e12, clock=clock)))
     return clock.now_s
@@ -102,9 +98,7 @@ def largest(options: SearchOptions):
     "run", [throughput, lean, pytest.param(front, marks=pytest.mark.slow), largest]
 )
 def test_wherever_the_end_comes_there_is_a_plan_or_one_error(run):
-    """The end at every so manieth look at the clock, from the first to the last: early ones give an
-    error, late ones a plan.
-    """
+    """Ends the search at several looks at the clock: early ends give an error, late ones a plan."""
     total, outcomes = looks_of(run), []
     for looks in (*range(1, total, max(1, total // 5)), total + 1):
         try:

@@ -1,6 +1,4 @@
-"""--forbid: what is banned is in no plan, nothing else is lost, and what is written wrong is
-refused with a suggestion.
-"""
+"""--forbid excludes the banned candidates alone, and refuses a wrong text with a suggestion."""
 
 from __future__ import annotations
 

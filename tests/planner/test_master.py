@@ -1,6 +1,4 @@
-"""The master program against the enumeration of every choice of columns, its bounds, and the traps
-of MILP solvers.
-"""
+"""The master program equals an enumeration of columns, keeps its bounds and avoids solver traps."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def column(blocks, time_s, tail_s=0.0, redundant=0.0, zero=0):
 
 
 def random_case(seed, scale_s):
-    """2 to 4 ranks with up to 6 columns each; times of 1 to 10 `scale_s`, a few hundred MiB
-    redundant.
-    """
+    """Returns 2 to 4 ranks with up to 6 columns each, of 1 to 10 `scale_s` and some redundancy."""
     draw = random.Random(seed)
     pp, v = draw.choice(((2, 1), (3, 1), (4, 1), (2, 2), (3, 3)))
     num_layers = pp * v * draw.choice((1, 2))

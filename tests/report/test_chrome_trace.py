@@ -1,6 +1,4 @@
-"""The trace as Perfetto reads it: complete events in order, named processes and threads, predicted
-beside measured.
-"""
+"""Perfetto reads the trace: ordered complete events, named threads, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ PLAN = {"pp": 2, "dp": 2}
 
 
 def parsed(text: str) -> tuple[dict[int, str], dict[tuple[int, int], str], list[dict]]:
-    """Processes and threads by their ids, and the complete events, as the trace event format
-    says.
-    """
+    """Returns processes and threads by their ids, and the complete events of the trace."""
     events = json.loads(text)["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {

@@ -1,6 +1,4 @@
-"""What people read of a plan: every width keeps every number, alike stages are one row, text is the
-same off a terminal.
-"""
+"""The text of a plan: each width has all numbers, equal stages share a row, also off terminals."""
 
 from __future__ import annotations
 
@@ -237,9 +235,7 @@ def test_runners_up_say_how_much_slower_they_are(plan):
 
 
 def tied(plan: Plan, *others: tuple[float, float, bool]) -> Plan:
-    """The plan with runners-up of these slowdowns and shares of its memory, inside the error band
-    or not.
-    """
+    """Returns the plan with runners-up of these slowdowns and shares of its memory."""
     step_s, peak = (
         plan.predicted.step_time_s.value,
         max(memory.total for memory in plan.predicted.memory_gib),

@@ -1,6 +1,4 @@
-"""Plans for a Hugging Face or a user's module: the file says which, the search keeps to what the
-executor can run on it.
-"""
+"""A plan for a Hugging Face or a user's module names it, and fits what the executor can run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Merak's rule by hand, its best knob against all of them, and our own choice of recompute, which
-is never slower.
-"""
+"""Merak's rule equals a hand calculation, and the search's recompute is never slower."""
 
 from __future__ import annotations
 

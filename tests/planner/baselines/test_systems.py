@@ -1,6 +1,4 @@
-"""The baselines: Megatron's optimum equals an enumeration that shares no code with it, and every
-system is what it says.
-"""
+"""Megatron's optimum equals an independent enumeration; each baseline keeps its system's rules."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ def every_megatron_price(
     request: Request,
     keep: Callable[[ParallelLayout, int, Recompute], bool] = lambda *_: True,
 ) -> Iterator[tuple[ParallelLayout, int, Recompute, StepPrice]]:
-    """Megatron-LM's space, by its own rules written out here: each strategy that is kept with its
-    whole price.
-    """
+    """Returns each strategy of Megatron-LM's space by its own rules, with its whole price."""
     model, cluster, _ = request.parts()
     price_cache, gpus, layers = request.price_cache(), request.gpus, model.num_layers
     for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, layers + 3)):
@@ -280,9 +276,7 @@ def test_megatron_is_the_faster_of_itself_with_and_without_interleaving(request_
 
 
 def every_deepspeed_price(request: Request) -> Iterator[tuple[ParallelLayout, StepPrice]]:
-    """DeepSpeed's space with stages of as many blocks as can be (`type:transformer`), written out
-    here.
-    """
+    """Enumerates DeepSpeed's space, whose stages have equal blocks (`type:transformer`)."""
     model, cluster, _ = request.parts()
     price_cache = request.price_cache()
     for tp, pp in itertools.product(

@@ -1,4 +1,4 @@
-"""What a step adds to its operators, found again from blocks that were made with it."""
+"""The fit recovers the in-step costs that synthetic blocks were made with."""
 
 from __future__ import annotations
 

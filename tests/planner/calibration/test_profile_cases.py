@@ -1,6 +1,4 @@
-"""What a profile measures: exactly the kernels and the sizes that prices look up, each once, the
-informative ones first.
-"""
+"""A profile measures each kernel and size that prices look up once, the informative cases first."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ def test_every_kernel_of_every_layout_is_a_point_of_a_case(one, cluster):
 
 
 def made_up_us(point) -> float:
-    """The time of a pass, or of a kernel: a microsecond for every 1,000 of the product of its
-    sizes, and for each letter of its curve.
-    """
+    """Returns 1 us for every 1,000 of the product of the sizes and for each letter of the curve."""
     return len(point.curve) + math.prod(point.sizes) / 1000
 
 
@@ -136,8 +132,9 @@ def test_a_profile_of_exactly_these_cases_prices_every_kernel_as_it_was_measured
 
 
 def test_the_cases_of_a_block_by_hand():
-    """gpt-tiny: hidden 64, 4 heads of 16, ffn 256, sequence 64, micro-batch 2, on one of two tensor
-    parallel ranks, fp32.
+    """gpt-tiny on one of two tensor parallel ranks.
+
+    It has hidden 64, 4 heads of 16, ffn 256, sequence 64, micro-batch 2, fp32.
     """
     block = build_graph(TINY.model, TINY.training, 2).block
 

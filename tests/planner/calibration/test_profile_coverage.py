@@ -1,6 +1,4 @@
-"""What a machine's own profile has of a plan: what was measured counts as such, what is missing is
-what measures the rest.
-"""
+"""Coverage tells the measured kernels of a plan, and how to measure the missing ones."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ MODEL = load_model("gpt-tiny")
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """What a session leaves on a machine on which one operator does not fit and another hangs."""
+    """Returns a session's records where one operator does not fit and another hangs."""
     output = tmp_path_factory.mktemp("profile") / "mine.yaml"
     wanted = ProfileRequest(
         output=output,

@@ -1,6 +1,4 @@
-"""Calibration: known factors come back from runs that were made with them, and what a run cannot
-say is not said.
-"""
+"""Calibration recovers known factors from runs, and states no factor that a run cannot show."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The outer candidates: every mesh is searched or pruned with its reason, nothing twice, pins
-kept.
-"""
+"""Each mesh is searched or pruned with a reason, no layout comes twice, and pins are kept."""
 
 from __future__ import annotations
 
@@ -208,8 +206,9 @@ def test_nothing_is_enumerated_twice_and_every_frame_is_legal(num_gpus):
 
 
 def test_the_frames_of_one_small_cluster_by_hand():
-    """2 GPUs, batch 2: three meshes; b 1 or 2 on each where it divides; the pipeline fills with two
-    micro-batches only.
+    """Two GPUs with batch 2 have three meshes.
+
+    Each allows micro-batches of 1 or 2 where they divide; two micro-batches fill the pipeline.
     """
     found = space(2, training=replace(TRAINING, global_batch_size=2))
 

@@ -1,6 +1,4 @@
-"""A CBC that crashes, hangs, lies or is missing: the best plan so far with its gap, or an error
-with its last words.
-"""
+"""A CBC that fails or lies leaves the best plan so far with its gap, or an error with its log."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ each_fault = pytest.mark.parametrize(("fault", "message"), list(FAULTS.values())
 
 @pytest.fixture
 def fake_cbc(tmp_path, monkeypatch):
-    """Make a CBC that works `after` times, then has a fault, for `times` calls; returns the file
-    that counts its calls.
-    """
+    """Makes a CBC that works `after` times, then fails `times` times; returns its call counter."""
 
     def make(fault: str, after: int = 0, times: int = 1000):
         calls, script = tmp_path / "calls", tmp_path / "cbc"

@@ -1,6 +1,4 @@
-"""What a stack runs of schedules and recompute: the search keeps to it, a pin that it lacks names
-the stacks that have it.
-"""
+"""The search keeps to a stack's schedules and recompute; errors name the stacks that fit a pin."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Activations on the host among what a search chooses from: with fast copies, and not with slow
-ones.
-"""
+"""The search offloads activations over fast copies and not over slow ones."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ def test_the_variants_are_behind_the_options_and_are_lists_of_the_blocks_operato
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("rate", [1e9, 2e10, 1e13])
 def test_columns_wait_for_copies_as_stages_do_and_never_hold_less(gpus: int, rate: float) -> None:
-    """Of a stage where one block alone sends, the window beside it is nothing: the column has it
-    all the same.
-    """
+    """A stage with a single offloading block has no window beside it, but its column has one."""
     one = instance(gpus, LITTLE * 10, batch=16, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None)
     pins = replace(PINS, pp=(gpus,), micro_batch_size=(1, 4), schedule=(Schedule.ONE_F_ONE_B,))
     table, seen = MixTable(one.price_cache(), pins), 0
@@ -172,9 +168,7 @@ def test_that_activations_went_to_the_host_unasked_is_said() -> None:
 
 
 def every_strategy(layout: ParallelLayout, one: Instance) -> list[Strategy]:
-    """Every two of recompute levels with every list that an option has, in every number of
-    blocks.
-    """
+    """Yields each pair of recompute levels with each offload list, in each number of blocks."""
     price_cache = one.price_cache()
     kinds = [
         LayerChoice(LayerKind.BLOCK, level, 0, on_host=option.on_host)
@@ -197,9 +191,7 @@ def every_strategy(layout: ParallelLayout, one: Instance) -> list[Strategy]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e9, 3e10, 1e12])
 def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit(rate: float) -> None:
-    """Blocks that send less than the most that hides have a smaller window: of six blocks that may
-    be a few percent.
-    """
+    """Blocks that send less than the hidden maximum have a smaller window: a few percent of six."""
     one, pins = small(rate=rate), replace(PINS, recompute=tuple(Recompute))
     plan = found(one, pins)
     (layout,) = enumerate_candidates(one.model, one.cluster, one.training, pins).layouts

@@ -1,6 +1,4 @@
-"""The homes of blocks: their counts, their order, and which candidates may hold states in
-chunks.
-"""
+"""State locations of blocks: counts, order, and the candidates that may hold states in chunks."""
 
 import itertools
 from dataclasses import replace

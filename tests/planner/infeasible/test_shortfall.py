@@ -1,6 +1,4 @@
-"""When nothing fits: the leanest plan is really the leanest, and the smallest cluster that is named
-really is enough.
-"""
+"""When nothing fits, the named plan is the leanest and the named cluster is large enough."""
 
 from __future__ import annotations
 
@@ -98,7 +96,7 @@ def test_without_a_legal_candidate_there_is_no_least_peak():
 
 
 def largest_part(price):
-    """What most of the memory of the fullest rank is, as the error says it."""
+    """Returns the largest part of the fullest rank's memory, in the words of the error."""
     memory = max(price.memory, key=lambda rank: rank.total)
     parts = {
         "states": memory.states.total,
@@ -144,8 +142,9 @@ def test_states_or_activations_fill_what_they_fill():
 
 
 def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages():
-    """The first stage stashes eight micro-batches, the last one: without recompute an even split is
-    far from the leanest.
+    """The first stage stashes eight micro-batches and the last one.
+
+    Without recompute an even split is far from the leanest.
     """
     model, cluster, training = question("gpt-2.5b", 8, 64, seq_length=16384)
     pins = Constraints(tp=(1,), pp=(8,), recompute=(Recompute.NONE,))

@@ -1,6 +1,4 @@
-"""The catalogue: exact prices, the front of each layout of the weights, and only what the pins
-allow.
-"""
+"""The catalogue has exact prices, the front of each weight layout, and only pinned options."""
 
 from __future__ import annotations
 
@@ -135,9 +133,7 @@ def test_requests_that_differ_in_nodes_and_memory_share_a_catalogue():
 
 
 def test_ways_to_divide_that_are_not_megatrons_are_found():
-    """Under sequence parallelism an MLP can keep its tokens where they are: no gather, a whole
-    weight on every rank.
-    """
+    """Under sequence parallelism an MLP can keep its tokens, with a whole weight on every rank."""
     options = Catalogue(BOOKS["llama3-8b"]).options(2, Sharding(2, True))
 
     heads_only = [option for option in options if option.weight_layout == {"heads"}]

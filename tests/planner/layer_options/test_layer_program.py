@@ -1,6 +1,4 @@
-"""The program of one layer: what its options cost is the price of the layer, and its optimum is
-that of brute force.
-"""
+"""The layer program prices options like the layer, and its optimum equals brute force."""
 
 from __future__ import annotations
 
@@ -189,9 +187,7 @@ def test_the_front_is_that_of_brute_force(seed):
 )
 @pytest.mark.parametrize("solver", list(SolverName))
 def test_the_front_of_a_whole_block_is_that_of_the_integer_program(solver, sharding):
-    """At each kept size of the front, of which every third: nothing is faster that keeps no
-    more.
-    """
+    """At every third point of the front, no program with as few saved bytes is faster."""
     training = replace(TRAINING, seq_length=2048)
     problem = layer_problem(
         build_graph(load_model("gpt-20b").spec, training, 4).block, sharding, MACHINE, training

@@ -1,6 +1,4 @@
-"""Mixes of the catalogue's options: no tuple of counts is better, and no mix of real numbers of
-blocks is worse than the bound.
-"""
+"""No tuple of counts beats a mix of options, and no fractional mix is below the bound."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ def option(time_s, saved, weight_layout=ALL, workspace=0.0):
 
 
 def catalogue(seed, count):
-    """Options on a falling curve with noise: more time, less kept; what is recomputed is
-    workspace.
-    """
+    """Returns options on a noisy falling curve of saved bytes; recomputed bytes are workspace."""
     draw = random.Random(seed)
     saved = sorted((draw.uniform(1, 100) for _ in range(count)), reverse=True)
     times = sorted(draw.uniform(1, 2) for _ in range(count))

@@ -1,6 +1,4 @@
-"""Which levels of sub-pipelined tensor parallelism apply, which of them a search tries, and that it
-loses nothing by the others.
-"""
+"""Sub-pipelined tensor parallelism: the levels that apply, and no loss by those not searched."""
 
 from __future__ import annotations
 

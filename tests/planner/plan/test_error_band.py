@@ -1,6 +1,4 @@
-"""The error band and the memory margin: whose residuals they are, and when there is no band to
-show.
-"""
+"""The error band and the memory margin come from a stack's residuals; some stacks have no band."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Plans whose blocks are in chunks: made by hand, written, read back and priced again, and what a
-changed file says.
-"""
+"""Plans with blocks in chunks are made by hand, written, read back, priced again and broken."""
 
 from __future__ import annotations
 
@@ -216,8 +214,7 @@ def test_with_room_for_all_a_step_moves_what_the_closed_form_says(dp, m):
 def test_with_room_for_one_block_every_sweep_but_at_its_turns_fetches_all_as_the_closed_form_says(
     m,
 ):
-    """Blocks of a chunk each, and activations of less than a chunk: one chunk stays where the
-    sweeps turn around.
+    """Each block is a chunk, larger than the activations: one chunk stays where the sweeps turn.
 
     Gradients of the embedding are there from the beginning, or the first turn had room for more.
     """
@@ -276,9 +273,7 @@ def test_a_number_of_blocks_is_not_negative():
 
 
 def edited(**changes):
-    """The document of a plan with parts replaced: by layer plan, of the first group, of the
-    ranks.
-    """
+    """Returns the document of a plan with layer plans, the first group or ranks replaced."""
     plan = chunked(pp=2, dp=2, m=2)
     body = plan_to_document(plan)
     for name, fields in changes.get("layers", {}).items():

@@ -1,6 +1,4 @@
-"""The plan file: what is written is read back equal, the same bytes for the same plan, and broken
-files say where and why.
-"""
+"""Plan files are read back equal, equal plans write equal bytes, broken files say where and why."""
 
 from __future__ import annotations
 
@@ -293,9 +291,7 @@ def test_a_folder_that_does_not_exist_is_an_error_of_the_request(plan, tmp_path)
 
 
 def conforms(value, schema, definitions, where="plan"):
-    """What a JSON Schema validator checks of the keywords that our schema uses; fails with the
-    place.
-    """
+    """Checks the JSON Schema keywords that our schema uses; fails with the place."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].removeprefix("#/$defs/")]
     if "anyOf" in schema:

@@ -1,6 +1,4 @@
-"""Layouts by hand that nobody chose: whatever options are put together, there is a plan with
-numbers or one error with a hint.
-"""
+"""Any combination of options gives a plan with numbers or one error with a hint."""
 
 from __future__ import annotations
 

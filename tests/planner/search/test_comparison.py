@@ -1,6 +1,4 @@
-"""`plan compare`: both sides under the same prices, parts that add up, and losses said as plainly
-as gains.
-"""
+"""`plan compare` prices both sides alike, its parts add up, and losses are as plain as gains."""
 
 from __future__ import annotations
 

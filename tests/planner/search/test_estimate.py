@@ -1,6 +1,4 @@
-"""One configuration priced by hand: what cannot run is refused, what does not fit is priced, and
-the search says the same.
-"""
+"""One configuration by hand is refused or priced, and its price agrees with the search."""
 
 from __future__ import annotations
 
@@ -147,9 +145,7 @@ def test_a_plan_that_does_not_fit_is_priced_all_the_same():
     ],
 )
 def test_the_search_pinned_to_one_configuration_says_the_same(recompute, zero, layout, num_gpus):
-    """Everything but the split of the blocks is pinned; the estimate is given the split that the
-    search found.
-    """
+    """Everything but the split of the blocks is pinned; the estimate has the search's split."""
     cluster, mesh = with_gpus(A100, num_gpus), layout.mesh
     pins = Constraints(
         pp=(mesh.pp,),

@@ -1,6 +1,4 @@
-"""The search against the enumeration of everything, and what it promises: bound, gap, status, the
-same plan twice.
-"""
+"""The search equals a full enumeration, keeps its bound, gap and status, and is reproducible."""
 
 from __future__ import annotations
 

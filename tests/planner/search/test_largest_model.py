@@ -1,6 +1,4 @@
-"""The largest model that fits: against asking every size, where legality has gaps, interrupted, and
-from the command line.
-"""
+"""The largest model equals trying every size, with gaps, interrupted, and as a command."""
 
 from __future__ import annotations
 

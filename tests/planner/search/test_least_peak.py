@@ -1,6 +1,4 @@
-"""The least peak of the fullest device: the objective of that name, and how the memory objective
-breaks its ties.
-"""
+"""The peak objective finds the least peak, and breaks the ties of the memory objective."""
 
 from __future__ import annotations
 

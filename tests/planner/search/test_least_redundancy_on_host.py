@@ -1,6 +1,4 @@
-"""The least redundant plan, and the front, where the host may keep something: never worse than
-without, and paid for in time.
-"""
+"""Host offload never makes the least redundant plan or the front worse, and its time is counted."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ CASES = [
 def asked(
     gpus: int, states: int, precision: Precision = Precision.FP32, **changes: object
 ) -> Instance:
-    """Six blocks on devices that have room for the states of `states` blocks, with a host of one
-    NUMA domain.
-    """
+    """Returns six blocks, devices with room for `states` blocks' states, and a host of one NUMA domain."""
     return instance(gpus, states * STATES, precision, 8, **{**ONE_DOMAIN, **changes})
 
 
@@ -162,7 +158,7 @@ def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it
 def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules(
     slowdown: float,
 ) -> None:
-    """Also where the closed form is furthest from them: slow PCIe, six small blocks."""
+    """The closed form is furthest from exact schedules with slow PCIe and six small blocks."""
     one, offload = (
         instance(1, 20 * STATES, Precision.FP32, 4, pcie_bytes_per_s=3e9, **ONE_DOMAIN),
         (Offload.OPTIMIZER, Offload.PARAMETERS),

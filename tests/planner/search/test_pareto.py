@@ -1,6 +1,4 @@
-"""The front against the enumeration of everything: its ends, its order, what is proven, and how it
-ends early.
-"""
+"""The front equals a full enumeration in its ends, its order and its proof; it may end early."""
 
 from __future__ import annotations
 
@@ -63,8 +61,9 @@ def front_of(seed: int, num_points: int = 16) -> ParetoFront:
 
 @cache
 def every_value(seed: int) -> tuple[tuple[float, float, float, float], ...]:
-    """Closed form and simulated seconds, GiB of peak and of redundancy of every strategy that fits;
-    ends on one rank are alike.
+    """Returns the four values of each strategy that fits; ends on one rank are alike.
+
+    They are closed-form seconds, simulated seconds, GiB of peak and GiB of redundancy.
     """
     found = (
         (p.closed_form_s, p.step_s, peak_bytes(p) / GIB, redundant_bytes(s, p) / GIB)
@@ -76,9 +75,7 @@ def every_value(seed: int) -> tuple[tuple[float, float, float, float], ...]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_point_is_a_strategy_of_the_enumeration_with_levels_and_zero_stages_of_its_own(seed):
-    """Layout and blocks of each stage are enumerated; each layer has a level and a ZeRO stage that
-    the enumeration gives some layer.
-    """
+    """The enumeration has each point's layout and split, and each layer's level and ZeRO stage."""
     instance = random_instance(seed)
     price_cache, usable_gib = instance.price_cache(), front_of(seed).usable_gib
     levels = {

@@ -1,6 +1,4 @@
-"""Schedules that recompute ahead of the gradient in the search: columns, bounds and plans against
-prices and brute force.
-"""
+"""Schedules that recompute ahead: columns, bounds and plans against prices and brute force."""
 
 from __future__ import annotations
 

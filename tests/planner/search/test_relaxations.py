@@ -1,6 +1,4 @@
-"""Ways out of a request that does not fit: each really fits and takes the stated time, and none
-that helps is left out.
-"""
+"""Each relaxation of an infeasible request fits in its stated time; no useful one is missing."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def needs(asked: Request) -> float:
 
 
 def between(pinned: Constraints, freed: Constraints) -> Request:
-    """The pinned request under a limit that its leanest plan misses and the leanest without the pin
-    meets.
-    """
+    """Returns the pinned request with a limit that fits the unpinned leanest plan alone."""
     need, least = needs(request(pinned, GIB)), needs(request(freed, GIB))
     assert least < 0.99 * need, "the pin costs memory"
     return request(pinned, (need + least) / 2)

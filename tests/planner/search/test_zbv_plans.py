@@ -1,6 +1,4 @@
-"""ZBV and schedules of one's own in the planner: memory and price against the simulation, the
-search against brute force.
-"""
+"""ZBV and custom schedules: prices against the simulation, the search against brute force."""
 
 from __future__ import annotations
 
@@ -65,8 +63,9 @@ def frame_of(
 def zbv_strategy(
     layout: ParallelLayout, counts: tuple[int, ...], zeros: tuple[tuple[int, ...], ...]
 ) -> Strategy:
-    """`counts[r]` blocks on rank r, the larger half on its first chunk; `zeros[r]` their ZeRO
-    stages, the ends have the first.
+    """Puts `counts[r]` blocks of ZeRO stages `zeros[r]` on rank r, most on its first chunk.
+
+    The larger half is on the first chunk. The ends have the first ZeRO stage.
     """
     layers: list[list[LayerChoice]] = [[] for _ in range(layout.num_virtual_stages)]
     for rank, (count, own) in enumerate(zip(counts, zeros, strict=True)):

@@ -1,6 +1,4 @@
-"""Columns of ranks in chunks: the bytes of the exact schedules, the best of all counts, bounds that
-no plan is below, and trade-offs.
-"""
+"""Columns of ranks in chunks against exact schedules, all counts of blocks, and their bounds."""
 
 from __future__ import annotations
 
@@ -98,9 +96,7 @@ CASES = [
 def test_no_exact_schedule_needs_more_than_its_column_says(
     gpus: int, precision: Precision, batch: int
 ) -> None:
-    """Nor its host: what is printed fits. On one rank, without embedding and head, columns are
-    exact.
-    """
+    """The host suffices too. Columns are exact on one rank without embedding and head."""
     memory_bytes = 6 * STATES // gpus
     found = instance(gpus, memory_bytes, precision, batch)
     price_cache, table, tried = found.price_cache(), MixTable(found.price_cache(), PINS), 0
@@ -138,9 +134,7 @@ def test_no_exact_schedule_needs_more_than_its_column_says(
 
 
 def test_the_best_of_all_counts_is_found() -> None:
-    """Every mix with every homes, priced one by one; the columns are those that none beats in time
-    and in tail.
-    """
+    """Prices each mix with each location; columns are the undominated ones in time and tail."""
     found = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
     table = MixTable(found.price_cache(), PINS)
     for layout in chunked_frames(found):
@@ -214,9 +208,7 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
     rate: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every mix with every homes, of hosts that hold the states of some blocks beside activations;
-    what fits is not ruled out.
-    """
+    """Prices each mix with each location on small hosts; the relaxation rules out no fitting mix."""
     monkeypatch.setattr("parplan.planner.stage_columns.chunk_columns.MOST_SENDING", 10**6)
     found = instance(
         gpus,
@@ -248,9 +240,7 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
 
 
 def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
-    """What an error says of a plan that does not fit is of as many micro-batches as fill its
-    pipeline.
-    """
+    """An error prices a plan that does not fit with as many micro-batches as fill its pipeline."""
     found = instance(2, 10 * STATES, batch=16)
     price_cache, table = (
         found.price_cache().within(Chunking(limit_bytes=float(10**12))),
@@ -325,7 +315,7 @@ def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit() -> None:
 
 
 def blocks_of(pcie_bytes_per_s: float) -> tuple[int, int]:
-    """Of the best plan how many blocks recompute anything, and how many have states on the host."""
+    """Returns how many blocks of the best plan recompute, and how many have states on the host."""
     found = instance(
         1,
         9 * STATES // 2,

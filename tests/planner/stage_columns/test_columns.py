@@ -1,6 +1,4 @@
-"""Stage columns against full pricing: the same time, memory and redundancy, and exactly the choices
-that no other beats.
-"""
+"""Stage columns have the time, memory and redundancy of full pricing, and no dominated choice."""
 
 from __future__ import annotations
 
@@ -70,8 +68,9 @@ def frame_of(pp, v=1):
 
 
 def every_mix(rank, count, layout, price_cache):
-    """The columns of a rank at each ZeRO stage with each subset of levels: the whole front of time
-    against memory, whose middle is mixes of levels, and the ends of the other criteria.
+    """Yields the columns of a rank at each ZeRO stage with each subset of levels.
+
+    The columns are the front of time against memory, with mixes in its middle, and other ends.
     """
     found = set()
     for zero in range(4) if layout.mesh.dp > 1 else (0,):
@@ -204,9 +203,7 @@ def test_columns_hold_what_there_is_at_the_fullest_moment_where_the_stack_frees_
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_enumerated_strategy_of_one_rank_beats_its_columns(seed):
-    """pp 1: every strategy of the layout is one column, so the columns can be compared with the
-    enumeration.
-    """
+    """At pp 1 each strategy of the layout is one column, so the enumeration can be compared."""
     instance = random_instance(seed)
     price_cache, layers = instance.price_cache(), instance.model.num_layers
     for layout in (layout for layout in frames_of(instance) if layout.mesh.pp == 1):

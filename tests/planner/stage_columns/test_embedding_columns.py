@@ -1,6 +1,4 @@
-"""Where the token table lies, decided by the search: against the enumeration of everything, within
-bounds, in the plan and its file.
-"""
+"""The search's location of the token table equals a full enumeration, and the plan file has it."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def untied(seed: int) -> Instance:
 
 @cache
 def prices(seed: int):
-    """Every strategy with its price, with the table on the device and, where that is legal, on the
-    host.
-    """
+    """Prices each strategy with the token table on the device and, where legal, on the host."""
     instance = untied(seed)
     here = instance.price_cache()
     there, found = here.with_table(on_host=True), []

@@ -1,6 +1,4 @@
-"""Traced models cut into shards: every rule of the partitioner on graphs made by hand, and shards
-given to stages.
-"""
+"""Traced models cut into shards: the partitioner on hand-made graphs, and shards of stages."""
 
 from __future__ import annotations
 
@@ -236,9 +234,7 @@ def test_shards_that_are_alike_are_one_class():
 
 
 def test_what_a_stage_keeps_is_the_union_of_what_its_shards_keep():
-    """Kept once: an output that its maker keeps and the next shard reads and keeps as well,
-    whatever the range.
-    """
+    """An output that its maker and the next shard both save counts once, whatever the range."""
     sharded = shard(model_of(*chain(5), linear("head", value("y4"), "loss")))
     flow, size = Flow(ShardClasses(sharded)), len(sharded.shards)
     saved = [

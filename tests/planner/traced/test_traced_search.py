@@ -1,6 +1,4 @@
-"""The search over traced modules: its prices are those of described models, its choice that of
-brute force, its errors say what binds.
-"""
+"""The search over traced modules has described models' prices and brute force's choice."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_ba
 
 
 def test_half_blocks_reduce_and_gather_by_half_blocks():
-    """Where a shard is half a block, ZeRO's buffers are half as large, and each reduction hides
-    under its own half.
-    """
+    """With half a block a shard, ZeRO's buffers halve, and each reduction hides under its half."""
     stages = tuple(
         ShardRun(first=first, end=end, zero=3) for first, end in ((0, 3), (3, 5), (5, 7), (7, 10))
     )
@@ -160,9 +156,7 @@ def searched(
 def every_plan(
     search: TracedSearch, layout: ParallelLayout, zeros: tuple[int, ...]
 ) -> list[tuple[float, float]]:
-    """Closed form and peak bytes of all cuts, ZeRO stages and sets of recomputed shards, priced one
-    by one.
-    """
+    """Prices all cuts, ZeRO stages and recomputed shards: closed-form seconds and peak bytes."""
     size, pp = len(search.sharded.shards), layout.mesh.pp
     found = []
     for inner in combinations(range(1, size), pp - 1):
@@ -188,9 +182,7 @@ def every_plan(
 
 
 def uneven() -> Sharded:
-    """Five parts, none like another, with more inside than they read; the output of the second is
-    read by two later ones.
-    """
+    """Returns five unlike parts with more inside than they read; two later parts read the second."""
     operators, x = [], value("batch_x", 128)
     for number, width in enumerate((192, 512, 256, 384, 128)):
         path, wide = f"part.{number}", value(f"h{number}", width)

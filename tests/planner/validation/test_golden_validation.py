@@ -1,6 +1,4 @@
-"""The prices do not get worse: no source of the shipped table of measured steps is further off than
-in the golden table.
-"""
+"""No source of the shipped table of measured steps is further off than in the golden table."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Table = dict[str, dict[str, object]]
 
 
 def worse(golden: Table, found: Table) -> list[str]:
-    """What got worse, one line each."""
+    """Returns a line for each figure that got worse."""
     lines = [f"{source}: is gone" for source in golden if source not in found]
     for source in golden.keys() & found.keys():
         before, after = golden[source], found[source]

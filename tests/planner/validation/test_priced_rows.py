@@ -1,6 +1,4 @@
-"""Measured rows against predictions: a row is priced as the configuration it states, or returned
-with its reason.
-"""
+"""A measured row is priced as the configuration it states, or returned with a reason."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The figures that prices are judged by: worked by hand, within their bounds, and best for a
-perfect prediction.
-"""
+"""Scores of prices equal hand calculation, keep their bounds, and are best when all is exact."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The fit of terms: known terms are found again, what rows do not show stays neutral, residuals by
-hand.
-"""
+"""The fit recovers known terms, leaves unseen terms neutral, and its residuals are exact."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_what_the_hint_says_can_be_typed_and_takes_what_it_says(asked, monkeypat
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_ctrl_c_ends_the_search_for_ways_out_and_not_the_error(after, monkeypatch):
-    """Also where the search that it meets has found a plan, and would end with that."""
+    """The interrupted search has a plan by then, with which it would end otherwise."""
     solve, solved = Master.fastest, []
 
     def interrupted(self, *arguments):
