@@ -378,8 +378,12 @@ LINES = {
         "estimate --model gpt-tiny --gpus 8 --pp 2 --dp 4 --schedule "
         "last-no-recompute --zero 3 --recompute full"
     ),
-    "one-recompute-level": "--model gpt-2.5b --gpus 1 --gpu cpu --recompute none --time-limit 1 -o p.yaml",
-    "max-model-recompute": "max-model --hidden 64 --recompute full --gpus 1 --gpu cpu --time-limit 1",
+    "one-recompute-level": (
+        "--model gpt-2.5b --gpus 1 --gpu cpu --recompute none --time-limit 1 -o p.yaml"
+    ),
+    "max-model-recompute": (
+        "max-model --hidden 64 --recompute full --gpus 1 --gpu cpu --time-limit 1"
+    ),
     "ways-out-in-time": "--model gpt-2.5b --gpus 2 --gpu cpu --time-limit 1 -o p.yaml",
     "size-nan": f"estimate {TINY} --memory-limit nanGiB",
     "size-inf": f"estimate {TINY} --host-memory 1e999GiB",

@@ -260,17 +260,20 @@ def a_check(predicted: RankUse, found: RankUse, capacity: int = 10**6) -> RankCh
         ),
         pytest.param(
             use(1010),
-            "matches: parameters, gradients, optimizer, temporaries to the byte; activations +1.0 %, peak +1.0 %",
+            "matches: parameters, gradients, optimizer, temporaries to the byte; "
+            "activations +1.0 %, peak +1.0 %",
             id="close",
         ),
         pytest.param(
             use(1100),
-            "differs: parameters, gradients, optimizer, temporaries to the byte; activations +10.0 %, peak +9.8 %",
+            "differs: parameters, gradients, optimizer, temporaries to the byte; "
+            "activations +10.0 %, peak +9.8 %",
             id="far",
         ),
         pytest.param(
             use(1000, gradients=5),
-            "differs: parameters, optimizer, activations, temporaries to the byte; gradients +25.0 %, peak +0.10 %",
+            "differs: parameters, optimizer, activations, temporaries to the byte; "
+            "gradients +25.0 %, peak +0.10 %",
             id="a-state",
         ),
     ],

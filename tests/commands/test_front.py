@@ -184,7 +184,8 @@ def test_plot_without_matplotlib_is_the_error_of_validate(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     assert run(*FRONT, "--plot", "front.png").stderr == (
-        "error: --plot needs matplotlib, which is not installed\nhint: pip install 'parplan[plot]'\n"
+        "error: --plot needs matplotlib, which is not installed\n"
+        "hint: pip install 'parplan[plot]'\n"
     )
 
 

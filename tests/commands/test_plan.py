@@ -68,9 +68,9 @@ def test_a_search_writes_the_plan_and_prints_its_summary_and_how_to_run_it(searc
     assert plan.search.status is Status.OPTIMAL
     assert result.stderr == ""
     lines = result.stdout.splitlines()
-    assert (
-        lines[0]
-        == "gpt-20b, 20.3 B parameters, 44 layers | 64 x a100-80gb, 8 a node | 1,024 x 2,048 tokens, bf16, Adam"
+    assert lines[0] == (
+        "gpt-20b, 20.3 B parameters, 44 layers | 64 x a100-80gb, 8 a node | "
+        "1,024 x 2,048 tokens, bf16, Adam"
     )
     assert f"pp {plan.mesh.pp} x dp {plan.mesh.dp} x tp {plan.mesh.tp}" in result.stdout
     assert f"({plan.predicted.step_time_s.kind})" in result.stdout
@@ -87,9 +87,9 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
 
     residuals = shipped_terms().residuals_of("megatron-core")
     assert assumed(*TINY) == (
-        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), --precision bf16, "
-        "--gradient-precision fp32, --stack megatron-core, --attention flash (the stack's), "
-        f"--memory-margin {residuals.memory_margin:g} ({margin_text(load_stack('megatron-core'))})"
+        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), "
+        "--precision bf16, --gradient-precision fp32, --stack megatron-core, "
+        f"--attention flash (the stack's), --memory-margin {residuals.memory_margin:g} ({margin_text(load_stack('megatron-core'))})"
     )
     assert assumed(
         *TINY,
@@ -102,8 +102,8 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "--objective",
         "memory",
     ) == (
-        "--gpus-per-node 2, --seq-length 64 (the model's), --gradient-precision fp32, --stack megatron-core, "
-        "--attention flash (the stack's), --max-slowdown 0.1"
+        "--gpus-per-node 2, --seq-length 64 (the model's), --gradient-precision fp32, "
+        "--stack megatron-core, --attention flash (the stack's), --max-slowdown 0.1"
     )
     assert assumed(
         *TINY,
@@ -116,7 +116,8 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "--precision",
         "bf16",
     ) == (
-        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), --gradient-precision fp32"
+        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), "
+        "--gradient-precision fp32"
     )
 
 
@@ -611,7 +612,8 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
         ),
         pytest.param(
             (*BIG, "--max-slowdown", "0.1"),
-            r"--max-slowdown is for --objective memory or peak, the objective is throughput\nhint: leave it out",
+            r"--max-slowdown is for --objective memory or peak, "
+            r"the objective is throughput\nhint: leave it out",
             id="no-slowdown",
         ),
         pytest.param(
@@ -747,7 +749,8 @@ def test_a_model_that_does_not_fit_says_how_much_is_missing_of_what_and_what_wou
 
     assert (result.exit_code, result.stdout) == (3, "")
     assert re.fullmatch(
-        r"error: gpt-175b does not fit on 8 x a100-80gb: .* on stage \d+, .* usable with --memory-margin [\d.]+: [\d.]+ GiB short; "
+        r"error: gpt-175b does not fit on 8 x a100-80gb: .* on stage \d+, "
+        r".* usable with --memory-margin [\d.]+: [\d.]+ GiB short; "
         r"the largest part is states .*\nhint: it fits with\n"
         r" +--gpus \d+  .* a step \(-\d+ % on the [\d,]+ s it would take with unlimited memory\)\n"
         r"( +not tried in 10 s: --tp\n)?",
@@ -829,7 +832,10 @@ def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole
     process = in_a_shell(
         *MIDDLE,
         start_new_session=True,
-        before=f"import pulp, signal; pulp.PULP_CBC_CMD.pulp_cbc_path = {str(solver)!r}; signal.signal(signal.SIGINT, signal.SIG_IGN); ",
+        before=(
+            f"import pulp, signal; pulp.PULP_CBC_CMD.pulp_cbc_path = {str(solver)!r}; "
+            "signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        ),
     )
     while not pid.exists() or not pid.read_text().strip():
         time.sleep(0.01)

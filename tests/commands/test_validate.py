@@ -275,7 +275,10 @@ def test_fitted_alone_prices_nothing(monkeypatch):
     output = succeed("validate", "--fitted").stdout
     body = json.loads(succeed("validate", "--fitted", "--json").stdout)
 
-    line = r"^megatron-core +host_launch_s +4\.5 us +1 \.\. 20 +4\.1 \.\. 4\.75 +43 +simumax, vocabpp \(2 folds\)$"
+    line = (
+        r"^megatron-core +host_launch_s +4\.5 us +1 \.\. 20 +4\.1 \.\. 4\.75 +43 "
+        r"+simumax, vocabpp \(2 folds\)$"
+    )
     assert re.search(line, output, re.MULTILINE)
     assert list(body) == ["fitted"]
     assert body["fitted"][0]["without"] == {"simumax": 4.1, "vocabpp": 4.75}
@@ -366,7 +369,8 @@ def test_plot_without_matplotlib_says_how_to_get_it(steps, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     assert fail(2, "validate", "--steps", steps, "--plot", "errors.png") == (
-        "error: --plot needs matplotlib, which is not installed\nhint: pip install 'parplan[plot]'\n"
+        "error: --plot needs matplotlib, which is not installed\n"
+        "hint: pip install 'parplan[plot]'\n"
     )
 
 

@@ -216,7 +216,7 @@ def test_a_part_ends_with_the_whole():
     assert NEVER.solver_limit_s(1.0, 60.0) == 60.0
 
 
-def test_the_memory_objective_keeps_the_fastest_plan_where_the_end_comes_before_the_leaner_ones_are_listed(
+def test_the_memory_objective_keeps_the_fastest_plan_if_time_ends_before_leaner_ones(
     monkeypatch,
 ):
     def over(*_: object) -> float:

@@ -64,7 +64,9 @@ def test_every_rank_shows_the_predicted_and_the_measured_step():
 
 
 def test_a_recompute_ahead_is_shown_by_itself():
-    plan = estimated(pp=2, recompute=Recompute.FULL, schedule=Schedule.EARLY_RECOMPUTE)
+    plan = estimated(
+        pp=2, stack="parplan", recompute=Recompute.FULL, schedule=Schedule.EARLY_RECOMPUTE
+    )
 
     _, _, events = parsed(trace_json(plan_trace_ranks(plan)))
 

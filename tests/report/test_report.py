@@ -268,7 +268,8 @@ def test_plans_inside_the_error_band_are_ties_and_the_leanest_of_them_is_named(p
     assert "(+3.0 %, tie)" in text
     assert "(+5.0 %) " in text
     assert (
-        f"ties 2 other plans are inside the error band of the step time; the one with least memory, {lean} GiB, is "
+        "ties 2 other plans are inside the error band of the step time; "
+        f"the one with least memory, {lean} GiB, is "
         "pp 1 x dp 2 x tp 1, no pipeline, micro-batch 1 x 512 note"
     ) in text
 

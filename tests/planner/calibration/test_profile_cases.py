@@ -317,8 +317,10 @@ def test_two_blocks_are_measured_a_tiny_one_and_the_models_own():
     blocks = [case.key for case in cases_of([workload("llama3-8b")], GPU) if case.work == "block"]
 
     assert blocks == [
-        "block hidden=256 heads=2 kv_heads=1 head_dim=128 ffn=896 gated=1 rms=1 rotary=1 dropout=0 batch=1 seq=128 bf16",
-        "block hidden=4096 heads=32 kv_heads=8 head_dim=128 ffn=14336 gated=1 rms=1 rotary=1 dropout=0 batch=2 seq=8192 bf16",
+        "block hidden=256 heads=2 kv_heads=1 head_dim=128 ffn=896 "
+        "gated=1 rms=1 rotary=1 dropout=0 batch=1 seq=128 bf16",
+        "block hidden=4096 heads=32 kv_heads=8 head_dim=128 ffn=14336 "
+        "gated=1 rms=1 rotary=1 dropout=0 batch=2 seq=8192 bf16",
     ]
     assert not [case for case in cases_of([workload("mixtral-8x7b")], GPU) if case.work == "block"]
 

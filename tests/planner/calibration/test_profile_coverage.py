@@ -249,9 +249,9 @@ def test_messages_that_were_not_measured_have_a_command_of_their_own():
     assert "measure what is analytic: plan profile -o mine.yaml --comm" in inside
     assert "--missing" not in inside
     assert (
-        "-o mine.yaml --add COMM, of torchrun --nnodes 2 ... -m parplan.profiles.profile_comm -o COMM"
-        in printed(across, profile="mine.yaml")
-    )
+        "-o mine.yaml --add COMM, "
+        "of torchrun --nnodes 2 ... -m parplan.profiles.profile_comm -o COMM"
+    ) in printed(across, profile="mine.yaml")
 
 
 def test_the_summary_says_nothing_of_it_without_a_profile():

@@ -44,7 +44,8 @@ FAULTS = {
     ),
     "no-file": (
         "exit 0",
-        r"cbc failed: wrote no solution \(No such file or directory\); its log ends: Segmentation near row 7$",
+        r"cbc failed: wrote no solution \(No such file or directory\); "
+        r"its log ends: Segmentation near row 7$",
     ),
     "an-empty-file": (
         f'{LAST}: > "$last"',
@@ -102,7 +103,8 @@ def fake_cbc(tmp_path, monkeypatch):
         calls.touch()
         script.write_text(
             f"#!/bin/sh\necho >> {calls}\nn=$(wc -l < {calls})\n"
-            f'if [ $n -le {after} ] || [ $n -gt {after + times} ]; then exec {shlex.quote(REAL)} "$@"; fi\n'
+            f"if [ $n -le {after} ] || [ $n -gt {after + times} ]; "
+            f'then exec {shlex.quote(REAL)} "$@"; fi\n'
             f'echo "Welcome to the CBC"; echo "Segmentation near row 7" >&2; echo; {fault}\n'
         )
         script.chmod(0o755)
@@ -292,7 +294,8 @@ def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_pat
 
     assert done.exit_code == 0
     assert done.stderr.startswith(
-        f"warning: the solver failed on {MOST_FAILURES} candidates, which nothing is proven about: cbc failed"
+        f"warning: the solver failed on {MOST_FAILURES} candidates, "
+        "which nothing is proven about: cbc failed"
     )
     assert "stopped early; " in done.stdout
     assert "note      the solver failed on" in done.stdout
@@ -306,7 +309,8 @@ def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
         [
             sys.executable,
             "-c",
-            "import sys, pulp; pulp.PULP_CBC_CMD.pulp_cbc_path = sys.argv.pop(1); from parplan import cli; cli.main()",
+            "import sys, pulp; pulp.PULP_CBC_CMD.pulp_cbc_path = sys.argv.pop(1); "
+            "from parplan import cli; cli.main()",
             pulp.PULP_CBC_CMD.pulp_cbc_path,
             *SMALL,
             "--output",

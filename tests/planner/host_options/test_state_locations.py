@@ -35,9 +35,7 @@ FRAME = ParallelLayout(
 )
 
 
-def test_the_last_blocks_are_at_the_host_and_those_before_them_have_their_optimizer_states_there() -> (
-    None
-):
+def test_the_last_blocks_are_on_the_host_and_the_optimizer_states_of_some_before_them() -> None:
     assert BlockLocations(2, 1).of(5) == (
         StateLocation.DEVICE,
         StateLocation.DEVICE,

@@ -182,8 +182,8 @@ def test_a_baseline_that_does_not_fit_says_by_how_much_and_the_others_stay():
     )
 
     found = re.search(
-        r"zero-1 does not fit: its leanest \(pp 1 x dp 16 x tp 1, micro-batch 1 x 64\) needs ([\d.]+) GiB on stage 0, "
-        r"([\d.]+) GiB more than the ([\d.]+) usable",
+        r"zero-1 does not fit: its leanest \(pp 1 x dp 16 x tp 1, micro-batch 1 x 64\) "
+        r"needs ([\d.]+) GiB on stage 0, ([\d.]+) GiB more than the ([\d.]+) usable",
         output,
     )
     assert found

@@ -58,7 +58,10 @@ CASES = [
 def asked(
     gpus: int, states: int, precision: Precision = Precision.FP32, **changes: object
 ) -> Instance:
-    """Returns six blocks, devices with room for `states` blocks' states, and a host of one NUMA domain."""
+    """Returns six blocks on devices with room for the states of `states` of them.
+
+    The host has one NUMA domain.
+    """
     return instance(gpus, states * STATES, precision, 8, **{**ONE_DOMAIN, **changes})
 
 

@@ -225,7 +225,7 @@ def test_where_nothing_is_recomputed_no_schedule_that_moves_recompute_is_replaye
     assert plan.search.gap < 0.001
 
 
-def test_last_no_recompute_is_tried_only_where_it_is_asked_for_and_nothing_where_nothing_can_be_recomputed():
+def test_last_no_recompute_is_tried_only_when_pinned_and_where_something_can_be_recomputed():
     instance = instance_of(1)
 
     def schedules(**pins):

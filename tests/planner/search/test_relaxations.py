@@ -265,10 +265,8 @@ def test_the_margin_that_is_named_is_the_largest_that_fits():
     (one,) = [one for one in found.found if one.flags[0].startswith("--memory-margin")]
     margin = one.request.options.memory_margin
     assert margin == pytest.approx(0.025, abs=0.0011)
-    assert (
-        one.note
-        == f"below the {residuals_of(asked.training.stack).memory_margin:g} that measured runs ask for"
-    )
+    measured = residuals_of(asked.training.stack).memory_margin
+    assert one.note == f"below the {measured:g} that measured runs ask for"
     assert search(one.request).predicted.step_time_s.value == one.step_s
     with pytest.raises(InfeasibleError):
         search(replace(asked, options=SearchOptions(memory_margin=margin + 0.002)))

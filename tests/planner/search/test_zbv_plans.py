@@ -63,7 +63,7 @@ def frame_of(
 def zbv_strategy(
     layout: ParallelLayout, counts: tuple[int, ...], zeros: tuple[tuple[int, ...], ...]
 ) -> Strategy:
-    """Puts `counts[r]` blocks of ZeRO stages `zeros[r]` on rank r, most on its first chunk.
+    """Puts `counts[r]` blocks of ZeRO stages `zeros[r]` on rank r.
 
     The larger half is on the first chunk. The ends have the first ZeRO stage.
     """

@@ -182,7 +182,7 @@ def every_plan(
 
 
 def uneven() -> Sharded:
-    """Returns five unlike parts with more inside than they read; two later parts read the second."""
+    """Returns five unlike parts with more inside than they read; two parts read the second."""
     operators, x = [], value("batch_x", 128)
     for number, width in enumerate((192, 512, 256, 384, 128)):
         path, wide = f"part.{number}", value(f"h{number}", width)

@@ -15,7 +15,11 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "validation.json"
 ERRORS = ("mape_time", "median_time", "bias_time", "regret_at_1", "mape_memory", "bias_memory")
 TOLERANCE = 0.002  # of an error, absolute
 ROUNDING = 0.0002  # of tau
-REFRESH = "a change that is meant: pytest tests/planner/validation/test_golden_validation.py --update-golden, and say the numbers before and after"
+REFRESH = (
+    "a change that is meant: "
+    "pytest tests/planner/validation/test_golden_validation.py --update-golden, "
+    "and say the numbers before and after"
+)
 
 Table = dict[str, dict[str, object]]
 

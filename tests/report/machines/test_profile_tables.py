@@ -111,7 +111,8 @@ def test_the_text_says_on_what_it_was_measured():
         re.MULTILINE,
     )
     assert re.search(
-        r"^  transfers +copied 1,800 GB/s, host launch 8\.00 us, to device 24 GB/s, from device 22 GB/s$",
+        r"^  transfers +copied 1,800 GB/s, host launch 8\.00 us, "
+        r"to device 24 GB/s, from device 22 GB/s$",
         text,
         re.MULTILINE,
     )

@@ -147,9 +147,11 @@ def test_the_hint_is_a_table_with_the_reference_once():
 
     assert hint_text(found, CLUSTER).splitlines() == [
         "it fits with",
-        "        --zero 3                             41.2 s a step (+12 % on the 36.8 s it would take with unlimited memory)",
+        "        --zero 3                             41.2 s a step "
+        "(+12 % on the 36.8 s it would take with unlimited memory)",
         "        --tp 8 --dp 1 without --forbid tp=8  at most 55.0 s a step (+49 %)",
-        "        --memory-margin 0.01                 80.0 s a step (+117 %), below the 0.04 that measured runs ask for",
+        "        --memory-margin 0.01                 80.0 s a step (+117 %), "
+        "below the 0.04 that measured runs ask for",
         "        --gpus 16                            its step was not searched",
         "      not tried in 10 s: --recompute",
     ]
