@@ -208,7 +208,7 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
     rate: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prices each mix with each location on small hosts; the relaxation rules out none that fits."""
+    """Prices each mix with each location on small hosts; no fitting one is ruled out."""
     monkeypatch.setattr("parplan.planner.stage_columns.chunk_columns.MOST_SENDING", 10**6)
     found = instance(
         gpus,
