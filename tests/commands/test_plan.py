@@ -763,9 +763,7 @@ def test_a_model_that_does_not_fit_says_how_much_is_missing_of_what_and_what_wou
 
 
 def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap(monkeypatch):
-    looks_s = itertools.count(
-        step=1e-6
-    )  # a clock of looks: no machine is too slow for a first plan
+    looks_s = itertools.count(step=1e-6)  # counts looks: no machine is too slow
     in_looks = partial(deadline_after, clock=lambda: next(looks_s))
     monkeypatch.setattr("parplan.commands.requests.requests.deadline_after", in_looks)
 
