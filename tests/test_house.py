@@ -113,12 +113,12 @@ def layer_of(name: str) -> int | None:
 
 @pytest.mark.parametrize("path", modules(), ids=str)
 def test_imports_go_down_only(path):
-    own = layer_of(path.parts[0])
-    assert own is not None
+    importing = layer_of(path.parts[0])
+    assert importing is not None
     for name in imports(path):
         layer = layer_of(name)
-        assert layer is None or layer <= own, f"{path} imports {name}: upward"
-        if LAYERS[own] == "executor" and layer == LAYERS.index("planner"):
+        assert layer is None or layer <= importing, f"{path} imports {name}: upward"
+        if LAYERS[importing] == "executor" and layer == LAYERS.index("planner"):
             assert f"{name}.".startswith(EXECUTOR_USES), (
                 f"{path} imports {name}: of the planner only {', '.join(EXECUTOR_USES)}"
             )

@@ -29,16 +29,16 @@ TINY = "--model gpt-tiny --gpus 2 --gpu cpu"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(torch=False) as found:
-        yield found
+    with Server(torch=False) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory, server) -> Seeds:
-    found = Seeds(tmp_path_factory.mktemp("seeds"))
-    for name in sorted(found.missing(name for kind in without_torch() for name in kind.needs)):
-        found.make(name, server)
-    return found
+    made = Seeds(tmp_path_factory.mktemp("seeds"))
+    for name in sorted(made.missing(name for kind in without_torch() for name in kind.needs)):
+        made.make(name, server)
+    return made
 
 
 def without_torch() -> list[fuzzed.Kind]:
@@ -70,11 +70,11 @@ def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_toget
         lambda result: failures.append(result) if result.verdict.failure else None,
     )
 
-    found = [
+    causes = [
         f"{len(group.results)} x {group.failure}: {group.cause} ({group.results[0].given.name})"
         for group in grouped(failures)
     ]
-    assert found == []
+    assert causes == []
 
 
 def test_the_same_seed_makes_the_same_inputs_and_another_seed_others(seeds):

@@ -78,10 +78,10 @@ def test_ours_is_never_slower_than_a_plan_of_the_space_that_ours_contains(
 
 @pytest.mark.slow
 def test_a_saving_is_of_the_same_recompute_and_under_the_limit_where_it_says_so(rows_and_savings):
-    rows, found = rows_and_savings
+    rows, savings = rows_and_savings
 
-    assert {saving.recompute for saving in found} == set(LEVELS)
-    for saving in found:
+    assert {saving.recompute for saving in savings} == set(LEVELS)
+    for saving in savings:
         theirs = next(
             r
             for r in rows

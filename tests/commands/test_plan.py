@@ -85,8 +85,8 @@ def test_a_search_writes_the_plan_and_prints_its_summary_and_how_to_run_it(searc
 
 def test_every_default_that_was_taken_is_printed_and_no_other():
     def assumed(*arguments: str) -> str:
-        found = re.search(r"assumed: (.*?)\n\n", succeed(*arguments, *DP_ONLY).stdout, re.DOTALL)
-        return " ".join(found[1].split()) if found else ""
+        match = re.search(r"assumed: (.*?)\n\n", succeed(*arguments, *DP_ONLY).stdout, re.DOTALL)
+        return " ".join(match[1].split()) if match else ""
 
     residuals = shipped_terms().residuals_of("megatron-core")
     assert assumed(*TINY) == (
@@ -352,14 +352,14 @@ def test_estimate_prices_schedules_that_split_the_backward_by_name_and_from_a_fi
     rows = csv_rows(Schedule.ZBV, 2, 4, 2)
     Path("lists.csv").write_text("\n".join(rows))
 
-    named, own = (
+    named, from_file = (
         json.loads(succeed(*layout, *how).stdout)
         for how in (("--schedule", "zbv"), ("--schedule-file", "lists.csv"))
     )
 
     assert (named["pipeline"]["schedule"], named["pipeline"]["virtual_stages"]) == ("zbv", 2)
-    assert own["pipeline"]["actions"] == list(rows)
-    assert named["predicted"]["step_time_s"] == own["predicted"]["step_time_s"]
+    assert from_file["pipeline"]["actions"] == list(rows)
+    assert named["predicted"]["step_time_s"] == from_file["predicted"]["step_time_s"]
 
 
 @pytest.mark.parametrize(

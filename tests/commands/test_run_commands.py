@@ -113,12 +113,12 @@ def test_a_search_takes_a_profile_too():
 
 def test_another_device_is_refused_unless_forced():
     succeed("calibrate", "run.json", "-o", "mine.yaml")
-    other = [argument.replace("a100", "h100") for argument in ESTIMATE]
+    arguments = [argument.replace("a100", "h100") for argument in ESTIMATE]
 
     assert "the profile is of device a100-80gb, asked is h100-80gb" in error(
-        *other, "--profile", "mine.yaml"
+        *arguments, "--profile", "mine.yaml"
     )
-    assert json.loads(succeed(*other, "--profile", "mine.yaml", "--force-profile"))["cluster"][
+    assert json.loads(succeed(*arguments, "--profile", "mine.yaml", "--force-profile"))["cluster"][
         "calibration"
     ]
 

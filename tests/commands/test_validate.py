@@ -326,7 +326,7 @@ def test_the_picture_names_its_axes_with_units_and_every_source():
     text = Path(
         "errors.svg"
     ).read_text()  # matplotlib keeps each text as a comment beside its glyphs
-    for found in (
+    for label in (
         "measured step time, s",
         "predicted step time, s",
         "measured memory of one GPU, GiB",
@@ -334,7 +334,7 @@ def test_the_picture_names_its_axes_with_units_and_every_source():
         "second",
         "within 10 %",
     ):
-        assert f"<!-- {found} -->" in text
+        assert f"<!-- {label} -->" in text
 
 
 def test_without_memory_there_is_one_panel():

@@ -78,8 +78,8 @@ def lean(options: SearchOptions):
 
 
 def front(options: SearchOptions):
-    found = find_front(*ASKED, constraints=PINS, options=options, num_points=3)
-    return found.points[0].plan
+    points = find_front(*ASKED, constraints=PINS, options=options, num_points=3)
+    return points.points[0].plan
 
 
 def largest(options: SearchOptions):
@@ -89,8 +89,8 @@ def largest(options: SearchOptions):
         )
         for layers in (2, 4)
     ]
-    asked = request(entries[0].spec, CLUSTER, TRAINING, constraints=PINS, options=options)
-    rows = find_largest(members(entries), asked)
+    request_ = request(entries[0].spec, CLUSTER, TRAINING, constraints=PINS, options=options)
+    rows = find_largest(members(entries), request_)
     return next(row.plan for row in rows if row.plan)
 
 
@@ -193,10 +193,13 @@ def test_divisors_of_a_large_number_are_found_by_its_root():
 
 
 def test_a_comparison_says_what_it_did_not_come_to():
-    found = compare(throughput(SearchOptions()), ("zero-1", "zero-3"), within(2))
+    comparison = compare(throughput(SearchOptions()), ("zero-1", "zero-3"), within(2))
 
-    assert [row.baseline.name for row in found.rows] + list(found.unpriced) == ["zero-1", "zero-3"]
-    assert found.unpriced
+    assert [row.baseline.name for row in comparison.rows] + list(comparison.unpriced) == [
+        "zero-1",
+        "zero-3",
+    ]
+    assert comparison.unpriced
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])

@@ -85,8 +85,10 @@ def test_events_of_a_thread_do_not_overlap_and_say_where_they_are_from():
     _, threads, events = parsed(trace_json(trace_ranks(run)))
 
     for thread in threads:
-        own = [e for e in events if (e["pid"], e["tid"]) == thread]
-        assert all(first["ts"] + first["dur"] <= then["ts"] + 1e-3 for first, then in pairwise(own))
+        of_thread = [e for e in events if (e["pid"], e["tid"]) == thread]
+        assert all(
+            first["ts"] + first["dur"] <= then["ts"] + 1e-3 for first, then in pairwise(of_thread)
+        )
     forward = next(e for e in events if e["name"] == "F1.2")
     assert (forward["args"]["stage"], forward["args"]["micro_batch"]) == (1, 2)
 

@@ -54,7 +54,7 @@ def estimated(
     schedule: Schedule = Schedule.ONE_F_ONE_B,
     **choices: object,
 ) -> Plan:
-    asked = request_of(
+    request = request_of(
         TargetOptions(
             model="gpt-20b", gpus=pp * dp * tp, gpu="a100-80gb", gpus_per_node=pp * dp * tp
         )
@@ -67,7 +67,7 @@ def estimated(
         num_micro_batches=1024 // dp,
         sequence_parallel=tp > 1,
     )
-    return estimate_plan(asked.model, asked.cluster, asked.training, layout, **choices)
+    return estimate_plan(request.model, request.cluster, request.training, layout, **choices)
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_what_was_proven_is_said(plan, status, interrupted, said):
 
 def test_runners_up_say_how_much_slower_they_are(plan):
     step_s = plan.predicted.step_time_s.value
-    others = tuple(
+    runners_up = tuple(
         RunnerUp(
             mesh=plan.mesh,
             pipeline=plan.pipeline,
@@ -223,7 +223,7 @@ def test_runners_up_say_how_much_slower_they_are(plan):
         )
         for n in range(1, 6)
     )
-    plan = replace(plan, search=replace(plan.search, runners_up=others))
+    plan = replace(plan, search=replace(plan.search, runners_up=runners_up))
     lean = replace(plan, search=replace(plan.search, objective=Objective.MEMORY))
 
     assert re.search(
@@ -234,7 +234,7 @@ def test_runners_up_say_how_much_slower_they_are(plan):
     assert "11.0 GiB, 5.00 redundant" in text_of(lean, 120)
 
 
-def tied(plan: Plan, *others: tuple[float, float, bool]) -> Plan:
+def tied(plan: Plan, *ties: tuple[float, float, bool]) -> Plan:
     """Returns the plan with runners-up of these slowdowns and shares of its memory."""
     step_s, peak = (
         plan.predicted.step_time_s.value,
@@ -250,7 +250,7 @@ def tied(plan: Plan, *others: tuple[float, float, bool]) -> Plan:
             step_time_s=Quantity(value=step_s * (1 + slower), kind=Kind.ANALYTIC),
             inside_error_band=inside,
         )
-        for n, (slower, share, inside) in enumerate(others)
+        for n, (slower, share, inside) in enumerate(ties)
     )
     return replace(plan, search=replace(plan.search, runners_up=runners_up))
 

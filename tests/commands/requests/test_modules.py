@@ -67,7 +67,7 @@ def test_a_plan_holds_the_whole_configuration_and_does_not_pad_its_vocabulary(co
 def test_the_search_for_a_module_names_no_operators(config, tmp_path):
     """In so little memory that most blocks must run again."""
     path = config({**LLAMA, "num_hidden_layers": 8, "max_position_embeddings": 1024})
-    asked = (
+    arguments = (
         "--model",
         path,
         *WHERE,
@@ -81,8 +81,8 @@ def test_the_search_for_a_module_names_no_operators(config, tmp_path):
         "780MiB",
     )
     free, kept = (
-        run(*asked, "-o", "free.yaml"),
-        run(*asked, "--module", "huggingface", "-o", "kept.yaml"),
+        run(*arguments, "-o", "free.yaml"),
+        run(*arguments, "--module", "huggingface", "-o", "kept.yaml"),
     )
 
     assert free.exit_code == kept.exit_code == 0, free.output + kept.output
@@ -107,11 +107,11 @@ def test_a_family_without_a_tensor_parallel_plan_is_searched_without(config):
 
 
 def test_pins_stay_and_what_is_open_is_what_the_executor_runs():
-    found = narrowed(
+    pins = narrowed(
         Constraints(recompute=(Recompute.FULL,), pp=(2,)), ModuleSource(factory="a.b:c")
     )
 
-    assert (found.recompute, found.pp, found.tp, found.megatron_sharding) == (
+    assert (pins.recompute, pins.pp, pins.tp, pins.megatron_sharding) == (
         (Recompute.FULL,),
         (2,),
         (1,),

@@ -122,7 +122,7 @@ def test_the_least_knob_is_the_first_that_fits_and_the_fastest(layout, limit_gib
 def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
     price_cache, zero = book_of(), 1
     room = StageAwareRoom(FRAME, BLOCKS, zero, price_cache, limit_gib * GIB)
-    counts, again = room.least_list(), []
+    counts, recomputed = room.least_list(), []
     whole, checkpoint = (
         price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, level)
         for level in (Recompute.NONE, Recompute.FULL)
@@ -148,9 +148,9 @@ def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
             kept_bytes=whole.saved,
             checkpoint_bytes=checkpoint.saved,
         )
-        again.append(count - int(share * count))
+        recomputed.append(count - int(share * count))
 
-    assert counts[:-1] == tuple(again)
+    assert counts[:-1] == tuple(recomputed)
     assert any(counts)
     knob = room.least_knob()
     assert knob is None or sum(knob) >= sum(counts)

@@ -145,13 +145,13 @@ def test_the_longest_rank_leaves_no_faster_strategy_out(seed):
             for rank in range(strategy.layout.mesh.pp)
         )
         by_frame.setdefault(strategy.layout, []).append((price.closed_form_s, fullest))
-    for layout, found in by_frame.items():
+    for layout, priced in by_frame.items():
         if layout.virtual_stages == 1 and layout.mesh.pp > 1:
             bound = time_bound(layout, table)
-            for cut_s in {step_s for step_s, _ in found}:
+            for cut_s in {step_s for step_s, _ in priced}:
                 longest = bound.longest_rank(layout, cut_s * (1 + 1e-9))
                 assert longest is None or all(
-                    fullest <= longest for step_s, fullest in found if step_s <= cut_s
+                    fullest <= longest for step_s, fullest in priced if step_s <= cut_s
                 )
 
 

@@ -68,15 +68,15 @@ def test_the_smallest_cluster_fits_and_one_node_fewer_does_not(name, batch, limi
 def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
     instance = random_instance(seed)
     least = least_peak(instance)
-    asked = (instance.model, instance.cluster, instance.training)
+    question = (instance.model, instance.cluster, instance.training)
 
     needs = rf"needs {least / GIB:.1f} GiB on stage \d+, 1.0 usable"
     with pytest.raises(InfeasibleError, match=f"{needs}: {least / GIB - 1:.1f} GiB short"):
-        raise infeasible_error(*asked, PINS, SearchOptions(memory_limit_bytes=GIB))
-    find_plan(*asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) + 1))
+        raise infeasible_error(*question, PINS, SearchOptions(memory_limit_bytes=GIB))
+    find_plan(*question, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) + 1))
     with pytest.raises(InfeasibleError):
         find_plan(
-            *asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) - 1)
+            *question, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) - 1)
         )
 
 
@@ -84,9 +84,9 @@ def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
 def test_the_least_peak_is_that_of_the_leanest_of_all_strategies_to_1_mib(seed):
     instance = random_instance(seed)
 
-    found = least_peak_bytes(instance.model, instance.cluster, instance.training, PINS)
+    least_bytes = least_peak_bytes(instance.model, instance.cluster, instance.training, PINS)
 
-    assert found == pytest.approx(least_peak(instance), abs=MIB)
+    assert least_bytes == pytest.approx(least_peak(instance), abs=MIB)
 
 
 def test_without_a_legal_candidate_there_is_no_least_peak():

@@ -82,12 +82,12 @@ def test_no_option_is_faster_than_the_bound_of_its_layout(sharding):
 
 
 def test_lists_of_operators_lie_between_the_levels():
-    found = Catalogue(BOOKS["gpt-8.3b"]).options(2, Sharding())
+    options = Catalogue(BOOKS["gpt-8.3b"]).options(2, Sharding())
 
     levels = {BOOKS["gpt-8.3b"].recompute_operators(LayerKind.BLOCK, level) for level in Recompute}
-    assert len(found) > 10
-    assert any(option.recompute == ("activation",) for option in found)
-    assert sum(option.recompute not in levels for option in found) > 8
+    assert len(options) > 10
+    assert any(option.recompute == ("activation",) for option in options)
+    assert sum(option.recompute not in levels for option in options) > 8
 
 
 def test_pins_leave_only_their_levels_and_megatrons_division():
@@ -125,11 +125,11 @@ def test_requests_that_differ_in_nodes_and_memory_share_a_catalogue():
 
     assert catalogue_of(price_cache, pins) is catalogue_of(larger, pins)
     assert catalogue_of(price_cache, pins) is not catalogue_of(price_cache, Constraints())
-    shared, own = (
-        found.options(2, Sharding(2))
-        for found in (catalogue_of(larger, pins), Catalogue(larger, pins.recompute))
+    shared, separate = (
+        catalogue_.options(2, Sharding(2))
+        for catalogue_ in (catalogue_of(larger, pins), Catalogue(larger, pins.recompute))
     )
-    assert [option.values for option in shared] == [option.values for option in own]
+    assert [option.values for option in shared] == [option.values for option in separate]
 
 
 def test_ways_to_divide_that_are_not_megatrons_are_found():

@@ -226,14 +226,14 @@ def test_a_runner_up_is_marked_when_its_step_is_inside_the_error_band(
     )
     strategy = Strategy(layout=layout, stages=stages)
     price = price_step(strategy, price_cache)
-    other = runner_up(strategy, price)
-    other = replace(
-        other, step_time_s=replace(other.step_time_s, value=factor * other.step_time_s.value)
+    slower = runner_up(strategy, price)
+    slower = replace(
+        slower, step_time_s=replace(slower.step_time_s, value=factor * slower.step_time_s.value)
     )
 
-    plan = assemble(strategy, price, replace(RECORD, runners_up=(other,)), price_cache)
+    plan = assemble(strategy, price, replace(RECORD, runners_up=(slower,)), price_cache)
 
-    assert [found.inside_error_band for found in plan.search.runners_up] == [inside]
+    assert [runner.inside_error_band for runner in plan.search.runners_up] == [inside]
     assert (plan.predicted.error_band is None) is (gpu == "cpu")
 
 

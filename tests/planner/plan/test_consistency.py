@@ -129,14 +129,14 @@ def test_every_other_integer_is_refused_or_is_a_prediction_or_a_description(name
     taken = set()
     for path in integers(body):
         before = plan if path[0] in ("predicted", "search") else None
-        for other in {one(_at(body, path)) for one in OTHERS} - {_at(body, path)}:
+        for value in {change(_at(body, path)) for change in OTHERS} - {_at(body, path)}:
             try:
-                found = any_plan_from_document(changed(body, path, other), "f")
+                reread = any_plan_from_document(changed(body, path, value), "f")
             except ConfigError:
                 continue
             taken.add(path)
             if before is not None:
-                assert replace(found, predicted=plan.predicted, search=plan.search) == plan
+                assert replace(reread, predicted=plan.predicted, search=plan.search) == plan
 
     assert [path for path in taken if not is_free(path)] == []
 

@@ -172,10 +172,10 @@ def test_groups_are_the_tensors_of_their_blocks_packed():
 def test_a_plan_is_written_read_back_and_priced_again_the_same(tmp_path, options):
     plan = chunked(**options)
     write_plan(plan, tmp_path / "plan.yaml")
-    again = read_plan(tmp_path / "plan.yaml")
+    reread = read_plan(tmp_path / "plan.yaml")
 
-    assert again == plan
-    assert reprice(again).plan == plan
+    assert reread == plan
+    assert reprice(reread).plan == plan
 
 
 @pytest.mark.parametrize("eviction", list(Eviction))
@@ -183,10 +183,10 @@ def test_the_schedule_of_a_plan_moves_the_bytes_that_its_file_predicts(eviction)
     budget = smallest(host=8, optimizer=0, pp=2, m=4) + 300_000
     plan = chunked(host=8, optimizer=0, pp=2, m=4, eviction=eviction, budget=budget)
     for rank in plan.chunks.ranks:
-        found = rank_chunks_of(plan, rank.stage)
+        chunks = rank_chunks_of(plan, rank.stage)
 
-        assert (found.in_bytes, found.out_bytes) == (rank.in_bytes, rank.out_bytes)
-        assert (found.device_bytes, found.smallest_bytes) == (
+        assert (chunks.in_bytes, chunks.out_bytes) == (rank.in_bytes, rank.out_bytes)
+        assert (chunks.device_bytes, chunks.smallest_bytes) == (
             rank.device_bytes,
             rank.smallest_bytes,
         )
@@ -378,11 +378,11 @@ def test_a_changed_budget_or_policy_is_another_schedule_of_the_same_layout():
     plan = chunked(host=8, optimizer=0, m=4)
     (rank,) = plan.chunks.ranks
     tight = replace(rank, device_bytes=rank.smallest_bytes)
-    other = replace(plan, chunks=replace(plan.chunks, eviction=Eviction.LRU, ranks=(tight,)))
+    changed = replace(plan, chunks=replace(plan.chunks, eviction=Eviction.LRU, ranks=(tight,)))
 
-    found, before = rank_chunks_of(other, 0), rank_chunks_of(plan, 0)
-    assert found.groups == before.groups
-    assert found.in_bytes > before.in_bytes
+    chunks, before = rank_chunks_of(changed, 0), rank_chunks_of(plan, 0)
+    assert chunks.groups == before.groups
+    assert chunks.in_bytes > before.in_bytes
 
 
 @pytest.mark.parametrize("options", [{"m": 2}, {"dp": 2, "m": 2}, {"pp": 2, "dp": 2, "m": 4}])
@@ -390,16 +390,16 @@ def test_levels_add_up_to_the_bytes_of_every_moment_and_stay_under_the_budget(op
     plan = chunked(
         host=4, optimizer=2, **options, budget=smallest(host=4, optimizer=2, **options) + 100_000
     )
-    found = rank_chunks_of(plan, busiest_rank(plan))
-    moments = levels(found, prices_of_plan(plan))
+    chunks = rank_chunks_of(plan, busiest_rank(plan))
+    moments = levels(chunks, prices_of_plan(plan))
 
-    assert [level.total for level in moments] == [moment.device_bytes for moment in found.moments]
-    assert max(level.total for level in moments) <= found.device_bytes
+    assert [level.total for level in moments] == [moment.device_bytes for moment in chunks.moments]
+    assert max(level.total for level in moments) <= chunks.device_bytes
     assert min(min(level.always, level.pool, level.gathered, level.other) for level in moments) >= 0
     assert any(level.pool for level in moments)
     assert any(level.gathered for level in moments) == (plan.mesh.dp > 1)
     assert sum(level.in_bytes for level in moments) == sum(
-        op.num_bytes for moment in found.moments for op in moment.before if op.does == "fetch"
+        op.num_bytes for moment in chunks.moments for op in moment.before if op.does == "fetch"
     )
 
 

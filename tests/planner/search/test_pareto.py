@@ -65,12 +65,12 @@ def every_value(seed: int) -> tuple[tuple[float, float, float, float], ...]:
 
     They are closed-form seconds, simulated seconds, GiB of peak and GiB of redundancy.
     """
-    found = (
+    every = (
         (p.closed_form_s, p.step_s, peak_bytes(p) / GIB, redundant_bytes(s, p) / GIB)
         for s, p in every_price(random_instance(seed), mixed=MIXED)
         if s.layout.mesh.pp > 1 or same_zero_of_ends(s)
     )
-    return tuple(values for values in found if values[2] <= front_of(seed).usable_gib)
+    return tuple(values for values in every if values[2] <= front_of(seed).usable_gib)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -119,7 +119,7 @@ def shape(strategy: Strategy) -> tuple[tuple[LayerKind, ...], ...]:
 def test_no_point_dominates_another_and_they_go_from_fast_to_slow(seed):
     points = front_of(seed).points
 
-    assert not any(one.dominates(other) for one in points for other in points)
+    assert not any(first.dominates(second) for first in points for second in points)
     assert [point.step_time_s for point in points] == sorted(point.step_time_s for point in points)
     assert len({point.values for point in points}) == len(points)
 
@@ -152,9 +152,9 @@ def test_no_strategy_beats_a_point_at_its_own_limit_beyond_its_gap(seed):
     fastest_s = min(closed_s for closed_s, *_ in every)
 
     for point in front.points:
-        found, limit = point.plan.search, point.plan.search.front
-        least = found.value * (1 - found.gap)
-        if found.objective is Objective.THROUGHPUT:
+        record, limit = point.plan.search, point.plan.search.front
+        least = record.value * (1 - record.gap)
+        if record.objective is Objective.THROUGHPUT:
             within_gib = limit.memory_limit_gib or front.usable_gib
             assert point.peak_memory_gib <= within_gib + DIGIT_GIB
             fitting = [closed_s for closed_s, _, peak, _ in every if peak <= within_gib - DIGIT_GIB]
@@ -171,22 +171,22 @@ def test_no_strategy_beats_a_point_at_its_own_limit_beyond_its_gap(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_less_memory_is_never_faster_than_what_was_found_within_more(seed):
-    found = [
+    records = [
         point.plan.search
         for point in front_of(seed).points
         if point.plan.search.objective is Objective.THROUGHPUT
     ]
-    within = sorted(found, key=lambda record: record.front.memory_limit_gib or float("inf"))
+    within = sorted(records, key=lambda record: record.front.memory_limit_gib or float("inf"))
     bounds = [record.bound for record in within]
 
     assert bounds == sorted(bounds, reverse=True)
 
 
 def test_the_same_request_gives_the_same_front():
-    first, again = front_of(3), front_of.__wrapped__(3)
+    first, second = front_of(3), front_of.__wrapped__(3)
 
     assert [plan_to_yaml(point.plan) for point in first.points] == [
-        plan_to_yaml(point.plan) for point in again.points
+        plan_to_yaml(point.plan) for point in second.points
     ]
 
 
@@ -349,10 +349,10 @@ def test_what_one_search_learned_does_not_change_what_another_finds():
         alone = find_plan(
             instance.model, instance.cluster, instance.training, constraints=PINS, options=options
         )
-        found = search(shared, Objective.THROUGHPUT, options)
+        result = search(shared, Objective.THROUGHPUT, options)
 
-        assert found.plan.search.bound == pytest.approx(alone.search.bound, rel=ROUNDED, abs=2e-6)
-        assert found.plan.search.value <= 1.1 * alone.search.bound + 1e-6
+        assert result.plan.search.bound == pytest.approx(alone.search.bound, rel=ROUNDED, abs=2e-6)
+        assert result.plan.search.value <= 1.1 * alone.search.bound + 1e-6
 
 
 def test_nothing_fits_is_the_same_error_as_that_of_a_plan():

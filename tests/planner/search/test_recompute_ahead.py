@@ -60,10 +60,10 @@ def every_price(seed, schedule):
     """Every split and mix of levels, where the schedule lets the last stage recompute."""
     instance, layout = instance_of(seed), frame_of(schedule)
     price_cache = instance.price_cache()
-    found = every_strategy(layout, instance.model.num_layers)
+    strategies = every_strategy(layout, instance.model.num_layers)
     kept = (
         strategy
-        for strategy in found
+        for strategy in strategies
         if schedule not in LAST_KEEPS_ALL
         or all(choice.recompute is Recompute.NONE for choice in strategy.stages[-1])
     )
@@ -220,7 +220,7 @@ def test_where_nothing_is_recomputed_no_schedule_that_moves_recompute_is_replaye
 
     assert {
         plan.pipeline.schedule,
-        *(other.pipeline.schedule for other in plan.search.runners_up),
+        *(runner_up.pipeline.schedule for runner_up in plan.search.runners_up),
     } == {Schedule.ONE_F_ONE_B}
     assert plan.search.gap < 0.001
 
@@ -229,10 +229,10 @@ def test_last_no_recompute_is_tried_only_when_pinned_and_where_something_can_be_
     instance = instance_of(1)
 
     def schedules(**pins):
-        found = enumerate_candidates(
+        candidates = enumerate_candidates(
             instance.model, instance.cluster, instance.training, Constraints(**pins)
         )
-        return {layout.schedule for layout in found.layouts}
+        return {layout.schedule for layout in candidates.layouts}
 
     assert schedules() >= {Schedule.EARLY_RECOMPUTE, Schedule.SCP}
     assert Schedule.LAST_NO_RECOMPUTE not in schedules()
@@ -253,11 +253,11 @@ def test_by_hand_full_recompute_leaves_the_last_stage_out():
         recompute=Recompute.FULL,
     )
 
-    again = [
+    recomputing = [
         {bool(plan.layer_plans[run.plan].recompute) for run in stage.layers if run.blocks}
         for stage in plan.stages
     ]
-    assert again == [{True}, {False}]
+    assert recomputing == [{True}, {False}]
     with pytest.raises(ConfigError, match="micro-batches"):
         estimate_plan(
             instance.model,

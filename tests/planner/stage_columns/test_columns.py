@@ -68,11 +68,11 @@ def frame_of(pp, v=1):
 
 
 def every_mix(rank, count, layout, price_cache):
-    """Yields the columns of a rank at each ZeRO stage with each subset of levels.
+    """Returns the columns of a rank at each ZeRO stage with each subset of levels.
 
     The columns are the front of time against memory, with mixes in its middle, and other ends.
     """
-    found = set()
+    mixes = set()
     for zero in range(4) if layout.mesh.dp > 1 else (0,):
         for size in (1, 2, 3):
             for levels in itertools.combinations(Recompute, size):
@@ -84,12 +84,12 @@ def every_mix(rank, count, layout, price_cache):
                         Constraints(recompute=levels, zero=(zero,), megatron_sharding=True),
                     ),
                 )
-                found.update((*columns.leanest(count, UNLIMITED), columns.smallest(count)))
+                mixes.update((*columns.leanest(count, UNLIMITED), columns.smallest(count)))
                 front = columns.fastest(count, UNLIMITED)
                 while front:
-                    found.update(front)
+                    mixes.update(front)
                     front = columns.fastest(count, front[0].memory_bytes - 1)
-    return sorted(found, key=lambda column: (column.zero, column.time_s, column.memory_bytes))
+    return sorted(mixes, key=lambda column: (column.zero, column.time_s, column.memory_bytes))
 
 
 @pytest.mark.parametrize("num_layers", DEPTHS)
@@ -265,9 +265,9 @@ def test_a_whole_end_of_a_tied_embedding_does_not_stand_in_for_a_sharded_one(ran
     price_cache = random_instance(0).price_cache()
     assert price_cache.tied
     layout = next(
-        one
-        for one in frames_of(random_instance(0))
-        if one.mesh == Mesh(pp=2, dp=2, tp=1) and one.num_micro_batches == 2
+        frame
+        for frame in frames_of(random_instance(0))
+        if frame.mesh == Mesh(pp=2, dp=2, tp=1) and frame.num_micro_batches == 2
     )
     columns = RankColumns(rank, layout, MixTable(price_cache, PINS))
     for sharded in (False, True):
@@ -275,11 +275,13 @@ def test_a_whole_end_of_a_tied_embedding_does_not_stand_in_for_a_sharded_one(ran
         least_s = min(
             (layout.num_micro_batches * priced.time_s + priced.tail_s).min() for priced in every
         )
-        found = [column for column in columns.fastest(1, UNLIMITED) if (column.zero > 0) == sharded]
+        fitting = [
+            column for column in columns.fastest(1, UNLIMITED) if (column.zero > 0) == sharded
+        ]
 
-        assert min(layout.num_micro_batches * c.time_s + c.tail_s for c in found) == pytest.approx(
-            least_s, rel=1e-12
-        )
+        assert min(
+            layout.num_micro_batches * c.time_s + c.tail_s for c in fitting
+        ) == pytest.approx(least_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(
