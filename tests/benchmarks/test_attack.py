@@ -50,9 +50,8 @@ def two_stages() -> Strategy:
         num_micro_batches=8,
         sequence_parallel=False,
     )
-    embedding, head = (
-        LayerChoice(kind, Recompute.NONE, 2) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
-    )
+    embedding = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 2)
+    head = LayerChoice(LayerKind.HEAD, Recompute.NONE, 2)
     return Strategy(layout=layout, stages=((embedding, BLOCK, BLOCK, BLOCK), (OTHER, head)))
 
 
@@ -94,7 +93,8 @@ def test_an_attack_prices_the_plan_as_it_was_priced_and_finds_what_is_better_tha
 
 
 def test_the_same_seed_attacks_alike() -> None:
-    first, second = (attacked(tiny(pp=(1, 2), tp=(1,)), EVALUATIONS, seed=3) for _ in range(2))
+    first = attacked(tiny(pp=(1, 2), tp=(1,)), EVALUATIONS, seed=3)
+    second = attacked(tiny(pp=(1, 2), tp=(1,)), EVALUATIONS, seed=3)
 
     assert (first.best, first.by_kind, first.evaluations, first.how) == (
         second.best,

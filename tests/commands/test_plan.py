@@ -352,10 +352,8 @@ def test_estimate_prices_schedules_that_split_the_backward_by_name_and_from_a_fi
     rows = csv_rows(Schedule.ZBV, 2, 4, 2)
     Path("lists.csv").write_text("\n".join(rows))
 
-    named, from_file = (
-        json.loads(succeed(*layout, *how).stdout)
-        for how in (("--schedule", "zbv"), ("--schedule-file", "lists.csv"))
-    )
+    named = json.loads(succeed(*layout, "--schedule", "zbv").stdout)
+    from_file = json.loads(succeed(*layout, "--schedule-file", "lists.csv").stdout)
 
     assert (named["pipeline"]["schedule"], named["pipeline"]["virtual_stages"]) == ("zbv", 2)
     assert from_file["pipeline"]["actions"] == list(rows)

@@ -161,8 +161,9 @@ def test_the_search_for_enough_gpus_ends():
 
 def test_the_least_peak_is_found_in_few_steps_however_large_a_model_is():
     """A float has no half way between neighbours: halving down to 1 MiB would not end."""
-    names = "hidden_size", "expert_ffn_hidden_size", "num_experts"
-    hidden, inner, experts = (int(range_of(name, whole=True).high) for name in names)
+    hidden = int(range_of("hidden_size", whole=True).high)
+    inner = int(range_of("expert_ffn_hidden_size", whole=True).high)
+    experts = int(range_of("num_experts", whole=True).high)
     vast = replace(
         MODEL,
         num_layers=2,

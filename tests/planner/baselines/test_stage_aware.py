@@ -45,9 +45,8 @@ FRAME = ParallelLayout(
     num_micro_batches=8,
     sequence_parallel=False,
 )
-SHIFTED, EARLY = (
-    replace(FRAME, schedule=schedule) for schedule in (Schedule.SCP, Schedule.EARLY_RECOMPUTE)
-)
+SHIFTED = replace(FRAME, schedule=Schedule.SCP)
+EARLY = replace(FRAME, schedule=Schedule.EARLY_RECOMPUTE)
 BLOCKS = (12, 12, 12, 12)
 
 
@@ -123,10 +122,8 @@ def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
     price_cache, zero = book_of(), 1
     room = StageAwareRoom(FRAME, BLOCKS, zero, price_cache, limit_gib * GIB)
     counts, recomputed = room.least_list(), []
-    whole, checkpoint = (
-        price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, level)
-        for level in (Recompute.NONE, Recompute.FULL)
-    )
+    whole = price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, Recompute.NONE)
+    checkpoint = price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, Recompute.FULL)
     for stage, count in enumerate(BLOCKS[:-1]):
         all_again = rank_memory(stage_aware(FRAME, BLOCKS, BLOCKS, zero), stage, price_cache)
         in_flight = most_in_flight(FRAME)[stage]

@@ -77,7 +77,9 @@ def every_megatron_price(
 ) -> Iterator[tuple[ParallelLayout, int, Recompute, StepPrice]]:
     """Returns each strategy of Megatron-LM's space by its own rules, with its whole price."""
     model, cluster, _ = request.parts()
-    price_cache, gpus, layers = request.price_cache(), request.gpus, model.num_layers
+    price_cache = request.price_cache()
+    gpus = request.gpus
+    layers = model.num_layers
     for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, layers + 3)):
         splits = (
             cluster.gpus_per_node,

@@ -20,7 +20,9 @@ from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import US_PER_S
 
-CLUSTER, STACK, PROFILE = load_cluster("cpu"), load_stack("parplan"), analytic_profile("cpu")
+CLUSTER = load_cluster("cpu")
+STACK = load_stack("parplan")
+PROFILE = analytic_profile("cpu")
 NAMES = (
     "hidden",
     "heads",

@@ -125,10 +125,8 @@ def test_requests_that_differ_in_nodes_and_memory_share_a_catalogue():
 
     assert catalogue_of(price_cache, pins) is catalogue_of(larger, pins)
     assert catalogue_of(price_cache, pins) is not catalogue_of(price_cache, Constraints())
-    shared, separate = (
-        catalogue_.options(2, Sharding(2))
-        for catalogue_ in (catalogue_of(larger, pins), Catalogue(larger, pins.recompute))
-    )
+    shared = catalogue_of(larger, pins).options(2, Sharding(2))
+    separate = Catalogue(larger, pins.recompute).options(2, Sharding(2))
     assert [option.values for option in shared] == [option.values for option in separate]
 
 

@@ -69,11 +69,9 @@ def test_few_options_give_every_tuple_that_is_worth_having(seed):
         )
     )
     for chosen in tuples(options, 5):
-        time_s, saved, workspace = (
-            sum(o.time_s for o in chosen),
-            sum(o.saved_bytes for o in chosen),
-            max(o.workspace_bytes for o in chosen),
-        )
+        time_s = sum(o.time_s for o in chosen)
+        saved = sum(o.saved_bytes for o in chosen)
+        workspace = max(o.workspace_bytes for o in chosen)
         assert any(
             t <= time_s + 1e-9 and s <= saved + 1e-9 and w <= workspace + 1e-9 for t, s, w in rows
         )

@@ -226,11 +226,9 @@ def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price
         schedule=(Schedule.ONE_F_ONE_B,),
     )
     question = instance.model, instance.cluster, instance.training
-    price_cache, table, best = (
-        instance.price_cache(),
-        MixTable(instance.price_cache(), pins),
-        dict[ParallelLayout, float](),
-    )
+    price_cache = instance.price_cache()
+    table = MixTable(instance.price_cache(), pins)
+    best = dict[ParallelLayout, float]()
     for layout in enumerate_candidates(*question, pins).layouts:
         strategies = itertools.islice(
             every_strategy(layout, instance.model.num_layers),
@@ -247,10 +245,8 @@ def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price
     for layout, best_s in best.items():
         assert time_bound(layout, table).step_s <= best_s * (1 + 1e-9)
     fastest = min(best, key=best.__getitem__)
-    plan, without = (
-        find_plan(*question, constraints=replace(pins, tp_overlap=levels))
-        for levels in (None, (0,))
-    )
+    plan = find_plan(*question, constraints=replace(pins, tp_overlap=None))
+    without = find_plan(*question, constraints=replace(pins, tp_overlap=(0,)))
     assert plan.pipeline.tp_overlap == fastest.tp_overlap == 3
     assert (
         plan.search.bound <= best[fastest] * (1 + 1e-5) + 2e-6

@@ -48,7 +48,9 @@ HALF = TrainingSpec(
     gradient_precision=Precision.FP16,
     stack=load_stack("parplan"),
 )
-DEVICE, OPTIMIZER, HOST = StateLocation.DEVICE, StateLocation.OPTIMIZER, StateLocation.HOST
+DEVICE = StateLocation.DEVICE
+OPTIMIZER = StateLocation.OPTIMIZER
+HOST = StateLocation.HOST
 
 
 def estimate(request, pp=1, dp=1, m=1, v=1, training=HALF, model=TINY, **options):
@@ -232,11 +234,15 @@ def test_with_room_for_one_block_every_sweep_but_at_its_turns_fetches_all_as_the
 
 
 def test_without_a_budget_tensors_may_fill_what_the_limit_leaves():
-    small, whole = (
-        estimate(ChunkRequest(host_blocks=8, optimizer_blocks=0, limit_bytes=limit))
+    small = (
+        estimate(ChunkRequest(host_blocks=8, optimizer_blocks=0, limit_bytes=4 * GIB))
         .chunks.ranks[0]
         .device_bytes
-        for limit in (4 * GIB, None)
+    )
+    whole = (
+        estimate(ChunkRequest(host_blocks=8, optimizer_blocks=0, limit_bytes=None))
+        .chunks.ranks[0]
+        .device_bytes
     )
 
     assert small < 4 * GIB < whole < load_cluster("v100-32gb").device.memory_bytes

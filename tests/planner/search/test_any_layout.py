@@ -18,7 +18,9 @@ from parplan.profiles.stack import NEUTRAL
 from tests.helpers.command_runs import fail, run
 from tests.helpers.planning import find_plan
 
-SEED, LAYOUTS, ALL_LAYOUTS = 20, 100, 3000
+SEED = 20
+LAYOUTS = 100
+ALL_LAYOUTS = 3000
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 TINY = ("--model", "gpt-tiny", "--gpus", "8")
 TRAINING = TrainingSpec(global_batch_size=16, seq_length=64, stack=NEUTRAL)

@@ -198,7 +198,7 @@ ASKED = (
 def test_the_command_prints_a_row_and_writes_the_plan_of_the_largest(family_file):
     result = succeed(*ASKED, "-o", "big.yaml")
 
-    plan = read_plan(family / "big.yaml")
+    plan = read_plan(family_file / "big.yaml")
     total = tflops(flops_per_s(plan))
     assert re.search(rf"^  nothing +{plan.model.name} +6 ", result.stdout, re.MULTILINE)
     assert f"wrote big.yaml, the plan of {plan.model.name}" in result.stderr

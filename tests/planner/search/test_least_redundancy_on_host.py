@@ -115,10 +115,8 @@ def test_a_slow_host_is_not_worth_it_and_a_small_one_keeps_less() -> None:
     slow = lean(asked(1, 20, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None), SEARCHED_OFFLOAD)
     assert slow.chunks is None
     small_bytes = 60 * 2**20
-    small, large = (
-        lean(asked(1, 20, host_memory_bytes=size), SEARCHED_OFFLOAD, 0.5)
-        for size in (small_bytes, GIB)
-    )
+    small = lean(asked(1, 20, host_memory_bytes=small_bytes), SEARCHED_OFFLOAD, 0.5)
+    large = lean(asked(1, 20, host_memory_bytes=GIB), SEARCHED_OFFLOAD, 0.5)
     assert 0 < host_gib(small) * GIB <= small_bytes < host_gib(large) * GIB
     assert small.predicted.redundancy_gib.total > large.predicted.redundancy_gib.total
 
@@ -166,11 +164,9 @@ def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules
         instance(1, 20 * STATES, Precision.FP32, 4, pcie_bytes_per_s=3e9, **ONE_DOMAIN),
         (Offload.OPTIMIZER, Offload.PARAMETERS),
     )
-    pins, price_cache, prices = (
-        Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,)),
-        case.price_cache(),
-        [],
-    )
+    pins = Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,))
+    price_cache = case.price_cache()
+    prices = []
     (layout,) = chunked_frames(case, pins)
     for strategy in every_strategy(layout):
         needed = rank_chunks(
@@ -224,14 +220,17 @@ def test_with_nothing_said_the_host_is_left_alone_where_the_devices_are_enough()
 
 
 def test_the_same_request_gives_the_same_bytes() -> None:
-    first, second = (plan_to_yaml(lean(asked(1, 20), SEARCHED_OFFLOAD)) for _ in range(2))
+    first = plan_to_yaml(lean(asked(1, 20), SEARCHED_OFFLOAD))
+    second = plan_to_yaml(lean(asked(1, 20), SEARCHED_OFFLOAD))
     assert first == second
 
 
 def test_an_interrupt_with_the_host_keeps_the_plan_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case, calls, solve = asked(1, 20), [], Master.leanest
+    case = asked(1, 20)
+    calls = []
+    solve = Master.leanest
     alone = lean(case, ())
 
     def interrupt(self: Master, *arguments: object) -> object:

@@ -99,7 +99,9 @@ def test_no_exact_schedule_needs_more_than_its_column_says(
     """The host suffices too. Columns are exact on one rank without embedding and head."""
     memory_bytes = 6 * STATES // gpus
     case = instance(gpus, memory_bytes, precision, batch)
-    price_cache, table, tried = case.price_cache(), MixTable(case.price_cache(), PINS), 0
+    price_cache = case.price_cache()
+    table = MixTable(case.price_cache(), PINS)
+    tried = 0
     for layout, share in itertools.product(chunked_frames(case)[:: 2 * gpus], (0.5, 0.8)):
         limit, budget = share * memory_bytes, Chunking(limit_bytes=float(memory_bytes * 100))
         ranks = [ChunkColumns(rank, layout, table) for rank in range(layout.mesh.pp)]
@@ -176,11 +178,9 @@ def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(
     gpus: int, precision: Precision, batch: int
 ) -> None:
     case = instance(gpus, 5 * STATES // (2 * gpus), precision, batch, pcie_bytes_per_s=5e9)
-    table, limit, seen = (
-        MixTable(case.price_cache(), PINS),
-        float(case.cluster.device.memory_bytes),
-        0,
-    )
+    table = MixTable(case.price_cache(), PINS)
+    limit = float(case.cluster.device.memory_bytes)
+    seen = 0
     for layout in chunked_frames(case)[:: 2 * gpus]:
         share, bound_s = bubble_share(layout, table.price_cache), time_bound(layout, table)
         bound, passes = ChunkBound(layout, table, bound_s, limit, share), layout.num_micro_batches
@@ -220,11 +220,9 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
         pcie_bytes_per_s=rate,
         host_memory_bytes=int(gpus * host * STATES),
     )
-    table, limit, sent = (
-        MixTable(case.price_cache(), PINS),
-        float(case.cluster.device.memory_bytes),
-        0,
-    )
+    table = MixTable(case.price_cache(), PINS)
+    limit = float(case.cluster.device.memory_bytes)
+    sent = 0
     for layout in chunked_frames(case)[:: 3 * gpus]:
         for rank in range(layout.mesh.pp):
             columns = ChunkColumns(rank, layout, table)
@@ -257,9 +255,8 @@ def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
             )
             for rank in range(layout.mesh.pp):
                 shorter = replace(strategy, layout=_shorter(layout))
-                whole, less = (
-                    chunked_memory(each, rank, price_cache) for each in (strategy, shorter)
-                )
+                whole = chunked_memory(strategy, rank, price_cache)
+                less = chunked_memory(shorter, rank, price_cache)
                 dropped = layout.num_micro_batches - shorter.layout.num_micro_batches
                 ids = IDS_BYTES * case.training.seq_length * layout.micro_batch_size * dropped
                 assert (whole.states, whole.activations, whole.host) == (

@@ -322,10 +322,8 @@ def test_a_strategy_lists_each_chunk_with_its_share_of_every_level():
         for stage in to_strategy(layout, columns).stages
     ]
 
-    full, none = (
-        (LayerKind.BLOCK, price_cache.recompute_operators(LayerKind.BLOCK, level))
-        for level in (Recompute.FULL, Recompute.NONE)
-    )
+    full = (LayerKind.BLOCK, price_cache.recompute_operators(LayerKind.BLOCK, Recompute.FULL))
+    none = (LayerKind.BLOCK, price_cache.recompute_operators(LayerKind.BLOCK, Recompute.NONE))
     embedding, head = (LayerKind.EMBEDDING, Recompute.NONE), (LayerKind.HEAD, Recompute.NONE)
     assert stages == [[embedding, full, full], [none, none], [full, full], [none, none, head]]
 

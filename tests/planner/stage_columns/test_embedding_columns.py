@@ -120,10 +120,8 @@ def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_wit
         for redundant, peak, there in values
         if not there and redundant <= alone * (1 + 1e-6) + 1
     ]  # it is one of these
-    most, least = (
-        min(redundant for redundant, peak, _ in values if peak <= fullest + 1) / GIB
-        for fullest in (min(peaks), max(peaks))
-    )
+    most = min((redundant for redundant, peak, _ in values if peak <= min(peaks) + 1)) / GIB
+    least = min((redundant for redundant, peak, _ in values if peak <= max(peaks) + 1)) / GIB
 
     plan = find_plan(
         instance.model,
@@ -145,10 +143,8 @@ def layouts(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD)
 
 def test_only_the_first_rank_has_both_and_only_where_that_is_legal_and_there_is_room():
     instance = untied(0)
-    table, small = (
-        MixTable(price_cache, replace(PINS, offload=SEARCHED_OFFLOAD))
-        for price_cache in (instance.price_cache(), instance.price_cache())
-    )
+    table = MixTable(instance.price_cache(), replace(PINS, offload=SEARCHED_OFFLOAD))
+    small = MixTable(instance.price_cache(), replace(PINS, offload=SEARCHED_OFFLOAD))
     small.host_share_bytes = 1
     for layout in layouts(instance):
         legal = layout.mesh.tp == 1

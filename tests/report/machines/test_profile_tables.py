@@ -355,12 +355,8 @@ def test_ratios_are_of_the_second_file_over_the_first_by_case_and_pass():
 def test_at_most_five_cases_of_a_curve_are_named():
     machine = Machine()
     records = [machine.linear(64 * m, 512, 512) for m in range(1, 9)]
-    a, b = (
-        profile_of(
-            [slower(record, factor**index) for index, record in enumerate(records)], curves=()
-        )
-        for factor in (1.0, 1.2)
-    )
+    a = profile_of([slower(record, 1.0**index) for index, record in enumerate(records)], curves=())
+    b = profile_of([slower(record, 1.2**index) for index, record in enumerate(records)], curves=())
 
     body = json.loads(json.dumps(diff_document(a, b)))["curves"][0]
 
@@ -385,10 +381,8 @@ def test_machines_that_measured_nothing_in_common_say_so():
 
 
 def test_figures_of_the_same_case_are_compared():
-    a, b = (
-        profile_of([Machine().figures("launch", {}, host_launch_s=launch_s)], curves=())
-        for launch_s in (8e-6, 1.2e-5)
-    )
+    a = profile_of([Machine().figures("launch", {}, host_launch_s=8e-06)], curves=())
+    b = profile_of([Machine().figures("launch", {}, host_launch_s=1.2e-05)], curves=())
 
     assert row(compared_text(a, b), "launch")[-3:] == ["0.000008", "0.000012", "1.500"]
     assert diff_document(a, b)["figures"] == {
