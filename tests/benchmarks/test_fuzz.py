@@ -42,7 +42,7 @@ def seeds(tmp_path_factory, server) -> Seeds:
 
 
 def without_torch() -> list[fuzzed.Kind]:
-    """The kinds whose inputs and seeds need no torch, and that do not search for long."""
+    """Returns the kinds whose inputs and seeds need no torch, and that do not search for long."""
     need_torch = {"traced-one", "run"}
     return [
         kind
@@ -238,7 +238,7 @@ def _valid(reader: str, seeds: Seeds) -> str:
 
 
 def _refused(server: Server, given: Input) -> None:
-    """Exit code 2 with one error and one hint."""
+    """Checks exit code 2 with one error and one hint."""
     ended = server.run(given)
     verdict = judge(given, ended)
     assert (verdict.failure, verdict.cause) == ("", "")
@@ -247,7 +247,7 @@ def _refused(server: Server, given: Input) -> None:
 
 
 def _of_readers(texts: dict[str, str], *of_all: str) -> list[tuple[str, str]]:
-    """All texts for one reader, and some for every other: there is one reader of them all."""
+    """Returns all texts for one reader and some for every other, since all share one reader."""
     return [
         (reader, text) for reader in READERS for text in texts if reader == "plan" or text in of_all
     ]

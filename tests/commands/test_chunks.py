@@ -36,7 +36,7 @@ def plan_file(tmp_path_factory):
 
 
 def homes(*options):
-    """By layer plan of the estimate what the host keeps, and its policy."""
+    """Returns host states and eviction policy by layer plan of the estimate."""
     plan = json.loads(succeed("estimate", *ASKED, *options, "--json").stdout)
     kept = {
         name: layer_plan["offload"]

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "2")
 BIG = ("--model", "gpt-20b", "--gpus", "64")
 MIDDLE = ("--model", "gpt-2.5b", "--gpus", "16")
-DP_ONLY = ("--pp", "1", "--tp", "1", "--zero", "0")  # where little needs to be searched
+DP_ONLY = ("--pp", "1", "--tp", "1", "--zero", "0")  # a small search
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def plan_file(*arguments: str) -> Path:
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory) -> tuple[Result, Path]:
-    """A search of BIG and its plan file."""
+    """Returns a search of BIG and its plan file."""
     path = tmp_path_factory.mktemp("searched") / "plan.yaml"
     return succeed(*BIG, "--output", str(path)), path
 
@@ -804,7 +804,7 @@ def test_ctrl_c_before_the_first_plan_is_one_line(monkeypatch):
 
 
 def in_a_shell(*arguments: str, before: str = "", **settings) -> subprocess.Popen[str]:
-    """The command in a process of its own, which runs the statements `before` it."""
+    """Starts the command in another process, which runs the statements `before` it."""
     code = f"{before}from parplan import cli; cli.main({list(arguments)!r})"
     return subprocess.Popen(
         [sys.executable, "-c", code],

@@ -106,7 +106,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def steps() -> str:
-    """The name of a table with one source that is priced and one of which a row is not."""
+    """Returns the name of a table with a priced source and one with an unpriced row."""
     return write_table(ROWS)
 
 
@@ -125,7 +125,7 @@ def printed(priced, width: int = 100, **options: object) -> str:
 
 
 def graded(source: str, count: int) -> list[PricedRow]:
-    """Rows of one grid with every figure that a row can have."""
+    """Returns rows of one grid with every figure that a row can have."""
     return [
         PricedRow(
             f"{source}-{n}",

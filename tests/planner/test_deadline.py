@@ -42,7 +42,7 @@ NEVER_FITS = SearchOptions(memory_limit_bytes=MIB)
 
 
 class Clock:
-    """A clock that goes on by a second whenever it is asked."""
+    """A clock that goes on by a second at every look."""
 
     def __init__(self) -> None:
         self.now_s = 0
@@ -233,4 +233,4 @@ def test_the_memory_objective_keeps_the_fastest_plan_if_time_ends_before_leaner_
     fastest_s = throughput(SearchOptions()).predicted.step_time_s.value
     assert plan.predicted.step_time_s.value == pytest.approx(
         fastest_s, rel=0.01
-    )  # as it was chosen, by the closed form
+    )  # the closed form chose the plan

@@ -115,7 +115,7 @@ def test_a_point_found_before_the_time_ran_out_is_not_called_proven(monkeypatch)
         status = solve(self, *arguments, **options)
         self.sol_status = (
             pulp.LpSolutionIntegerFeasible
-        )  # what PuLP reports, with status Optimal, when the limit cut it off
+        )  # PuLP's status of a cut-off solve, whose other status is Optimal
         return status
 
     monkeypatch.setattr(pulp.LpProblem, "solve", cut_off)

@@ -403,7 +403,7 @@ def test_pruned_candidates_are_grouped_by_reason_whatever_its_numbers():
 
 
 def check(value: object, schema: dict, definitions: dict, path: str) -> None:
-    """`value` has the keys, and only those, that the schema gives, all the way down."""
+    """Checks that `value` has exactly the keys of the schema, all the way down."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rpartition("/")[2]]
     if "anyOf" in schema and value is not None:  # that, or null

@@ -33,7 +33,7 @@ from tests.helpers.cases import named
 
 @dataclass(frozen=True)
 class Request:
-    """A question; `slow_nic` is the share of the network's bandwidth that is left."""
+    """A request; `slow_nic` is the share of the network's bandwidth that is left."""
 
     model: str
     gpus: int
@@ -75,7 +75,7 @@ def every_megatron_price(
     request: Request,
     keep: Callable[[ParallelLayout, int, Recompute], bool] = lambda *_: True,
 ) -> Iterator[tuple[ParallelLayout, int, Recompute, StepPrice]]:
-    """Returns each strategy of Megatron-LM's space by its own rules, with its whole price."""
+    """Yields each strategy of Megatron-LM's space by its own rules, with its whole price."""
     model, cluster, _ = request.parts()
     price_cache = request.price_cache()
     gpus = request.gpus

@@ -58,7 +58,7 @@ def record(sizes, forward_s: float, backward_s: float) -> Record:
 
 
 def blocks(shapes, made) -> list[Record]:
-    """Blocks whose passes take what `made(seconds of the operators, launches, backward)` says."""
+    """Returns records of blocks whose passes take `made(alone_s, launches, backward)`."""
     records = [record(sizes, 1.0, 1.0) for sizes in shapes]
     lines = list(equations(records, PROFILE, CLUSTER, Precision.FP32, STACK))
     seconds = [made(line.alone_s, line.launches, line.backward) for line in lines]

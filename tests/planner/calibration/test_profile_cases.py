@@ -57,7 +57,7 @@ WITHOUT_A_CASE = {"cast", "choice", "dispatch", "combine"}
 
 
 def priced_points(profiled: ProfiledWorkload, size: int, sharding: Sharding):
-    """(curve, sizes) of every kernel of a model on one rank that a case could be of."""
+    """Yields (curve, sizes) of every kernel of a model on one rank that a case could measure."""
     for layer in build_graph(profiled.model, profiled.training, size):
         for operator in layer.operators:
             kernels = operator_kernels(operator, sharding, profiled.training)

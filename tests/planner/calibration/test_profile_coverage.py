@@ -44,7 +44,7 @@ TRAINING = TrainingSpec(
 
 
 def profile_of(cases) -> Profile:
-    """A profile that measured these cases, at made-up times."""
+    """Returns a profile that measured these cases, at made-up times."""
     records = [
         Record(
             case=case,

@@ -178,7 +178,7 @@ def test_no_file_of_the_solver_is_left_behind(fault, fake_cbc, tmp_path, monkeyp
 
 
 def test_a_solve_cut_off_by_its_limit_is_never_called_proven():
-    """Whatever CBC found in that time, or nothing."""
+    """CBC may have a solution at that time, or nothing."""
     for limit_s in (1e-4, 0.05, 0.3):
         try:
             solution = hard_problem().solve(SolverName.CBC, time_limit_s=limit_s)

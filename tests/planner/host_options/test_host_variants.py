@@ -36,7 +36,7 @@ from tests.planner.stage_columns.test_chunk_columns import instance
 
 PINS = Constraints(offload=(Offload.ACTIVATIONS,), pp=(1,), micro_batch_size=(8,))
 NOTHING_KEPT = SearchOptions(memory_margin=0.0)
-LITTLE = 100 * MIB  # of which the states of six blocks leave little
+LITTLE = 100 * MIB  # the states of six blocks take most of it
 
 
 def small(memory_bytes: int = LITTLE, rate: float = 1e12, **changes: object) -> Instance:
@@ -107,7 +107,7 @@ def test_the_variants_are_behind_the_options_and_are_lists_of_the_blocks_operato
         of_alike = host_options(
             layout.micro_batch_size, option.sharding, option.recompute, case.price_cache()
         )
-        (same,) = (priced for priced in of_alike if priced.on_host == option.on_host)
+        (same,) = [priced for priced in of_alike if priced.on_host == option.on_host]
         assert (option.saved_bytes, option.host_bytes) == (same.saved_bytes, same.host_bytes)
         block, shard = (
             case.price_cache().kept_layer(LayerKind.BLOCK, layout.micro_batch_size),
@@ -170,7 +170,7 @@ def test_that_activations_went_to_the_host_unasked_is_said() -> None:
 
 
 def every_strategy(layout: ParallelLayout, case: Instance) -> list[Strategy]:
-    """Yields each pair of recompute levels with each offload list, in each number of blocks."""
+    """Returns each pair of recompute levels with each offload list, in each number of blocks."""
     price_cache = case.price_cache()
     kinds = [
         LayerChoice(LayerKind.BLOCK, level, 0, on_host=option.on_host)

@@ -127,7 +127,7 @@ def test_the_largest_part_that_is_named_is_that_of_a_leanest_strategy(seed):
 
 
 def test_states_or_activations_fill_what_they_fill():
-    """A model of many parameters on few GPUs, and long sequences without recompute."""
+    """The cases are many parameters on few GPUs, and long sequences without recompute."""
     states = shortfall(*question("gpt-175b", 8, 8), Constraints(), SearchOptions()).text
     long = shortfall(
         *question("gpt-2.5b", 8, 64, 65536),
@@ -164,7 +164,7 @@ def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages
 
 
 def test_no_cluster_in_reach_says_so():
-    """A limit below the context and the buffers of communication: no number of GPUs helps."""
+    """The limit is below context and communication buffers, so no number of GPUs helps."""
     model, cluster, training = question("llama3-8b", 8, 32)
 
     error = infeasible_error(

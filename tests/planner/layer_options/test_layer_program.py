@@ -28,9 +28,7 @@ from parplan.profiles.stack import AttentionKernel, Stack
 from tests.helpers.cases import mostly_slow, named
 
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))
-NO_HOST = Stack(
-    host_operator_s=0.0
-)  # what the host needs to launch a layer is a bound of the whole layer
+NO_HOST = Stack(host_operator_s=0.0)  # the host's launch time bounds the whole layer
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=256, stack=NO_HOST)
 GPT, LLAMA = load_model("gpt-tiny").spec, load_model("llama3-8b").spec
 NEOX = replace(GPT, parallel_residual=True, dropout=0.0)
@@ -95,7 +93,7 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
 
 @cache
 def instance(seed):
-    """2 to 5 operators of a random block on a 1x2 or 2x2 mesh, a few random strategies for each."""
+    """Returns 2 to 5 operators of a random block with a few strategies each, on a 1x2 or 2x2 mesh."""
     draw = random.Random(seed)
     model = draw.choice(list(MODELS.values()))
     training = replace(

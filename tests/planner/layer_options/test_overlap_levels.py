@@ -195,7 +195,7 @@ def test_no_level_is_searched_that_another_beats():
 
 
 def slow_instance(seed: int) -> Instance:
-    """A network inside the node so slow that halves pay, and a stack that runs them."""
+    """Returns an instance on a network so slow that halves pay, with a stack that runs them."""
     instance = random_instance(seed)
     cluster = with_gpus(load_cluster("a100-80gb"), 4, 2)
     link = replace(cluster.intra_node, bytes_per_s=3e9, latency_s=1e-7)
@@ -250,7 +250,7 @@ def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price
     assert plan.pipeline.tp_overlap == fastest.tp_overlap == 3
     assert (
         plan.search.bound <= best[fastest] * (1 + 1e-5) + 2e-6
-    )  # of the plans with one ZeRO stage
+    )  # brute force has one ZeRO stage a plan
     assert plan.predicted.step_time_s.value < without.predicted.step_time_s.value
 
 

@@ -27,7 +27,7 @@ TRAINING = TrainingSpec(global_batch_size=16, seq_length=64, stack=NEUTRAL)
 
 
 def layout(chance: random.Random) -> list[str]:
-    """The options of `plan estimate` on a small model, most of them legal together."""
+    """Returns options of `plan estimate` on a small model, most of them legal together."""
 
     def maybe(share: float, name: str, values: tuple[object, ...] = ()) -> list[str]:
         if chance.random() >= share:
@@ -85,7 +85,7 @@ def layout(chance: random.Random) -> list[str]:
 
 
 def numbers(value: object) -> Iterator[float]:
-    """All numbers in a JSON value."""
+    """Yields all numbers in a JSON value."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from numbers(part)

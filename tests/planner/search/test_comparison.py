@@ -53,7 +53,7 @@ def compared(*names: str, pins: Constraints | None = None, **options) -> Compari
 def part_table(
     output: str, title: str, names: tuple[str, ...]
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """The printed numbers of the parts and of their last line, one a side."""
+    """Returns the printed numbers of the parts and of their last line, for each side."""
     lines = output[output.index(title) :].split("\n\n")[0].splitlines()[2:]
     rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in lines}
     last = "step" if "compute" in names else "total"

@@ -88,7 +88,7 @@ def test_the_largest_member_is_that_of_asking_every_one_and_all_below_it_fit():
 
     every = [fits(width) for width in WIDTHS]
     assert set(every) == {True, False}
-    assert every == sorted(every, reverse=True)  # what the bisection takes for likely
+    assert every == sorted(every, reverse=True)  # the bisection expects this
     assert row.plan.model.hidden_size == max(width for width in WIDTHS if fits(width))
     assert row.next_name == f"own-w{min(width for width in WIDTHS if not fits(width))}"
     assert re.search(

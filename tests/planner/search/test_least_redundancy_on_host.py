@@ -45,7 +45,7 @@ from tests.planner.stage_columns.test_chunk_columns import (
     instance,
 )
 
-DIGIT_GIB = 1e-4  # of a plan file
+DIGIT_GIB = 1e-4  # the last digit of a plan file
 ONE_DOMAIN: dict[str, object] = {"numa_domains": None, "gpus_per_numa": None}
 CASES = [
     (1, 20, Precision.FP32),
@@ -55,7 +55,7 @@ CASES = [
 ]
 
 
-def asked(
+def six_blocks(
     gpus: int, states: int, precision: Precision = Precision.FP32, **changes: object
 ) -> Instance:
     """Returns six blocks on devices with room for the states of `states` of them.
@@ -90,7 +90,7 @@ def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown
     precision: Precision,
     slowdown: float,
 ) -> None:
-    case = asked(gpus, states, precision)
+    case = six_blocks(gpus, states, precision)
     alone, hosted = lean(case, (), slowdown), lean(case, SEARCHED_OFFLOAD, slowdown)
 
     assert peak_gib(hosted) <= peak_gib(alone)
@@ -104,7 +104,7 @@ def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown
 
 
 def test_a_slowdown_that_pays_for_copies_takes_states_off_the_devices() -> None:
-    case = asked(1, 20)
+    case = six_blocks(1, 20)
     plans = [lean(case, SEARCHED_OFFLOAD, slowdown) for slowdown in (0.0, 0.1, 0.5)]
 
     assert [plan.chunks is not None for plan in plans] == [False, True, True]
@@ -112,17 +112,19 @@ def test_a_slowdown_that_pays_for_copies_takes_states_off_the_devices() -> None:
 
 
 def test_a_slow_host_is_not_worth_it_and_a_small_one_keeps_less() -> None:
-    slow = lean(asked(1, 20, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None), SEARCHED_OFFLOAD)
+    slow = lean(
+        six_blocks(1, 20, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None), SEARCHED_OFFLOAD
+    )
     assert slow.chunks is None
     small_bytes = 60 * 2**20
-    small = lean(asked(1, 20, host_memory_bytes=small_bytes), SEARCHED_OFFLOAD, 0.5)
-    large = lean(asked(1, 20, host_memory_bytes=GIB), SEARCHED_OFFLOAD, 0.5)
+    small = lean(six_blocks(1, 20, host_memory_bytes=small_bytes), SEARCHED_OFFLOAD, 0.5)
+    large = lean(six_blocks(1, 20, host_memory_bytes=GIB), SEARCHED_OFFLOAD, 0.5)
     assert 0 < host_gib(small) * GIB <= small_bytes < host_gib(large) * GIB
     assert small.predicted.redundancy_gib.total > large.predicted.redundancy_gib.total
 
 
 def test_redundant_is_what_devices_hold_beyond_one_copy_of_all_states_wherever_they_lie() -> None:
-    plan = lean(asked(1, 20), SEARCHED_OFFLOAD, 0.5)
+    plan = lean(six_blocks(1, 20), SEARCHED_OFFLOAD, 0.5)
     (held,), redundancy = plan.predicted.memory_gib, plan.predicted.redundancy_gib
     copy = ideal_states(_num_parameters(plan), 1, plan.training)
 
@@ -142,7 +144,7 @@ def _num_parameters(plan: Plan) -> int:
 def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it_was(
     tmp_path: Path,
 ) -> None:
-    plan, path = lean(asked(4, 3), SEARCHED_OFFLOAD, 0.5), tmp_path / "plan.yaml"
+    plan, path = lean(six_blocks(4, 3), SEARCHED_OFFLOAD, 0.5), tmp_path / "plan.yaml"
     write_plan(plan, path)
     back = read_plan(path)
 
@@ -195,7 +197,7 @@ def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules
 
 
 def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure() -> None:
-    case = asked(1, 6)
+    case = six_blocks(1, 6)
     with pytest.raises(InfeasibleError):
         lean(case, ())
     fastest = find_plan(
@@ -216,19 +218,19 @@ def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure(
 
 
 def test_with_nothing_said_the_host_is_left_alone_where_the_devices_are_enough() -> None:
-    assert plan_to_yaml(lean(asked(1, 20), None)) == plan_to_yaml(lean(asked(1, 20), ()))
+    assert plan_to_yaml(lean(six_blocks(1, 20), None)) == plan_to_yaml(lean(six_blocks(1, 20), ()))
 
 
 def test_the_same_request_gives_the_same_bytes() -> None:
-    first = plan_to_yaml(lean(asked(1, 20), SEARCHED_OFFLOAD))
-    second = plan_to_yaml(lean(asked(1, 20), SEARCHED_OFFLOAD))
+    first = plan_to_yaml(lean(six_blocks(1, 20), SEARCHED_OFFLOAD))
+    second = plan_to_yaml(lean(six_blocks(1, 20), SEARCHED_OFFLOAD))
     assert first == second
 
 
 def test_an_interrupt_with_the_host_keeps_the_plan_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = asked(1, 20)
+    case = six_blocks(1, 20)
     calls = []
     solve = Master.leanest
     alone = lean(case, ())
@@ -251,7 +253,7 @@ def test_an_interrupt_with_the_host_keeps_the_plan_without_it(
 
 
 def test_a_time_limit_is_that_of_all_its_searches() -> None:
-    plan = lean(asked(1, 20), SEARCHED_OFFLOAD, deadline=NEVER.first_plan())
+    plan = lean(six_blocks(1, 20), SEARCHED_OFFLOAD, deadline=NEVER.first_plan())
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.chunks is None
@@ -259,7 +261,7 @@ def test_a_time_limit_is_that_of_all_its_searches() -> None:
 
 @cache
 def front_of(gpus: int, states: int, offload: tuple[Offload, ...] | None) -> ParetoFront:
-    case = asked(gpus, states)
+    case = six_blocks(gpus, states)
     return find_front(
         case.model,
         case.cluster,
@@ -324,7 +326,7 @@ def test_a_front_with_nothing_said_leaves_the_host_alone_where_the_devices_are_e
 def test_an_interrupt_among_the_searches_with_the_host_keeps_the_points(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = asked(1, 20)
+    case = six_blocks(1, 20)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -368,7 +370,7 @@ def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_pat
 
 
 def test_pins_hold_with_the_host() -> None:
-    case = asked(2, 20)
+    case = six_blocks(2, 20)
     plan = find_plan(
         case.model,
         case.cluster,

@@ -229,7 +229,7 @@ def test_a_memory_limit_bounds_all_points():
     assert max(point.peak_memory_gib for point in front.points) <= limit_gib + DIGIT_GIB
 
 
-def asked(seed: int = 1, **options: object) -> ParetoFront:
+def front_with(seed: int = 1, **options: object) -> ParetoFront:
     instance = random_instance(seed)
     return find_front(
         instance.model,
@@ -251,7 +251,7 @@ def test_an_interrupt_keeps_the_points_so_far_and_says_that_the_front_is_incompl
         return solve(self, *arguments)
 
     monkeypatch.setattr(Master, "leanest", interrupt)
-    front = asked()
+    front = front_with()
 
     assert front.stopped == "Ctrl-C"
     assert front.num_searches < front_of(1).num_searches
@@ -265,7 +265,7 @@ def test_an_interrupt_between_searches_keeps_the_points(monkeypatch):
 
     monkeypatch.setattr("parplan.planner.search.pareto.least_peak_bytes", interrupt)
 
-    assert asked().stopped == "Ctrl-C"
+    assert front_with().stopped == "Ctrl-C"
 
 
 def test_an_interrupt_before_the_first_plan_is_raised(monkeypatch):
@@ -275,11 +275,11 @@ def test_an_interrupt_before_the_first_plan_is_raised(monkeypatch):
     monkeypatch.setattr(Master, "fastest", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
-        asked()
+        front_with()
 
 
 def test_a_time_limit_is_that_of_all_searches_and_leaves_an_honest_point():
-    front = asked(deadline=NEVER.first_plan())
+    front = front_with(deadline=NEVER.first_plan())
 
     assert front.stopped == "the time limit"
     assert front.num_searches == 1
@@ -298,7 +298,7 @@ def test_a_solver_that_fails_after_the_first_point_does_not_lose_it(monkeypatch)
 
     monkeypatch.setattr(Master, "leanest", fail)
 
-    assert asked().stopped.endswith("cbc failed: no licence")
+    assert front_with().stopped.endswith("cbc failed: no licence")
 
 
 def test_a_wrong_guess_of_the_least_peak_costs_searches_but_not_the_end(monkeypatch):
@@ -308,7 +308,7 @@ def test_a_wrong_guess_of_the_least_peak_costs_searches_but_not_the_end(monkeypa
             "parplan.planner.search.pareto.least_peak_bytes",
             lambda *_, guess=guess: guess * least_gib * GIB,
         )
-        front = asked(4)
+        front = front_with(4)
 
         assert min(point.peak_memory_gib for point in front.points) == pytest.approx(
             least_gib, abs=1.1 * MIB / GIB
@@ -357,7 +357,7 @@ def test_what_one_search_learned_does_not_change_what_another_finds():
 
 def test_nothing_fits_is_the_same_error_as_that_of_a_plan():
     with pytest.raises(InfeasibleError, match="does not fit"):
-        asked(memory_limit_bytes=MIB)
+        front_with(memory_limit_bytes=MIB)
 
 
 def test_less_than_three_points_is_an_error():

@@ -35,7 +35,7 @@ LEVELS = tuple(Recompute)
 
 
 def instance_of(seed):
-    """Two GPUs and four blocks, so that four micro-batches go through two stages."""
+    """Returns two GPUs and four blocks, so that four micro-batches go through two stages."""
     instance = random_instance(seed)
     return replace(
         instance,
@@ -57,7 +57,7 @@ def frame_of(schedule, pp=2, dp=1, m=4):
 
 @cache
 def every_price(seed, schedule):
-    """Every split and mix of levels, where the schedule lets the last stage recompute."""
+    """Prices every split and mix of levels in which the schedule lets the last stage recompute."""
     instance, layout = instance_of(seed), frame_of(schedule)
     price_cache = instance.price_cache()
     strategies = every_strategy(layout, instance.model.num_layers)
@@ -173,7 +173,7 @@ def test_the_search_finds_the_best_of_all_strategies(seed, schedule):
         assert plan.pipeline.schedule == schedule
         assert (
             plan.search.fastest_step_time_s <= best_s * (1 + 1e-9) + 1e-6
-        )  # of the strategies with one ZeRO stage for a rank
+        )  # strategies have one ZeRO stage a rank
         assert plan.search.bound <= best_s + 1e-6
 
 

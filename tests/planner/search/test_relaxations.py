@@ -71,7 +71,7 @@ def relaxed(tight: Request) -> Relaxations:
 
 
 def require_true(tight: Request, answer: Relaxations) -> None:
-    """Every relaxation, searched again from its request, fits and takes the stated time."""
+    """Searches every relaxation again: it fits and takes the stated time."""
     for way in answer.found:
         plan = search(way.request)
         limit = limit_bytes(way.request.cluster, way.request.training.stack, way.request.options)
@@ -117,7 +117,7 @@ PLAIN = ("recompute", "zero-of-several", "schedule")  # degrees: in the test of 
     params=[pytest.param(name, marks=() if name in PLAIN else pytest.mark.slow) for name in PINS],
 )
 def pinned(request):
-    """A pin, the pins, the request that does not fit with them, and what makes it fit."""
+    """Returns a pin, all pins, the request that they make infeasible, and its relaxations."""
     name, pins = PINS[request.param]
     tight = between(pins, replace(pins, **{name: None}))
     return name, pins, tight, relaxed(tight)

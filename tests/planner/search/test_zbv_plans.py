@@ -176,9 +176,7 @@ def test_the_search_finds_the_best_of_all_plans_of_the_schedule_where_memory_bin
     assert plan.pipeline.schedule is Schedule.ZBV
     assert plan.search.fastest_step_time_s <= best_s * (1 + 1e-5) + 2e-6
     assert plan.search.bound <= best_s * (1 + 1e-5) + 2e-6
-    assert (
-        plan.search.gap < 0.01
-    )  # of the simulated step, which may be below the closed form by as much
+    assert plan.search.gap < 0.01  # the simulated step may be below the closed form by as much
     assert max(stage.total for stage in plan.predicted.memory_gib) * 2**30 <= limit * (1 + 1e-4)
 
 

@@ -52,11 +52,11 @@ MODEL = ModelSpec(
     dropout=0.0,
     tied_embeddings=True,
 )
-STATES = 18 * 12 * 256**2  # of one block, gradients of fp32
+STATES = 18 * 12 * 256**2  # bytes of one block with fp32 gradients
 
 
 def cluster(gpus: int, memory_bytes: int, **changes: object) -> Cluster:
-    """Devices without a context: what they have is there for tensors."""
+    """Returns devices without a context, whose memory is all for tensors."""
     whole = with_gpus(load_cluster("a100-80gb"), gpus, gpus)
     return replace(
         whole, device=replace(whole.device, memory_bytes=memory_bytes, context_bytes=0), **changes
@@ -268,7 +268,7 @@ def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
 
 
 def every_strategy(layout: ParallelLayout) -> list[Strategy]:
-    """All homes and levels of one rank's blocks, in runs."""
+    """Returns all locations and levels of one rank's blocks, in runs."""
     zero = 3 if layout.mesh.dp > 1 else 0
     ends = (
         LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero),
@@ -290,7 +290,7 @@ def every_strategy(layout: ParallelLayout) -> list[Strategy]:
 
 @pytest.mark.slow
 def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit() -> None:
-    """Priced with exact schedules, each."""
+    """Each strategy is priced with its exact schedule."""
     case = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
     pins = replace(PINS, recompute=tuple(Recompute), micro_batch_size=(2,))
     plan = find_plan(

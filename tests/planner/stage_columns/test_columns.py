@@ -261,7 +261,7 @@ def test_the_smallest_column_has_the_least_memory_of_all(seed):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_whole_end_of_a_tied_embedding_does_not_stand_in_for_a_sharded_one(rank):
-    """The other rank's must be alike, and there the sharded one may be the faster."""
+    """The other rank's end must be alike, and there the sharded one may be faster."""
     price_cache = random_instance(0).price_cache()
     assert price_cache.tied
     layout = next(

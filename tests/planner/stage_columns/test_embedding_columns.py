@@ -39,7 +39,7 @@ SEEDS = [pytest.param(seed, marks=() if seed in (3, 5) else pytest.mark.slow) fo
 
 
 def untied(seed: int) -> Instance:
-    """A table that is large beside the blocks."""
+    """Returns an instance whose token table is large beside its blocks."""
     instance = random_instance(seed)
     return replace(
         instance,

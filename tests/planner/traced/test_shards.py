@@ -32,7 +32,7 @@ TRAINING = TrainingSpec(global_batch_size=8, seq_length=32, stack=NEUTRAL)
 
 
 def chain(size: int) -> list:
-    """`size` linears with a relu behind each, in modules l0, l1, ..."""
+    """Returns `size` linears with a relu behind each, in modules l0, l1, ..."""
     operators = []
     for number in range(size):
         x = value(f"y{number - 1}") if number else value("batch_x")
@@ -44,7 +44,7 @@ def chain(size: int) -> list:
 
 
 def cuts(sharded) -> list[list[str]]:
-    """The names that each cut hands on."""
+    """Returns the names that each cut hands on."""
     return [[name for name, _ in cut] for cut in sharded.cuts[1:]]
 
 

@@ -61,14 +61,12 @@ FRAME = ParallelLayout(
 
 
 def by_block(spec: ModelSpec) -> Sharded:
-    """The traced model with the shards of every block in one: the layers of a described model."""
+    """Returns the traced model with one shard a block, like the layers of a described model."""
     sharded = shard(traced_spec(spec, TRAINING))
     first, *halves, last = sharded.shards
     blocks = tuple(
-        Shard(
-            name="block", first=half.first, end=two.end, parameters=half.parameters + two.parameters
-        )
-        for half, two in zip(halves[::2], halves[1::2], strict=True)
+        Shard(name="block", first=a.first, end=b.end, parameters=a.parameters + b.parameters)
+        for a, b in zip(halves[::2], halves[1::2], strict=True)
     )
     return replace(sharded, shards=(first, *blocks, last))
 

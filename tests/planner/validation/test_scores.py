@@ -25,7 +25,7 @@ PAIRS = st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=12)
 
 
 def timed(grid: str | None, *pairs: tuple[float, float], source: str = "made") -> list[PricedRow]:
-    """Rows of one grid: (predicted, measured) seconds."""
+    """Returns rows of one grid from pairs of predicted and measured seconds."""
     return [
         PricedRow(
             f"{source}-{index}", source, predicted_s=predicted, measured_s=measured, grid=grid

@@ -50,7 +50,7 @@ ALLOCATOR = ("stacks", "internevo", "allocator_share")
 
 
 def rows_of(source: str, truth: dict, *, memory: bool = False) -> list[dict]:
-    """Rows whose measured figures are what the prices say under the terms `truth`."""
+    """Returns rows whose measured figures are the prices under the terms `truth`."""
     rows = []
     for index, micro_batch in enumerate(("2", "4", "8")):
         row = {

@@ -212,7 +212,7 @@ def test_the_picture_is_in_the_format_of_its_suffix(tmp_path, name, start):
 
 
 def drawn(of: ParetoFront, path: Path) -> str:
-    """The words in the picture: with svg.fonttype none they stay text."""
+    """Returns the words in the picture, which stay text with svg.fonttype none."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none"}):
