@@ -93,7 +93,7 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
 
 @cache
 def instance(seed):
-    """Returns 2 to 5 operators of a random block with a few strategies each, on a 1x2 or 2x2 mesh."""
+    """Returns 2 to 5 operators of a random block on a 1x2 or 2x2 mesh, a few strategies each."""
     draw = random.Random(seed)
     model = draw.choice(list(MODELS.values()))
     training = replace(
