@@ -63,7 +63,8 @@ def test_a_plan_that_is_written_is_read_as_it_was(plan, tmp_path):
 def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
     assert plan.stages[0].first == 0
     assert all(
-        stage.end == two.first for stage, two in zip(plan.stages, plan.stages[1:], strict=False)
+        stage.end == following.first
+        for stage, following in zip(plan.stages, plan.stages[1:], strict=False)
     )
     assert plan.stages[-1].end == len(plan.shards)
     assert plan.shards[-1].end == plan.traced.num_operators

@@ -70,7 +70,7 @@ def test_shards_cover_all_operators_once_and_hold_all_parameters():
     sharded = shard(model)
 
     assert sharded.shards[0].first == 0
-    assert all(first.end == two.first for first, two in pairwise(sharded.shards))
+    assert all(first.end == second.first for first, second in pairwise(sharded.shards))
     assert sharded.shards[-1].end == len(model.operators)
     tied = 512 * 64  # the token table, which embedding and head hold
     assert sum(shard_.parameters for shard_ in sharded.shards) == model.num_parameters + tied
