@@ -34,10 +34,10 @@ def test_a_row_of_least_peak_peaks_lowest_and_a_row_of_least_time_is_fastest(set
     for system in ("megatron", "megatron +sp", "megatron +sp +do"):
         for level in LEVELS:
             lean = next(
-                (r for r in rows if (r.system, r.recompute, r.picked) == (system, level, "memory"))
+                r for r in rows if (r.system, r.recompute, r.picked) == (system, level, "memory")
             )
             fast = next(
-                (r for r in rows if (r.system, r.recompute, r.picked) == (system, level, "time"))
+                r for r in rows if (r.system, r.recompute, r.picked) == (system, level, "time")
             )
             assert lean.peak_gib <= fast.peak_gib
             assert fast.fits
