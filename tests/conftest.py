@@ -1,6 +1,4 @@
-"""What all tests share: the option that rewrites goldens, one thread of torch, Ctrl-C, and a heap
-that is not walked again.
-"""
+"""Shared settings of all tests: --update-golden, one torch thread, Ctrl-C and a frozen heap."""
 
 from __future__ import annotations
 
@@ -54,9 +52,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    """Tests are other ranks in one process before they fork a world: a group that only torch's
-    caches remember ends here, where its threads are, for which the end of it in a fork would
-    wait.
+    """Ends torch's cached groups before a test forks a world.
+
+    Tests are other ranks in one process before they fork. A group that only torch's caches hold
+    ends here, where its threads are; in a fork its end would wait for them.
     """
     tensors = sys.modules.get("parplan.executor.tensors")
     if tensors is not None:

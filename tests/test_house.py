@@ -1,6 +1,4 @@
-"""The house rules that imports can break: they go down only, and each third-party package has its
-place.
-"""
+"""The house rules that imports can break: direction, and the places of third-party packages."""
 
 from __future__ import annotations
 
@@ -90,8 +88,9 @@ def modules() -> list[Path]:
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Every module that a file imports, at its top or inside a function; `from a import b` is a.b,
-    relative ones resolved.
+    """Returns every module that a file imports, at its top or inside a function.
+
+    `from a import b` counts as a.b; relative imports are resolved.
     """
     return tuple(_imports(path))
 
@@ -114,12 +113,12 @@ def layer_of(name: str) -> int | None:
 
 @pytest.mark.parametrize("path", modules(), ids=str)
 def test_imports_go_down_only(path):
-    own = layer_of(path.parts[0])
-    assert own is not None
+    importing = layer_of(path.parts[0])
+    assert importing is not None
     for name in imports(path):
         layer = layer_of(name)
-        assert layer is None or layer <= own, f"{path} imports {name}: upward"
-        if LAYERS[own] == "executor" and layer == LAYERS.index("planner"):
+        assert layer is None or layer <= importing, f"{path} imports {name}: upward"
+        if LAYERS[importing] == "executor" and layer == LAYERS.index("planner"):
             assert f"{name}.".startswith(EXECUTOR_USES), (
                 f"{path} imports {name}: of the planner only {', '.join(EXECUTOR_USES)}"
             )
@@ -166,9 +165,7 @@ def test_nothing_imports_the_tests_the_benchmarks_or_the_examples():
 
 
 def run_cli(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a fresh interpreter; its last line on stderr lists the heavy modules
-    that were loaded.
-    """
+    """Runs the command line in a fresh interpreter, which lists loaded heavy modules on stderr."""
     code = (
         "import sys\n"
         "from parplan.cli import main\n"

@@ -541,7 +541,11 @@ def _moved(
         host_blocks=model.num_layers, optimizer_blocks=0, eviction=policy, device_bytes=budget
     )
     plan = estimate_plan(
-        PlanRequest(model=model, cluster=cluster, training=training_of(cluster, num_micro_batches)),
+        PlanRequest(
+            model=model,
+            cluster=cluster,
+            training=training_of(cluster, num_micro_batches, stack="parplan"),
+        ),
         _frame(Mesh(pp=pp, dp=1, tp=1), 1, num_micro_batches, schedule),
         UniformChoices(recompute=Recompute.FULL, chunks=request),
     )

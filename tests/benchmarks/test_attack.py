@@ -1,5 +1,4 @@
-"""Attacks on proven plans: what they change, what they may not change, and that nothing they find
-is beyond a stated gap.
+"""Attacks on proven plans change what they name, and beat no plan beyond its stated gap.
 
 `python benchmarks/search/attack.py` has 60 requests and more changes of each.
 """
@@ -51,51 +50,51 @@ def two_stages() -> Strategy:
         num_micro_batches=8,
         sequence_parallel=False,
     )
-    embedding, head = (
-        LayerChoice(kind, Recompute.NONE, 2) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
-    )
+    embedding = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 2)
+    head = LayerChoice(LayerKind.HEAD, Recompute.NONE, 2)
     return Strategy(layout=layout, stages=((embedding, BLOCK, BLOCK, BLOCK), (OTHER, head)))
 
 
 @pytest.mark.parametrize("request_", mostly_slow(SMALL, SMALL[1:3]), ids=str)
 def test_nothing_that_an_attack_finds_is_beyond_the_stated_gap(request_: Request) -> None:
-    found = attacked(request_, EVALUATIONS, seed=0)
+    outcome = attacked(request_, EVALUATIONS, seed=0)
 
-    assert not found.beyond, (
-        f"{100 * found.beyond:.3f} % beyond the gap by {', '.join(found.kinds)}: {found.how}"
+    assert not outcome.beyond, (
+        f"{100 * outcome.beyond:.3f} % beyond the gap by {', '.join(outcome.kinds)}: {outcome.how}"
     )
 
 
 def test_nothing_is_leaner_than_the_least_redundant_plan() -> None:
-    found = attacked(
+    outcome = attacked(
         replace(tiny(pp=(1, 2), tp=(1,)), objective=Objective.MEMORY), EVALUATIONS, seed=0
     )
 
-    assert not found.beyond, found.how
+    assert not outcome.beyond, outcome.how
 
 
 def test_an_attack_prices_the_plan_as_it_was_priced_and_finds_what_is_better_than_a_bad_one() -> (
     None
 ):
-    asked = tiny(pp=(1,), tp=(1,))
+    request = tiny(pp=(1,), tp=(1,))
     worse = find_plan(
-        asked.question.model,
-        asked.question.cluster,
-        asked.question.training,
-        constraints=replace(asked.pins, zero=(3,)),
+        request.question.model,
+        request.question.cluster,
+        request.question.training,
+        constraints=replace(request.pins, zero=(3,)),
     )
 
-    attack = Attack(asked, worse, EVALUATIONS, seed=0)
-    start, found = attack.start(), dict(attack.found())
+    attack = Attack(request, worse, EVALUATIONS, seed=0)
+    start, finds = attack.start(), dict(attack.found())
 
     assert start is not None
     assert start.value == pytest.approx(worse.predicted.step_time_s.value, rel=1e-5)
-    assert found["zero"].value < start.value
-    assert "zero" in change.kinds(start.strategy, found["zero"].strategy)
+    assert finds["zero"].value < start.value
+    assert "zero" in change.kinds(start.strategy, finds["zero"].strategy)
 
 
 def test_the_same_seed_attacks_alike() -> None:
-    first, second = (attacked(tiny(pp=(1, 2), tp=(1,)), EVALUATIONS, seed=3) for _ in range(2))
+    first = attacked(tiny(pp=(1, 2), tp=(1,)), EVALUATIONS, seed=3)
+    second = attacked(tiny(pp=(1, 2), tp=(1,)), EVALUATIONS, seed=3)
 
     assert (first.best, first.by_kind, first.evaluations, first.how) == (
         second.best,
@@ -106,7 +105,7 @@ def test_the_same_seed_attacks_alike() -> None:
 
 
 def test_what_is_better_within_the_gap_does_not_count_as_beyond_it() -> None:
-    found = Outcome(
+    outcome = Outcome(
         request=tiny(),
         plan=10.0,
         gap=0.01,
@@ -122,9 +121,9 @@ def test_what_is_better_within_the_gap_does_not_count_as_beyond_it() -> None:
         attack_s=0.0,
     )
 
-    assert (found.beats, found.beyond) == (pytest.approx(0.005), 0.0)
-    assert replace(found, best=9.8).beyond == pytest.approx(0.01)
-    assert replace(found, plan=None, gap=0.0).beyond == 1.0
+    assert (outcome.beats, outcome.beyond) == (pytest.approx(0.005), 0.0)
+    assert replace(outcome, best=9.8).beyond == pytest.approx(0.01)
+    assert replace(outcome, plan=None, gap=0.0).beyond == 1.0
 
 
 def test_moves_change_what_they_name() -> None:
@@ -158,11 +157,11 @@ def test_the_most_and_the_fewest_that_fit_are_those_of_trying_all(limit: int) ->
 
 
 def test_frames_are_all_that_the_search_has_and_those_that_it_does_not_try() -> None:
-    asked = Request(TargetOptions(model="gpt-tiny", gpus=4, gpu="a100-80gb", stack="parplan"))
-    every = set(layouts(asked.question, asked.pins))
+    request = Request(TargetOptions(model="gpt-tiny", gpus=4, gpu="a100-80gb", stack="parplan"))
+    every = set(layouts(request.question, request.pins))
 
     searched = enumerate_candidates(
-        asked.question.model, asked.question.cluster, asked.question.training, asked.pins
+        request.question.model, request.question.cluster, request.question.training, request.pins
     ).layouts
 
     assert set(searched) <= every
@@ -170,7 +169,7 @@ def test_frames_are_all_that_the_search_has_and_those_that_it_does_not_try() -> 
         layout.schedule is Schedule.GPIPE and layout.num_micro_batches > layout.mesh.pp
         for layout in every
     )
-    assert not set(layouts(asked.question, Constraints(pp=(1,)))) & {
+    assert not set(layouts(request.question, Constraints(pp=(1,)))) & {
         layout for layout in every if layout.mesh.pp > 1
     }
 
@@ -191,9 +190,9 @@ def test_what_is_left_out_has_a_reason_and_all_else_counts() -> None:
 
 
 def test_requests_are_fixed_and_each_is_there_once() -> None:
-    found = list(requests(20, seed=0))
+    listed = list(requests(20, seed=0))
 
-    assert found == list(requests(20, seed=0))
-    assert len(set(map(str, found))) == 20
-    assert found[: len(NAMED)] == list(NAMED)
+    assert listed == list(requests(20, seed=0))
+    assert len(set(map(str, listed))) == 20
+    assert listed[: len(NAMED)] == list(NAMED)
     assert all(request.objective is Objective.MEMORY for request in memory_requests(2, seed=0))

@@ -1,6 +1,4 @@
-"""Hostile input, as the fuzzer makes it: a few hundred of its inputs, and one of every cause that
-was met before.
-"""
+"""Hostile input: a few hundred of the fuzzer's inputs, and one for every cause met before."""
 
 from __future__ import annotations
 
@@ -31,20 +29,20 @@ TINY = "--model gpt-tiny --gpus 2 --gpu cpu"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(torch=False) as found:
-        yield found
+    with Server(torch=False) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory, server) -> Seeds:
-    found = Seeds(tmp_path_factory.mktemp("seeds"))
-    for name in sorted(found.missing(name for kind in without_torch() for name in kind.needs)):
-        found.make(name, server)
-    return found
+    made = Seeds(tmp_path_factory.mktemp("seeds"))
+    for name in sorted(made.missing(name for kind in without_torch() for name in kind.needs)):
+        made.make(name, server)
+    return made
 
 
 def without_torch() -> list[fuzzed.Kind]:
-    """The kinds whose inputs and seeds need no torch, and that do not search for long."""
+    """Returns the kinds whose inputs and seeds need no torch, and that do not search for long."""
     need_torch = {"traced-one", "run"}
     return [
         kind
@@ -72,11 +70,11 @@ def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_toget
         lambda result: failures.append(result) if result.verdict.failure else None,
     )
 
-    found = [
+    causes = [
         f"{len(group.results)} x {group.failure}: {group.cause} ({group.results[0].given.name})"
         for group in grouped(failures)
     ]
-    assert found == []
+    assert causes == []
 
 
 def test_the_same_seed_makes_the_same_inputs_and_another_seed_others(seeds):
@@ -240,7 +238,7 @@ def _valid(reader: str, seeds: Seeds) -> str:
 
 
 def _refused(server: Server, given: Input) -> None:
-    """Exit code 2 with one error and one hint."""
+    """Checks exit code 2 with one error and one hint."""
     ended = server.run(given)
     verdict = judge(given, ended)
     assert (verdict.failure, verdict.cause) == ("", "")
@@ -249,7 +247,7 @@ def _refused(server: Server, given: Input) -> None:
 
 
 def _of_readers(texts: dict[str, str], *of_all: str) -> list[tuple[str, str]]:
-    """All texts for one reader, and some for every other: there is one reader of them all."""
+    """Returns all texts for one reader and some for every other, since all share one reader."""
     return [
         (reader, text) for reader in READERS for text in texts if reader == "plan" or text in of_all
     ]
@@ -380,8 +378,12 @@ LINES = {
         "estimate --model gpt-tiny --gpus 8 --pp 2 --dp 4 --schedule "
         "last-no-recompute --zero 3 --recompute full"
     ),
-    "one-recompute-level": "--model gpt-2.5b --gpus 1 --gpu cpu --recompute none --time-limit 1 -o p.yaml",
-    "max-model-recompute": "max-model --hidden 64 --recompute full --gpus 1 --gpu cpu --time-limit 1",
+    "one-recompute-level": (
+        "--model gpt-2.5b --gpus 1 --gpu cpu --recompute none --time-limit 1 -o p.yaml"
+    ),
+    "max-model-recompute": (
+        "max-model --hidden 64 --recompute full --gpus 1 --gpu cpu --time-limit 1"
+    ),
     "ways-out-in-time": "--model gpt-2.5b --gpus 2 --gpu cpu --time-limit 1 -o p.yaml",
     "size-nan": f"estimate {TINY} --memory-limit nanGiB",
     "size-inf": f"estimate {TINY} --host-memory 1e999GiB",

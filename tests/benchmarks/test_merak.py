@@ -1,6 +1,4 @@
-"""The benchmark of Merak's techniques on one small machine: rows that can only get faster, and
-gains that multiply to the whole.
-"""
+"""Merak's techniques on one small machine only make rows faster; gains multiply to the whole."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The benchmark of PatrickStar's published figures: its closed forms, its chunk sizes, and what
-eviction moves.
-"""
+"""The benchmark of PatrickStar's published figures: closed forms, chunk sizes and evictions."""
 
 from __future__ import annotations
 
@@ -31,10 +29,10 @@ STATED = {
 
 
 def test_the_largest_models_are_those_of_the_published_figures():
-    found = {(each.gpu, each.gpus): each.label for each in largest_published()}
+    labels = {(each.gpu, each.gpus): each.label for each in largest_published()}
 
-    assert STATED.items() <= found.items()
-    assert {gpus: label for (gpu, gpus), label in found.items() if gpu == "v100-32gb"} == {
+    assert STATED.items() <= labels.items()
+    assert {gpus: label for (gpu, gpus), label in labels.items() if gpu == "v100-32gb"} == {
         1: "12B",
         2: "12B",
         4: "12B",
@@ -106,8 +104,8 @@ def test_opt_moves_no_more_than_lru_and_fifo_and_room_never_moves_more():
 
     for (schedule, number, _), values in moved.items():
         assert all(
-            best <= other
-            for best, other in zip(moved[schedule, number, "opt"], values, strict=True)
+            best <= value
+            for best, value in zip(moved[schedule, number, "opt"], values, strict=True)
         )
         assert values == sorted(values, reverse=True)
     assert len(moved) == 12
@@ -119,8 +117,8 @@ def test_the_planners_chunks_are_better_used_than_those_of_patrickstars_search()
         for row in patrickstar.chunk_sizes(sizes=(64,)).rows
     ]
 
-    assert all(own > 99.9 for _, own in shares)
-    assert all(own > searched for searched, own in shares)
+    assert all(used > 99.9 for _, used in shares)
+    assert all(used > searched for searched, used in shares)
 
 
 def test_waiting_for_copies_is_never_faster_and_the_planner_keeps_to_the_rules():
@@ -132,11 +130,11 @@ def test_waiting_for_copies_is_never_faster_and_the_planner_keeps_to_the_rules()
 
 
 def test_the_command_prints_json_alone():
-    found = json.loads(
+    body = json.loads(
         CliRunner()
         .invoke(patrickstar.main, ["--part", "chunks", "--json"], catch_exceptions=False)
         .stdout
     )
 
-    assert found["kind"] == "analytic"
-    assert [table["part"] for table in found["tables"]] == ["chunks"]
+    assert body["kind"] == "analytic"
+    assert [table["part"] for table in body["tables"]] == ["chunks"]

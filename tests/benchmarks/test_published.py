@@ -1,6 +1,4 @@
-"""The rank of published configurations: they cost what `plan estimate` says, and the first
-candidate is the search's plan.
-"""
+"""Published configurations cost what `plan estimate` says; the first one is the search's plan."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def named(name: str) -> Published:
     return next(row for row in PUBLISHED if row.name == name)
 
 
-def asked(request):
+def question_of(request):
     price_cache = request.price_cache
     return price_cache.model, price_cache.machine.cluster, price_cache.training
 
@@ -90,7 +88,7 @@ def test_a_published_configuration_costs_what_an_estimate_says(
         sequence_parallel=True,
     )
 
-    predicted = estimate_plan(*asked(request_20b), layout, zero=1).predicted
+    predicted = estimate_plan(*question_of(request_20b), layout, zero=1).predicted
 
     assert frames_of(named(name), request_20b) == [layout]
     price = as_published(layout, request_20b.price_cache)
@@ -110,7 +108,7 @@ def test_a_row_without_a_micro_batch_stands_for_all_of_its_mesh(request_20b):
 
 
 def test_the_first_candidate_is_the_plan_of_the_search(small, candidates):
-    plan = find_plan(*asked(small))
+    plan = find_plan(*question_of(small))
 
     assert candidates[0].step_s == pytest.approx(plan.predicted.step_time_s.value, rel=1e-3)
     assert candidates[0].layout.mesh == plan.mesh

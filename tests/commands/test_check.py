@@ -1,6 +1,4 @@
-"""`plan check`: what it prints, its exit codes, and that a plan which trains wrongly does not
-pass.
-"""
+"""`plan check`: its output and exit codes; a plan which trains wrongly does not pass."""
 
 from __future__ import annotations
 
@@ -87,10 +85,10 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_exits_with_3(tmp_path):
     result = run(with_memory(tiny(), MIB), tmp_path, "--json")
 
     assert result.exit_code == 3
-    found = json.loads(result.stdout)
-    assert not found["fits"]
-    assert found["verdict"].startswith("does not fit: stage 0 needs ")
-    assert found["ranks"][0]["occupied_bytes"] > found["ranks"][0]["capacity_bytes"] == MIB
+    body = json.loads(result.stdout)
+    assert not body["fits"]
+    assert body["verdict"].startswith("does not fit: stage 0 needs ")
+    assert body["ranks"][0]["occupied_bytes"] > body["ranks"][0]["capacity_bytes"] == MIB
 
 
 def test_placements_that_have_no_price_are_an_error_before_anything_runs(tmp_path, monkeypatch):
@@ -110,10 +108,10 @@ def test_placements_that_have_no_price_are_an_error_before_anything_runs(tmp_pat
 
 
 def test_only_the_ranks_that_were_asked_for_are_run(tmp_path):
-    found = json.loads(run(tiny(pp=2, dp=1), tmp_path, "--rank", "1", "--json").stdout)
+    body = json.loads(run(tiny(pp=2, dp=1), tmp_path, "--rank", "1", "--json").stdout)
 
-    assert [rank["rank"] for rank in found["ranks"]] == [1]
-    assert {sent["axis"] for sent in found["ranks"][0]["found"]["sent"]} == {"pp"}
+    assert [rank["rank"] for rank in body["ranks"]] == [1]
+    assert {sent["axis"] for sent in body["ranks"][0]["found"]["sent"]} == {"pp"}
 
 
 @pytest.mark.parametrize(
@@ -174,10 +172,10 @@ def test_a_rank_that_weighs_its_loss_wrongly_does_not_pass(tmp_path, monkeypatch
     result = run(tiny(), tmp_path, "--execute", "--json")
 
     assert result.exit_code == 2
-    found = json.loads(result.stdout)
-    assert not found["passed"]
-    assert found["verdict"].startswith("differs: ")
-    assert max(found["gradient_errors"].values()) == pytest.approx(1e-3, rel=0.1)
+    body = json.loads(result.stdout)
+    assert not body["passed"]
+    assert body["verdict"].startswith("differs: ")
+    assert max(body["gradient_errors"].values()) == pytest.approx(1e-3, rel=0.1)
 
 
 def test_bytes_that_are_not_as_predicted_have_an_exit_code(tmp_path, monkeypatch):
@@ -239,13 +237,13 @@ def use(activations: int, *sent: SentBytes, gradients: int = 4) -> RankUse:
     )
 
 
-def a_check(predicted: RankUse, found: RankUse, capacity: int = 10**6) -> RankCheck:
+def a_check(predicted: RankUse, measured: RankUse, capacity: int = 10**6) -> RankCheck:
     return RankCheck(
         rank=0,
         predicted=predicted,
-        found=found,
+        found=measured,
         planned=float(predicted.held),
-        occupied=float(found.held),
+        occupied=float(measured.held),
         capacity=capacity,
         micro_batches=(4,),
         of=4,
@@ -253,7 +251,7 @@ def a_check(predicted: RankUse, found: RankUse, capacity: int = 10**6) -> RankCh
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("measured", "expected"),
     [
         pytest.param(
             use(1000),
@@ -262,23 +260,26 @@ def a_check(predicted: RankUse, found: RankUse, capacity: int = 10**6) -> RankCh
         ),
         pytest.param(
             use(1010),
-            "matches: parameters, gradients, optimizer, temporaries to the byte; activations +1.0 %, peak +1.0 %",
+            "matches: parameters, gradients, optimizer, temporaries to the byte; "
+            "activations +1.0 %, peak +1.0 %",
             id="close",
         ),
         pytest.param(
             use(1100),
-            "differs: parameters, gradients, optimizer, temporaries to the byte; activations +10.0 %, peak +9.8 %",
+            "differs: parameters, gradients, optimizer, temporaries to the byte; "
+            "activations +10.0 %, peak +9.8 %",
             id="far",
         ),
         pytest.param(
             use(1000, gradients=5),
-            "differs: parameters, optimizer, activations, temporaries to the byte; gradients +25.0 %, peak +0.10 %",
+            "differs: parameters, optimizer, activations, temporaries to the byte; "
+            "gradients +25.0 %, peak +0.10 %",
             id="a-state",
         ),
     ],
 )
-def test_the_verdict_says_what_is_as_predicted_and_what_is_not(found, expected):
-    checks = (a_check(use(1000), found),)
+def test_the_verdict_says_what_is_as_predicted_and_what_is_not(measured, expected):
+    checks = (a_check(use(1000), measured),)
 
     assert verdict(checks).replace("+0.1 %", "+0.10 %") == expected
     assert all_match(checks) == expected.startswith("matches")
@@ -292,7 +293,7 @@ def test_a_plan_file_of_other_prices_is_said_to_be_old():
 
 
 def test_the_worst_deviation_of_all_stages_counts():
-    checks = tuple(a_check(use(1000), use(found)) for found in (1010, 900, 1050))
+    checks = tuple(a_check(use(1000), use(activations)) for activations in (1010, 900, 1050))
 
     assert worst_deviation(checks, "activations") == pytest.approx(-0.1)
 

@@ -36,10 +36,12 @@ def plan_file(tmp_path_factory):
 
 
 def homes(*options):
-    """By layer plan of the estimate what the host keeps, and its policy."""
+    """Returns host states and eviction policy by layer plan of the estimate."""
     plan = json.loads(succeed("estimate", *ASKED, *options, "--json").stdout)
     kept = {
-        name: own["offload"] for name, own in plan["layer_plans"].items() if own["layer"] == "block"
+        name: layer_plan["offload"]
+        for name, layer_plan in plan["layer_plans"].items()
+        if layer_plan["layer"] == "block"
     }
     return kept, plan["chunks"] and plan["chunks"]["eviction"]
 
@@ -151,13 +153,14 @@ def test_the_summary_says_whose_states_leave_the_device(options, expected):
 def test_show_has_the_fullest_moments_for_people_and_all_for_programs(plan_file):
     text = succeed("show", str(plan_file), "--chunks").stdout
     assert "in after the update" in text.splitlines()[-1]
-    found = json.loads(succeed("show", str(plan_file), "--chunks", "--rank", "0", "--json").stdout)
+    body = json.loads(succeed("show", str(plan_file), "--chunks", "--rank", "0", "--json").stdout)
 
     assert "fullest of" in text
-    assert len(found["moments"]) % 8 == 0  # forward and backward of four blocks
+    assert len(body["moments"]) % 8 == 0  # forward and backward of four blocks
     assert all(
-        own["always"] + own["pool"] + own["gathered"] + own["other"] <= found["device_bytes"]
-        for own in found["moments"]
+        moment["always"] + moment["pool"] + moment["gathered"] + moment["other"]
+        <= body["device_bytes"]
+        for moment in body["moments"]
     )
 
 

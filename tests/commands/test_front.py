@@ -1,6 +1,4 @@
-"""`plan --objective pareto`: what it prints, what it writes, how it ends early, and what it
-refuses.
-"""
+"""`plan --objective pareto`: its output, its file, its early end, and its errors."""
 
 from __future__ import annotations
 
@@ -186,7 +184,8 @@ def test_plot_without_matplotlib_is_the_error_of_validate(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     assert run(*FRONT, "--plot", "front.png").stderr == (
-        "error: --plot needs matplotlib, which is not installed\nhint: pip install 'parplan[plot]'\n"
+        "error: --plot needs matplotlib, which is not installed\n"
+        "hint: pip install 'parplan[plot]'\n"
     )
 
 

@@ -1,9 +1,8 @@
-"""The command line: what it prints and where, what it writes, and one line of error and hint for
-every bad input.
-"""
+"""The command line: its output, its files, and one line of error and hint for every bad input."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from parplan.commands import options as shared_options
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
+from parplan.planner.deadline import deadline_after
 from parplan.planner.master import Master
 from parplan.planner.objective import Objective
 from parplan.planner.plan.error_band import margin_text
@@ -38,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "2")
 BIG = ("--model", "gpt-20b", "--gpus", "64")
 MIDDLE = ("--model", "gpt-2.5b", "--gpus", "16")
-DP_ONLY = ("--pp", "1", "--tp", "1", "--zero", "0")  # where little needs to be searched
+DP_ONLY = ("--pp", "1", "--tp", "1", "--zero", "0")  # a small search
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def plan_file(*arguments: str) -> Path:
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory) -> tuple[Result, Path]:
-    """A search of BIG and its plan file."""
+    """Returns a search of BIG and its plan file."""
     path = tmp_path_factory.mktemp("searched") / "plan.yaml"
     return succeed(*BIG, "--output", str(path)), path
 
@@ -70,9 +71,9 @@ def test_a_search_writes_the_plan_and_prints_its_summary_and_how_to_run_it(searc
     assert plan.search.status is Status.OPTIMAL
     assert result.stderr == ""
     lines = result.stdout.splitlines()
-    assert (
-        lines[0]
-        == "gpt-20b, 20.3 B parameters, 44 layers | 64 x a100-80gb, 8 a node | 1,024 x 2,048 tokens, bf16, Adam"
+    assert lines[0] == (
+        "gpt-20b, 20.3 B parameters, 44 layers | 64 x a100-80gb, 8 a node | "
+        "1,024 x 2,048 tokens, bf16, Adam"
     )
     assert f"pp {plan.mesh.pp} x dp {plan.mesh.dp} x tp {plan.mesh.tp}" in result.stdout
     assert f"({plan.predicted.step_time_s.kind})" in result.stdout
@@ -84,14 +85,15 @@ def test_a_search_writes_the_plan_and_prints_its_summary_and_how_to_run_it(searc
 
 def test_every_default_that_was_taken_is_printed_and_no_other():
     def assumed(*arguments: str) -> str:
-        found = re.search(r"assumed: (.*?)\n\n", succeed(*arguments, *DP_ONLY).stdout, re.DOTALL)
-        return " ".join(found[1].split()) if found else ""
+        match = re.search(r"assumed: (.*?)\n\n", succeed(*arguments, *DP_ONLY).stdout, re.DOTALL)
+        return " ".join(match[1].split()) if match else ""
 
     residuals = shipped_terms().residuals_of("megatron-core")
     assert assumed(*TINY) == (
-        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), --precision bf16, "
-        "--gradient-precision fp32, --stack megatron-core, --attention flash (the stack's), "
-        f"--memory-margin {residuals.memory_margin:g} ({margin_text(load_stack('megatron-core'))})"
+        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), "
+        "--precision bf16, --gradient-precision fp32, --stack megatron-core, "
+        f"--attention flash (the stack's), --memory-margin {residuals.memory_margin:g} "
+        f"({margin_text(load_stack('megatron-core'))})"
     )
     assert assumed(
         *TINY,
@@ -104,8 +106,8 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "--objective",
         "memory",
     ) == (
-        "--gpus-per-node 2, --seq-length 64 (the model's), --gradient-precision fp32, --stack megatron-core, "
-        "--attention flash (the stack's), --max-slowdown 0.1"
+        "--gpus-per-node 2, --seq-length 64 (the model's), --gradient-precision fp32, "
+        "--stack megatron-core, --attention flash (the stack's), --max-slowdown 0.1"
     )
     assert assumed(
         *TINY,
@@ -118,7 +120,8 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         "--precision",
         "bf16",
     ) == (
-        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), --gradient-precision fp32"
+        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), "
+        "--gradient-precision fp32"
     )
 
 
@@ -349,14 +352,12 @@ def test_estimate_prices_schedules_that_split_the_backward_by_name_and_from_a_fi
     rows = csv_rows(Schedule.ZBV, 2, 4, 2)
     Path("lists.csv").write_text("\n".join(rows))
 
-    named, own = (
-        json.loads(succeed(*layout, *how).stdout)
-        for how in (("--schedule", "zbv"), ("--schedule-file", "lists.csv"))
-    )
+    named = json.loads(succeed(*layout, "--schedule", "zbv").stdout)
+    from_file = json.loads(succeed(*layout, "--schedule-file", "lists.csv").stdout)
 
     assert (named["pipeline"]["schedule"], named["pipeline"]["virtual_stages"]) == ("zbv", 2)
-    assert own["pipeline"]["actions"] == list(rows)
-    assert named["predicted"]["step_time_s"] == own["predicted"]["step_time_s"]
+    assert from_file["pipeline"]["actions"] == list(rows)
+    assert named["predicted"]["step_time_s"] == from_file["predicted"]["step_time_s"]
 
 
 @pytest.mark.parametrize(
@@ -613,7 +614,8 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
         ),
         pytest.param(
             (*BIG, "--max-slowdown", "0.1"),
-            r"--max-slowdown is for --objective memory or peak, the objective is throughput\nhint: leave it out",
+            r"--max-slowdown is for --objective memory or peak, "
+            r"the objective is throughput\nhint: leave it out",
             id="no-slowdown",
         ),
         pytest.param(
@@ -749,7 +751,8 @@ def test_a_model_that_does_not_fit_says_how_much_is_missing_of_what_and_what_wou
 
     assert (result.exit_code, result.stdout) == (3, "")
     assert re.fullmatch(
-        r"error: gpt-175b does not fit on 8 x a100-80gb: .* on stage \d+, .* usable with --memory-margin [\d.]+: [\d.]+ GiB short; "
+        r"error: gpt-175b does not fit on 8 x a100-80gb: .* on stage \d+, "
+        r".* usable with --memory-margin [\d.]+: [\d.]+ GiB short; "
         r"the largest part is states .*\nhint: it fits with\n"
         r" +--gpus \d+  .* a step \(-\d+ % on the [\d,]+ s it would take with unlimited memory\)\n"
         r"( +not tried in 10 s: --tp\n)?",
@@ -757,7 +760,11 @@ def test_a_model_that_does_not_fit_says_how_much_is_missing_of_what_and_what_wou
     )
 
 
-def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap():
+def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap(monkeypatch):
+    looks_s = itertools.count(step=1e-6)  # counts looks: no machine is too slow
+    in_looks = partial(deadline_after, clock=lambda: next(looks_s))
+    monkeypatch.setattr("parplan.commands.requests.requests.deadline_after", in_looks)
+
     output = succeed(*MIDDLE, "--time-limit", "0.000001").stdout
 
     assert re.search(r"gap [\d.]+ % +stopped early; [\d,]+ candidates", output)
@@ -797,7 +804,7 @@ def test_ctrl_c_before_the_first_plan_is_one_line(monkeypatch):
 
 
 def in_a_shell(*arguments: str, before: str = "", **settings) -> subprocess.Popen[str]:
-    """The command in a process of its own, which runs the statements `before` it."""
+    """Starts the command in another process, which runs the statements `before` it."""
     code = f"{before}from parplan import cli; cli.main({list(arguments)!r})"
     return subprocess.Popen(
         [sys.executable, "-c", code],
@@ -824,16 +831,17 @@ def test_a_search_in_another_process_ends_on_sigint_without_a_traceback():
 
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole_group, tmp_path):
-    """As a job that a shell runs in the background; `timeout` signals the process and then its
-    group.
-    """
+    """A shell's background job ignores SIGINT; `timeout` signals the process and then its group."""
     pid, solver = tmp_path / "pid", tmp_path / "cbc"
     solver.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
     solver.chmod(0o755)
     process = in_a_shell(
         *MIDDLE,
         start_new_session=True,
-        before=f"import pulp, signal; pulp.PULP_CBC_CMD.pulp_cbc_path = {str(solver)!r}; signal.signal(signal.SIGINT, signal.SIG_IGN); ",
+        before=(
+            f"import pulp, signal; pulp.PULP_CBC_CMD.pulp_cbc_path = {str(solver)!r}; "
+            "signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        ),
     )
     while not pid.exists() or not pid.read_text().strip():
         time.sleep(0.01)

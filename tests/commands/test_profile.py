@@ -1,5 +1,6 @@
-"""`plan profile` as it is called: what it refuses, shows and compares. What it measures is in
-test_profiling.py.
+"""`plan profile` on the command line: errors, --show and --diff.
+
+Its measurements are in test_profiling.py.
 """
 
 from __future__ import annotations
@@ -162,12 +163,20 @@ def test_the_schema_of_the_file_is_printed():
     assert "records" in json.loads(succeed("schema", "--profile").stdout)["properties"]
 
 
-NCCL = """# nThread 1 nGpus 8 minBytes 8388608 maxBytes 33554432 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1
-# all_reduce_perf
-#                                                              out-of-place                       in-place
-#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
-#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
-     8388608       2097152     float     sum      -1    134.5   62.37  109.15      0    133.9   62.65  109.63      0
-    16777216       4194304     float     sum      -1    196.5   85.38  149.42      0    195.6   85.77  150.10      0
-    33554432       8388608     float     sum      -1    319.3  105.09  183.90      0    319.0  105.19  184.08      0
-"""
+NCCL = (
+    "# nThread 1 nGpus 8 minBytes 8388608 maxBytes 33554432 step: 2(factor) warmup "
+    "iters: 5 iters: 20 agg iters: 1 validation: 1\n"
+    "# all_reduce_perf\n"
+    "#                                                              out-of-place     "
+    "                  in-place\n"
+    "#       size         count      type   redop    root     time   algbw   busbw "
+    "#wrong     time   algbw   busbw #wrong\n"
+    "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)   "
+    "         (us)  (GB/s)  (GB/s)\n"
+    "     8388608       2097152     float     sum      -1    134.5   62.37  109.15   "
+    "   0    133.9   62.65  109.63      0\n"
+    "    16777216       4194304     float     sum      -1    196.5   85.38  149.42   "
+    "   0    195.6   85.77  150.10      0\n"
+    "    33554432       8388608     float     sum      -1    319.3  105.09  183.90   "
+    "   0    319.0  105.19  184.08      0\n"
+)

@@ -72,10 +72,8 @@ def test_a_run_becomes_a_profile_that_meets_its_step():
         == "wrote mine.yaml; plan with it: --gpu a100-80gb --stack torchtitan --profile mine.yaml"
     )
     measured_s = yaml.safe_load(Path("mine.yaml").read_text())["runs"][0]["measured_s"]
-    before, after = (
-        json.loads(succeed(*ESTIMATE, *more))["predicted"]["step_time_s"]
-        for more in ((), ("--profile", "mine.yaml"))
-    )
+    before = json.loads(succeed(*ESTIMATE))["predicted"]["step_time_s"]
+    after = json.loads(succeed(*ESTIMATE, "--profile", "mine.yaml"))["predicted"]["step_time_s"]
     assert before["value"] < 0.8 * measured_s
     assert after == {"value": pytest.approx(measured_s, rel=1e-4), "kind": "interpolated"}
 
@@ -113,12 +111,12 @@ def test_a_search_takes_a_profile_too():
 
 def test_another_device_is_refused_unless_forced():
     succeed("calibrate", "run.json", "-o", "mine.yaml")
-    other = [argument.replace("a100", "h100") for argument in ESTIMATE]
+    arguments = [argument.replace("a100", "h100") for argument in ESTIMATE]
 
     assert "the profile is of device a100-80gb, asked is h100-80gb" in error(
-        *other, "--profile", "mine.yaml"
+        *arguments, "--profile", "mine.yaml"
     )
-    assert json.loads(succeed(*other, "--profile", "mine.yaml", "--force-profile"))["cluster"][
+    assert json.loads(succeed(*arguments, "--profile", "mine.yaml", "--force-profile"))["cluster"][
         "calibration"
     ]
 

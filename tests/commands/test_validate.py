@@ -1,6 +1,4 @@
-"""`plan validate`: what it prints of a table of measured steps, its JSON, its picture, and what it
-says about a bad table.
-"""
+"""`plan validate`: its text, its JSON, its picture, and its errors about a bad table."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def steps() -> str:
-    """The name of a table with one source that is priced and one of which a row is not."""
+    """Returns the name of a table with a priced source and one with an unpriced row."""
     return write_table(ROWS)
 
 
@@ -127,7 +125,7 @@ def printed(priced, width: int = 100, **options: object) -> str:
 
 
 def graded(source: str, count: int) -> list[PricedRow]:
-    """Rows of one grid with every figure that a row can have."""
+    """Returns rows of one grid with every figure that a row can have."""
     return [
         PricedRow(
             f"{source}-{n}",
@@ -277,7 +275,10 @@ def test_fitted_alone_prices_nothing(monkeypatch):
     output = succeed("validate", "--fitted").stdout
     body = json.loads(succeed("validate", "--fitted", "--json").stdout)
 
-    line = r"^megatron-core +host_launch_s +4\.5 us +1 \.\. 20 +4\.1 \.\. 4\.75 +43 +simumax, vocabpp \(2 folds\)$"
+    line = (
+        r"^megatron-core +host_launch_s +4\.5 us +1 \.\. 20 +4\.1 \.\. 4\.75 +43 "
+        r"+simumax, vocabpp \(2 folds\)$"
+    )
     assert re.search(line, output, re.MULTILINE)
     assert list(body) == ["fitted"]
     assert body["fitted"][0]["without"] == {"simumax": 4.1, "vocabpp": 4.75}
@@ -325,7 +326,7 @@ def test_the_picture_names_its_axes_with_units_and_every_source():
     text = Path(
         "errors.svg"
     ).read_text()  # matplotlib keeps each text as a comment beside its glyphs
-    for found in (
+    for label in (
         "measured step time, s",
         "predicted step time, s",
         "measured memory of one GPU, GiB",
@@ -333,7 +334,7 @@ def test_the_picture_names_its_axes_with_units_and_every_source():
         "second",
         "within 10 %",
     ):
-        assert f"<!-- {found} -->" in text
+        assert f"<!-- {label} -->" in text
 
 
 def test_without_memory_there_is_one_panel():
@@ -368,7 +369,8 @@ def test_plot_without_matplotlib_says_how_to_get_it(steps, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     assert fail(2, "validate", "--steps", steps, "--plot", "errors.png") == (
-        "error: --plot needs matplotlib, which is not installed\nhint: pip install 'parplan[plot]'\n"
+        "error: --plot needs matplotlib, which is not installed\n"
+        "hint: pip install 'parplan[plot]'\n"
     )
 
 

@@ -1,6 +1,4 @@
-"""One deadline for all that a command does: whatever step it comes in, there is the best so far or
-one error.
-"""
+"""One deadline ends each step of a command with the best plan so far or one error."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ NEVER_FITS = SearchOptions(memory_limit_bytes=MIB)
 
 
 class Clock:
-    """A clock that goes on by a second whenever it is asked."""
+    """A clock that goes on by a second at every look."""
 
     def __init__(self) -> None:
         self.now_s = 0
@@ -55,14 +53,12 @@ class Clock:
 
 
 def within(looks: int, options: SearchOptions = SearchOptions()) -> SearchOptions:  # noqa: B008 - it is frozen
-    """The options with a deadline whose end comes after so many looks at the clock, whatever the
-    machine.
-    """
+    """Returns the options with a deadline that ends after `looks` looks at the clock."""
     return replace(options, deadline=Deadline(stops_s=looks, ends_s=looks, clock=Clock()))
 
 
 def looks_of(run) -> int:
-    """How often `run` looks at the clock when it is never over."""
+    """Counts how often `run` looks at the clock when it is never over."""
     clock = Clock()
     run(SearchOptions(deadline=Deadline(stops_s=math.inf, ends_s=1e12, clock=clock)))
     return clock.now_s
@@ -82,8 +78,8 @@ def lean(options: SearchOptions):
 
 
 def front(options: SearchOptions):
-    found = find_front(*ASKED, constraints=PINS, options=options, num_points=3)
-    return found.points[0].plan
+    points = find_front(*ASKED, constraints=PINS, options=options, num_points=3)
+    return points.points[0].plan
 
 
 def largest(options: SearchOptions):
@@ -93,8 +89,8 @@ def largest(options: SearchOptions):
         )
         for layers in (2, 4)
     ]
-    asked = request(entries[0].spec, CLUSTER, TRAINING, constraints=PINS, options=options)
-    rows = find_largest(members(entries), asked)
+    request_ = request(entries[0].spec, CLUSTER, TRAINING, constraints=PINS, options=options)
+    rows = find_largest(members(entries), request_)
     return next(row.plan for row in rows if row.plan)
 
 
@@ -102,9 +98,7 @@ def largest(options: SearchOptions):
     "run", [throughput, lean, pytest.param(front, marks=pytest.mark.slow), largest]
 )
 def test_wherever_the_end_comes_there_is_a_plan_or_one_error(run):
-    """The end at every so manieth look at the clock, from the first to the last: early ones give an
-    error, late ones a plan.
-    """
+    """Ends the search at several looks at the clock: early ends give an error, late ones a plan."""
     total, outcomes = looks_of(run), []
     for looks in (*range(1, total, max(1, total // 5)), total + 1):
         try:
@@ -167,8 +161,9 @@ def test_the_search_for_enough_gpus_ends():
 
 def test_the_least_peak_is_found_in_few_steps_however_large_a_model_is():
     """A float has no half way between neighbours: halving down to 1 MiB would not end."""
-    names = "hidden_size", "expert_ffn_hidden_size", "num_experts"
-    hidden, inner, experts = (int(range_of(name, whole=True).high) for name in names)
+    hidden = int(range_of("hidden_size", whole=True).high)
+    inner = int(range_of("expert_ffn_hidden_size", whole=True).high)
+    experts = int(range_of("num_experts", whole=True).high)
     vast = replace(
         MODEL,
         num_layers=2,
@@ -199,10 +194,13 @@ def test_divisors_of_a_large_number_are_found_by_its_root():
 
 
 def test_a_comparison_says_what_it_did_not_come_to():
-    found = compare(throughput(SearchOptions()), ("zero-1", "zero-3"), within(2))
+    comparison = compare(throughput(SearchOptions()), ("zero-1", "zero-3"), within(2))
 
-    assert [row.baseline.name for row in found.rows] + list(found.unpriced) == ["zero-1", "zero-3"]
-    assert found.unpriced
+    assert [row.baseline.name for row in comparison.rows] + list(comparison.unpriced) == [
+        "zero-1",
+        "zero-3",
+    ]
+    assert comparison.unpriced
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
@@ -222,7 +220,7 @@ def test_a_part_ends_with_the_whole():
     assert NEVER.solver_limit_s(1.0, 60.0) == 60.0
 
 
-def test_the_memory_objective_keeps_the_fastest_plan_where_the_end_comes_before_the_leaner_ones_are_listed(
+def test_the_memory_objective_keeps_the_fastest_plan_if_time_ends_before_leaner_ones(
     monkeypatch,
 ):
     def over(*_: object) -> float:
@@ -235,4 +233,4 @@ def test_the_memory_objective_keeps_the_fastest_plan_where_the_end_comes_before_
     fastest_s = throughput(SearchOptions()).predicted.step_time_s.value
     assert plan.predicted.step_time_s.value == pytest.approx(
         fastest_s, rel=0.01
-    )  # as it was chosen, by the closed form
+    )  # the closed form chose the plan

@@ -27,9 +27,9 @@ def test_nothing_has_an_empty_front():
 def test_the_front_is_what_no_other_beats_or_equals_by_increasing_first_value(seed):
     first, second = np.random.default_rng(seed).integers(0, 6, (2, 12)).astype(float)
 
-    found = [(first[i], second[i]) for i in undominated_rows(first, second)]
+    rows = [(first[i], second[i]) for i in undominated_rows(first, second)]
 
     every = set(zip(first, second, strict=True))
-    assert found == sorted(
+    assert rows == sorted(
         a for a in every if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in every)
     )

@@ -1,6 +1,4 @@
-"""--forbid: what is banned is in no plan, nothing else is lost, and what is written wrong is
-refused with a suggestion.
-"""
+"""--forbid excludes the banned candidates alone, and refuses a wrong text with a suggestion."""
 
 from __future__ import annotations
 
@@ -36,10 +34,10 @@ ASKED = (load_model("llama3-8b").spec, with_gpus(load_cluster("a100-80gb"), 8), 
     ],
 )
 def test_a_ban_is_read_and_written_alike(text, bans):
-    found = parse_bans([text])
+    parsed = parse_bans([text])
 
-    assert found == tuple(Ban(*pair) for pair in bans)
-    assert parse_bans(map(str, found)) == found
+    assert parsed == tuple(Ban(*pair) for pair in bans)
+    assert parse_bans(map(str, parsed)) == parsed
 
 
 @pytest.mark.parametrize(
@@ -124,14 +122,14 @@ def test_a_ban_takes_exactly_the_candidates_that_it_names_and_says_so(text, meet
 
 def test_gpipe_is_tried_where_1f1b_is_forbidden():
     left = enumerate_candidates(*ASKED, Constraints(forbid=parse_bans(["schedule=1f1b"])))
-    others = (
+    remaining = (
         Schedule.GPIPE,
         Schedule.INTERLEAVED,
         Schedule.EARLY_RECOMPUTE,
         Schedule.SCP,
         Schedule.ZBV,
     )
-    pinned = enumerate_candidates(*ASKED, Constraints(schedule=others))
+    pinned = enumerate_candidates(*ASKED, Constraints(schedule=remaining))
 
     assert set(left.layouts) == set(pinned.layouts)
     assert any(
@@ -166,12 +164,12 @@ def test_gpipe_is_tried_where_1f1b_is_forbidden():
 )
 def test_forbidding_is_pinning_all_the_others(forbidden, pinned):
     banned = find_plan(*ASKED, constraints=Constraints(forbid=parse_bans(forbidden)))
-    others = find_plan(*ASKED, constraints=Constraints(**pinned))
+    pinned_plan = find_plan(*ASKED, constraints=Constraints(**pinned))
 
     assert (banned.layer_plans, banned.stages, banned.predicted) == (
-        others.layer_plans,
-        others.stages,
-        others.predicted,
+        pinned_plan.layer_plans,
+        pinned_plan.stages,
+        pinned_plan.predicted,
     )
 
 

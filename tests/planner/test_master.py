@@ -1,6 +1,4 @@
-"""The master program against the enumeration of every choice of columns, its bounds, and the traps
-of MILP solvers.
-"""
+"""The master program equals an enumeration of columns, keeps its bounds and avoids solver traps."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def column(blocks, time_s, tail_s=0.0, redundant=0.0, zero=0):
 
 
 def random_case(seed, scale_s):
-    """2 to 4 ranks with up to 6 columns each; times of 1 to 10 `scale_s`, a few hundred MiB
-    redundant.
-    """
+    """Returns 2 to 4 ranks with up to 6 columns each, of 1 to 10 `scale_s` and some redundancy."""
     draw = random.Random(seed)
     pp, v = draw.choice(((2, 1), (3, 1), (4, 1), (2, 2), (3, 3)))
     num_layers = pp * v * draw.choice((1, 2))
@@ -82,15 +78,17 @@ def test_the_fastest_choice_is_that_of_brute_force(seed, scale_s, solver):
         (choice.step_s for choice in every_choice(layout, options, num_layers)), default=None
     )
 
-    found = Master(layout, options, num_layers).fastest(solver)
+    fastest = Master(layout, options, num_layers).fastest(solver)
 
     if best_s is None:
-        assert found is None
+        assert fastest is None
     else:
-        assert found.proven
-        assert found.step_s == pytest.approx(best_s, rel=1e-7)
-        assert sum(c.num_blocks for c in found.columns) == num_layers
-        assert all(column in own for column, own in zip(found.columns, options, strict=True))
+        assert fastest.proven
+        assert fastest.step_s == pytest.approx(best_s, rel=1e-7)
+        assert sum(c.num_blocks for c in fastest.columns) == num_layers
+        assert all(
+            column in columns for column, columns in zip(fastest.columns, options, strict=True)
+        )
 
 
 @pytest.mark.parametrize("solver", list(SolverName))
@@ -102,15 +100,15 @@ def test_the_leanest_choice_within_a_slowdown_is_that_of_brute_force(seed, slowd
     slowest_s = min((choice.step_s for choice in choices), default=1.0) * (1 + slowdown)
     allowed = [choice for choice in choices if choice.step_s <= slowest_s]
 
-    found = Master(layout, options, num_layers).leanest(slowest_s, solver)
+    leanest = Master(layout, options, num_layers).leanest(slowest_s, solver)
 
     if not allowed:
-        assert found is None
+        assert leanest is None
     else:
         least = min(choice.redundant_bytes for choice in allowed)
-        assert found.redundant_bytes == pytest.approx(least, rel=1e-5)
-        assert found.step_s <= slowest_s * (1 + 1e-7)
-        assert found.step_s <= min(
+        assert leanest.redundant_bytes == pytest.approx(least, rel=1e-5)
+        assert leanest.step_s <= slowest_s * (1 + 1e-7)
+        assert leanest.step_s <= min(
             c.step_s for c in allowed if c.redundant_bytes <= least * (1 + 1e-9)
         ) * (1 + 1e-7)
 

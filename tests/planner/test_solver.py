@@ -1,6 +1,4 @@
-"""The MILP solvers behind one door: status is read from what was found, never from what is called
-optimal.
-"""
+"""The solvers' status is read from the solution, never from the solver's word "optimal"."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ BOTH = pytest.mark.parametrize("solver", list(SolverName))
 
 
 def knapsack(capacity=10.0):
-    """max 10 a + 13 b + 7 c with weights 5, 6, 4: at capacity 10 the best is b and c, 20."""
+    """Maximises 10 a + 13 b + 7 c with weights 5, 6, 4: at capacity 10 the best is b and c, 20."""
     problem = Problem("knapsack")
     items = {name: problem.binary(f"x_{name}") for name in "abc"}
     problem.require(
@@ -70,8 +68,9 @@ def test_a_continuous_variable_has_its_lower_bound(solver):
 
 
 def hard_problem():
-    """A bottleneck assignment with a counting row: seconds to prove, and no point before the first
-    hundredth of a second.
+    """Returns a bottleneck assignment with a counting row, which takes seconds to prove.
+
+    It has no feasible point before the first hundredth of a second.
     """
     problem = Problem("hard")
     pace = problem.continuous("Z")
@@ -116,7 +115,7 @@ def test_a_point_found_before_the_time_ran_out_is_not_called_proven(monkeypatch)
         status = solve(self, *arguments, **options)
         self.sol_status = (
             pulp.LpSolutionIntegerFeasible
-        )  # what PuLP reports, with status Optimal, when the limit cut it off
+        )  # PuLP's status of a cut-off solve, whose other status is Optimal
         return status
 
     monkeypatch.setattr(pulp.LpProblem, "solve", cut_off)

@@ -1,6 +1,4 @@
-"""The trace as Perfetto reads it: complete events in order, named processes and threads, predicted
-beside measured.
-"""
+"""Perfetto reads the trace: ordered complete events, named threads, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ PLAN = {"pp": 2, "dp": 2}
 
 
 def parsed(text: str) -> tuple[dict[int, str], dict[tuple[int, int], str], list[dict]]:
-    """Processes and threads by their ids, and the complete events, as the trace event format
-    says.
-    """
+    """Returns processes and threads by their ids, and the complete events of the trace."""
     events = json.loads(text)["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {
@@ -68,7 +64,9 @@ def test_every_rank_shows_the_predicted_and_the_measured_step():
 
 
 def test_a_recompute_ahead_is_shown_by_itself():
-    plan = estimated(pp=2, recompute=Recompute.FULL, schedule=Schedule.EARLY_RECOMPUTE)
+    plan = estimated(
+        pp=2, stack="parplan", recompute=Recompute.FULL, schedule=Schedule.EARLY_RECOMPUTE
+    )
 
     _, _, events = parsed(trace_json(plan_trace_ranks(plan)))
 
@@ -87,8 +85,10 @@ def test_events_of_a_thread_do_not_overlap_and_say_where_they_are_from():
     _, threads, events = parsed(trace_json(trace_ranks(run)))
 
     for thread in threads:
-        own = [e for e in events if (e["pid"], e["tid"]) == thread]
-        assert all(first["ts"] + first["dur"] <= then["ts"] + 1e-3 for first, then in pairwise(own))
+        of_thread = [e for e in events if (e["pid"], e["tid"]) == thread]
+        assert all(
+            first["ts"] + first["dur"] <= then["ts"] + 1e-3 for first, then in pairwise(of_thread)
+        )
     forward = next(e for e in events if e["name"] == "F1.2")
     assert (forward["args"]["stage"], forward["args"]["micro_batch"]) == (1, 2)
 

@@ -1,6 +1,4 @@
-"""What people read of a plan: every width keeps every number, alike stages are one row, text is the
-same off a terminal.
-"""
+"""The text of a plan: each width has all numbers, equal stages share a row, also off terminals."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def estimated(
     schedule: Schedule = Schedule.ONE_F_ONE_B,
     **choices: object,
 ) -> Plan:
-    asked = request_of(
+    request = request_of(
         TargetOptions(
             model="gpt-20b", gpus=pp * dp * tp, gpu="a100-80gb", gpus_per_node=pp * dp * tp
         )
@@ -69,7 +67,7 @@ def estimated(
         num_micro_batches=1024 // dp,
         sequence_parallel=tp > 1,
     )
-    return estimate_plan(asked.model, asked.cluster, asked.training, layout, **choices)
+    return estimate_plan(request.model, request.cluster, request.training, layout, **choices)
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +212,7 @@ def test_what_was_proven_is_said(plan, status, interrupted, said):
 
 def test_runners_up_say_how_much_slower_they_are(plan):
     step_s = plan.predicted.step_time_s.value
-    others = tuple(
+    runners_up = tuple(
         RunnerUp(
             mesh=plan.mesh,
             pipeline=plan.pipeline,
@@ -225,7 +223,7 @@ def test_runners_up_say_how_much_slower_they_are(plan):
         )
         for n in range(1, 6)
     )
-    plan = replace(plan, search=replace(plan.search, runners_up=others))
+    plan = replace(plan, search=replace(plan.search, runners_up=runners_up))
     lean = replace(plan, search=replace(plan.search, objective=Objective.MEMORY))
 
     assert re.search(
@@ -236,10 +234,8 @@ def test_runners_up_say_how_much_slower_they_are(plan):
     assert "11.0 GiB, 5.00 redundant" in text_of(lean, 120)
 
 
-def tied(plan: Plan, *others: tuple[float, float, bool]) -> Plan:
-    """The plan with runners-up of these slowdowns and shares of its memory, inside the error band
-    or not.
-    """
+def tied(plan: Plan, *ties: tuple[float, float, bool]) -> Plan:
+    """Returns the plan with runners-up of these slowdowns and shares of its memory."""
     step_s, peak = (
         plan.predicted.step_time_s.value,
         max(memory.total for memory in plan.predicted.memory_gib),
@@ -254,7 +250,7 @@ def tied(plan: Plan, *others: tuple[float, float, bool]) -> Plan:
             step_time_s=Quantity(value=step_s * (1 + slower), kind=Kind.ANALYTIC),
             inside_error_band=inside,
         )
-        for n, (slower, share, inside) in enumerate(others)
+        for n, (slower, share, inside) in enumerate(ties)
     )
     return replace(plan, search=replace(plan.search, runners_up=runners_up))
 
@@ -272,7 +268,8 @@ def test_plans_inside_the_error_band_are_ties_and_the_leanest_of_them_is_named(p
     assert "(+3.0 %, tie)" in text
     assert "(+5.0 %) " in text
     assert (
-        f"ties 2 other plans are inside the error band of the step time; the one with least memory, {lean} GiB, is "
+        "ties 2 other plans are inside the error band of the step time; "
+        f"the one with least memory, {lean} GiB, is "
         "pp 1 x dp 2 x tp 1, no pipeline, micro-batch 1 x 512 note"
     ) in text
 
@@ -406,7 +403,7 @@ def test_pruned_candidates_are_grouped_by_reason_whatever_its_numbers():
 
 
 def check(value: object, schema: dict, definitions: dict, path: str) -> None:
-    """`value` has the keys, and only those, that the schema gives, all the way down."""
+    """Checks that `value` has exactly the keys of the schema, all the way down."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rpartition("/")[2]]
     if "anyOf" in schema and value is not None:  # that, or null

@@ -21,9 +21,16 @@ def test_python_gets_the_training_and_the_machine_of_the_command(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     succeed("--model", "gpt-tiny", "--gpus", "2", "--gpu", "a100-80gb")
 
-    plan, asked = read_plan(Path("plan.yaml")), request_of(TargetOptions(model="gpt-tiny", gpus=2))
-    assert (plan.model, plan.cluster, plan.training) == (asked.model, asked.cluster, asked.training)
-    assert asked.training.stack.name == DEFAULT_STACK
+    plan, request = (
+        read_plan(Path("plan.yaml")),
+        request_of(TargetOptions(model="gpt-tiny", gpus=2)),
+    )
+    assert (plan.model, plan.cluster, plan.training) == (
+        request.model,
+        request.cluster,
+        request.training,
+    )
+    assert request.training.stack.name == DEFAULT_STACK
 
 
 def test_a_training_has_no_stack_by_default():

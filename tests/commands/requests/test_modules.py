@@ -1,6 +1,4 @@
-"""Plans for a Hugging Face or a user's module: the file says which, the search keeps to what the
-executor can run on it.
-"""
+"""A plan for a Hugging Face or a user's module names it, and fits what the executor can run."""
 
 from __future__ import annotations
 
@@ -67,9 +65,9 @@ def test_a_plan_holds_the_whole_configuration_and_does_not_pad_its_vocabulary(co
 
 
 def test_the_search_for_a_module_names_no_operators(config, tmp_path):
-    """In so little memory that most blocks must run again."""
+    """The memory is so little that most blocks must recompute."""
     path = config({**LLAMA, "num_hidden_layers": 8, "max_position_embeddings": 1024})
-    asked = (
+    arguments = (
         "--model",
         path,
         *WHERE,
@@ -83,8 +81,8 @@ def test_the_search_for_a_module_names_no_operators(config, tmp_path):
         "780MiB",
     )
     free, kept = (
-        run(*asked, "-o", "free.yaml"),
-        run(*asked, "--module", "huggingface", "-o", "kept.yaml"),
+        run(*arguments, "-o", "free.yaml"),
+        run(*arguments, "--module", "huggingface", "-o", "kept.yaml"),
     )
 
     assert free.exit_code == kept.exit_code == 0, free.output + kept.output
@@ -109,11 +107,11 @@ def test_a_family_without_a_tensor_parallel_plan_is_searched_without(config):
 
 
 def test_pins_stay_and_what_is_open_is_what_the_executor_runs():
-    found = narrowed(
+    pins = narrowed(
         Constraints(recompute=(Recompute.FULL,), pp=(2,)), ModuleSource(factory="a.b:c")
     )
 
-    assert (found.recompute, found.pp, found.tp, found.megatron_sharding) == (
+    assert (pins.recompute, pins.pp, pins.tp, pins.megatron_sharding) == (
         (Recompute.FULL,),
         (2,),
         (1,),

@@ -1,6 +1,4 @@
-"""Merak's rule by hand, its best knob against all of them, and our own choice of recompute, which
-is never slower.
-"""
+"""Merak's rule equals a hand calculation, and the search's recompute is never slower."""
 
 from __future__ import annotations
 
@@ -47,9 +45,8 @@ FRAME = ParallelLayout(
     num_micro_batches=8,
     sequence_parallel=False,
 )
-SHIFTED, EARLY = (
-    replace(FRAME, schedule=schedule) for schedule in (Schedule.SCP, Schedule.EARLY_RECOMPUTE)
-)
+SHIFTED = replace(FRAME, schedule=Schedule.SCP)
+EARLY = replace(FRAME, schedule=Schedule.EARLY_RECOMPUTE)
 BLOCKS = (12, 12, 12, 12)
 
 
@@ -124,11 +121,9 @@ def test_the_least_knob_is_the_first_that_fits_and_the_fastest(layout, limit_gib
 def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
     price_cache, zero = book_of(), 1
     room = StageAwareRoom(FRAME, BLOCKS, zero, price_cache, limit_gib * GIB)
-    counts, again = room.least_list(), []
-    whole, checkpoint = (
-        price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, level)
-        for level in (Recompute.NONE, Recompute.FULL)
-    )
+    counts, recomputed = room.least_list(), []
+    whole = price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, Recompute.NONE)
+    checkpoint = price_cache.activations(LayerKind.BLOCK, 2, FRAME.sharding, Recompute.FULL)
     for stage, count in enumerate(BLOCKS[:-1]):
         all_again = rank_memory(stage_aware(FRAME, BLOCKS, BLOCKS, zero), stage, price_cache)
         in_flight = most_in_flight(FRAME)[stage]
@@ -150,9 +145,9 @@ def test_the_list_form_recomputes_what_memory_by_its_formula_says(limit_gib):
             kept_bytes=whole.saved,
             checkpoint_bytes=checkpoint.saved,
         )
-        again.append(count - int(share * count))
+        recomputed.append(count - int(share * count))
 
-    assert counts[:-1] == tuple(again)
+    assert counts[:-1] == tuple(recomputed)
     assert any(counts)
     knob = room.least_knob()
     assert knob is None or sum(knob) >= sum(counts)

@@ -1,6 +1,4 @@
-"""The baselines: Megatron's optimum equals an enumeration that shares no code with it, and every
-system is what it says.
-"""
+"""Megatron's optimum equals an independent enumeration; each baseline keeps its system's rules."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from tests.helpers.cases import named
 
 @dataclass(frozen=True)
 class Request:
-    """A question; `slow_nic` is the share of the network's bandwidth that is left."""
+    """A request; `slow_nic` is the share of the network's bandwidth that is left."""
 
     model: str
     gpus: int
@@ -77,11 +75,11 @@ def every_megatron_price(
     request: Request,
     keep: Callable[[ParallelLayout, int, Recompute], bool] = lambda *_: True,
 ) -> Iterator[tuple[ParallelLayout, int, Recompute, StepPrice]]:
-    """Megatron-LM's space, by its own rules written out here: each strategy that is kept with its
-    whole price.
-    """
+    """Yields each strategy of Megatron-LM's space by its own rules, with its whole price."""
     model, cluster, _ = request.parts()
-    price_cache, gpus, layers = request.price_cache(), request.gpus, model.num_layers
+    price_cache = request.price_cache()
+    gpus = request.gpus
+    layers = model.num_layers
     for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, layers + 3)):
         splits = (
             cluster.gpus_per_node,
@@ -151,12 +149,12 @@ def test_the_megatron_optimum_equals_an_independent_enumeration(request_):
     limit = request_.limit_bytes()
     fitting_s = min(price.step_s for *_, price in everything if peak_bytes(price) <= limit)
 
-    found = request_.baseline("megatron").optimum
+    optimum = request_.baseline("megatron").optimum
 
-    assert found is not None
-    assert found.price.step_s == pytest.approx(fitting_s, rel=1e-12)
-    assert peak_bytes(found.price) <= limit
-    assert found.fitted == sum(
+    assert optimum is not None
+    assert optimum.price.step_s == pytest.approx(fitting_s, rel=1e-12)
+    assert peak_bytes(optimum.price) <= limit
+    assert optimum.fitted == sum(
         peak_bytes(price) <= limit
         for layout, zero, _, price in everything
         if zero == 0 or layout.mesh.dp > 1
@@ -177,20 +175,20 @@ def test_memory_binds_in_the_request_that_says_so():
 def test_the_leanest_of_what_does_not_fit_is_the_least_peak_of_the_enumeration():
     tight = Request("gpt-1.5b", 4, 4, limit_gib=2.0)
 
-    found = tight.baseline("megatron")
+    baseline = tight.baseline("megatron")
 
-    assert found.optimum is None
-    assert found.leanest is not None
-    assert found.leanest.peak_bytes == pytest.approx(
+    assert baseline.optimum is None
+    assert baseline.leanest is not None
+    assert baseline.leanest.peak_bytes == pytest.approx(
         min(peak_bytes(price) for *_, price in every_megatron_price(tight)), rel=1e-12
     )
 
 
 def test_the_defaults_have_none_of_the_flags_and_as_little_model_parallelism_as_fits():
     request = Request("llama2-7b", 16, 32)
-    found = request.baseline("megatron-defaults").optimum
-    assert found is not None
-    layout = found.strategy.layout
+    optimum = request.baseline("megatron-defaults").optimum
+    assert optimum is not None
+    layout = optimum.strategy.layout
 
     def is_plain(f: ParallelLayout, zero: int, level: Recompute) -> bool:
         return (zero, level, f.sequence_parallel, f.virtual_stages, f.micro_batch_size) == (
@@ -210,7 +208,7 @@ def test_the_defaults_have_none_of_the_flags_and_as_little_model_parallelism_as_
     plain = {(f.mesh.tp, f.mesh.pp): peak_bytes(price) for f, price in whole}
     fitting = [degrees for degrees, peak in plain.items() if peak <= request.limit_bytes()]
 
-    assert {choice.zero for stage in found.strategy.stages for choice in stage} == {0}
+    assert {choice.zero for stage in optimum.strategy.stages for choice in stage} == {0}
     assert math.prod((layout.mesh.tp, layout.mesh.pp)) == min(map(math.prod, fitting))
     assert (layout.mesh.tp, layout.mesh.pp) in fitting
     assert (layout.micro_batch_size, layout.virtual_stages, layout.sequence_parallel) == (
@@ -229,32 +227,32 @@ def test_the_defaults_have_none_of_the_flags_and_as_little_model_parallelism_as_
     ],
 )
 def test_the_guide_goes_from_data_to_tensor_to_pipeline_parallelism(model, limit_gib, degrees):
-    found = Request(model, 16, 32, limit_gib=limit_gib).baseline("megatron-guide").optimum
+    optimum = Request(model, 16, 32, limit_gib=limit_gib).baseline("megatron-guide").optimum
 
-    assert found is not None
-    mesh = found.strategy.layout.mesh
+    assert optimum is not None
+    mesh = optimum.strategy.layout.mesh
     assert (mesh.tp, mesh.pp) == degrees
-    assert found.strategy.layout.sequence_parallel == (mesh.tp > 1)
+    assert optimum.strategy.layout.sequence_parallel == (mesh.tp > 1)
 
 
 @pytest.mark.parametrize(
     ("name", "zero"), [("zero-1", 1), ("zero-2", 2), ("zero-3", 3), ("fsdp", 3)]
 )
 def test_the_zero_baselines_are_data_parallel_at_their_stage(name, zero):
-    found = SMALL.baseline(name).optimum
+    optimum = SMALL.baseline(name).optimum
 
-    assert found is not None
-    assert found.strategy.layout.mesh == Mesh(pp=1, dp=8, tp=1)
-    assert {choice.zero for stage in found.strategy.stages for choice in stage} == {zero}
+    assert optimum is not None
+    assert optimum.strategy.layout.mesh == Mesh(pp=1, dp=8, tp=1)
+    assert {choice.zero for stage in optimum.strategy.stages for choice in stage} == {zero}
 
 
 def test_no_baseline_of_the_megatron_family_beats_its_optimum():
     best = SMALL.baseline("megatron").optimum
     assert best is not None
     for name in ("megatron-defaults", "megatron-guide", "zero-1"):
-        other = SMALL.baseline(name).optimum
-        assert other is not None
-        assert best.price.step_s <= other.price.step_s * (1 + 1e-12)
+        optimum = SMALL.baseline(name).optimum
+        assert optimum is not None
+        assert best.price.step_s <= optimum.price.step_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -273,16 +271,14 @@ def test_megatron_is_the_faster_of_itself_with_and_without_interleaving(request_
 
     assert whole.candidates == sum(part.candidates for part in parts)
     assert whole.optimum is not None
-    assert whole.optimum.price.step_s == min(found.price.step_s for found in fitting)
+    assert whole.optimum.price.step_s == min(optimum.price.step_s for optimum in fitting)
     for part, interleaves in zip(parts, (False, True), strict=True):
         if part.optimum:
             assert (part.optimum.strategy.layout.virtual_stages > 1) is interleaves
 
 
 def every_deepspeed_price(request: Request) -> Iterator[tuple[ParallelLayout, StepPrice]]:
-    """DeepSpeed's space with stages of as many blocks as can be (`type:transformer`), written out
-    here.
-    """
+    """Enumerates DeepSpeed's space, whose stages have equal blocks (`type:transformer`)."""
     model, cluster, _ = request.parts()
     price_cache = request.price_cache()
     for tp, pp in itertools.product(
@@ -332,23 +328,25 @@ def every_deepspeed_price(request: Request) -> Iterator[tuple[ParallelLayout, St
 def test_deepspeed_is_no_slower_than_its_stages_of_equal_blocks_and_has_no_sequence_parallelism(
     request_,
 ):
-    found = request_.baseline("deepspeed-3d").optimum
+    optimum = request_.baseline("deepspeed-3d").optimum
     equal = [
         price
         for _, price in every_deepspeed_price(request_)
         if peak_bytes(price) <= request_.limit_bytes()
     ]
 
-    assert found is not None
-    assert found.price.step_s <= min(price.step_s for price in equal) * (1 + 1e-12)
-    assert peak_bytes(found.price) <= request_.limit_bytes()
-    assert not found.strategy.layout.sequence_parallel
-    zeros = {choice.zero for stage in found.strategy.stages for choice in stage}
-    assert found.strategy.layout.mesh.pp == 1 or zeros <= {0, 1}
-    if [len(stage) for stage in found.strategy.stages] == [
-        len(stage) for stage in uniform_blocks(request_, found.strategy.layout)
+    assert optimum is not None
+    assert optimum.price.step_s <= min(price.step_s for price in equal) * (1 + 1e-12)
+    assert peak_bytes(optimum.price) <= request_.limit_bytes()
+    assert not optimum.strategy.layout.sequence_parallel
+    zeros = {choice.zero for stage in optimum.strategy.stages for choice in stage}
+    assert optimum.strategy.layout.mesh.pp == 1 or zeros <= {0, 1}
+    if [len(stage) for stage in optimum.strategy.stages] == [
+        len(stage) for stage in uniform_blocks(request_, optimum.strategy.layout)
     ]:
-        assert found.price.step_s == pytest.approx(min(price.step_s for price in equal), rel=1e-12)
+        assert optimum.price.step_s == pytest.approx(
+            min(price.step_s for price in equal), rel=1e-12
+        )
 
 
 def uniform_blocks(request: Request, layout: ParallelLayout):
@@ -361,15 +359,15 @@ def uniform_blocks(request: Request, layout: ParallelLayout):
 
 def test_merak_is_no_slower_than_1f1b_of_whole_layers_and_within_memory():
     tight = Request("gpt-1.5b", 4, 8, gpu="a10g-24gb", limit_gib=12.0)
-    found = tight.baseline("merak").optimum
+    optimum = tight.baseline("merak").optimum
     plain = every_megatron_price(
         tight, lambda f, _, level: f.virtual_stages == 1 and level is Recompute.NONE
     )
     fitting = [price.step_s for *_, price in plain if peak_bytes(price) <= tight.limit_bytes()]
 
-    assert found is not None
-    assert found.price.step_s <= min(fitting) * (1 + 1e-12)
-    assert peak_bytes(found.price) <= tight.limit_bytes()
+    assert optimum is not None
+    assert optimum.price.step_s <= min(fitting) * (1 + 1e-12)
+    assert peak_bytes(optimum.price) <= tight.limit_bytes()
 
 
 def test_the_embedding_and_the_loss_may_count_as_layers_where_the_layers_alone_do_not_divide():
@@ -377,12 +375,12 @@ def test_the_embedding_and_the_loss_may_count_as_layers_where_the_layers_alone_d
         "llama3-405b", 512, 256, gpu="h100-80gb"
     )  # 126 layers: of powers of two only 2 divides them
 
-    found = uneven.baseline("megatron").optimum
+    optimum = uneven.baseline("megatron").optimum
 
-    assert found is not None
-    assert found.strategy.layout.mesh.pp > 2
+    assert optimum is not None
+    assert optimum.strategy.layout.mesh.pp > 2
     lengths = [
-        sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in found.strategy.stages
+        sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in optimum.strategy.stages
     ]
     assert sum(lengths) == 126
     assert lengths[0] == lengths[-1] == lengths[1] - 1
@@ -390,9 +388,9 @@ def test_the_embedding_and_the_loss_may_count_as_layers_where_the_layers_alone_d
 
 
 def test_a_batch_that_the_gpus_do_not_divide_leaves_data_parallelism_no_strategy():
-    found = Request("gpt-1.5b", 16, 8).baseline("zero-3")
+    baseline = Request("gpt-1.5b", 16, 8).baseline("zero-3")
 
-    assert (found.candidates, found.optimum, found.leanest) == (0, None, None)
+    assert (baseline.candidates, baseline.optimum, baseline.leanest) == (0, None, None)
 
 
 def test_megatron_brings_its_companions_and_all_is_all_each_once():

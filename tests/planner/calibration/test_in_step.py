@@ -1,4 +1,4 @@
-"""What a step adds to its operators, found again from blocks that were made with it."""
+"""The fit recovers the in-step costs that synthetic blocks were made with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import US_PER_S
 
-CLUSTER, STACK, PROFILE = load_cluster("cpu"), load_stack("parplan"), analytic_profile("cpu")
+CLUSTER = load_cluster("cpu")
+STACK = load_stack("parplan")
+PROFILE = analytic_profile("cpu")
 NAMES = (
     "hidden",
     "heads",
@@ -56,15 +58,15 @@ def record(sizes, forward_s: float, backward_s: float) -> Record:
 
 
 def blocks(shapes, made) -> list[Record]:
-    """Blocks whose passes take what `made(seconds of the operators, launches, backward)` says."""
-    asked = [record(sizes, 1.0, 1.0) for sizes in shapes]
-    found = list(equations(asked, PROFILE, CLUSTER, Precision.FP32, STACK))
-    seconds = [made(one.alone_s, one.launches, one.backward) for one in found]
+    """Returns records of blocks whose passes take `made(alone_s, launches, backward)`."""
+    records = [record(sizes, 1.0, 1.0) for sizes in shapes]
+    lines = list(equations(records, PROFILE, CLUSTER, Precision.FP32, STACK))
+    seconds = [made(line.alone_s, line.launches, line.backward) for line in lines]
     return [record(sizes, *seconds[2 * i : 2 * i + 2]) for i, sizes in enumerate(shapes)]
 
 
 def test_host_time_that_adds_is_told_from_slower_kernels():
-    found = in_step_of(
+    in_step = in_step_of(
         blocks(
             (TINY, SMALL, LARGE),
             lambda alone_s, launches, backward: (
@@ -78,10 +80,10 @@ def test_host_time_that_adds_is_told_from_slower_kernels():
         host_adds=True,
     )
 
-    assert found.kernel_slowdown == pytest.approx(1.1, rel=0.02)
-    assert found.forward_s == pytest.approx(30e-6, rel=0.05)
-    assert found.backward_s == pytest.approx(9e-6, rel=0.25)
-    assert (found.stack, found.host_adds) == ("parplan", True)
+    assert in_step.kernel_slowdown == pytest.approx(1.1, rel=0.02)
+    assert in_step.forward_s == pytest.approx(30e-6, rel=0.05)
+    assert in_step.backward_s == pytest.approx(9e-6, rel=0.25)
+    assert (in_step.stack, in_step.host_adds) == ("parplan", True)
 
 
 def test_host_time_that_bounds_is_read_off_the_blocks_that_wait_for_it():
@@ -97,12 +99,12 @@ def test_host_time_that_bounds_is_read_off_the_blocks_that_wait_for_it():
 
     alone = list(equations(of((TINY, ON_GPU)), profile, gpu, Precision.BF16, STACK))
     host_s = 3 * max(
-        one.alone_s / one.launches for one in alone[:2]
+        line.alone_s / line.launches for line in alone[:2]
     )  # a tiny block takes its launches, a large one its kernels
-    assert 2 * host_s < min(one.alone_s / one.launches for one in alone[2:])
-    seconds = [max(1.2 * one.alone_s, one.launches * host_s) for one in alone]
+    assert 2 * host_s < min(line.alone_s / line.launches for line in alone[2:])
+    seconds = [max(1.2 * line.alone_s, line.launches * host_s) for line in alone]
 
-    found = in_step_of(
+    in_step = in_step_of(
         [*of((TINY,), *seconds[:2]), *of((ON_GPU,), *seconds[2:])],
         profile,
         gpu,
@@ -111,15 +113,15 @@ def test_host_time_that_bounds_is_read_off_the_blocks_that_wait_for_it():
         host_adds=False,
     )
 
-    assert (found.forward_s, found.backward_s) == (
+    assert (in_step.forward_s, in_step.backward_s) == (
         pytest.approx(host_s, rel=1e-3),
         pytest.approx(host_s, rel=1e-3),
     )
-    assert found.kernel_slowdown == pytest.approx(1.2, rel=1e-3)
+    assert in_step.kernel_slowdown == pytest.approx(1.2, rel=1e-3)
 
 
 def test_one_size_of_block_gives_a_factor_and_no_host_time():
-    found = in_step_of(
+    in_step = in_step_of(
         blocks((LARGE,), lambda alone_s, launches, backward: 1.3 * alone_s),
         PROFILE,
         CLUSTER,
@@ -128,12 +130,12 @@ def test_one_size_of_block_gives_a_factor_and_no_host_time():
         host_adds=True,
     )
 
-    assert (found.forward_s, found.backward_s) == (0.0, 0.0)
-    assert found.kernel_slowdown == pytest.approx(1.3, rel=0.02)
+    assert (in_step.forward_s, in_step.backward_s) == (0.0, 0.0)
+    assert in_step.kernel_slowdown == pytest.approx(1.3, rel=0.02)
 
 
 def test_host_time_is_never_negative():
-    found = in_step_of(
+    in_step = in_step_of(
         blocks(
             (TINY, LARGE),
             lambda alone_s, launches, backward: (
@@ -147,7 +149,7 @@ def test_host_time_is_never_negative():
         host_adds=True,
     )
 
-    assert min(found.forward_s, found.backward_s) >= 0
+    assert min(in_step.forward_s, in_step.backward_s) >= 0
 
 
 def test_without_blocks_there_is_nothing_to_say():
@@ -182,7 +184,7 @@ def layout(sizes, **figures: float) -> Record:
 def test_what_layouts_add_is_a_launchs_or_a_line_over_the_layers_bytes():
     num_bytes = [4 * (12 * hidden**2 + 13 * hidden) for hidden in (64, 768)]
     reduced_s = 2e-3 + 1e-9 * (num_bytes[1] - num_bytes[0])
-    found = in_step_of(
+    in_step = in_step_of(
         [
             *blocks((TINY, LARGE), lambda alone_s, launches, backward: alone_s),
             layout(
@@ -208,18 +210,18 @@ def test_what_layouts_add_is_a_launchs_or_a_line_over_the_layers_bytes():
         host_adds=True,
     )
 
-    assert found.split_s == pytest.approx(
+    assert in_step.split_s == pytest.approx(
         14e-4 / 14, rel=1e-3
     )  # 10 operators, 4 of them products with two gradients
-    assert found.divided_forward_s == pytest.approx(20e-4 / 10, rel=1e-3)
-    assert found.gather.seconds(1e9) == pytest.approx(1e-3)
-    assert found.reduce.seconds(num_bytes[1]) == pytest.approx(reduced_s, rel=1e-3)
-    assert found.divided_backward_s == 0.0
-    assert found.action_s == 15e-5
+    assert in_step.divided_forward_s == pytest.approx(20e-4 / 10, rel=1e-3)
+    assert in_step.gather.seconds(1e9) == pytest.approx(1e-3)
+    assert in_step.reduce.seconds(num_bytes[1]) == pytest.approx(reduced_s, rel=1e-3)
+    assert in_step.divided_backward_s == 0.0
+    assert in_step.action_s == 15e-5
 
 
 def test_on_a_device_that_the_host_feeds_layouts_add_nothing():
-    found = in_step_of(
+    in_step = in_step_of(
         [
             *blocks((TINY, LARGE), lambda alone_s, launches, backward: alone_s),
             layout(TINY, split_backward_s=14e-4),
@@ -231,11 +233,11 @@ def test_on_a_device_that_the_host_feeds_layouts_add_nothing():
         host_adds=False,
     )
 
-    assert found.split_s == 0.0
+    assert in_step.split_s == 0.0
 
 
 def test_kernels_are_never_faster_in_a_layer_than_alone():
-    found = in_step_of(
+    in_step = in_step_of(
         blocks((TINY, LARGE), lambda alone_s, launches, backward: 0.8 * alone_s),
         PROFILE,
         CLUSTER,
@@ -244,4 +246,4 @@ def test_kernels_are_never_faster_in_a_layer_than_alone():
         host_adds=True,
     )
 
-    assert (found.kernel_slowdown, found.forward_s, found.backward_s) == (1.0, 0.0, 0.0)
+    assert (in_step.kernel_slowdown, in_step.forward_s, in_step.backward_s) == (1.0, 0.0, 0.0)

@@ -1,6 +1,4 @@
-"""What a profile measures: exactly the kernels and the sizes that prices look up, each once, the
-informative ones first.
-"""
+"""A profile measures each kernel and size that prices look up once, the informative cases first."""
 
 from __future__ import annotations
 
@@ -58,11 +56,11 @@ TINY = workload("gpt-tiny", "fp32")
 WITHOUT_A_CASE = {"cast", "choice", "dispatch", "combine"}
 
 
-def priced_points(one: ProfiledWorkload, size: int, sharding: Sharding):
-    """(curve, sizes) of every kernel of a model on one rank that a case could be of."""
-    for layer in build_graph(one.model, one.training, size):
+def priced_points(profiled: ProfiledWorkload, size: int, sharding: Sharding):
+    """Yields (curve, sizes) of every kernel of a model on one rank that a case could measure."""
+    for layer in build_graph(profiled.model, profiled.training, size):
         for operator in layer.operators:
-            kernels = operator_kernels(operator, sharding, one.training)
+            kernels = operator_kernels(operator, sharding, profiled.training)
             for kernel in (*kernels.forward, *kernels.backward):
                 if operator.kind is OperatorKind.EXPERTS or (
                     isinstance(kernel, StreamKernel) and kernel.name in WITHOUT_A_CASE
@@ -72,7 +70,7 @@ def priced_points(one: ProfiledWorkload, size: int, sharding: Sharding):
 
 
 @pytest.mark.parametrize(
-    ("one", "cluster"),
+    ("profiled", "cluster"),
     [
         pytest.param(TINY, CPU, id="gpt-tiny"),
         pytest.param(workload("gpt-tiny", "fp32", attention="unfused"), CPU, id="unfused"),
@@ -82,53 +80,57 @@ def priced_points(one: ProfiledWorkload, size: int, sharding: Sharding):
         pytest.param(workload("mixtral-8x7b"), GPU, id="mixtral"),
     ],
 )
-def test_every_kernel_of_every_layout_is_a_point_of_a_case(one, cluster):
+def test_every_kernel_of_every_layout_is_a_point_of_a_case(profiled, cluster):
     points = {
-        (found.curve, found.sizes) for case in cases_of([one], cluster) for found in case.passes
+        (timed_pass.curve, timed_pass.sizes)
+        for case in cases_of([profiled], cluster)
+        for timed_pass in case.passes
     }
 
-    for size, sharding in layouts_of(one, cluster):
-        assert set(priced_points(one, size, sharding)) <= points, (size, sharding)
+    for size, sharding in layouts_of(profiled, cluster):
+        assert set(priced_points(profiled, size, sharding)) <= points, (size, sharding)
 
 
 def made_up_us(point) -> float:
-    """The time of a pass, or of a kernel: a microsecond for every 1,000 of the product of its
-    sizes, and for each letter of its curve.
-    """
+    """Returns 1 us for every 1,000 of the product of the sizes and for each letter of the curve."""
     return len(point.curve) + math.prod(point.sizes) / 1000
 
 
 def recorded(cases):
     for case in cases:
         times = {
-            one.name: Timing(median_us=made_up_us(one), spread=0.0, repeats=5)
-            for one in case.passes
-            if one.curve
+            timed_pass.name: Timing(median_us=made_up_us(timed_pass), spread=0.0, repeats=5)
+            for timed_pass in case.passes
+            if timed_pass.curve
         }
         yield Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
 
 @pytest.mark.parametrize(
-    ("one", "cluster"),
+    ("profiled", "cluster"),
     [
         pytest.param(TINY, CPU, id="gpt-tiny"),
         pytest.param(workload("gpt-tiny", "fp32", attention="unfused"), CPU, id="unfused"),
         pytest.param(workload("llama3-8b"), replace(GPU, gpus_per_node=2), id="llama3-8b"),
     ],
 )
-def test_a_profile_of_exactly_these_cases_prices_every_kernel_as_it_was_measured(one, cluster):
-    compute = fit_compute(list(recorded(cases_of([one], cluster))), cluster, one.training.precision)
+def test_a_profile_of_exactly_these_cases_prices_every_kernel_as_it_was_measured(profiled, cluster):
+    compute = fit_compute(
+        list(recorded(cases_of([profiled], cluster))), cluster, profiled.training.precision
+    )
     machine = machine_for(
         replace(cluster, profile=replace(analytic_profile(cluster.device.name), compute=compute))
     )
 
-    for size, sharding in layouts_of(one, cluster):
+    for size, sharding in layouts_of(profiled, cluster):
         for operator in (
-            op for layer in build_graph(one.model, one.training, size) for op in layer.operators
+            op
+            for layer in build_graph(profiled.model, profiled.training, size)
+            for op in layer.operators
         ):
-            kernels = operator_kernels(operator, sharding, one.training)
+            kernels = operator_kernels(operator, sharding, profiled.training)
             for kernel in (*kernels.forward, *kernels.backward):
-                price = kernel_time(kernel, machine, one.training)
+                price = kernel_time(kernel, machine, profiled.training)
                 assert price.kind is Kind.MEASURED, (kernel, size, sharding)
                 assert price.value_s == pytest.approx(
                     getattr(kernel, "times", 1) * made_up_us(kernel) / 1e6, rel=1e-9
@@ -136,18 +138,19 @@ def test_a_profile_of_exactly_these_cases_prices_every_kernel_as_it_was_measured
 
 
 def test_the_cases_of_a_block_by_hand():
-    """gpt-tiny: hidden 64, 4 heads of 16, ffn 256, sequence 64, micro-batch 2, on one of two tensor
-    parallel ranks, fp32.
+    """gpt-tiny on one of two tensor parallel ranks.
+
+    It has hidden 64, 4 heads of 16, ffn 256, sequence 64, micro-batch 2, fp32.
     """
     block = build_graph(TINY.model, TINY.training, 2).block
 
-    found = [
+    cases = [
         case
         for operator in block.operators
         for case in operator_cases(operator, Sharding(2, True), TINY.model, TINY.training)
     ]
 
-    keys = [case.key for case in found]
+    keys = [case.key for case in cases]
     assert keys == [
         "layer_norm tokens=64 hidden=64 fp32",
         "linear m=128 n=96 k=64 bias=1 fp32",
@@ -164,14 +167,14 @@ def test_the_cases_of_a_block_by_hand():
         "bias_gradient tokens=128 width=64 fp32",
         "dropped_residual tokens=64 hidden=64 fp32",
     ]
-    qkv, norm = found[1], found[0]
-    assert [(one.name, one.curve, one.sizes) for one in qkv.passes] == [
+    qkv, norm = cases[1], cases[0]
+    assert [(timed_pass.name, timed_pass.curve, timed_pass.sizes) for timed_pass in qkv.passes] == [
         ("forward", "forward", (128, 96, 64)),
         ("input_gradient", "input_gradient", (128, 64, 96)),
         ("weight_gradient", "weight_gradient", (64, 96, 128)),
     ]
     assert [
-        (one.name, one.curve, one.sizes) for one in norm.passes
+        (timed_pass.name, timed_pass.curve, timed_pass.sizes) for timed_pass in norm.passes
     ] == [  # read, written; then a gradient and the input read, one written
         ("forward", "layer_norm.forward", (2 * 64 * 64 * 4,)),
         ("backward", "layer_norm.backward", (3 * 64 * 64 * 4,)),
@@ -182,30 +185,31 @@ def test_key_value_heads_are_divided_with_their_groups():
     llama = workload("llama3-8b")
     operators = build_graph(llama.model, llama.training, 1).block.operators
 
-    found = {
+    cases = {
         case.work: case
         for op in operators
         for case in operator_cases(op, Sharding(4), llama.model, llama.training)
     }
 
     assert (
-        found["attention"].key
+        cases["attention"].key
         == "attention batch=1 heads=8 kv_heads=2 seq=8192 head_dim=128 dropout=0 bf16"
     )
-    assert found["rotary"].key == "rotary batch=1 seq=8192 heads=8 kv_heads=2 head_dim=128 bf16"
-    assert found["swiglu"].key == "swiglu tokens=8192 width=3584 bf16"
+    assert cases["rotary"].key == "rotary batch=1 seq=8192 heads=8 kv_heads=2 head_dim=128 bf16"
+    assert cases["swiglu"].key == "swiglu tokens=8192 width=3584 bf16"
 
 
 def test_un_fused_attention_is_its_products_its_softmax_and_its_dropout():
-    one = workload("gpt-tiny", "fp32", attention="unfused")
+    profiled = workload("gpt-tiny", "fp32", attention="unfused")
     attention = next(
         op
-        for op in build_graph(one.model, one.training, 2).block.operators
+        for op in build_graph(profiled.model, profiled.training, 2).block.operators
         if op.name == "attention"
     )
 
     assert [
-        case.key for case in operator_cases(attention, Sharding(), one.model, one.training)
+        case.key
+        for case in operator_cases(attention, Sharding(), profiled.model, profiled.training)
     ] == [
         "batched batch=8 m=64 n=64 k=16 fp32",
         "batched batch=8 m=64 n=16 k=64 fp32",
@@ -215,18 +219,18 @@ def test_un_fused_attention_is_its_products_its_softmax_and_its_dropout():
 
 
 def test_products_in_fp8_make_no_case():
-    one = workload("llama3-8b")
-    training = replace(one.training, fp8_matmuls=True)
-    block = build_graph(one.model, training, 1).block
+    profiled = workload("llama3-8b")
+    training = replace(profiled.training, fp8_matmuls=True)
+    block = build_graph(profiled.model, training, 1).block
 
-    found = {
+    cases = {
         case.work
         for op in block.operators
-        for case in operator_cases(op, Sharding(), one.model, training)
+        for case in operator_cases(op, Sharding(), profiled.model, training)
     }
 
-    assert "linear" not in found
-    assert "rms_norm" in found
+    assert "linear" not in cases
+    assert "rms_norm" in cases
 
 
 @pytest.mark.parametrize(
@@ -240,43 +244,48 @@ def test_products_in_fp8_make_no_case():
 def test_there_are_as_many_cases_as_ten_minutes_have_room_for_and_none_twice(
     names, cluster, precision, least, most
 ):
-    found = cases_of([workload(name, precision) for name in names], cluster)
+    cases = cases_of([workload(name, precision) for name in names], cluster)
 
-    assert least <= len(found) <= most
-    assert max(Counter(case.key for case in found).values()) == 1
+    assert least <= len(cases) <= most
+    assert max(Counter(case.key for case in cases).values()) == 1
     assert (
         max(
-            Counter(case.passes for case in found if any(one.curve for one in case.passes)).values()
+            Counter(
+                case.passes for case in cases if any(timed_pass.curve for timed_pass in case.passes)
+            ).values()
         )
         == 1
     )
-    assert found == cases_of([workload(name, precision) for name in names], cluster)
+    assert cases == cases_of([workload(name, precision) for name in names], cluster)
 
 
 def test_the_figures_of_the_machine_come_first_and_then_the_ends_of_what_takes_most():
-    found, shares = cases_of([TINY], CPU), step_shares(TINY, CPU)
+    cases, shares = cases_of([TINY], CPU), step_shares(TINY, CPU)
 
     figures = machine_cases(CPU, "fp32")
-    assert found[: len(figures)] == figures
+    assert cases[: len(figures)] == figures
     assert max(shares, key=lambda key: shares[key]) == ("attention", "attention")
     ends = {
-        case.size("batch") * case.size("heads") for case in found[len(figures) : len(figures) + 2]
+        case.size("batch") * case.size("heads") for case in cases[len(figures) : len(figures) + 2]
     }
-    assert {case.work for case in found[len(figures) : len(figures) + 2]} == {"attention"}
+    assert {case.work for case in cases[len(figures) : len(figures) + 2]} == {"attention"}
     assert ends == {2, 64}  # micro-batch 1 on a rank of two, 16 on one rank
 
 
 @pytest.mark.parametrize("work", ["linear", "attention", "gelu", "adamw", "cross_entropy"])
 def test_two_thirds_of_the_list_have_the_ends_of_what_the_whole_has(work):
-    found = cases_of([TINY], CPU)
+    all_cases = cases_of([TINY], CPU)
 
     def ends(cases):
         bytes_or_flops = [
-            one.sizes for case in cases if case.work == work for one in case.passes[:1]
+            timed_pass.sizes
+            for case in cases
+            if case.work == work
+            for timed_pass in case.passes[:1]
         ]
         return [(min(sizes), max(sizes)) for sizes in zip(*bytes_or_flops, strict=True)]
 
-    assert ends(found[: 2 * len(found) // 3]) == ends(found)
+    assert ends(all_cases[: 2 * len(all_cases) // 3]) == ends(all_cases)
 
 
 def test_shares_of_a_step_are_one_together_and_the_products_of_a_large_model_most_of_it():
@@ -320,24 +329,28 @@ def test_two_blocks_are_measured_a_tiny_one_and_the_models_own():
     blocks = [case.key for case in cases_of([workload("llama3-8b")], GPU) if case.work == "block"]
 
     assert blocks == [
-        "block hidden=256 heads=2 kv_heads=1 head_dim=128 ffn=896 gated=1 rms=1 rotary=1 dropout=0 batch=1 seq=128 bf16",
-        "block hidden=4096 heads=32 kv_heads=8 head_dim=128 ffn=14336 gated=1 rms=1 rotary=1 dropout=0 batch=2 seq=8192 bf16",
+        "block hidden=256 heads=2 kv_heads=1 head_dim=128 ffn=896 "
+        "gated=1 rms=1 rotary=1 dropout=0 batch=1 seq=128 bf16",
+        "block hidden=4096 heads=32 kv_heads=8 head_dim=128 ffn=14336 "
+        "gated=1 rms=1 rotary=1 dropout=0 batch=2 seq=8192 bf16",
     ]
     assert not [case for case in cases_of([workload("mixtral-8x7b")], GPU) if case.work == "block"]
 
 
 def test_the_operators_of_a_tiny_block_are_measured_beside_it():
-    one = workload("llama3-8b")
-    points = {(found.curve, found.sizes) for case in cases_of([one], GPU) for found in case.passes}
-    training = replace(one.training, seq_length=128)
-    layer = build_graph(tiny_model(one.model), training, 1).block
+    profiled = workload("llama3-8b")
+    points = {
+        (passes.curve, passes.sizes) for case in cases_of([profiled], GPU) for passes in case.passes
+    }
+    training = replace(profiled.training, seq_length=128)
+    layer = build_graph(tiny_model(profiled.model), training, 1).block
 
     kernels = [operator_kernels(operator, Sharding(), training) for operator in layer.operators]
 
     assert {
         (kernel.curve, kernel.sizes)
-        for found in kernels
-        for kernel in (*found.forward, *found.backward)
+        for passes in kernels
+        for kernel in (*passes.forward, *passes.backward)
     } <= points
 
 
@@ -357,9 +370,11 @@ def test_a_tiny_model_is_legal_and_of_the_same_kind(name):
 
 
 def test_without_a_model_a_few_are_measured():
-    assert [one.model.name for one in default_workloads(CPU, TINY.training)] == ["gpt-tiny"]
-    found = default_workloads(GPU, TINY.training)
-    assert [(one.model.name, one.training.seq_length) for one in found] == [
+    assert [profiled.model.name for profiled in default_workloads(CPU, TINY.training)] == [
+        "gpt-tiny"
+    ]
+    workloads = default_workloads(GPU, TINY.training)
+    assert [(profiled.model.name, profiled.training.seq_length) for profiled in workloads] == [
         ("gpt-1.5b", 1024),
         ("llama3-8b", 8192),
     ]

@@ -1,6 +1,4 @@
-"""What a machine's own profile has of a plan: what was measured counts as such, what is missing is
-what measures the rest.
-"""
+"""Coverage tells the measured kernels of a plan, and how to measure the missing ones."""
 
 from __future__ import annotations
 
@@ -46,18 +44,18 @@ TRAINING = TrainingSpec(
 
 
 def profile_of(cases) -> Profile:
-    """A profile that measured these cases, at made-up times."""
+    """Returns a profile that measured these cases, at made-up times."""
     records = [
         Record(
             case=case,
             outcome=CaseOutcome.MEASURED,
             measured=CaseFigures(
                 times={
-                    one.name: Timing(
-                        median_us=5 + math.prod(one.sizes) / 1000, spread=0.0, repeats=5
+                    timed_pass.name: Timing(
+                        median_us=5 + math.prod(timed_pass.sizes) / 1000, spread=0.0, repeats=5
                     )
-                    for one in case.passes
-                    if one.curve
+                    for timed_pass in case.passes
+                    if timed_pass.curve
                 }
             ),
         )
@@ -101,29 +99,29 @@ ALL = cases_of([ProfiledWorkload(model=TINY.spec, training=TRAINING)], CPU)
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}], ids=["one", "tp2"])
 def test_every_operator_of_a_plan_at_measured_sizes_is_measured(mesh):
-    found = coverage(plan_of(profile_of(ALL), **mesh))
+    covered = coverage(plan_of(profile_of(ALL), **mesh))
 
     kinds = {
         case: kind
-        for case, kind in found.cases
+        for case, kind in covered.cases
         if case.work not in (*TIMED, "adamw", "gradient_norm")
     }
     assert set(kinds.values()) == {Kind.MEASURED}
     assert set(kinds) <= set(ALL) | {
         case
         for case in kinds
-        if {one.sizes for one in case.passes}
-        <= {one.sizes for other in ALL for one in other.passes}
+        if {timed_pass.sizes for timed_pass in case.passes}
+        <= {timed_pass.sizes for measured_case in ALL for timed_pass in measured_case.passes}
     }
-    assert found.beyond == ()
+    assert covered.beyond == ()
 
 
 def test_a_plan_between_measured_sizes_is_interpolated_and_misses_nothing():
-    found = coverage(plan_of(profile_of(ALL), micro_batch_size=4))
+    covered = coverage(plan_of(profile_of(ALL), micro_batch_size=4))
 
-    kinds = {kind for case, kind in found.cases if case.work == "linear"}
+    kinds = {kind for case, kind in covered.cases if case.work == "linear"}
     assert kinds == {Kind.INTERPOLATED}
-    assert found.missing == ()
+    assert covered.missing == ()
 
 
 def test_what_is_missing_is_what_was_left_out_and_measuring_it_leaves_nothing():
@@ -209,9 +207,9 @@ def test_a_group_across_nodes_is_missing_as_it_shares_the_nics():
 
 
 def test_what_no_case_measures_is_named():
-    found = coverage(plan_of(profile_of(ALL), model=load_model("mixtral-tiny").spec))
+    covered = coverage(plan_of(profile_of(ALL), model=load_model("mixtral-tiny").spec))
 
-    assert set(found.beyond) >= {"dispatch", "combine"}
+    assert set(covered.beyond) >= {"dispatch", "combine"}
 
 
 def printed(plan: Plan, **context) -> str:
@@ -226,8 +224,8 @@ def test_the_summary_says_how_much_was_measured_and_how_to_measure_the_rest(tmp_
     text = printed(plan, profile="mine.yaml", plan_file="plan.yaml")
 
     row = next(line for line in text.splitlines() if line.startswith("  profile"))
-    found = coverage(plan)
-    counts = [found.count(kind, of_ranks=False) for kind in Kind]
+    covered = coverage(plan)
+    counts = [covered.count(kind, of_ranks=False) for kind in Kind]
     assert row.split(maxsplit=4)[:4] == ["profile", "mine.yaml", "of", "cpu"]
     assert row.split("of cpu")[1].strip() == f"{counts[0]} shapes measured, {counts[2]} analytic"
     assert counts[2] == 5
@@ -251,9 +249,9 @@ def test_messages_that_were_not_measured_have_a_command_of_their_own():
     assert "measure what is analytic: plan profile -o mine.yaml --comm" in inside
     assert "--missing" not in inside
     assert (
-        "-o mine.yaml --add COMM, of torchrun --nnodes 2 ... -m parplan.profiles.profile_comm -o COMM"
-        in printed(across, profile="mine.yaml")
-    )
+        "-o mine.yaml --add COMM, "
+        "of torchrun --nnodes 2 ... -m parplan.profiles.profile_comm -o COMM"
+    ) in printed(across, profile="mine.yaml")
 
 
 def test_the_summary_says_nothing_of_it_without_a_profile():
@@ -298,4 +296,4 @@ def test_cases_that_are_missing_are_cases_that_a_profiler_takes():
     for case in missing_cases(plan_of(profile_of([]), tp=2)):
         assert isinstance(case, Case)
         assert case.precision == "fp32"
-        assert all(one.curve and one.sizes for one in case.passes)
+        assert all(timed_pass.curve and timed_pass.sizes for timed_pass in case.passes)

@@ -40,9 +40,9 @@ MODEL = load_model("gpt-tiny")
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """What a session leaves on a machine on which one operator does not fit and another hangs."""
+    """Returns a session's records where one operator does not fit and another hangs."""
     output = tmp_path_factory.mktemp("profile") / "mine.yaml"
-    wanted = ProfileRequest(
+    request = ProfileRequest(
         output=output,
         device="cpu",
         precision=Precision.FP32,
@@ -50,71 +50,73 @@ def measured(tmp_path_factory):
         models=(MODEL,),
         hang_limit_s=2.0,
     )
-    cases = requested_cases(wanted, environment("cpu"))
+    cases = requested_cases(request, environment("cpu"))
     hanging = [case for case in cases if case.work == "attention"]
-    wanted = replace(wanted, cases=tuple(case for case in cases if case not in hanging[1:]))
-    return wanted, measure_operators(wanted, None)
+    request = replace(request, cases=tuple(case for case in cases if case not in hanging[1:]))
+    return request, measure_operators(request, None)
 
 
-def records(found, work):
-    return [record for record in found.profile.records if record.case.work == work]
+def records(session, work):
+    return [record for record in session.profile.records if record.case.work == work]
 
 
 @pytest.mark.slow
 def test_what_fails_is_recorded_and_all_else_measured(measured):
-    _, found = measured
+    _, session = measured
 
-    assert {record.outcome for record in records(found, "gelu")} == {CaseOutcome.OUT_OF_MEMORY}
-    assert {record.outcome for record in records(found, "attention")} == {CaseOutcome.HUNG}
-    others = [
-        record for record in found.profile.records if record.case.work not in ("gelu", "attention")
+    assert {record.outcome for record in records(session, "gelu")} == {CaseOutcome.OUT_OF_MEMORY}
+    assert {record.outcome for record in records(session, "attention")} == {CaseOutcome.HUNG}
+    remaining = [
+        record
+        for record in session.profile.records
+        if record.case.work not in ("gelu", "attention")
     ]
-    assert {record.outcome for record in others} == {CaseOutcome.MEASURED}
+    assert {record.outcome for record in remaining} == {CaseOutcome.MEASURED}
     assert {"linear", "layer_norm", "block", "adamw", "device_copy"} <= {
-        record.case.work for record in others
+        record.case.work for record in remaining
     }
-    assert not found.missed
+    assert not session.missed
 
 
 def test_the_file_has_it_all_and_the_journal_is_gone(measured):
-    wanted, found = measured
+    request, session = measured
 
-    assert document(read_profile(wanted.output)) == document(found.profile)
-    assert not journal_path(wanted.output).exists()
+    assert document(read_profile(request.output)) == document(session.profile)
+    assert not journal_path(request.output).exists()
 
 
 def test_the_same_command_measures_nothing_again(measured):
-    wanted, found = measured
-    again = measure_operators(
-        replace(wanted, program="tests.helpers.programs:no_such_function", minutes=0.01), None
+    request, session = measured
+    second = measure_operators(
+        replace(request, program="tests.helpers.programs:no_such_function", minutes=0.01), None
     )
 
-    assert again.profile.records == found.profile.records
+    assert second.profile.records == session.profile.records
 
 
 def test_curves_are_those_of_the_machine(measured):
-    _, found = measured
-    compute = found.profile.profile.compute
+    _, session = measured
+    compute = session.profile.profile.compute
 
     assert compute.forward.kind is Kind.INTERPOLATED
     assert compute.named["layer_norm"].forward.kind is Kind.INTERPOLATED
     assert compute.flash_forward.kind is Kind.ANALYTIC  # it hung
     assert "gelu" not in compute.named
-    assert found.profile.profile.in_step.stack == "parplan"
+    assert session.profile.profile.in_step.stack == "parplan"
 
 
 def test_a_plan_with_it_takes_the_times_that_were_measured(measured):
-    _, found = measured
+    _, session = measured
     training = TrainingSpec(
         global_batch_size=16, seq_length=64, precision="fp32", stack=load_stack("parplan")
     )
-    cluster, training = apply_profile(found.profile, None, training, "mine.yaml", force=False)
+    cluster, training = apply_profile(session.profile, None, training, "mine.yaml", force=False)
     assert cluster.device.peak("fp32") == pytest.approx(0.1e12, rel=0.5)
     assert cluster.profile is not None
 
 
 def test_a_budget_that_is_over_leaves_what_was_not_reached(tmp_path):
-    wanted = ProfileRequest(
+    request = ProfileRequest(
         output=tmp_path / "mine.yaml",
         device="cpu",
         precision=Precision.FP32,
@@ -124,14 +126,14 @@ def test_a_budget_that_is_over_leaves_what_was_not_reached(tmp_path):
     )
 
     with pytest.raises(ConfigError, match="nothing was measured"):
-        measure_operators(wanted, None)
+        measure_operators(request, None)
 
 
 def test_a_profile_at_another_precision_is_not_added_to(measured):
-    wanted, _ = measured
+    request, _ = measured
 
     with pytest.raises(ConfigError, match="precision fp32, this session with bf16"):
-        measure_operators(replace(wanted, precision=Precision.BF16), None)
+        measure_operators(replace(request, precision=Precision.BF16), None)
 
 
 def collective(n_bytes: int, ranks: int) -> Record:
@@ -147,9 +149,9 @@ def collective(n_bytes: int, ranks: int) -> Record:
 
 
 def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
-    wanted, found = measured
+    request, session = measured
     output = tmp_path / "mine.yaml"
-    output.write_text(wanted.output.read_text())
+    output.write_text(request.output.read_text())
     assert not has_links(output, 2)
 
     joined = add_records(
@@ -158,7 +160,7 @@ def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
 
     assert has_links(output, 2)
     assert not has_links(output, 4)
-    assert len(joined.records) == len(found.profile.records) + 9
+    assert len(joined.records) == len(session.profile.records) + 9
     assert joined.profile.intra.kind is Kind.MEASURED
     assert document(read_profile(output)) == document(joined)
 
@@ -170,8 +172,8 @@ def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
 def test_collectives_of_another_device_or_for_no_profile_are_refused(
     measured, tmp_path, device, message
 ):
-    wanted, _ = measured
-    output = wanted.output if device else tmp_path / "none.yaml"
+    request, _ = measured
+    output = request.output if device else tmp_path / "none.yaml"
 
     with pytest.raises(ConfigError, match=message):
         add_records(output, [collective(1024, 2)], device, "comm.yaml")
@@ -192,9 +194,9 @@ def test_of_two_looks_the_faster_timing_of_every_pass_counts():
         }
         return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
-    (found,) = faster([linear(10, 30)], [linear(20, 25)])
+    (fastest,) = faster([linear(10, 30)], [linear(20, 25)])
 
-    assert {name: timing.median_us for name, timing in found.measured.times.items()} == {
+    assert {name: timing.median_us for name, timing in fastest.measured.times.items()} == {
         "forward": 10,
         "backward": 25,
     }
@@ -202,17 +204,17 @@ def test_of_two_looks_the_faster_timing_of_every_pass_counts():
 
 
 def test_ctrl_c_before_anything_says_how_fast_the_machine_is_is_one_and_keeps_the_journal(tmp_path):
-    wanted = ProfileRequest(
+    request = ProfileRequest(
         output=tmp_path / "mine.yaml",
         device="cpu",
         precision=Precision.FP32,
         program=PROGRAM,
         models=(MODEL,),
     )
-    cases = requested_cases(wanted, environment("cpu"))
+    cases = requested_cases(request, environment("cpu"))
     norms = [case for case in cases if case.work == "layer_norm"]
-    wanted = replace(
-        wanted, cases=(norms[0], *[case for case in cases if case.work == "linear"][:1])
+    request = replace(
+        request, cases=(norms[0], *[case for case in cases if case.work == "linear"][:1])
     )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -221,8 +223,8 @@ def test_ctrl_c_before_anything_says_how_fast_the_machine_is_is_one_and_keeps_th
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        measure_operators(wanted, interrupt)
+        measure_operators(request, interrupt)
     signal.signal(signal.SIGINT, before)
 
-    assert journal_path(wanted.output).exists()
-    assert not wanted.output.exists()
+    assert journal_path(request.output).exists()
+    assert not request.output.exists()

@@ -1,6 +1,4 @@
-"""Calibration: known factors come back from runs that were made with them, and what a run cannot
-say is not said.
-"""
+"""Calibration recovers known factors from runs, and states no factor that a run cannot show."""
 
 from __future__ import annotations
 
@@ -57,33 +55,33 @@ def profile_of(*pairs):
     ],
 )
 def test_known_factors_come_back(mesh, truth):
-    found = calibrated((estimated(**mesh), truth))
+    calibration = calibrated((estimated(**mesh), truth))
 
-    assert {cause: found.factor(cause).value for cause in truth} == {
+    assert {cause: calibration.factor(cause).value for cause in truth} == {
         cause: pytest.approx(x, rel=1e-4) for cause, x in truth.items()
     }
-    assert all(found.factor(cause).measured for cause in truth)
-    assert set(unexercised(found)) == set(CAUSES) - set(truth)
+    assert all(calibration.factor(cause).measured for cause in truth)
+    assert set(unexercised(calibration)) == set(CAUSES) - set(truth)
 
 
 def test_two_runs_tell_tensor_parallel_communication_from_compute():
     truth = {"forward": 1.3, "backward": 0.9, "optimizer": 1.1}
 
-    found = calibrated((estimated(), truth), (estimated(tp=2), truth | {"tensor": 3.0}))
+    calibration = calibrated((estimated(), truth), (estimated(tp=2), truth | {"tensor": 3.0}))
 
-    assert found.tensor.value == pytest.approx(3.0, rel=1e-3)
-    assert found.forward.value == pytest.approx(1.3, rel=1e-3)
-    assert "told apart" not in found.tensor.source
+    assert calibration.tensor.value == pytest.approx(3.0, rel=1e-3)
+    assert calibration.forward.value == pytest.approx(1.3, rel=1e-3)
+    assert "told apart" not in calibration.tensor.source
 
 
 def test_one_run_does_not_and_says_so_yet_its_own_step_is_met():
     plan = estimated(tp=2)
     profile = profile_of((plan, {"forward": 1.3, "backward": 0.9, "tensor": 3.0, "optimizer": 1.1}))
 
-    found = profile.calibration
-    assert found.tensor.source.endswith("together with compute, not told apart")
-    assert found.tensor.value == pytest.approx(
-        (found.forward.value * found.backward.value) ** 0.5, rel=1e-4
+    factors_of_run = profile.calibration
+    assert factors_of_run.tensor.source.endswith("together with compute, not told apart")
+    assert factors_of_run.tensor.value == pytest.approx(
+        (factors_of_run.forward.value * factors_of_run.backward.value) ** 0.5, rel=1e-4
     )
     assert profile.runs[0].calibrated_s == pytest.approx(profile.runs[0].measured_s, rel=1e-4)
 
@@ -94,16 +92,16 @@ def test_the_profile_predicts_the_step_of_its_run(mesh):
     profile = profile_of((plan, {"forward": 1.7, "backward": 1.2, "data": 2.0, "optimizer": 4.0}))
     there = replace(plan.cluster, calibration=profile.calibration)
 
-    again = estimate_plan(
+    second = estimate_plan(
         plan.model, there, plan.training, layout_of(plan), zero=mesh.get("zero", 0)
     )
 
     measured_s = profile.runs[0].measured_s
-    assert again.predicted.step_time_s.value == pytest.approx(measured_s, rel=1e-3)
+    assert second.predicted.step_time_s.value == pytest.approx(measured_s, rel=1e-3)
     assert (
         abs(plan.predicted.step_time_s.value / measured_s - 1) > 0.1
     )  # without the profile it was off
-    assert again.predicted.step_time_s.kind is Kind.INTERPOLATED
+    assert second.predicted.step_time_s.kind is Kind.INTERPOLATED
 
 
 def test_noise_of_a_few_percent_stays_a_few_percent():
@@ -118,10 +116,10 @@ def test_noise_of_a_few_percent_stays_a_few_percent():
         if part.measured_s
     ]
 
-    found = calibrate([replace(run, parts=tuple(off))], ["run.json"]).calibration
+    calibration = calibrate([replace(run, parts=tuple(off))], ["run.json"]).calibration
 
     for cause, value in truth.items():
-        assert found.factor(cause).value == pytest.approx(value, rel=0.12), cause
+        assert calibration.factor(cause).value == pytest.approx(value, rel=0.12), cause
 
 
 def test_a_run_of_a_calibrated_plan_gives_the_same_profile():
@@ -129,9 +127,9 @@ def test_a_run_of_a_calibrated_plan_gives_the_same_profile():
     first = calibrated((plan, truth))
     with_it = replace(plan, cluster=replace(plan.cluster, calibration=first))
 
-    again = calibrate([run_of(with_it, factors(plan, **truth))], ["run.json"]).calibration
+    second = calibrate([run_of(with_it, factors(plan, **truth))], ["run.json"]).calibration
 
-    assert {c: again.factor(c).value for c in CAUSES} == {
+    assert {c: second.factor(c).value for c in CAUSES} == {
         c: pytest.approx(first.factor(c).value, rel=1e-4) for c in CAUSES
     }
 
@@ -139,28 +137,30 @@ def test_a_run_of_a_calibrated_plan_gives_the_same_profile():
 def test_runs_of_plans_with_measured_curves_keep_these_beside_the_factors():
     base, truth = estimated(), {"forward": 1.3, "backward": 0.8, "optimizer": 2.0}
     shipped = shipped_profile("a100-80gb")
-    own = replace(
+    measured = replace(
         shipped,
         compute=replace(
             shipped.compute, optimizer=replace(shipped.compute.optimizer, bandwidth_share=0.1)
         ),
     )
-    plan = replace(base, cluster=replace(base.cluster, profile=own))
+    plan = replace(base, cluster=replace(base.cluster, profile=measured))
 
-    found = profile_of((plan, truth))
+    profile = profile_of((plan, truth))
 
-    assert document(found.profile) == document(own)
-    assert (found.precision, found.device, found.cluster["device"]["name"]) == (
+    assert document(profile.profile) == document(measured)
+    assert (profile.precision, profile.device, profile.cluster["device"]["name"]) == (
         "bf16",
         "a100-80gb",
         "a100-80gb",
     )
-    assert not {"calibration", "profile"} & set(found.cluster)
-    assert {cause: found.calibration.factor(cause).value for cause in truth} == {
+    assert not {"calibration", "profile"} & set(profile.cluster)
+    assert {cause: profile.calibration.factor(cause).value for cause in truth} == {
         cause: pytest.approx(x, rel=1e-4) for cause, x in truth.items()
     }
-    cluster, _ = apply_profile(found, None, plan.training, "mine.yaml", force=False)
-    assert cluster == replace(plan.cluster, profile=found.profile, calibration=found.calibration)
+    cluster, _ = apply_profile(profile, None, plan.training, "mine.yaml", force=False)
+    assert cluster == replace(
+        plan.cluster, profile=profile.profile, calibration=profile.calibration
+    )
 
 
 def test_runs_with_unlike_curves_make_no_profile():
@@ -190,9 +190,11 @@ def test_a_factor_prices_only_its_own_cause():
 
     def ratios(**truth: float) -> dict[str, float]:
         there = replace(plan, cluster=replace(plan.cluster, calibration=factors(plan, **truth)))
-        found = predict(there).timeline.parts_s
+        parts_s = predict(there).timeline.parts_s
         return {
-            work: found[work, stage] / seconds for (work, stage), seconds in base.items() if seconds
+            work: parts_s[work, stage] / seconds
+            for (work, stage), seconds in base.items()
+            if seconds
         }
 
     assert ratios(optimizer=2.0) == {
@@ -206,7 +208,7 @@ def test_a_factor_prices_only_its_own_cause():
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("changed", "message"),
     [
         pytest.param(
             {"gpu": "h100-80gb"},
@@ -220,9 +222,9 @@ def test_a_factor_prices_only_its_own_cause():
         ),
     ],
 )
-def test_runs_of_unlike_machines_make_no_profile(other, message):
+def test_runs_of_unlike_machines_make_no_profile(changed, message):
     with pytest.raises(ConfigError, match=message):
-        calibrate([run_of(estimated()), run_of(estimated(**other))], ["a.json", "b.json"])
+        calibrate([run_of(estimated()), run_of(estimated(**changed))], ["a.json", "b.json"])
 
 
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3"])

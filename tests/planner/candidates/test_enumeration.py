@@ -1,6 +1,4 @@
-"""The outer candidates: every mesh is searched or pruned with its reason, nothing twice, pins
-kept.
-"""
+"""Each mesh is searched or pruned with a reason, no layout comes twice, and pins are kept."""
 
 from __future__ import annotations
 
@@ -177,12 +175,13 @@ def test_a_frame_is_refused_with_its_reason(candidate, reason):
     "pins", [{}, {"tp": (2,)}, {"pp": (1, 2), "zero": (1,)}], ids=["free", "tp-2", "pp-1-or-2"]
 )
 def test_every_mesh_is_searched_or_pruned(num_gpus, pins):
-    found = enumerate_candidates(
+    candidates = enumerate_candidates(
         TINY, with_gpus(A100, num_gpus, 2 if num_gpus == 6 else None), TRAINING, Constraints(**pins)
     )
-    named = {f"pp {f.mesh.pp} x dp {f.mesh.dp} x tp {f.mesh.tp}" for f in found.layouts}
+    named = {f"pp {f.mesh.pp} x dp {f.mesh.dp} x tp {f.mesh.tp}" for f in candidates.layouts}
     named |= {
-        re.match(r"pp \d+ x dp \d+ x tp \d+", pruned.candidate).group() for pruned in found.pruned
+        re.match(r"pp \d+ x dp \d+ x tp \d+", pruned.candidate).group()
+        for pruned in candidates.pruned
     }
 
     every = {
@@ -195,25 +194,27 @@ def test_every_mesh_is_searched_or_pruned(num_gpus, pins):
 
 @pytest.mark.parametrize("num_gpus", [8, 64])
 def test_nothing_is_enumerated_twice_and_every_frame_is_legal(num_gpus):
-    found = space(num_gpus)
+    candidates = space(num_gpus)
 
     names = Counter(
-        [layout_text(f) for f in found.layouts] + [pruned.candidate for pruned in found.pruned]
+        [layout_text(f) for f in candidates.layouts]
+        + [pruned.candidate for pruned in candidates.pruned]
     )
     assert max(names.values()) == 1
-    assert len(set(found.layouts)) == len(found.layouts)
-    for candidate in found.layouts:
+    assert len(set(candidates.layouts)) == len(candidates.layouts)
+    for candidate in candidates.layouts:
         assert candidate.mesh.num_ranks == num_gpus
         assert illegal_layout(candidate, TINY, TRAINING) is None
 
 
 def test_the_frames_of_one_small_cluster_by_hand():
-    """2 GPUs, batch 2: three meshes; b 1 or 2 on each where it divides; the pipeline fills with two
-    micro-batches only.
-    """
-    found = space(2, training=replace(TRAINING, global_batch_size=2))
+    """Two GPUs with batch 2 have three meshes.
 
-    assert sorted(layout_text(f) for f in found.layouts) == sorted(
+    Each allows micro-batches of 1 or 2 where they divide; two micro-batches fill the pipeline.
+    """
+    candidates = space(2, training=replace(TRAINING, global_batch_size=2))
+
+    assert sorted(layout_text(f) for f in candidates.layouts) == sorted(
         [
             "pp 1 x dp 2 x tp 1, 1f1b, micro-batch 1 x 1",
             "pp 2 x dp 1 x tp 1, 1f1b, micro-batch 1 x 2",
@@ -233,7 +234,7 @@ def test_the_frames_of_one_small_cluster_by_hand():
             ),
         ]
     )
-    assert [pruned.candidate for pruned in found.pruned] == [
+    assert [pruned.candidate for pruned in candidates.pruned] == [
         "pp 2 x dp 1 x tp 1, gpipe, micro-batch 1",
         "pp 2 x dp 1 x tp 1, interleaved x 2 virtual stages, micro-batch 2 x 1",
         "pp 2 x dp 1 x tp 1, interleaved x 3 virtual stages, micro-batch 2 x 1",
@@ -277,8 +278,8 @@ def test_a_pin_keeps_exactly_what_it_names(pins, holds, reason):
 
     assert pinned.layouts
     assert all(map(holds, pinned.layouts))
-    wanted = {f for f in free.layouts if holds(f)}
-    assert wanted <= set(pinned.layouts)  # GPipe is enumerated beside 1F1B only when it is pinned
+    expected = {f for f in free.layouts if holds(f)}
+    assert expected <= set(pinned.layouts)  # GPipe is enumerated beside 1F1B only when it is pinned
     assert reason is None or reason in {pruned.reason for pruned in pinned.pruned}
 
 

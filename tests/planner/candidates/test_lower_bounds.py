@@ -1,6 +1,4 @@
-"""Lower bounds of a layout before it is solved: never above what any strategy costs, pinned or not,
-and tight where they can be.
-"""
+"""Lower bounds of a layout never exceed a strategy's price, and are tight where they can be."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def test_no_strategy_with_virtual_stages_is_below_the_bounds_of_its_frame(seed):
 
 
 def test_the_tail_of_the_bound_is_that_of_one_rank():
-    """One micro-batch and a network so slow that the step is little but the reductions of the
-    fuller rank.
-    """
+    """One micro-batch on a slow network: the reductions of the fuller rank are most of the step."""
     instance = random_instance(1)
     cluster = with_gpus(load_cluster("a100-80gb"), 4, 2)
     instance = replace(
@@ -136,9 +132,7 @@ def test_what_some_strategy_fits_in_is_in_reach(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_longest_rank_leaves_no_faster_strategy_out(seed):
-    """For a cut at each strategy's own time, no strategy below the cut has a rank with more
-    blocks.
-    """
+    """For a cut at each strategy's time, no strategy below the cut has a rank with more blocks."""
     table = MixTable(random_instance(seed).price_cache(), Constraints())
     by_frame = {}
     for strategy, price in prices(seed):
@@ -151,13 +145,13 @@ def test_the_longest_rank_leaves_no_faster_strategy_out(seed):
             for rank in range(strategy.layout.mesh.pp)
         )
         by_frame.setdefault(strategy.layout, []).append((price.closed_form_s, fullest))
-    for layout, found in by_frame.items():
+    for layout, priced in by_frame.items():
         if layout.virtual_stages == 1 and layout.mesh.pp > 1:
             bound = time_bound(layout, table)
-            for cut_s in {step_s for step_s, _ in found}:
+            for cut_s in {step_s for step_s, _ in priced}:
                 longest = bound.longest_rank(layout, cut_s * (1 + 1e-9))
                 assert longest is None or all(
-                    fullest <= longest for step_s, fullest in found if step_s <= cut_s
+                    fullest <= longest for step_s, fullest in priced if step_s <= cut_s
                 )
 
 

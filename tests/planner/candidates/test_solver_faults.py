@@ -1,6 +1,4 @@
-"""A CBC that crashes, hangs, lies or is missing: the best plan so far with its gap, or an error
-with its last words.
-"""
+"""A CBC that fails or lies leaves the best plan so far with its gap, or an error with its log."""
 
 from __future__ import annotations
 
@@ -46,7 +44,8 @@ FAULTS = {
     ),
     "no-file": (
         "exit 0",
-        r"cbc failed: wrote no solution \(No such file or directory\); its log ends: Segmentation near row 7$",
+        r"cbc failed: wrote no solution \(No such file or directory\); "
+        r"its log ends: Segmentation near row 7$",
     ),
     "an-empty-file": (
         f'{LAST}: > "$last"',
@@ -97,16 +96,15 @@ each_fault = pytest.mark.parametrize(("fault", "message"), list(FAULTS.values())
 
 @pytest.fixture
 def fake_cbc(tmp_path, monkeypatch):
-    """Make a CBC that works `after` times, then has a fault, for `times` calls; returns the file
-    that counts its calls.
-    """
+    """Makes a CBC that works `after` times, then fails `times` times; returns its call counter."""
 
     def make(fault: str, after: int = 0, times: int = 1000):
         calls, script = tmp_path / "calls", tmp_path / "cbc"
         calls.touch()
         script.write_text(
             f"#!/bin/sh\necho >> {calls}\nn=$(wc -l < {calls})\n"
-            f'if [ $n -le {after} ] || [ $n -gt {after + times} ]; then exec {shlex.quote(REAL)} "$@"; fi\n'
+            f"if [ $n -le {after} ] || [ $n -gt {after + times} ]; "
+            f'then exec {shlex.quote(REAL)} "$@"; fi\n'
             f'echo "Welcome to the CBC"; echo "Segmentation near row 7" >&2; echo; {fault}\n'
         )
         script.chmod(0o755)
@@ -180,7 +178,7 @@ def test_no_file_of_the_solver_is_left_behind(fault, fake_cbc, tmp_path, monkeyp
 
 
 def test_a_solve_cut_off_by_its_limit_is_never_called_proven():
-    """Whatever CBC found in that time, or nothing."""
+    """CBC may have a solution at that time, or nothing."""
     for limit_s in (1e-4, 0.05, 0.3):
         try:
             solution = hard_problem().solve(SolverName.CBC, time_limit_s=limit_s)
@@ -296,7 +294,8 @@ def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_pat
 
     assert done.exit_code == 0
     assert done.stderr.startswith(
-        f"warning: the solver failed on {MOST_FAILURES} candidates, which nothing is proven about: cbc failed"
+        f"warning: the solver failed on {MOST_FAILURES} candidates, "
+        "which nothing is proven about: cbc failed"
     )
     assert "stopped early; " in done.stdout
     assert "note      the solver failed on" in done.stdout
@@ -310,7 +309,8 @@ def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
         [
             sys.executable,
             "-c",
-            "import sys, pulp; pulp.PULP_CBC_CMD.pulp_cbc_path = sys.argv.pop(1); from parplan import cli; cli.main()",
+            "import sys, pulp; pulp.PULP_CBC_CMD.pulp_cbc_path = sys.argv.pop(1); "
+            "from parplan import cli; cli.main()",
             pulp.PULP_CBC_CMD.pulp_cbc_path,
             *SMALL,
             "--output",

@@ -1,6 +1,4 @@
-"""What a stack runs of schedules and recompute: the search keeps to it, a pin that it lacks names
-the stacks that have it.
-"""
+"""The search keeps to a stack's schedules and recompute; errors name the stacks that fit a pin."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def test_what_a_stack_does_not_run_is_pruned_with_that_reason():
 def test_a_stack_with_1f1b_alone_runs_a_pipeline_that_does_not_fill_as_gpipe_orders_it():
     few = replace(TRAINING, global_batch_size=2)
 
-    def found(stack):
+    def schedules(stack):
         return {
             layout.schedule
             for layout in enumerate_candidates(
@@ -88,8 +86,8 @@ def test_a_stack_with_1f1b_alone_runs_a_pipeline_that_does_not_fill_as_gpipe_ord
             ).layouts
         }
 
-    assert Schedule.GPIPE in found(load_stack("megatron-core"))
-    assert not found(load_stack("fsdp1"))  # it has no pipeline at all
+    assert Schedule.GPIPE in schedules(load_stack("megatron-core"))
+    assert not schedules(load_stack("fsdp1"))  # it has no pipeline at all
 
 
 def test_gpipe_of_enough_micro_batches_is_not_1f1b():

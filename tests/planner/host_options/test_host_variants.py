@@ -1,6 +1,4 @@
-"""Activations on the host among what a search chooses from: with fast copies, and not with slow
-ones.
-"""
+"""The search offloads activations over fast copies and not over slow ones."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from tests.planner.stage_columns.test_chunk_columns import instance
 
 PINS = Constraints(offload=(Offload.ACTIVATIONS,), pp=(1,), micro_batch_size=(8,))
 NOTHING_KEPT = SearchOptions(memory_margin=0.0)
-LITTLE = 100 * MIB  # of which the states of six blocks leave little
+LITTLE = 100 * MIB  # the states of six blocks take most of it
 
 
 def small(memory_bytes: int = LITTLE, rate: float = 1e12, **changes: object) -> Instance:
@@ -47,8 +45,10 @@ def small(memory_bytes: int = LITTLE, rate: float = 1e12, **changes: object) -> 
     )
 
 
-def found(one: Instance, pins: Constraints = PINS) -> Plan:
-    return find_plan(one.model, one.cluster, one.training, constraints=pins, options=NOTHING_KEPT)
+def best_plan(case: Instance, pins: Constraints = PINS) -> Plan:
+    return find_plan(
+        case.model, case.cluster, case.training, constraints=pins, options=NOTHING_KEPT
+    )
 
 
 def blocks(plan: Plan) -> list[LayerPlan]:
@@ -62,77 +62,75 @@ def blocks(plan: Plan) -> list[LayerPlan]:
 
 
 def test_fast_copies_take_activations_to_the_host_and_slow_ones_leave_them_to_recompute() -> None:
-    fast, slow = blocks(found(small())), blocks(found(small(rate=1e7)))
+    fast, slow = blocks(best_plan(small())), blocks(best_plan(small(rate=1e7)))
     assert all(block.keep_on_host and not block.recompute for block in fast)
     assert not any(block.keep_on_host for block in slow)
     assert any(block.recompute for block in slow)
 
 
 def test_a_plan_with_them_fits_and_its_file_is_priced_as_it_was(tmp_path: Path) -> None:
-    one = small()
-    plan, path = found(one), tmp_path / "plan.yaml"
+    case = small()
+    plan, path = best_plan(case), tmp_path / "plan.yaml"
     write_plan(plan, path)
 
     assert reprice(read_plan(path)).plan.predicted == plan.predicted
     (memory,) = plan.predicted.memory_gib
-    assert memory.total * GIB <= one.cluster.device.memory_bytes + 1e-3 * GIB
-    assert memory.host * GIB <= one.cluster.host_memory_bytes
+    assert memory.total * GIB <= case.cluster.device.memory_bytes + 1e-3 * GIB
+    assert memory.host * GIB <= case.cluster.host_memory_bytes
     assert "kept on the host: " in succeed("show", str(path)).output
 
 
 def test_a_small_host_keeps_what_it_holds_and_none_gets_a_plan_without() -> None:
-    asked, one = replace(PINS, micro_batch_size=(8, 16)), small()
-    much = found(one, asked).predicted.memory_gib[0].host * GIB
+    pins, case = replace(PINS, micro_batch_size=(8, 16)), small()
+    much = best_plan(case, pins).predicted.memory_gib[0].host * GIB
     shares = [share * much for share in (0.3, 0.6, 0.95)]
     hosts = [
-        found(replace(one, cluster=replace(one.cluster, host_memory_bytes=int(share))), asked)
+        best_plan(replace(case, cluster=replace(case.cluster, host_memory_bytes=int(share))), pins)
         for share in shares
     ]
     held = [plan.predicted.memory_gib[0].host * GIB for plan in hosts]
     assert all(host <= share + 1e-3 * GIB for host, share in zip(held, shares, strict=True))
     assert any(held)
-    nothing = found(replace(one, cluster=replace(one.cluster, host_memory_bytes=1)), asked)
+    nothing = best_plan(replace(case, cluster=replace(case.cluster, host_memory_bytes=1)), pins)
     assert not any(block.keep_on_host for block in blocks(nothing))
 
 
 def test_the_variants_are_behind_the_options_and_are_lists_of_the_blocks_operators() -> None:
-    one = small(rate=2e10)
-    table, plain = MixTable(one.price_cache(), PINS), MixTable(one.price_cache(), Constraints())
-    (layout,) = enumerate_candidates(one.model, one.cluster, one.training, PINS).layouts
+    case = small(rate=2e10)
+    table, plain = MixTable(case.price_cache(), PINS), MixTable(case.price_cache(), Constraints())
+    (layout,) = enumerate_candidates(case.model, case.cluster, case.training, PINS).layouts
     options, more = plain.options(layout), table.options(layout)
     assert more[: len(options)] == options
     assert not any(option.on_host for option in options)
     assert len(more) > len(options)
     for option in more[len(options) :]:
         of_alike = host_options(
-            layout.micro_batch_size, option.sharding, option.recompute, one.price_cache()
+            layout.micro_batch_size, option.sharding, option.recompute, case.price_cache()
         )
-        (same,) = (priced for priced in of_alike if priced.on_host == option.on_host)
+        (same,) = [priced for priced in of_alike if priced.on_host == option.on_host]
         assert (option.saved_bytes, option.host_bytes) == (same.saved_bytes, same.host_bytes)
-        block, own = (
-            one.price_cache().kept_layer(LayerKind.BLOCK, layout.micro_batch_size),
-            (option.sharding, option.recompute, one.training.stack),
+        block, shard = (
+            case.price_cache().kept_layer(LayerKind.BLOCK, layout.micro_batch_size),
+            (option.sharding, option.recompute, case.training.stack),
         )
-        assert same.saved_bytes == saved_bytes(block, *own, option.on_host)
-        assert same.host_bytes == saved_bytes(block, *own) - same.saved_bytes
+        assert same.saved_bytes == saved_bytes(block, *shard, option.on_host)
+        assert same.host_bytes == saved_bytes(block, *shard) - same.saved_bytes
     split = replace(layout, schedule=Schedule.ZBV, virtual_stages=2)
     assert not any(option.on_host for option in table.options(split))
-    assert with_host((), 8, one.price_cache()) == ()
+    assert with_host((), 8, case.price_cache()) == ()
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("rate", [1e9, 2e10, 1e13])
 def test_columns_wait_for_copies_as_stages_do_and_never_hold_less(gpus: int, rate: float) -> None:
-    """Of a stage where one block alone sends, the window beside it is nothing: the column has it
-    all the same.
-    """
-    one = instance(gpus, LITTLE * 10, batch=16, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None)
+    """A stage with a single offloading block has no window beside it, but its column has one."""
+    case = instance(gpus, LITTLE * 10, batch=16, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None)
     pins = replace(PINS, pp=(gpus,), micro_batch_size=(1, 4), schedule=(Schedule.ONE_F_ONE_B,))
-    table, seen = MixTable(one.price_cache(), pins), 0
-    for layout in enumerate_candidates(one.model, one.cluster, one.training, pins).layouts:
+    table, seen = MixTable(case.price_cache(), pins), 0
+    for layout in enumerate_candidates(case.model, case.cluster, case.training, pins).layouts:
         ranks = [RankColumns(rank, layout, table) for rank in range(gpus)]
         largest = max(option.host_bytes for option in table.options(layout)) * (
-            1 + one.training.stack.allocator_share
+            1 + case.training.stack.allocator_share
         )
         for limit in (
             2**40,
@@ -142,7 +140,7 @@ def test_columns_wait_for_copies_as_stages_do_and_never_hold_less(gpus: int, rat
             ),
         ):
             columns = tuple(rank.fastest(6 // gpus, limit)[0] for rank in ranks)
-            price = price_step(to_strategy(layout, columns), one.price_cache())
+            price = price_step(to_strategy(layout, columns), case.price_cache())
             for number, (rank, column, memory) in enumerate(
                 zip(ranks, columns, price.memory, strict=True)
             ):
@@ -155,7 +153,7 @@ def test_columns_wait_for_copies_as_stages_do_and_never_hold_less(gpus: int, rat
                     n * option.host_bytes for option, n in column.mix
                 )
                 assert memory.host == pytest.approx(sent)
-                apart = memory.apart * (1 + one.training.stack.allocator_share)
+                apart = memory.apart * (1 + case.training.stack.allocator_share)
                 assert column.memory_bytes <= (memory.total + apart + largest) * (1 + 1e-12)
                 line = price.simulated.ranks[number]
                 assert column.time_s * layout.num_micro_batches == pytest.approx(
@@ -166,16 +164,14 @@ def test_columns_wait_for_copies_as_stages_do_and_never_hold_less(gpus: int, rat
 
 
 def test_that_activations_went_to_the_host_unasked_is_said() -> None:
-    plan = found(small())
+    plan = best_plan(small())
     assert offload_assumed(replace(PINS, offload=None), plan)
     assert not offload_assumed(PINS, plan)
 
 
-def every_strategy(layout: ParallelLayout, one: Instance) -> list[Strategy]:
-    """Every two of recompute levels with every list that an option has, in every number of
-    blocks.
-    """
-    price_cache = one.price_cache()
+def every_strategy(layout: ParallelLayout, case: Instance) -> list[Strategy]:
+    """Returns each pair of recompute levels with each offload list, in each number of blocks."""
+    price_cache = case.price_cache()
     kinds = [
         LayerChoice(LayerKind.BLOCK, level, 0, on_host=option.on_host)
         for level in Recompute
@@ -197,15 +193,15 @@ def every_strategy(layout: ParallelLayout, one: Instance) -> list[Strategy]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e9, 3e10, 1e12])
 def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit(rate: float) -> None:
-    """Blocks that send less than the most that hides have a smaller window: of six blocks that may
-    be a few percent.
-    """
-    one, pins = small(rate=rate), replace(PINS, recompute=tuple(Recompute))
-    plan = found(one, pins)
-    (layout,) = enumerate_candidates(one.model, one.cluster, one.training, pins).layouts
-    priced = (price_step(strategy, one.price_cache()) for strategy in every_strategy(layout, one))
+    """Blocks that send less than the hidden maximum have a smaller window: a few percent of six."""
+    case, pins = small(rate=rate), replace(PINS, recompute=tuple(Recompute))
+    plan = best_plan(case, pins)
+    (layout,) = enumerate_candidates(case.model, case.cluster, case.training, pins).layouts
+    priced = (price_step(strategy, case.price_cache()) for strategy in every_strategy(layout, case))
     best_s = min(
-        price.step_s for price in priced if price.memory[0].total <= one.cluster.device.memory_bytes
+        price.step_s
+        for price in priced
+        if price.memory[0].total <= case.cluster.device.memory_bytes
     )
     assert plan.predicted.step_time_s.value <= best_s * 1.05
 
@@ -228,10 +224,8 @@ def test_a_plan_found_so_runs_as_it_was_predicted(tmp_path: Path) -> None:
         zero=(1,),
         offload=(Offload.ACTIVATIONS,),
     )
-    least, without = (
-        least_peak_bytes(entry.spec, cpu, training, replace(pins, offload=offload))
-        for offload in (pins.offload, ())
-    )
+    least = least_peak_bytes(entry.spec, cpu, training, replace(pins, offload=pins.offload))
+    without = least_peak_bytes(entry.spec, cpu, training, replace(pins, offload=()))
     assert least is not None
     assert without is not None
     assert without - least > MIB

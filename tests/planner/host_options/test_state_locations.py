@@ -1,6 +1,4 @@
-"""The homes of blocks: their counts, their order, and which candidates may hold states in
-chunks.
-"""
+"""State locations of blocks: counts, order, and the candidates that may hold states in chunks."""
 
 import itertools
 from dataclasses import replace
@@ -37,9 +35,7 @@ FRAME = ParallelLayout(
 )
 
 
-def test_the_last_blocks_are_at_the_host_and_those_before_them_have_their_optimizer_states_there() -> (
-    None
-):
+def test_the_last_blocks_are_on_the_host_and_the_optimizer_states_of_some_before_them() -> None:
     assert BlockLocations(2, 1).of(5) == (
         StateLocation.DEVICE,
         StateLocation.DEVICE,
@@ -62,7 +58,7 @@ def test_the_last_blocks_are_at_the_host_and_those_before_them_have_their_optimi
 def test_the_homes_of_a_rank_are_all_that_what_may_be_offloaded_allows(
     offload: tuple[Offload, ...], homes: set[StateLocation]
 ) -> None:
-    found = list(
+    locations = list(
         itertools.starmap(
             BlockLocations, zip(*counts_of_locations(3, locations_allowed(offload)), strict=True)
         )
@@ -71,8 +67,8 @@ def test_the_homes_of_a_rank_are_all_that_what_may_be_offloaded_allows(
         tuple(sorted(given, key=list(StateLocation).index))
         for given in itertools.product(homes, repeat=3)
     }
-    assert len(found) == len(set(found))
-    assert {one.of(3) for one in found} == runs
+    assert len(locations) == len(set(locations))
+    assert {location.of(3) for location in locations} == runs
     assert has_chunks(offload) == (homes != {StateLocation.DEVICE})
 
 
@@ -104,12 +100,12 @@ def test_chunks_of_several_replicas_are_sharded_as_zero_3_over_all_of_them() -> 
 
 
 def test_every_plain_candidate_is_also_one_in_chunks_or_says_why_not() -> None:
-    asked = request_of(
+    request = request_of(
         TargetOptions(model="gpt-1.5b", gpus=8, gpu="v100", precision="fp16", global_batch_size=16)
     )
-    plain = enumerate_candidates(asked.model, asked.cluster, asked.training, Constraints())
+    plain = enumerate_candidates(request.model, request.cluster, request.training, Constraints())
     both = enumerate_candidates(
-        asked.model, asked.cluster, asked.training, Constraints(offload=SEARCHED_OFFLOAD)
+        request.model, request.cluster, request.training, Constraints(offload=SEARCHED_OFFLOAD)
     )
     chunked = [replace(layout, chunked=True) for layout in plain.layouts]
     assert [layout for layout in both.layouts if not layout.chunked] == list(plain.layouts)
@@ -122,12 +118,12 @@ def test_every_plain_candidate_is_also_one_in_chunks_or_says_why_not() -> None:
 
 
 def test_nothing_is_held_in_chunks_unless_the_host_may_keep_states() -> None:
-    asked = request_of(
+    request = request_of(
         TargetOptions(model="gpt-1.5b", gpus=2, gpu="v100", precision="fp16", global_batch_size=4)
     )
     for offload in ((), None, (Offload.ACTIVATIONS,)):
         space = enumerate_candidates(
-            asked.model, asked.cluster, asked.training, Constraints(offload=offload)
+            request.model, request.cluster, request.training, Constraints(offload=offload)
         )
         assert not any(layout.chunked for layout in space.layouts)
 

@@ -1,6 +1,4 @@
-"""When nothing fits: the leanest plan is really the leanest, and the smallest cluster that is named
-really is enough.
-"""
+"""When nothing fits, the named plan is the leanest and the named cluster is large enough."""
 
 from __future__ import annotations
 
@@ -70,17 +68,15 @@ def test_the_smallest_cluster_fits_and_one_node_fewer_does_not(name, batch, limi
 def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
     instance = random_instance(seed)
     least = least_peak(instance)
-    asked = (instance.model, instance.cluster, instance.training)
+    question = (instance.model, instance.cluster, instance.training)
 
-    with pytest.raises(
-        InfeasibleError,
-        match=rf"needs {least / GIB:.1f} GiB on stage \d+, 1.0 usable: {least / GIB - 1:.1f} GiB short",
-    ):
-        raise infeasible_error(*asked, PINS, SearchOptions(memory_limit_bytes=GIB))
-    find_plan(*asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) + 1))
+    needs = rf"needs {least / GIB:.1f} GiB on stage \d+, 1.0 usable"
+    with pytest.raises(InfeasibleError, match=f"{needs}: {least / GIB - 1:.1f} GiB short"):
+        raise infeasible_error(*question, PINS, SearchOptions(memory_limit_bytes=GIB))
+    find_plan(*question, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) + 1))
     with pytest.raises(InfeasibleError):
         find_plan(
-            *asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) - 1)
+            *question, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) - 1)
         )
 
 
@@ -88,9 +84,9 @@ def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
 def test_the_least_peak_is_that_of_the_leanest_of_all_strategies_to_1_mib(seed):
     instance = random_instance(seed)
 
-    found = least_peak_bytes(instance.model, instance.cluster, instance.training, PINS)
+    least_bytes = least_peak_bytes(instance.model, instance.cluster, instance.training, PINS)
 
-    assert found == pytest.approx(least_peak(instance), abs=MIB)
+    assert least_bytes == pytest.approx(least_peak(instance), abs=MIB)
 
 
 def test_without_a_legal_candidate_there_is_no_least_peak():
@@ -98,7 +94,7 @@ def test_without_a_legal_candidate_there_is_no_least_peak():
 
 
 def largest_part(price):
-    """What most of the memory of the fullest rank is, as the error says it."""
+    """Returns the largest part of the fullest rank's memory, in the words of the error."""
     memory = max(price.memory, key=lambda rank: rank.total)
     parts = {
         "states": memory.states.total,
@@ -131,7 +127,7 @@ def test_the_largest_part_that_is_named_is_that_of_a_leanest_strategy(seed):
 
 
 def test_states_or_activations_fill_what_they_fill():
-    """A model of many parameters on few GPUs, and long sequences without recompute."""
+    """The cases are many parameters on few GPUs, and long sequences without recompute."""
     states = shortfall(*question("gpt-175b", 8, 8), Constraints(), SearchOptions()).text
     long = shortfall(
         *question("gpt-2.5b", 8, 64, 65536),
@@ -144,8 +140,9 @@ def test_states_or_activations_fill_what_they_fill():
 
 
 def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages():
-    """The first stage stashes eight micro-batches, the last one: without recompute an even split is
-    far from the leanest.
+    """The first stage stashes eight micro-batches and the last one.
+
+    Without recompute an even split is far from the leanest.
     """
     model, cluster, training = question("gpt-2.5b", 8, 64, seq_length=16384)
     pins = Constraints(tp=(1,), pp=(8,), recompute=(Recompute.NONE,))
@@ -167,7 +164,7 @@ def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages
 
 
 def test_no_cluster_in_reach_says_so():
-    """A limit below the context and the buffers of communication: no number of GPUs helps."""
+    """The limit is below context and communication buffers, so no number of GPUs helps."""
     model, cluster, training = question("llama3-8b", 8, 32)
 
     error = infeasible_error(

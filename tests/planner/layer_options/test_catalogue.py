@@ -1,6 +1,4 @@
-"""The catalogue: exact prices, the front of each layout of the weights, and only what the pins
-allow.
-"""
+"""The catalogue has exact prices, the front of each weight layout, and only pinned options."""
 
 from __future__ import annotations
 
@@ -84,12 +82,12 @@ def test_no_option_is_faster_than_the_bound_of_its_layout(sharding):
 
 
 def test_lists_of_operators_lie_between_the_levels():
-    found = Catalogue(BOOKS["gpt-8.3b"]).options(2, Sharding())
+    options = Catalogue(BOOKS["gpt-8.3b"]).options(2, Sharding())
 
     levels = {BOOKS["gpt-8.3b"].recompute_operators(LayerKind.BLOCK, level) for level in Recompute}
-    assert len(found) > 10
-    assert any(option.recompute == ("activation",) for option in found)
-    assert sum(option.recompute not in levels for option in found) > 8
+    assert len(options) > 10
+    assert any(option.recompute == ("activation",) for option in options)
+    assert sum(option.recompute not in levels for option in options) > 8
 
 
 def test_pins_leave_only_their_levels_and_megatrons_division():
@@ -127,17 +125,13 @@ def test_requests_that_differ_in_nodes_and_memory_share_a_catalogue():
 
     assert catalogue_of(price_cache, pins) is catalogue_of(larger, pins)
     assert catalogue_of(price_cache, pins) is not catalogue_of(price_cache, Constraints())
-    shared, own = (
-        found.options(2, Sharding(2))
-        for found in (catalogue_of(larger, pins), Catalogue(larger, pins.recompute))
-    )
-    assert [option.values for option in shared] == [option.values for option in own]
+    shared = catalogue_of(larger, pins).options(2, Sharding(2))
+    separate = Catalogue(larger, pins.recompute).options(2, Sharding(2))
+    assert [option.values for option in shared] == [option.values for option in separate]
 
 
 def test_ways_to_divide_that_are_not_megatrons_are_found():
-    """Under sequence parallelism an MLP can keep its tokens where they are: no gather, a whole
-    weight on every rank.
-    """
+    """Under sequence parallelism an MLP can keep its tokens, with a whole weight on every rank."""
     options = Catalogue(BOOKS["llama3-8b"]).options(2, Sharding(2, True))
 
     heads_only = [option for option in options if option.weight_layout == {"heads"}]

@@ -1,6 +1,4 @@
-"""The program of one layer: what its options cost is the price of the layer, and its optimum is
-that of brute force.
-"""
+"""The layer program prices options like the layer, and its optimum equals brute force."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ from parplan.profiles.stack import AttentionKernel, Stack
 from tests.helpers.cases import mostly_slow, named
 
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))
-NO_HOST = Stack(
-    host_operator_s=0.0
-)  # what the host needs to launch a layer is a bound of the whole layer
+NO_HOST = Stack(host_operator_s=0.0)  # the host's launch time bounds the whole layer
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=256, stack=NO_HOST)
 GPT, LLAMA = load_model("gpt-tiny").spec, load_model("llama3-8b").spec
 NEOX = replace(GPT, parallel_residual=True, dropout=0.0)
@@ -73,31 +69,31 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
     problem, draw = layer_problem(layer, sharding, MACHINE, training), random.Random(0)
     for _ in range(12):
         options = drawn(problem, draw)
-        own, recomputed = (
+        shardings, recomputed = (
             sharding_of(problem, options, sharding),
             tuple(n for n, o in zip(problem.names, options, strict=True) if o.recomputed),
         )
 
-        found = evaluate(problem, options)
+        evaluated = evaluate(problem, options)
 
-        priced = price_operators(layer, own, MACHINE, training).time(recomputed)
-        assert found.cost.time_s == pytest.approx(priced.total_s, rel=1e-12)
+        priced = price_operators(layer, shardings, MACHINE, training).time(recomputed)
+        assert evaluated.cost.time_s == pytest.approx(priced.total_s, rel=1e-12)
         slow = replace(problem, host_forward_s=HOST_S, host_backward_s=HOST_S)
         slow_training = replace(training, stack=replace(training.stack, host_operator_s=HOST_S))
-        launched = price_operators(layer, own, MACHINE, slow_training).time(recomputed)
+        launched = price_operators(layer, shardings, MACHINE, slow_training).time(recomputed)
         assert evaluate(slow, options).launched_s == pytest.approx(launched.total_s, rel=1e-12)
-        exact = saved_bytes(layer, own, recomputed, training.stack)
-        assert found.cost.saved_bytes <= exact
-        if not shared_beside_a_copy(layer, own):
-            assert found.cost.saved_bytes == exact
-            assert found.workspace_bytes == pytest.approx(
-                workspace_bytes(layer, own, recomputed, training.stack), abs=1
+        exact = saved_bytes(layer, shardings, recomputed, training.stack)
+        assert evaluated.cost.saved_bytes <= exact
+        if not shared_beside_a_copy(layer, shardings):
+            assert evaluated.cost.saved_bytes == exact
+            assert evaluated.workspace_bytes == pytest.approx(
+                workspace_bytes(layer, shardings, recomputed, training.stack), abs=1
             )
 
 
 @cache
 def instance(seed):
-    """2 to 5 operators of a random block on a 1x2 or 2x2 mesh, a few random strategies for each."""
+    """Returns 2 to 5 operators of a random block on a 1x2 or 2x2 mesh, a few strategies each."""
     draw = random.Random(seed)
     model = draw.choice(list(MODELS.values()))
     training = replace(
@@ -133,43 +129,47 @@ def everything(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_fastest_layer_within_a_budget_is_that_of_brute_force(seed):
     stashes = 1 + seed % 3
-    sizes = sorted(found.memory_bytes(stashes) for found in everything(seed))
+    sizes = sorted(solution.memory_bytes(stashes) for solution in everything(seed))
     for budget in (sizes[0], sizes[len(sizes) // 4], sizes[-1]):
         budget *= 1 + 1e-6
         best_s = min(
-            found.cost.time_s for found in everything(seed) if found.memory_bytes(stashes) <= budget
+            solution.cost.time_s
+            for solution in everything(seed)
+            if solution.memory_bytes(stashes) <= budget
         )
 
         by_placement = LayerProgram(instance(seed), stashes).fastest(budget, SolverName.CBC)
         by_strategy = StrategyPairs(instance(seed), stashes).fastest(budget, SolverName.CBC)
 
-        for found in (by_placement, by_strategy):
-            assert found.proven
-            assert found.cost.time_s == pytest.approx(best_s, rel=1e-6)
-            assert found.memory_bytes(stashes) <= budget * (1 + 1e-6)
+        for solution in (by_placement, by_strategy):
+            assert solution.proven
+            assert solution.cost.time_s == pytest.approx(best_s, rel=1e-6)
+            assert solution.memory_bytes(stashes) <= budget * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_leanest_layer_within_a_time_is_that_of_brute_force(seed):
-    times = sorted(found.cost.time_s for found in everything(seed))
+    times = sorted(solution.cost.time_s for solution in everything(seed))
     for slowest_s in (times[0], times[len(times) // 4], times[-1]):
         slowest_s *= 1 + 1e-6
         least = min(
-            found.memory_bytes(2.0) for found in everything(seed) if found.cost.time_s <= slowest_s
+            solution.memory_bytes(2.0)
+            for solution in everything(seed)
+            if solution.cost.time_s <= slowest_s
         )
 
         by_placement = LayerProgram(instance(seed), 2.0).leanest(slowest_s, SolverName.HIGHS)
         by_strategy = StrategyPairs(instance(seed), 2.0).leanest(slowest_s, SolverName.HIGHS)
 
-        for found in (by_placement, by_strategy):
-            assert found.memory_bytes(2.0) == pytest.approx(least, rel=1e-6)
-            assert found.cost.time_s <= slowest_s * (1 + 1e-6)
+        for solution in (by_placement, by_strategy):
+            assert solution.memory_bytes(2.0) == pytest.approx(least, rel=1e-6)
+            assert solution.cost.time_s <= slowest_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_front_is_that_of_brute_force(seed):
     problem = instance(seed)
-    points = {(found.cost.time_s, found.cost.saved_bytes) for found in everything(seed)}
+    points = {(layer.cost.time_s, layer.cost.saved_bytes) for layer in everything(seed)}
 
     front = [evaluate(problem, options).cost for options in layer_front(problem)]
 
@@ -189,9 +189,7 @@ def test_the_front_is_that_of_brute_force(seed):
 )
 @pytest.mark.parametrize("solver", list(SolverName))
 def test_the_front_of_a_whole_block_is_that_of_the_integer_program(solver, sharding):
-    """At each kept size of the front, of which every third: nothing is faster that keeps no
-    more.
-    """
+    """At every third point of the front, no program with as few saved bytes is faster."""
     training = replace(TRAINING, seq_length=2048)
     problem = layer_problem(
         build_graph(load_model("gpt-20b").spec, training, 4).block, sharding, MACHINE, training
@@ -218,9 +216,9 @@ def test_the_front_of_a_whole_block_is_that_of_the_integer_program(solver, shard
     for options in layer_front(problem)[::3]:
         point = evaluate(problem, options).cost
 
-        found = LayerProgram(kept_only).fastest(point.saved_bytes * (1 + 1e-9), solver)
+        fastest = LayerProgram(kept_only).fastest(point.saved_bytes * (1 + 1e-9), solver)
 
-        assert found.cost.time_s == pytest.approx(point.time_s, rel=1e-6)
+        assert fastest.cost.time_s == pytest.approx(point.time_s, rel=1e-6)
 
 
 def test_an_operator_without_a_strategy_leaves_nothing():

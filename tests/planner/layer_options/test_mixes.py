@@ -1,6 +1,4 @@
-"""Mixes of the catalogue's options: no tuple of counts is better, and no mix of real numbers of
-blocks is worse than the bound.
-"""
+"""No tuple of counts beats a mix of options, and no fractional mix is below the bound."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ def option(time_s, saved, weight_layout=ALL, workspace=0.0):
 
 
 def catalogue(seed, count):
-    """Options on a falling curve with noise: more time, less kept; what is recomputed is
-    workspace.
-    """
+    """Returns options on a noisy falling curve of saved bytes; recomputed bytes are workspace."""
     draw = random.Random(seed)
     saved = sorted((draw.uniform(1, 100) for _ in range(count)), reverse=True)
     times = sorted(draw.uniform(1, 2) for _ in range(count))
@@ -73,11 +69,9 @@ def test_few_options_give_every_tuple_that_is_worth_having(seed):
         )
     )
     for chosen in tuples(options, 5):
-        time_s, saved, workspace = (
-            sum(o.time_s for o in chosen),
-            sum(o.saved_bytes for o in chosen),
-            max(o.workspace_bytes for o in chosen),
-        )
+        time_s = sum(o.time_s for o in chosen)
+        saved = sum(o.saved_bytes for o in chosen)
+        workspace = max(o.workspace_bytes for o in chosen)
         assert any(
             t <= time_s + 1e-9 and s <= saved + 1e-9 and w <= workspace + 1e-9 for t, s, w in rows
         )

@@ -1,6 +1,4 @@
-"""Which levels of sub-pipelined tensor parallelism apply, which of them a search tries, and that it
-loses nothing by the others.
-"""
+"""Sub-pipelined tensor parallelism: the levels that apply, and no loss by those not searched."""
 
 from __future__ import annotations
 
@@ -103,22 +101,22 @@ def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full(
         sequence_parallel=(False,),
     )
 
-    found = {
+    prices = {
         tried: SearchPrices(
             request(model, CLUSTER, training(), constraints=replace(pins, recompute=tried))
         )
         for tried in (tuple(Recompute), full)
     }
-    assert [layout.tp_overlap for layout in found[full].space.layouts] == [0, 2]
-    assert [layout.tp_overlap for layout in found[tuple(Recompute)].space.layouts] == [0, 2, 3]
+    assert [layout.tp_overlap for layout in prices[full].space.layouts] == [0, 2]
+    assert [layout.tp_overlap for layout in prices[tuple(Recompute)].space.layouts] == [0, 2, 3]
     options = {
         layout.tp_overlap: [
-            option.recompute for option in found[tuple(Recompute)].table.options(layout)
+            option.recompute for option in prices[tuple(Recompute)].table.options(layout)
         ]
-        for layout in found[tuple(Recompute)].space.layouts
+        for layout in prices[tuple(Recompute)].space.layouts
     }
     everything = tuple(
-        operator.name for operator in found[full].price_cache.graph(1).block.operators
+        operator.name for operator in prices[full].price_cache.graph(1).block.operators
     )
     assert everything in options[2]
     assert everything not in options[3]
@@ -197,7 +195,7 @@ def test_no_level_is_searched_that_another_beats():
 
 
 def slow_instance(seed: int) -> Instance:
-    """A network inside the node so slow that halves pay, and a stack that runs them."""
+    """Returns an instance on a network so slow that halves pay, with a stack that runs them."""
     instance = random_instance(seed)
     cluster = with_gpus(load_cluster("a100-80gb"), 4, 2)
     link = replace(cluster.intra_node, bytes_per_s=3e9, latency_s=1e-7)
@@ -227,13 +225,11 @@ def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price
         sequence_parallel=(False,),
         schedule=(Schedule.ONE_F_ONE_B,),
     )
-    asked = instance.model, instance.cluster, instance.training
-    price_cache, table, best = (
-        instance.price_cache(),
-        MixTable(instance.price_cache(), pins),
-        dict[ParallelLayout, float](),
-    )
-    for layout in enumerate_candidates(*asked, pins).layouts:
+    question = instance.model, instance.cluster, instance.training
+    price_cache = instance.price_cache()
+    table = MixTable(instance.price_cache(), pins)
+    best = dict[ParallelLayout, float]()
+    for layout in enumerate_candidates(*question, pins).layouts:
         strategies = itertools.islice(
             every_strategy(layout, instance.model.num_layers),
             0,
@@ -249,13 +245,12 @@ def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price
     for layout, best_s in best.items():
         assert time_bound(layout, table).step_s <= best_s * (1 + 1e-9)
     fastest = min(best, key=best.__getitem__)
-    plan, without = (
-        find_plan(*asked, constraints=replace(pins, tp_overlap=levels)) for levels in (None, (0,))
-    )
+    plan = find_plan(*question, constraints=replace(pins, tp_overlap=None))
+    without = find_plan(*question, constraints=replace(pins, tp_overlap=(0,)))
     assert plan.pipeline.tp_overlap == fastest.tp_overlap == 3
     assert (
         plan.search.bound <= best[fastest] * (1 + 1e-5) + 2e-6
-    )  # of the plans with one ZeRO stage
+    )  # brute force has one ZeRO stage a plan
     assert plan.predicted.step_time_s.value < without.predicted.step_time_s.value
 
 
@@ -268,10 +263,10 @@ def test_a_plan_carries_its_level_and_is_priced_again_alike():
     plans = {level: estimated(level) for level in (0, 3)}
 
     assert plans[3].predicted.step_time_s.value < plans[0].predicted.step_time_s.value
-    again = plan_from_document(plan_to_document(plans[3]), "plan")
-    assert again == plans[3]
-    assert reprice(again).plan.predicted == plans[3].predicted
-    assert pipeline_phrases(again.pipeline, again.mesh)[-1] == "sub-pipelined at level 3"
+    reread = plan_from_document(plan_to_document(plans[3]), "plan")
+    assert reread == plans[3]
+    assert reprice(reread).plan.predicted == plans[3].predicted
+    assert pipeline_phrases(reread.pipeline, reread.mesh)[-1] == "sub-pipelined at level 3"
     assert pipeline_phrases(plans[0].pipeline, plans[0].mesh)[-1] == "micro-batch 2 x 8"
 
 

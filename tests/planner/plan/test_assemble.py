@@ -44,10 +44,11 @@ RECORD = SearchRecord(
     candidates=Candidates(considered=1, pruned=0, solved=1, left=0),
 )
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
-EMBEDDING, HEAD = (
-    LayerChoice(kind, Recompute.NONE, 1) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)
-)
-NONE, SELECTIVE, FULL = (LayerChoice(LayerKind.BLOCK, level, 1) for level in Recompute)
+EMBEDDING = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 1)
+HEAD = LayerChoice(LayerKind.HEAD, Recompute.NONE, 1)
+NONE = LayerChoice(LayerKind.BLOCK, Recompute.NONE, 1)
+SELECTIVE = LayerChoice(LayerKind.BLOCK, Recompute.SELECTIVE, 1)
+FULL = LayerChoice(LayerKind.BLOCK, Recompute.FULL, 1)
 
 
 def assembled(stages, *, pp=2, dp=2, tp=1, v=1, sequence_parallel=False):
@@ -141,7 +142,9 @@ def test_without_tensor_parallelism_there_are_no_placements():
 @pytest.mark.parametrize("seed", mostly_slow(range(6), {4}))
 def test_the_parts_add_up_and_the_units_are_seconds_and_gib(seed):
     instance = random_instance(seed)
-    price_cache, cluster, training = instance.price_cache(), instance.cluster, instance.training
+    price_cache = instance.price_cache()
+    cluster = instance.cluster
+    training = instance.training
     for strategy, price in every_price(instance)[::7]:
         predicted = assemble(strategy, price, RECORD, price_cache).predicted
 
@@ -226,14 +229,14 @@ def test_a_runner_up_is_marked_when_its_step_is_inside_the_error_band(
     )
     strategy = Strategy(layout=layout, stages=stages)
     price = price_step(strategy, price_cache)
-    other = runner_up(strategy, price)
-    other = replace(
-        other, step_time_s=replace(other.step_time_s, value=factor * other.step_time_s.value)
+    slower = runner_up(strategy, price)
+    slower = replace(
+        slower, step_time_s=replace(slower.step_time_s, value=factor * slower.step_time_s.value)
     )
 
-    plan = assemble(strategy, price, replace(RECORD, runners_up=(other,)), price_cache)
+    plan = assemble(strategy, price, replace(RECORD, runners_up=(slower,)), price_cache)
 
-    assert [found.inside_error_band for found in plan.search.runners_up] == [inside]
+    assert [runner.inside_error_band for runner in plan.search.runners_up] == [inside]
     assert (plan.predicted.error_band is None) is (gpu == "cpu")
 
 

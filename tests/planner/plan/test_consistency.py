@@ -58,7 +58,7 @@ OTHERS = (
 
 
 def module_plan(pp: int = 2) -> TracedPlan:
-    """Two shards of three operators a stage, of a module that nobody traces."""
+    """Returns a plan with two shards of three operators a stage, of a module that nobody traces."""
     like = make_plan(pp=pp, dp=2, global_batch_size=8)
     return TracedPlan(
         plan_version=PLAN_VERSION,
@@ -94,7 +94,7 @@ PLANS = {
 
 
 def integers(value, path=()):
-    """The paths of all integers in a document."""
+    """Yields the paths of all integers in a document."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from integers(inner, (*path, key))
@@ -118,7 +118,7 @@ def is_free(path) -> bool:
         return True
     return (
         path[-1] in FREE.get(path[0], ()) or "recompute" in path
-    )  # of the shards of a stage any may run again
+    )  # any shards of a stage may recompute
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -129,14 +129,14 @@ def test_every_other_integer_is_refused_or_is_a_prediction_or_a_description(name
     taken = set()
     for path in integers(body):
         before = plan if path[0] in ("predicted", "search") else None
-        for other in {one(_at(body, path)) for one in OTHERS} - {_at(body, path)}:
+        for value in {change(_at(body, path)) for change in OTHERS} - {_at(body, path)}:
             try:
-                found = any_plan_from_document(changed(body, path, other), "f")
+                reread = any_plan_from_document(changed(body, path, value), "f")
             except ConfigError:
                 continue
             taken.add(path)
             if before is not None:
-                assert replace(found, predicted=plan.predicted, search=plan.search) == plan
+                assert replace(reread, predicted=plan.predicted, search=plan.search) == plan
 
     assert [path for path in taken if not is_free(path)] == []
 

@@ -1,6 +1,4 @@
-"""The error band and the memory margin: whose residuals they are, and when there is no band to
-show.
-"""
+"""The error band and the memory margin come from a stack's residuals; some stacks have no band."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ def test_a_device_with_the_chip_of_a_measured_one_has_a_band(device, known):
 
 
 @pytest.mark.parametrize(
-    ("asked", "name", "expected"),
+    ("margin", "name", "expected"),
     [
         pytest.param(None, "other", 0.09, id="of-every-stack"),
         pytest.param(None, "mine", 0.09, id="not-of-too-few-rows"),
@@ -93,8 +91,8 @@ def test_a_device_with_the_chip_of_a_measured_one_has_a_band(device, known):
         pytest.param(0.5, "lean", 0.5, id="as-asked"),
     ],
 )
-def test_the_margin_is_that_of_the_measured_runs_unless_asked(asked, name, expected):
-    assert memory_margin(Stack(name=name), SearchOptions(memory_margin=asked)) == expected
+def test_the_margin_is_that_of_the_measured_runs_unless_asked(margin, name, expected):
+    assert memory_margin(Stack(name=name), SearchOptions(memory_margin=margin)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Plans whose blocks are in chunks: made by hand, written, read back and priced again, and what a
-changed file says.
-"""
+"""Plans with blocks in chunks are made by hand, written, read back, priced again and broken."""
 
 from __future__ import annotations
 
@@ -50,7 +48,9 @@ HALF = TrainingSpec(
     gradient_precision=Precision.FP16,
     stack=load_stack("parplan"),
 )
-DEVICE, OPTIMIZER, HOST = StateLocation.DEVICE, StateLocation.OPTIMIZER, StateLocation.HOST
+DEVICE = StateLocation.DEVICE
+OPTIMIZER = StateLocation.OPTIMIZER
+HOST = StateLocation.HOST
 
 
 def estimate(request, pp=1, dp=1, m=1, v=1, training=HALF, model=TINY, **options):
@@ -174,10 +174,10 @@ def test_groups_are_the_tensors_of_their_blocks_packed():
 def test_a_plan_is_written_read_back_and_priced_again_the_same(tmp_path, options):
     plan = chunked(**options)
     write_plan(plan, tmp_path / "plan.yaml")
-    again = read_plan(tmp_path / "plan.yaml")
+    reread = read_plan(tmp_path / "plan.yaml")
 
-    assert again == plan
-    assert reprice(again).plan == plan
+    assert reread == plan
+    assert reprice(reread).plan == plan
 
 
 @pytest.mark.parametrize("eviction", list(Eviction))
@@ -185,10 +185,10 @@ def test_the_schedule_of_a_plan_moves_the_bytes_that_its_file_predicts(eviction)
     budget = smallest(host=8, optimizer=0, pp=2, m=4) + 300_000
     plan = chunked(host=8, optimizer=0, pp=2, m=4, eviction=eviction, budget=budget)
     for rank in plan.chunks.ranks:
-        found = rank_chunks_of(plan, rank.stage)
+        chunks = rank_chunks_of(plan, rank.stage)
 
-        assert (found.in_bytes, found.out_bytes) == (rank.in_bytes, rank.out_bytes)
-        assert (found.device_bytes, found.smallest_bytes) == (
+        assert (chunks.in_bytes, chunks.out_bytes) == (rank.in_bytes, rank.out_bytes)
+        assert (chunks.device_bytes, chunks.smallest_bytes) == (
             rank.device_bytes,
             rank.smallest_bytes,
         )
@@ -216,8 +216,7 @@ def test_with_room_for_all_a_step_moves_what_the_closed_form_says(dp, m):
 def test_with_room_for_one_block_every_sweep_but_at_its_turns_fetches_all_as_the_closed_form_says(
     m,
 ):
-    """Blocks of a chunk each, and activations of less than a chunk: one chunk stays where the
-    sweeps turn around.
+    """Each block is a chunk, larger than the activations: one chunk stays where the sweeps turn.
 
     Gradients of the embedding are there from the beginning, or the first turn had room for more.
     """
@@ -235,11 +234,15 @@ def test_with_room_for_one_block_every_sweep_but_at_its_turns_fetches_all_as_the
 
 
 def test_without_a_budget_tensors_may_fill_what_the_limit_leaves():
-    small, whole = (
-        estimate(ChunkRequest(host_blocks=8, optimizer_blocks=0, limit_bytes=limit))
+    small = (
+        estimate(ChunkRequest(host_blocks=8, optimizer_blocks=0, limit_bytes=4 * GIB))
         .chunks.ranks[0]
         .device_bytes
-        for limit in (4 * GIB, None)
+    )
+    whole = (
+        estimate(ChunkRequest(host_blocks=8, optimizer_blocks=0, limit_bytes=None))
+        .chunks.ranks[0]
+        .device_bytes
     )
 
     assert small < 4 * GIB < whole < load_cluster("v100-32gb").device.memory_bytes
@@ -276,9 +279,7 @@ def test_a_number_of_blocks_is_not_negative():
 
 
 def edited(**changes):
-    """The document of a plan with parts replaced: by layer plan, of the first group, of the
-    ranks.
-    """
+    """Returns the document of a plan with layer plans, the first group or ranks replaced."""
     plan = chunked(pp=2, dp=2, m=2)
     body = plan_to_document(plan)
     for name, fields in changes.get("layers", {}).items():
@@ -383,11 +384,11 @@ def test_a_changed_budget_or_policy_is_another_schedule_of_the_same_layout():
     plan = chunked(host=8, optimizer=0, m=4)
     (rank,) = plan.chunks.ranks
     tight = replace(rank, device_bytes=rank.smallest_bytes)
-    other = replace(plan, chunks=replace(plan.chunks, eviction=Eviction.LRU, ranks=(tight,)))
+    changed = replace(plan, chunks=replace(plan.chunks, eviction=Eviction.LRU, ranks=(tight,)))
 
-    found, before = rank_chunks_of(other, 0), rank_chunks_of(plan, 0)
-    assert found.groups == before.groups
-    assert found.in_bytes > before.in_bytes
+    chunks, before = rank_chunks_of(changed, 0), rank_chunks_of(plan, 0)
+    assert chunks.groups == before.groups
+    assert chunks.in_bytes > before.in_bytes
 
 
 @pytest.mark.parametrize("options", [{"m": 2}, {"dp": 2, "m": 2}, {"pp": 2, "dp": 2, "m": 4}])
@@ -395,16 +396,16 @@ def test_levels_add_up_to_the_bytes_of_every_moment_and_stay_under_the_budget(op
     plan = chunked(
         host=4, optimizer=2, **options, budget=smallest(host=4, optimizer=2, **options) + 100_000
     )
-    found = rank_chunks_of(plan, busiest_rank(plan))
-    moments = levels(found, prices_of_plan(plan))
+    chunks = rank_chunks_of(plan, busiest_rank(plan))
+    moments = levels(chunks, prices_of_plan(plan))
 
-    assert [level.total for level in moments] == [moment.device_bytes for moment in found.moments]
-    assert max(level.total for level in moments) <= found.device_bytes
+    assert [level.total for level in moments] == [moment.device_bytes for moment in chunks.moments]
+    assert max(level.total for level in moments) <= chunks.device_bytes
     assert min(min(level.always, level.pool, level.gathered, level.other) for level in moments) >= 0
     assert any(level.pool for level in moments)
     assert any(level.gathered for level in moments) == (plan.mesh.dp > 1)
     assert sum(level.in_bytes for level in moments) == sum(
-        op.num_bytes for moment in found.moments for op in moment.before if op.does == "fetch"
+        op.num_bytes for moment in chunks.moments for op in moment.before if op.does == "fetch"
     )
 
 

@@ -1,6 +1,4 @@
-"""The plan file: what is written is read back equal, the same bytes for the same plan, and broken
-files say where and why.
-"""
+"""Plan files are read back equal, equal plans write equal bytes, broken files say where and why."""
 
 from __future__ import annotations
 
@@ -175,16 +173,17 @@ def test_a_broken_file_names_itself_the_place_and_a_way_out(plan, tmp_path, chan
 def test_a_file_from_before_there_were_stacks_and_bands_reads_as_neutral(plan, tmp_path):
     def older(body):
         del body["training"]["stack"], body["predicted"]["error_band"]
-        for other in body["search"]["runners_up"]:
-            del other["inside_error_band"]
+        for runner_up in body["search"]["runners_up"]:
+            del runner_up["inside_error_band"]
 
-    found = read_plan(broken(plan, tmp_path / "plan.yaml", older))
+    reread = read_plan(broken(plan, tmp_path / "plan.yaml", older))
 
-    assert found.training.stack == NEUTRAL
-    assert found.predicted.error_band is None
-    assert not any(other.inside_error_band for other in found.search.runners_up)
+    assert reread.training.stack == NEUTRAL
+    assert reread.predicted.error_band is None
+    assert not any(runner_up.inside_error_band for runner_up in reread.search.runners_up)
     assert (
-        replace(found, training=plan.training, predicted=plan.predicted, search=plan.search) == plan
+        replace(reread, training=plan.training, predicted=plan.predicted, search=plan.search)
+        == plan
     )
 
 
@@ -293,9 +292,7 @@ def test_a_folder_that_does_not_exist_is_an_error_of_the_request(plan, tmp_path)
 
 
 def conforms(value, schema, definitions, where="plan"):
-    """What a JSON Schema validator checks of the keywords that our schema uses; fails with the
-    place.
-    """
+    """Checks the JSON Schema keywords that our schema uses; fails with the place."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].removeprefix("#/$defs/")]
     if "anyOf" in schema:
@@ -323,12 +320,12 @@ def conforms(value, schema, definitions, where="plan"):
     assert value == schema.get("const", value), f"{where}: {value!r} is not {schema.get('const')}"
     if isinstance(value, dict):
         assert set(schema.get("required", ())) <= set(value), where
-        others = schema.get("additionalProperties", True)
+        additional = schema.get("additionalProperties", True)
         for key, inner in value.items():
-            found = schema.get("properties", {}).get(key, others)
-            assert found is not False, f"{where}: {key} is not in the schema"
-            if isinstance(found, dict):
-                conforms(inner, found, definitions, f"{where}.{key}")
+            inner_schema = schema.get("properties", {}).get(key, additional)
+            assert inner_schema is not False, f"{where}: {key} is not in the schema"
+            if isinstance(inner_schema, dict):
+                conforms(inner, inner_schema, definitions, f"{where}.{key}")
     if isinstance(value, list):
         assert schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)), where
         for index, inner in enumerate(value):

@@ -53,9 +53,9 @@ def test_a_plan_file_is_priced_as_the_search_priced_it(model, pins, objective, t
     plan = searched(model, 8, pins, objective)
     write_plan(plan, tmp_path / "plan.yaml")
 
-    again = reprice(read_plan(tmp_path / "plan.yaml")).plan
+    priced = reprice(read_plan(tmp_path / "plan.yaml")).plan
 
-    assert again == plan
+    assert priced == plan
 
 
 @pytest.mark.parametrize(

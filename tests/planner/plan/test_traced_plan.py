@@ -62,7 +62,10 @@ def test_a_plan_that_is_written_is_read_as_it_was(plan, tmp_path):
 
 def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
     assert plan.stages[0].first == 0
-    assert all(one.end == two.first for one, two in zip(plan.stages, plan.stages[1:], strict=False))
+    assert all(
+        stage.end == following.first
+        for stage, following in zip(plan.stages, plan.stages[1:], strict=False)
+    )
     assert plan.stages[-1].end == len(plan.shards)
     assert plan.shards[-1].end == plan.traced.num_operators
     assert [shard.layer for shard in plan.shards] == ["A", *"BCBCBCBC", "D"]
@@ -110,11 +113,11 @@ def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
         plan.predicted,
         tokens_per_s_per_gpu=replace(plan.predicted.tokens_per_s_per_gpu, value=16412.3),
     )
-    first, *others = plan.stages
+    first, *later = plan.stages
     mixed = replace(
         plan,
         predicted=fast,
-        stages=(replace(first, zero=1), *(replace(stage, zero=0) for stage in others)),
+        stages=(replace(first, zero=1), *(replace(stage, zero=0) for stage in later)),
     )
     out = io.StringIO()
 
@@ -146,11 +149,11 @@ def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):
 def test_a_module_of_samples_is_planned_by_samples():
     model = replace(model_of(*traced_spec(GPT, TRAINING).operators), micro_batch_size=1)
 
-    found = find_traced_plan(model, CLUSTER, TRAINING).plan
+    plan = find_traced_plan(model, CLUSTER, TRAINING).plan
 
-    assert found.training.seq_length == 1
-    speed, step_s = found.predicted.tokens_per_s_per_gpu.value, found.predicted.step_time_s.value
+    assert plan.training.seq_length == 1
+    speed, step_s = plan.predicted.tokens_per_s_per_gpu.value, plan.predicted.step_time_s.value
     assert speed * step_s * 8 == pytest.approx(16, rel=1e-4)
     out = io.StringIO()
-    print_traced_summary(found, console(out), SummaryContext())
+    print_traced_summary(plan, console(out), SummaryContext())
     assert "samples/s/GPU" in out.getvalue()

@@ -1,6 +1,4 @@
-"""Layouts by hand that nobody chose: whatever options are put together, there is a plan with
-numbers or one error with a hint.
-"""
+"""Any combination of options gives a plan with numbers or one error with a hint."""
 
 from __future__ import annotations
 
@@ -20,14 +18,16 @@ from parplan.profiles.stack import NEUTRAL
 from tests.helpers.command_runs import fail, run
 from tests.helpers.planning import find_plan
 
-SEED, LAYOUTS, ALL_LAYOUTS = 20, 100, 3000
+SEED = 20
+LAYOUTS = 100
+ALL_LAYOUTS = 3000
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 TINY = ("--model", "gpt-tiny", "--gpus", "8")
 TRAINING = TrainingSpec(global_batch_size=16, seq_length=64, stack=NEUTRAL)
 
 
 def layout(chance: random.Random) -> list[str]:
-    """The options of `plan estimate` on a small model, most of them legal together."""
+    """Returns options of `plan estimate` on a small model, most of them legal together."""
 
     def maybe(share: float, name: str, values: tuple[object, ...] = ()) -> list[str]:
         if chance.random() >= share:
@@ -85,7 +85,7 @@ def layout(chance: random.Random) -> list[str]:
 
 
 def numbers(value: object) -> Iterator[float]:
-    """All numbers in a JSON value."""
+    """Yields all numbers in a JSON value."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from numbers(part)
@@ -97,27 +97,40 @@ def numbers(value: object) -> Iterator[float]:
 def test_any_layout_is_a_plan_with_numbers_or_one_error(count):
     chance, plans = random.Random(SEED), 0
     for _ in range(count):
-        asked = layout(chance)
-        result = run("estimate", *asked, "--json")
-        assert result.exit_code in (0, 2, 3), (asked, result.exception)
+        arguments = layout(chance)
+        result = run("estimate", *arguments, "--json")
+        assert result.exit_code in (0, 2, 3), (arguments, result.exception)
         if result.exit_code:
-            fail(result.exit_code, "estimate", *asked, "--json")
+            fail(result.exit_code, "estimate", *arguments, "--json")
             continue
         plans += 1
         predicted = json.loads(result.stdout)["predicted"]
         del predicted["redundancy_gib"]  # less than none where states lie on the host
-        assert all(math.isfinite(number) and number >= 0 for number in numbers(predicted)), asked
-        assert predicted["step_time_s"]["value"] > 0, asked
+        assert all(math.isfinite(number) and number >= 0 for number in numbers(predicted)), (
+            arguments
+        )
+        assert predicted["step_time_s"]["value"] > 0, arguments
 
     assert plans > count / 5
 
 
 @pytest.mark.parametrize("schedule", ["scp", "early-recompute", "last-no-recompute", "zbv"])
 def test_a_schedule_without_a_price_for_zero_3_is_refused_as_the_search_refuses_it(schedule):
-    asked = ("--pp", "2", "--dp", "4", "--schedule", schedule, "--zero", "3", "--stack", "parplan")
+    arguments = (
+        "--pp",
+        "2",
+        "--dp",
+        "4",
+        "--schedule",
+        schedule,
+        "--zero",
+        "3",
+        "--stack",
+        "parplan",
+    )
 
-    assert "with ZeRO 3" in fail(2, "estimate", *TINY, *asked)
-    assert "no legal way" in fail(2, *TINY, *asked)
+    assert "with ZeRO 3" in fail(2, "estimate", *TINY, *arguments)
+    assert "no legal way" in fail(2, *TINY, *arguments)
 
 
 @pytest.mark.parametrize("level", list(Recompute))

@@ -1,6 +1,4 @@
-"""`plan compare`: both sides under the same prices, parts that add up, and losses said as plainly
-as gains.
-"""
+"""`plan compare` prices both sides alike, its parts add up, and losses are as plain as gains."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def compared(*names: str, pins: Constraints | None = None, **options) -> Compari
 def part_table(
     output: str, title: str, names: tuple[str, ...]
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """The printed numbers of the parts and of their last line, one a side."""
+    """Returns the printed numbers of the parts and of their last line, for each side."""
     lines = output[output.index(title) :].split("\n\n")[0].splitlines()[2:]
     rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in lines}
     last = "step" if "compute" in names else "total"
@@ -67,45 +65,52 @@ def part_table(
 
 @pytest.mark.slow
 def test_the_differences_of_the_parts_add_up_to_the_difference_of_the_step_and_of_the_memory():
-    found = compared("megatron", "megatron-defaults", "zero-3", pins=Constraints(pp=(2,), tp=(2,)))
+    comparison = compared(
+        "megatron", "megatron-defaults", "zero-3", pins=Constraints(pp=(2,), tp=(2,))
+    )
 
-    for row in found.rows:
+    for row in comparison.rows:
         assert row.side is not None
         parts_s = [
             theirs - ours
-            for theirs, ours in zip(row.side.parts.values, found.ours.parts.values, strict=True)
+            for theirs, ours in zip(
+                row.side.parts.values, comparison.ours.parts.values, strict=True
+            )
         ]
         memory = [
             theirs - ours
-            for theirs, ours in zip(row.side.memory_bytes, found.ours.memory_bytes, strict=True)
+            for theirs, ours in zip(
+                row.side.memory_bytes, comparison.ours.memory_bytes, strict=True
+            )
         ]
         assert sum(parts_s) == pytest.approx(
-            row.side.step_s - found.ours.step_s, rel=1e-9, abs=1e-9
+            row.side.step_s - comparison.ours.step_s, rel=1e-9, abs=1e-9
         )
         assert sum(memory) == pytest.approx(
-            row.side.fullest.total - found.ours.fullest.total, rel=1e-9, abs=1.0
+            row.side.fullest.total - comparison.ours.fullest.total, rel=1e-9, abs=1.0
         )
 
 
 def test_a_tie_is_a_step_inside_the_band_of_ours():
-    found = compared("megatron-defaults")
-    band = found.ours.plan.predicted.error_band
+    comparison = compared("megatron-defaults")
+    band = comparison.ours.plan.predicted.error_band
     assert band is not None
-    side = found.ours
+    side = comparison.ours
 
     for share, tie in ((0.99, True), (1.01, False), (-0.99, True), (-1.01, False)):
         assert (
-            found.is_tie(replace(side, step_s=side.step_s * (1 + share * band.time.share))) is tie
+            comparison.is_tie(replace(side, step_s=side.step_s * (1 + share * band.time.share)))
+            is tie
         )
 
 
 @pytest.mark.slow
 def test_ours_free_of_pins_is_never_behind_megatron_in_the_price_that_the_search_minimises():
     plan = small_plan()
-    other = compare(plan, ["megatron"], SearchOptions()).rows[0].baseline.optimum
+    optimum = compare(plan, ["megatron"], SearchOptions()).rows[0].baseline.optimum
 
-    assert other is not None
-    assert plan.search.value <= other.price.closed_form_s + 1e-6
+    assert optimum is not None
+    assert plan.search.value <= optimum.price.closed_form_s + 1e-6
 
 
 def test_a_plan_file_of_other_prices_is_priced_again():
@@ -183,20 +188,20 @@ def test_a_baseline_that_does_not_fit_says_by_how_much_and_the_others_stay():
         printed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1,zero-3").split()
     )
 
-    found = re.search(
-        r"zero-1 does not fit: its leanest \(pp 1 x dp 16 x tp 1, micro-batch 1 x 64\) needs ([\d.]+) GiB on stage 0, "
-        r"([\d.]+) GiB more than the ([\d.]+) usable",
+    match = re.search(
+        r"zero-1 does not fit: its leanest \(pp 1 x dp 16 x tp 1, micro-batch 1 x 64\) "
+        r"needs ([\d.]+) GiB on stage 0, ([\d.]+) GiB more than the ([\d.]+) usable",
         output,
     )
-    assert found
-    need, short, usable = map(float, found.groups())
+    assert match
+    need, short, usable = map(float, match.groups())
     assert short == pytest.approx(need - usable, abs=0.11)
     assert "zero-1 no fit - - - - -" in output
     assert re.search(r"zero-3 takes [\d.]+ % longer", output)
 
 
 def test_a_baseline_without_a_legal_layout_says_so():
-    asked = (
+    arguments = (
         "--model",
         "gpt-1.5b",
         "--gpus",
@@ -206,7 +211,7 @@ def test_a_baseline_without_a_legal_layout_says_so():
         "--recompute",
         "full",
     )
-    output = " ".join(printed(*asked, "--baseline", "zero-1").split())
+    output = " ".join(printed(*arguments, "--baseline", "zero-1").split())
 
     assert "zero-1 has no legal layout on 8 GPUs with a global batch of 4" in output
 
@@ -273,10 +278,8 @@ def test_the_json_of_a_baseline_that_does_not_fit_has_its_shortfall():
 
 @pytest.mark.slow
 def test_the_memory_limit_holds_for_the_baselines_too():
-    free, tight = (
-        json.loads(printed(*SMALL, *more, "--baseline", "zero-3", "--json"))
-        for more in ((), ("--memory-limit", "10GiB"))
-    )
+    free = json.loads(printed(*SMALL, "--baseline", "zero-3", "--json"))
+    tight = json.loads(printed(*SMALL, "--memory-limit", "10GiB", "--baseline", "zero-3", "--json"))
 
     assert free["baselines"][0]["peak_memory_gib"] > 10
     assert tight["baselines"][0]["peak_memory_gib"] <= 10
@@ -343,9 +346,9 @@ def test_a_request_that_nothing_fits_ends_as_the_search_ends():
 
 
 def test_sizes_are_in_bytes_inside_and_in_gib_outside():
-    found = compared("zero-3")
+    comparison = compared("zero-3")
 
-    assert found.rows[0].side is not None
-    assert found.rows[0].side.fullest.total / GIB == pytest.approx(
-        max(memory.total for memory in found.rows[0].side.plan.predicted.memory_gib), abs=1e-3
+    assert comparison.rows[0].side is not None
+    assert comparison.rows[0].side.fullest.total / GIB == pytest.approx(
+        max(memory.total for memory in comparison.rows[0].side.plan.predicted.memory_gib), abs=1e-3
     )

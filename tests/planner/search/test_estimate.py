@@ -1,6 +1,4 @@
-"""One configuration priced by hand: what cannot run is refused, what does not fit is priced, and
-the search says the same.
-"""
+"""One configuration by hand is refused or priced, and its price agrees with the search."""
 
 from __future__ import annotations
 
@@ -147,9 +145,7 @@ def test_a_plan_that_does_not_fit_is_priced_all_the_same():
     ],
 )
 def test_the_search_pinned_to_one_configuration_says_the_same(recompute, zero, layout, num_gpus):
-    """Everything but the split of the blocks is pinned; the estimate is given the split that the
-    search found.
-    """
+    """Everything but the split of the blocks is pinned; the estimate has the search's split."""
     cluster, mesh = with_gpus(A100, num_gpus), layout.mesh
     pins = Constraints(
         pp=(mesh.pp,),
@@ -164,14 +160,14 @@ def test_the_search_pinned_to_one_configuration_says_the_same(recompute, zero, l
         megatron_sharding=True,
     )
 
-    found = find_plan(TINY, cluster, TRAINING, constraints=pins)
-    counts = [sum(last - first + 1 for first, last in chunks) for chunks in blocks_of(found)]
+    plan = find_plan(TINY, cluster, TRAINING, constraints=pins)
+    counts = [sum(last - first + 1 for first, last in chunks) for chunks in blocks_of(plan)]
     per_rank = tuple(sum(counts[rank :: mesh.pp]) for rank in range(mesh.pp))
     by_hand = estimate_plan(
         TINY, cluster, TRAINING, layout, recompute=recompute, zero=zero, blocks=per_rank
     )
 
-    assert by_hand.predicted == found.predicted
-    assert by_hand.layer_plans == found.layer_plans
-    assert by_hand.stages == found.stages
-    assert by_hand.search.value == found.search.value
+    assert by_hand.predicted == plan.predicted
+    assert by_hand.layer_plans == plan.layer_plans
+    assert by_hand.stages == plan.stages
+    assert by_hand.search.value == plan.search.value

@@ -1,6 +1,4 @@
-"""The search against the enumeration of everything, and what it promises: bound, gap, status, the
-same plan twice.
-"""
+"""The search equals a full enumeration, keeps its bound, gap and status, and is reproducible."""
 
 from __future__ import annotations
 
@@ -203,8 +201,10 @@ def test_runners_up_inside_the_error_band_are_marked_and_no_others(whole):
     share, best_s = plan.predicted.error_band.time.share, plan.predicted.step_time_s.value
 
     assert plan.search.runners_up
-    for other in plan.search.runners_up:
-        assert other.inside_error_band is (abs(other.step_time_s.value / best_s - 1) <= share)
+    for runner_up in plan.search.runners_up:
+        assert runner_up.inside_error_band is (
+            abs(runner_up.step_time_s.value / best_s - 1) <= share
+        )
 
 
 @pytest.mark.slow

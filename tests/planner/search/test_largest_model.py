@@ -1,6 +1,4 @@
-"""The largest model that fits: against asking every size, where legality has gaps, interrupted, and
-from the command line.
-"""
+"""The largest model equals trying every size, with gaps, interrupted, and as a command."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ def test_the_largest_member_is_that_of_asking_every_one_and_all_below_it_fit():
 
     every = [fits(width) for width in WIDTHS]
     assert set(every) == {True, False}
-    assert every == sorted(every, reverse=True)  # what the bisection takes for likely
+    assert every == sorted(every, reverse=True)  # the bisection expects this
     assert row.plan.model.hidden_size == max(width for width in WIDTHS if fits(width))
     assert row.next_name == f"own-w{min(width for width in WIDTHS if not fits(width))}"
     assert re.search(
@@ -113,22 +111,22 @@ def test_sizes_that_are_not_legal_are_passed_over_and_one_that_fits_above_others
     def legal_at_most(high: int, low: int) -> int | None:
         return next((index for index in range(high, low - 1, -1) if legal[index]), None)
 
-    asked = []
-    found = last_that_fits(
-        lambda index: asked.append(index) or fitting[index], legal_at_most, 0, count
+    tried = []
+    answer = last_that_fits(
+        lambda index: tried.append(index) or fitting[index], legal_at_most, 0, count
     )
 
-    assert found == max((index for index in range(count) if fitting[index]), default=-1)
-    assert all(legal[index] for index in asked)
-    assert len(asked) <= 3 * count.bit_length() + 4 * ALSO_TRIED
+    assert answer == max((index for index in range(count) if fitting[index]), default=-1)
+    assert all(legal[index] for index in tried)
+    assert len(tried) <= 3 * count.bit_length() + 4 * ALSO_TRIED
 
 
 def test_between_members_the_most_blocks_of_a_width_are_found_and_only_legal_numbers_are_tried():
-    found = asking(
+    answers = asking(
         constraints=replace(PINS, pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,))
     )
-    sizes = widths(lambda blocks: family().of_width(192, blocks), found)
-    (row,) = find_largest(sizes, found, [()])
+    sizes = widths(lambda blocks: family().of_width(192, blocks), answers)
+    (row,) = find_largest(sizes, answers, [()])
 
     blocks = row.plan.model.num_layers
     assert (row.plan.mesh.pp, row.plan.pipeline.virtual_stages, blocks % 4 in (0, 2)) == (
@@ -151,17 +149,17 @@ def test_what_one_copy_of_the_states_outgrows_is_not_searched():
 
 
 def test_ctrl_c_ends_it_with_what_is_known():
-    asked = []
+    tried = []
 
     def interrupted() -> bool:
-        return len(asked) > 2
+        return len(tried) > 2
 
     rows = find_largest(
         members(family().members),
         asking(),
         [(), ()],
         watch=SearchWatch(
-            on_search=lambda name, done, planned: asked.append(name), interrupted=interrupted
+            on_search=lambda name, done, planned: tried.append(name), interrupted=interrupted
         ),
     )
 
@@ -171,7 +169,7 @@ def test_ctrl_c_ends_it_with_what_is_known():
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch) -> Path:
+def family_file(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text(yaml.safe_dump(FAMILY, sort_keys=False))
     return tmp_path
@@ -197,21 +195,21 @@ ASKED = (
 )
 
 
-def test_the_command_prints_a_row_and_writes_the_plan_of_the_largest(own):
+def test_the_command_prints_a_row_and_writes_the_plan_of_the_largest(family_file):
     result = succeed(*ASKED, "-o", "big.yaml")
 
-    plan = read_plan(own / "big.yaml")
+    plan = read_plan(family_file / "big.yaml")
     total = tflops(flops_per_s(plan))
     assert re.search(rf"^  nothing +{plan.model.name} +6 ", result.stdout, re.MULTILINE)
     assert f"wrote big.yaml, the plan of {plan.model.name}" in result.stderr
     assert "--global-batch-size 4 (the family's)" in result.stdout
-    found = json.loads(run(*ASKED, "--json").stdout)["largest"]
-    assert [(row["model"], row["offload"], row["proven"]) for row in found] == [
+    largest = json.loads(run(*ASKED, "--json").stdout)["largest"]
+    assert [(row["model"], row["offload"], row["proven"]) for row in largest] == [
         (plan.model.name, [], True)
     ]
-    assert found[0]["tflops"] == pytest.approx(total, abs=1e-3)
-    assert found[0]["tokens_per_s"] == pytest.approx(tokens_per_s(plan), abs=1e-3)
-    assert found[0]["host_memory_gib"] == host_gib(plan) == 0
+    assert largest[0]["tflops"] == pytest.approx(total, abs=1e-3)
+    assert largest[0]["tokens_per_s"] == pytest.approx(tokens_per_s(plan), abs=1e-3)
+    assert largest[0]["host_memory_gib"] == host_gib(plan) == 0
 
 
 @pytest.mark.parametrize(
@@ -246,7 +244,7 @@ def test_the_command_prints_a_row_and_writes_the_plan_of_the_largest(own):
         ),
     ],
 )
-def test_a_request_that_cannot_be_met_says_what_is_missing(own, code, change, message):
+def test_a_request_that_cannot_be_met_says_what_is_missing(family_file, code, change, message):
     assert re.search(message, fail(code, *ASKED, *change))
 
 

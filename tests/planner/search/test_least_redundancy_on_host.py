@@ -1,6 +1,4 @@
-"""The least redundant plan, and the front, where the host may keep something: never worse than
-without, and paid for in time.
-"""
+"""Host offload never makes the least redundant plan or the front worse, and its time is counted."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ from tests.planner.stage_columns.test_chunk_columns import (
     instance,
 )
 
-DIGIT_GIB = 1e-4  # of a plan file
+DIGIT_GIB = 1e-4  # the last digit of a plan file
 ONE_DOMAIN: dict[str, object] = {"numa_domains": None, "gpus_per_numa": None}
 CASES = [
     (1, 20, Precision.FP32),
@@ -57,22 +55,23 @@ CASES = [
 ]
 
 
-def asked(
+def six_blocks(
     gpus: int, states: int, precision: Precision = Precision.FP32, **changes: object
 ) -> Instance:
-    """Six blocks on devices that have room for the states of `states` blocks, with a host of one
-    NUMA domain.
+    """Returns six blocks on devices with room for the states of `states` of them.
+
+    The host has one NUMA domain.
     """
     return instance(gpus, states * STATES, precision, 8, **{**ONE_DOMAIN, **changes})
 
 
 def lean(
-    one: Instance, offload: tuple[Offload, ...] | None, slowdown: float = 0.1, **options: object
+    case: Instance, offload: tuple[Offload, ...] | None, slowdown: float = 0.1, **options: object
 ) -> Plan:
     return find_plan(
-        one.model,
-        one.cluster,
-        one.training,
+        case.model,
+        case.cluster,
+        case.training,
         Objective.MEMORY,
         constraints=Constraints(offload=offload),
         options=SearchOptions(memory_margin=0.0, max_slowdown=slowdown, **options),
@@ -91,8 +90,8 @@ def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown
     precision: Precision,
     slowdown: float,
 ) -> None:
-    one = asked(gpus, states, precision)
-    alone, hosted = lean(one, (), slowdown), lean(one, SEARCHED_OFFLOAD, slowdown)
+    case = six_blocks(gpus, states, precision)
+    alone, hosted = lean(case, (), slowdown), lean(case, SEARCHED_OFFLOAD, slowdown)
 
     assert peak_gib(hosted) <= peak_gib(alone)
     assert hosted.predicted.redundancy_gib.total <= alone.predicted.redundancy_gib.total
@@ -100,41 +99,41 @@ def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown
         alone.predicted.step_time_s.value, (1 + slowdown) * alone.search.fastest_step_time_s * 1.02
     )  # simulated against the closed form
     if hosted.chunks is not None:
-        assert host_gib(hosted) * GIB <= one.cluster.host_memory_bytes
+        assert host_gib(hosted) * GIB <= case.cluster.host_memory_bytes
         assert hosted.predicted.redundancy_gib.total < alone.predicted.redundancy_gib.total
 
 
 def test_a_slowdown_that_pays_for_copies_takes_states_off_the_devices() -> None:
-    one = asked(1, 20)
-    plans = [lean(one, SEARCHED_OFFLOAD, slowdown) for slowdown in (0.0, 0.1, 0.5)]
+    case = six_blocks(1, 20)
+    plans = [lean(case, SEARCHED_OFFLOAD, slowdown) for slowdown in (0.0, 0.1, 0.5)]
 
     assert [plan.chunks is not None for plan in plans] == [False, True, True]
     assert peak_gib(plans[2]) <= peak_gib(plans[1]) < 0.5 * peak_gib(plans[0])
 
 
 def test_a_slow_host_is_not_worth_it_and_a_small_one_keeps_less() -> None:
-    slow = lean(asked(1, 20, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None), SEARCHED_OFFLOAD)
+    slow = lean(
+        six_blocks(1, 20, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None), SEARCHED_OFFLOAD
+    )
     assert slow.chunks is None
     small_bytes = 60 * 2**20
-    small, large = (
-        lean(asked(1, 20, host_memory_bytes=size), SEARCHED_OFFLOAD, 0.5)
-        for size in (small_bytes, GIB)
-    )
+    small = lean(six_blocks(1, 20, host_memory_bytes=small_bytes), SEARCHED_OFFLOAD, 0.5)
+    large = lean(six_blocks(1, 20, host_memory_bytes=GIB), SEARCHED_OFFLOAD, 0.5)
     assert 0 < host_gib(small) * GIB <= small_bytes < host_gib(large) * GIB
     assert small.predicted.redundancy_gib.total > large.predicted.redundancy_gib.total
 
 
 def test_redundant_is_what_devices_hold_beyond_one_copy_of_all_states_wherever_they_lie() -> None:
-    plan = lean(asked(1, 20), SEARCHED_OFFLOAD, 0.5)
-    (held,), found = plan.predicted.memory_gib, plan.predicted.redundancy_gib
+    plan = lean(six_blocks(1, 20), SEARCHED_OFFLOAD, 0.5)
+    (held,), redundancy = plan.predicted.memory_gib, plan.predicted.redundancy_gib
     copy = ideal_states(_num_parameters(plan), 1, plan.training)
 
     assert held.host > 0
     for name, one_copy in zip(("parameters", "gradients", "optimizer"), copy, strict=True):
-        assert getattr(found, name) == pytest.approx(
+        assert getattr(redundancy, name) == pytest.approx(
             getattr(held, name) - one_copy / GIB, abs=2 * DIGIT_GIB
         )
-    assert found.optimizer < 0
+    assert redundancy.optimizer < 0
 
 
 def _num_parameters(plan: Plan) -> int:
@@ -145,7 +144,7 @@ def _num_parameters(plan: Plan) -> int:
 def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it_was(
     tmp_path: Path,
 ) -> None:
-    plan, path = lean(asked(4, 3), SEARCHED_OFFLOAD, 0.5), tmp_path / "plan.yaml"
+    plan, path = lean(six_blocks(4, 3), SEARCHED_OFFLOAD, 0.5), tmp_path / "plan.yaml"
     write_plan(plan, path)
     back = read_plan(path)
 
@@ -162,35 +161,33 @@ def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it
 def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules(
     slowdown: float,
 ) -> None:
-    """Also where the closed form is furthest from them: slow PCIe, six small blocks."""
-    one, offload = (
+    """The closed form is furthest from exact schedules with slow PCIe and six small blocks."""
+    case, offload = (
         instance(1, 20 * STATES, Precision.FP32, 4, pcie_bytes_per_s=3e9, **ONE_DOMAIN),
         (Offload.OPTIMIZER, Offload.PARAMETERS),
     )
-    pins, price_cache, found = (
-        Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,)),
-        one.price_cache(),
-        [],
-    )
-    (layout,) = chunked_frames(one, pins)
+    pins = Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,))
+    price_cache = case.price_cache()
+    prices = []
+    (layout,) = chunked_frames(case, pins)
     for strategy in every_strategy(layout):
         needed = rank_chunks(
             strategy, 0, price_cache, eviction=Eviction.OPT, device_bytes=10**12
         ).smallest_bytes
         for more in (0, 3_200_000):
             price = price_step(strategy, price_cache.within(Chunking(device_bytes=needed + more)))
-            found.append((price.step_s, sum(rank.total for rank in price.redundant)))
+            prices.append((price.step_s, sum(rank.total for rank in price.redundant)))
     plan = find_plan(
-        one.model,
-        one.cluster,
-        one.training,
+        case.model,
+        case.cluster,
+        case.training,
         Objective.MEMORY,
         constraints=pins,
         options=SearchOptions(memory_margin=0.0, max_slowdown=slowdown),
     )
     best = min(
         redundant
-        for step_s, redundant in found
+        for step_s, redundant in prices
         if step_s <= (1 + slowdown) * plan.search.fastest_step_time_s
     )
     copy = sum(ideal_states(_num_parameters(plan), 1, plan.training))
@@ -200,18 +197,18 @@ def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules
 
 
 def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure() -> None:
-    one = asked(1, 6)
+    case = six_blocks(1, 6)
     with pytest.raises(InfeasibleError):
-        lean(one, ())
+        lean(case, ())
     fastest = find_plan(
-        one.model,
-        one.cluster,
-        one.training,
+        case.model,
+        case.cluster,
+        case.training,
         constraints=Constraints(offload=SEARCHED_OFFLOAD),
         options=SearchOptions(memory_margin=0.0),
     )
     for offload in (None, SEARCHED_OFFLOAD):
-        plan = lean(one, offload)
+        plan = lean(case, offload)
         assert plan.search.fastest_step_time_s == fastest.search.fastest_step_time_s
         assert plan.predicted.redundancy_gib.total < fastest.predicted.redundancy_gib.total
         longest_s = 1.1 * max(
@@ -221,19 +218,22 @@ def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure(
 
 
 def test_with_nothing_said_the_host_is_left_alone_where_the_devices_are_enough() -> None:
-    assert plan_to_yaml(lean(asked(1, 20), None)) == plan_to_yaml(lean(asked(1, 20), ()))
+    assert plan_to_yaml(lean(six_blocks(1, 20), None)) == plan_to_yaml(lean(six_blocks(1, 20), ()))
 
 
 def test_the_same_request_gives_the_same_bytes() -> None:
-    first, again = (plan_to_yaml(lean(asked(1, 20), SEARCHED_OFFLOAD)) for _ in range(2))
-    assert first == again
+    first = plan_to_yaml(lean(six_blocks(1, 20), SEARCHED_OFFLOAD))
+    second = plan_to_yaml(lean(six_blocks(1, 20), SEARCHED_OFFLOAD))
+    assert first == second
 
 
 def test_an_interrupt_with_the_host_keeps_the_plan_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one, calls, solve = asked(1, 20), [], Master.leanest
-    alone = lean(one, ())
+    case = six_blocks(1, 20)
+    calls = []
+    solve = Master.leanest
+    alone = lean(case, ())
 
     def interrupt(self: Master, *arguments: object) -> object:
         if sum(len(picks) for picks in self.picks) and any(
@@ -244,7 +244,7 @@ def test_an_interrupt_with_the_host_keeps_the_plan_without_it(
         return solve(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Master, "leanest", interrupt)
-    plan = lean(one, SEARCHED_OFFLOAD)
+    plan = lean(case, SEARCHED_OFFLOAD)
 
     assert calls
     assert plan.predicted == alone.predicted
@@ -253,7 +253,7 @@ def test_an_interrupt_with_the_host_keeps_the_plan_without_it(
 
 
 def test_a_time_limit_is_that_of_all_its_searches() -> None:
-    plan = lean(asked(1, 20), SEARCHED_OFFLOAD, deadline=NEVER.first_plan())
+    plan = lean(six_blocks(1, 20), SEARCHED_OFFLOAD, deadline=NEVER.first_plan())
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.chunks is None
@@ -261,11 +261,11 @@ def test_a_time_limit_is_that_of_all_its_searches() -> None:
 
 @cache
 def front_of(gpus: int, states: int, offload: tuple[Offload, ...] | None) -> ParetoFront:
-    one = asked(gpus, states)
+    case = six_blocks(gpus, states)
     return find_front(
-        one.model,
-        one.cluster,
-        one.training,
+        case.model,
+        case.cluster,
+        case.training,
         constraints=Constraints(offload=offload),
         options=SearchOptions(memory_margin=0.0),
         num_points=8,
@@ -285,10 +285,13 @@ def test_the_front_with_the_host_is_nowhere_worse_than_without_it(gpus: int, sta
 
     for point in alone.points:
         assert any(
-            all(mine <= theirs for mine, theirs in zip(own.values, point.values, strict=True))
-            for own in hosted.points
+            all(
+                mine <= theirs
+                for mine, theirs in zip(hosted_point.values, point.values, strict=True)
+            )
+            for hosted_point in hosted.points
         )
-    assert not any(one.dominates(other) for one in hosted.points for other in hosted.points)
+    assert not any(first.dominates(second) for first in hosted.points for second in hosted.points)
     assert hosted.stopped is None
     assert hosted.uses_host
     assert not alone.uses_host
@@ -323,16 +326,16 @@ def test_a_front_with_nothing_said_leaves_the_host_alone_where_the_devices_are_e
 def test_an_interrupt_among_the_searches_with_the_host_keeps_the_points(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = asked(1, 20)
+    case = six_blocks(1, 20)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("parplan.planner.search.pareto.search_leaner", interrupt)
     front = find_front(
-        one.model,
-        one.cluster,
-        one.training,
+        case.model,
+        case.cluster,
+        case.training,
         constraints=Constraints(offload=SEARCHED_OFFLOAD),
         options=SearchOptions(memory_margin=0.0),
         num_points=8,
@@ -359,7 +362,7 @@ def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_pat
         for point in front.points:
             assert not point.host_gib or f" {gib_text(point.host_gib)} " in text
         document = front_document(front, plan_paths(Path("plan.yaml"), len(front.points)), 1.0)
-        assert [found["host_gib"] for found in document["points"]] == [
+        assert [row["host_gib"] for row in document["points"]] == [
             point.host_gib for point in front.points
         ]
         draw_front(front, tmp_path / "front.svg")
@@ -367,11 +370,11 @@ def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_pat
 
 
 def test_pins_hold_with_the_host() -> None:
-    one = asked(2, 20)
+    case = six_blocks(2, 20)
     plan = find_plan(
-        one.model,
-        one.cluster,
-        one.training,
+        case.model,
+        case.cluster,
+        case.training,
         Objective.MEMORY,
         constraints=Constraints(offload=(Offload.OPTIMIZER,), dp=(2,), micro_batch_size=(2,)),
         options=SearchOptions(memory_margin=0.0),

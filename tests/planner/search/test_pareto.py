@@ -1,6 +1,4 @@
-"""The front against the enumeration of everything: its ends, its order, what is proven, and how it
-ends early.
-"""
+"""The front equals a full enumeration in its ends, its order and its proof; it may end early."""
 
 from __future__ import annotations
 
@@ -63,22 +61,21 @@ def front_of(seed: int, num_points: int = 16) -> ParetoFront:
 
 @cache
 def every_value(seed: int) -> tuple[tuple[float, float, float, float], ...]:
-    """Closed form and simulated seconds, GiB of peak and of redundancy of every strategy that fits;
-    ends on one rank are alike.
+    """Returns the four values of each strategy that fits; ends on one rank are alike.
+
+    They are closed-form seconds, simulated seconds, GiB of peak and GiB of redundancy.
     """
-    found = (
+    every = (
         (p.closed_form_s, p.step_s, peak_bytes(p) / GIB, redundant_bytes(s, p) / GIB)
         for s, p in every_price(random_instance(seed), mixed=MIXED)
         if s.layout.mesh.pp > 1 or same_zero_of_ends(s)
     )
-    return tuple(values for values in found if values[2] <= front_of(seed).usable_gib)
+    return tuple(values for values in every if values[2] <= front_of(seed).usable_gib)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_point_is_a_strategy_of_the_enumeration_with_levels_and_zero_stages_of_its_own(seed):
-    """Layout and blocks of each stage are enumerated; each layer has a level and a ZeRO stage that
-    the enumeration gives some layer.
-    """
+    """The enumeration has each point's layout and split, and each layer's level and ZeRO stage."""
     instance = random_instance(seed)
     price_cache, usable_gib = instance.price_cache(), front_of(seed).usable_gib
     levels = {
@@ -122,7 +119,7 @@ def shape(strategy: Strategy) -> tuple[tuple[LayerKind, ...], ...]:
 def test_no_point_dominates_another_and_they_go_from_fast_to_slow(seed):
     points = front_of(seed).points
 
-    assert not any(one.dominates(other) for one in points for other in points)
+    assert not any(first.dominates(second) for first in points for second in points)
     assert [point.step_time_s for point in points] == sorted(point.step_time_s for point in points)
     assert len({point.values for point in points}) == len(points)
 
@@ -155,9 +152,9 @@ def test_no_strategy_beats_a_point_at_its_own_limit_beyond_its_gap(seed):
     fastest_s = min(closed_s for closed_s, *_ in every)
 
     for point in front.points:
-        found, limit = point.plan.search, point.plan.search.front
-        least = found.value * (1 - found.gap)
-        if found.objective is Objective.THROUGHPUT:
+        record, limit = point.plan.search, point.plan.search.front
+        least = record.value * (1 - record.gap)
+        if record.objective is Objective.THROUGHPUT:
             within_gib = limit.memory_limit_gib or front.usable_gib
             assert point.peak_memory_gib <= within_gib + DIGIT_GIB
             fitting = [closed_s for closed_s, _, peak, _ in every if peak <= within_gib - DIGIT_GIB]
@@ -174,22 +171,22 @@ def test_no_strategy_beats_a_point_at_its_own_limit_beyond_its_gap(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_less_memory_is_never_faster_than_what_was_found_within_more(seed):
-    found = [
+    records = [
         point.plan.search
         for point in front_of(seed).points
         if point.plan.search.objective is Objective.THROUGHPUT
     ]
-    within = sorted(found, key=lambda record: record.front.memory_limit_gib or float("inf"))
+    within = sorted(records, key=lambda record: record.front.memory_limit_gib or float("inf"))
     bounds = [record.bound for record in within]
 
     assert bounds == sorted(bounds, reverse=True)
 
 
 def test_the_same_request_gives_the_same_front():
-    first, again = front_of(3), front_of.__wrapped__(3)
+    first, second = front_of(3), front_of.__wrapped__(3)
 
     assert [plan_to_yaml(point.plan) for point in first.points] == [
-        plan_to_yaml(point.plan) for point in again.points
+        plan_to_yaml(point.plan) for point in second.points
     ]
 
 
@@ -232,7 +229,7 @@ def test_a_memory_limit_bounds_all_points():
     assert max(point.peak_memory_gib for point in front.points) <= limit_gib + DIGIT_GIB
 
 
-def asked(seed: int = 1, **options: object) -> ParetoFront:
+def front_with(seed: int = 1, **options: object) -> ParetoFront:
     instance = random_instance(seed)
     return find_front(
         instance.model,
@@ -254,7 +251,7 @@ def test_an_interrupt_keeps_the_points_so_far_and_says_that_the_front_is_incompl
         return solve(self, *arguments)
 
     monkeypatch.setattr(Master, "leanest", interrupt)
-    front = asked()
+    front = front_with()
 
     assert front.stopped == "Ctrl-C"
     assert front.num_searches < front_of(1).num_searches
@@ -268,7 +265,7 @@ def test_an_interrupt_between_searches_keeps_the_points(monkeypatch):
 
     monkeypatch.setattr("parplan.planner.search.pareto.least_peak_bytes", interrupt)
 
-    assert asked().stopped == "Ctrl-C"
+    assert front_with().stopped == "Ctrl-C"
 
 
 def test_an_interrupt_before_the_first_plan_is_raised(monkeypatch):
@@ -278,11 +275,11 @@ def test_an_interrupt_before_the_first_plan_is_raised(monkeypatch):
     monkeypatch.setattr(Master, "fastest", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
-        asked()
+        front_with()
 
 
 def test_a_time_limit_is_that_of_all_searches_and_leaves_an_honest_point():
-    front = asked(deadline=NEVER.first_plan())
+    front = front_with(deadline=NEVER.first_plan())
 
     assert front.stopped == "the time limit"
     assert front.num_searches == 1
@@ -301,7 +298,7 @@ def test_a_solver_that_fails_after_the_first_point_does_not_lose_it(monkeypatch)
 
     monkeypatch.setattr(Master, "leanest", fail)
 
-    assert asked().stopped.endswith("cbc failed: no licence")
+    assert front_with().stopped.endswith("cbc failed: no licence")
 
 
 def test_a_wrong_guess_of_the_least_peak_costs_searches_but_not_the_end(monkeypatch):
@@ -311,7 +308,7 @@ def test_a_wrong_guess_of_the_least_peak_costs_searches_but_not_the_end(monkeypa
             "parplan.planner.search.pareto.least_peak_bytes",
             lambda *_, guess=guess: guess * least_gib * GIB,
         )
-        front = asked(4)
+        front = front_with(4)
 
         assert min(point.peak_memory_gib for point in front.points) == pytest.approx(
             least_gib, abs=1.1 * MIB / GIB
@@ -352,15 +349,15 @@ def test_what_one_search_learned_does_not_change_what_another_finds():
         alone = find_plan(
             instance.model, instance.cluster, instance.training, constraints=PINS, options=options
         )
-        found = search(shared, Objective.THROUGHPUT, options)
+        result = search(shared, Objective.THROUGHPUT, options)
 
-        assert found.plan.search.bound == pytest.approx(alone.search.bound, rel=ROUNDED, abs=2e-6)
-        assert found.plan.search.value <= 1.1 * alone.search.bound + 1e-6
+        assert result.plan.search.bound == pytest.approx(alone.search.bound, rel=ROUNDED, abs=2e-6)
+        assert result.plan.search.value <= 1.1 * alone.search.bound + 1e-6
 
 
 def test_nothing_fits_is_the_same_error_as_that_of_a_plan():
     with pytest.raises(InfeasibleError, match="does not fit"):
-        asked(memory_limit_bytes=MIB)
+        front_with(memory_limit_bytes=MIB)
 
 
 def test_less_than_three_points_is_an_error():

@@ -1,6 +1,4 @@
-"""Schedules that recompute ahead of the gradient in the search: columns, bounds and plans against
-prices and brute force.
-"""
+"""Schedules that recompute ahead: columns, bounds and plans against prices and brute force."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ LEVELS = tuple(Recompute)
 
 
 def instance_of(seed):
-    """Two GPUs and four blocks, so that four micro-batches go through two stages."""
+    """Returns two GPUs and four blocks, so that four micro-batches go through two stages."""
     instance = random_instance(seed)
     return replace(
         instance,
@@ -59,13 +57,13 @@ def frame_of(schedule, pp=2, dp=1, m=4):
 
 @cache
 def every_price(seed, schedule):
-    """Every split and mix of levels, where the schedule lets the last stage recompute."""
+    """Prices every split and mix of levels in which the schedule lets the last stage recompute."""
     instance, layout = instance_of(seed), frame_of(schedule)
     price_cache = instance.price_cache()
-    found = every_strategy(layout, instance.model.num_layers)
+    strategies = every_strategy(layout, instance.model.num_layers)
     kept = (
         strategy
-        for strategy in found
+        for strategy in strategies
         if schedule not in LAST_KEEPS_ALL
         or all(choice.recompute is Recompute.NONE for choice in strategy.stages[-1])
     )
@@ -175,7 +173,7 @@ def test_the_search_finds_the_best_of_all_strategies(seed, schedule):
         assert plan.pipeline.schedule == schedule
         assert (
             plan.search.fastest_step_time_s <= best_s * (1 + 1e-9) + 1e-6
-        )  # of the strategies with one ZeRO stage for a rank
+        )  # strategies have one ZeRO stage a rank
         assert plan.search.bound <= best_s + 1e-6
 
 
@@ -222,19 +220,19 @@ def test_where_nothing_is_recomputed_no_schedule_that_moves_recompute_is_replaye
 
     assert {
         plan.pipeline.schedule,
-        *(other.pipeline.schedule for other in plan.search.runners_up),
+        *(runner_up.pipeline.schedule for runner_up in plan.search.runners_up),
     } == {Schedule.ONE_F_ONE_B}
     assert plan.search.gap < 0.001
 
 
-def test_last_no_recompute_is_tried_only_where_it_is_asked_for_and_nothing_where_nothing_can_be_recomputed():
+def test_last_no_recompute_is_tried_only_when_pinned_and_where_something_can_be_recomputed():
     instance = instance_of(1)
 
     def schedules(**pins):
-        found = enumerate_candidates(
+        candidates = enumerate_candidates(
             instance.model, instance.cluster, instance.training, Constraints(**pins)
         )
-        return {layout.schedule for layout in found.layouts}
+        return {layout.schedule for layout in candidates.layouts}
 
     assert schedules() >= {Schedule.EARLY_RECOMPUTE, Schedule.SCP}
     assert Schedule.LAST_NO_RECOMPUTE not in schedules()
@@ -255,11 +253,11 @@ def test_by_hand_full_recompute_leaves_the_last_stage_out():
         recompute=Recompute.FULL,
     )
 
-    again = [
+    recomputing = [
         {bool(plan.layer_plans[run.plan].recompute) for run in stage.layers if run.blocks}
         for stage in plan.stages
     ]
-    assert again == [{True}, {False}]
+    assert recomputing == [{True}, {False}]
     with pytest.raises(ConfigError, match="micro-batches"):
         estimate_plan(
             instance.model,

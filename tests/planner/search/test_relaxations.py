@@ -1,6 +1,4 @@
-"""Ways out of a request that does not fit: each really fits and takes the stated time, and none
-that helps is left out.
-"""
+"""Each relaxation of an infeasible request fits in its stated time; no useful one is missing."""
 
 from __future__ import annotations
 
@@ -41,56 +39,54 @@ def request(
     )
 
 
-def needs(asked: Request) -> float:
+def needs(tight: Request) -> float:
     return shortfall(
-        asked.model, asked.cluster, asked.training, asked.constraints, asked.options
+        tight.model, tight.cluster, tight.training, tight.constraints, tight.options
     ).need_bytes
 
 
 def between(pinned: Constraints, freed: Constraints) -> Request:
-    """The pinned request under a limit that its leanest plan misses and the leanest without the pin
-    meets.
-    """
+    """Returns the pinned request with a limit that fits the unpinned leanest plan alone."""
     need, least = needs(request(pinned, GIB)), needs(request(freed, GIB))
     assert least < 0.99 * need, "the pin costs memory"
     return request(pinned, (need + least) / 2)
 
 
-def search(asked: Request):
+def search(tight: Request):
     return find_plan(
-        asked.model,
-        asked.cluster,
-        asked.training,
-        constraints=asked.constraints,
-        options=asked.options,
+        tight.model,
+        tight.cluster,
+        tight.training,
+        constraints=tight.constraints,
+        options=tight.options,
     )
 
 
-def relaxed(asked: Request) -> Relaxations:
+def relaxed(tight: Request) -> Relaxations:
     with pytest.raises(InfeasibleError):
-        search(asked)
-    found = relaxations(asked, needs(asked), ENOUGH_S)
-    assert found.untried == ()
-    return found
+        search(tight)
+    answer = relaxations(tight, needs(tight), ENOUGH_S)
+    assert answer.untried == ()
+    return answer
 
 
-def require_true(asked: Request, found: Relaxations) -> None:
-    """Every relaxation, searched again from its request, fits and takes the stated time."""
-    for one in found.found:
-        plan = search(one.request)
-        limit = limit_bytes(one.request.cluster, one.request.training.stack, one.request.options)
+def require_true(tight: Request, answer: Relaxations) -> None:
+    """Searches every relaxation again: it fits and takes the stated time."""
+    for way in answer.found:
+        plan = search(way.request)
+        limit = limit_bytes(way.request.cluster, way.request.training.stack, way.request.options)
         assert max(stage.total for stage in plan.predicted.memory_gib) * GIB <= limit + 1e6
-        assert plan.predicted.step_time_s.value == one.step_s
-        assert one.proven is (plan.search.status is Status.OPTIMAL)
-    device = replace(asked.cluster.device, memory_bytes=10**18)
+        assert plan.predicted.step_time_s.value == way.step_s
+        assert way.proven is (plan.search.status is Status.OPTIMAL)
+    device = replace(tight.cluster.device, memory_bytes=10**18)
     unlimited = find_plan(
-        asked.model,
-        replace(asked.cluster, device=device),
-        asked.training,
-        constraints=asked.constraints,
+        tight.model,
+        replace(tight.cluster, device=device),
+        tight.training,
+        constraints=tight.constraints,
         options=SearchOptions(memory_margin=0),
     )
-    assert unlimited.predicted.step_time_s.value == found.unlimited_s
+    assert unlimited.predicted.step_time_s.value == answer.unlimited_s
 
 
 PINS = {
@@ -121,33 +117,33 @@ PLAIN = ("recompute", "zero-of-several", "schedule")  # degrees: in the test of 
     params=[pytest.param(name, marks=() if name in PLAIN else pytest.mark.slow) for name in PINS],
 )
 def pinned(request):
-    """A pin, the pins, the request that does not fit with them, and what makes it fit."""
+    """Returns a pin, all pins, the request that they make infeasible, and its relaxations."""
     name, pins = PINS[request.param]
-    asked = between(pins, replace(pins, **{name: None}))
-    return name, pins, asked, relaxed(asked)
+    tight = between(pins, replace(pins, **{name: None}))
+    return name, pins, tight, relaxed(tight)
 
 
 @pytest.mark.slow
 def test_a_pin_that_stands_in_the_way_is_named_with_a_value_that_fits(pinned):
-    name, pins, asked, found = pinned
+    name, pins, tight, answer = pinned
 
-    require_true(asked, found)
+    require_true(tight, answer)
     flag = f"--{name.replace('_', '-')}"
-    (one,) = [
-        one
-        for one in found.found
-        if len(one.flags) == 1 and one.flags[0].startswith((flag, "--no-sequence"))
+    (way,) = [
+        way
+        for way in answer.found
+        if len(way.flags) == 1 and way.flags[0].startswith((flag, "--no-sequence"))
     ]
-    assert set(getattr(one.request.constraints, name)).isdisjoint(getattr(pins, name)) or name in (
+    assert set(getattr(way.request.constraints, name)).isdisjoint(getattr(pins, name)) or name in (
         "recompute",
         "zero",
     )
-    assert replace(one.request.constraints, **{name: None}) == replace(pins, **{name: None})
+    assert replace(way.request.constraints, **{name: None}) == replace(pins, **{name: None})
 
 
 @pytest.mark.slow
 def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pinned):
-    _, pins, asked, found = pinned
+    _, pins, tight, answer = pinned
     every = (
         "recompute",
         "zero",
@@ -163,66 +159,67 @@ def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pi
     helping = set()
     for field in fields:
         try:
-            search(replace(asked, constraints=replace(pins, **{field: None})))
+            search(replace(tight, constraints=replace(pins, **{field: None})))
         except (InfeasibleError, ConfigError):
             continue
         helping.add(field)
 
-    listed = [one for one in found.found if not one.flags[0].startswith(("--gpus", "--memory"))]
+    listed = [way for way in answer.found if not way.flags[0].startswith(("--gpus", "--memory"))]
     changed = [
         {
             field
             for field in fields
-            if getattr(one.request.constraints, field) != getattr(pins, field)
+            if getattr(way.request.constraints, field) != getattr(pins, field)
         }
-        for one in listed
+        for way in listed
     ]
     assert sorted(map(sorted, changed)) == sorted([field] for field in helping)
 
 
 @pytest.mark.parametrize(
-    ("text", "other"),
+    ("text", "remaining"),
     [
         pytest.param("zero=3", "dp=1,2", marks=pytest.mark.slow),
         pytest.param("recompute=full", "tp=2,4", marks=pytest.mark.slow),
         pytest.param("tp=8", "schedule=gpipe", marks=pytest.mark.slow),
     ],
 )
-def test_a_ban_that_stands_in_the_way_is_named(text, other):
-    others = parse_bans([other])
-    pins = Constraints(forbid=(*parse_bans([text]), *others))
-    asked = between(pins, replace(pins, forbid=others))
+def test_a_ban_that_stands_in_the_way_is_named(text, remaining):
+    bans = parse_bans([remaining])
+    pins = Constraints(forbid=(*parse_bans([text]), *bans))
+    tight = between(pins, replace(pins, forbid=bans))
 
-    found = relaxed(asked)
+    answer = relaxed(tight)
 
-    require_true(asked, found)
-    (one,) = [one for one in found.found if f"--forbid {text}" in one.dropped]
-    assert one.flags == ()
-    assert one.request.constraints.forbid == others
+    require_true(tight, answer)
+    (way,) = [way for way in answer.found if f"--forbid {text}" in way.dropped]
+    assert way.flags == ()
+    assert way.request.constraints.forbid == bans
 
 
 def test_a_whole_mesh_that_is_pinned_is_relaxed_with_the_dp_that_follows():
     pins = Constraints(tp=(1,), pp=(1,), dp=(8,), zero=(0,))
-    asked = between(pins, replace(pins, tp=None, dp=None))
+    tight = between(pins, replace(pins, tp=None, dp=None))
 
-    found = relaxed(asked)
+    answer = relaxed(tight)
 
-    require_true(asked, found)
+    require_true(tight, answer)
     assert any(
-        one.flags[0].startswith("--tp ") and one.flags[1].startswith("--dp ") for one in found.found
+        way.flags[0].startswith("--tp ") and way.flags[1].startswith("--dp ")
+        for way in answer.found
     )
 
 
 @pytest.mark.slow
 def test_the_cheapest_comes_first_and_more_gpus_last():
-    asked = between(PINS["micro-batch"][1], Constraints())
-    found = relaxed(asked).found
-    here = [one.step_s for one in found if one.request.cluster == asked.cluster]
+    tight = between(PINS["micro-batch"][1], Constraints())
+    answer = relaxed(tight).found
+    here = [way.step_s for way in answer if way.request.cluster == tight.cluster]
 
     assert len(here) > 1
     assert here == sorted(here)
-    assert [one.flags[0].startswith("--gpus") for one in found] == [False] * len(here) + [True] * (
-        len(found) - len(here)
+    assert [way.flags[0].startswith("--gpus") for way in answer] == [False] * len(here) + [True] * (
+        len(answer) - len(here)
     )
 
 
@@ -236,122 +233,120 @@ def test_pins_that_only_together_stand_in_the_way_are_dropped_together_and_no_mo
     ]
     least, single = (
         needs(request(Constraints(), GIB)),
-        min(needs(request(one, GIB)) for one in singly),
+        min(needs(request(way, GIB)) for way in singly),
     )
-    asked = request(pins, (least + single) / 2)
+    tight = request(pins, (least + single) / 2)
     assert least < 0.95 * single
 
-    found = relaxed(asked)
+    answer = relaxed(tight)
 
-    require_true(asked, found)
-    (one,) = [one for one in found.found if not one.flags[0].startswith(("--gpus", "--memory"))]
-    assert len(one.flags) > 1
+    require_true(tight, answer)
+    (way,) = [way for way in answer.found if not way.flags[0].startswith(("--gpus", "--memory"))]
+    assert len(way.flags) > 1
     changed = [
         name
         for name in ("tp", "recompute", "zero", "micro_batch_size")
-        if getattr(one.request.constraints, name) != getattr(pins, name)
+        if getattr(way.request.constraints, name) != getattr(pins, name)
     ]
     for kept in changed:  # with any one of them back, nothing fits
         fewer = replace(pins, **{name: None for name in changed if name != kept})
         with pytest.raises(InfeasibleError):
-            search(replace(asked, constraints=fewer))
+            search(replace(tight, constraints=fewer))
 
 
 def test_the_margin_that_is_named_is_the_largest_that_fits():
     pins = Constraints(tp=(1,), pp=(8,), micro_batch_size=(4,), recompute=(Recompute.NONE,))
     need = needs(request(pins, GIB))
     device = replace(A100.device, memory_bytes=int(need / 0.975))  # it fits with 2.5 % free
-    asked = request(pins)
-    asked = replace(asked, cluster=replace(asked.cluster, device=device))
+    tight = request(pins)
+    tight = replace(tight, cluster=replace(tight.cluster, device=device))
 
-    found = relaxed(asked)
+    answer = relaxed(tight)
 
-    (one,) = [one for one in found.found if one.flags[0].startswith("--memory-margin")]
-    margin = one.request.options.memory_margin
+    (way,) = [way for way in answer.found if way.flags[0].startswith("--memory-margin")]
+    margin = way.request.options.memory_margin
     assert margin == pytest.approx(0.025, abs=0.0011)
-    assert (
-        one.note
-        == f"below the {residuals_of(asked.training.stack).memory_margin:g} that measured runs ask for"
-    )
-    assert search(one.request).predicted.step_time_s.value == one.step_s
+    measured = residuals_of(tight.training.stack).memory_margin
+    assert way.note == f"below the {measured:g} that measured runs ask for"
+    assert search(way.request).predicted.step_time_s.value == way.step_s
     with pytest.raises(InfeasibleError):
-        search(replace(asked, options=SearchOptions(memory_margin=margin + 0.002)))
+        search(replace(tight, options=SearchOptions(memory_margin=margin + 0.002)))
 
 
 @pytest.mark.slow
 def test_a_margin_that_measured_runs_do_not_ask_for_has_no_note():
-    asked = request(Constraints(recompute=(Recompute.NONE,), tp=(1,)))
-    share = needs(asked) / asked.cluster.device.memory_bytes
-    asked = replace(asked, options=SearchOptions(memory_margin=1 - 0.95 * share))
-    assert 1 - share > residuals_of(asked.training.stack).memory_margin
+    tight = request(Constraints(recompute=(Recompute.NONE,), tp=(1,)))
+    share = needs(tight) / tight.cluster.device.memory_bytes
+    tight = replace(tight, options=SearchOptions(memory_margin=1 - 0.95 * share))
+    assert 1 - share > residuals_of(tight.training.stack).memory_margin
 
-    (one,) = [one for one in relaxed(asked).found if one.flags[0].startswith("--memory-margin")]
+    (way,) = [way for way in relaxed(tight).found if way.flags[0].startswith("--memory-margin")]
 
-    assert one.note == ""
+    assert way.note == ""
 
 
 @pytest.mark.slow
 def test_a_memory_limit_is_raised_by_no_more_than_a_tenth_of_a_gib():
-    asked = request(Constraints(recompute=(Recompute.NONE,)), 8 * GIB)
-    need = needs(asked)
+    tight = request(Constraints(recompute=(Recompute.NONE,)), 8 * GIB)
+    need = needs(tight)
 
-    (one,) = [one for one in relaxed(asked).found if one.flags[0].startswith("--memory-limit")]
+    (way,) = [way for way in relaxed(tight).found if way.flags[0].startswith("--memory-limit")]
 
-    assert need <= one.request.options.memory_limit_bytes <= need + 0.11 * GIB
-    assert search(one.request).predicted.step_time_s.value == one.step_s
+    assert need <= way.request.options.memory_limit_bytes <= need + 0.11 * GIB
+    assert search(way.request).predicted.step_time_s.value == way.step_s
 
 
 @pytest.mark.slow
 def test_with_nothing_pinned_more_memory_and_more_gpus_are_left():
-    asked = request(Constraints(), 8 * GIB)
+    tight = request(Constraints(), 8 * GIB)
 
-    found = relaxed(asked)
+    answer = relaxed(tight)
 
-    require_true(asked, found)
-    assert [one.flags[0].split()[0] for one in found.found] == ["--memory-limit", "--gpus"]
+    require_true(tight, answer)
+    assert [way.flags[0].split()[0] for way in answer.found] == ["--memory-limit", "--gpus"]
 
 
 @pytest.mark.slow
 def test_pinned_degrees_that_belong_to_the_old_number_of_gpus_change_with_it():
-    asked = request(Constraints(pp=(8,), dp=(1,)), 6 * GIB)
+    tight = request(Constraints(pp=(8,), dp=(1,)), 6 * GIB)
 
-    (one,) = [one for one in relaxed(asked).found if one.flags[0].startswith("--gpus")]
+    (way,) = [way for way in relaxed(tight).found if way.flags[0].startswith("--gpus")]
 
-    assert [flag.split()[0] for flag in one.flags] == ["--gpus", "--pp", "--dp"]
-    assert search(one.request).predicted.step_time_s.value == one.step_s
+    assert [flag.split()[0] for flag in way.flags] == ["--gpus", "--pp", "--dp"]
+    assert search(way.request).predicted.step_time_s.value == way.step_s
     with pytest.raises((InfeasibleError, ConfigError)):
-        search(replace(one.request, constraints=asked.constraints))
+        search(replace(way.request, constraints=tight.constraints))
 
 
 @pytest.mark.slow
 def test_nodes_smaller_than_usual_are_asked_for_with_the_gpus():
-    asked = replace(request(Constraints(), 30 * GIB, gpus=2))
+    tight = replace(request(Constraints(), 30 * GIB, gpus=2))
 
-    (one,) = [one for one in relaxed(asked).found if one.flags[0].startswith("--gpus")]
+    (way,) = [way for way in relaxed(tight).found if way.flags[0].startswith("--gpus")]
 
-    assert one.flags[1] == "--gpus-per-node 2"
-    assert with_gpus(A100, int(one.flags[0].split()[1]), 2) == one.request.cluster
+    assert way.flags[1] == "--gpus-per-node 2"
+    assert with_gpus(A100, int(way.flags[0].split()[1]), 2) == way.request.cluster
 
 
 def test_nothing_helps_below_what_every_device_loses():
-    found = relaxations(request(Constraints(pp=(8,)), GIB // 2), 80 * GIB)
+    answer = relaxations(request(Constraints(pp=(8,)), GIB // 2), 80 * GIB)
 
-    assert found.found == ()
+    assert answer.found == ()
 
 
 def test_a_budget_that_is_spent_says_what_was_not_tried():
     pins = Constraints(recompute=(Recompute.NONE,), forbid=(Ban("zero", 3),))
-    asked = between(pins, Constraints())
+    tight = between(pins, Constraints())
 
-    found = relaxations(asked, needs(asked), budget_s=0.0)
+    answer = relaxations(tight, needs(tight), budget_s=0.0)
 
-    assert found.untried == (
+    assert answer.untried == (
         "less free memory",
         "--recompute",
         "--forbid zero=3",
         "--recompute --forbid zero=3",
     )
-    assert [one.step_s for one in found.found] == [
+    assert [way.step_s for way in answer.found] == [
         None
     ]  # the number of GPUs is known from the memory alone
-    assert found.unlimited_s is None
+    assert answer.unlimited_s is None

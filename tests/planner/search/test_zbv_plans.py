@@ -1,6 +1,4 @@
-"""ZBV and schedules of one's own in the planner: memory and price against the simulation, the
-search against brute force.
-"""
+"""ZBV and custom schedules: prices against the simulation, the search against brute force."""
 
 from __future__ import annotations
 
@@ -65,12 +63,13 @@ def frame_of(
 def zbv_strategy(
     layout: ParallelLayout, counts: tuple[int, ...], zeros: tuple[tuple[int, ...], ...]
 ) -> Strategy:
-    """`counts[r]` blocks on rank r, the larger half on its first chunk; `zeros[r]` their ZeRO
-    stages, the ends have the first.
+    """Puts `counts[r]` blocks of ZeRO stages `zeros[r]` on rank r.
+
+    The larger half is on the first chunk. The ends have the first ZeRO stage.
     """
     layers: list[list[LayerChoice]] = [[] for _ in range(layout.num_virtual_stages)]
-    for rank, (count, own) in enumerate(zip(counts, zeros, strict=True)):
-        blocks = [LayerChoice(LayerKind.BLOCK, (), zero) for zero in own]
+    for rank, (count, stages) in enumerate(zip(counts, zeros, strict=True)):
+        blocks = [LayerChoice(LayerKind.BLOCK, (), zero) for zero in stages]
         layers[rank] += blocks[: -(-count // 2)]
         layers[layout.num_virtual_stages - 1 - rank] += blocks[-(-count // 2) :]
     layers[0].insert(0, LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zeros[0][0]))
@@ -177,9 +176,7 @@ def test_the_search_finds_the_best_of_all_plans_of_the_schedule_where_memory_bin
     assert plan.pipeline.schedule is Schedule.ZBV
     assert plan.search.fastest_step_time_s <= best_s * (1 + 1e-5) + 2e-6
     assert plan.search.bound <= best_s * (1 + 1e-5) + 2e-6
-    assert (
-        plan.search.gap < 0.01
-    )  # of the simulated step, which may be below the closed form by as much
+    assert plan.search.gap < 0.01  # the simulated step may be below the closed form by as much
     assert max(stage.total for stage in plan.predicted.memory_gib) * 2**30 <= limit * (1 + 1e-4)
 
 
@@ -187,7 +184,7 @@ def test_where_the_bubble_is_large_the_search_takes_it_and_says_what_it_holds():
     pins = Constraints(pp=(4,), tp=(1,), micro_batch_size=(1,), zero=(1,))
 
     plan = find_plan(LLAMA, H100, TRAINING, constraints=pins)
-    other = find_plan(
+    without = find_plan(
         LLAMA,
         H100,
         TRAINING,
@@ -196,8 +193,10 @@ def test_where_the_bubble_is_large_the_search_takes_it_and_says_what_it_holds():
 
     assert plan.pipeline.schedule is Schedule.ZBV
     assert [stage.rank for stage in plan.stages] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert plan.predicted.step_time_s.value < 0.98 * other.predicted.step_time_s.value
-    assert plan.predicted.breakdown.pp_bubble_s.value < other.predicted.breakdown.pp_bubble_s.value
+    assert plan.predicted.step_time_s.value < 0.98 * without.predicted.step_time_s.value
+    assert (
+        plan.predicted.breakdown.pp_bubble_s.value < without.predicted.breakdown.pp_bubble_s.value
+    )
     assert all(layer.recompute == () for layer in plan.layer_plans.values())
 
 
@@ -243,18 +242,17 @@ def test_lists_from_a_file_are_priced_as_the_schedule_that_they_are_and_read_bac
         known = frame_of(schedule=schedule, v=v)
         file = tmp_path / "lists.csv"
         file.write_text("\n".join(csv_rows(schedule, 4, known.num_micro_batches, v)) + "\n")
-        own = replace(known, schedule=Schedule.CUSTOM, actions=action_rows(file))
+        custom = replace(known, schedule=Schedule.CUSTOM, actions=action_rows(file))
 
-        found, expected = (
-            estimate_plan(LLAMA, H100, TRAINING, layout, zero=1) for layout in (own, known)
-        )
+        custom_plan = estimate_plan(LLAMA, H100, TRAINING, custom, zero=1)
+        expected = estimate_plan(LLAMA, H100, TRAINING, known, zero=1)
 
-        assert found.predicted.step_time_s == expected.predicted.step_time_s
-        write_plan(found, tmp_path / "plan.yaml")
-        assert read_plan(tmp_path / "plan.yaml") == found
-        assert reprice(found).plan.predicted == found.predicted
+        assert custom_plan.predicted.step_time_s == expected.predicted.step_time_s
+        write_plan(custom_plan, tmp_path / "plan.yaml")
+        assert read_plan(tmp_path / "plan.yaml") == custom_plan
+        assert reprice(custom_plan).plan.predicted == custom_plan.predicted
         for mine, theirs in zip(
-            found.predicted.memory_gib, expected.predicted.memory_gib, strict=True
+            custom_plan.predicted.memory_gib, expected.predicted.memory_gib, strict=True
         ):
             assert mine.total == pytest.approx(theirs.total, rel=2e-3)
 

@@ -1,6 +1,4 @@
-"""Columns of ranks in chunks: the bytes of the exact schedules, the best of all counts, bounds that
-no plan is below, and trade-offs.
-"""
+"""Columns of ranks in chunks against exact schedules, all counts of blocks, and their bounds."""
 
 from __future__ import annotations
 
@@ -54,14 +52,14 @@ MODEL = ModelSpec(
     dropout=0.0,
     tied_embeddings=True,
 )
-STATES = 18 * 12 * 256**2  # of one block, gradients of fp32
+STATES = 18 * 12 * 256**2  # bytes of one block with fp32 gradients
 
 
 def cluster(gpus: int, memory_bytes: int, **changes: object) -> Cluster:
-    """Devices without a context: what they have is there for tensors."""
-    found = with_gpus(load_cluster("a100-80gb"), gpus, gpus)
+    """Returns devices without a context, whose memory is all for tensors."""
+    whole = with_gpus(load_cluster("a100-80gb"), gpus, gpus)
     return replace(
-        found, device=replace(found.device, memory_bytes=memory_bytes, context_bytes=0), **changes
+        whole, device=replace(whole.device, memory_bytes=memory_bytes, context_bytes=0), **changes
     )  # type: ignore[arg-type]
 
 
@@ -78,10 +76,10 @@ def instance(
     return Instance(MODEL, cluster(gpus, memory_bytes, **changes), training)
 
 
-def chunked_frames(found: Instance, pins: Constraints = PINS) -> list[ParallelLayout]:
+def chunked_frames(case: Instance, pins: Constraints = PINS) -> list[ParallelLayout]:
     return [
         layout
-        for layout in enumerate_candidates(found.model, found.cluster, found.training, pins).layouts
+        for layout in enumerate_candidates(case.model, case.cluster, case.training, pins).layouts
         if layout.chunked
     ]
 
@@ -98,13 +96,13 @@ CASES = [
 def test_no_exact_schedule_needs_more_than_its_column_says(
     gpus: int, precision: Precision, batch: int
 ) -> None:
-    """Nor its host: what is printed fits. On one rank, without embedding and head, columns are
-    exact.
-    """
+    """The host suffices too. Columns are exact on one rank without embedding and head."""
     memory_bytes = 6 * STATES // gpus
-    found = instance(gpus, memory_bytes, precision, batch)
-    price_cache, table, tried = found.price_cache(), MixTable(found.price_cache(), PINS), 0
-    for layout, share in itertools.product(chunked_frames(found)[:: 2 * gpus], (0.5, 0.8)):
+    case = instance(gpus, memory_bytes, precision, batch)
+    price_cache = case.price_cache()
+    table = MixTable(case.price_cache(), PINS)
+    tried = 0
+    for layout, share in itertools.product(chunked_frames(case)[:: 2 * gpus], (0.5, 0.8)):
         limit, budget = share * memory_bytes, Chunking(limit_bytes=float(memory_bytes * 100))
         ranks = [ChunkColumns(rank, layout, table) for rank in range(layout.mesh.pp)]
         counts = [
@@ -112,7 +110,10 @@ def test_no_exact_schedule_needs_more_than_its_column_says(
             for rank in range(layout.mesh.pp)
         ]
         options = [rank.fastest(count, limit) for rank, count in zip(ranks, counts, strict=True)]
-        for columns in zip(*(own[:: max(1, len(own) // 3)] for own in options), strict=False):
+        for columns in zip(
+            *(rank_columns[:: max(1, len(rank_columns) // 3)] for rank_columns in options),
+            strict=False,
+        ):
             strategy = to_strategy(layout, columns)
             for rank, column in enumerate(columns):
                 exact = rank_chunks(
@@ -138,27 +139,25 @@ def test_no_exact_schedule_needs_more_than_its_column_says(
 
 
 def test_the_best_of_all_counts_is_found() -> None:
-    """Every mix with every homes, priced one by one; the columns are those that none beats in time
-    and in tail.
-    """
-    found = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
-    table = MixTable(found.price_cache(), PINS)
-    for layout in chunked_frames(found):
-        rank, limit = ChunkColumns(0, layout, table), float(found.cluster.device.memory_bytes)
+    """Prices each mix with each location; columns are the undominated ones in time and tail."""
+    case = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
+    table = MixTable(case.price_cache(), PINS)
+    for layout in chunked_frames(case):
+        rank, limit = ChunkColumns(0, layout, table), float(case.cluster.device.memory_bytes)
         usable = usable_bytes(limit, layout.mesh, table.price_cache)
         cells = []
         for mixes, *_ in rank._mixes(table.get(layout, 0, 6, rank.zero), 6):
             for row, home in itertools.product(
                 range(len(mixes.compute_s)), range(len(mixes.costs.host))
             ):
-                own = np.array([row]), np.array([home])
+                choice = np.array([row]), np.array([home])
                 if (
-                    mixes.needed(*own)[0] <= usable
+                    mixes.needed(*choice)[0] <= usable
                     and mixes.costs.host_bytes[home] <= table.host_share_bytes
                 ):
                     cells.append(
                         (
-                            float(mixes.seconds(*own, usable)[0]),
+                            float(mixes.seconds(*choice, usable)[0]),
                             float(mixes.costs.once_s[home]) + rank.fixed.tail_s,
                         )
                     )
@@ -178,15 +177,13 @@ def test_the_best_of_all_counts_is_found() -> None:
 def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(
     gpus: int, precision: Precision, batch: int
 ) -> None:
-    found = instance(gpus, 5 * STATES // (2 * gpus), precision, batch, pcie_bytes_per_s=5e9)
-    table, limit, seen = (
-        MixTable(found.price_cache(), PINS),
-        float(found.cluster.device.memory_bytes),
-        0,
-    )
-    for layout in chunked_frames(found)[:: 2 * gpus]:
-        share, own = bubble_share(layout, table.price_cache), time_bound(layout, table)
-        bound, passes = ChunkBound(layout, table, own, limit, share), layout.num_micro_batches
+    case = instance(gpus, 5 * STATES // (2 * gpus), precision, batch, pcie_bytes_per_s=5e9)
+    table = MixTable(case.price_cache(), PINS)
+    limit = float(case.cluster.device.memory_bytes)
+    seen = 0
+    for layout in chunked_frames(case)[:: 2 * gpus]:
+        share, bound_s = bubble_share(layout, table.price_cache), time_bound(layout, table)
+        bound, passes = ChunkBound(layout, table, bound_s, limit, share), layout.num_micro_batches
         for rank in range(layout.mesh.pp):
             columns = ChunkColumns(rank, layout, table)
             for count in block_counts(rank, layout, 6):
@@ -198,7 +195,7 @@ def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(
                         and c.tail_s <= column.tail_s * (1 + 1e-9)
                         for c in relaxed
                     )
-                    step_s = (passes - share) * column.time_s + own.total_s + column.tail_s
+                    step_s = (passes - share) * column.time_s + bound_s.total_s + column.tail_s
                     assert bound.step_s(count) <= step_s * (1 + 1e-9)
                     assert may_fit(layout, table, limit) or layout.mesh.pp > 1
     assert seen > 3
@@ -214,23 +211,19 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
     rate: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every mix with every homes, of hosts that hold the states of some blocks beside activations;
-    what fits is not ruled out.
-    """
+    """Prices each mix with each location on small hosts; no fitting one is ruled out."""
     monkeypatch.setattr("parplan.planner.stage_columns.chunk_columns.MOST_SENDING", 10**6)
-    found = instance(
+    case = instance(
         gpus,
         3 * STATES,
         batch=32,
         pcie_bytes_per_s=rate,
         host_memory_bytes=int(gpus * host * STATES),
     )
-    table, limit, sent = (
-        MixTable(found.price_cache(), PINS),
-        float(found.cluster.device.memory_bytes),
-        0,
-    )
-    for layout in chunked_frames(found)[:: 3 * gpus]:
+    table = MixTable(case.price_cache(), PINS)
+    limit = float(case.cluster.device.memory_bytes)
+    sent = 0
+    for layout in chunked_frames(case)[:: 3 * gpus]:
         for rank in range(layout.mesh.pp):
             columns = ChunkColumns(rank, layout, table)
             for count in list(block_counts(rank, layout, 6))[::2]:
@@ -248,15 +241,13 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
 
 
 def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
-    """What an error says of a plan that does not fit is of as many micro-batches as fill its
-    pipeline.
-    """
-    found = instance(2, 10 * STATES, batch=16)
+    """An error prices a plan that does not fit with as many micro-batches as fill its pipeline."""
+    case = instance(2, 10 * STATES, batch=16)
     price_cache, table = (
-        found.price_cache().within(Chunking(limit_bytes=float(10**12))),
-        MixTable(found.price_cache(), PINS),
+        case.price_cache().within(Chunking(limit_bytes=float(10**12))),
+        MixTable(case.price_cache(), PINS),
     )
-    for layout in chunked_frames(found):
+    for layout in chunked_frames(case):
         if _shorter(layout) != layout:
             ranks = [ChunkColumns(rank, layout, table) for rank in range(layout.mesh.pp)]
             strategy = to_strategy(
@@ -264,11 +255,10 @@ def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
             )
             for rank in range(layout.mesh.pp):
                 shorter = replace(strategy, layout=_shorter(layout))
-                whole, less = (
-                    chunked_memory(each, rank, price_cache) for each in (strategy, shorter)
-                )
+                whole = chunked_memory(strategy, rank, price_cache)
+                less = chunked_memory(shorter, rank, price_cache)
                 dropped = layout.num_micro_batches - shorter.layout.num_micro_batches
-                ids = IDS_BYTES * found.training.seq_length * layout.micro_batch_size * dropped
+                ids = IDS_BYTES * case.training.seq_length * layout.micro_batch_size * dropped
                 assert (whole.states, whole.activations, whole.host) == (
                     less.states,
                     less.activations,
@@ -278,13 +268,13 @@ def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
 
 
 def every_strategy(layout: ParallelLayout) -> list[Strategy]:
-    """All homes and levels of one rank's blocks, in runs."""
+    """Returns all locations and levels of one rank's blocks, in runs."""
     zero = 3 if layout.mesh.dp > 1 else 0
     ends = (
         LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero),
         LayerChoice(LayerKind.HEAD, Recompute.NONE, zero),
     )
-    found = []
+    strategies = []
     for host, optimizer in itertools.product(range(7), repeat=2):
         if host + optimizer <= 6:
             for levels in itertools.combinations_with_replacement(Recompute, 6):
@@ -294,28 +284,28 @@ def every_strategy(layout: ParallelLayout) -> list[Strategy]:
                         levels, BlockLocations(host, optimizer).of(6), strict=True
                     )
                 ]
-                found.append(Strategy(layout=layout, stages=((ends[0], *blocks, ends[1]),)))
-    return found
+                strategies.append(Strategy(layout=layout, stages=((ends[0], *blocks, ends[1]),)))
+    return strategies
 
 
 @pytest.mark.slow
 def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit() -> None:
-    """Priced with exact schedules, each."""
-    found = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
+    """Each strategy is priced with its exact schedule."""
+    case = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
     pins = replace(PINS, recompute=tuple(Recompute), micro_batch_size=(2,))
     plan = find_plan(
-        found.model,
-        found.cluster,
-        found.training,
+        case.model,
+        case.cluster,
+        case.training,
         constraints=pins,
         options=SearchOptions(memory_margin=0.0),
     )
-    (layout,) = chunked_frames(found, pins)
+    (layout,) = chunked_frames(case, pins)
     price_cache, best_s = (
-        found.price_cache().within(Chunking(limit_bytes=float(found.cluster.device.memory_bytes))),
+        case.price_cache().within(Chunking(limit_bytes=float(case.cluster.device.memory_bytes))),
         float("inf"),
     )
-    usable = usable_bytes(found.cluster.device.memory_bytes, layout.mesh, price_cache)
+    usable = usable_bytes(case.cluster.device.memory_bytes, layout.mesh, price_cache)
     for strategy in every_strategy(layout):
         if rank_chunks(
             strategy, 0, price_cache, eviction=Eviction.OPT, device_bytes=10**12
@@ -325,8 +315,8 @@ def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit() -> None:
 
 
 def blocks_of(pcie_bytes_per_s: float) -> tuple[int, int]:
-    """Of the best plan how many blocks recompute anything, and how many have states on the host."""
-    found = instance(
+    """Returns how many blocks of the best plan recompute, and how many have states on the host."""
+    case = instance(
         1,
         9 * STATES // 2,
         batch=16,
@@ -335,9 +325,9 @@ def blocks_of(pcie_bytes_per_s: float) -> tuple[int, int]:
         host_bytes_per_s=1e14,
     )
     plan = find_plan(
-        found.model,
-        found.cluster,
-        found.training,
+        case.model,
+        case.cluster,
+        case.training,
         constraints=replace(PINS, micro_batch_size=(4,)),
         options=SearchOptions(memory_margin=0.0),
     )
@@ -361,23 +351,23 @@ def test_fast_copies_make_room_for_activations_and_slow_ones_are_avoided_by_reco
 
 
 def test_what_fits_the_devices_by_more_pipeline_does_not_go_to_slow_hosts() -> None:
-    found = instance(4, 4 * STATES, batch=16, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None)
+    case = instance(4, 4 * STATES, batch=16, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None)
     pins = replace(
         PINS, tp=(1,), micro_batch_size=(1, 4), schedule=(Schedule.ONE_F_ONE_B, Schedule.GPIPE)
     )
     plan = find_plan(
-        found.model,
-        found.cluster,
-        found.training,
+        case.model,
+        case.cluster,
+        case.training,
         constraints=pins,
         options=SearchOptions(memory_margin=0.0),
     )
     assert plan.chunks is None
-    alone = replace(found.cluster, nodes=1, gpus_per_node=1)
+    alone = replace(case.cluster, nodes=1, gpus_per_node=1)
     small = find_plan(
-        found.model,
+        case.model,
         alone,
-        found.training,
+        case.training,
         constraints=pins,
         options=SearchOptions(memory_margin=0.0),
     )
@@ -385,14 +375,12 @@ def test_what_fits_the_devices_by_more_pipeline_does_not_go_to_slow_hosts() -> N
 
 
 def test_the_host_is_used_unasked_only_where_nothing_fits_without() -> None:
-    asked, options = replace(PINS, offload=None), SearchOptions(memory_margin=0.0)
+    pins, options = replace(PINS, offload=None), SearchOptions(memory_margin=0.0)
     for memory_bytes, offloaded in ((6 * STATES, True), (20 * STATES, False)):
-        found = instance(1, memory_bytes)
-        plan = find_plan(
-            found.model, found.cluster, found.training, constraints=asked, options=options
-        )
+        case = instance(1, memory_bytes)
+        plan = find_plan(case.model, case.cluster, case.training, constraints=pins, options=options)
         assert (plan.chunks is not None) == offloaded
-        (said,) = offload_assumed(asked, plan) or ("",)
+        (said,) = offload_assumed(pins, plan) or ("",)
         assert (
             said
             == "--offload optimizer,parameters,activations,lookup (nothing fits the devices alone)"
@@ -400,35 +388,35 @@ def test_the_host_is_used_unasked_only_where_nothing_fits_without() -> None:
         )
     with pytest.raises(InfeasibleError):
         find_plan(
-            found.model,
-            replace(found.cluster, device=replace(found.cluster.device, memory_bytes=6 * STATES)),
-            found.training,
+            case.model,
+            replace(case.cluster, device=replace(case.cluster.device, memory_bytes=6 * STATES)),
+            case.training,
             constraints=Constraints(offload=()),
             options=options,
         )
 
 
 def test_an_error_says_how_much_memory_the_hosts_lack_and_that_much_is_enough() -> None:
-    found = instance(1, 4 * STATES, host_memory_bytes=MIB)
-    model = replace(found.model, num_layers=400)
+    case = instance(1, 4 * STATES, host_memory_bytes=MIB)
+    model = replace(case.model, num_layers=400)
     with pytest.raises(
         InfeasibleError, match=r"it would fit with 6 GiB of host memory a node, there are 0$"
     ):
         find_plan(
             model,
-            found.cluster,
-            found.training,
+            case.cluster,
+            case.training,
             constraints=PINS,
             options=SearchOptions(memory_margin=0.0),
         )
     enough = enough_host_bytes(
-        request(model, found.cluster, found.training, constraints=PINS), 4.0 * STATES
+        request(model, case.cluster, case.training, constraints=PINS), 4.0 * STATES
     )
     assert enough is not None
     plan = find_plan(
         model,
-        replace(found.cluster, host_memory_bytes=enough),
-        found.training,
+        replace(case.cluster, host_memory_bytes=enough),
+        case.training,
         constraints=PINS,
         options=SearchOptions(memory_margin=0.0),
     )
@@ -437,11 +425,11 @@ def test_an_error_says_how_much_memory_the_hosts_lack_and_that_much_is_enough() 
 
 @pytest.mark.parametrize("offload", [(Offload.OPTIMIZER,), (Offload.PARAMETERS,)])
 def test_a_plan_keeps_on_the_host_only_what_it_may(offload: tuple[Offload, ...]) -> None:
-    found = instance(1, 6 * STATES)
+    case = instance(1, 6 * STATES)
     plan = find_plan(
-        found.model,
-        found.cluster,
-        found.training,
+        case.model,
+        case.cluster,
+        case.training,
         constraints=Constraints(offload=offload),
         options=SearchOptions(memory_margin=0.0),
     )

@@ -1,6 +1,4 @@
-"""Stage columns against full pricing: the same time, memory and redundancy, and exactly the choices
-that no other beats.
-"""
+"""Stage columns have the time, memory and redundancy of full pricing, and no dominated choice."""
 
 from __future__ import annotations
 
@@ -70,10 +68,11 @@ def frame_of(pp, v=1):
 
 
 def every_mix(rank, count, layout, price_cache):
-    """The columns of a rank at each ZeRO stage with each subset of levels: the whole front of time
-    against memory, whose middle is mixes of levels, and the ends of the other criteria.
+    """Returns the columns of a rank at each ZeRO stage with each subset of levels.
+
+    The columns are the front of time against memory, with mixes in its middle, and other ends.
     """
-    found = set()
+    mixes = set()
     for zero in range(4) if layout.mesh.dp > 1 else (0,):
         for size in (1, 2, 3):
             for levels in itertools.combinations(Recompute, size):
@@ -85,12 +84,12 @@ def every_mix(rank, count, layout, price_cache):
                         Constraints(recompute=levels, zero=(zero,), megatron_sharding=True),
                     ),
                 )
-                found.update((*columns.leanest(count, UNLIMITED), columns.smallest(count)))
+                mixes.update((*columns.leanest(count, UNLIMITED), columns.smallest(count)))
                 front = columns.fastest(count, UNLIMITED)
                 while front:
-                    found.update(front)
+                    mixes.update(front)
                     front = columns.fastest(count, front[0].memory_bytes - 1)
-    return sorted(found, key=lambda column: (column.zero, column.time_s, column.memory_bytes))
+    return sorted(mixes, key=lambda column: (column.zero, column.time_s, column.memory_bytes))
 
 
 @pytest.mark.parametrize("num_layers", DEPTHS)
@@ -204,9 +203,7 @@ def test_columns_hold_what_there_is_at_the_fullest_moment_where_the_stack_frees_
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_enumerated_strategy_of_one_rank_beats_its_columns(seed):
-    """pp 1: every strategy of the layout is one column, so the columns can be compared with the
-    enumeration.
-    """
+    """At pp 1 each strategy of the layout is one column, so the enumeration can be compared."""
     instance = random_instance(seed)
     price_cache, layers = instance.price_cache(), instance.model.num_layers
     for layout in (layout for layout in frames_of(instance) if layout.mesh.pp == 1):
@@ -264,13 +261,13 @@ def test_the_smallest_column_has_the_least_memory_of_all(seed):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_whole_end_of_a_tied_embedding_does_not_stand_in_for_a_sharded_one(rank):
-    """The other rank's must be alike, and there the sharded one may be the faster."""
+    """The other rank's end must be alike, and there the sharded one may be faster."""
     price_cache = random_instance(0).price_cache()
     assert price_cache.tied
     layout = next(
-        one
-        for one in frames_of(random_instance(0))
-        if one.mesh == Mesh(pp=2, dp=2, tp=1) and one.num_micro_batches == 2
+        frame
+        for frame in frames_of(random_instance(0))
+        if frame.mesh == Mesh(pp=2, dp=2, tp=1) and frame.num_micro_batches == 2
     )
     columns = RankColumns(rank, layout, MixTable(price_cache, PINS))
     for sharded in (False, True):
@@ -278,11 +275,13 @@ def test_a_whole_end_of_a_tied_embedding_does_not_stand_in_for_a_sharded_one(ran
         least_s = min(
             (layout.num_micro_batches * priced.time_s + priced.tail_s).min() for priced in every
         )
-        found = [column for column in columns.fastest(1, UNLIMITED) if (column.zero > 0) == sharded]
+        fitting = [
+            column for column in columns.fastest(1, UNLIMITED) if (column.zero > 0) == sharded
+        ]
 
-        assert min(layout.num_micro_batches * c.time_s + c.tail_s for c in found) == pytest.approx(
-            least_s, rel=1e-12
-        )
+        assert min(
+            layout.num_micro_batches * c.time_s + c.tail_s for c in fitting
+        ) == pytest.approx(least_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -323,10 +322,8 @@ def test_a_strategy_lists_each_chunk_with_its_share_of_every_level():
         for stage in to_strategy(layout, columns).stages
     ]
 
-    full, none = (
-        (LayerKind.BLOCK, price_cache.recompute_operators(LayerKind.BLOCK, level))
-        for level in (Recompute.FULL, Recompute.NONE)
-    )
+    full = (LayerKind.BLOCK, price_cache.recompute_operators(LayerKind.BLOCK, Recompute.FULL))
+    none = (LayerKind.BLOCK, price_cache.recompute_operators(LayerKind.BLOCK, Recompute.NONE))
     embedding, head = (LayerKind.EMBEDDING, Recompute.NONE), (LayerKind.HEAD, Recompute.NONE)
     assert stages == [[embedding, full, full], [none, none], [full, full], [none, none, head]]
 

@@ -1,6 +1,4 @@
-"""Where the token table lies, decided by the search: against the enumeration of everything, within
-bounds, in the plan and its file.
-"""
+"""The search's location of the token table equals a full enumeration, and the plan file has it."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ SEEDS = [pytest.param(seed, marks=() if seed in (3, 5) else pytest.mark.slow) fo
 
 
 def untied(seed: int) -> Instance:
-    """A table that is large beside the blocks."""
+    """Returns an instance whose token table is large beside its blocks."""
     instance = random_instance(seed)
     return replace(
         instance,
@@ -51,12 +49,10 @@ def untied(seed: int) -> Instance:
 
 @cache
 def prices(seed: int):
-    """Every strategy with its price, with the table on the device and, where that is legal, on the
-    host.
-    """
+    """Prices each strategy with the token table on the device and, where legal, on the host."""
     instance = untied(seed)
     here = instance.price_cache()
-    there, found = here.with_table(on_host=True), []
+    there, priced = here.with_table(on_host=True), []
     for layout in enumerate_candidates(
         instance.model, instance.cluster, instance.training, LOOKUP
     ).layouts:
@@ -68,8 +64,8 @@ def prices(seed: int):
         for strategy, price_cache in itertools.product(
             every_strategy(layout, instance.model.num_layers), books
         ):
-            found.append((strategy, price_step(strategy, price_cache), price_cache is there))
-    return found
+            priced.append((strategy, price_step(strategy, price_cache), price_cache is there))
+    return priced
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -113,21 +109,19 @@ def test_a_search_equals_the_enumeration_of_both(seed, tmp_path):
 def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_without_the_host(seed):
     instance = untied(seed)
     slowest_s = 1.2 * min(price.closed_form_s for _, price, there in prices(seed) if not there)
-    found = [
+    values = [
         (redundant_bytes(strategy, price), peak_bytes(price), there)
         for strategy, price, there in prices(seed)
         if max(price.closed_form_s, price.step_s) <= slowest_s
     ]
-    alone = min(redundant for redundant, _, there in found if not there)
+    alone = min(redundant for redundant, _, there in values if not there)
     peaks = [
         peak
-        for redundant, peak, there in found
+        for redundant, peak, there in values
         if not there and redundant <= alone * (1 + 1e-6) + 1
     ]  # it is one of these
-    most, least = (
-        min(redundant for redundant, peak, _ in found if peak <= fullest + 1) / GIB
-        for fullest in (min(peaks), max(peaks))
-    )
+    most = min((redundant for redundant, peak, _ in values if peak <= min(peaks) + 1)) / GIB
+    least = min((redundant for redundant, peak, _ in values if peak <= max(peaks) + 1)) / GIB
 
     plan = find_plan(
         instance.model,
@@ -143,16 +137,14 @@ def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_wit
 
 
 def layouts(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD):
-    asked = replace(PINS, offload=offload)
-    return enumerate_candidates(instance.model, instance.cluster, instance.training, asked).layouts
+    pins = replace(PINS, offload=offload)
+    return enumerate_candidates(instance.model, instance.cluster, instance.training, pins).layouts
 
 
 def test_only_the_first_rank_has_both_and_only_where_that_is_legal_and_there_is_room():
     instance = untied(0)
-    table, small = (
-        MixTable(price_cache, replace(PINS, offload=SEARCHED_OFFLOAD))
-        for price_cache in (instance.price_cache(), instance.price_cache())
-    )
+    table = MixTable(instance.price_cache(), replace(PINS, offload=SEARCHED_OFFLOAD))
+    small = MixTable(instance.price_cache(), replace(PINS, offload=SEARCHED_OFFLOAD))
     small.host_share_bytes = 1
     for layout in layouts(instance):
         legal = layout.mesh.tp == 1

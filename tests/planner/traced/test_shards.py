@@ -1,6 +1,4 @@
-"""Traced models cut into shards: every rule of the partitioner on graphs made by hand, and shards
-given to stages.
-"""
+"""Traced models cut into shards: the partitioner on hand-made graphs, and shards of stages."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ TRAINING = TrainingSpec(global_batch_size=8, seq_length=32, stack=NEUTRAL)
 
 
 def chain(size: int) -> list:
-    """`size` linears with a relu behind each, in modules l0, l1, ..."""
+    """Returns `size` linears with a relu behind each, in modules l0, l1, ..."""
     operators = []
     for number in range(size):
         x = value(f"y{number - 1}") if number else value("batch_x")
@@ -46,7 +44,7 @@ def chain(size: int) -> list:
 
 
 def cuts(sharded) -> list[list[str]]:
-    """The names that each cut hands on."""
+    """Returns the names that each cut hands on."""
     return [[name for name, _ in cut] for cut in sharded.cuts[1:]]
 
 
@@ -54,7 +52,7 @@ def test_the_blocks_of_a_gpt_are_found_and_each_is_two_shards_between_its_embedd
     sharded = shard(traced_spec(GPT, TRAINING))
 
     assert len(sharded.blocks) == 4
-    assert [found.name for found in sharded.shards] == [
+    assert [shard_.name for shard_ in sharded.shards] == [
         "wte",
         *(f"h.{k} ({part})" for k in range(4) for part in ("ln_1, attn", "ln_2, mlp")),
         "head",
@@ -72,10 +70,10 @@ def test_shards_cover_all_operators_once_and_hold_all_parameters():
     sharded = shard(model)
 
     assert sharded.shards[0].first == 0
-    assert all(one.end == two.first for one, two in pairwise(sharded.shards))
+    assert all(first.end == second.first for first, second in pairwise(sharded.shards))
     assert sharded.shards[-1].end == len(model.operators)
     tied = 512 * 64  # the token table, which embedding and head hold
-    assert sum(found.parameters for found in sharded.shards) == model.num_parameters + tied
+    assert sum(shard_.parameters for shard_ in sharded.shards) == model.num_parameters + tied
     assert [(name, shards) for name, _, shards in sharded.shared] == [("wte.tokens.weight", (0, 9))]
 
 
@@ -116,7 +114,7 @@ def test_a_skip_connection_is_never_crossed_unless_it_is_asked_for():
     held = shard(model)
     crossed = shard(model, cross_skips=True)
 
-    assert [found.name for found in held.shards] == ["l0", "l1 to l3", "last"]
+    assert [shard_.name for shard_ in held.shards] == ["l0", "l1 to l3", "last"]
     assert cuts(held) == [["y0"], ["sum"]]
     assert ["y0", "y2"] in cuts(crossed)
     assert len(crossed.shards) > len(held.shards)
@@ -154,11 +152,11 @@ def test_a_value_that_several_later_units_read_is_handed_on():
         ]
         x = value(f"o{number}")
 
-    found = cuts(shard(model_of(*operators, linear("head", x, "loss"))))
+    handed = cuts(shard(model_of(*operators, linear("head", x, "loss"))))
 
-    assert ["memory", "s"] in found
-    assert ["memory", "o0"] in found
-    assert ["o2"] in found
+    assert ["memory", "s"] in handed
+    assert ["memory", "o0"] in handed
+    assert ["o2"] in handed
 
 
 def test_an_operator_in_place_stays_with_what_it_writes():
@@ -166,7 +164,7 @@ def test_an_operator_in_place_stays_with_what_it_writes():
     operators[3] = join("l1", (value("h1"),), "y1", in_place=True)
     model = model_of(*operators)
 
-    firsts = {found.first for found in shard(model).shards}
+    firsts = {shard_.first for shard_ in shard(model).shards}
 
     assert 3 not in firsts
     assert 4 in firsts
@@ -212,8 +210,8 @@ def test_a_shard_of_few_parameters_goes_to_the_neighbour_with_which_it_shares_mo
 
     sharded = shard(model_of(*operators, inputs=(value("batch_x", wide),)))
 
-    assert "s" not in [found.name for found in sharded.shards]
-    assert sum(found.parameters for found in sharded.shards) == 64 * 64 * 2 + 64 * 8 * 2 + 64
+    assert "s" not in [shard_.name for shard_ in sharded.shards]
+    assert sum(shard_.parameters for shard_ in sharded.shards) == 64 * 64 * 2 + 64 * 8 * 2 + 64
 
 
 def test_of_cuts_with_as_many_parameters_the_one_that_hands_on_least_is_taken():
@@ -236,33 +234,32 @@ def test_shards_that_are_alike_are_one_class():
 
 
 def test_what_a_stage_keeps_is_the_union_of_what_its_shards_keep():
-    """Kept once: an output that its maker keeps and the next shard reads and keeps as well,
-    whatever the range.
-    """
+    """An output that its maker and the next shard both save counts once, whatever the range."""
     sharded = shard(model_of(*chain(5), linear("head", value("y4"), "loss")))
     flow, size = Flow(ShardClasses(sharded)), len(sharded.shards)
     saved = [
         {
             tensor.name: tensor.num_bytes
-            for traced in sharded.model.operators[one.first : one.end]
+            for traced in sharded.model.operators[shard_.first : shard_.end]
             for tensor in traced.operator.saved
         }
-        for one in sharded.shards
+        for shard_ in sharded.shards
     ]
-    own = [
-        sum(found.values()) - flow.not_own(k, Recompute.NONE, 2) for k, found in enumerate(saved)
+    saved_alone = [
+        sum(tensors.values()) - flow.not_own(k, Recompute.NONE, 2)
+        for k, tensors in enumerate(saved)
     ]
 
     besides = flow.besides(2)
 
     for first, end in ((i, j) for i in range(size) for j in range(i + 1, size + 1)):
         union: dict[str, int] = {}
-        for found in saved[first:end]:
+        for tensors in saved[first:end]:
             union.update(
-                {name: num_bytes for name, num_bytes in found.items() if name != "batch_x"}
+                {name: num_bytes for name, num_bytes in tensors.items() if name != "batch_x"}
             )
         batch = saved[0].get("batch_x", 0) if first == 0 else 0
-        assert sum(own[first:end]) + besides[first, end] == sum(union.values()) + batch
+        assert sum(saved_alone[first:end]) + besides[first, end] == sum(union.values()) + batch
 
 
 @pytest.mark.parametrize(
@@ -285,7 +282,7 @@ def test_what_stages_cannot_say(text):
 
 def test_shards_are_given_to_stages_by_number_by_parameters_and_by_counts():
     sharded = shard(traced_spec(GPT, TRAINING))
-    sizes = [found.parameters for found in sharded.shards]
+    sizes = [shard_.parameters for shard_ in sharded.shards]
 
     assert ranges(StageRule(rule=StageRuleKind.UNIFORM), sharded, 4) == (
         (0, 3),

@@ -1,6 +1,4 @@
-"""The search over traced modules: its prices are those of described models, its choice that of
-brute force, its errors say what binds.
-"""
+"""The search over traced modules has described models' prices and brute force's choice."""
 
 from __future__ import annotations
 
@@ -63,16 +61,14 @@ FRAME = ParallelLayout(
 
 
 def by_block(spec: ModelSpec) -> Sharded:
-    """The traced model with the shards of every block in one: the layers of a described model."""
-    found = shard(traced_spec(spec, TRAINING))
-    first, *halves, last = found.shards
+    """Returns the traced model with one shard a block, like the layers of a described model."""
+    sharded = shard(traced_spec(spec, TRAINING))
+    first, *halves, last = sharded.shards
     blocks = tuple(
-        Shard(
-            name="block", first=one.first, end=two.end, parameters=one.parameters + two.parameters
-        )
-        for one, two in zip(halves[::2], halves[1::2], strict=True)
+        Shard(name="block", first=a.first, end=b.end, parameters=a.parameters + b.parameters)
+        for a, b in zip(halves[::2], halves[1::2], strict=True)
     )
-    return replace(found, shards=(first, *blocks, last))
+    return replace(sharded, shards=(first, *blocks, last))
 
 
 def tables_of(sharded: Sharded, training: TrainingSpec = TRAINING) -> RangeTables:
@@ -107,25 +103,23 @@ def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_ba
     )
 
     expected = price_step(described, PriceCache(spec, TRAINING, machine_for(CLUSTER)))
-    found = price_shards(traced, tables_of(by_block(spec)))
+    price = price_shards(traced, tables_of(by_block(spec)))
 
-    assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
-    assert found.closed_form_s == pytest.approx(expected.closed_form_s, rel=1e-12)
-    assert [m.total for m in found.memory] == pytest.approx(
+    assert price.step_s == pytest.approx(expected.step_s, rel=1e-12)
+    assert price.closed_form_s == pytest.approx(expected.closed_form_s, rel=1e-12)
+    assert [m.total for m in price.memory] == pytest.approx(
         [m.total for m in expected.memory], rel=1e-12
     )
-    assert [r.total for r in found.redundant] == pytest.approx(
+    assert [r.total for r in price.redundant] == pytest.approx(
         [r.total for r in expected.redundant], rel=1e-9
     )
-    assert [r.total.value_s for r in found.ranks] == pytest.approx(
+    assert [r.total.value_s for r in price.ranks] == pytest.approx(
         [r.total.value_s for r in expected.ranks], rel=1e-12
     )
 
 
 def test_half_blocks_reduce_and_gather_by_half_blocks():
-    """Where a shard is half a block, ZeRO's buffers are half as large, and each reduction hides
-    under its own half.
-    """
+    """With half a block a shard, ZeRO's buffers halve, and each reduction hides under its half."""
     stages = tuple(
         ShardRun(first=first, end=end, zero=3) for first, end in ((0, 3), (3, 5), (5, 7), (7, 10))
     )
@@ -160,11 +154,9 @@ def searched(
 def every_plan(
     search: TracedSearch, layout: ParallelLayout, zeros: tuple[int, ...]
 ) -> list[tuple[float, float]]:
-    """Closed form and peak bytes of all cuts, ZeRO stages and sets of recomputed shards, priced one
-    by one.
-    """
+    """Prices all cuts, ZeRO stages and recomputed shards: closed-form seconds and peak bytes."""
     size, pp = len(search.sharded.shards), layout.mesh.pp
-    found = []
+    plans = []
     for inner in combinations(range(1, size), pp - 1):
         for chosen, bits in product(product(zeros, repeat=pp), product((False, True), repeat=size)):
             recomputed = [k for k in range(size) if bits[k]]
@@ -183,23 +175,21 @@ def every_plan(
                 ),
                 search.tables,
             )
-            found.append((price.closed_form_s, max(memory.total for memory in price.memory)))
-    return found
+            plans.append((price.closed_form_s, max(memory.total for memory in price.memory)))
+    return plans
 
 
 def uneven() -> Sharded:
-    """Five parts, none like another, with more inside than they read; the output of the second is
-    read by two later ones.
-    """
+    """Returns five unlike parts with more inside than they read; two parts read the second."""
     operators, x = [], value("batch_x", 128)
     for number, width in enumerate((192, 512, 256, 384, 128)):
         path, wide = f"part.{number}", value(f"h{number}", width)
-        others = (value("y1", 128),) if number > 2 else ()
+        more = (value("y1", 128),) if number > 2 else ()
         operators += [
             linear(f"{path}.in", x, wide.name, width),
             activation(path, wide, f"a{number}"),
             linear(f"{path}.out", value(f"a{number}", width), f"o{number}", 128),
-            join(path, (value(f"o{number}", 128), x, *others), f"y{number}"),
+            join(path, (value(f"o{number}", 128), x, *more), f"y{number}"),
         ]
         x = value(f"y{number}", 128)
     return shard(
@@ -225,16 +215,17 @@ def test_the_search_finds_what_brute_force_finds(schedule):
         peaks[0] - MIB,
     ):
         options = SearchOptions(memory_limit_bytes=int(limit) + 1)
-        found = searched(sharded, pins, options, training=training, cluster=cluster).run(None)
+        result = searched(sharded, pins, options, training=training, cluster=cluster).run(None)
         expected = min((step_s for step_s, peak in plans if peak <= int(limit) + 1), default=None)
 
-        assert found.finished
-        assert [one.value for one in found.solved] == (
+        assert result.finished
+        assert [solved.value for solved in result.solved] == (
             [] if expected is None else [pytest.approx(expected, rel=1e-9)]
         )
-        assert found.bound <= (expected or float("inf"))
+        assert result.bound <= (expected or float("inf"))
         counts |= {
-            sum(len(column.recomputed) for column in one.choice.columns) for one in found.solved
+            sum(len(column.recomputed) for column in solved.choice.columns)
+            for solved in result.solved
         }
     assert len(counts) > 1, "some of the limits ask for recompute"
 
@@ -274,7 +265,7 @@ def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns
     cuts = search.cut_ranges(layout, tables)
     options = [table.columns(*cut) for table, cut in zip(tables, cuts, strict=True)]
 
-    found = solve_ranks(layout, options, tables)
+    chosen = solve_ranks(layout, options, tables)
 
     expected = float("inf")
     for columns in product(*options):
@@ -282,15 +273,20 @@ def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns
             ShardStrategy(
                 layout=layout,
                 stages=tuple(
-                    ShardRun(first=one.first, end=one.end, zero=one.zero, recomputed=one.recomputed)
-                    for one in columns
+                    ShardRun(
+                        first=column.first,
+                        end=column.end,
+                        zero=column.zero,
+                        recomputed=column.recomputed,
+                    )
+                    for column in columns
                 ),
             ),
             search.tables,
         )
         if max(memory.total for memory in price.memory) <= search.limit_bytes:
             expected = min(expected, price.closed_form_s)
-    assert expected == (float("inf") if found is None else pytest.approx(found.step_s, rel=1e-9))
+    assert expected == (float("inf") if chosen is None else pytest.approx(chosen.step_s, rel=1e-9))
 
 
 @pytest.mark.parametrize(
@@ -301,14 +297,14 @@ def test_what_the_columns_say_is_what_the_step_costs(schedule):
     pins = Constraints(pp=(4,), schedule=(schedule,), micro_batch_size=(1, 2))
     search = searched(sharded, pins, SearchOptions(memory_limit_bytes=int(1.9 * 1024 * MIB)))
 
-    found = search.run(None)
+    result = search.run(None)
 
-    assert found.solved
-    for one in found.solved:
-        price = price_shards(to_shard_strategy(one), search.tables)
+    assert result.solved
+    for solved in result.solved:
+        price = price_shards(to_shard_strategy(solved), search.tables)
         assert max(memory.total for memory in price.memory) <= search.limit_bytes
         if schedule in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
-            assert price.closed_form_s == pytest.approx(one.value, rel=1e-9)
+            assert price.closed_form_s == pytest.approx(solved.value, rel=1e-9)
 
 
 def test_recompute_ahead_of_the_gradient_is_faster_than_1f1b_where_memory_needs_recompute():
@@ -318,16 +314,20 @@ def test_recompute_ahead_of_the_gradient_is_faster_than_1f1b_where_memory_needs_
     )
     pins = Constraints(pp=(4,), micro_batch_size=(2,))
 
-    plain, early = (
-        find_traced_plan(
-            model,
-            CLUSTER,
-            TRAINING,
-            constraints=replace(pins, schedule=(schedule,)),
-            options=options,
-        ).plan
-        for schedule in (Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE)
-    )
+    plain = find_traced_plan(
+        model,
+        CLUSTER,
+        TRAINING,
+        constraints=replace(pins, schedule=(Schedule.ONE_F_ONE_B,)),
+        options=options,
+    ).plan
+    early = find_traced_plan(
+        model,
+        CLUSTER,
+        TRAINING,
+        constraints=replace(pins, schedule=(Schedule.EARLY_RECOMPUTE,)),
+        options=options,
+    ).plan
 
     assert plain.stages[0].recompute
     assert early.stages[0].recompute
@@ -337,11 +337,12 @@ def test_recompute_ahead_of_the_gradient_is_faster_than_1f1b_where_memory_needs_
 def test_the_same_request_gives_the_same_plan():
     model = traced_spec(GPT, TRAINING)
 
-    one, two = (find_traced_plan(model, CLUSTER, TRAINING) for _ in range(2))
+    first = find_traced_plan(model, CLUSTER, TRAINING)
+    second = find_traced_plan(model, CLUSTER, TRAINING)
 
-    assert one == two
-    assert one.plan.search.status is Status.OPTIMAL
-    assert one.plan.search.bound <= one.plan.search.value * (1 + 1e-6)
+    assert first == second
+    assert first.plan.search.status is Status.OPTIMAL
+    assert first.plan.search.bound <= first.plan.search.value * (1 + 1e-6)
 
 
 def test_nothing_fits_and_the_error_says_what_binds_by_how_much_and_what_would_help():

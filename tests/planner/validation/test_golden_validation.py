@@ -1,6 +1,4 @@
-"""The prices do not get worse: no source of the shipped table of measured steps is further off than
-in the golden table.
-"""
+"""No source of the shipped table of measured steps is further off than in the golden table."""
 
 from __future__ import annotations
 
@@ -17,16 +15,20 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "validation.json"
 ERRORS = ("mape_time", "median_time", "bias_time", "regret_at_1", "mape_memory", "bias_memory")
 TOLERANCE = 0.002  # of an error, absolute
 ROUNDING = 0.0002  # of tau
-REFRESH = "a change that is meant: pytest tests/planner/validation/test_golden_validation.py --update-golden, and say the numbers before and after"
+REFRESH = (
+    "a change that is meant: "
+    "pytest tests/planner/validation/test_golden_validation.py --update-golden, "
+    "and say the numbers before and after"
+)
 
 Table = dict[str, dict[str, object]]
 
 
-def worse(golden: Table, found: Table) -> list[str]:
-    """What got worse, one line each."""
-    lines = [f"{source}: is gone" for source in golden if source not in found]
-    for source in golden.keys() & found.keys():
-        before, after = golden[source], found[source]
+def worse(golden: Table, table: Table) -> list[str]:
+    """Returns a line for each figure that got worse."""
+    lines = [f"{source}: is gone" for source in golden if source not in table]
+    for source in golden.keys() & table.keys():
+        before, after = golden[source], table[source]
         lines += [
             f"{source}: {name} {before[name]} -> {after[name]}"
             for name in ERRORS
@@ -47,13 +49,13 @@ def _is_worse_error(before: float | None, after: float | None) -> bool:
 
 @pytest.mark.slow
 def test_no_source_got_worse(update_golden):
-    found = error_table(price_table(read_table()))
+    table = error_table(price_table(read_table()))
     if update_golden:
         GOLDEN.parent.mkdir(exist_ok=True)
-        GOLDEN.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        GOLDEN.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
 
-    lines = worse(golden, found)
+    lines = worse(golden, table)
 
     assert not lines, "\n".join((*lines, REFRESH))
 

@@ -1,6 +1,4 @@
-"""Measured rows against predictions: a row is priced as the configuration it states, or returned
-with its reason.
-"""
+"""A measured row is priced as the configuration it states, or returned with a reason."""
 
 from __future__ import annotations
 
@@ -324,10 +322,10 @@ def test_what_does_not_fit_the_device_is_predicted_not_to_fit():
 
 
 def test_rows_of_one_model_machine_and_batch_are_one_grid():
-    other = price_row({**ROW, "id": "made-2", "tp": "1", "dp": "8"})
+    second = price_row({**ROW, "id": "made-2", "tp": "1", "dp": "8"})
 
-    assert price_row(ROW).grid == other.grid
-    assert price_row({**ROW, "global_batch": "64"}).grid != other.grid
+    assert price_row(ROW).grid == second.grid
+    assert price_row({**ROW, "global_batch": "64"}).grid != second.grid
 
 
 def test_fp8_rows_run_their_products_in_fp8():
@@ -358,9 +356,9 @@ def test_fp8_rows_run_their_products_in_fp8():
 )
 def test_the_network_of_the_row_is_used(interconnect, faster):
     known = price_row(ROW).predicted_s
-    found = price_row({**ROW, "interconnect": interconnect}).predicted_s
+    predicted_s = price_row({**ROW, "interconnect": interconnect}).predicted_s
 
-    assert found < known if faster else found > known
+    assert predicted_s < known if faster else predicted_s > known
 
 
 def test_a_table_is_read_and_a_missing_column_is_an_error(tmp_path):

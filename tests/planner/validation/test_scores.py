@@ -1,6 +1,4 @@
-"""The figures that prices are judged by: worked by hand, within their bounds, and best for a
-perfect prediction.
-"""
+"""Scores of prices equal hand calculation, keep their bounds, and are best when all is exact."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ PAIRS = st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=12)
 
 
 def timed(grid: str | None, *pairs: tuple[float, float], source: str = "made") -> list[PricedRow]:
-    """Rows of one grid: (predicted, measured) seconds."""
+    """Returns rows of one grid from pairs of predicted and measured seconds."""
     return [
         PricedRow(
             f"{source}-{index}", source, predicted_s=predicted, measured_s=measured, grid=grid
@@ -56,26 +54,26 @@ def test_errors_of_a_source_by_hand():
         PricedRow("b-1", "b", measured_s=1.0, predicted_s=5.0),
     ]
 
-    found = score(rows)
+    scores = score(rows)
 
-    assert list(found) == ["a", "b"]
-    assert (found["a"].rows, found["a"].priced) == (
+    assert list(scores) == ["a", "b"]
+    assert (scores["a"].rows, scores["a"].priced) == (
         7,
         4,
     )  # one of the four has nothing to be compared with
-    assert list(found["a"].unpriced.items()) == [("no recompute", 2), ("mixture of experts", 1)]
-    assert found["a"].mape_time == pytest.approx((0.1 + 0.2 + 0.0) / 3)
-    assert found["a"].median_time == pytest.approx(0.1)
-    assert found["a"].bias_time == pytest.approx((0.1 - 0.2 + 0.0) / 3)
-    assert found["a"].mape_memory == pytest.approx(0.075)
-    assert found["a"].bias_memory == pytest.approx(-0.025)
-    assert found["b"].mape_time == found["b"].bias_time == pytest.approx(4.0)
+    assert list(scores["a"].unpriced.items()) == [("no recompute", 2), ("mixture of experts", 1)]
+    assert scores["a"].mape_time == pytest.approx((0.1 + 0.2 + 0.0) / 3)
+    assert scores["a"].median_time == pytest.approx(0.1)
+    assert scores["a"].bias_time == pytest.approx((0.1 - 0.2 + 0.0) / 3)
+    assert scores["a"].mape_memory == pytest.approx(0.075)
+    assert scores["a"].bias_memory == pytest.approx(-0.025)
+    assert scores["b"].mape_time == scores["b"].bias_time == pytest.approx(4.0)
 
 
 def test_a_source_without_a_priced_row_has_counts_and_nothing_else():
-    found = score([PricedRow("a-1", "a", reason="mixture of experts")])["a"]
+    scores = score([PricedRow("a-1", "a", reason="mixture of experts")])["a"]
 
-    assert found == SourceScore(
+    assert scores == SourceScore(
         rows=1,
         priced=0,
         unpriced={"mixture of experts": 1},
@@ -148,12 +146,12 @@ def test_regret_is_not_negative_and_does_not_grow_with_k(pairs, k):
     st.floats(0.1, 10),
 )
 def test_a_prediction_that_is_right_up_to_a_factor_ranks_perfectly(measured, factor):
-    found = score(timed("grid", *((m * factor, m) for m in measured)))["made"]
+    scores = score(timed("grid", *((m * factor, m) for m in measured)))["made"]
 
-    assert found.kendall_tau == pytest.approx(1.0)
-    assert (found.regret_at_1, found.regret_at_3) == (0.0, 0.0)
-    assert found.mape_time == pytest.approx(abs(factor - 1), abs=1e-9)
-    assert found.bias_time == pytest.approx(factor - 1, abs=1e-9)
+    assert scores.kendall_tau == pytest.approx(1.0)
+    assert (scores.regret_at_1, scores.regret_at_3) == (0.0, 0.0)
+    assert scores.mape_time == pytest.approx(abs(factor - 1), abs=1e-9)
+    assert scores.bias_time == pytest.approx(factor - 1, abs=1e-9)
 
 
 def test_ranking_is_inside_each_grid_and_every_grid_counts_once():
@@ -162,11 +160,11 @@ def test_ranking_is_inside_each_grid_and_every_grid_counts_once():
         "large", (100.0, 400.0), (200.0, 300.0), (300.0, 200.0), (400.0, 100.0), (500.0, 50.0)
     )
 
-    found = score(right + wrong)["made"]
+    scores = score(right + wrong)["made"]
 
-    assert found.kendall_tau == pytest.approx((1.0 - 1.0) / 2)
-    assert found.regret_at_1 == pytest.approx((0.0 + 7.0) / 2)
-    assert found.regret_at_3 == pytest.approx((0.0 + 3.0) / 2)
+    assert scores.kendall_tau == pytest.approx((1.0 - 1.0) / 2)
+    assert scores.regret_at_1 == pytest.approx((0.0 + 7.0) / 2)
+    assert scores.regret_at_3 == pytest.approx((0.0 + 3.0) / 2)
     assert [(grid.key, grid.rows, grid.best_s) for grid in grid_scores(right + wrong)] == [
         ("small", 3, 1.0),
         ("large", 5, 50.0),

@@ -1,6 +1,4 @@
-"""The fit of terms: known terms are found again, what rows do not show stays neutral, residuals by
-hand.
-"""
+"""The fit recovers known terms, leaves unseen terms neutral, and its residuals are exact."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ ALLOCATOR = ("stacks", "internevo", "allocator_share")
 
 
 def rows_of(source: str, truth: dict, *, memory: bool = False) -> list[dict]:
-    """Rows whose measured figures are what the prices say under the terms `truth`."""
+    """Returns rows whose measured figures are the prices under the terms `truth`."""
     rows = []
     for index, micro_batch in enumerate(("2", "4", "8")):
         row = {
@@ -78,14 +76,14 @@ TRUTH = {SLOWDOWN: 1.25, HOST: bounds_of(HOST).neutral}
 def test_a_slowdown_is_found_again_and_terms_that_no_row_shows_stay_neutral():
     terms = fit_terms([*rows_of("one", TRUTH), *rows_of("two", TRUTH)])
 
-    found = terms.stacks["internevo"]
-    assert found["kernel_slowdown"].value == pytest.approx(1.25, rel=0.02)
-    assert found["host_operator_s"].value == pytest.approx(bounds_of(HOST).neutral, rel=0.15)
-    assert (found["kernel_slowdown"].fitted_on, found["kernel_slowdown"].rows) == (
+    terms_ = terms.stacks["internevo"]
+    assert terms_["kernel_slowdown"].value == pytest.approx(1.25, rel=0.02)
+    assert terms_["host_operator_s"].value == pytest.approx(bounds_of(HOST).neutral, rel=0.15)
+    assert (terms_["kernel_slowdown"].fitted_on, terms_["kernel_slowdown"].rows) == (
         ("one", "two"),
         6,
     )
-    assert "allocator_share" not in found
+    assert "allocator_share" not in terms_
 
 
 @pytest.mark.slow
@@ -112,17 +110,17 @@ def test_the_only_experiment_of_a_stack_falls_back_to_neutral_when_no_other_stac
 def test_the_allocators_share_is_fitted_to_what_whole_devices_hold():
     truth = {**TRUTH, ALLOCATOR: 0.15}
 
-    found = fit_terms(rows_of("one", truth, memory=True)).stacks["internevo"]["allocator_share"]
+    share = fit_terms(rows_of("one", truth, memory=True)).stacks["internevo"]["allocator_share"]
 
-    assert found.value == pytest.approx(0.15, rel=0.06)
+    assert share.value == pytest.approx(0.15, rel=0.06)
 
 
 def test_rows_that_leave_a_setting_open_or_run_slower_on_purpose_are_not_fitted():
-    good, *others = rows_of("one", TRUTH)
-    others[0]["recompute"] = ""
-    others[1]["notes"] = "deterministic kernels"
+    good, *rest = rows_of("one", TRUTH)
+    rest[0]["recompute"] = ""
+    rest[1]["notes"] = "deterministic kernels"
 
-    assert [row["id"] for row in Fit([good, *others]).rows["one"]] == [good["id"]]
+    assert [row["id"] for row in Fit([good, *rest]).rows["one"]] == [good["id"]]
 
 
 def test_a_quantile_is_a_value_that_enough_do_not_exceed():
@@ -144,10 +142,10 @@ def test_bands_hold_eight_rows_in_ten_and_toy_runs_have_no_part_in_that_of_memor
     ]
     toy = priced(measured_gib=5.0, predicted_gib=1.0)
 
-    found = _residuals([*rows, toy])
+    residuals = _residuals([*rows, toy])
 
-    assert found.time_band == pytest.approx(0.07)
-    assert (found.memory_band, found.memory_rows) == (pytest.approx(0.14), 10)
+    assert residuals.time_band == pytest.approx(0.07)
+    assert (residuals.memory_band, residuals.memory_rows) == (pytest.approx(0.14), 10)
 
 
 @pytest.mark.parametrize(
@@ -167,13 +165,13 @@ def test_the_margin_covers_what_runs_needed_beyond_their_prediction(change, marg
 
 def test_stacks_that_share_terms_share_residuals():
     row = {**ROW, "framework": "NeMo 24.05"}
-    found = residuals_of(
+    residuals = residuals_of(
         [row],
         [price_row({**row, "step_time_s": "1.0"}, Terms(residuals=shipped_terms().residuals))],
     )
 
-    assert found["nemo"] == found["megatron-core"] == found[EVERY_STACK]
-    assert "nanotron" not in found
+    assert residuals["nemo"] == residuals["megatron-core"] == residuals[EVERY_STACK]
+    assert "nanotron" not in residuals
 
 
 def test_the_file_is_ascii_and_the_same_for_the_same_terms():

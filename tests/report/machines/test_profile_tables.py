@@ -111,7 +111,8 @@ def test_the_text_says_on_what_it_was_measured():
         re.MULTILINE,
     )
     assert re.search(
-        r"^  transfers +copied 1,800 GB/s, host launch 8\.00 us, to device 24 GB/s, from device 22 GB/s$",
+        r"^  transfers +copied 1,800 GB/s, host launch 8\.00 us, "
+        r"to device 24 GB/s, from device 22 GB/s$",
         text,
         re.MULTILINE,
     )
@@ -239,13 +240,15 @@ def test_of_several_sizes_of_a_figure_the_largest_counts():
 
 def test_points_are_beside_what_the_curve_says_of_them():
     of_one_work = [
-        one for one in series_of(OWN) if one.curve.rows == len(one.points)
+        curve for curve in series_of(OWN) if curve.curve.rows == len(curve.points)
     ]  # residual is fitted to its class
     assert len(of_one_work) == len(series_of(OWN)) - 2
-    for one in of_one_work:
-        errors = sorted(abs(point.fitted_s / point.time_s - 1) for point in one.points)
-        assert errors[-1] == pytest.approx(one.curve.worst_error, rel=0.01)
-        assert [point.work for point in one.points] == sorted(point.work for point in one.points)
+    for curve in of_one_work:
+        errors = sorted(abs(point.fitted_s / point.time_s - 1) for point in curve.points)
+        assert errors[-1] == pytest.approx(curve.curve.worst_error, rel=0.01)
+        assert [point.work for point in curve.points] == sorted(
+            point.work for point in curve.points
+        )
 
 
 SMALL = profile_of([Machine().streamed("gelu", n_bytes) for n_bytes in (2**20, 2**24)], curves=())
@@ -308,8 +311,8 @@ def test_a_profile_without_points_is_not_drawn_and_a_missing_folder_is_named(tmp
 
 def test_a_profile_does_not_differ_from_itself():
     assert changed_environment(OWN, OWN) == {}
-    for one in compared(OWN, OWN):
-        assert (one.median, one.only_a, one.only_b) == (1.0, 0, 0)
+    for curve in compared(OWN, OWN):
+        assert (curve.median, curve.only_a, curve.only_b) == (1.0, 0, 0)
 
 
 def slower(record, factor):
@@ -324,14 +327,16 @@ def test_ratios_are_of_the_second_file_over_the_first_by_case_and_pass():
     machine = Machine()
     shared = [machine.linear(m, 512, 512) for m in (64, 128, 256)]
     a = profile_of([*shared, machine.linear(8, 8, 8)], curves=())
-    again = [slower(record, factor) for record, factor in zip(shared, (1.5, 0.5, 1.1), strict=True)]
+    slowed = [
+        slower(record, factor) for record, factor in zip(shared, (1.5, 0.5, 1.1), strict=True)
+    ]
     b = profile_of(
-        [*again, machine.streamed("gelu", 4096), machine.failed(CaseOutcome.HUNG, "")],
+        [*slowed, machine.streamed("gelu", 4096), machine.failed(CaseOutcome.HUNG, "")],
         replace(HERE, driver="581", gpu_links={}),
         (),
     )
 
-    forward = next(one for one in compared(a, b) if one.name == "forward")
+    forward = next(curve for curve in compared(a, b) if curve.name == "forward")
     text = compared_text(a, b)
 
     assert (forward.median, forward.only_a, forward.only_b) == (pytest.approx(1.1), 1, 0)
@@ -350,17 +355,13 @@ def test_ratios_are_of_the_second_file_over_the_first_by_case_and_pass():
 def test_at_most_five_cases_of_a_curve_are_named():
     machine = Machine()
     records = [machine.linear(64 * m, 512, 512) for m in range(1, 9)]
-    a, b = (
-        profile_of(
-            [slower(record, factor**index) for index, record in enumerate(records)], curves=()
-        )
-        for factor in (1.0, 1.2)
-    )
+    a = profile_of([slower(record, 1.0**index) for index, record in enumerate(records)], curves=())
+    b = profile_of([slower(record, 1.2**index) for index, record in enumerate(records)], curves=())
 
     body = json.loads(json.dumps(diff_document(a, b)))["curves"][0]
 
     assert body["name"] == "forward"
-    assert [found["ratio"] for found in body["farthest"]] == pytest.approx(
+    assert [case["ratio"] for case in body["farthest"]] == pytest.approx(
         [1.2**index for index in (7, 6, 5, 4, 3)]
     )
     assert compared_text(a, b).count("\nforward  ") == 6
@@ -380,10 +381,8 @@ def test_machines_that_measured_nothing_in_common_say_so():
 
 
 def test_figures_of_the_same_case_are_compared():
-    a, b = (
-        profile_of([Machine().figures("launch", {}, host_launch_s=launch_s)], curves=())
-        for launch_s in (8e-6, 1.2e-5)
-    )
+    a = profile_of([Machine().figures("launch", {}, host_launch_s=8e-06)], curves=())
+    b = profile_of([Machine().figures("launch", {}, host_launch_s=1.2e-05)], curves=())
 
     assert row(compared_text(a, b), "launch")[-3:] == ["0.000008", "0.000012", "1.500"]
     assert diff_document(a, b)["figures"] == {

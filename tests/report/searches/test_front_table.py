@@ -118,8 +118,8 @@ def test_ties_are_marked_with_the_leaner_point():
     ties = {number: front().leaner_tie(point) for number, point in enumerate(front().points, 1)}
     marked = re.findall(r"^ +(\d+) .*tie with (\d+)$", printed(front()), re.MULTILINE)
 
-    assert {int(number): int(other) for number, other in marked} == {
-        number: other for number, other in ties.items() if other
+    assert {int(number): int(leaner) for number, leaner in marked} == {
+        number: leaner for number, leaner in ties.items() if leaner
     }
 
 
@@ -194,10 +194,10 @@ def test_the_step_line_goes_through_the_points_that_are_fastest_within_their_pea
     assert front().points[0] in steps
     for point in front().points:
         beaten = any(
-            other.peak_memory_gib <= point.peak_memory_gib
-            and other.step_time_s <= point.step_time_s
-            for other in front().points
-            if other is not point
+            rival.peak_memory_gib <= point.peak_memory_gib
+            and rival.step_time_s <= point.step_time_s
+            for rival in front().points
+            if rival is not point
         )
         assert (point in steps) != beaten
 
@@ -212,7 +212,7 @@ def test_the_picture_is_in_the_format_of_its_suffix(tmp_path, name, start):
 
 
 def drawn(of: ParetoFront, path: Path) -> str:
-    """The words in the picture: with svg.fonttype none they stay text."""
+    """Returns the words in the picture, which stay text with svg.fonttype none."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none"}):

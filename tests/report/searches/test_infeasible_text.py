@@ -43,12 +43,12 @@ ASKED = PlanRequest(
 )
 
 
-def relaxation(flags, step_s=1.0, **others):
-    return Relaxation(flags=flags, request=ASKED, step_s=step_s, **{"proven": True, **others})
+def relaxation(flags, step_s=1.0, **fields):
+    return Relaxation(flags=flags, request=ASKED, step_s=step_s, **{"proven": True, **fields})
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "pinned",
     [
         pytest.param(
             ("--recompute", "none", "--memory-limit", "17GiB"), id="a-pin", marks=pytest.mark.slow
@@ -88,11 +88,11 @@ def relaxation(flags, step_s=1.0, **others):
         ),
     ],
 )
-def test_what_the_hint_says_can_be_typed_and_takes_what_it_says(asked, monkeypatch):
+def test_what_the_hint_says_can_be_typed_and_takes_what_it_says(pinned, monkeypatch):
     monkeypatch.setattr(
         relaxations_report, "relaxations", partial(relaxations, budget_s=ENOUGH_S)
     )  # also on a busy machine
-    result = CliRunner().invoke(cli.main, [*BASE, *asked])
+    result = CliRunner().invoke(cli.main, [*BASE, *pinned])
     assert (result.exit_code, result.stdout) == (3, ""), result.output
     error, hint, *lines = result.stderr.splitlines()
     assert error.startswith("error: llama3-8b does not fit on 8 x a100-80gb: ")
@@ -102,15 +102,15 @@ def test_what_the_hint_says_can_be_typed_and_takes_what_it_says(asked, monkeypat
     for line in lines:
         how, cost = re.split(r"\s{2,}", line.strip(), maxsplit=1)
         flags, _, without = how.partition("without ")
-        kept = " ".join(asked).replace(without, "").split()
-        again = CliRunner().invoke(cli.main, [*BASE, *kept, *flags.split()])
-        assert again.exit_code == 0, again.output
-        assert f"step      {cost.partition(' a step')[0]} " in again.stdout
+        kept = " ".join(pinned).replace(without, "").split()
+        rerun = CliRunner().invoke(cli.main, [*BASE, *kept, *flags.split()])
+        assert rerun.exit_code == 0, rerun.output
+        assert f"step      {cost.partition(' a step')[0]} " in rerun.stdout
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_ctrl_c_ends_the_search_for_ways_out_and_not_the_error(after, monkeypatch):
-    """Also where the search that it meets has found a plan, and would end with that."""
+    """The interrupted search has a plan by then, with which it would end otherwise."""
     solve, solved = Master.fastest, []
 
     def interrupted(self, *arguments):
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_the_search_for_ways_out_and_not_the_error(after, monkeypatc
 
 
 def test_the_hint_is_a_table_with_the_reference_once():
-    found = Relaxations(
+    answer = Relaxations(
         found=(
             relaxation(("--zero 3",), 41.2),
             relaxation(("--tp 8", "--dp 1"), 55.0, proven=False, dropped=("--forbid tp=8",)),
@@ -145,11 +145,13 @@ def test_the_hint_is_a_table_with_the_reference_once():
         untried=("--recompute",),
     )
 
-    assert hint_text(found, CLUSTER).splitlines() == [
+    assert hint_text(answer, CLUSTER).splitlines() == [
         "it fits with",
-        "        --zero 3                             41.2 s a step (+12 % on the 36.8 s it would take with unlimited memory)",
+        "        --zero 3                             41.2 s a step "
+        "(+12 % on the 36.8 s it would take with unlimited memory)",
         "        --tp 8 --dp 1 without --forbid tp=8  at most 55.0 s a step (+49 %)",
-        "        --memory-margin 0.01                 80.0 s a step (+117 %), below the 0.04 that measured runs ask for",
+        "        --memory-margin 0.01                 80.0 s a step (+117 %), "
+        "below the 0.04 that measured runs ask for",
         "        --gpus 16                            its step was not searched",
         "      not tried in 10 s: --recompute",
     ]
