@@ -152,7 +152,7 @@ def written_meanings(page: str, schema: Mapping[str, Any]) -> dict[tuple[str, st
             continue
         for path in _paths(cells[0]):
             root = (
-                schema["$defs"]["ModulePlan"]
+                schema["$defs"]["TracedPlan"]
                 if _is_of_a_traced_module(page, line)
                 else _root(schema)
             )

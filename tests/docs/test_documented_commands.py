@@ -55,7 +55,7 @@ MINUTES = "takes minutes"
 PLACEHOLDER = "names a file or a module of the reader's"
 GPUS = "needs the GPUs of a node"
 NETWORK = "installs from a package index"
-LAUNCHES = "starts processes that train; tests/test_executor_*.py run the same"
+LAUNCHES = "starts processes that train; tests/executor runs the same"
 NOT_RUN = {
     "pip install .": NETWORK,
     "pip install -c constraints.txt -e '.[test]'": NETWORK,
@@ -154,7 +154,8 @@ def test_the_options_of_what_is_not_run_are_known(command, monkeypatch):
         assert result.exit_code == 0, result.output
     elif words[0] == "torchrun":
         module = words[words.index("-m") + 1]
-        name = f"{module}.__main__" if (ROOT / module).is_dir() else module
+        is_package = (ROOT / module.replace(".", "/")).is_dir()
+        name = f"{module}.__main__" if is_package else module
         program = importlib.import_module(name).main
         program.make_context(module, words[words.index("-m") + 2 :])
     elif words[0] == "python":
