@@ -5,6 +5,7 @@ reason why not.
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -160,6 +161,22 @@ def test_the_options_of_what_is_not_run_are_known(command, monkeypatch):
         program.make_context(module, words[words.index("-m") + 2 :])
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file()
+
+
+@pytest.mark.slow
+def test_the_python_page_runs_and_prints_what_its_comment_shows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    first, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    for block in (first, *others):
+        exec(block, {})
+
+    mesh, step_s = re.findall(r"# (pp \d+ x dp \d+ x tp \d+) ([\d.]+) s$", first, re.MULTILINE)[0]
+    printed = capsys.readouterr().out
+    assert printed.startswith(mesh)
+    assert f"{float(printed.removeprefix(mesh).split()[0]):.2f}" == step_s
+    assert (tmp_path / "plan.yaml").exists()
 
 
 def test_the_shape_of_a_line_is_its_words():
