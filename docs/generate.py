@@ -17,7 +17,10 @@ from typing import Any
 import click
 
 REFERENCE = Path(__file__).parent / "reference"
-NOTE = "This page is generated: `python -m docs.generate` writes it from the code, and a test compares the two."
+NOTE = (
+    "This page is generated: `python -m docs.generate` writes it from the code, "
+    "and a test compares the two."
+)
 HELP_NAMES = ("-h", "--help")
 JSON_WORDS = {"boolean": "true or false", "null": "null", "object": "mapping", "string": "text"}
 
