@@ -2,6 +2,8 @@
 reason why not.
 """
 
+# ruff: noqa: E501 - a command stands on one line, as in the page that shows it
+
 from __future__ import annotations
 
 import importlib

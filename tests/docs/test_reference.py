@@ -97,7 +97,10 @@ def test_a_page_that_explains_a_field_that_is_gone_is_refused():
 
 
 def test_a_docstring_is_split_into_its_sentences_and_its_fields():
-    docstring = "A mesh.\n\npp, dp   how many ranks\n         each axis has\ntp: tensor parallel\n\nIt has no names."
+    docstring = (
+        "A mesh.\n\npp, dp   how many ranks\n         each axis has\n"
+        "tp: tensor parallel\n\nIt has no names."
+    )
 
     assert split_docstring(docstring, {"pp", "dp", "tp"}) == (
         "A mesh.\n\nIt has no names.",
