@@ -17,7 +17,11 @@ from typing import Any
 import click
 
 REFERENCE = Path(__file__).parent / "reference"
-NOTE = "This page is generated: `python -m docs.generate` writes it from the code, and a test compares the two."
+NOTE = (
+    "This page is generated: `python -m docs.generate` writes it from the code, "
+    "and a test compares the two."
+)
+HELP_NAMES = ("-h", "--help")
 JSON_WORDS = {"boolean": "true or false", "null": "null", "object": "mapping", "string": "text"}
 
 
@@ -70,7 +74,7 @@ def _first_sentence(command: click.Command) -> str:
 
 
 def _command_section(name: str, command: click.Command) -> str:
-    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+    context = click.Context(command, info_name=name, help_option_names=list(HELP_NAMES))
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     parts = [f"## {name}", f"`{usage}`", inspect.cleandoc(command.help or "")]
     parts += [
@@ -152,7 +156,7 @@ def written_meanings(page: str, schema: Mapping[str, Any]) -> dict[tuple[str, st
             continue
         for path in _paths(cells[0]):
             root = (
-                schema["$defs"]["ModulePlan"]
+                schema["$defs"]["TracedPlan"]
                 if _is_of_a_traced_module(page, line)
                 else _root(schema)
             )

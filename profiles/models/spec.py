@@ -154,7 +154,7 @@ class TrainingSpec:
     fp8_matmuls: the products of the blocks run in fp8, with operands that are scaled by tensor and
         cast each time; all else runs in `precision`
     stack: the software that runs the step. It has no default here:
-        parplan.commands.requests.described.question takes that of the command
+        parplan.commands.requests.requests.request_of takes that of the command
     """
 
     __pydantic_config__ = _FORBID

@@ -2,9 +2,12 @@
 reason why not.
 """
 
+# ruff: noqa: E501 - a command stands on one line, as in the page that shows it
+
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -55,7 +58,7 @@ MINUTES = "takes minutes"
 PLACEHOLDER = "names a file or a module of the reader's"
 GPUS = "needs the GPUs of a node"
 NETWORK = "installs from a package index"
-LAUNCHES = "starts processes that train; tests/test_executor_*.py run the same"
+LAUNCHES = "starts processes that train; tests/executor runs the same"
 NOT_RUN = {
     "pip install .": NETWORK,
     "pip install -c constraints.txt -e '.[test]'": NETWORK,
@@ -154,11 +157,28 @@ def test_the_options_of_what_is_not_run_are_known(command, monkeypatch):
         assert result.exit_code == 0, result.output
     elif words[0] == "torchrun":
         module = words[words.index("-m") + 1]
-        name = f"{module}.__main__" if (ROOT / module).is_dir() else module
+        is_package = (ROOT / module.replace(".", "/")).is_dir()
+        name = f"{module}.__main__" if is_package else module
         program = importlib.import_module(name).main
         program.make_context(module, words[words.index("-m") + 2 :])
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file()
+
+
+@pytest.mark.slow
+def test_the_python_page_runs_and_prints_what_its_comment_shows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    first, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    for block in (first, *others):
+        exec(block, {})
+
+    mesh, step_s = re.findall(r"# (pp \d+ x dp \d+ x tp \d+) ([\d.]+) s$", first, re.MULTILINE)[0]
+    printed = capsys.readouterr().out
+    assert printed.startswith(mesh)
+    assert f"{float(printed.removeprefix(mesh).split()[0]):.2f}" == step_s
+    assert (tmp_path / "plan.yaml").exists()
 
 
 def test_the_shape_of_a_line_is_its_words():

@@ -22,7 +22,9 @@ _CITATION = re.compile(
     r"\bEQUATIONS\b(?: ([A-Z]\d*\b(?:, [A-Z]\d*\b)*))?(-| (?:to|and|or) [A-Z]\d)?"
 )
 _ENTRY = re.compile(
-    r"^### (?P<label>[A-Z]\d+)\. (?P<title>.+)\n\n```text\n(?P<formula>[^`]+)```\n\n(?P<lines>(?:.+\n)+)(?=\n|\Z)",
+    r"^### (?P<label>[A-Z]\d+)\. (?P<title>.+)\n\n"
+    r"```text\n(?P<formula>[^`]+)```\n\n"
+    r"(?P<lines>(?:.+\n)+)(?=\n|\Z)",
     re.MULTILINE,
 )
 

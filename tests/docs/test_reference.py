@@ -5,6 +5,7 @@ target.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import click
 import pytest
@@ -21,6 +22,11 @@ from tests.helpers.documented import FILES, ROOT
 
 NAMES = ("commands.md", "plan-fields.md", "profile-fields.md", "run-fields.md")
 LINKING = (*FILES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md")
+TOP = (
+    *("commands", "report", "executor", "planner", "costmodels", "profiles", "configs"),
+    *("tests", "benchmarks", "examples", "docs"),
+)
+PAGES = (*FILES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "benchmarks/README.md")
 SCHEMA = {
     "title": "File",
     "properties": {
@@ -91,7 +97,10 @@ def test_a_page_that_explains_a_field_that_is_gone_is_refused():
 
 
 def test_a_docstring_is_split_into_its_sentences_and_its_fields():
-    docstring = "A mesh.\n\npp, dp   how many ranks\n         each axis has\ntp: tensor parallel\n\nIt has no names."
+    docstring = (
+        "A mesh.\n\npp, dp   how many ranks\n         each axis has\n"
+        "tp: tensor parallel\n\nIt has no names."
+    )
 
     assert split_docstring(docstring, {"pp", "dp", "tp"}) == (
         "A mesh.\n\nIt has no names.",
@@ -121,6 +130,47 @@ def _anchors(text: str) -> set[str]:
         r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE
     )
     return {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_path_and_module_on_a_page_exists(path):
+    text = path.read_text(encoding="utf-8")
+    paths = set(re.findall(rf"\b(?:{'|'.join(TOP)})/[\w/.-]*\w\b(?![*<])", text))
+    modules = {name.replace(".", "/") for name in re.findall(r"\bparplan(?:\.[a-z]\w+)+", text)}
+
+    assert sorted(name for name in paths if not (ROOT / name).exists()) == []
+    assert sorted(name for name in modules if not _is_module_or_in_one(ROOT / name)) == []
+
+
+def _is_module_or_in_one(path: Path) -> bool:
+    """True for a package, a module, and a name that a module or package defines."""
+    if path.is_dir() or path.with_suffix(".py").exists():
+        return True
+    module = path.parent.with_suffix(".py")
+    return (
+        module.exists()
+        and re.search(
+            rf"^(?:def|class) {path.name}\b", module.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        is not None
+    )
+
+
+def test_the_tree_in_contributing_names_every_room():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = re.search(r"```text\n(cli\.py.*?)```", page, re.DOTALL)
+    assert tree
+    shown, above = [], []
+    for indent, name in re.findall(r"^( *)(\w+)/ {2,}\S", tree[1], re.MULTILINE):
+        above = [*above[: len(indent) // 2], name]
+        shown.append("/".join(above))
+
+    rooms = {
+        path.parent.relative_to(ROOT).as_posix()
+        for top in TOP[:7]
+        for path in (ROOT / top).rglob("*.py")
+    }
+    assert sorted(shown) == sorted(rooms)
 
 
 def test_the_readme_stays_short():
