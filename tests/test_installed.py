@@ -45,15 +45,11 @@ def make():
 """
 PYTHON_API = """
 from configs.base import X
+from parplan.commands.options import TargetOptions
+from parplan.commands.requests.requests import request_of
 from parplan.planner.search.find_plan import find_plan
-from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
-from parplan.profiles.models.model_catalog import load_model
-from parplan.profiles.models.spec import TrainingSpec
 
-cluster = with_gpus(load_cluster("cpu"), 2)
-training = TrainingSpec(global_batch_size=8, seq_length=32, stack=load_stack("parplan"))
-plan = find_plan(load_model("gpt-tiny").spec, cluster, training, "throughput")
-print(X, plan.mesh)
+print(X, find_plan(request_of(TargetOptions(model="gpt-tiny", gpus=2, gpu="cpu"))).mesh)
 """
 
 
