@@ -1,5 +1,6 @@
-"""Train a small byte-level GPT on the source code of Python's standard library: plan, run,
-checkpoint, replan, resume.
+"""Trains a small byte-level GPT on the source code of Python's standard library.
+
+It plans, runs, writes checkpoints, plans again for another mesh and resumes.
 
     python examples/train_bytes.py [FOLDER]
 
@@ -148,8 +149,9 @@ def losses(folder: Path, ranks: int, plan: str, steps: int) -> list[float]:
 
 
 def run(folder: Path, *command: str) -> list[str]:
-    """Print and run a command in `folder`, show what it prints while it runs, and return that; ends
-    the example if it fails.
+    """Prints and runs a command in `folder` and returns the lines that it prints.
+
+    They are shown while it runs. The example ends if the command fails.
     """
     print(f"\n$ {shlex.join(command)}", flush=True)
     environment = {

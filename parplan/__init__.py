@@ -1,3 +1,4 @@
-"""The one name that an installed parplan imports by. Its rooms are links to the folders at the top
-of the repository.
+"""The one name that parplan is imported by.
+
+Its packages are links to the folders at the top of the repository.
 """

@@ -1,5 +1,6 @@
-"""The planner as a library: `find_plan` searches, `estimate_plan` prices one configuration, both
-return a `Plan`.
+"""The planner as a library.
+
+`find_plan` searches, `estimate_plan` prices one configuration, and both return a `Plan`:
 
     from parplan.planner.search.find_plan import find_plan
     from parplan.planner.search.estimate import estimate_plan

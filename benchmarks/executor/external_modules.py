@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import transformers
 
-import parplan.executor.traced.traced_parity  # noqa: F401  loaded once for all children
+import parplan.executor.traced.traced_parity  # loaded once for all children
 import parplan.report.plans.summary  # noqa: F401
 from parplan import cli
 from parplan.profiles.units import GIB

@@ -136,8 +136,8 @@ def legal(
     and 1F1B: v = 1. ZBV: P >= 2 and v = 2. Early recompute, last-no-recompute, SCP: v = 1 and P >=
     2, since one rank waits for nobody and is 1F1B. SCP also M >= max(4, P), Merak's own rule and
     that of its closed form (EQUATIONS P4): stage P - 2 has three forwards before its first
-    backward, and the pipeline must fill. `parplan.costmodels.schedules.actions.check_rows` has the rules
-    of a custom schedule.
+    backward, and the pipeline must fill. `parplan.costmodels.schedules.actions.check_rows` has the
+    rules of a custom schedule.
     """
     if min(num_ranks, num_micro_batches, virtual_stages) < 1:
         return (

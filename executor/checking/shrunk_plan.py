@@ -164,10 +164,9 @@ def _short(runs: list[LayerRun], first: int, most_blocks: int) -> Iterator[Layer
 
 def _model(model: ModelSpec, num_layers: int) -> ModelSpec:
     grouped = model.num_kv_heads != model.num_heads
+    kv_heads = HEADS // 2 if grouped else HEADS
     if model.num_kv_heads == 1:
         kv_heads = 1
-    else:
-        kv_heads = HEADS // 2 if grouped else HEADS
     hidden = HEADS * HEAD_DIM if model.q_size == model.hidden_size else HEADS * HEAD_DIM * 3 // 2
     padded = model.padded_vocab_size > model.vocab_size
     return replace(

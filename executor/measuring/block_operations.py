@@ -18,7 +18,7 @@ from parplan.profiles.stack import NEUTRAL
 
 
 @dataclass(slots=True)
-class Whole(Graph):
+class WholeBlock(Graph):
     """A Graph whose parameters add their gradients to the step's.
 
     In fp32 autograd adds them. In 16 bits the executor adds them to fp32 gradients after the
@@ -68,7 +68,7 @@ def block(sizes: Sizes) -> tuple[TimedPasses, ...]:
     model, training = block_specs(sizes)
     shape = (sizes["batch"], sizes["seq"], sizes["hidden"])
 
-    def trial(maker: Maker) -> Whole:
+    def trial(maker: Maker) -> WholeBlock:
         with torch.device("meta"):
             module = Block(model, training)
         module = maker.module(module)
@@ -78,7 +78,7 @@ def block(sizes: Sizes) -> tuple[TimedPasses, ...]:
         if maker.dtype is torch.float32:
             _lay_out(parameters, accumulated)
             parameters = accumulated = ()
-        return Whole(
+        return WholeBlock(
             lambda: module(x),
             (x,),
             (x,),

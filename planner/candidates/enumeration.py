@@ -128,7 +128,8 @@ def _allowed(pinned: Collection[object] | None, value: object) -> bool:
 
 
 def _meshes(request: Request) -> Iterator[Mesh | Pruned]:
-    model, cluster, pins = request.model, request.cluster, request.constraints
+    model, cluster = request.model, request.cluster
+    pins = request.constraints
     gpus = cluster.num_gpus
     for tp in divisors(gpus):
         reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
@@ -201,7 +202,8 @@ def _schedules(
 
 
 def _layouts(mesh: Mesh, request: Request) -> Iterator[ParallelLayout | Pruned]:
-    model, training, pins = request.model, request.training, request.constraints
+    model, training = request.model, request.training
+    pins = request.constraints
     if training.global_batch_size % mesh.dp:
         yield Pruned(
             str(mesh),

@@ -67,7 +67,8 @@ def enumerate_traced_candidates(
     `counts` are the shards of each virtual stage, empty when the search decides. Raises
     ConfigError for pins that the stack does not run.
     """
-    cluster, training, pins = request.cluster, request.training, request.constraints
+    cluster, training = request.cluster, request.training
+    pins = request.constraints
     require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
     pins = pins.resolved(training.stack)
     layouts: list[ParallelLayout] = []

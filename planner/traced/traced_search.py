@@ -79,7 +79,8 @@ class TracedSearch:
     def __init__(self, sharded: Sharded, request: TracedRequest, rule: StageRule) -> None:
         pins, stack = request.constraints, request.training.stack
         require_known(pins)
-        self.sharded, self.request, self.rule = sharded, request, rule
+        self.sharded = sharded
+        self.request, self.rule = request, rule
         self.options, self.pins = request.options, pins.resolved(stack)
         machine = machine_for(request.cluster)
         self.price_cache = ShardPriceCache(

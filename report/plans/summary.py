@@ -309,7 +309,8 @@ def stack_phrases(plan: AnyPlan) -> tuple[str, str]:
 
 def _shares(counts: Counter[str]) -> Iterator[str]:
     for index, (name, count) in enumerate(counts.items()):
-        yield name if len(counts) == 1 else f"{name} on {count}{' blocks' if index == 0 else ''}"
+        unit = " blocks" if index == 0 else ""
+        yield name if len(counts) == 1 else f"{name} on {count}{unit}"
 
 
 def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:

@@ -150,11 +150,9 @@ def _verdict(comparison: Comparison, baseline_plan: ComparedPlan) -> str:
     redundant_gib = (
         baseline_plan.plan.predicted.redundancy_gib.total - ours.plan.predicted.redundancy_gib.total
     )
-    time = (
-        "takes as long"
-        if abs(slower) < SAME_STEP
-        else f"takes {percent(abs(slower))} {'longer' if slower > 0 else 'less time'}"
-    )
+    direction = "longer" if slower > 0 else "less time"
+    same_time = abs(slower) < SAME_STEP
+    time = "takes as long" if same_time else f"takes {percent(abs(slower))} {direction}"
     if comparison.is_tie(baseline_plan) and abs(slower) >= SAME_STEP:
         time += ", inside the error band: a tie"
     lost = [

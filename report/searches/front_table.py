@@ -70,6 +70,7 @@ def _row(front: ParetoFront, point: ParetoPoint, number: int) -> tuple[str, ...]
         search += f", gap {percent(plan.search.gap)}"
     if tie is not None:
         search += f", tie with {tie}"
+    host_text = gib_text(point.host_gib) if point.host_gib else "-"
     return (
         str(number),
         seconds_text(point.step_time_s),
@@ -77,7 +78,7 @@ def _row(front: ParetoFront, point: ParetoPoint, number: int) -> tuple[str, ...]
         percent(plan.predicted.mfu.value),
         gib_text(point.peak_memory_gib),
         gib_text(point.redundancy_gib),
-        *((gib_text(point.host_gib) if point.host_gib else "-",) if front.uses_host else ()),
+        *((host_text,) if front.uses_host else ()),
         _mesh_text(plan.mesh),
         front_zero_text(plan),
         recompute_counts(plan),

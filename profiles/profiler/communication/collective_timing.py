@@ -1,7 +1,8 @@
 """Times one communication case on this rank, together with all others.
 
-Every rank calls `measure_case` with the same case; ranks outside its groups wait. A time is that of one
-call in a row of calls after a barrier, as in nccl-tests; the slowest rank of each repeat counts.
+Every rank calls `measure_case` with the same case; ranks outside its groups wait. A time is that of
+one call in a row of calls after a barrier, as in nccl-tests; the slowest rank of each repeat
+counts.
 """
 
 from __future__ import annotations
