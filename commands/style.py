@@ -64,6 +64,10 @@ class Number(click.FloatRange):
             self.fail(f"{number} is not a finite number", param, ctx)
         return number
 
+    def _describe_range(self) -> str:
+        """Returns the range for the help, empty where both ends are open."""
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
 
 class Option(click.Option):
     """An option that stands under `section` in the help."""

@@ -1,5 +1,4 @@
-"""Writes the pages of docs/reference that repeat what the code says: options of commands, fields of
-files.
+"""Writes the pages of docs/reference that repeat the code: options of commands, fields of files.
 
     python -m docs.generate
 
@@ -143,11 +142,11 @@ def _mapping_section(
 
 
 def written_meanings(page: str, schema: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Meanings from the tables of a page whose first column has paths of fields, by the title of
-    the class and the field.
+    """Returns meanings from the tables of a page, by the title of the class and the field.
 
-    A row may name several fields, of which the later ones are written without the path that they
-    share with the first. Raises KeyError for a path that the schema lacks.
+    The first column has paths of fields. A row may name several fields, of which the later ones are
+    written without the path that they share with the first. Raises KeyError for a path that the
+    schema lacks.
     """
     meanings: dict[tuple[str, str], str] = {}
     for line in page.splitlines():
@@ -177,9 +176,7 @@ def _is_of_a_traced_module(page: str, line: str) -> bool:
 
 
 def _field(path: str, root: Mapping[str, Any], schema: Mapping[str, Any]) -> tuple[str, str]:
-    """The class, by its title, and the field that a path such as `stages[].layers[].plan` ends
-    at.
-    """
+    """Returns the title of the class and the field that a path such as `stages[].plan` ends at."""
     body, owner, key = root, root, ""
     for word in path.replace("[]", "").split("."):
         if word.isupper():  # the name of an entry
@@ -191,9 +188,7 @@ def _field(path: str, root: Mapping[str, Any], schema: Mapping[str, Any]) -> tup
 
 
 def _root(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping of the file itself: the schema, or the first of the kinds of file that it
-    describes.
-    """
+    """Returns the mapping of the file: the schema, or its first kind of file."""
     return schema if "properties" in schema else _inner(schema, schema)
 
 
@@ -212,8 +207,9 @@ def _inner(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, 
 
 
 def split_docstring(docstring: str, fields: set[str]) -> tuple[str, dict[str, str]]:
-    """The sentences of a docstring, and its meanings of fields: lines `name: meaning` or `name,
-    name   meaning`.
+    """Splits a docstring into sentences and the meanings of fields.
+
+    A meaning is a line `name: meaning` or `name, name   meaning`.
     """
     sentences: list[str] = []
     meanings: dict[str, str] = {}
@@ -239,7 +235,7 @@ def _paragraphs(text: str) -> str:
 
 
 def type_of(value: Mapping[str, Any], choices: Mapping[str, Any]) -> str:
-    """What a key may hold, in words."""
+    """Says the values of a key in words."""
     if "$ref" in value:
         name = value["$ref"].rsplit("/", 1)[-1]
         if name in choices:

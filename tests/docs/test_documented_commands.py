@@ -1,6 +1,4 @@
-"""Every command that README and docs show is run as it stands there, or is named here with the
-reason why not.
-"""
+"""Every command that README and docs show is run as it stands there, or excused here."""
 
 # ruff: noqa: E501 - a command stands on one line, as in the page that shows it
 
@@ -121,9 +119,7 @@ def test_a_documented_command_prints_what_the_document_shows(command, tmp_path, 
 
 
 def _give_files(command: str, folder: Path) -> None:
-    """What the command reads: the model, the machine, the plan, the text and the run of a
-    reader.
-    """
+    """Writes the files that the commands of a reader read: model, machine, plan, text and run."""
     shutil.copy(ROOT / "configs/clusters/a100-80gb.yaml", folder / "cluster.yaml")
     (folder / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8, '

@@ -1,6 +1,4 @@
-"""docs/equations.md and the code that cites it: every label is on both sides, and what the page
-names exists.
-"""
+"""docs/equations.md and the code that cites it: labels are on both sides, and names exist."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ def entries() -> list[Entry]:
 
 
 def modules() -> list[Path]:
-    """Every module of the product, wherever it lies: those at the root, and those of its
-    packages.
-    """
+    """Returns every module of the product: those at the root and those of its packages."""
     packages = (
         folder
         for folder in ROOT.iterdir()
@@ -82,7 +78,7 @@ def modules() -> list[Path]:
 
 
 def others() -> list[Path]:
-    """What else may cite a label: tests, benchmarks, configurations and the other pages."""
+    """Returns the other files that cite labels: tests, benchmarks, configurations and pages."""
     found = [
         *ROOT.glob("tests/**/*.py"),
         *ROOT.glob("benchmarks/**/*.py"),

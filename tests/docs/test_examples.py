@@ -1,6 +1,4 @@
-"""The examples run as a user runs them, for minutes: `pytest -m slow
-tests/docs/test_examples.py`.
-"""
+"""The examples run as a user runs them (`pytest -m slow tests/docs/test_examples.py`)."""
 
 from __future__ import annotations
 

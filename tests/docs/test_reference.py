@@ -1,6 +1,4 @@
-"""The pages of docs/reference say what the code says, and every link between README and docs has a
-target.
-"""
+"""The pages of docs/reference repeat the code, and every link of README and docs has a target."""
 
 from __future__ import annotations
 
