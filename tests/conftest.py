@@ -20,6 +20,9 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+os.environ.pop("COLUMNS", None)  # Tables are as wide as a terminal says; the tests have none.
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

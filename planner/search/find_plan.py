@@ -190,6 +190,7 @@ def search(
     if fastest is None:
         outcome, looked = _search_fastest(space.layouts, session)
     else:
+        assert objective is Objective.MEMORY, "another objective proves its own fastest plan"
         outcome = BranchOutcome((fastest,), fastest.bound, finished=True)
     if not outcome.solved and not outcome.finished:
         raise SolverError(
