@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import click
 
-from parplan.commands.options import OUTPUT, as_json
-from parplan.commands.output import STDOUT, require_output
-from parplan.commands.style import Command, option
+from parplan.commands.options import OUTPUT, STDOUT, as_json
+from parplan.commands.output import require_output
+from parplan.commands.style import Command, option, print_json
 
 
 @click.command(
@@ -52,7 +51,7 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     else:
         write_text(profile_to_yaml(made), output, hint="choose another file with --output")
     if as_json:
-        click.echo(json.dumps(profile_to_document(made), indent=2))
+        print_json(profile_to_document(made))
         return
     out = console(sys.stderr if output == STDOUT else sys.stdout)
     print_calibration(made, out)

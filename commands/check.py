@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import click
 from parplan.commands import user_modules
 from parplan.commands.options import as_json
 from parplan.commands.output import require_torch
-from parplan.commands.style import Command, option
+from parplan.commands.style import Command, option, print_json
 
 if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
@@ -104,7 +103,7 @@ def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
         runs = dry_runs(plan, chosen, on_done)
     checks = check_ranks(today, {run.pipeline_rank: (run.use, run.micro_batches) for run in runs})
     if as_json:
-        click.echo(json.dumps(check_document(checks), indent=2))
+        print_json(check_document(checks))
     else:
         print_check(plan, checks, console(sys.stdout))
     return 0 if all(rank_check.fits for rank_check in checks) else NOT_FITTING

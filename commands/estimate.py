@@ -14,11 +14,14 @@ from parplan.commands.options import (
     RECOMPUTE,
     SCHEDULES,
     LayoutOptions,
+    ResultOptions,
     TargetOptions,
     as_json,
+    micro_batch_option,
+    packed_result,
     target_options,
 )
-from parplan.commands.output import STDOUT, deliver, require_output
+from parplan.commands.output import deliver, require_output
 from parplan.commands.searching import with_module
 from parplan.commands.style import Command, List, Whole, option, packs
 
@@ -66,15 +69,7 @@ from parplan.commands.style import Command, List, Whole, option, packs
     metavar="N",
     help="Expert parallel degree, a divisor of dp.",
 )
-@option(
-    LAYOUT,
-    "--micro-batch-size",
-    type=Whole("micro_batch_size"),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Sequences in a micro-batch.",
-)
+@micro_batch_option
 @option(
     LAYOUT,
     "--schedule",
@@ -188,22 +183,21 @@ from parplan.commands.style import Command, List, Whole, option, packs
 )
 @as_json
 @packs("by_hand", LayoutOptions)
-def estimate(
-    target: TargetOptions, by_hand: LayoutOptions, output: Path | None, as_json: bool
-) -> None:
+@packed_result
+def estimate(target: TargetOptions, by_hand: LayoutOptions, result: ResultOptions) -> None:
     """Price one layout by hand, with the breakdown and the plan file of a search."""
     from parplan.commands.requests.layouts import choices_of, layout_of
     from parplan.commands.requests.requests import request_of
     from parplan.planner.search.estimate import estimate_plan
     from parplan.report.plans.summary import SummaryContext
 
-    require_output(output)
+    require_output(result.output)
     request = request_of(target)
     choices = choices_of(request, by_hand)
     plan = estimate_plan(request, layout_of(request, by_hand), choices)
     context = SummaryContext(
         assumed=request.assumed,
         profile=target.profile or "",
-        plan_file="" if output in (None, STDOUT) else str(output),
+        plan_file=result.plan_file,
     )
-    deliver(with_module(plan, request), context, output, as_json=as_json)
+    deliver(with_module(plan, request), context, result.output, as_json=result.as_json)

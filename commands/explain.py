@@ -6,7 +6,13 @@ import sys
 
 import click
 
-from parplan.commands.options import LAYOUT, TargetOptions, as_json, target_options
+from parplan.commands.options import (
+    LAYOUT,
+    TargetOptions,
+    as_json,
+    micro_batch_option,
+    target_options,
+)
 from parplan.commands.style import Command, Whole, option, print_json
 
 
@@ -26,15 +32,7 @@ from parplan.commands.style import Command, Whole, option, print_json
     metavar="N",
     help="Tensor parallel degree.",
 )
-@option(
-    LAYOUT,
-    "--micro-batch-size",
-    type=Whole("micro_batch_size"),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Sequences in a micro-batch.",
-)
+@micro_batch_option
 @option(
     LAYOUT,
     "--zero",

@@ -13,6 +13,7 @@ import click
 
 from parplan.commands.options import (
     OUTPUT,
+    STDOUT,
     WHAT,
     PinOptions,
     ResultOptions,
@@ -24,7 +25,7 @@ from parplan.commands.options import (
     search_options,
     training_options,
 )
-from parplan.commands.output import STDOUT, require_output
+from parplan.commands.output import require_output
 from parplan.commands.style import (
     INTERRUPTED,
     Command,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -24,6 +26,7 @@ AIM = "Objective"
 PINS = "Pins"
 SEARCH = "Search"
 OUTPUT = "Output"
+STDOUT = Path("-")  # the value of --output that writes to stdout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,12 @@ class ResultOptions:
     @property
     def plan_file(self) -> str:
         """The name of the plan file, empty where the plan goes to stdout or nowhere."""
-        return "" if self.output is None or str(self.output) == "-" else str(self.output)
+        return "" if self.output in (None, STDOUT) else str(self.output)
+
+
+def pin(name: str, item: click.ParamType[Any], metavar: str, text: str) -> Callable[[Any], Any]:
+    """Returns an option for the allowed values of a choice, separated by commas."""
+    return option(PINS, name, type=List(item), metavar=metavar, help=text)
 
 
 training_options = together(
@@ -234,6 +242,15 @@ target_options = together(
     machine_options,
     packs("target", TargetOptions),
 )
+micro_batch_option = option(
+    LAYOUT,
+    "--micro-batch-size",
+    type=Whole("micro_batch_size"),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Sequences in a micro-batch.",
+)
 trace_options = together(
     option(
         WHAT,
@@ -278,52 +295,29 @@ search_options = together(
         metavar="SIZE",
         help="Memory that a plan may fill on a device, such as 72GiB; replaces the margin.",
     ),
-    option(PINS, "--pp", type=List(Whole("pp")), metavar="N,..", help="Pipeline stages allowed."),
-    option(
-        PINS, "--dp", type=List(Whole("dp")), metavar="N,..", help="Data parallel degrees allowed."
-    ),
-    option(
-        PINS,
-        "--tp",
-        type=List(Whole("tp")),
-        metavar="N,..",
-        help="Tensor parallel degrees allowed.",
-    ),
-    option(
-        PINS,
-        "--ep",
-        type=List(Whole("ep")),
-        metavar="N,..",
-        help="Expert parallel degrees allowed, divisors of dp.",
-    ),
-    option(
-        PINS,
+    pin("--pp", Whole("pp"), "N,..", "Pipeline stages allowed."),
+    pin("--dp", Whole("dp"), "N,..", "Data parallel degrees allowed."),
+    pin("--tp", Whole("tp"), "N,..", "Tensor parallel degrees allowed."),
+    pin("--ep", Whole("ep"), "N,..", "Expert parallel degrees allowed, divisors of dp."),
+    pin(
         "--micro-batch-size",
-        type=List(Whole("micro_batch_size")),
-        metavar="N,..",
-        help="Sequences in a micro-batch allowed.",
+        Whole("micro_batch_size"),
+        "N,..",
+        "Sequences in a micro-batch allowed.",
     ),
-    option(
-        PINS,
+    pin(
         "--virtual-stages",
-        type=List(Whole("virtual_stages")),
-        metavar="N,..",
-        help="Model chunks per pipeline rank allowed.",
+        Whole("virtual_stages"),
+        "N,..",
+        "Model chunks per pipeline rank allowed.",
     ),
-    option(
-        PINS,
+    pin(
         "--schedule",
-        type=List(click.Choice(SCHEDULES)),
-        metavar="NAME,..",
-        help=f"Pipeline schedules allowed: {', '.join(SCHEDULES)}.",
+        click.Choice(SCHEDULES),
+        "NAME,..",
+        f"Pipeline schedules allowed: {', '.join(SCHEDULES)}.",
     ),
-    option(
-        PINS,
-        "--zero",
-        type=List(click.IntRange(0, 3)),
-        metavar="0..3,..",
-        help="ZeRO stages allowed.",
-    ),
+    pin("--zero", click.IntRange(0, 3), "0..3,..", "ZeRO stages allowed."),
     option(
         PINS,
         "--zero-ranks",
@@ -332,12 +326,11 @@ search_options = together(
         help="Neighbouring ranks that hold one copy of sharded states, where N divides dp. "
         "[default: all]",
     ),
-    option(
-        PINS,
+    pin(
         "--recompute",
-        type=List(click.Choice(RECOMPUTE)),
-        metavar="NAME,..",
-        help=f"Recompute levels allowed: {', '.join(RECOMPUTE)}.",
+        click.Choice(RECOMPUTE),
+        "NAME,..",
+        f"Recompute levels allowed: {', '.join(RECOMPUTE)}.",
     ),
     option(
         PINS,
@@ -345,13 +338,11 @@ search_options = together(
         default=None,
         help="Require or forbid sequence parallelism where tp > 1.",
     ),
-    option(
-        PINS,
+    pin(
         "--tp-overlap",
-        type=List(click.IntRange(0, 3)),
-        metavar="0..3,..",
-        help="Levels of sub-pipelined tensor parallelism allowed where tp > 1. [default: the "
-        "levels "
+        click.IntRange(0, 3),
+        "0..3,..",
+        "Levels of sub-pipelined tensor parallelism allowed where tp > 1. [default: the levels "
         "that the stack runs]",
     ),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
@@ -361,12 +352,11 @@ search_options = together(
         is_flag=True,
         help="Divide every operator over tp as Megatron does.",
     ),
-    option(
-        PINS,
+    pin(
         "--offload",
-        type=List(click.Choice(SEARCHED_OFFLOAD)),
-        metavar="WHAT,..",
-        help="Host contents: of the blocks optimizer (states), parameters (with the optimizer's), "
+        click.Choice(SEARCHED_OFFLOAD),
+        "WHAT,..",
+        "Host contents: of the blocks optimizer (states), parameters (with the optimizer's), "
         "activations; lookup, the token table; or none. [default, for every objective: all with "
         "--host-memory, else only if nothing fits without]",
     ),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from parplan.commands.options import STDOUT
 from parplan.commands.style import print_json
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.plans.summary import SummaryContext
-
-STDOUT = Path("-")
 
 
 def require_output(output: Path | None) -> None:

@@ -13,6 +13,7 @@ import click
 from parplan.commands import user_modules
 from parplan.commands.options import (
     OUTPUT,
+    STDOUT,
     PinOptions,
     ResultOptions,
     SearchFlags,
@@ -26,7 +27,7 @@ from parplan.commands.options import (
     target_options,
     trace_options,
 )
-from parplan.commands.output import STDOUT, deliver, require_output, warn_of_solver
+from parplan.commands.output import deliver, require_output, warn_of_solver
 from parplan.commands.searching import find, print_unsearched, with_module
 from parplan.commands.style import (
     INTERRUPTED,
@@ -102,8 +103,7 @@ def main(
         return None
     source = user_modules.source_of(target, tracing)
     if source is not None:
-        request = user_modules.module_request(source, target, pins, flags, result.plot)
-        return user_modules.search(request, tracing, flags, result)
+        return user_modules.search(source, target, tracing, pins, flags, result)
     if flags.objective == "pareto":
         return _front(target, pins, flags, result)
     return _search(target, pins, flags, result)

@@ -5,7 +5,6 @@ All imports but click's are made where they are used.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -16,7 +15,16 @@ import click
 
 from parplan.commands.options import OUTPUT, PRECISIONS, as_json
 from parplan.commands.output import require_torch
-from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, Number, Whole, option, packs
+from parplan.commands.style import (
+    INTERRUPTED,
+    LONGEST_S,
+    Command,
+    Number,
+    Whole,
+    option,
+    packs,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from parplan.planner.calibration.profiling import Profiled, ProfileRequest
@@ -215,7 +223,7 @@ def _diff(first: Path, second: Path, *, as_json: bool) -> int:
 
     before, after = read_profile(first), read_profile(second)
     if as_json:
-        click.echo(json.dumps(diff_document(before, after), indent=2))
+        print_json(diff_document(before, after))
     else:
         print_diff(before, after, (str(first), str(second)), console(sys.stdout))
     return 0
@@ -324,7 +332,7 @@ def _print(profile: UserProfile, options: ProfileOptions) -> None:
     from parplan.report.text import console
 
     if options.as_json:
-        click.echo(json.dumps(profile_document(profile), indent=2))
+        print_json(profile_document(profile))
     else:
         print_profile(profile, console(sys.stdout))
     if options.plot is not None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from parplan.commands.options import OUTPUT, as_json
-from parplan.commands.style import Command, option
+from parplan.commands.style import Command, option, print_json
 
 _TOKENS = "Tokens"
 
@@ -94,7 +93,7 @@ def tokenize(
         documents(inputs, patterns[0]), output, load_tokenizer(tokenizer, download=download), dtype
     )
     if as_json:
-        click.echo(json.dumps(asdict(written), indent=2))
+        print_json(asdict(written))
         return
     size = format_bytes(output.stat().st_size)
     click.echo(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from parplan.commands.options import OUTPUT
-from parplan.commands.output import STDOUT, require_output
+from parplan.commands.options import OUTPUT, STDOUT
+from parplan.commands.output import require_output
 from parplan.commands.style import Command, option
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
     from parplan.planner.plan.traced_plan import TracedPlan
-    from parplan.planner.request import ModuleRequest
     from parplan.profiles.models.module_source import ModuleSource
 
 NOT_EQUAL = 2  # the plan does not train as one process does
@@ -48,29 +47,20 @@ def source_of(target: TargetOptions, tracing: TraceOptions) -> ModuleSource | No
     return source
 
 
-def module_request(
+def search(
     source: ModuleSource,
     target: TargetOptions,
+    tracing: TraceOptions,
     pins: PinOptions,
     flags: SearchFlags,
-    plot: Path | None,
-) -> ModuleRequest:
-    """Returns the request for a traced module. Raises ConfigError."""
-    from parplan.commands.requests import traced
-
-    traced.require_no_plot(plot)
-    return traced.module_request(source, target, pins, flags)
-
-
-def search(
-    request: ModuleRequest, tracing: TraceOptions, flags: SearchFlags, result: ResultOptions
+    result: ResultOptions,
 ) -> int:
     """Traces the module, searches its plan, writes it and prints its summary.
 
     Returns the exit code.
     """
     from parplan.commands.requests.requests import all_assumed, with_flags
-    from parplan.commands.requests.traced import with_assumed_of
+    from parplan.commands.requests.traced import module_request, with_assumed_of
     from parplan.planner.traced.plan_traced import plan_traced_module
     from parplan.planner.traced.stage_rules import StageRule, parse_stages
     from parplan.report.plans.summary import SummaryContext
@@ -78,6 +68,7 @@ def search(
     from parplan.report.text import console
 
     require_output(result.output)
+    request = module_request(source, target, pins, flags, result)
     rule = parse_stages(tracing.stages) if tracing.stages else StageRule()
     require_torch("a module is traced, which needs torch")
     # The import takes seconds, which belong to the start and not to the time limit.

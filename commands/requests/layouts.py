@@ -14,11 +14,11 @@ from parplan.costmodels.schedules.actions import placement_of
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
+from parplan.planner.infeasible.shortfall import price_cache_of
 from parplan.planner.request import Request
 from parplan.planner.search.estimate import ChunkRequest, UniformChoices
 from parplan.profiles.documents.reader import Hints, read_text
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.units import parse_size
 
 
@@ -101,7 +101,7 @@ def layout_prices(
         num_micro_batches=1,
         sequence_parallel=False,
     )
-    return made, PriceCache(request.model, request.training, machine_for(request.cluster))
+    return made, price_cache_of(request)
 
 
 _COUNTS = {"host_blocks": Offload.PARAMETERS, "host_optimizer": Offload.OPTIMIZER}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from parplan.commands.options import TargetOptions
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import precision_of, profile_cluster, stack_of
+from parplan.profiles.machines.applied_profile import (
+    apply_profile,
+    precision_of,
+    profile_cluster,
+    stack_of,
+)
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
-from parplan.profiles.machines.user_profile import UserProfile
+from parplan.profiles.machines.user_profile import UserProfile, read_profile
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.units import parse_size
@@ -27,6 +34,27 @@ class TrainingDefaults:
     seq_length: int
     whose: str = "the model's"
     stack: str = DEFAULT_STACK
+
+
+def cluster_and_training(
+    target: TargetOptions,
+    defaults: TrainingDefaults,
+    require: Callable[[Device, TrainingSpec], None] = lambda device, training: None,
+) -> tuple[Cluster, TrainingSpec, tuple[str, ...]]:
+    """Returns the machine, the training, and a phrase for every default that was taken.
+
+    require: a further check, before the user's profile is applied. Raises ConfigError.
+    """
+    profile = None if target.profile is None else read_profile(Path(target.profile))
+    cluster, assumed_cluster = cluster_of(target, profile)
+    training, assumed_training = training_of(target, defaults, profile, cluster.device)
+    cluster.device.peak(training.precision)
+    require(cluster.device, training)
+    if profile and target.profile is not None:
+        cluster, training = apply_profile(
+            profile, cluster, training, target.profile, force=target.force_profile
+        )
+    return cluster, training, (*assumed_cluster, *assumed_training)
 
 
 def cluster_of(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parplan.commands.options import PinOptions, SearchFlags, TargetOptions
+from parplan.commands.options import STDOUT, PinOptions, SearchFlags, TargetOptions
 from parplan.commands.requests.external import load_module, narrowed
-from parplan.commands.requests.machine import TrainingDefaults, cluster_of, training_of
+from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
@@ -29,8 +30,7 @@ from parplan.planner.request import (
 )
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import apply_profile
-from parplan.profiles.machines.user_profile import read_profile
+from parplan.profiles.machines.hardware import Device
 from parplan.profiles.models.model_catalog import load_model
 from parplan.profiles.models.spec import FP8, ModelEntry, ModelSpec, Positions, TrainingSpec
 from parplan.profiles.units import parse_size
@@ -69,32 +69,22 @@ def request_about(
 
     whose: the owner of the default batch and sequence length, for the phrases. Raises ConfigError.
     """
-    profile = None if target.profile is None else read_profile(Path(target.profile))
-    cluster, assumed_cluster = cluster_of(target, profile)
     defaults = TrainingDefaults(
         global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, whose=whose
     )
-    training, assumed_training = training_of(target, defaults, profile, cluster.device)
-    cluster.device.peak(training.precision)
-    if training.fp8_matmuls and FP8 not in cluster.device.peak_flops_per_s:
+    cluster, training, assumed = cluster_and_training(
+        target, defaults, partial(_require_trainable, entry.spec)
+    )
+    return PlanRequest(model=entry.spec, cluster=cluster, training=training, assumed=assumed)
+
+
+def _require_trainable(model: ModelSpec, device: Device, training: TrainingSpec) -> None:
+    """Raises ConfigError for fp8 on a device that lacks it, and for too long sequences."""
+    if training.fp8_matmuls and FP8 not in device.peak_flops_per_s:
         raise ConfigError(
-            f"{cluster.device.name} has no fp8 arithmetic",
+            f"{device.name} has no fp8 arithmetic",
             hint="leave out --fp8, or plan for a device of Hopper or later",
         )
-    _check_positions(entry.spec, training)
-    if profile and target.profile is not None:
-        cluster, training = apply_profile(
-            profile, cluster, training, target.profile, force=target.force_profile
-        )
-    return PlanRequest(
-        model=entry.spec,
-        cluster=cluster,
-        training=training,
-        assumed=(*assumed_cluster, *assumed_training),
-    )
-
-
-def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
     if model.positions is Positions.LEARNED and training.seq_length > model.max_seq_length:
         raise ConfigError(
             f"--seq-length is {training.seq_length}, {model.name} learns {model.max_seq_length} "
@@ -212,7 +202,7 @@ def require_front(flags: SearchFlags, output: Path, plot: Path | None) -> None:
     from parplan.planner.search.pareto import plan_paths
     from parplan.report.plots.scatter_plot import require_plot
 
-    if output == Path("-"):
+    if output == STDOUT:
         raise ConfigError(
             "--output - is one plan, a front is several",
             hint="leave out --output for plan-01.yaml, ..., or use --json",

@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parplan.commands.options import PinOptions, SearchFlags, TargetOptions
-from parplan.commands.requests.machine import TrainingDefaults, cluster_of, training_of
+from parplan.commands.options import PinOptions, ResultOptions, SearchFlags, TargetOptions
+from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.commands.requests.requests import constraints_of
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import ModuleRequest, PlanRequest
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import apply_profile
-from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.huggingface import is_described_family
 from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
@@ -33,6 +31,7 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "fp8": "products of a traced module run in --precision",
     "points": _FASTEST,
     "max_slowdown": _FASTEST,
+    "plot": _FASTEST,
     "ep": _WHOLE,
     "sequence_parallel": _WHOLE,
     "tp_overlap": _WHOLE,
@@ -66,33 +65,30 @@ def traced_source(model: str | None, *, trace: bool) -> ModuleSource | None:
 
 
 def module_request(
-    source: ModuleSource, target: TargetOptions, pins: PinOptions, flags: SearchFlags
+    source: ModuleSource,
+    target: TargetOptions,
+    pins: PinOptions,
+    flags: SearchFlags,
+    result: ResultOptions,
 ) -> ModuleRequest:
     """Returns the request for a traced module, without the limits of its search.
 
     Raises ConfigError as `request_of` does, and for options that no traced module has.
     """
-    _require_plain(target, pins, flags)
-    profile = None if target.profile is None else read_profile(Path(target.profile))
-    cluster, assumed_cluster = cluster_of(target, profile)
+    _require_plain(target, pins, flags, result)
     defaults = TrainingDefaults(
         global_batch_size=GLOBAL_BATCH_SIZE,
         seq_length=_seq_length(source.huggingface or {}),
         whose="a default",
         stack=EXECUTORS_STACK,
     )
-    training, assumed = training_of(target, defaults, profile, cluster.device)
-    cluster.device.peak(training.precision)
-    if profile and target.profile is not None:
-        cluster, training = apply_profile(
-            profile, cluster, training, target.profile, force=target.force_profile
-        )
+    cluster, training, assumed = cluster_and_training(target, defaults)
     return PlanRequest(
         model=source,
         cluster=cluster,
         training=training,
         constraints=constraints_of(pins, target),
-        assumed=(*assumed_cluster, *assumed),
+        assumed=assumed,
     )
 
 
@@ -106,13 +102,9 @@ def with_assumed_of(plan: TracedPlan, request: ModuleRequest) -> ModuleRequest:
     )
 
 
-def require_no_plot(plot: Path | None) -> None:
-    """Raises ConfigError for a picture of a front, which traced modules do not have."""
-    if plot is not None:
-        raise ConfigError(f"--plot: {_FASTEST}", hint="leave it out")
-
-
-def _require_plain(target: TargetOptions, pins: PinOptions, flags: SearchFlags) -> None:
+def _require_plain(
+    target: TargetOptions, pins: PinOptions, flags: SearchFlags, result: ResultOptions
+) -> None:
     if flags.objective != "throughput":
         raise ConfigError(f"--objective {flags.objective}: {_FASTEST}", hint="leave it out")
     if pins.tp and max(pins.tp) > 1:
@@ -121,7 +113,7 @@ def _require_plain(target: TargetOptions, pins: PinOptions, flags: SearchFlags) 
             hint="use --tp 1, or a model that is described (plan models)",
         )
     for name, why in _REFUSED.items():
-        values = (getattr(record, name, None) for record in (target, pins, flags))
+        values = (getattr(record, name, None) for record in (target, pins, flags, result))
         if any(value not in (None, False, ()) for value in values):
             raise ConfigError(f"--{name.replace('_', '-')}: {why}", hint="leave it out")
 

@@ -17,6 +17,7 @@ from parplan.costmodels.layers.recompute import Recompute, recompute_operators
 from parplan.planner.deadline import Deadline
 from parplan.planner.forbid import Ban, Value
 from parplan.planner.infeasible.shortfall import EXPLAINED_S, limit_bytes, smallest_cluster
+from parplan.planner.objective import Objective
 from parplan.planner.plan.error_band import residuals_of
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Status
@@ -96,7 +97,8 @@ class _Searches:
         if self._deadline.is_over:
             raise OutOfTimeError("the time for what would fit is over")
         try:
-            plan = find_plan(request.until(self._deadline), explain=_unexplained)
+            fastest = replace(request.until(self._deadline), objective=Objective.THROUGHPUT)
+            plan = find_plan(fastest, explain=_unexplained)
         except (InfeasibleError, ConfigError, SolverError):
             return None
         if (

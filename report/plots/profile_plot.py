@@ -23,23 +23,11 @@ from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GB, TERA, US_PER_S, format_bytes, format_number
 from parplan.report.machines.profile_series import CurveSeries, chip_of, product_of, series_of
 from parplan.report.machines.profile_tables import collectives_of, placement_text
-from parplan.report.plots.scatter_plot import save
+from parplan.report.plots.scatter_plot import COLOURS, MARKERS, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# most eyes can tell these apart
-_COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-    "#8C564B",
-)
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _COLUMNS = 2
 _PANEL_INCHES = (6.6, 4.4)
 _STEPS = 60  # segments of a drawn curve
@@ -139,7 +127,7 @@ def _fitted_points(
     """Returns a drawer of measured points (filled), fitted points (rings) and `line`."""
 
     def draw(axes: Axes) -> None:
-        for each, colour, marker in zip(series, _COLOURS, _MARKERS, strict=False):
+        for each, colour, marker in zip(series, COLOURS, MARKERS, strict=False):
             work = [point.work for point in each.points]
             measured = [point.rate / each.scale for point in each.points]
             fitted = [point.fitted_rate / each.scale for point in each.points]
@@ -166,7 +154,7 @@ def _fitted_points(
         if line:
             axes.plot(
                 *line,
-                color=_COLOURS[0],
+                color=COLOURS[0],
                 linewidth=0.9,
                 alpha=0.7,
                 zorder=0,
@@ -193,8 +181,8 @@ def _streams(series: Sequence[CurveSeries], chip: Chip) -> Callable[[Axes], None
         operations = list(dict.fromkeys(each.name.partition(".")[0] for each in series))
         for each in series:
             place = operations.index(each.name.partition(".")[0])
-            colour = _COLOURS[place % len(_COLOURS)]
-            marker = _MARKERS[place % len(_MARKERS)]
+            colour = COLOURS[place % len(COLOURS)]
+            marker = MARKERS[place % len(MARKERS)]
             backward = each.name.endswith("backward")
             axes.plot(
                 *_stream_line(each, chip),
@@ -270,8 +258,8 @@ def _placements(curves: Sequence[CollectiveCurve]) -> Callable[[Axes], None]:
             axes.plot(
                 curve.bytes,
                 rates,
-                color=_COLOURS[index % len(_COLOURS)],
-                marker=_MARKERS[index % len(_MARKERS)],
+                color=COLOURS[index % len(COLOURS)],
+                marker=MARKERS[index % len(MARKERS)],
                 markersize=4,
                 linewidth=1.1,
                 label=placement_text(curve),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 BAND = 0.1  # share above and below the diagonal
 # most eyes can tell these apart
-_COLOURS = (
+COLOURS = (
     "#0072B2",
     "#D55E00",
     "#009E73",
@@ -29,7 +29,7 @@ _COLOURS = (
     "#000000",
     "#8C564B",
 )
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 8 colours, 56 sources differ
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # with 8 colours, 56 sources differ
 _DPI = 150
 _EXACT_NAME, _BAND_NAME = "exact", f"within {100 * BAND:.0f} %"
 _FEW_DECADES = 200  # a scale shorter than this factor has ticks at 2 and 5 as well
@@ -118,7 +118,7 @@ def _points(rows: Iterable[tuple[str, float | None, float | None]]) -> _Points:
 
 def _looks() -> Iterator[tuple[str, str]]:
     """Yields colours with markers; both change from each pair to the next."""
-    return zip(cycle(_COLOURS), cycle(_MARKERS), strict=False)
+    return zip(cycle(COLOURS), cycle(MARKERS), strict=False)
 
 
 def _draw_panel(axes: Axes, name: str, points: _Points, styles: _Styles) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from parplan.planner.infeasible.shortfall import (
     EXPLAINED_S,
     no_cluster_text,
     shortfall,
     unexplained_error,
 )
-from parplan.planner.objective import Objective
 from parplan.planner.request import Request
 from parplan.planner.search.relaxations import (
     BUDGET_S,
@@ -40,7 +37,6 @@ def explained_error(request: Request) -> InfeasibleError:
         return unexplained_error(request, "Ctrl-C came")
     except OutOfTimeError:
         return unexplained_error(request)
-    request = replace(request, objective=Objective.THROUGHPUT)
     try:
         ways_out = relaxations(request, short.need_bytes, host_bytes=short.host_bytes)
         when = "before the time limit" if deadline.is_over else f"in {BUDGET_S:g} s"
