@@ -201,7 +201,8 @@ class _Builder:
         self.savers: dict[str, str] = {}
         for operator in layer.operators:
             for tensor in operator.saved:
-                self.savers.setdefault(tensor.name, operator.name)
+                if tensor.name not in layer.outside:
+                    self.savers.setdefault(tensor.name, operator.name)
         self.moved: dict[tuple[str, str, Place, Place, Place], _MovedTensor] = {}
         self.alone: dict[tuple[str, Place, Place], OperatorPrice] = {}
 
@@ -330,9 +331,12 @@ class _Builder:
     ) -> StrategyCost:
         moved = self._moved(maker, reader, tensor, left.place, needed)
         first = self.savers.get(tensor.name) == reader.name
-        saves = any(tensor.name == saved.name for saved in reader.saved)
+        outside = tensor.name in self.layer.outside
+        saves = not outside and any(tensor.name == saved.name for saved in reader.saved)
         saved_here = first or (
-            (saves or needed.recomputed) and (moved.own_copy or tensor.name not in self.savers)
+            not outside
+            and (saves or needed.recomputed)
+            and (moved.own_copy or tensor.name not in self.savers)
         )
         stays = (
             maker is not None
