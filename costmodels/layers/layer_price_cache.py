@@ -14,7 +14,11 @@ from parplan.costmodels.communication.collectives import point_to_point_time
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
 from parplan.costmodels.keyed_cache import KeyedCache
-from parplan.costmodels.layers.data_parallel import DataParallelTime, data_parallel_time
+from parplan.costmodels.layers.data_parallel import (
+    DataParallelTime,
+    data_parallel_moves,
+    exposed_moves,
+)
 from parplan.costmodels.layers.halved_layer import HalvedOperators
 from parplan.costmodels.layers.layer_price import (
     ENDLESS,
@@ -25,8 +29,9 @@ from parplan.costmodels.layers.layer_price import (
 from parplan.costmodels.layers.model_states import (
     StateBytes,
     StateSharding,
+    held_states,
     ideal_states,
-    layer_states,
+    local_parameters,
     owned_parameters,
     step_copy_bytes,
     zero_buffer_bytes,
@@ -290,13 +295,12 @@ class LayerPriceCache(ABC, Generic[K]):
         self, kind: K, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
         """Gradient reduction, gathers and the optimizer step of one layer at ZeRO stage `zero`."""
-
-        def make() -> DataParallelTime:
-            layer = self.layer(kind, micro_batch_size)
-            time = self.layer_time(kind, micro_batch_size, sharding)
-            return self._data_parallel(layer, time, mesh, sharding, zero)
-
-        return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
+        return self._once(
+            ("dp", kind, micro_batch_size, mesh, sharding, zero),
+            lambda: self._data_parallel(
+                kind, self.layer_time(kind, micro_batch_size, sharding), mesh, sharding, zero
+            ),
+        )
 
     def host_copy(
         self,
@@ -316,39 +320,37 @@ class LayerPriceCache(ABC, Generic[K]):
         self, kind: K, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
         """A lower bound of `data_parallel`: endless compute hides all that the stack can hide."""
-
-        def make() -> DataParallelTime:
-            return self._data_parallel(self.layer(kind, 1), ENDLESS, mesh, sharding, zero)
-
-        return self._once(("hidden dp", kind, mesh, sharding, zero), make)
+        return self._once(
+            ("hidden dp", kind, mesh, sharding, zero),
+            lambda: self._data_parallel(kind, ENDLESS, mesh, sharding, zero),
+        )
 
     def _data_parallel(
-        self, layer: LayerClass, time: LayerTime, mesh: Mesh, sharding: Sharding, zero: int
+        self, kind: K, time: LayerTime, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
-        return data_parallel_time(
-            layer,
-            time,
-            mesh=mesh,
-            sharding=sharding,
-            states=self._state_sharding(mesh, zero),
-            machine=self.machine,
-            training=self.training,
+        parameters = local_parameters(self.layer(kind, 1), sharding)
+        states = self._state_sharding(mesh, zero)
+        moves = self._once(
+            ("dp moves", parameters, mesh, zero > 0),
+            lambda: data_parallel_moves(parameters, mesh, states, self.machine, self.training),
         )
+        return exposed_moves(moves, time, states, self.machine, self.training)
 
     def states(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
         """State bytes of one layer of `kind`.
 
         A tied head holds its own copy only when stages are apart.
         """
+        layer = self.layer(kind, 1)
+        parameters = local_parameters(layer, sharding)
 
         def make() -> LayerStates:
-            layer = self.layer(kind, 1)
             sharded = self._state_sharding(mesh, zero)
             with_tied, shards = sharded.with_tied, sharded.shards
             on_host = self.offloads_states
-            owned = owned_parameters(layer, sharding, shards if zero else 1, with_tied=with_tied)
-            local = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=False)
-            of_experts = owned_parameters(layer, sharding, of_experts=True)
+            owned = parameters.owned(shards if zero else 1, with_tied=with_tied)
+            local = parameters.owned(with_tied=with_tied, of_experts=False)
+            of_experts = parameters.owned(of_experts=True)
             holding = max(mesh.dp, 2) if on_host else mesh.dp  # the host counts as a holder
             buffer = zero_buffer_bytes(local, zero, holding, self.training)
             if on_host:
@@ -357,7 +359,7 @@ class LayerPriceCache(ABC, Generic[K]):
                 buffer += zero_buffer_bytes(of_experts, zero, mesh.expert_dp, self.training)
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
-                states=layer_states(layer, sharding, sharded, self.training),
+                states=held_states(parameters.each, sharded, self.training),
                 ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
                 zero_buffer=buffer,
                 step_copies=step_copy_bytes(
@@ -366,7 +368,7 @@ class LayerPriceCache(ABC, Generic[K]):
                 host=HOST_STATE_BYTES * owned if on_host else 0,
             )
 
-        return self._once(("states", kind, mesh, sharding, zero), make)
+        return self._once(("states", kind, mesh, parameters, zero), make)
 
     def message(self, num_bytes: int, *, crosses_nodes: bool, sharing: int) -> Seconds:
         """One message between two pipeline ranks; `sharing` of them leave a node at once."""
