@@ -16,7 +16,7 @@ from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, 
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.sharding import Sharding, Split, Splits
 from parplan.costmodels.price_cache import PriceCache
-from parplan.planner.layer_options.layer_front import layer_front, least_time_s
+from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
 from parplan.planner.layer_options.layer_problem import LayerProblem, StrategyOption, layer_problem
 from parplan.planner.layer_options.layer_program import PickedStrategies, evaluate
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
@@ -203,8 +203,10 @@ class Catalogue:
             )
             return
         problem = self.problem(b, sharding).only(lambda _, option: not option.recomputed)
-        for weight_layout in self._weight_layouts:
-            least_s = least_time_s(problem.only(self._allowed(weight_layout, None, sharding)))
+        variants = [self._allowed(layout, None, sharding) for layout in self._weight_layouts]
+        for weight_layout, least_s in zip(
+            self._weight_layouts, least_times_s(problem, variants), strict=True
+        ):
             if least_s is not None:
                 yield weight_layout, least_s
 
@@ -242,17 +244,21 @@ class Catalogue:
             return
         problem = self.problem(b, replace(sharding, overlap=0))
         weight_layouts = self._weight_layouts if divides else self._weight_layouts[:1]
-        for weight_layout in weight_layouts:
-            for recompute in (None,) if self.by_operator else self.levels:
-                some = problem.only(self._allowed(weight_layout, recompute, sharding))
-                yield from (
-                    self._option(evaluate(some, options), weight_layout, b, sharding)
-                    for options in layer_front(some)
-                )
+        variants = [
+            (weight_layout, recompute)
+            for weight_layout in weight_layouts
+            for recompute in ((None,) if self.by_operator else self.levels)
+        ]
+        fronts = layer_fronts(problem, [self._allowed(*each, sharding) for each in variants])
+        for (weight_layout, _), front in zip(variants, fronts, strict=True):
+            yield from (
+                self._option(evaluate(problem, options), weight_layout, b, sharding)
+                for options in front
+            )
 
     def _allowed(
         self, weight_layout: WeightLayout, level: Recompute | None, sharding: Sharding
-    ) -> Callable[[str, StrategyOption], bool]:
+    ) -> Allowed:
         """Returns a test of options for a weight layout and a recompute level (None: any)."""
         names = (
             frozenset(self.price_cache.recompute_operators(LayerKind.BLOCK, level))
