@@ -24,6 +24,7 @@ from parplan.costmodels.layers.layer_price import (
     ENDLESS,
     LayerOperators,
     LayerTime,
+    StageAxes,
     price_operators,
 )
 from parplan.costmodels.layers.model_states import (
@@ -45,11 +46,12 @@ from parplan.costmodels.layers.recompute import (
     saved_bytes,
     workspace_of,
 )
+from parplan.costmodels.operators.compute import OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerClass
+from parplan.profiles.models.operator_graph import LayerClass, Operator
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
 from parplan.profiles.stack import AttentionKernel
@@ -154,12 +156,30 @@ class LayerPriceCache(ABC, Generic[K]):
     def _operators(
         self, kind: K, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
+        def time_of(operator: Operator) -> OperatorTime:
+            way = sharding.splits(operator), sharding.degrees, sharding.ep
+            return self._once(
+                ("operator", kind, micro_batch_size, operator.name, way),
+                lambda: operator_time(operator, sharding, self.machine, self.training),
+            )
+
         def make() -> LayerOperators | HalvedOperators:
             return price_operators(
-                self.layer(kind, micro_batch_size), sharding, self.machine, self.training
+                self.layer(kind, micro_batch_size),
+                sharding,
+                self.machine,
+                self.training,
+                self.inside(sharding.degrees),
+                time_of,
             )
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def inside(self, degrees: tuple[int, ...]) -> StageAxes:
+        """The axes inside a stage, with the prices of their redistributions."""
+        return self._once(
+            ("inside", degrees), lambda: StageAxes(degrees, self.machine, self.training.stack)
+        )
 
     def layer_time(
         self,
