@@ -28,7 +28,7 @@ from parplan.costmodels.memory.rank_memory import usable_bytes
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule, in_flight
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.layer_options.layer_front import layer_front
+from parplan.planner.layer_options.layer_front import layer_fronts
 from parplan.planner.layer_options.layer_problem import LayerProblem, layer_problem
 from parplan.planner.layer_options.layer_program import LayerProgram, evaluate
 from parplan.planner.layer_options.mixes import make_mixes
@@ -97,7 +97,7 @@ def timed(case: Case, solver: SolverName, limit_s: float) -> tuple[str, ...]:
 
 def block_cases(problem: LayerProblem) -> Iterator[Case]:
     """Yield cases of one block under half of the memory range on its front."""
-    sizes = [evaluate(problem, options).memory_bytes(1) for options in layer_front(problem)]
+    sizes = [evaluate(problem, options).memory_bytes(1) for options in layer_fronts(problem)[0]]
     budget = (max(sizes) + min(sizes)) / 2
 
     def of(
@@ -130,7 +130,7 @@ def flat_cases(table: MixTable, layout: ParallelLayout) -> Iterator[Case]:
         price_cache.machine,
         price_cache.training,
     )
-    states = evaluate(problem, layer_front(problem)[0]).cost.state_bytes
+    states = evaluate(problem, layer_fronts(problem)[0][0]).cost.state_bytes
     started = time.perf_counter()
     mixes = make_mixes(table.options(layout), copies, 1)
     memory, times_ms = (

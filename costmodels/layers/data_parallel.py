@@ -22,18 +22,17 @@ from parplan.costmodels.host.offload import (
     host_time,
 )
 from parplan.costmodels.layers.layer_price import LayerTime, under
-from parplan.costmodels.layers.model_states import StateSharding, holders, owned_parameters
+from parplan.costmodels.layers.model_states import (
+    LocalParameters,
+    StateSharding,
+    local_parameters,
+)
 from parplan.costmodels.operators.compute import optimizer_time
 from parplan.costmodels.operators.host_launch import host, measured_layout_costs
 from parplan.costmodels.operators.kernels import FP32_BYTES
 from parplan.costmodels.operators.sharding import PARTIAL, Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import (
-    PRODUCTS,
-    LayerClass,
-    LayerKind,
-    OperatorKind,
-)
+from parplan.profiles.models.operator_graph import LayerClass, LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
@@ -66,6 +65,28 @@ class DataParallelTime:
         return self.step.value_s + self.optimizer.value_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallelMoves:
+    """Data parallelism of one layer before its compute hides any of it.
+
+    gather, reduce          of parameters and gradients between the ranks that hold one copy
+    over_copies             all-reduce of the shard's gradients over the copies
+    inside                  sums of weight gradients inside a stage
+    optimizer               update of the parameters that this rank owns
+    brought, taken, added   with states on the host: copies to the device and from it, and the
+                            host's sums of gradients
+    """
+
+    inside: Seconds
+    optimizer: Seconds
+    gather: Seconds = ZERO
+    reduce: Seconds = ZERO
+    over_copies: Seconds = ZERO
+    brought: Seconds = ZERO
+    taken: Seconds = ZERO
+    added: Seconds = ZERO
+
+
 def data_parallel_time(
     layer: LayerClass,
     time: LayerTime,
@@ -86,38 +107,64 @@ def data_parallel_time(
     states (EQUATIONS O9) a gather starts with a copy to the device, and a reduction ends with a
     copy back.
     """
-    zero, with_tied = states.zero, states.with_tied
-    parameters = owned_parameters(layer, sharding, with_tied=with_tied)
-    shards = states.shards if zero else 1
-    owned = owned_parameters(layer, sharding, shards, with_tied=with_tied) if zero else parameters
+    moves = data_parallel_moves(local_parameters(layer, sharding), mesh, states, machine, training)
+    return exposed_moves(moves, time, states, machine, training)
+
+
+def data_parallel_moves(
+    parameters: LocalParameters,
+    mesh: Mesh,
+    states: StateSharding,
+    machine: Machine,
+    training: TrainingSpec,
+) -> DataParallelMoves:
+    """Collectives, copies and update of one layer; ZeRO 1, 2 and 3 have the same."""
+    with_tied = states.with_tied
+    local = parameters.owned(with_tied=with_tied)
+    shards = states.shards if states.zero else 1
+    owned = parameters.owned(shards, with_tied=with_tied)
     if states.offloaded:
         optimizer = host_adam_time(owned, machine.cluster)
     else:
         optimizer = optimizer_time(owned, machine, training)
-    inside = summed_inside(layer, sharding, shards, machine, training)
-    if parameters and (sharding.tp > 1 or (zero and mesh.dp > 1)):
+    inside = _summed_inside(parameters, shards, machine, training)
+    divided = math.prod(parameters.degrees) > 1
+    if local and (divided or (states.zero and mesh.dp > 1)):
         optimizer += _layout_cost("update", owned, machine, training)
-    if not parameters or (mesh.dp == 1 and not states.offloaded):
-        return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
-    gather, reduce, over_copies = _over_data(
-        layer, sharding, mesh, shards, machine, training, with_tied
-    )
+    if not local or (mesh.dp == 1 and not states.offloaded):
+        return DataParallelMoves(inside=inside, optimizer=optimizer)
+    gather, reduce, over_copies = _over_data(parameters, mesh, shards, machine, training, with_tied)
     # without ZeRO in fp32 the gradients are reduced as they are
-    if zero or training.precision is not Precision.FP32:
-        gather = gather + _layout_cost("gather", parameters, machine, training)
-        reduce = reduce + _layout_cost("reduce", parameters, machine, training)
-    moved = _DataParallelMoves(gather, reduce, over_copies, inside)
-    alone = _phases(moved, zero, time, optimizer, machine, training)
+    if states.zero or training.precision is not Precision.FP32:
+        gather = gather + _layout_cost("gather", local, machine, training)
+        reduce = reduce + _layout_cost("reduce", local, machine, training)
+    moves = DataParallelMoves(
+        gather=gather, reduce=reduce, over_copies=over_copies, inside=inside, optimizer=optimizer
+    )
     if not states.offloaded:
-        return alone
+        return moves
     cluster = machine.cluster
-    moved = replace(
-        moved,
+    return replace(
+        moves,
         brought=copy_time(COPIED_BYTES * owned, cluster),
         taken=copy_time(COPIED_BYTES * owned, cluster, to_host=True),
         added=host_time(ADDED_BYTES * owned, cluster),
     )
-    whole = _phases(moved, zero, time, optimizer, machine, training)
+
+
+def exposed_moves(
+    moves: DataParallelMoves,
+    time: LayerTime,
+    states: StateSharding,
+    machine: Machine,
+    training: TrainingSpec,
+) -> DataParallelTime:
+    """The seconds of `moves` that the layer's compute, `time`, does not hide."""
+    whole = _phases(moves, states.zero, time, machine, training)
+    if not states.offloaded:
+        return whole
+    on_device = replace(moves, brought=ZERO, taken=ZERO, added=ZERO)
+    alone = _phases(on_device, states.zero, time, machine, training)
     return replace(
         whole,
         host=_beyond(whole.forward + whole.backward, alone.forward + alone.backward),
@@ -129,32 +176,15 @@ def _beyond(whole: Seconds, part: Seconds) -> Seconds:
     return Seconds(max(0.0, whole.value_s - part.value_s), Kind.ANALYTIC)
 
 
-@dataclass(frozen=True, slots=True)
-class _DataParallelMoves:
-    """Collectives of data parallelism for one layer, sums inside a stage, and host copies.
-
-    brought, taken, added   with states on the host: copies to the device and from it, and the
-                            host's sums of gradients
-    """
-
-    gather: Seconds
-    reduce: Seconds
-    over_copies: Seconds
-    inside: Seconds
-    brought: Seconds = ZERO
-    taken: Seconds = ZERO
-    added: Seconds = ZERO
-
-
 def _phases(
-    moved: _DataParallelMoves,
+    moved: DataParallelMoves,
     zero: int,
     time: LayerTime,
-    optimizer: Seconds,
     machine: Machine,
     training: TrainingSpec,
 ) -> DataParallelTime:
     """Sorts the communication by the time when it runs, without the part that compute hides."""
+    optimizer = moved.optimizer
 
     def exposed(communication: Seconds, window_s: float) -> Seconds:
         if not training.overlap_grad_reduce:
@@ -193,8 +223,7 @@ def _layout_cost(name: str, parameters: int, machine: Machine, training: Trainin
 
 
 def _over_data(
-    layer: LayerClass,
-    sharding: Sharding,
+    parameters: LocalParameters,
     mesh: Mesh,
     shards: int,
     machine: Machine,
@@ -214,17 +243,15 @@ def _over_data(
             place_axis(mesh.dp // shards, stride * shards, mesh.num_ranks, gpus_per_node),
         )
     ]
-    if owned_parameters(layer, sharding, of_experts=True):
+    if parameters.owned(of_experts=True):
         alone = place_axis(1, 1, mesh.num_ranks, gpus_per_node)
         copies = place_expert_copies(mesh, gpus_per_node)
         groups.append((True, copies, alone) if shards > 1 else (True, alone, copies))
     gather = reduce = over_copies = ZERO
     width = training.gradient_precision.num_bytes
     for of_experts, neighbours, copies in groups:
-        whole = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=of_experts)
-        owned = owned_parameters(
-            layer, sharding, shards, with_tied=with_tied, of_experts=of_experts
-        )
+        whole = parameters.owned(with_tied=with_tied, of_experts=of_experts)
+        owned = parameters.owned(shards, with_tied=with_tied, of_experts=of_experts)
         gather += collective_time(
             Collective.ALL_GATHER, training.precision.num_bytes * whole, neighbours, machine
         )
@@ -246,21 +273,23 @@ def summed_inside(
     reduction over data parallelism, over the part that one of `shards` ZeRO shards holds, in fp32,
     as the executor runs them. Left out: the vectors of norms and biases, a few kilobytes.
     """
+    return _summed_inside(local_parameters(layer, sharding), shards, machine, training)
+
+
+def _summed_inside(
+    parameters: LocalParameters, shards: int, machine: Machine, training: TrainingSpec
+) -> Seconds:
     total = ZERO
-    degrees = sharding.degrees
-    divided = sharding.own or any(
-        operator.kind is OperatorKind.EXPERTS for operator in layer.operators
-    )
-    for operator in layer.operators if divided else ():
-        for parameter in operator.parameters if operator.kind in PRODUCTS else ():
-            axes = sharding.summed_axes(operator, parameter) if len(parameter.dims) > 1 else ()
-            if axes:
-                elements = math.prod(sharding.parameter_shape(operator, parameter))
-                held = -(-elements // holders(parameter, sharding, shards)) * FP32_BYTES
-                partial = tuple(PARTIAL if axis in axes else None for axis in range(len(degrees)))
-                whole = (None,) * len(degrees)
-                reduced = redistribute(held, partial, whole, degrees, machine)
-                total += machine.corrected("tensor", reduced.time)
+    degrees = parameters.degrees
+    for parameter in parameters.each:
+        if parameter.summed_axes:
+            held = -(-parameter.elements // parameter.holders(shards)) * FP32_BYTES
+            partial = tuple(
+                PARTIAL if axis in parameter.summed_axes else None for axis in range(len(degrees))
+            )
+            whole = (None,) * len(degrees)
+            reduced = redistribute(held, partial, whole, degrees, machine)
+            total += machine.corrected("tensor", reduced.time)
     return total
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import (
     place_axis,
 )
 from parplan.costmodels.communication.redistribution import redistribute
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import launch_s
@@ -83,17 +84,24 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class StageAxes:
-    """The axes inside a stage that divide its operators, on one machine with one software stack."""
+    """The axes inside a stage that divide its operators, on one machine with one software stack.
+
+    once    the redistributions that were priced
+    """
 
     degrees: tuple[int, ...]
     machine: Machine
     stack: Stack
+    once: KeyedCache = field(default_factory=KeyedCache, compare=False)
 
     def moved(self, tensor: Tensor, source: Place, target: Place) -> Seconds:
         """Seconds to redistribute a tensor from one placement to another."""
-        return self.machine.corrected(
-            "tensor",
-            redistribute(tensor.num_bytes, source, target, self.degrees, self.machine).time,
+        num_bytes = tensor.num_bytes
+        return self.once(
+            (num_bytes, source, target),
+            lambda: self.machine.corrected(
+                "tensor", redistribute(num_bytes, source, target, self.degrees, self.machine).time
+            ),
         )
 
     def beside(self, whole: Seconds, product_s: float) -> Seconds:
@@ -263,12 +271,24 @@ def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds
 
 
 def price_operators(
-    layer: LayerClass, sharding: Sharding, machine: Machine, training: TrainingSpec
+    layer: LayerClass,
+    sharding: Sharding,
+    machine: Machine,
+    training: TrainingSpec,
+    inside: StageAxes | None = None,
+    time_of: Callable[[Operator], OperatorTime] | None = None,
 ) -> LayerOperators:
-    """Compute and tensor-parallel communication of every operator of `layer` on one rank."""
-    compute = {op.name: operator_time(op, sharding, machine, training) for op in layer.operators}
+    """Compute and tensor-parallel communication of every operator of `layer` on one rank.
+
+    inside, time_of    prices of redistributions and of operators that others share
+    """
+    time_of = time_of or (lambda operator: operator_time(operator, sharding, machine, training))
+    compute = {operator.name: time_of(operator) for operator in layer.operators}
     communication = _communication(
-        layer, sharding, compute, StageAxes(sharding.degrees, machine, training.stack)
+        layer,
+        sharding,
+        compute,
+        inside or StageAxes(sharding.degrees, machine, training.stack),
     )
     forward_s, backward_s = launch_s(machine, training.stack)
     return LayerOperators(

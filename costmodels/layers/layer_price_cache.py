@@ -18,7 +18,8 @@ from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offl
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.data_parallel import (
     DataParallelTime,
-    data_parallel_time,
+    data_parallel_moves,
+    exposed_moves,
     shared_reduction,
 )
 from parplan.costmodels.layers.halved_layer import HalvedOperators
@@ -26,13 +27,15 @@ from parplan.costmodels.layers.layer_price import (
     ENDLESS,
     LayerOperators,
     LayerTime,
+    StageAxes,
     price_operators,
 )
 from parplan.costmodels.layers.model_states import (
     StateBytes,
     StateSharding,
+    held_states,
     ideal_states,
-    layer_states,
+    local_parameters,
     owned_parameters,
     step_copy_bytes,
     zero_buffer_bytes,
@@ -46,11 +49,12 @@ from parplan.costmodels.layers.recompute import (
     saved_bytes,
     workspace_of,
 )
+from parplan.costmodels.operators.compute import OperatorTime, operator_time
 from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Tensor
+from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator, Tensor
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
 from parplan.profiles.stack import AttentionKernel
@@ -239,12 +243,30 @@ class LayerPriceCache(ABC):
     def _operators(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
+        def time_of(operator: Operator) -> OperatorTime:
+            way = sharding.splits(operator), sharding.degrees, sharding.ep
+            return self._once(
+                ("operator", kind, micro_batch_size, operator.name, way),
+                lambda: operator_time(operator, sharding, self.machine, self.training),
+            )
+
         def make() -> LayerOperators | HalvedOperators:
             return price_operators(
-                self.layer(kind, micro_batch_size), sharding, self.machine, self.training
+                self.layer(kind, micro_batch_size),
+                sharding,
+                self.machine,
+                self.training,
+                self.inside(sharding.degrees),
+                time_of,
             )
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def inside(self, degrees: tuple[int, ...]) -> StageAxes:
+        """The axes inside a stage, with the prices of their redistributions."""
+        return self._once(
+            ("inside", degrees), lambda: StageAxes(degrees, self.machine, self.training.stack)
+        )
 
     def layer_time(
         self,
@@ -380,13 +402,12 @@ class LayerPriceCache(ABC):
         self, kind: LayerKey, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
         """Gradient reduction, gathers and the optimizer step of one layer at ZeRO stage `zero`."""
-
-        def make() -> DataParallelTime:
-            layer = self.layer(kind, micro_batch_size)
-            time = self.layer_time(kind, micro_batch_size, sharding)
-            return self._data_parallel(layer, time, mesh, sharding, zero)
-
-        return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
+        return self._once(
+            ("dp", kind, micro_batch_size, mesh, sharding, zero),
+            lambda: self._data_parallel(
+                kind, self.layer_time(kind, micro_batch_size, sharding), mesh, sharding, zero
+            ),
+        )
 
     def host_copy(
         self,
@@ -406,39 +427,37 @@ class LayerPriceCache(ABC):
         self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
         """A lower bound of `data_parallel`: endless compute hides all that the stack can hide."""
-
-        def make() -> DataParallelTime:
-            return self._data_parallel(self.layer(kind, 1), ENDLESS, mesh, sharding, zero)
-
-        return self._once(("hidden dp", kind, mesh, sharding, zero), make)
+        return self._once(
+            ("hidden dp", kind, mesh, sharding, zero),
+            lambda: self._data_parallel(kind, ENDLESS, mesh, sharding, zero),
+        )
 
     def _data_parallel(
-        self, layer: LayerClass, time: LayerTime, mesh: Mesh, sharding: Sharding, zero: int
+        self, kind: LayerKey, time: LayerTime, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
-        return data_parallel_time(
-            layer,
-            time,
-            mesh=mesh,
-            sharding=sharding,
-            states=self._state_sharding(mesh, zero),
-            machine=self.machine,
-            training=self.training,
+        parameters = local_parameters(self.layer(kind, 1), sharding)
+        states = self._state_sharding(mesh, zero)
+        moves = self._once(
+            ("dp moves", parameters, mesh, zero > 0),
+            lambda: data_parallel_moves(parameters, mesh, states, self.machine, self.training),
         )
+        return exposed_moves(moves, time, states, self.machine, self.training)
 
     def states(self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
         """State bytes of one layer of `kind`.
 
         A tied head holds its own copy only when stages are apart.
         """
+        layer = self.layer(kind, 1)
+        parameters = local_parameters(layer, sharding)
 
         def make() -> LayerStates:
-            layer = self.layer(kind, 1)
             sharded = self._state_sharding(mesh, zero)
             with_tied, shards = sharded.with_tied, sharded.shards
             on_host = self.offloads_states
-            owned = owned_parameters(layer, sharding, shards if zero else 1, with_tied=with_tied)
-            local = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=False)
-            of_experts = owned_parameters(layer, sharding, of_experts=True)
+            owned = parameters.owned(shards if zero else 1, with_tied=with_tied)
+            local = parameters.owned(with_tied=with_tied, of_experts=False)
+            of_experts = parameters.owned(of_experts=True)
             holding = max(mesh.dp, 2) if on_host else mesh.dp  # the host counts as a holder
             buffer = zero_buffer_bytes(local, zero, holding, self.training)
             if on_host:
@@ -447,7 +466,7 @@ class LayerPriceCache(ABC):
                 buffer += zero_buffer_bytes(of_experts, zero, mesh.expert_dp, self.training)
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
-                states=layer_states(layer, sharding, sharded, self.training),
+                states=held_states(parameters.each, sharded, self.training),
                 ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
                 zero_buffer=buffer,
                 step_copies=step_copy_bytes(
@@ -456,7 +475,7 @@ class LayerPriceCache(ABC):
                 host=HOST_STATE_BYTES * owned if on_host else 0,
             )
 
-        return self._once(("states", kind, mesh, sharding, zero), make)
+        return self._once(("states", kind, mesh, parameters, zero), make)
 
     def transfer(
         self,

@@ -23,11 +23,18 @@ stages; FSDP2 of torch 2.13 for resident bytes.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.models.operator_graph import LayerClass, Operator, Parameter
+from parplan.profiles.models.operator_graph import (
+    PRODUCTS,
+    LayerClass,
+    Operator,
+    OperatorKind,
+)
 from parplan.profiles.models.spec import Precision, TrainingSpec
 
 MASTER_BYTES = 4
@@ -81,12 +88,86 @@ def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
     return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
 
 
-def holders(parameter: Parameter, sharding: Sharding, dp: int) -> int:
-    """The number of `dp` data-parallel ranks with the same part of `parameter`.
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """One parameter on one tensor-parallel rank.
 
-    The parts of experts are held by one rank in ep.
+    ep           data-parallel ranks over which its experts are divided; None for no expert's
+    summed_axes  axes inside a stage over which the gradient of a product's weight is a sum
     """
-    return max(1, dp // sharding.ep) if parameter.of_experts else dp
+
+    shape: tuple[int, ...]
+    tied: bool
+    ep: int | None
+    summed_axes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def holders(self, dp: int) -> int:
+        """The number of `dp` data-parallel ranks with the same part of it.
+
+        The parts of experts are held by one rank in ep.
+        """
+        return dp if self.ep is None else max(1, dp // self.ep)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalParameters:
+    """The parameters of a layer on one tensor-parallel rank; equal ones are one object.
+
+    degrees    of the axes inside the stage
+    """
+
+    each: tuple[LocalParameter, ...]
+    degrees: tuple[int, ...]
+
+    def owned(
+        self, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None
+    ) -> int:
+        """Elements of the largest of `shards` data-parallel shards; see `owned_parameters`."""
+        return sum(
+            chunk_elements(parameter.shape, parameter.holders(shards))
+            for parameter in self.each
+            if (with_tied or not parameter.tied)
+            and (of_experts is None or of_experts == (parameter.ep is not None))
+        )
+
+
+def _local(
+    operator: Operator, sharding: Sharding, *, sums_weights: bool
+) -> tuple[LocalParameter, ...]:
+    sums_weights = sums_weights and operator.kind in PRODUCTS
+    return tuple(
+        LocalParameter(
+            sharding.parameter_shape(operator, parameter),
+            parameter.tied,
+            sharding.ep if parameter.of_experts else None,
+            sharding.summed_axes(operator, parameter)
+            if sums_weights and len(parameter.dims) > 1
+            else (),
+        )
+        for parameter in operator.parameters
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def local_parameters(layer: LayerClass, sharding: Sharding) -> LocalParameters:
+    """Returns the parameters of `layer` on one tensor-parallel rank.
+
+    Megatron's sharding sums gradients of weights inside a stage only in layers with experts.
+    """
+    sums_weights = bool(sharding.own) or any(
+        operator.kind is OperatorKind.EXPERTS for operator in layer.operators
+    )
+    each = (_local(op, sharding, sums_weights=sums_weights) for op in layer.operators)
+    return _alike(tuple(parameter for some in each for parameter in some), sharding.degrees)
+
+
+@functools.lru_cache(maxsize=4096)
+def _alike(each: tuple[LocalParameter, ...], degrees: tuple[int, ...]) -> LocalParameters:
+    return LocalParameters(each, degrees)
 
 
 def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> StateBytes:
@@ -139,10 +220,7 @@ def layer_states(
     dp_rank: int = 0,
 ) -> StateBytes:
     """States of one `layer` on data-parallel rank `dp_rank`."""
-    total = StateBytes()
-    for operator in layer.operators:
-        total += operator_states(operator, sharding, states, training, dp_rank=dp_rank)
-    return total
+    return held_states(local_parameters(layer, sharding).each, states, training, dp_rank=dp_rank)
 
 
 def operator_states(
@@ -154,19 +232,38 @@ def operator_states(
     dp_rank: int = 0,
 ) -> StateBytes:
     """States of one operator's parameters on data-parallel rank `dp_rank`, as `layer_states`."""
-    total = StateBytes()
-    for parameter in operator.parameters:
+    local = _local(operator, sharding, sums_weights=False)
+    return held_states(local, states, training, dp_rank=dp_rank)
+
+
+def held_states(
+    parameters: Iterable[LocalParameter],
+    states: StateSharding,
+    training: TrainingSpec,
+    *,
+    dp_rank: int = 0,
+) -> StateBytes:
+    """States of `parameters` on data-parallel rank `dp_rank`.
+
+    They are linear in the elements and in those of the rank's shard, by number of ranks that hold
+    the same parameters.
+    """
+    elements: dict[int, int] = {}
+    owned: dict[int, int] = {}
+    for parameter in parameters:
         if states.with_tied or not parameter.tied:
-            shape = sharding.parameter_shape(operator, parameter)
-            same = holders(parameter, sharding, states.shards)
-            elements = math.prod(shape)
-            stage = states.zero if same > 1 or states.offloaded else 0
-            if states.offloaded:
-                total += offloaded_states(elements, stage, training)
-            else:
-                index = dp_rank * same // states.shards  # neighbours hold different experts
-                total += states_of(elements, chunk_elements(shape, same, index), stage, training)
-            total += StateBytes(gradients=gradient_copy_bytes(same, training) * elements)
+            same = parameter.holders(states.shards)
+            index = dp_rank * same // states.shards  # neighbours hold different experts
+            elements[same] = elements.get(same, 0) + parameter.elements
+            owned[same] = owned.get(same, 0) + chunk_elements(parameter.shape, same, index)
+    total = StateBytes()
+    for same, number in elements.items():
+        stage = states.zero if same > 1 or states.offloaded else 0
+        if states.offloaded:
+            total += offloaded_states(number, stage, training)
+        else:
+            total += states_of(number, owned[same], stage, training)
+        total += StateBytes(gradients=gradient_copy_bytes(same, training) * number)
     return total
 
 
@@ -200,13 +297,8 @@ def owned_parameters(
     shards: the largest of so many data-parallel shards of them; of_experts: only expert parameters,
     or only the rest
     """
-    return sum(
-        chunk_elements(
-            sharding.parameter_shape(operator, parameter), holders(parameter, sharding, shards)
-        )
-        for operator in layer.operators
-        for parameter in operator.parameters
-        if (with_tied or not parameter.tied) and of_experts in (None, parameter.of_experts)
+    return local_parameters(layer, sharding).owned(
+        shards, with_tied=with_tied, of_experts=of_experts
     )
 
 

@@ -7,24 +7,28 @@ sharding, when the search needs it. The exact prices of the options come from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.operator_price import single_operator_sharding
 from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, ideal_saved_bytes
 from parplan.costmodels.layers.tensor_flow import shared_beside_a_copy
 from parplan.costmodels.operators.sharding import Sharding, Split, Splits
 from parplan.costmodels.price_cache import PriceCache
-from parplan.planner.layer_options.layer_front import layer_front, least_time_s
-from parplan.planner.layer_options.layer_problem import LayerProblem, StrategyOption, layer_problem
+from parplan.planner.layer_options.layer_front import Allowed, layer_fronts, least_times_s
+from parplan.planner.layer_options.layer_problem import (
+    LayerProblem,
+    LayerStrategies,
+    StrategyOption,
+)
 from parplan.planner.layer_options.layer_program import PickedStrategies, evaluate
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerKind, Operator
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
-from parplan.profiles.models.transformer import build_graph
 
 WeightLayout = frozenset[str]  # the parallel dims whose weights are divided
 
@@ -109,35 +113,47 @@ def _catalogue(
     recompute: tuple[Recompute, ...] | None,
     megatron_sharding: bool,
 ) -> Catalogue:
-    def problem(micro_batch_size: int, sharding: Sharding) -> LayerProblem:
-        return _block_problem(model, training, node, micro_batch_size, sharding)
-
     return Catalogue(
         PriceCache(model, training, node.machine),
         recompute,
         megatron_sharding=megatron_sharding,
-        problem=problem,
+        problems=_block_problems(model, training, node),
     )
 
 
-@lru_cache(maxsize=256)
-def _block_problem(
-    model: ModelSpec,
-    training: TrainingSpec,
-    node: _OneNode,
-    micro_batch_size: int,
-    sharding: Sharding,
-) -> LayerProblem:
-    return layer_problem(
-        build_graph(model, training, micro_batch_size).block, sharding, node.machine, training
-    )
+@lru_cache(maxsize=16)
+def _block_problems(model: ModelSpec, training: TrainingSpec, node: _OneNode) -> BlockProblems:
+    return BlockProblems(PriceCache(model, training, node.machine))
+
+
+class BlockProblems:
+    """The choices of a strategy for every operator of a block, each made once."""
+
+    def __init__(self, price_cache: PriceCache) -> None:
+        self.price_cache = price_cache
+        self._once = KeyedCache()
+
+    def __call__(self, micro_batch_size: int, sharding: Sharding) -> LayerProblem:
+        price_cache, degrees = self.price_cache, sharding.degrees
+        strategies = self._once(
+            (micro_batch_size, degrees),
+            lambda: LayerStrategies(
+                price_cache.graph(micro_batch_size).block,
+                price_cache.inside(degrees),
+                price_cache.training,
+            ),
+        )
+        return self._once(
+            (micro_batch_size, degrees, sharding.boundary),
+            lambda: strategies.problem(sharding.boundary),
+        )
 
 
 class Catalogue:
     """The options of a block by micro-batch and sharding, each list computed once.
 
     recompute   the levels that are allowed, None for any list of operators
-    problem     builds the choice of a strategy for every operator of a block
+    problems    the choices of a strategy for every operator of a block
 
     Blocks with experts have Megatron's sharding and the three levels of recompute.
     """
@@ -148,14 +164,10 @@ class Catalogue:
         recompute: tuple[Recompute, ...] | None = None,
         *,
         megatron_sharding: bool = False,
-        problem: Callable[[int, Sharding], LayerProblem] | None = None,
+        problems: BlockProblems | None = None,
     ) -> None:
         self.price_cache = price_cache
-        self.problem = problem or (
-            lambda b, sharding: layer_problem(
-                price_cache.graph(b).block, sharding, price_cache.machine, price_cache.training
-            )
-        )
+        self.problem = problems or BlockProblems(price_cache)
         self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
         experts = price_cache.model.num_experts > 0
         self.by_operator = recompute is None and not experts
@@ -203,8 +215,10 @@ class Catalogue:
             )
             return
         problem = self.problem(b, sharding).only(lambda _, option: not option.recomputed)
-        for weight_layout in self._weight_layouts:
-            least_s = least_time_s(problem.only(self._allowed(weight_layout, None, sharding)))
+        variants = [self._allowed(layout, None, sharding) for layout in self._weight_layouts]
+        for weight_layout, least_s in zip(
+            self._weight_layouts, least_times_s(problem, variants), strict=True
+        ):
             if least_s is not None:
                 yield weight_layout, least_s
 
@@ -242,17 +256,21 @@ class Catalogue:
             return
         problem = self.problem(b, replace(sharding, overlap=0))
         weight_layouts = self._weight_layouts if divides else self._weight_layouts[:1]
-        for weight_layout in weight_layouts:
-            for recompute in (None,) if self.by_operator else self.levels:
-                some = problem.only(self._allowed(weight_layout, recompute, sharding))
-                yield from (
-                    self._option(evaluate(some, options), weight_layout, b, sharding)
-                    for options in layer_front(some)
-                )
+        variants = [
+            (weight_layout, recompute)
+            for weight_layout in weight_layouts
+            for recompute in ((None,) if self.by_operator else self.levels)
+        ]
+        fronts = layer_fronts(problem, [self._allowed(*each, sharding) for each in variants])
+        for (weight_layout, _), front in zip(variants, fronts, strict=True):
+            yield from (
+                self._option(evaluate(problem, options), weight_layout, b, sharding)
+                for options in front
+            )
 
     def _allowed(
         self, weight_layout: WeightLayout, level: Recompute | None, sharding: Sharding
-    ) -> Callable[[str, StrategyOption], bool]:
+    ) -> Allowed:
         """Returns a test of options for a weight layout and a recompute level (None: any)."""
         names = (
             frozenset(self.price_cache.recompute_operators(LayerKind.BLOCK, level))

@@ -3,206 +3,216 @@
 The front of (time, saved bytes) is found by a walk over the operators in topological order. For
 each placement of the open tensors, which some later operator reads, the walk keeps the labels that
 no other label beats in both values. A label that is beaten there cannot be part of a layer on the
-front. The walk is exact; the tests compare it with the integer program of layer_program.py.
+front. The walk is exact; the tests compare it with the integer program of layer_program.py. All
+labels of an operator are arrays, also those of several variants of the problem, which differ in the
+options that they allow.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from parplan.planner.dominance import Array, Ints, undominated_rows
+from parplan.planner.dominance import Array, Ints, new_lows
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
-    InputPlacement,
     LayerProblem,
-    OutputPlacement,
     StrategyOption,
     TensorLink,
 )
 
-Frontier = tuple[int, ...]  # by maker of an open tensor, the number of its output placement
+Allowed = Callable[[str, StrategyOption], bool]  # by operator name
+Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Labels:
-    """Points by increasing time, each with its predecessor (frontier, point) and its option."""
+    """Partial layers, one a row.
 
+    placed           by open maker, the number of its output placement
+    before, option   the label of the operator before, and the option of this one
+    """
+
+    variant: Ints
+    placed: Ints
     time_s: Array
     saved_bytes: Array
-    frontier: Ints
-    point: Ints
+    before: Ints
     option: Ints
 
 
-Layers = dict[Frontier, _Labels]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operator:
+    """One operator by numbers: its options, and the links to the makers of its inputs.
 
-
-class _Table:
-    """A layer problem by numbers, with the tensor that leaves the layer as a last operator.
-
-    outputs   by operator and option, the number of the output placement
-    cells     by reader, link, placement of the maker and option of the reader, seconds and saved
-              bytes
+    outputs      by option, the number of the output placement
+    still_open   makers whose output some later operator reads, this one last
+    links        the maker, and by its output placement and option of the reader the seconds and
+                 saved bytes
     """
 
-    def __init__(self, problem: LayerProblem) -> None:
-        lefts = {BEFORE: [problem.enters]}
-        lefts |= {
-            i: list(dict.fromkeys(option.output for option in options))
-            for i, options in enumerate(problem.options)
-        }
-        self.outputs = [
-            [lefts[i].index(option.output) for option in options]
-            for i, options in enumerate(problem.options)
-        ] + [[0]]
-        self.makers = [
-            [link.maker for link in problem.incoming(i)] for i in range(len(problem.options) + 1)
-        ]
-        self.costs = [
-            [(o.cost.time_s, o.cost.saved_bytes) for o in options] for options in problem.options
-        ] + [[(0.0, 0.0)]]
-        self.cells: list[list[list[list[tuple[float, float]]]]] = []
-        for i in range(len(problem.options) + 1):
-            links = problem.incoming(i)
-            inputs = (
-                [option.inputs for option in problem.options[i]]
-                if i < len(problem.options)
-                else [(problem.leaves,)]
+    time_s: Array
+    saved_bytes: Array
+    outputs: Ints
+    still_open: tuple[int, ...]
+    links: tuple[tuple[int, Array, Array], ...]
+
+
+def _operators(problem: LayerProblem) -> list[_Operator]:
+    """Returns the operators, and the boundary that the layer's output moves to as the last one."""
+    count = len(problem.options)
+    lefts = {BEFORE: [problem.enters]} | {
+        i: list(dict.fromkeys(option.output for option in options))
+        for i, options in enumerate(problem.options)
+    }
+    links = [problem.incoming(i) for i in range(count + 1)]
+    operators = []
+    for i in range(count + 1):
+        options = problem.options[i] if i < count else ()
+        later = {link.maker for some in links[i + 1 :] for link in some}
+        operators.append(
+            _Operator(
+                time_s=np.array([o.cost.time_s for o in options] or [0.0] * (i == count)),
+                saved_bytes=np.array([o.cost.saved_bytes for o in options] or [0.0] * (i == count)),
+                outputs=np.array(
+                    [lefts[i].index(o.output) for o in options] or [0] * (i == count), np.int64
+                ),
+                still_open=tuple(maker for maker in (BEFORE, *range(i + 1)) if maker in later),
+                links=tuple(
+                    (link.maker, *_cells(problem, link, position, lefts[link.maker]))
+                    for position, link in enumerate(links[i])
+                ),
             )
-            self.cells.append(
-                [
-                    [
-                        [_time_and_saved(link, left, tensors[position]) for tensors in inputs]
-                        for left in lefts[link.maker]
-                    ]
-                    for position, link in enumerate(links)
-                ]
-            )
-
-    def still_open(self, i: int, open_makers: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the makers whose output some operator after the i-th reads."""
-        needed = {maker for makers in self.makers[i + 1 :] for maker in makers}
-        return tuple(maker for maker in (*open_makers, i) if maker in needed)
+        )
+    return operators
 
 
-def _time_and_saved(
-    link: TensorLink, left: OutputPlacement, input_tensor: InputPlacement | None
-) -> tuple[float, float]:
-    assert input_tensor is not None, "a link has a reader"
-    cell = link.cells[left, input_tensor]
-    return cell.time_s, cell.saved_bytes
-
-
-def least_time_s(problem: LayerProblem) -> float | None:
-    """Returns the seconds of the fastest layer, whatever it saves, or None without a solution."""
-    table = _Table(problem)
-    times: dict[Frontier, float] = {(0,): 0.0}
-    open_makers: tuple[int, ...] = (BEFORE,)
-    for i in range(len(problem.options) + 1):
-        still = table.still_open(i, open_makers)
-        grown: dict[Frontier, float] = {}
-        for frontier, time_s in times.items():
-            where = dict(zip(open_makers, frontier, strict=True))
-            rows = [
-                cells[where[maker]]
-                for cells, maker in zip(table.cells[i], table.makers[i], strict=True)
-            ]
-            for k, output in enumerate(table.outputs[i]):
-                where[i] = output
-                after = tuple(where[maker] for maker in still)
-                sum_s = time_s + table.costs[i][k][0] + sum(row[k][0] for row in rows)
-                if sum_s < grown.get(after, math.inf):
-                    grown[after] = sum_s
-        times, open_makers = grown, still
-    return min(times.values(), default=None)
-
-
-def layer_front(problem: LayerProblem) -> list[tuple[StrategyOption, ...]]:
-    """Returns the options of each point of the front, fastest first; empty without a solution."""
-    table = _Table(problem)
-    zero = np.zeros(1)
-    none = np.zeros(1, np.int64)
-    labels: Layers = {(0,): _Labels(zero, zero, none, none, none)}
-    open_makers: tuple[int, ...] = (BEFORE,)
-    history: list[Layers] = []
-    for i in range(len(problem.options)):
-        still = table.still_open(i, open_makers)
-        labels = _step(table, i, labels, open_makers, still)
-        history.append(labels)
-        open_makers = still
-    ends = _ended(table, labels, open_makers)
-    if ends is None:
-        return []
-    return [
-        _traced(problem, history, int(frontier), int(point))
-        for frontier, point in zip(ends.frontier, ends.point, strict=True)
-    ]
-
-
-def _step(
-    table: _Table, i: int, labels: Layers, open_makers: tuple[int, ...], still: tuple[int, ...]
-) -> Layers:
-    """Returns the labels after operator i, by the outputs of `still`, which are read later."""
-    grown: dict[Frontier, list[_Labels]] = {}
-    for number, (frontier, points) in enumerate(labels.items()):
-        where = dict(zip(open_makers, frontier, strict=True))
-        rows = [
-            cells[where[maker]]
-            for cells, maker in zip(table.cells[i], table.makers[i], strict=True)
-        ]
-        for k, (time_s, saved) in enumerate(table.costs[i]):
-            for row in rows:
-                time_s, saved = time_s + row[k][0], saved + row[k][1]
-            where[i] = table.outputs[i][k]
-            after = tuple(where[maker] for maker in still)
-            grown.setdefault(after, []).append(_moved_on(points, time_s, saved, number, k))
-    return {after: _undominated(parts) for after, parts in grown.items()}
-
-
-def _moved_on(points: _Labels, time_s: float, saved: float, frontier: int, option: int) -> _Labels:
-    count = len(points.time_s)
-    return _Labels(
-        points.time_s + time_s,
-        points.saved_bytes + saved,
-        np.full(count, frontier),
-        np.arange(count),
-        np.full(count, option),
+def _cells(
+    problem: LayerProblem, link: TensorLink, position: int, lefts: Sequence[object]
+) -> tuple[Array, Array]:
+    """Returns seconds and saved bytes of a link by output placement and option of the reader."""
+    inputs = (
+        [option.inputs[position] for option in problem.options[link.reader]]
+        if link.reader < len(problem.options)
+        else [problem.leaves]
+    )
+    cells = [[link.cells[left, needed] for needed in inputs] for left in lefts]  # type: ignore[index]
+    shape = len(lefts), len(inputs)
+    return (
+        np.array([[cell.time_s for cell in row] for row in cells]).reshape(shape),
+        np.array([[cell.saved_bytes for cell in row] for row in cells]).reshape(shape),
     )
 
 
-def _undominated(parts: list[_Labels]) -> _Labels:
-    columns = [
-        np.concatenate([getattr(part, name) for part in parts]) for name in _Labels.__slots__
-    ]
-    kept = undominated_rows(*columns[:2])
-    return _Labels(*(column[kept] for column in columns))
+def _always(name: str, option: StrategyOption) -> bool:
+    return True
 
 
-def _ended(table: _Table, labels: Layers, open_makers: tuple[int, ...]) -> _Labels | None:
-    """Returns the labels of all last frontiers, with the moves to the layer boundary."""
-    parts = []
-    for number, (frontier, points) in enumerate(labels.items()):
-        where = dict(zip(open_makers, frontier, strict=True))
-        cells = [
-            cell[where[maker]][0]
-            for cell, maker in zip(table.cells[-1], table.makers[-1], strict=True)
-        ]
-        parts.append(
-            _moved_on(points, sum(c[0] for c in cells), sum(c[1] for c in cells), number, 0)
-        )
-    return _undominated(parts) if parts else None
+def least_times_s(
+    problem: LayerProblem, variants: Sequence[Allowed] = (_always,)
+) -> list[float | None]:
+    """Returns by variant the seconds of the fastest layer, or None without a solution."""
+    ends = _walk(problem, variants, counts_bytes=False)[-1]
+    fastest = dict(zip(ends.variant.tolist(), ends.time_s.tolist(), strict=True))
+    return [fastest.get(variant) for variant in range(len(variants))]
 
 
-def _traced(
-    problem: LayerProblem, history: list[Layers], frontier: int, point: int
-) -> tuple[StrategyOption, ...]:
-    """Returns the options of one end, followed back through the labels."""
-    options: list[StrategyOption] = []
-    for i in reversed(range(len(history))):
-        labels = list(history[i].values())[frontier]
-        options.append(problem.options[i][labels.option[point]])
-        frontier, point = int(labels.frontier[point]), int(labels.point[point])
-    return tuple(reversed(options))
+def layer_fronts(
+    problem: LayerProblem, variants: Sequence[Allowed] = (_always,)
+) -> list[list[tuple[StrategyOption, ...]]]:
+    """Returns by variant the options of each point of the front, fastest first."""
+    history = _walk(problem, variants, counts_bytes=True)
+    fronts: list[list[tuple[StrategyOption, ...]]] = [[] for _ in variants]
+    *steps, ends = history
+    label = ends.before
+    chosen: list[list[StrategyOption]] = []
+    for options, labels in zip(problem.options[::-1], steps[::-1], strict=True):
+        chosen.append([options[option] for option in labels.option[label].tolist()])
+        label = labels.before[label]
+    for variant, layer in zip(ends.variant.tolist(), zip(*chosen[::-1], strict=True), strict=True):
+        fronts[variant].append(layer)
+    return fronts
+
+
+def _walk(
+    problem: LayerProblem, variants: Sequence[Allowed], *, counts_bytes: bool
+) -> list[_Labels]:
+    """Returns the labels after each operator, by variant and time; the last are whole layers."""
+    none = np.zeros(len(variants))
+    numbers = np.arange(len(variants))
+    labels = _Labels(
+        variant=numbers,
+        placed=np.zeros((len(variants), 1), np.int64),
+        time_s=none,
+        saved_bytes=none,
+        before=numbers,
+        option=numbers,
+    )
+    open_makers: tuple[int, ...] = (BEFORE,)
+    history = []
+    for i, operator in enumerate(_operators(problem)):
+        allowed = np.ones((len(variants), 1), np.bool_)
+        if i < len(problem.options):
+            name, options = problem.names[i], problem.options[i]
+            allowed = np.array(
+                [[variant(name, option) for option in options] for variant in variants], np.bool_
+            )
+        labels = _moved_on(labels, open_makers, operator, allowed, counts_bytes=counts_bytes)
+        open_makers = operator.still_open
+        history.append(labels)
+    return history
+
+
+def _moved_on(
+    labels: _Labels,
+    open_makers: tuple[int, ...],
+    operator: _Operator,
+    allowed: Mask,
+    *,
+    counts_bytes: bool,
+) -> _Labels:
+    """Returns the undominated labels after an operator."""
+    time_s = labels.time_s[:, None] + operator.time_s
+    saved_bytes = labels.saved_bytes[:, None] + operator.saved_bytes
+    for maker, link_s, link_bytes in operator.links:
+        left = labels.placed[:, open_makers.index(maker)]
+        time_s += link_s[left]
+        saved_bytes += link_bytes[left]
+    before, option = np.nonzero(allowed[labels.variant])
+    kept_makers = [n for n, maker in enumerate(open_makers) if maker in operator.still_open]
+    placed = labels.placed[before][:, kept_makers]
+    if len(kept_makers) < len(operator.still_open):
+        placed = np.column_stack([placed, operator.outputs[option]])
+    grown = _Labels(
+        variant=labels.variant[before],
+        placed=placed,
+        time_s=time_s[before, option],
+        saved_bytes=saved_bytes[before, option] if counts_bytes else np.zeros(len(before)),
+        before=before,
+        option=option,
+    )
+    return _undominated(grown)
+
+
+def _undominated(labels: _Labels) -> _Labels:
+    """Returns the labels that none of the same variant and placements equals or beats."""
+    group = labels.variant
+    for column in labels.placed.T:
+        group = group * (column.max(initial=0) + 1) + column
+    order = np.lexsort((labels.saved_bytes, labels.time_s, group))
+    begins = np.diff(group[order], prepend=-1) > 0
+    saved_bytes = labels.saved_bytes[order]
+    # every group begins below all groups before it
+    below = np.cumsum(begins) * (np.ptp(saved_bytes) + 1.0) if len(order) else 0.0
+    kept = order[new_lows(saved_bytes - below)]
+    return _Labels(
+        variant=labels.variant[kept],
+        placed=labels.placed[kept],
+        time_s=labels.time_s[kept],
+        saved_bytes=labels.saved_bytes[kept],
+        before=labels.before[kept],
+        option=labels.option[kept],
+    )

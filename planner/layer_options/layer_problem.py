@@ -13,6 +13,7 @@ the maker's output. The problem leaves the second out; the catalogue prices it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -158,9 +159,8 @@ def layer_problem(
     dp: int = 1,
 ) -> LayerProblem:
     """Returns the problem of `layer` over the axes and with the boundary of `sharding`."""
-    return _Builder(
-        layer, sharding, StageAxes(sharding.degrees, machine, training.stack), training, zero, dp
-    ).build()
+    inside = StageAxes(sharding.degrees, machine, training.stack)
+    return LayerStrategies(layer, inside, training, zero, dp).problem(sharding.boundary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +174,10 @@ class _MovedTensor:
     makers_bytes: float
 
 
-class _Builder:
-    """Builds the options and links of one problem.
+class LayerStrategies:
+    """The strategies of every operator of a layer on the axes `inside`, and the links between them.
+
+    All boundaries of the layer share them.
 
     savers   by tensor, the first operator that saves it: its bytes count there
     alone    by reader and the placements of an input and of its gradient, the price of the reader
@@ -184,15 +186,16 @@ class _Builder:
     def __init__(
         self,
         layer: LayerClass,
-        sharding: Sharding,
         inside: StageAxes,
         training: TrainingSpec,
-        zero: int,
-        dp: int,
+        zero: int = 0,
+        dp: int = 1,
     ) -> None:
         self.layer = layer
-        self.sharding = sharding
         self.inside = inside
+        self.sharding = Sharding(
+            math.prod(inside.degrees), axes=inside.degrees if len(inside.degrees) > 1 else ()
+        )
         self.training = training
         self.zero = zero
         self.dp = dp
@@ -205,25 +208,34 @@ class _Builder:
                     self.savers.setdefault(tensor.name, operator.name)
         self.moved: dict[tuple[str, str, Place, Place, Place], _MovedTensor] = {}
         self.alone: dict[tuple[str, Place, Place], OperatorPrice] = {}
+        self.options = tuple(
+            self._undominated(list(self._options(operator))) for operator in layer.operators
+        )
+        self.links = {
+            (reader, position): self._link(reader, position, maker)
+            for reader, operator in enumerate(layer.operators)
+            for position, tensor in enumerate(operator.inputs)
+            if (maker := self.makers.get(tensor.name)) is not None
+        }
 
-    def build(self) -> LayerProblem:
-        options = tuple(
-            self._undominated(list(self._options(operator))) for operator in self.layer.operators
-        )
-        boundary = OutputPlacement(self.sharding.boundary, False)
+    def problem(self, boundary: Place) -> LayerProblem:
+        """Returns the problem of the layer between layers whose activations lie at `boundary`."""
+        enters = OutputPlacement(boundary, False)
         ends = self.layer.kind is LayerKind.HEAD
-        leaves = (
-            None if ends else InputPlacement(self.sharding.boundary, self.sharding.boundary, False)
-        )
-        links = [link for i in range(len(options)) for link in self._links(i, options, boundary)]
+        leaves = None if ends else InputPlacement(boundary, boundary, False)
+        links = [
+            self.links.get((reader, position)) or self._link(reader, position, None, enters)
+            for reader, operator in enumerate(self.layer.operators)
+            for position, _ in enumerate(operator.inputs)
+        ]
         if leaves is not None:
-            links.append(self._last_link(options, leaves))
+            links.append(self._last_link(leaves))
         host_forward_s, host_backward_s = launch_s(self.inside.machine, self.training.stack)
         return LayerProblem(
             tuple(self.index),
-            options,
+            self.options,
             tuple(links),
-            boundary,
+            enters,
             leaves,
             workspace_bytes=self.training.stack.workspace_bytes,
             products=tuple(
@@ -299,27 +311,24 @@ class _Builder:
                 kept.append(option)
         return tuple(kept)
 
-    def _links(
-        self,
-        reader: int,
-        options: tuple[tuple[StrategyOption, ...], ...],
-        boundary: OutputPlacement,
-    ) -> Iterator[TensorLink]:
+    def _link(
+        self, reader: int, position: int, maker: str | None, enters: OutputPlacement | None = None
+    ) -> TensorLink:
+        """Returns the link to one input of a reader from its maker, or from where it `enters`."""
         operator = self.layer.operators[reader]
-        for position, tensor in enumerate(operator.inputs):
-            name = self.makers.get(tensor.name)
-            maker = BEFORE if name is None else self.index[name]
-            lefts = (
-                dict.fromkeys(o.output for o in options[maker])
-                if name is not None
-                else {boundary: None}
-            )
-            inputs = dict.fromkeys(option.inputs[position] for option in options[reader])
-            yield TensorLink(
-                maker,
-                reader,
-                {(a, b): self._cell(name, operator, tensor, a, b) for a in lefts for b in inputs},
-            )
+        tensor = operator.inputs[position]
+        number = BEFORE if maker is None else self.index[maker]
+        lefts = (
+            (enters,)
+            if enters is not None
+            else dict.fromkeys(option.output for option in self.options[number])
+        )
+        inputs = dict.fromkeys(option.inputs[position] for option in self.options[reader])
+        return TensorLink(
+            number,
+            reader,
+            {(a, b): self._cell(maker, operator, tensor, a, b) for a in lefts for b in inputs},
+        )
 
     def _cell(
         self,
@@ -398,11 +407,9 @@ class _Builder:
         )
         return self.sharding.local_bytes(edge.tensor, where)
 
-    def _last_link(
-        self, options: tuple[tuple[StrategyOption, ...], ...], leaves: InputPlacement
-    ) -> TensorLink:
+    def _last_link(self, leaves: InputPlacement) -> TensorLink:
         """Returns the link from the last operator to the boundary."""
-        last, tensor = len(options) - 1, self.layer.operators[-1].outputs[0]
+        last, tensor = len(self.options) - 1, self.layer.operators[-1].outputs[0]
 
         def cost(left: OutputPlacement) -> StrategyCost:
             there = self.inside.moved(tensor, left.place, leaves.place)
@@ -415,8 +422,5 @@ class _Builder:
                 sent_backward=back.value_s > 0,
             )
 
-        return TensorLink(
-            last,
-            last + 1,
-            {(left, leaves): cost(left) for left in dict.fromkeys(o.output for o in options[last])},
-        )
+        lefts = dict.fromkeys(option.output for option in self.options[last])
+        return TensorLink(last, last + 1, {(left, leaves): cost(left) for left in lefts})

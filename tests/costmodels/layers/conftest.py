@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parplan.costmodels.communication.collectives import Collective
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 
@@ -24,4 +25,5 @@ def volumes(monkeypatch):
 
     for name in ("layers.layer_price", "layers.data_parallel", "communication.redistribution"):
         monkeypatch.setattr(f"parplan.costmodels.{name}.collective_time", one_second_a_byte)
+    monkeypatch.setattr(KeyedCache, "__call__", lambda _, key, make: make())  # counts repeats
     return seen
