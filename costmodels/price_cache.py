@@ -20,7 +20,7 @@ from parplan.costmodels.layers.layer_price import LayerOperators
 from parplan.costmodels.layers.layer_price_cache import (
     LayerPriceCache,
     LayerStates,
-    SharedParameters,
+    ParameterSharing,
 )
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
@@ -71,6 +71,14 @@ class PriceCache(LayerPriceCache):
             lambda: build_graph(self.model, self.training, micro_batch_size),
         )
 
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers + 2
+
+    def key(self, layer: int, first: int) -> LayerKey:
+        ends = {0: LayerKind.EMBEDDING, self.num_layers - 1: LayerKind.HEAD}
+        return ends.get(layer, LayerKind.BLOCK)
+
     def cut_class(self, cut: int) -> int:
         return 0
 
@@ -88,7 +96,7 @@ class PriceCache(LayerPriceCache):
         return self.graph(1).model_flops
 
     @property
-    def shared_parameters(self) -> tuple[SharedParameters, ...]:
+    def shared_parameters(self) -> tuple[ParameterSharing, ...]:
         if not self.tied:
             return ()
         table = sum(
@@ -97,7 +105,7 @@ class PriceCache(LayerPriceCache):
             for parameter in operator.parameters
             if operator.parallel_dim == "vocab"
         )
-        return (SharedParameters((0, self.model.num_layers + 1), table),)
+        return (ParameterSharing((0, self.model.num_layers + 1), table),)
 
     def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
         return self._on_device(

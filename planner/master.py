@@ -22,7 +22,7 @@ tolerances of CBC are absolute: problems priced in seconds are answered wrongly 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,7 +131,7 @@ class Master:
         """Returns the z of every column of rank s: binary, or a share of a corner."""
         variable = {True: self.problem.continuous, False: self.problem.binary}
         picks = {column: variable[column.corner](f"z_{s}_{c}") for c, column in enumerate(columns)}
-        groups: dict[tuple[int, int, bool], list[tuple[Any, float]]] = {}
+        groups: dict[tuple[Hashable, int, bool], list[tuple[Any, float]]] = {}
         for column, z in picks.items():
             if column.corner:
                 groups.setdefault(column.group, []).append((z, 1.0))

@@ -95,7 +95,7 @@ class LayerStates:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedParameters:
+class ParameterSharing:
     """Parameters that several layers of a model hold.
 
     layers      numbers of the layers, ascending
@@ -150,6 +150,15 @@ class LayerPriceCache(ABC):
     def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`."""
 
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """Layers of the model, with embedding and head."""
+
+    @abstractmethod
+    def key(self, layer: int, first: int) -> LayerKey:
+        """Returns the class of a layer by its number, in a stage that begins with layer `first`."""
+
     @abstractmethod
     def cut_class(self, cut: int) -> int:
         """Returns a number that is equal for cuts which the same tensors cross.
@@ -172,11 +181,11 @@ class LayerPriceCache(ABC):
         """Forward and backward model FLOPs of a sequence, without recompute (EQUATIONS K4)."""
 
     @property
-    def shared_parameters(self) -> tuple[SharedParameters, ...]:
+    def shared_parameters(self) -> tuple[ParameterSharing, ...]:
         """Parameters that several layers hold, such as a token table tied to the head."""
         return ()
 
-    def shared_reduction(self, shared: SharedParameters, mesh: Mesh, sharding: Sharding) -> Seconds:
+    def shared_reduction(self, shared: ParameterSharing, mesh: Mesh, sharding: Sharding) -> Seconds:
         """Seconds a step to sum the gradients of parameters that several pipeline ranks hold."""
         return self._once(
             ("shared", shared, mesh, sharding.tp),
@@ -212,6 +221,15 @@ class LayerPriceCache(ABC):
     def table_workspace_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
         """Bytes of temporaries beside the embedding's gradient."""
         return 0
+
+    @property
+    def tied(self) -> bool:
+        """True if embedding and head share their table."""
+        return False
+
+    def with_table(self, *, on_host: bool) -> LayerPriceCache:
+        """Returns the same prices with the token table on the host, or on the device."""
+        return self
 
     @property
     def outside(self) -> LayerPriceCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -17,6 +17,8 @@ from parplan.costmodels.schedules.actions import ActionKind, parse_row
 from parplan.costmodels.schedules.schedule import Schedule, in_flight
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.models.operator_graph import LayerKind
+
+LayersOf = Callable[[int], tuple[int, int]]  # the layers [first, end) of a virtual stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +195,12 @@ def sent_bytes(
     rank: int,
     layout: ParallelLayout,
     price_cache: LayerPriceCache,
-    strategy: Strategy | None = None,
+    layers_of: LayersOf | None = None,
 ) -> float:
     """Bytes of the messages that a rank has sent at the end of a step.
 
-    They are activations and gradients, zero unless the stack keeps them until then. Without a
-    strategy all cuts are alike.
+    They are activations and gradients, zero unless the stack keeps them until then. Without the
+    layers of the virtual stages all cuts are alike.
     """
     last = layout.num_virtual_stages - 1
 
@@ -208,7 +210,7 @@ def sent_bytes(
 
     total = 0
     for stage in layout.stages_of(rank):
-        first, end = strategy.layers_of(stage) if strategy else (0, 0)
+        first, end = layers_of(stage) if layers_of else (0, 0)
         total += (sent(end) if stage < last else 0) + (sent(first) if stage > 0 else 0)
     return float(layout.num_micro_batches * total)
 
@@ -225,7 +227,7 @@ def rank_memory(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> 
     ]
     states = sum((layer.states for layer in held), StateBytes())
     between, running = _held_and_running(strategy, rank, sizes, price_cache)
-    activations = sent_bytes(rank, layout, price_cache, strategy) + between
+    activations = sent_bytes(rank, layout, price_cache, strategy.layers_of) + between
     temporaries = (
         table
         + running
@@ -394,7 +396,7 @@ def _apart_bytes(
             None if embedding is None else embedding.zero,
             reduced,
             price_cache,
-            strategy,
+            strategy.layers_of,
         ),
         besides_bytes(strategy, rank, price_cache),
     )
@@ -406,11 +408,12 @@ def constant_bytes(
     embedding_zero: int | None,
     reduced: Bytes,
     price_cache: LayerPriceCache,
-    strategy: Strategy | None = None,
+    layers_of: LayersOf | None = None,
 ) -> ConstantBytes:
     """Returns the bytes that no layer's pass frees on a rank whose gradients come and go.
 
-    Messages count with their mean size. Without a strategy all cuts are alike.
+    Messages count with their mean size. Without the layers of the virtual stages all cuts are
+    alike.
 
     embedding_zero    the ZeRO stage of the embedding if the rank has it
     reduced           the largest buffer of its ZeRO-1 layers
@@ -421,7 +424,7 @@ def constant_bytes(
         embedding = price_cache.states(LayerKind.EMBEDDING, layout.mesh, layout.sharding, 3)
         gathered = embedding.zero_buffer / ZERO_3_COPIES
     return ConstantBytes(
-        sent=sent_bytes(rank, layout, price_cache, strategy) / max(1, num_sent(rank, layout)),
+        sent=sent_bytes(rank, layout, price_cache, layers_of) / max(1, num_sent(rank, layout)),
         shared_table=table,
         gathered=gathered,
         reduced=reduced,

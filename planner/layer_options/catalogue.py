@@ -27,7 +27,7 @@ from parplan.planner.layer_options.layer_program import PickedStrategies, evalua
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.request import Constraints
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerKind, Operator
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind, Operator
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
 WeightLayout = frozenset[str]  # the parallel dims whose weights are divided
@@ -35,8 +35,9 @@ WeightLayout = frozenset[str]  # the parallel dims whose weights are divided
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerOption:
-    """One way to run a block, priced for one micro-batch without data parallelism.
+    """One way to run a layer, mostly a block, priced for one micro-batch without data parallelism.
 
+    kind            the layer class
     weight_layout   the weights that are divided over the tensor-parallel ranks
     zero            ZeRO stage of its states; 0 in the catalogue, until a rank sets it
     on_host         operators whose saved tensors are offloaded, host_bytes of them
@@ -52,6 +53,7 @@ class LayerOption:
     saved_bytes: float
     ideal_saved_bytes: float
     workspace_bytes: float
+    kind: LayerKey = LayerKind.BLOCK
     zero: int = 0
     on_host: tuple[str, ...] = ()
     host_bytes: float = 0.0

@@ -227,7 +227,7 @@ class RankColumns(MixPrices):
 
     @cached_property
     def _pairs(self) -> RelaxedPairs:
-        return RelaxedPairs(*self.table.unbeaten_blocks(self.layout, self.rank))
+        return RelaxedPairs(*self.mix_table.unbeaten_blocks(self.layout, self.rank))
 
     def relaxed_s(
         self, num_blocks: int, zero: int, usable: float, *, plain: bool = False

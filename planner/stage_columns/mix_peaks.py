@@ -5,27 +5,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.memory.peak_memory import AlikeLayers, LayerBytes, passes_of, peak_of_runs
+from parplan.costmodels.memory.peak_memory import (
+    AlikeLayers,
+    Bytes,
+    ConstantBytes,
+    LayerBytes,
+    passes_of,
+    peak_of_runs,
+)
 from parplan.costmodels.memory.rank_memory import (
+    LayersOf,
     constant_bytes,
     held_in_passes,
     layer_activations,
     stashes,
 )
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout
-from parplan.planner.dominance import Array
+from parplan.planner.dominance import Array, Ints
 from parplan.planner.layer_options.mixes import Mixes, column_of, widest_mixes
 from parplan.planner.stage_columns.dealing import counts_of_chunks
 from parplan.planner.stage_columns.stage_prices import BlockCosts, EndCosts, end_kinds
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,8 @@ class MixPeaks:
         layout: ParallelLayout,
         block: BlockCosts,
         fixed: Mapping[int, EndCosts],
-        price_cache: PriceCache,
+        price_cache: LayerPriceCache,
+        layers_of: LayersOf | None = None,
     ) -> None:
         self.rank = rank
         self.layout = layout
@@ -72,9 +81,27 @@ class MixPeaks:
         self.fixed = fixed
         self.price_cache = price_cache
         self._stashes = stashes(LayerKind.BLOCK, rank, layout)
+        self._layers_of = layers_of
         self._once = KeyedCache()
 
-    def _end(self, kind: LayerKind, zero: int) -> AlikeLayers:
+    @property
+    def _kinds(self) -> tuple[LayerKey, ...]:
+        """The classes of embedding and head, as far as the rank has them."""
+        return end_kinds(self.rank, self.layout)
+
+    def _constant(self, zero: int, reduced: Bytes) -> ConstantBytes:
+        embeds = any(kind.role is LayerKind.EMBEDDING for kind in self._kinds)
+        embedding_zero = zero if embeds else None
+        return constant_bytes(
+            self.rank,
+            self.layout,
+            embedding_zero,
+            reduced,
+            self.price_cache,
+            self._layers_of,
+        )
+
+    def _end(self, kind: LayerKey, zero: int) -> AlikeLayers:
         choice = LayerChoice(kind, Recompute.NONE, zero)
         return self._once(
             (kind, zero),
@@ -94,16 +121,10 @@ class MixPeaks:
         return self._once(zero, lambda: self._fullest_moments(zero))
 
     def _fullest_moments(self, zero: int) -> list[MixPeak]:
-        ends = {kind: self._end(kind, zero).held for kind in end_kinds(self.rank, self.layout)}
+        ends = {kind.role: self._end(kind, zero).held for kind in self._kinds}
         stages = self.layout.stages_of(self.rank)
         fixed = self.fixed[zero]
-        lasting = constant_bytes(
-            self.rank,
-            self.layout,
-            zero if LayerKind.EMBEDDING in ends else None,
-            0.0,
-            self.price_cache,
-        )
+        lasting = self._constant(zero, 0.0)
         places = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: self.layout.num_virtual_stages - 1}
         passes, sent = passes_of(self.layout, self.rank)
         peaks = [MixPeak(0, 0, 1.0, False, fixed.states + sent * lasting.sent)]
@@ -144,6 +165,17 @@ class MixPeaks:
 
         Their `count` is that of the whole rank.
         """
+        bytes_of = self._layer_bytes(mixes)
+        used = mixes.counts > 0
+        order = np.argsort(~used, axis=1, kind="stable")[:, : used.sum(axis=1).max()]
+        rows = np.arange(len(order))
+        return [
+            AlikeLayers(LayerKind.BLOCK, bytes_of(option), mixes.counts[rows, option])
+            for option in order.T
+        ]
+
+    def _layer_bytes(self, mixes: Mixes) -> Callable[[Ints], LayerBytes]:
+        """Returns the bytes of a block, by the numbers of its options among those of the mixes."""
         block = self.block.of(mixes.options)
         saved = column_of(block.options, "saved_bytes")
         workspace = column_of(block.options, "workspace_bytes")
@@ -151,27 +183,17 @@ class MixPeaks:
         remade = np.zeros(len(saved))
         if self.layout.recomputes_ahead:
             remade = block.whole_saved - saved
-        used = mixes.counts > 0
-        order = np.argsort(~used, axis=1, kind="stable")[:, : used.sum(axis=1).max()]
-        rows = np.arange(len(order))
-        return [
-            AlikeLayers(
-                LayerKind.BLOCK,
-                LayerBytes(
-                    saved=saved[option],
-                    workspace=workspace[option],
-                    gradients=block.gradients[option],
-                    gathered=gathered[option],
-                    reduced=reduced[option],
-                    remade=remade[option],
-                    alone=block.whole_workspace[option],
-                ),
-                mixes.counts[rows, option],
-            )
-            for option in order.T
-        ]
+        return lambda option: LayerBytes(
+            saved=saved[option],
+            workspace=workspace[option],
+            gradients=block.gradients[option],
+            gathered=gathered[option],
+            reduced=reduced[option],
+            remade=remade[option],
+            alone=block.whole_workspace[option],
+        )
 
-    def _chunks(self, mixes: Mixes, zero: int) -> Iterator[list[AlikeLayers]]:
+    def _chunks(self, mixes: Mixes, zero: int) -> Iterable[list[AlikeLayers]]:
         blocks = self._blocks(mixes)
         last_stage = self.layout.num_virtual_stages - 1
         whole = np.stack([run.count for run in blocks], axis=1)
@@ -202,17 +224,11 @@ class MixPeaks:
                 for option, buffer in zip(block.options, block.zero_buffer, strict=True)
             ]
         )
-        kinds = end_kinds(self.rank, self.layout)
+        kinds = self._kinds
         reduced = np.maximum(
             widest_mixes(mixes.counts, reduces), fixed.zero_buffer if zero == 1 and kinds else 0.0
         )
-        lasting = constant_bytes(
-            self.rank,
-            self.layout,
-            zero if LayerKind.EMBEDDING in kinds else None,
-            reduced,
-            self.price_cache,
-        )
+        lasting = self._constant(zero, reduced)
         fullest = peak_of_runs(self.layout, self.rank, list(self._chunks(mixes, zero)), lasting)
         saved = self._stashes * mixes.saved_bytes
         together = (

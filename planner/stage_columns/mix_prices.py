@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parplan.costmodels.keyed_cache import KeyedCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.peak_candidates import PeakCandidate, peak_candidates
 from parplan.costmodels.memory.rank_memory import (
     gradients_come_and_go,
@@ -21,7 +22,6 @@ from parplan.costmodels.memory.rank_memory import (
     peak_stash_counts,
     stashes,
 )
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.hidden_recompute import plain_and_ramp
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
@@ -33,7 +33,7 @@ from parplan.planner.layer_options.mixes import (
     widest_mixes,
 )
 from parplan.planner.stage_columns.mix_peaks import MixPeaks
-from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.planner.stage_columns.mix_table import MixTable, StageTable
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_prices import (
     BlockCosts,
@@ -74,21 +74,37 @@ class MixPrices:
     """
 
     def __init__(
-        self, rank: int, layout: ParallelLayout, table: MixTable, ends: PriceCache | None = None
+        self,
+        rank: int,
+        layout: ParallelLayout,
+        table: StageTable,
+        ends: LayerPriceCache | None = None,
     ) -> None:
         self.rank = rank
         self.layout = layout
         self.table = table
         self.ends = ends or table.price_cache
         self.stages = table.zero_stages(layout)
-        self.fixed = {zero: end_costs(rank, layout, zero, self.ends) for zero in self.stages}
-        self.block = table.per_block(layout, rank)
+        self.fixed = {zero: self._end_costs(zero) for zero in self.stages}
+        self.block = self._block_costs()
         self.stashes = stashes(LayerKind.BLOCK, rank, layout)
         self._of_moments = KeyedCache()
         self._peaks = peak_stash_counts(rank, layout) if layout.splits_backward else ()
         self._moments: tuple[PeakCandidate, ...] = (PeakCandidate(self.stashes),)
         if layout.recomputes_ahead:
             self._moments = peak_candidates(rank, layout)
+
+    @property
+    def mix_table(self) -> MixTable:
+        """The mixes of a model with one class of blocks."""
+        assert isinstance(self.table, MixTable), "several layer classes have no mixes"
+        return self.table
+
+    def _end_costs(self, zero: int) -> EndCosts:
+        return end_costs(self.rank, self.layout, zero, self.ends)
+
+    def _block_costs(self) -> BlockCosts:
+        return self.mix_table.per_block(self.layout, self.rank)
 
     @cached_property
     def _freed(self) -> MixPeaks | None:
@@ -98,6 +114,9 @@ class MixPrices:
         """
         if self.layout.chunked or not gradients_come_and_go(self.layout, self.ends):
             return None
+        return self._make_peaks()
+
+    def _make_peaks(self) -> MixPeaks:
         return MixPeaks(self.rank, self.layout, self.block, self.fixed, self.ends)
 
     @property
@@ -119,7 +138,7 @@ class MixPrices:
         The latter exist if there are several stages.
         """
         candidates = [
-            self.priced(self.table.get(self.layout, self.rank, num_blocks, zero), zero)
+            self.priced(self.mix_table.get(self.layout, self.rank, num_blocks, zero), zero)
             for zero in self.stages
         ]
         if len(self.stages) > 1:
@@ -140,7 +159,7 @@ class MixPrices:
 
     @cached_property
     def _unbeaten_blocks(self) -> BlockCosts:
-        return self.table.unbeaten_blocks(self.layout, self.rank)[0]
+        return self.mix_table.unbeaten_blocks(self.layout, self.rank)[0]
 
     @cached_property
     def _chains(self) -> tuple[tuple[int, ...], ...]:

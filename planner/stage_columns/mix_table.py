@@ -11,6 +11,7 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.chunked_layer import BlockCost
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import PriceCache
@@ -42,14 +43,13 @@ from parplan.profiles.models.operator_graph import LayerKind
 _Kind = tuple[int, Sharding, bool, bool]  # the arguments of options
 
 
-class MixTable:
-    """Catalogue and mixes by (micro-batch, sharding, chunks, number of blocks), each made once."""
+class StageTable:
+    """What the ranks of many layouts share, each made once, for a model of any layers."""
 
     def __init__(
-        self, price_cache: PriceCache, pins: Constraints, deadline: Deadline = NEVER
+        self, price_cache: LayerPriceCache, pins: Constraints, deadline: Deadline = NEVER
     ) -> None:
         self.price_cache = price_cache
-        self.catalogue = catalogue_of(price_cache, pins)
         self.offload = pins.offload or ()
         self.host_share_bytes = host_share_bytes(price_cache.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
@@ -73,6 +73,18 @@ class MixTable:
         return tuple(
             zero for zero in self.zero_choices(layout.mesh) if not illegal_zero(layout, zero)
         )
+
+
+class MixTable(StageTable):
+    """Catalogue and mixes by (micro-batch, sharding, chunks, number of blocks), each made once."""
+
+    price_cache: PriceCache
+
+    def __init__(
+        self, price_cache: PriceCache, pins: Constraints, deadline: Deadline = NEVER
+    ) -> None:
+        super().__init__(price_cache, pins, deadline)
+        self.catalogue = catalogue_of(price_cache, pins)
 
     def price_caches_of_ends(
         self, layout: ParallelLayout, kind: LayerKind

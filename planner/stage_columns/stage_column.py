@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,8 @@ class StageColumn:
                        (costmodels/schedules/hidden_recompute.py)
     homes              locations of the states of its blocks, in a layout with chunks
     looks_up           the host holds its token table
+    layers             by place in a model of several layer classes that it may have, the layers
+                       [first, end) of each of its chunks; none where all blocks are alike
     corner             part of a bound: only averages with other corners of `group` stand for plans
     """
 
@@ -42,15 +44,21 @@ class StageColumn:
     ramp_s: float
     homes: BlockLocations = NOTHING
     looks_up: bool = False
+    layers: tuple[tuple[tuple[int, int], ...], ...] = ()
     corner: bool = False
 
     @property
-    def group(self) -> tuple[int, int, bool]:
-        """Number of blocks, ZeRO stage of the ends and location of the token table.
+    def contents(self) -> Hashable:
+        """The number of its blocks, or the places of its layers where they are not alike."""
+        return self.layers or self.num_blocks
+
+    @property
+    def group(self) -> tuple[Hashable, int, bool]:
+        """Its contents, ZeRO stage of the ends and location of the token table.
 
         All columns of an average share them.
         """
-        return self.num_blocks, self.zero, self.looks_up
+        return self.contents, self.zero, self.looks_up
 
     @property
     def num_blocks(self) -> int:

@@ -9,14 +9,15 @@ from functools import cached_property
 import numpy as np
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes, zero_passes_bytes
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.stage_costs import rank_edges, rank_receives
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.mixes import Mixes, column_of, widest_mixes
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.planner.stage_columns.stage_contents import StageContents
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,26 +109,41 @@ def tied_ends(layout: ParallelLayout) -> tuple[int, ...]:
     return (first, last) if first != last else ()
 
 
-def end_costs(rank: int, layout: ParallelLayout, zero: int, price_cache: PriceCache) -> EndCosts:
-    """Returns the costs of `rank` for embedding, head and transfers."""
+def end_costs(
+    rank: int,
+    layout: ParallelLayout,
+    zero: int,
+    price_cache: LayerPriceCache,
+    contents: StageContents | None = None,
+) -> EndCosts:
+    """Returns the costs of `rank` for embedding, head and transfers.
+
+    contents    its layers, None where all cuts of the model are alike
+    """
     b = layout.micro_batch_size
     mesh = layout.mesh
     sharding = layout.sharding
-    time_s = rank_receives(rank, layout, price_cache).value_s
-    time_s += rank_edges(layout, price_cache).value_s
     outside = unchunked_prices(layout, price_cache)
-    tail_s = 0.0
-    if price_cache.tied and rank in tied_ends(layout):
-        tail_s = sum(
-            outside.shared_reduction(shared, mesh, sharding).value_s
-            for shared in outside.shared_parameters
-        )
+    besides = 0.0
+    if contents is None:
+        ends: tuple[LayerKey, ...] = end_kinds(rank, layout)
+        time_s = rank_receives(rank, layout, price_cache).value_s
+        shared = price_cache.shared_parameters if rank in tied_ends(layout) else ()
+    else:
+        ends = contents.ends(price_cache)
+        time_s = contents.received_s(layout, price_cache) + contents.made_s(b, price_cache)
+        shared = contents.shared(price_cache) if mesh.pp > 1 else ()
+        besides = contents.besides_bytes(b, price_cache)
+    time_s += rank_edges(layout, price_cache).value_s
+    tail_s = sum(outside.shared_reduction(each, mesh, sharding).value_s for each in shared)
     table = price_cache.shared_table_bytes(mesh, sharding)
-    states = gradients = ideal = ideal_held = saved = used_up = waiting = host = 0.0
-    held_bytes = sent_bytes(rank, layout, price_cache) + table
+    states = gradients = ideal = saved = used_up = waiting = host = 0.0
+    ideal_held = stashes(LayerKind.BLOCK, rank, layout) * besides
+    held_bytes = table + ideal_held
+    held_bytes += sent_bytes(rank, layout, price_cache, contents.layers_of if contents else None)
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
-    for kind in end_kinds(rank, layout):
+    for kind in ends:
         data = outside.data_parallel(kind, b, mesh, sharding, zero)
         size = price_cache.activations(kind, b, sharding)
         held = outside.states(kind, mesh, sharding, zero)
@@ -139,13 +155,13 @@ def end_costs(rank: int, layout: ParallelLayout, zero: int, price_cache: PriceCa
         step_copies += held.step_copies
         saved += size.saved
         host += held.host
-        held_bytes += stashes(kind, rank, layout) * size.saved
-        ideal_held += stashes(kind, rank, layout) * size.ideal_saved
-        workspaces[kind] = size.workspace
+        held_bytes += stashes(kind.role, rank, layout) * size.saved
+        ideal_held += stashes(kind.role, rank, layout) * size.ideal_saved
+        workspaces[kind.role] = size.workspace
         buffer = max(buffer, held.zero_buffer)
-        if kind is LayerKind.HEAD and layout.splits_backward:
+        if kind.role is LayerKind.HEAD and layout.splits_backward:
             waiting += price_cache.waiting_bytes(kind, b, sharding)
-        elif kind is LayerKind.HEAD:
+        elif kind.role is LayerKind.HEAD:
             used_up += size.saved
     workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(mesh, sharding)
     return EndCosts(
@@ -168,7 +184,7 @@ def end_costs(rank: int, layout: ParallelLayout, zero: int, price_cache: PriceCa
 
 
 def block_prices(
-    options: tuple[LayerOption, ...], layout: ParallelLayout, price_cache: PriceCache
+    options: tuple[LayerOption, ...], layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> BlockCosts:
     """Returns the costs of a block of `layout` on each option at its ZeRO stage."""
     time_s = column_of(options, "time_s")
@@ -177,22 +193,21 @@ def block_prices(
         return BlockCosts(options=options, **zeros | {"time_s": time_s})
     b = layout.micro_batch_size
     mesh = layout.mesh
-    block = LayerKind.BLOCK
-    ways = list(dict.fromkeys((option.sharding, option.zero) for option in options))
-    way = np.array([ways.index((option.sharding, option.zero)) for option in options])
-    data = [price_cache.data_parallel(block, b, mesh, sharding, zero) for sharding, zero in ways]
-    held = [price_cache.states(block, mesh, sharding, zero) for sharding, zero in ways]
+    ways = list(dict.fromkeys((o.kind, o.sharding, o.zero) for o in options))
+    way = np.array([ways.index((o.kind, o.sharding, o.zero)) for o in options])
+    data = [price_cache.data_parallel(kind, b, mesh, split, zero) for kind, split, zero in ways]
+    held = [price_cache.states(kind, mesh, split, zero) for kind, split, zero in ways]
     waiting = [
-        price_cache.waiting_bytes(block, b, sharding) if layout.splits_backward else 0.0
-        for sharding, _ in ways
+        price_cache.waiting_bytes(kind, b, sharding) if layout.splits_backward else 0.0
+        for kind, sharding, _ in ways
     ]
     timed = [
-        price_cache.layer_time(block, b, o.sharding, o.recompute)
+        price_cache.layer_time(o.kind, b, o.sharding, o.recompute)
         for o in options
         if layout.recomputes_ahead
     ]
     whole = [
-        price_cache.activations(block, b, o.sharding) for o in options if layout.recomputes_ahead
+        price_cache.activations(o.kind, b, o.sharding) for o in options if layout.recomputes_ahead
     ]
     none = [0.0] * len(options)
     return BlockCosts(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, SharedParameters
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, ParameterSharing
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import launch_s
@@ -46,7 +46,7 @@ class ShardPriceCache(LayerPriceCache):
         self.flow = Flow(self.classes)
 
     @property
-    def num_shards(self) -> int:
+    def num_layers(self) -> int:
         return len(self.sharded.shards)
 
     @property
@@ -57,15 +57,11 @@ class ShardPriceCache(LayerPriceCache):
     def flops_per_sequence(self) -> int:
         return self.sharded.model.model_flops // self.sharded.model.micro_batch_size
 
-    def key(self, shard: int, first: int) -> ShardKey:
-        """Returns the class of a shard in a stage that begins with shard `first`."""
+    def key(self, layer: int, first: int) -> ShardKey:
+        key = self.classes.key(layer, first)
         return self._once(
-            ("key", shard, self.classes.key(shard, first)),
-            lambda: replace(
-                self.classes.key(shard, first),
-                outside=self.flow.outside(shard),
-                role=self.classes.role(shard),
-            ),
+            ("key", layer, key),
+            lambda: replace(key, outside=self.flow.outside(layer), role=self.classes.role(layer)),
         )
 
     def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
@@ -91,9 +87,9 @@ class ShardPriceCache(LayerPriceCache):
         )
 
     @cached_property
-    def shared_parameters(self) -> tuple[SharedParameters, ...]:
+    def shared_parameters(self) -> tuple[ParameterSharing, ...]:
         return tuple(
-            SharedParameters(shards, elements, in_ideal=True)
+            ParameterSharing(shards, elements, in_ideal=True)
             for _, elements, shards in self.sharded.shared
         )
 

@@ -1,0 +1,158 @@
+"""Lower bounds of a layout over all ways to cut a model of several layer classes into stages.
+
+Every range of layers has its least seconds on every stage, at its fastest choice within memory. The
+bound is the closed form with the least pace, the least sum and the least tail of all paths from the
+first layer to the last, found by dynamic programming over the cuts (EQUATIONS I7). A plan is a
+path, so stages are contiguous by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.memory.rank_memory import gradients_come_and_go, stashes, usable_bytes
+from parplan.costmodels.schedules.schedule import AHEAD
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.range_tables import (
+    RangeTables,
+    even_path,
+    from_both_ends,
+)
+from parplan.planner.dominance import Array
+from parplan.planner.stage_columns.stage_contents import Range
+from parplan.profiles.models.operator_graph import LayerKind
+
+
+class RangeBounds:
+    """The bounds of one layout within a memory limit.
+
+    levels    the allowed levels of recompute
+    zeros     the ZeRO stages that a stage may have
+    fixed     the ranges of the stages, where they are given
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        tables: RangeTables,
+        levels: Sequence[Recompute],
+        zeros: Sequence[int],
+        limit_bytes: float,
+        fixed: Sequence[Range] | None = None,
+    ) -> None:
+        self.layout, self.tables = layout, tables
+        self._levels, self._fixed = levels, fixed
+        self._usable = usable_bytes(limit_bytes, layout.mesh, tables.price_cache)
+        b, mesh, sharding = layout.micro_batch_size, layout.mesh, layout.sharding
+        self._passes = tables.passes(b, sharding)
+        self._states = [tables.states(b, mesh, sharding, zero) for zero in zeros]
+        self.tail_s: Array = np.minimum.reduce([held.tail_s for held in self._states])
+        self._frees = gradients_come_and_go(layout, tables.price_cache)
+
+    @cached_property
+    def time_s(self) -> list[Array]:
+        """Least seconds of a micro-batch by stage and range, infinite if a range cannot be used."""
+        times = [self._within(stage) for stage in range(self.layout.num_virtual_stages)]
+        for stage, only in enumerate(self._fixed or ()):
+            kept = np.full_like(times[stage], np.inf)
+            kept[only] = times[stage][only]
+            times[stage] = kept
+        return times
+
+    def _within(self, stage: int) -> Array:
+        times = self.unlimited_s(stage)
+        return np.asarray(np.where(self.least_bytes(stage) <= self._usable, times, np.inf))
+
+    def unlimited_s(self, stage: int) -> Array:
+        """Least seconds of a micro-batch by range on a stage, for any memory."""
+        layout, passes = self.layout, self._passes
+        here, last = layout.rank_of(stage), layout.num_virtual_stages - 1
+        hidden = layout.schedule in AHEAD or Recompute.NONE in self._allowed(here)
+        recompute_s = 0.0 if hidden else passes.recompute_s
+        data_s = np.minimum.reduce([held.per_micro_batch_s for held in self._states])
+        times = passes.time_s + recompute_s + data_s
+        size = self.tables.size
+        if stage > 0:
+            before = self.tables.received(layout.rank_of(stage - 1), here, layout)
+            times = times + before[:size, None]
+        if stage < last:
+            times = times + self.tables.received(layout.rank_of(stage + 1), here, layout)[None, :]
+        times[np.arange(size)[:, None] >= np.arange(size + 1)[None, :]] = np.inf
+        return np.asarray(times)
+
+    def _allowed(self, rank: int) -> Sequence[Recompute]:
+        return (Recompute.NONE,) if self.layout.keeps_all(rank) else self._levels
+
+    def least_bytes(self, stage: int) -> Array:
+        """Lower bound of the bytes of a device by range, for any choice of its layers.
+
+        Where gradients come and go, they may not exist while the most activations do. A rank with
+        several stages holds at least the bytes of one of them.
+        """
+        layout = self.layout
+        in_flight = stashes(LayerKind.BLOCK, layout.rank_of(stage), layout)
+        own = in_flight if layout.virtual_stages == 1 else 1
+        held = np.minimum.reduce(
+            [each.held - (each.gradients if self._frees else 0.0) for each in self._states]
+        )
+        return np.asarray(
+            held + own * self._passes.kept + layout.num_micro_batches * self._passes.sent
+        )
+
+    @cached_property
+    def _paces(self) -> tuple[list[Array], list[Array]]:
+        return from_both_ends(self.time_s, np.maximum)
+
+    @cached_property
+    def _sums(self) -> tuple[list[Array], list[Array]]:
+        return from_both_ends(self.time_s, np.add)
+
+    @property
+    def least_pace_s(self) -> float:
+        """Least seconds of the slowest stage, infinite where the model does not fit."""
+        return float(self._paces[0][-1][-1])
+
+    @property
+    def least_walk_s(self) -> float:
+        """Least seconds of all stages together."""
+        return float(self._sums[0][-1][-1])
+
+    @cached_property
+    def least_s(self) -> float:
+        """Lower bound of every plan of the layout, infinite if there is none."""
+        if not np.isfinite(self.least_pace_s):
+            return np.inf
+        tail_s = max(float(self.tail_s[np.isfinite(time)].min()) for time in self.time_s)
+        return float(self._step_s(self.least_pace_s, self.least_walk_s) + tail_s)
+
+    def _step_s(self, pace_s: Array | float, walk_s: Array | float) -> Array:
+        layout, share = self.layout, 1 / self.layout.virtual_stages
+        slowest = np.maximum(pace_s, walk_s / layout.mesh.pp)
+        repeats = layout.num_micro_batches - share
+        paced = repeats * slowest if repeats else 0.0  # not 0 times infinity
+        return np.asarray(paced + share * walk_s)
+
+    def near(self, stage: int, cut_s: float) -> list[Range]:
+        """Returns the ranges of a stage with which the layout can take less than `cut_s`."""
+        before, behind = self._paces[0][stage][:-1, None], self._paces[1][stage + 1][None, :]
+        pace_s = np.maximum(np.maximum(before, behind), self.time_s[stage])
+        walk_s = (
+            self._sums[0][stage][:-1, None] + self.time_s[stage] + self._sums[1][stage + 1][None, :]
+        )
+        step_s = self._step_s(pace_s, walk_s) + self.tail_s
+        possible = np.isfinite(pace_s) & (step_s < cut_s)
+        return [(int(i), int(j)) for i, j in np.argwhere(possible)]
+
+    @cached_property
+    def even_cuts(self) -> tuple[Range, ...] | None:
+        """The ranges whose slowest is fastest for any memory, None if there are too few layers."""
+        return even_path([self.unlimited_s(k) for k in range(self.layout.num_virtual_stages)])
+
+    @property
+    def most_share(self) -> float:
+        """Largest share of recompute in the seconds of a layer."""
+        return self._passes.most_share

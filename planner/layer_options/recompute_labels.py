@@ -1,0 +1,113 @@
+"""The front of the options of a row of layers, in time and in memory.
+
+A label is (t seconds, a bytes saved, w workspace), the workspace being the largest of a layer. The
+layers are added at the front. The option of a layer with t' seconds, a' bytes and w' workspace
+makes of a label
+
+    (t + t', a + a', max(w, w'))
+
+and a label that another equals or beats in all three is dropped. Rows with equal ends share the
+labels of these ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from parplan.planner.dominance import Array, Ints
+
+MOST_LABELS = 384  # labels of one row of layers; beyond that, evenly spread ones are selected
+
+Item = tuple[tuple[float, float, float], ...]  # seconds, saved bytes and workspace by option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """The labels of a row of layers, by increasing seconds.
+
+    option    option of the first layer
+    behind    number of the label of the row behind the first layer
+    exact     no label was left out that is on the front
+    """
+
+    time_s: Array
+    kept: Array
+    workspace: Array
+    option: Ints
+    behind: Ints
+    exact: bool = True
+
+
+_NOTHING = Labels(
+    time_s=np.zeros(1),
+    kept=np.zeros(1),
+    workspace=np.full(1, -np.inf),
+    option=np.zeros(1, np.int64),
+    behind=np.zeros(1, np.int64),
+)
+
+
+class LabelTable:
+    """The labels of rows of layers, each made once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Item, int] = {}
+        self._items: list[Item] = []
+        self._known: dict[tuple[int, ...], Labels] = {(): _NOTHING}
+
+    def number(self, item: Item) -> int:
+        """Returns the number of a layer with these options; equal layers have one number."""
+        number = self._numbers.setdefault(item, len(self._items))
+        if number == len(self._items):
+            self._items.append(item)
+        return number
+
+    def of(self, row: tuple[int, ...]) -> Labels:
+        """Returns the labels of a row of layers, given by their numbers."""
+        for start in reversed(range(len(row))):
+            if row[start:] not in self._known:
+                behind = self._known[row[start + 1 :]]
+                self._known[row[start:]] = _extended(self._items[row[start]], behind)
+        return self._known[row]
+
+    def options(self, row: tuple[int, ...]) -> Ints:
+        """Returns by label and layer the number of the layer's option."""
+        labels = self.of(row)
+        chosen = np.zeros((len(labels.time_s), len(row)), np.int64)
+        label = np.arange(len(labels.time_s))
+        for place in range(len(row)):
+            labels = self.of(row[place:])
+            chosen[:, place] = labels.option[label]
+            label = labels.behind[label]
+        return chosen
+
+
+def _extended(item: Item, behind: Labels) -> Labels:
+    count = len(behind.kept)
+    time_s = np.concatenate([behind.time_s + seconds for seconds, _, _ in item])
+    kept = np.concatenate([behind.kept + saved for _, saved, _ in item])
+    workspace = np.concatenate([np.maximum(behind.workspace, work) for _, _, work in item])
+    rows, exact = _unbeaten(time_s, kept, workspace)
+    return Labels(
+        time_s=time_s[rows],
+        kept=kept[rows],
+        workspace=workspace[rows],
+        option=np.repeat(np.arange(len(item)), count)[rows],
+        behind=np.tile(np.arange(count), len(item))[rows],
+        exact=exact and behind.exact,
+    )
+
+
+def _unbeaten(time_s: Array, kept: Array, workspace: Array) -> tuple[Ints, bool]:
+    """Returns the labels on the front of all three values, and whether these are all of them."""
+    order = np.lexsort((workspace, kept, time_s))
+    held, widest = kept[order], workspace[order]
+    # labels earlier in the order take no longer
+    beats = np.triu((held[:, None] <= held[None, :]) & (widest[:, None] <= widest[None, :]), 1)
+    front = order[~beats.any(axis=0)]
+    if len(front) <= MOST_LABELS:
+        return front, True
+    spread = np.unique(np.linspace(0, len(front) - 1, MOST_LABELS).round().astype(np.int64))
+    return np.asarray(front[spread]), False

@@ -1,0 +1,304 @@
+"""Columns of a pipeline rank of a model with several layer classes.
+
+The layers of a rank are a range of the model for each of its chunks (`StageContents`). Each layer
+has the options of its class; the front over all choices is found layer by layer
+(planner/layer_options/recompute_labels.py), and is priced as the mixes of equal blocks are
+(planner/stage_columns/mix_prices.py). The layers of a rank have one ZeRO stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby, pairwise
+
+import numpy as np
+
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.memory.peak_memory import AlikeLayers, LayerBytes
+from parplan.costmodels.memory.rank_memory import usable_bytes
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.deadline import NEVER, Deadline
+from parplan.planner.dominance import Array, Ints
+from parplan.planner.layer_options.catalogue import LayerOption
+from parplan.planner.layer_options.mixes import Mixes, column_of
+from parplan.planner.layer_options.recompute_labels import Labels, LabelTable
+from parplan.planner.request import Constraints
+from parplan.planner.stage_columns.columns import RankColumns
+from parplan.planner.stage_columns.mix_peaks import MixPeaks
+from parplan.planner.stage_columns.mix_prices import PricedMixes
+from parplan.planner.stage_columns.mix_table import StageTable
+from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_contents import StageContents
+from parplan.planner.stage_columns.stage_prices import (
+    BlockCosts,
+    EndCosts,
+    block_prices,
+    end_costs,
+)
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
+
+LEVELS = (Recompute.NONE, Recompute.FULL)  # a layer is recomputed as a whole or not at all
+SLOPES = 16  # prices of a saved byte at which a front that is not exact is bounded
+
+
+class SequenceTable(StageTable):
+    """Options of layer classes, and fronts of rows of layers, each made once.
+
+    levels    the allowed levels of recompute
+    """
+
+    def __init__(
+        self, price_cache: LayerPriceCache, pins: Constraints, deadline: Deadline = NEVER
+    ) -> None:
+        super().__init__(price_cache, pins, deadline)
+        self.levels = tuple(level for level in LEVELS if level in (pins.recompute or LEVELS))
+        self._labels = LabelTable()
+
+    def allowed(self, layout: ParallelLayout, rank: int) -> tuple[Recompute, ...]:
+        """Returns the levels of recompute on a rank."""
+        return (Recompute.NONE,) if layout.keeps_all(rank) else self.levels
+
+    def options(
+        self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
+    ) -> tuple[LayerOption, ...]:
+        """Returns the ways to run a layer of a class."""
+        return self.once(
+            ("options", key, b, sharding, levels),
+            lambda: tuple(self._option(key, b, sharding, level) for level in levels),
+        )
+
+    def _option(self, key: LayerKey, b: int, sharding: Sharding, level: Recompute) -> LayerOption:
+        size = self.price_cache.activations(key, b, sharding, level)
+        return LayerOption(
+            kind=key,
+            recompute=level,
+            sharding=sharding,
+            weight_layout=frozenset(),
+            time_s=self.price_cache.layer_time(key, b, sharding, level).total_s,
+            saved_bytes=float(size.saved),
+            ideal_saved_bytes=size.ideal_saved,
+            workspace_bytes=float(size.workspace),
+        )
+
+    def front(self, layers: Sequence[Sequence[LayerOption]]) -> tuple[Labels, Ints]:
+        """Returns the front of a row of layers, and by label and layer the number of its option."""
+        row = tuple(
+            self._labels.number(
+                tuple((o.time_s, o.saved_bytes, o.workspace_bytes) for o in options)
+            )
+            for options in layers
+        )
+        return self._labels.of(row), self._labels.options(row)
+
+
+class SequenceColumns(RankColumns):
+    """The columns of one pipeline rank with given layers."""
+
+    def __init__(
+        self, contents: StageContents, rank: int, layout: ParallelLayout, table: SequenceTable
+    ) -> None:
+        self.contents = contents
+        self._sequence_table = table
+        self.chunks = contents.body(table.price_cache)
+        levels = table.allowed(layout, rank)
+        self._layers = [
+            table.options(key, layout.micro_batch_size, layout.sharding, levels)
+            for chunk in self.chunks
+            for key in chunk
+        ]
+        distinct = dict.fromkeys(option for options in self._layers for option in options)
+        self._options = tuple(distinct)
+        self._numbers = {option: number for number, option in enumerate(distinct)}
+        super().__init__(rank, layout, table)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._layers)
+
+    def _at(self, zero: int) -> tuple[LayerOption, ...]:
+        """Returns the options of all layers at one ZeRO stage."""
+        return self._placed[zero]
+
+    @cached_property
+    def _placed(self) -> dict[int, tuple[LayerOption, ...]]:
+        return {
+            zero: tuple(replace(option, zero=zero) for option in self._options)
+            for zero in self.table.zero_stages(self.layout)
+        }
+
+    def _end_costs(self, zero: int) -> EndCosts:
+        return end_costs(self.rank, self.layout, zero, self.ends, self.contents)
+
+    def _block_costs(self) -> BlockCosts:
+        every = tuple(option for zero in self.stages for option in self._at(zero))
+        return block_prices(every, self.layout, self.table.price_cache)
+
+    @property
+    def end_stages(self) -> tuple[int, ...]:
+        return self.stages
+
+    @cached_property
+    def front(self) -> tuple[Labels, Ints]:
+        """The front of the layers, and the number of each layer's option among all options."""
+        labels, chosen = self._sequence_table.front(self._layers)
+        numbers = [[self._numbers[option] for option in options] for options in self._layers]
+        rows = np.array(
+            [np.array(each)[chosen[:, place]] for place, each in enumerate(numbers)], np.int64
+        ).reshape(len(self._layers), len(chosen))
+        return labels, rows.T
+
+    def _mixes(self, zero: int) -> Mixes:
+        """Returns the front as mixes; `saved_bytes` are those of the chunk that saves most."""
+        _, rows = self.front
+        counts = np.zeros((len(rows), len(self._options)), np.int64)
+        for place in range(rows.shape[1]):
+            counts[np.arange(len(rows)), rows[:, place]] += 1
+        saved, ideal = (
+            self._of_fullest_chunk(column_of(self._options, name)[rows])
+            for name in ("saved_bytes", "ideal_saved_bytes")
+        )
+        widest = column_of(self._options, "workspace_bytes")[rows].max(axis=1, initial=0.0)
+        none = np.zeros(len(rows))
+        return Mixes(
+            options=self._at(zero),
+            counts=counts,
+            chunk_counts=counts,
+            saved_bytes=saved,
+            ideal_saved_bytes=ideal,
+            workspace_bytes=widest,
+            host_bytes=none,
+            window_bytes=none,
+            last_s=none,
+        )
+
+    def _of_fullest_chunk(self, by_layer: Array) -> Array:
+        """Sums values by row and layer over each chunk, and returns the largest sum by row."""
+        ends = np.cumsum([0, *map(len, self.chunks)])
+        sums = [by_layer[:, a:b].sum(axis=1) for a, b in pairwise(ends)]
+        fullest: Array = np.max(sums, axis=0)
+        return fullest
+
+    def candidates(self, num_blocks: int) -> list[PricedMixes]:
+        """Returns the front of the layers at each ZeRO stage."""
+        return [self.priced(self._mixes(zero), zero) for zero in self.stages]
+
+    def _make_peaks(self) -> MixPeaks:
+        return _SequencePeaks(self)
+
+    def _like_the_other_end(self, zero: int) -> tuple[float, ...]:
+        shares = self.layout.mesh.pp > 1 and self.contents.shared(self.table.price_cache)
+        return (float(zero > 0), float(zero == 0)) if shares else ()
+
+    def column(self, priced: PricedMixes, row: int) -> StageColumn:
+        chosen = [priced.mixes.options[number] for number in self.front[1][row]]
+        mix = tuple((option, len(list(alike))) for option, alike in groupby(chosen))
+        return replace(super().column(priced, row), mix=mix)
+
+    def relaxed(
+        self, num_blocks: int, limit_bytes: float, *, plain: bool = False
+    ) -> list[StageColumn]:
+        """Returns columns of a bound on any choice of an option for every layer.
+
+        An exact front has every choice that is worth one. Else the seconds are those of a
+        Lagrangian bound: saved bytes beyond the limit cost seconds.
+        """
+        labels, _ = self.front
+        if labels.exact and not plain:
+            return self.fastest(num_blocks, limit_bytes)
+        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
+        return [self._bound_at(zero, usable, plain=plain) for zero in self.stages]
+
+    def _bound_at(self, zero: int, usable: float, *, plain: bool) -> StageColumn:
+        fixed, block = self.fixed[zero], self.block.of(self._at(zero))
+        time_s = block.time_s - block.recompute_s if plain else block.time_s
+        saved = self.stashes * column_of(self._options, "saved_bytes")
+        rows = [[self._numbers[option] for option in options] for options in self._layers]
+        states = sum(float(block.states[each[0]]) for each in rows)
+        chunked = len(self.chunks) if self.layout.virtual_stages > 1 else 1
+        room = chunked * (usable - fixed.states - states - fixed.held)
+        if self._freed:  # gradients may come after the most saved activations
+            gradients = sum(float(block.gradients[each[0]]) for each in rows)
+            room += chunked * (fixed.gradients + gradients)
+        prices = [0.0] if plain else _slopes(time_s, saved, rows)
+        least_s = max(
+            sum(float((time_s[each] + price * saved[each]).min()) for each in rows) - price * room
+            for price in prices
+        )
+        plain_s = sum(float((block.time_s - block.recompute_s)[each].min()) for each in rows)
+        tail_s = fixed.tail_s + sum(float(block.tail_s[each].min()) for each in rows)
+        hides = self.layout.recomputes_ahead
+        return StageColumn(
+            mix=tuple((self._at(zero)[each[0]], 1) for each in rows),
+            zero=zero,
+            time_s=least_s + fixed.time_s,
+            tail_s=tail_s,
+            memory_bytes=0.0,
+            redundant_bytes=0.0,
+            plain_s=(plain_s if hides else least_s) + fixed.time_s,
+            ramp_s=(plain_s if hides else least_s) + fixed.time_s,
+            corner=True,
+        )
+
+    def smallest(self, num_blocks: int) -> StageColumn:
+        """Returns the front's choice with the lowest peak memory, for any time."""
+        columns = [
+            self.column(priced, int(priced.allocated.argmin()))
+            for priced in self.candidates(num_blocks)
+        ]
+        return min(columns, key=lambda column: column.memory_bytes)
+
+
+def _slopes(time_s: Array, saved: Array, rows: Sequence[Sequence[int]]) -> list[float]:
+    """Returns seconds that layers take to save a byte less, some of them and zero."""
+    slopes = {
+        float((time_s[i] - time_s[j]) / (saved[j] - saved[i]))
+        for each in {tuple(row) for row in rows}
+        for i in each
+        for j in each
+        if time_s[i] > time_s[j] and saved[i] < saved[j]
+    }
+    listed = sorted(slopes)
+    return [0.0, *listed[:: max(1, len(listed) // SLOPES)]]
+
+
+class _SequencePeaks(MixPeaks):
+    """Peaks of the choices of a rank's layers, if gradients come and go."""
+
+    def __init__(self, columns: SequenceColumns) -> None:
+        super().__init__(
+            columns.rank,
+            columns.layout,
+            columns.block,
+            columns.fixed,
+            columns.ends,
+            columns.contents.layers_of,
+        )
+        self._contents = columns.contents
+        self._rows = columns.front[1]
+
+    @property
+    def _kinds(self) -> tuple[LayerKey, ...]:
+        return self._contents.ends(self.price_cache)
+
+    def _chunks(self, mixes: Mixes, zero: int) -> list[list[AlikeLayers]]:
+        bytes_of = self._layer_bytes(mixes)
+        b = self.layout.micro_batch_size
+        chunks, place = [], 0
+        for keys, layers in zip(
+            self._contents.keys(self.price_cache), self._contents.ranges, strict=True
+        ):
+            besides = self.price_cache.besides_bytes(*layers, b)
+            kept = LayerBytes(saved=besides, workspace=0, gradients=0)
+            runs = [AlikeLayers(LayerKind.BLOCK, kept)]
+            for key in keys:
+                if key.role is not LayerKind.BLOCK:
+                    runs.append(self._end(key, zero))
+                    continue
+                runs.append(AlikeLayers(key, bytes_of(self._rows[:, place])))
+                place += 1
+            chunks.append(runs)
+        return chunks
