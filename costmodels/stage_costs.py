@@ -6,7 +6,11 @@ They include the transfers between pipeline ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.chunks.chunk_time import chunk_time
@@ -19,8 +23,8 @@ from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import rank_layers
 from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.schedules.actions import ActionKind
-from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
+from parplan.costmodels.schedules.actions import ActionKind, placement_of
+from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule, rank_of
 from parplan.costmodels.schedules.simulator import StageCost
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy, in_chunks
 from parplan.profiles.errors import ConfigError
@@ -236,16 +240,66 @@ def rank_receives(rank: int, layout: ParallelLayout, price_cache: PriceCache) ->
 
     They are the sum of `receive_times` over its virtual stages.
     """
-    if layout.schedule in (Schedule.ZBV, Schedule.CUSTOM):
-        total = ZERO
-        for stage in layout.stages_of(rank):
-            forward, backward = receive_times(stage, layout, price_cache)
-            total += forward + backward
-        return total
-    pp = layout.mesh.pp
-    chunks = layout.virtual_stages
-    forward = transfer_time((rank - 1) % pp, layout, price_cache).scaled(chunks - (rank == 0))
-    return forward + transfer_time(rank, layout, price_cache).scaled(chunks - (rank == pp - 1))
+    return _received(_received_messages(layout, price_cache)[rank], layout, price_cache)
+
+
+def all_receives_s(layout: ParallelLayout, price_cache: PriceCache) -> float:
+    """Sum of `rank_receives` over all ranks."""
+    messages = _received_messages(layout, price_cache).sum(axis=0)
+    return _received(messages, layout, price_cache).value_s
+
+
+def _received(
+    messages: npt.NDArray[np.int64], layout: ParallelLayout, price_cache: PriceCache
+) -> Seconds:
+    inside, across = messages.tolist()
+    total = ZERO
+    if inside:
+        total = _sent(layout, price_cache, crosses=False).scaled(inside)
+    if across:
+        total += _sent(layout, price_cache, crosses=True).scaled(across)
+    return total
+
+
+def _received_messages(layout: ParallelLayout, price_cache: PriceCache) -> npt.NDArray[np.int64]:
+    """Returns by rank the messages inside a node, and those between nodes, that it receives."""
+    return _messages(
+        layout.schedule,
+        layout.mesh.pp,
+        layout.virtual_stages,
+        layout.actions,
+        layout.mesh.stride(Axis.PP),
+        price_cache.machine.cluster.gpus_per_node,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _messages(
+    schedule: Schedule,
+    pp: int,
+    virtual_stages: int,
+    actions: tuple[str, ...],
+    stride: int,
+    gpus_per_node: int,
+) -> npt.NDArray[np.int64]:
+    """Returns the messages of one micro-batch by receiving rank: inside a node, between nodes.
+
+    Each virtual stage receives its input from the one before, and its output gradient from the one
+    after, unless the same rank runs both.
+    """
+    if schedule is Schedule.CUSTOM:
+        placement = placement_of(actions)
+        at = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+        ranks = np.array([at[stage] for stage in range(len(at))])
+    else:
+        stages = range(pp * virtual_stages)
+        ranks = np.array([rank_of(schedule, stage, pp) for stage in stages])
+    before, after = ranks[:-1], ranks[1:]
+    crosses = before * stride // gpus_per_node != after * stride // gpus_per_node
+    messages = np.zeros((pp, 2), np.int64)
+    for receiver in (before, after):
+        np.add.at(messages, (receiver, crosses.astype(np.int64)), before != after)
+    return messages
 
 
 def transfer_time(rank: int, layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
@@ -257,22 +311,27 @@ def transfer_time(rank: int, layout: ParallelLayout, price_cache: PriceCache) ->
 
 
 def time_between(here: int, there: int, layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
-    """Seconds of one boundary activation between two pipeline ranks, zero for equal ranks.
-
-    If the stack hides transfers of the interleaved schedule, only their slowdown of compute remains
-    (costmodels/layers/layer_price.py). The ranks of a stage inside a node send together and share
-    its NICs. `PriceCache.transfer` prices the messages.
-    """
+    """Seconds of one boundary activation between two pipeline ranks, zero for equal ranks."""
     if here == there:
         return ZERO
     gpus_per_node = price_cache.machine.cluster.gpus_per_node
     stride = layout.mesh.stride(Axis.PP)
     crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
+    return _sent(layout, price_cache, crosses=crosses)
+
+
+def _sent(layout: ParallelLayout, price_cache: PriceCache, *, crosses: bool) -> Seconds:
+    """Seconds of one boundary activation inside a node, or between nodes.
+
+    If the stack hides transfers of the interleaved schedule, only their slowdown of compute remains
+    (costmodels/layers/layer_price.py). The ranks of a stage inside a node send together and share
+    its NICs. `PriceCache.transfer` prices the messages.
+    """
     sent = price_cache.transfer(
         layout.micro_batch_size,
         layout.sharding,
         crosses_nodes=crosses,
-        sharing=min(stride, gpus_per_node),
+        sharing=min(layout.mesh.stride(Axis.PP), price_cache.machine.cluster.gpus_per_node),
     )
     hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
     return sent.scaled(contention(price_cache.machine)) if hidden else sent

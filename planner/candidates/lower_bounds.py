@@ -5,10 +5,9 @@ No plan of the layout can be below them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from operator import ge
+
+import numpy as np
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import writes_over_parameters
@@ -18,9 +17,10 @@ from parplan.costmodels.memory.rank_memory import stashes, usable_bytes
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
-from parplan.costmodels.stage_costs import rank_edges, rank_receives
+from parplan.costmodels.stage_costs import all_receives_s, rank_edges
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.dominance import Array
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import may_offload_activations
 from parplan.planner.stage_columns.block_counts import block_counts
@@ -67,7 +67,7 @@ def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
         min(_end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind))
         for kind in ENDS
     )
-    transfers_s = sum(rank_receives(rank, layout, price_cache).value_s for rank in range(mesh.pp))
+    transfers_s = all_receives_s(layout, price_cache)
     edges_s = mesh.pp * rank_edges(layout, price_cache).value_s
     fullest = -(-price_cache.model.num_layers // mesh.pp)
     total_s = price_cache.model.num_layers * block_s + ends_s + transfers_s + edges_s
@@ -244,33 +244,37 @@ def may_fit(layout: ParallelLayout, table: MixTable, limit_bytes: float) -> bool
     kept = least_kept_bytes(layout, table)
     anywhere = _least_kept_bytes(layout, table, sends=False)
     share = table.host_share_bytes if layout.chunked or kept < anywhere else 0.0
-    fewest = [
-        next(block_counts(rank, layout, table.price_cache.model.num_layers), 0)
-        for rank in range(pp)
-    ]
+    num_layers = table.price_cache.model.num_layers
+    in_flight = np.array([[stashes(LayerKind.BLOCK, rank, layout)] for rank in range(pp)])
+    in_flight = in_flight / layout.virtual_stages
+    fewest = _fewest_blocks(layout, num_layers)
+    device, both = np.array(list(states.values())).T  # by ZeRO stage
 
-    def most_blocks(rank: int, ends: Callable[[int], float]) -> int:
-        in_flight = stashes(LayerKind.BLOCK, rank, layout) / layout.virtual_stages
-        most = 0
-        for zero, (device, both) in states.items():
-            room = usable - ends(zero)
-            if room > 0:
-                on_device = room / max(device + in_flight * kept, 1.0)  # the host may hold all
-                on_both = (room + share) / (both + in_flight * anywhere)
-                most = max(most, int(min(on_device, on_both)))
-        return most
+    def enough(ends: Array) -> bool:
+        """True if the ranks hold all blocks beside `ends`, by rank and ZeRO stage."""
+        room = usable - ends
+        on_device = room / np.maximum(device + in_flight * kept, 1.0)  # the host may hold all
+        on_both = (room + share) / (both + in_flight * anywhere)
+        most = np.floor(np.where(room > 0, np.minimum(on_device, on_both), 0.0)).max(axis=1)
+        return bool((most >= fewest).all() and most.sum() >= num_layers)
 
-    def enough(ends: Callable[[int, int], float]) -> bool:
-        most = [most_blocks(rank, partial(ends, rank)) for rank in range(pp)]
-        return all(map(ge, most, fewest)) and sum(most) >= table.price_cache.model.num_layers
-
-    if not enough(lambda *_: 0.0):
+    none = np.zeros((pp, len(states)))
+    if not enough(none):
         return False
     # Where half of the room is enough, embedding and head are not priced: their price takes longer
     # than the candidates that it rules out.
-    return enough(lambda *_: usable / 2) or enough(
-        lambda rank, zero: ends_bytes(rank, layout, zero, table)
-    )
+    if enough(none + usable / 2):
+        return True
+    ends = none.copy()
+    for rank in {0, layout.rank_of(layout.num_virtual_stages - 1)}:
+        ends[rank] = [ends_bytes(rank, layout, zero, table) for zero in states]
+    return enough(ends)
+
+
+def _fewest_blocks(layout: ParallelLayout, num_layers: int) -> Array:
+    """Returns by rank the least number of blocks; unequal ranks all have the same."""
+    ranks = range(layout.mesh.pp if layout.equal_ranks else 1)
+    return np.array([next(block_counts(rank, layout, num_layers), 0) for rank in ranks], np.float64)
 
 
 def _block_bytes(layout: ParallelLayout, zero: int, table: MixTable) -> tuple[float, float]:
