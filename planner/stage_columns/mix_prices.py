@@ -81,7 +81,8 @@ class MixPrices:
         self.table = table
         self.ends = ends or table.price_cache
         self.stages = table.zero_stages(layout)
-        self.fixed = {zero: end_costs(rank, layout, zero, self.ends) for zero in self.stages}
+        costs = {zero: end_costs(rank, layout, zero, self.ends) for zero in self.end_stages}
+        self.fixed = {zero: costs.get(zero, costs[self.end_stages[-1]]) for zero in self.stages}
         self.block = table.per_block(layout, rank)
         self.stashes = stashes(LayerKind.BLOCK, rank, layout)
         self._of_moments = KeyedCache()
