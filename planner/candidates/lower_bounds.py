@@ -5,6 +5,7 @@ No plan of the layout can be below them.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,11 +63,11 @@ def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
     price_cache = table.price_cache
     mesh = layout.mesh
     share = bubble_share(layout, price_cache)
-    block_s, block_tail_s = _least_block(layout, table)
-    ends_s = sum(
-        min(_end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind))
-        for kind in ENDS
+    block_s, block_tail_s = table.once(
+        ("least block", layout.recomputes_ahead, *_alike(layout, table)),
+        lambda: _least_block(layout, table),
     )
+    ends_s = table.once(("ends", *_alike(layout, table)), lambda: _ends_s(layout, table))
     transfers_s = all_receives_s(layout, price_cache)
     edges_s = mesh.pp * rank_edges(layout, price_cache).value_s
     fullest = -(-price_cache.model.num_layers // mesh.pp)
@@ -74,6 +75,25 @@ def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
     pace_s = max(total_s / mesh.pp, fullest * block_s)
     step_s = (layout.num_micro_batches - share) * pace_s + share * total_s + fullest * block_tail_s
     return TimeBound(step_s, block_s, share * total_s)
+
+
+def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:
+    """Returns all of a layout that the prices of its layers depend on."""
+    return (
+        layout.mesh,
+        layout.micro_batch_size,
+        layout.sharding,
+        layout.chunked and layout.num_micro_batches,
+        table.zero_stages(layout),
+    )
+
+
+def _ends_s(layout: ParallelLayout, table: MixTable) -> float:
+    """Least seconds of embedding and head per micro-batch."""
+    return sum(
+        min(_end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind))
+        for kind in ENDS
+    )
 
 
 def _end_s(
@@ -217,13 +237,13 @@ def _least_kept_bytes(layout: ParallelLayout, table: MixTable, *, sends: bool) -
         levels = (Recompute.NONE,) if layout.splits_backward else least_levels
         offload = (ALL,) if sends else ()
         return min(
-            price_cache.activations(
+            price_cache.ideal_saved_bytes(
                 LayerKind.BLOCK,
                 layout.micro_batch_size,
                 layout.sharding,
                 level,
                 named_operators(offload, level, price_cache),
-            ).ideal_saved
+            )
             for level in levels
         )
 
