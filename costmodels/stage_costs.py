@@ -6,6 +6,10 @@ They include the transfers between pipeline ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.chunks.chunk_time import chunk_time
@@ -19,8 +23,8 @@ from parplan.costmodels.memory.rank_memory import rank_layers
 from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.price_cache import described_prices
-from parplan.costmodels.schedules.actions import ActionKind
-from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
+from parplan.costmodels.schedules.actions import ActionKind, placement_of
+from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule, rank_of
 from parplan.costmodels.schedules.simulator import StageCost
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy, in_chunks
 from parplan.profiles.errors import ConfigError
@@ -251,17 +255,87 @@ def rank_receives(rank: int, layout: ParallelLayout, price_cache: LayerPriceCach
 
     They are the sum of `receive_times` over its virtual stages.
     """
-    if layout.schedule in (Schedule.ZBV, Schedule.CUSTOM):
-        total = ZERO
-        for stage in layout.stages_of(rank):
-            for neighbour in (stage - 1, stage + 1):
-                if 0 <= neighbour < layout.num_virtual_stages:
-                    total += time_between(layout.rank_of(neighbour), rank, layout, price_cache)
-        return total
-    pp = layout.mesh.pp
-    chunks = layout.virtual_stages
-    forward = transfer_time((rank - 1) % pp, layout, price_cache).scaled(chunks - (rank == 0))
-    return forward + transfer_time(rank, layout, price_cache).scaled(chunks - (rank == pp - 1))
+    return _received(_received_messages(layout, price_cache)[rank], layout, price_cache)
+
+
+def all_receives_s(layout: ParallelLayout, price_cache: LayerPriceCache) -> float:
+    """Sum of `rank_receives` over all ranks."""
+    messages = _received_messages(layout, price_cache).sum(axis=0)
+    return _received(messages, layout, price_cache).value_s
+
+
+def _received(
+    messages: npt.NDArray[np.int64], layout: ParallelLayout, price_cache: LayerPriceCache
+) -> Seconds:
+    inside, across = messages.tolist()
+    total = ZERO
+    if inside:
+        total = _sent(layout, price_cache, crosses=False).scaled(inside)
+    if across:
+        total += _sent(layout, price_cache, crosses=True).scaled(across)
+    return total
+
+
+def _sent(layout: ParallelLayout, price_cache: LayerPriceCache, *, crosses: bool) -> Seconds:
+    """Seconds of one boundary activation inside a node, or between nodes, if cuts are alike.
+
+    If the stack hides transfers of the interleaved schedule, only their slowdown of compute remains
+    (costmodels/layers/layer_price.py). The ranks of a stage inside a node send together and share
+    its NICs. `LayerPriceCache.transfer` prices the messages.
+    """
+    gpus_per_node = price_cache.machine.cluster.gpus_per_node
+    sent = price_cache.transfer(
+        0,
+        layout.micro_batch_size,
+        layout.sharding,
+        crosses_nodes=crosses,
+        sharing=min(layout.mesh.stride(Axis.PP), gpus_per_node),
+    )
+    hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
+    return sent.scaled(contention(price_cache.machine)) if hidden else sent
+
+
+def _received_messages(
+    layout: ParallelLayout, price_cache: LayerPriceCache
+) -> npt.NDArray[np.int64]:
+    """Returns by rank the messages inside a node, and those between nodes, that it receives."""
+    return _messages(
+        layout.schedule,
+        layout.mesh.pp,
+        layout.virtual_stages,
+        layout.actions,
+        layout.mesh.stride(Axis.PP),
+        price_cache.machine.cluster.gpus_per_node,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _messages(
+    schedule: Schedule,
+    pp: int,
+    virtual_stages: int,
+    actions: tuple[str, ...],
+    stride: int,
+    gpus_per_node: int,
+) -> npt.NDArray[np.int64]:
+    """Returns the messages of one micro-batch by receiving rank: inside a node, between nodes.
+
+    Each virtual stage receives its input from the one before, and its output gradient from the one
+    after, unless the same rank runs both.
+    """
+    if schedule is Schedule.CUSTOM:
+        placement = placement_of(actions)
+        at = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+        ranks = np.array([at[stage] for stage in range(len(at))])
+    else:
+        stages = range(pp * virtual_stages)
+        ranks = np.array([rank_of(schedule, stage, pp) for stage in stages])
+    before, after = ranks[:-1], ranks[1:]
+    crosses = before * stride // gpus_per_node != after * stride // gpus_per_node
+    messages = np.zeros((pp, 2), np.int64)
+    for receiver in (before, after):
+        np.add.at(messages, (receiver, crosses.astype(np.int64)), before != after)
+    return messages
 
 
 def transfer_time(rank: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> Seconds:
@@ -303,9 +377,13 @@ def time_between(
     """
     if here == there:
         return ZERO
-    micro_batch_size, sharding, crosses, sharing, hidden = link_of(here, there, layout, price_cache)
+    *_, crosses, sharing, hidden = link_of(here, there, layout, price_cache)
     sent = price_cache.transfer(
-        cut_class, micro_batch_size, sharding, crosses_nodes=crosses, sharing=sharing
+        cut_class,
+        layout.micro_batch_size,
+        layout.sharding,
+        crosses_nodes=crosses,
+        sharing=sharing,
     )
     return sent.scaled(contention(price_cache.machine)) if hidden else sent
 

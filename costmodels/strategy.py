@@ -70,9 +70,7 @@ class ParallelLayout:
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding(
-            self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep, overlap=self.tp_overlap
-        )
+        return _sharding(self.mesh.tp, self.sequence_parallel, self.mesh.ep, self.tp_overlap)
 
     def sharding_of(self, choice: LayerChoice) -> Sharding:
         """Returns the sharding of a layer of this layout."""
@@ -140,6 +138,11 @@ class ParallelLayout:
 def in_chunks(choice: LayerChoice, layout: ParallelLayout) -> bool:
     """True if the states of a layer of `layout` lie in chunks, as blocks of chunked layouts do."""
     return layout.chunked and choice.kind.role is LayerKind.BLOCK
+
+
+@lru_cache(maxsize=1024)
+def _sharding(tp: int, sequence_parallel: bool, ep: int, overlap: int) -> Sharding:
+    return Sharding(tp, sequence_parallel, ep=ep, overlap=overlap)
 
 
 _placement = lru_cache(maxsize=8)(placement_of)

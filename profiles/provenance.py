@@ -37,8 +37,9 @@ class Seconds:
     parts_s: tuple[float, ...]
 
     def __init__(self, value_s: float, kind: Kind) -> None:
-        parts_s = tuple(value_s if kind is each else 0.0 for each in _ORDER)
-        object.__setattr__(self, "parts_s", parts_s)
+        parts_s = [0.0] * len(_ORDER)
+        parts_s[_ORDER.index(kind)] = value_s
+        object.__setattr__(self, "parts_s", tuple(parts_s))
 
     @classmethod
     def _of(cls, parts_s: tuple[float, ...]) -> Seconds:
@@ -64,7 +65,11 @@ class Seconds:
         )
 
     def __add__(self, addend: Seconds) -> Seconds:
-        return Seconds._of(tuple(map(sum, zip(self.parts_s, addend.parts_s, strict=True))))
+        measured_s, interpolated_s, analytic_s = self.parts_s
+        added = addend.parts_s
+        return Seconds._of(
+            (measured_s + added[0], interpolated_s + added[1], analytic_s + added[2])
+        )
 
     def scaled(self, factor: float) -> Seconds:
         """Returns the duration times `factor`."""

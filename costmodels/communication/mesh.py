@@ -73,8 +73,7 @@ class Mesh:
 
     def stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along `axis`."""
-        order = tuple(Axis)
-        return math.prod(self.degree(inner) for inner in order[order.index(axis) + 1 :])
+        return {Axis.PP: self.ranks_per_stage, Axis.DP: self.tp, Axis.TP: 1}[axis]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -371,7 +371,7 @@ class LayerPriceCache(ABC):
         def make() -> ActivationBytes:
             layer = self.kept_layer(kind, micro_batch_size)
             recomputed = self.recompute_operators(kind, level)
-            ideal = ideal_saved_bytes(layer, sharding.tp, recomputed, on_host)
+            ideal = self.ideal_saved_bytes(kind, micro_batch_size, sharding, level, on_host)
             if on_host:
                 whole = self.activations(kind, micro_batch_size, sharding, level)
                 sent = self.host_bytes(kind, micro_batch_size, sharding, level)
@@ -392,6 +392,22 @@ class LayerPriceCache(ABC):
             )
 
         return self._once(("activations", kind, micro_batch_size, sharding, level, on_host), make)
+
+    def ideal_saved_bytes(
+        self,
+        kind: LayerKey,
+        micro_batch_size: int,
+        sharding: Sharding,
+        level: RecomputedOperators = Recompute.NONE,
+        on_host: tuple[str, ...] = (),
+    ) -> float:
+        """Saved bytes of one layer and micro-batch without redundancy, outside the host."""
+        layer = self.kept_layer(kind, micro_batch_size)
+        recomputed = self.recompute_operators(kind, level)
+        return self._once(
+            ("ideal", kind, micro_batch_size, sharding.tp, recomputed, on_host),
+            lambda: ideal_saved_bytes(layer, sharding.tp, recomputed, on_host),
+        )
 
     def host_bytes(
         self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators

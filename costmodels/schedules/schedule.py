@@ -190,6 +190,7 @@ def _no_recompute_ahead(schedule: Schedule, num_ranks: int, num_micro_batches: i
     return None
 
 
+@lru_cache(maxsize=65536)
 def in_flight(
     schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1
 ) -> int:

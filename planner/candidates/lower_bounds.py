@@ -5,10 +5,10 @@ No plan of the layout can be below them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
-from operator import ge
+
+import numpy as np
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import writes_over_parameters
@@ -18,9 +18,10 @@ from parplan.costmodels.memory.rank_memory import stashes, usable_bytes
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
-from parplan.costmodels.stage_costs import rank_edges, rank_receives
+from parplan.costmodels.stage_costs import all_receives_s, rank_edges
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.dominance import Array
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import may_offload_activations
 from parplan.planner.stage_columns.block_counts import block_counts
@@ -62,18 +63,37 @@ def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
     price_cache = table.price_cache
     mesh = layout.mesh
     share = bubble_share(layout, price_cache)
-    block_s, block_tail_s = _least_block(layout, table)
-    ends_s = sum(
-        min(_end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind))
-        for kind in ENDS
+    block_s, block_tail_s = table.once(
+        ("least block", layout.recomputes_ahead, *_alike(layout, table)),
+        lambda: _least_block(layout, table),
     )
-    transfers_s = sum(rank_receives(rank, layout, price_cache).value_s for rank in range(mesh.pp))
+    ends_s = table.once(("ends", *_alike(layout, table)), lambda: _ends_s(layout, table))
+    transfers_s = all_receives_s(layout, price_cache)
     edges_s = mesh.pp * rank_edges(layout, price_cache).value_s
     fullest = -(-price_cache.model.num_layers // mesh.pp)
     total_s = price_cache.model.num_layers * block_s + ends_s + transfers_s + edges_s
     pace_s = max(total_s / mesh.pp, fullest * block_s)
     step_s = (layout.num_micro_batches - share) * pace_s + share * total_s + fullest * block_tail_s
     return TimeBound(step_s, block_s, share * total_s)
+
+
+def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:
+    """Returns all of a layout that the prices of its layers depend on."""
+    return (
+        layout.mesh,
+        layout.micro_batch_size,
+        layout.sharding,
+        layout.chunked and layout.num_micro_batches,
+        table.zero_stages(layout),
+    )
+
+
+def _ends_s(layout: ParallelLayout, table: MixTable) -> float:
+    """Least seconds of embedding and head per micro-batch."""
+    return sum(
+        min(_end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind))
+        for kind in ENDS
+    )
 
 
 def _end_s(
@@ -217,13 +237,13 @@ def _least_kept_bytes(layout: ParallelLayout, table: MixTable, *, sends: bool) -
         levels = (Recompute.NONE,) if layout.splits_backward else least_levels
         offload = (ALL,) if sends else ()
         return min(
-            price_cache.activations(
+            price_cache.ideal_saved_bytes(
                 LayerKind.BLOCK,
                 layout.micro_batch_size,
                 layout.sharding,
                 level,
                 named_operators(offload, level, price_cache),
-            ).ideal_saved
+            )
             for level in levels
         )
 
@@ -244,33 +264,37 @@ def may_fit(layout: ParallelLayout, table: MixTable, limit_bytes: float) -> bool
     kept = least_kept_bytes(layout, table)
     anywhere = _least_kept_bytes(layout, table, sends=False)
     share = table.host_share_bytes if layout.chunked or kept < anywhere else 0.0
-    fewest = [
-        next(block_counts(rank, layout, table.price_cache.model.num_layers), 0)
-        for rank in range(pp)
-    ]
+    num_layers = table.price_cache.model.num_layers
+    in_flight = np.array([[stashes(LayerKind.BLOCK, rank, layout)] for rank in range(pp)])
+    in_flight = in_flight / layout.virtual_stages
+    fewest = _fewest_blocks(layout, num_layers)
+    device, both = np.array(list(states.values())).T  # by ZeRO stage
 
-    def most_blocks(rank: int, ends: Callable[[int], float]) -> int:
-        in_flight = stashes(LayerKind.BLOCK, rank, layout) / layout.virtual_stages
-        most = 0
-        for zero, (device, both) in states.items():
-            room = usable - ends(zero)
-            if room > 0:
-                on_device = room / max(device + in_flight * kept, 1.0)  # the host may hold all
-                on_both = (room + share) / (both + in_flight * anywhere)
-                most = max(most, int(min(on_device, on_both)))
-        return most
+    def enough(ends: Array) -> bool:
+        """True if the ranks hold all blocks beside `ends`, by rank and ZeRO stage."""
+        room = usable - ends
+        on_device = room / np.maximum(device + in_flight * kept, 1.0)  # the host may hold all
+        on_both = (room + share) / (both + in_flight * anywhere)
+        most = np.floor(np.where(room > 0, np.minimum(on_device, on_both), 0.0)).max(axis=1)
+        return bool((most >= fewest).all() and most.sum() >= num_layers)
 
-    def enough(ends: Callable[[int, int], float]) -> bool:
-        most = [most_blocks(rank, partial(ends, rank)) for rank in range(pp)]
-        return all(map(ge, most, fewest)) and sum(most) >= table.price_cache.model.num_layers
-
-    if not enough(lambda *_: 0.0):
+    none = np.zeros((pp, len(states)))
+    if not enough(none):
         return False
     # Where half of the room is enough, embedding and head are not priced: their price takes longer
     # than the candidates that it rules out.
-    return enough(lambda *_: usable / 2) or enough(
-        lambda rank, zero: ends_bytes(rank, layout, zero, table)
-    )
+    if enough(none + usable / 2):
+        return True
+    ends = none.copy()
+    for rank in {0, layout.rank_of(layout.num_virtual_stages - 1)}:
+        ends[rank] = [ends_bytes(rank, layout, zero, table) for zero in states]
+    return enough(ends)
+
+
+def _fewest_blocks(layout: ParallelLayout, num_layers: int) -> Array:
+    """Returns by rank the least number of blocks; unequal ranks all have the same."""
+    ranks = range(layout.mesh.pp if layout.equal_ranks else 1)
+    return np.array([next(block_counts(rank, layout, num_layers), 0) for rank in ranks], np.float64)
 
 
 def _block_bytes(layout: ParallelLayout, zero: int, table: MixTable) -> tuple[float, float]:

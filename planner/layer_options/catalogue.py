@@ -178,6 +178,7 @@ class Catalogue:
         self._operators = {
             operator.name: operator for operator in price_cache.graph(1).block.operators
         }
+        self._once = KeyedCache()
         self._fastest_s: dict[tuple[int, Sharding], dict[WeightLayout, float]] = {}
         dims = divided_dims(price_cache)
         subsets = (
@@ -287,11 +288,17 @@ class Catalogue:
             if not self.free or sharding.overlap:
                 return option.splits == sharding.splits(operator)
             weighty = sharding.tp > 1 and operator.parameters and operator.parallel_dim
-            return not weighty or weight_divided(operator, option.splits, sharding.degrees) == (
+            return not weighty or self._weight_divided(name, option.splits, sharding.degrees) == (
                 operator.parallel_dim in weight_layout
             )
 
         return allowed
+
+    def _weight_divided(self, name: str, splits: Splits, degrees: tuple[int, ...]) -> bool:
+        return self._once(
+            (name, splits, degrees),
+            lambda: weight_divided(self._operators[name], splits, degrees),
+        )
 
     def _option(
         self, picked: PickedStrategies, weight_layout: WeightLayout, b: int, sharding: Sharding

@@ -85,7 +85,8 @@ class MixPrices:
         self.table = table
         self.ends = ends or table.price_cache
         self.stages = table.zero_stages(layout)
-        self.fixed = {zero: self._end_costs(zero) for zero in self.stages}
+        costs = {zero: self._end_costs(zero) for zero in self.end_stages}
+        self.fixed = {zero: costs.get(zero, costs[self.end_stages[-1]]) for zero in self.stages}
         self.block = self._block_costs()
         self.stashes = stashes(LayerKind.BLOCK, rank, layout)
         self._of_moments = KeyedCache()

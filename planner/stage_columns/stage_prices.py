@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes, zero_passes_bytes
 from parplan.costmodels.stage_costs import rank_edges, rank_receives
@@ -85,10 +86,25 @@ class BlockCosts:
 
     def of(self, options: Sequence[LayerOption]) -> BlockCosts:
         """Returns the costs of some of the options, in their order."""
+        return self._once(tuple(options), lambda: self._of(tuple(options)))
+
+    def _of(self, options: tuple[LayerOption, ...]) -> BlockCosts:
         rows = [self._index[option] for option in options]
-        return BlockCosts(
-            options=tuple(options), **{name: getattr(self, name)[rows] for name in _ARRAYS}
-        )
+        return BlockCosts(options=options, **{name: getattr(self, name)[rows] for name in _ARRAYS})
+
+    @cached_property
+    def _once(self) -> KeyedCache:
+        return KeyedCache()
+
+    @cached_property
+    def of_rank(self) -> Array:
+        """The costs that add up over the blocks of a rank, by option and cost."""
+        return np.stack([getattr(self, name) for name in _OF_RANK], axis=1)
+
+    @cached_property
+    def of_chunk(self) -> Array:
+        """The costs that add up over the blocks of its longest chunk, by option and cost."""
+        return np.stack([self.waiting, self.whole_saved], axis=1)
 
 
 _ARRAYS = tuple(field.name for field in fields(BlockCosts) if field.name != "options")
@@ -291,12 +307,8 @@ _OF_RANK = ("time_s", "tail_s", "recompute_s", "longer_s", "states", "ideal_stat
 def sums_of(mixes: Mixes, every: BlockCosts) -> MixCosts:
     """Returns the sums over the blocks of mixes, whose options are among those of `every`."""
     block = every.of(mixes.options)
-    totals = mixes.counts.astype(np.float64) @ np.stack(
-        [getattr(block, name) for name in _OF_RANK], axis=1
-    )
-    chunk = mixes.chunk_counts.astype(np.float64) @ np.stack(
-        [block.waiting, block.whole_saved], axis=1
-    )
+    totals = mixes.counts.astype(np.float64) @ block.of_rank
+    chunk = mixes.chunk_counts.astype(np.float64) @ block.of_chunk
     return MixCosts(
         **dict(zip(_OF_RANK, totals.T, strict=True)),
         waiting=chunk[:, 0],
