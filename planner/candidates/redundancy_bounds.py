@@ -29,6 +29,7 @@ from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints
 from parplan.planner.layer_options.mixes import column_of
 from parplan.planner.stage_columns.block_counts import block_counts
+from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.mix_prices import MixPrices
 from parplan.planner.stage_columns.mix_table import MixTable
 
@@ -51,7 +52,7 @@ class RedundancyBound:
         repeats = layout.num_micro_batches - share - hidden_passes(layout.schedule)
         self.num_layers = table.price_cache.model.num_layers
         self.ranks = [
-            _RankBound(MixPrices(rank, layout, table), repeats) for rank in range(layout.mesh.pp)
+            _RankBound(_prices(rank, layout, table), repeats) for rank in range(layout.mesh.pp)
         ]
 
     def least_bytes(self, slowest_s: float, longest: int | None) -> float:
@@ -72,6 +73,12 @@ class RedundancyBound:
             least = placed
         cluster_bytes = self.layout.mesh.ranks_per_stage * float(least[-1])
         return cluster_bytes - ROUNDING * abs(cluster_bytes)
+
+
+def _prices(rank: int, layout: ParallelLayout, table: MixTable) -> MixPrices:
+    columns = rank_columns(rank, layout, table)
+    assert isinstance(columns, MixPrices), "the memory objective has no chunks and no host"
+    return columns
 
 
 class _RankBound:
