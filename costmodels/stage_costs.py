@@ -5,6 +5,7 @@ They include the transfers between pipeline ranks.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -60,7 +61,6 @@ def step_costs(strategy: Strategy, price_cache: LayerPriceCache) -> StepCosts:
     Raises ConfigError if the last stage recomputes under a schedule that has no time for it.
     """
     layout = strategy.layout
-    ranks = range(layout.mesh.pp)
     if layout.schedule in LAST_KEEPS_ALL and any(
         price_cache.recompute_operators(choice.kind, choice.recompute)
         for choice in strategy.stages[-1]
@@ -69,17 +69,33 @@ def step_costs(strategy: Strategy, price_cache: LayerPriceCache) -> StepCosts:
             f"{layout.schedule}: its last stage recomputes nothing, here it does",
             hint="use early-recompute",
         )
-    stages = tuple(
-        tuple(_stage_cost(strategy, stage, price_cache) for stage in layout.stages_of(rank))
-        for rank in ranks
-    )
-    tails = [_tail(strategy, rank, price_cache) for rank in ranks]
-    return StepCosts(
-        stages,
-        reduced_s=tuple(reduced.value_s for reduced, _, _ in tails),
-        tied_s=tuple(tied.value_s for _, tied, _ in tails),
-        optimizer_s=tuple(optimizer.value_s for _, _, optimizer in tails),
-    )
+    rows = [_rank_costs(strategy, rank, price_cache) for rank in range(layout.mesh.pp)]
+    return StepCosts(*zip(*rows, strict=True))
+
+
+def with_other_ranks(
+    costs: StepCosts, strategy: Strategy, ranks: Collection[int], price_cache: LayerPriceCache
+) -> StepCosts:
+    """Returns the costs of `strategy`, which differs on `ranks` alone from that of `costs`.
+
+    Layouts in chunks are excluded, whose ranks share the host.
+    """
+    before = zip(costs.stages, costs.reduced_s, costs.tied_s, costs.optimizer_s, strict=True)
+    rows = [
+        _rank_costs(strategy, rank, price_cache) if rank in ranks else row
+        for rank, row in enumerate(before)
+    ]
+    return StepCosts(*zip(*rows, strict=True))
+
+
+def _rank_costs(
+    strategy: Strategy, rank: int, price_cache: LayerPriceCache
+) -> tuple[tuple[StageCost, ...], float, float, float]:
+    """Returns the fields of `StepCosts` of one rank."""
+    stages = strategy.layout.stages_of(rank)
+    chunks = tuple(_stage_cost(strategy, stage, price_cache) for stage in stages)
+    reduced, tied, optimizer = _tail(strategy, rank, price_cache)
+    return chunks, reduced.value_s, tied.value_s, optimizer.value_s
 
 
 def _stage_cost(strategy: Strategy, stage: int, price_cache: LayerPriceCache) -> StageCost:

@@ -23,13 +23,19 @@ from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import RankMemory, rank_layers
 from parplan.costmodels.price_cache import described_prices
+from parplan.costmodels.schedules.action_lists import ActionLists, lists_of
 from parplan.costmodels.schedules.hidden_recompute import (
     HiddenRecompute,
     hidden_passes,
     plain_and_ramp,
 )
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.schedules.simulator import SimulatedStep, StageCost, replay
+from parplan.costmodels.schedules.simulator import (
+    SimulatedStep,
+    StageCost,
+    run_lists,
+    step_of_lists_s,
+)
 from parplan.costmodels.stage_costs import (
     StepCosts,
     data_parallel,
@@ -184,8 +190,22 @@ def replayed(
 
     Raises ConfigError if its schedule is not legal.
     """
-    placement = [layout.stages_of(rank) for rank in range(layout.mesh.pp)]
-    return replay(layout.orders(), layout.num_micro_batches, stages, tail_s, keep_events, placement)
+    return run_lists(_lists(layout), stages, tail_s, keep_events=keep_events)
+
+
+def simulated_step_s(strategy: Strategy, costs: StepCosts) -> float:
+    """Seconds of the step of `simulated_step`."""
+    return step_of_lists_s(_lists(strategy.layout), costs.stages, costs.tail_s)
+
+
+def _lists(layout: ParallelLayout) -> ActionLists:
+    return lists_of(
+        layout.schedule,
+        layout.mesh.pp,
+        layout.num_micro_batches,
+        layout.virtual_stages,
+        layout.actions,
+    )
 
 
 def simulated_step(

@@ -25,15 +25,20 @@ Leaves out: sends that block the sender, links shared by several transfers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from parplan.costmodels.schedules.action_lists import (
+    AFTER_RECOMPUTE,
+    PASSES,
+    STASHES,
+    ActionLists,
+    action_lists,
+    lists_of,
+)
 from parplan.costmodels.schedules.actions import Action, ActionKind
-from parplan.costmodels.schedules.schedule import Schedule, actions, stages_of
-
-_PENDING = -1.0
-_NONE = (-1, 0.0)
+from parplan.costmodels.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +121,8 @@ def simulate(
     Custom schedules are excluded. Raises ConfigError when the schedule is not legal for these
     counts.
     """
-    num_ranks, virtual_stages = len(costs), len(costs[0])
-    orders = [
-        actions(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
-        for rank in range(num_ranks)
-    ]
-    placement = [stages_of(schedule, rank, num_ranks, virtual_stages) for rank in range(num_ranks)]
-    return replay(orders, num_micro_batches, costs, tail_s, keep_events, placement)
+    lists = lists_of(schedule, len(costs), num_micro_batches, len(costs[0]))
+    return run_lists(lists, costs, tail_s, keep_events=keep_events)
 
 
 def least_step_s(
@@ -183,186 +183,106 @@ def replay(
     placement       by rank and chunk its virtual stage; empty: chunk c of rank r is stage c P + r
     Raises AssertionError with the stuck actions when the lists wait for each other.
     """
-    tails = tuple(tail_s) or (0.0,) * len(costs)
-    assert len(orders) == len(costs) == len(tails), (
-        f"{len(orders)} lists, {len(costs)} ranks, {len(tails)} tails"
-    )
+    assert len(orders) == len(costs), f"{len(orders)} lists, {len(costs)} ranks"
     placed = placement or [
         range(rank, len(costs) * len(chunks), len(costs)) for rank, chunks in enumerate(costs)
     ]
-    num_stages = sum(map(len, costs))
-    runs = [
-        _Run(
-            order=order,
-            costs=chunks,
-            slots=_slots(order, stages, chunks, num_stages, num_micro_batches),
-            ahead=_after_recompute(order),
-        )
-        for order, stages, chunks in zip(orders, placed, costs, strict=True)
-    ]
-    late_s = _hide(runs)
-    end_s = _sweep([run.slots for run in runs], late_s, num_stages, num_micro_batches)
-    stuck = {rank: _unfinished(run, end_s) for rank, run in enumerate(runs)}
-    assert not any(stuck.values()), (
-        f"deadlock, rank: next actions that never start: {_shown(stuck)}"
-    )
-    finish_s = [end_s[run.slots[-1][0]] for run in runs]
+    lists = action_lists(orders, placed, num_micro_batches)
+    return run_lists(lists, costs, tail_s, keep_events=keep_events)
+
+
+def run_lists(
+    lists: ActionLists,
+    costs: Sequence[Sequence[StageCost]],
+    tail_s: Sequence[float] = (),
+    *,
+    keep_events: bool = False,
+) -> SimulatedStep:
+    """Simulates one step of `lists`; the other arguments as in `simulate`."""
+    tails = tuple(tail_s) or (0.0,) * len(costs)
+    durations_s = _durations_s(lists, costs)
+    end_s, finish_s = _ends(lists, costs, durations_s)
     step_s = max(finish + tail for finish, tail in zip(finish_s, tails, strict=True))
-    timelines = [
-        _timeline(
-            run, step_s, num_micro_batches, tail, finish, _events(run, end_s) if keep_events else ()
-        )
-        for run, tail, finish in zip(runs, tails, finish_s, strict=True)
-    ]
+    timelines = []
+    for rank, (tail, finish) in enumerate(zip(tails, finish_s, strict=True)):
+        events = _events(lists, rank, end_s, durations_s) if keep_events else ()
+        timelines.append(_timeline(lists, rank, costs[rank], step_s, tail, finish, events))
     return SimulatedStep(step_s=step_s, ranks=tuple(timelines))
 
 
-_Slot = tuple[int, float]
+def step_of_lists_s(
+    lists: ActionLists, costs: Sequence[Sequence[StageCost]], tail_s: Sequence[float]
+) -> float:
+    """The step of `run_lists` alone."""
+    _, finish_s = _ends(lists, costs, _durations_s(lists, costs))
+    return max(finish + tail for finish, tail in zip(finish_s, tail_s, strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """The actions of one rank with their slots.
-
-    ahead   places in `order` of the backwards whose recompute ran ahead
-    """
-
-    order: Sequence[Action]
-    costs: Sequence[StageCost]
-    slots: list[_Slot]
-    ahead: Sequence[int]
-
-
-def _slots(
-    order: Sequence[Action],
-    stages: Sequence[int],
-    costs: Sequence[StageCost],
-    num_stages: int,
-    num_micro_batches: int,
-) -> list[_Slot]:
-    """The actions as slots, and their seconds.
-
-    A slot is (position + 1) M + micro-batch, so that `slot - M` is always the one it waits for.
-    Position: virtual stage k for a forward, 2 K - 1 - k for a backward. Slots below M stand for
-    "nothing to wait for"; each weight gradient, or recompute ahead, has a row of its own for that,
-    and behind it the row in which it ends.
-    """
-    first: dict[tuple[ActionKind, int], _Slot] = {}
-    for chunk, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
-        received = cost.receive_backward_s
-        backward_s = cost.recompute_s + cost.backward_s
-        apart_s = backward_s if stage == 0 else cost.weight_s
-        at = (2 * num_stages - stage) * num_micro_batches
-        first[ActionKind.FORWARD, chunk] = (
-            (stage + 1) * num_micro_batches,
-            cost.receive_forward_s + cost.forward_s,
-        )
-        first[ActionKind.BACKWARD, chunk] = at, received + backward_s
-        first[ActionKind.INPUT_GRADIENT, chunk] = at, received + backward_s - apart_s
-        free = 2 * (num_stages + stage + 1) * num_micro_batches
-        first[ActionKind.WEIGHT_GRADIENT, chunk] = free, apart_s
-        first[ActionKind.RECOMPUTE, chunk] = free, cost.recompute_s
-    slots = []
-    for action in order:
-        start, duration_s = first[action.work, action.chunk]
-        slots.append((start + action.micro_batch, duration_s))
-    return slots
-
-
-def _after_recompute(order: Sequence[Action]) -> list[int]:
-    """The places in a list of the backwards whose recompute ran ahead."""
-    ahead = {
-        (action.chunk, action.micro_batch)
-        for action in order
-        if action.work is ActionKind.RECOMPUTE
-    }
-    if not ahead:
-        return []
+def _durations_s(lists: ActionLists, costs: Sequence[Sequence[StageCost]]) -> list[float]:
+    """Seconds of each pass of each chunk of each rank, in the order of PASSES."""
     return [
-        place
-        for place, action in enumerate(order)
-        if action.work is ActionKind.BACKWARD and (action.chunk, action.micro_batch) in ahead
+        duration_s
+        for stages, chunks in zip(lists.placement, costs, strict=True)
+        for stage, cost in zip(stages, chunks, strict=True)
+        for duration_s in _passes_s(stage, cost)
     ]
 
 
-def _hide(runs: Sequence[_Run]) -> dict[int, float]:
-    """Shortens the backwards after a recompute ahead; returns by slot their delay.
+def _passes_s(stage: int, cost: StageCost) -> tuple[float, ...]:
+    received_s = cost.receive_backward_s
+    backward_s = cost.recompute_s + cost.backward_s
+    apart_s = backward_s if stage == 0 else cost.weight_s
+    seconds: dict[str, float] = {
+        ActionKind.FORWARD: cost.receive_forward_s + cost.forward_s,
+        ActionKind.BACKWARD: received_s + backward_s,
+        ActionKind.INPUT_GRADIENT: received_s + backward_s - apart_s,
+        ActionKind.WEIGHT_GRADIENT: apart_s,
+        ActionKind.RECOMPUTE: cost.recompute_s,
+        AFTER_RECOMPUTE: received_s - cost.hidden_s + cost.backward_s,
+    }
+    return tuple(seconds[name] for name in PASSES)
 
-    The delay is the time between the end of the awaited gradient and the earliest start.
+
+def _ends(
+    lists: ActionLists, costs: Sequence[Sequence[StageCost]], durations_s: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """The end of every slot, and of the last action of every rank.
+
+    A backward after a recompute ahead starts at least its hidden receive after the awaited
+    gradient.
     """
-    late_s = dict[int, float]()
-    for run in runs:
-        for place in run.ahead:
-            slot, cost = run.slots[place][0], run.costs[run.order[place].chunk]
-            late_s[slot] = cost.hidden_s
-            run.slots[place] = slot, cost.receive_backward_s - cost.hidden_s + cost.backward_s
-    return late_s
+    late_s = [
+        cost.hidden_s if name == AFTER_RECOMPUTE else 0.0
+        for chunks in costs
+        for cost in chunks
+        for name in PASSES
+    ]
+    before = lists.num_micro_batches
+    end_s = [0.0] * lists.num_slots
+    clock_s = [0.0] * len(costs)
+    for rank, slot, number in zip(lists.ran_rank, lists.ran_slot, lists.ran_pass, strict=True):
+        arrived, clock = end_s[slot - before] + late_s[number], clock_s[rank]
+        clock_s[rank] = end_s[slot] = (arrived if arrived > clock else clock) + durations_s[number]
+    return end_s, clock_s
 
 
-def _sweep(
-    slots: Sequence[Sequence[_Slot]],
-    late_s: Mapping[int, float],
-    num_stages: int,
-    num_micro_batches: int,
-) -> list[float]:
-    """The end of every slot; _PENDING for slots that never ran.
-
-    late_s: seconds between the end of the awaited slot and the earliest start of a slot
-
-    A rank runs until it meets a slot that is not there yet and leaves its name at it; the rank that
-    fills the slot wakes it. Every action is visited once, and once more when it had to wait.
-    """
-    nothing, row = [0.0] * num_micro_batches, [_PENDING] * num_micro_batches
-    end_s = nothing + row * (2 * num_stages) + (nothing + row) * num_stages
-    todo = [iter(of_rank) for of_rank in slots]
-    clock_s = [0.0] * len(slots)
-    waiting: dict[int, tuple[int, _Slot]] = {}
-    awake = [(rank, next(todo[rank])) for rank in reversed(range(len(slots)))]
-    while awake:
-        rank, (slot, duration_s) = awake.pop()
-        clock = clock_s[rank]
-        rest = todo[rank]
-        while True:
-            arrived = end_s[slot - num_micro_batches]
-            if arrived < 0.0:
-                waiting[slot - num_micro_batches] = rank, (slot, duration_s)
-                break
-            if late_s and slot in late_s:
-                arrived += late_s[slot]
-            clock = (arrived if arrived > clock else clock) + duration_s
-            end_s[slot] = clock
-            if slot in waiting:
-                awake.append(waiting.pop(slot))
-            slot, duration_s = next(rest, _NONE)
-            if slot < 0:
-                break
-        clock_s[rank] = clock
-    return end_s
-
-
-def _unfinished(run: _Run, end_s: Sequence[float]) -> list[Action]:
-    slots = zip(run.order, run.slots, strict=True)
-    return [action for action, (slot, _) in slots if end_s[slot] == _PENDING]
-
-
-def _shown(stuck: dict[int, list[Action]]) -> str:
-    """The first actions of each stuck rank, as `0: F0.1 B0.0 ...`."""
-    return "; ".join(
-        f"{rank}: {' '.join(map(str, rest[:3]))}" for rank, rest in stuck.items() if rest
-    )
-
-
-def _events(run: _Run, end_s: Sequence[float]) -> tuple[Event, ...]:
+def _events(
+    lists: ActionLists, rank: int, end_s: Sequence[float], durations_s: Sequence[float]
+) -> tuple[Event, ...]:
+    first = sum(map(len, lists.placement[:rank])) * len(PASSES)
     return tuple(
-        Event(action, end_s[slot] - duration_s, end_s[slot])
-        for action, (slot, duration_s) in zip(run.order, run.slots, strict=True)
+        Event(action, end_s[slot] - durations_s[first + number], end_s[slot])
+        for action, slot, number in zip(
+            lists.orders[rank], lists.slots[rank], lists.passes[rank], strict=True
+        )
     )
 
 
 def _timeline(
-    run: _Run,
+    lists: ActionLists,
+    rank: int,
+    costs: Sequence[StageCost],
     step_s: float,
-    num_micro_batches: int,
     tail_s: float,
     finish_s: float,
     events: tuple[Event, ...],
@@ -371,56 +291,32 @@ def _timeline(
 
     Its actions never overlap, so the stash held at any time follows from the order alone.
     """
-    busy_s = num_micro_batches * sum(
-        cost.forward_s + cost.recompute_s + cost.backward_s for cost in run.costs
+    busy_s = lists.num_micro_batches * sum(
+        cost.forward_s + cost.recompute_s + cost.backward_s for cost in costs
     )
-    transfer_s = num_micro_batches * sum(
-        cost.receive_forward_s + cost.receive_backward_s for cost in run.costs
+    transfer_s = lists.num_micro_batches * sum(
+        cost.receive_forward_s + cost.receive_backward_s for cost in costs
     )
-    transfer_s -= sum(run.costs[run.order[place].chunk].hidden_s for place in run.ahead)
-    change = [_STASHES[action.work] for action in run.order]
+    transfer_s -= sum(costs[chunk].hidden_s for chunk in lists.after_recompute(rank))
+    held = [_bytes(name, cost) for cost in costs for name in PASSES]
     return RankTimeline(
         busy_s=busy_s,
         transfer_s=transfer_s,
         tail_s=tail_s,
         bubble_s=max(0.0, step_s - busy_s - transfer_s - tail_s),
         finish_s=finish_s,
-        peak_stash_bytes=max(accumulate(_held_bytes(run))),
-        in_flight=max(accumulate(change)),
+        peak_stash_bytes=max(accumulate(held[number] for number in lists.passes[rank])),
+        in_flight=lists.in_flight[rank],
         events=events,
     )
 
 
-_STASHES = {
-    ActionKind.FORWARD: 1,
-    ActionKind.BACKWARD: -1,
-    ActionKind.INPUT_GRADIENT: 0,
-    ActionKind.WEIGHT_GRADIENT: -1,
-    ActionKind.RECOMPUTE: 0,
-}
-
-
-def _held_bytes(run: _Run) -> list[float]:
-    """Bytes that each action adds to the held bytes of the rank."""
-    held = {
-        (work, chunk): _bytes(work, cost)
-        for work in ActionKind
-        for chunk, cost in enumerate(run.costs)
-    }
-    added = [held[action.work, action.chunk] for action in run.order]
-    for place in run.ahead:
-        added[place] -= run.costs[run.order[place].chunk].remade_bytes
-    return added
-
-
-def _bytes(work: ActionKind, cost: StageCost) -> float:
-    """Bytes that an action adds to the held bytes of the rank.
-
-    A backward after a recompute ahead also frees the recomputed activations (`_held_bytes`).
-    """
+def _bytes(name: str, cost: StageCost) -> float:
+    """Bytes that a pass adds to the held bytes of the rank."""
     besides = {
         ActionKind.INPUT_GRADIENT: cost.waiting_bytes,
         ActionKind.WEIGHT_GRADIENT: -cost.waiting_bytes,
         ActionKind.RECOMPUTE: cost.remade_bytes,
+        AFTER_RECOMPUTE: -cost.remade_bytes,
     }
-    return _STASHES[work] * cost.stash_bytes + besides.get(work, 0.0)
+    return STASHES[name] * cost.stash_bytes + besides.get(name, 0.0)

@@ -16,7 +16,6 @@ from parplan.planner.candidates.branch_and_bound import (
     best_of,
     branch_and_bound,
 )
-from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes
 from parplan.planner.master import Master, MasterChoice, lower_bound_s, slackened
 from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from parplan.planner.objective import Objective
@@ -58,8 +57,15 @@ class _RedundancyPass:
             if session.prices.may_fit(layout, session.limit_bytes) and self._may_be_in_time(
                 layout, session
             ):
-                self.least_bytes[layout] = redundancy_bound_bytes(layout, session.table)
-                yield self.least_bytes[layout], layout
+                self.least_bytes[layout] = self._bound_bytes(layout)
+                if self.least_bytes[layout] < INFINITY:
+                    yield self.least_bytes[layout], layout
+
+    def _bound_bytes(self, layout: ParallelLayout) -> float:
+        """Lower bound of the redundant bytes in time, infinite where no plan is in time."""
+        longest = self.session.prices.longest_rank(layout, self.slowest_s, self.session.limit_bytes)
+        bound = self.session.prices.redundancy_bound(layout)
+        return bound.least_bytes(self.slowest_s, longest)
 
     def lowered(self, outcome: BranchOutcome[SolvedCandidate]) -> BranchOutcome[SolvedCandidate]:
         """Returns the outcome with the least peak among the equally redundant choices first."""

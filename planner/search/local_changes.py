@@ -14,8 +14,10 @@ from functools import partial
 
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.stage_costs import step_costs
-from parplan.costmodels.step import StepPrice, price_step, simulated_step
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.schedules.simulator import least_step_s
+from parplan.costmodels.stage_costs import StepCosts, step_costs, with_other_ranks
+from parplan.costmodels.step import StepPrice, price_step, simulated_step_s
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.deadline import in_time
 from parplan.planner.search.search_session import SearchSession, SolvedCandidate
@@ -64,23 +66,35 @@ def _climbed(
     session: SearchSession,
 ) -> tuple[Strategy, float]:
     """The strategy after all changes that made it faster, one by one, and its simulated step."""
-    best, best_s = strategy, step_s
+    best, best_s, best_costs = strategy, step_s, step_costs(strategy, price_cache)
     tried, climbing = 0, True
     while climbing:
         climbing = False
         for changed, ranks in changes(best):
             session.deadline.check()
             tried += 1
-            changed_s = simulated_step(changed, step_costs(changed, price_cache)).step_s
-            if changed_s < best_s * (1 - WORTH_MOVING) and _fits(
-                changed, ranks, price_cache, session
-            ):
-                best, best_s = changed, changed_s
+            costs = with_other_ranks(best_costs, changed, ranks, price_cache)
+            changed_s = _step_below_s(changed, costs, best_s * (1 - WORTH_MOVING))
+            if changed_s is not None and _fits(changed, ranks, price_cache, session):
+                best, best_s, best_costs = changed, changed_s, costs
                 climbing = True
                 break
             if tried >= MOST_TRIED:
                 return best, best_s
     return best, best_s
+
+
+def _step_below_s(strategy: Strategy, costs: StepCosts, limit_s: float) -> float | None:
+    """Simulated seconds of the step, None where it is not below `limit_s`."""
+    layout = strategy.layout
+    if not layout.splits_backward and layout.schedule is not Schedule.CUSTOM:
+        least_s = least_step_s(
+            layout.num_micro_batches, costs.stages, costs.tail_s, ahead=layout.recomputes_ahead
+        )
+        if least_s >= limit_s:
+            return None
+    step_s = simulated_step_s(strategy, costs)
+    return step_s if step_s < limit_s else None
 
 
 def _other_columns(solved: SolvedCandidate, session: SearchSession) -> list[list[StageColumn]]:

@@ -21,6 +21,7 @@ from parplan.planner.candidates.enumeration import (
     no_candidate_error,
 )
 from parplan.planner.candidates.lower_bounds import TimeBound, may_fit, time_bound
+from parplan.planner.candidates.redundancy_bounds import RedundancyBound
 from parplan.planner.deadline import in_time
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
 from parplan.planner.layer_options.overlap_levels import paying_layouts
@@ -80,6 +81,18 @@ class SearchPrices:
     def time_bound(self, layout: ParallelLayout) -> TimeBound:
         """Returns the layout's lower bound of time, computed once for both passes and columns."""
         return self._once(("time", layout), lambda: time_bound(layout, self.table))
+
+    def redundancy_bound(self, layout: ParallelLayout) -> RedundancyBound:
+        """Returns the bound of the layout's redundant bytes, made once for all slowdowns."""
+        return self._once(
+            ("redundancy", layout),
+            lambda: RedundancyBound(
+                layout,
+                self.table,
+                bubble_share(layout, self.price_cache),
+                self.time_bound(layout).total_s,
+            ),
+        )
 
     def least_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
         """Returns the best known bound of the layout's time within `limit_bytes`.

@@ -390,13 +390,17 @@ Columns = RankColumns | ChunkColumns | EitherTable
 
 
 def rank_columns(rank: int, layout: ParallelLayout, table: MixTable) -> Columns:
-    """Returns the columns of a pipeline rank of any layout."""
+    """Returns the columns of a pipeline rank of any layout, the same object at each call."""
     make = ChunkColumns if layout.chunked else RankColumns
-    first, *_ = (*end_kinds(rank, layout), LayerKind.BLOCK)
-    columns = [
-        make(rank, layout, table, ends) for ends in table.price_caches_of_ends(layout, first)
-    ]
-    return EitherTable(*columns) if len(columns) == 2 else columns[0]
+
+    def both() -> Columns:
+        first, *_ = (*end_kinds(rank, layout), LayerKind.BLOCK)
+        columns = [
+            make(rank, layout, table, ends) for ends in table.price_caches_of_ends(layout, first)
+        ]
+        return EitherTable(*columns) if len(columns) == 2 else columns[0]
+
+    return table.once(("columns", rank, layout), both)
 
 
 def _unbeaten(columns: Sequence[StageColumn]) -> list[StageColumn]:

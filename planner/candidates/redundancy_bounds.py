@@ -1,0 +1,184 @@
+"""The least redundant bytes of a layout within a step time, before any column is made (R3, I5).
+
+A rank whose blocks run on some options holds redundant bytes that add up over its blocks, and the
+largest workspace and gather buffer of the options in use. With s in-flight micro-batches, ends at
+ZeRO stage z, and x_o the blocks on option o,
+
+    rho >= rho_z + sum_o x_o (states_o + s saved_o / v)
+                 + max over o in use of (workspace_o + buffer_o)
+
+where states and saved tensors count beyond their share of one copy. In a step of at most T each
+rank has
+
+    (M - a) t_z + tail_z + sum_o x_o ((M - a) t_o + tail_o) <= T - (bubble share of all layers)
+
+With real numbers of blocks and a given largest option, two options are enough. So the least of a
+rank with n blocks is a minimum over pairs, and the least of all ranks follows block by block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from parplan.costmodels.memory.peak_candidates import peak_candidates
+from parplan.costmodels.memory.rank_memory import peak_stash_counts
+from parplan.costmodels.schedules.hidden_recompute import hidden_passes
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.dominance import Array, Ints
+from parplan.planner.layer_options.mixes import column_of
+from parplan.planner.stage_columns.block_counts import block_counts
+from parplan.planner.stage_columns.chunk_columns import rank_columns
+from parplan.planner.stage_columns.mix_prices import MixPrices
+from parplan.planner.stage_columns.mix_table import MixTable
+
+ROUNDING = 1e-9  # relative, against another order of summation
+LEAST_S = 1e-12  # in place of no difference between two options
+
+
+class RedundancyBound:
+    """Lower bounds of the redundant bytes of a layout without chunks and without the host.
+
+    share     bubble share of the layout
+    fixed_s   bubble share of all its layers together
+    """
+
+    def __init__(
+        self, layout: ParallelLayout, table: MixTable, share: float, fixed_s: float
+    ) -> None:
+        self.layout = layout
+        self.fixed_s = 0.0 if layout.recomputes_ahead else fixed_s
+        repeats = layout.num_micro_batches - share - hidden_passes(layout.schedule)
+        self.num_layers = table.price_cache.model.num_layers
+        self.ranks = [
+            _RankBound(_prices(rank, layout, table), repeats) for rank in range(layout.mesh.pp)
+        ]
+
+    def least_bytes(self, slowest_s: float, longest: int | None) -> float:
+        """Redundant bytes of the cluster that no plan within `slowest_s` is below.
+
+        Infinite where no plan is in time.
+
+        longest: the most blocks of a rank, None without a limit
+        """
+        room_s = slowest_s * (1 + ROUNDING) - self.fixed_s
+        least = np.full(self.num_layers + 1, np.inf)  # by number of blocks placed so far
+        least[0] = 0.0
+        for rank, costs in enumerate(self.ranks):
+            counts = np.array(list(block_counts(rank, self.layout, self.num_layers, longest)), int)
+            placed = np.full_like(least, np.inf)
+            for count, of_rank in zip(counts, costs.least_bytes(counts, room_s), strict=True):
+                placed[count:] = np.minimum(placed[count:], least[: len(least) - count] + of_rank)
+            least = placed
+        cluster_bytes = self.layout.mesh.ranks_per_stage * float(least[-1])
+        return cluster_bytes - ROUNDING * abs(cluster_bytes)
+
+
+def _prices(rank: int, layout: ParallelLayout, table: MixTable) -> MixPrices:
+    columns = rank_columns(rank, layout, table)
+    assert isinstance(columns, MixPrices), "the memory objective has no chunks and no host"
+    return columns
+
+
+class _RankBound:
+    """The pairs of options of one rank, and its costs besides blocks by ZeRO stage of its ends.
+
+    Arrays are by pair: the block on the faster option, and the difference of the slower one to it.
+    """
+
+    def __init__(self, costs: MixPrices, repeats: float) -> None:
+        self.costs, self.repeats = costs, repeats
+        block = costs.block
+        self.moment = _moment(costs)
+        seconds, held = repeats * block.time_s + block.tail_s, _held_bytes(costs, self.moment)
+        workspace = column_of(block.options, "workspace_bytes")
+        if self.moment.alone:
+            workspace = block.whole_workspace
+        kept = _undominated(np.stack([seconds, held, workspace, block.zero_buffer]))
+        faster, slower = np.nonzero(
+            (seconds[kept][:, None] < seconds[kept]) & (held[kept][:, None] > held[kept])
+        )
+        faster = kept[np.concatenate([np.arange(len(kept)), faster])]
+        slower = kept[np.concatenate([np.arange(len(kept)), slower])]
+        self.seconds, self.longer_s = seconds[faster], seconds[slower] - seconds[faster]
+        self.held, self.more_held = held[faster], held[slower] - held[faster]
+        self.workspace = np.maximum(workspace[faster], workspace[slower])
+        self.zero_buffer = np.maximum(block.zero_buffer[faster], block.zero_buffer[slower])
+
+    def least_bytes(self, counts: Ints, room_s: float) -> Array:
+        """Least redundant bytes of a device by number of blocks, within `room_s` for the rank."""
+        by_stage = [self._least_bytes(zero, counts, room_s) for zero in self.costs.end_stages]
+        least: Array = np.min(by_stage, axis=0)
+        return least
+
+    def _least_bytes(self, zero: int, counts: Ints, room_s: float) -> Array:
+        fixed, moment = self.costs.fixed[zero], self.moment
+        block_s = (room_s - self.repeats * fixed.time_s - fixed.tail_s) / counts
+        over_s = block_s - self.seconds[:, None]  # by pair and number of blocks
+        share = np.clip(over_s / np.maximum(self.longer_s, LEAST_S)[:, None], 0.0, 1.0)
+        held = counts * (self.held[:, None] + share * self.more_held[:, None])
+        temporaries = np.maximum(self.workspace - fixed.used_up, fixed.head_workspace)
+        buffers = np.maximum(self.zero_buffer, fixed.zero_buffer)
+        largest = (temporaries + buffers)[:, None]
+        least = np.where(over_s < 0.0, np.inf, held + largest).min(axis=0)
+        ends_bytes = (
+            fixed.states - fixed.ideal_states + fixed.held - fixed.ideal_held + fixed.waiting
+        )
+        stashed = (moment.stashes - self.costs.stashes) * fixed.saved
+        of_rank: Array = least + ends_bytes + stashed
+        return of_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moment:
+    """A moment of a rank that may be its peak, so that the peak holds no less.
+
+    stashes, remade, waiting    micro-batches of all chunks: held, recomputed ahead, and those whose
+                                weight gradients wait
+    alone                       the backward pass has no recompute in it
+    """
+
+    stashes: float
+    remade: float = 0.0
+    waiting: float = 0.0
+    alone: bool = False
+
+
+def _moment(costs: MixPrices) -> _Moment:
+    """The moment with the most stashes."""
+    layout = costs.layout
+    if layout.splits_backward:
+        stashes, waiting = max(peak_stash_counts(costs.rank, layout))
+        return _Moment(stashes=stashes, waiting=waiting)
+    if layout.recomputes_ahead:
+        fullest = max(peak_candidates(costs.rank, layout), key=lambda moment: moment.stashes)
+        return _Moment(stashes=fullest.stashes, remade=fullest.remade, alone=fullest.alone)
+    return _Moment(stashes=costs.stashes)
+
+
+def _held_bytes(costs: MixPrices, moment: _Moment) -> Array:
+    """Redundant bytes that one block adds to the rank, by option.
+
+    The longest chunk counts for all chunks. It has no less than the mean, and no more blocks of an
+    option than the rank.
+    """
+    block = costs.block
+    saved = column_of(block.options, "saved_bytes")
+    chunk = (
+        moment.stashes * saved
+        + moment.remade * (block.whole_saved - saved)
+        + moment.waiting * block.waiting
+        - costs.stashes * column_of(block.options, "ideal_saved_bytes")
+    )
+    of_states = block.states - block.ideal_states
+    held: Array = of_states + np.where(chunk < 0, chunk, chunk / costs.layout.virtual_stages)
+    return held
+
+
+def _undominated(values: Array) -> Ints:
+    """Columns of `values` that no other column is below or equal to in all rows."""
+    no_worse = (values[:, :, None] <= values[:, None, :]).all(axis=0)  # [one, other]
+    first = np.arange(values.shape[1])
+    beats = no_worse & (~no_worse.T | (first[:, None] < first[None, :]))
+    return np.flatnonzero(~beats.any(axis=0))
