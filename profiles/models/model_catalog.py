@@ -9,8 +9,6 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from parplan.profiles.documents.packaged_configs import (
     config_source,
     label_of,
@@ -19,6 +17,7 @@ from parplan.profiles.documents.packaged_configs import (
     path_or_unknown,
     read_config,
 )
+from parplan.profiles.documents.plain import Limits
 from parplan.profiles.documents.reader import read_json
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
@@ -26,7 +25,7 @@ from parplan.profiles.models.families import ModelFamily, parse_family
 from parplan.profiles.models.huggingface import entry_from_config
 from parplan.profiles.models.spec import ModelEntry, ModelSpec
 
-_Count = Annotated[int, Field(ge=1)]
+_Count = Annotated[int, Limits(ge=1)]
 _FORBID = {"extra": "forbid"}
 _MODEL_PREFIXES = {
     "gpt3-": "gpt-",
