@@ -1,45 +1,29 @@
-"""The entry point of the command line; `commands` has one file per command."""
+"""The entry point of the command line; `commands` has one file per command.
+
+The file of a command is imported when the command or the list of commands is asked for.
+"""
 
 from __future__ import annotations
 
-from parplan.commands import (
-    calibrate,
-    check,
-    clusters,
-    compare,
-    estimate,
-    explain,
-    max_model,
-    models,
-    plan,
-    profile,
-    schema,
-    show,
-    stacks,
-    tokenize,
-    trace,
-    validate,
-)
+from parplan.commands.plan import main
 
-main = plan.main
-for command in (
-    calibrate.calibrate,
-    check.check,
-    clusters.clusters,
-    compare.compare,
-    estimate.estimate,
-    explain.explain,
-    max_model.max_model,
-    models.models,
-    profile.profile,
-    schema.schema,
-    show.show,
-    stacks.stacks,
-    tokenize.tokenize,
-    trace.trace,
-    validate.validate,
-):
-    main.add_command(command)
+main.names = (
+    "calibrate",
+    "check",
+    "clusters",
+    "compare",
+    "estimate",
+    "explain",
+    "max-model",
+    "models",
+    "profile",
+    "schema",
+    "show",
+    "stacks",
+    "tokenize",
+    "trace",
+    "validate",
+)
 
 
 if __name__ == "__main__":

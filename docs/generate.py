@@ -49,7 +49,11 @@ def _commands() -> dict[str, click.Command]:
     from parplan.executor.__main__ import main as executor
     from parplan.profiles.profile_comm import main as profile_comm
 
-    subcommands = {f"plan {name}": command for name, command in sorted(cli.main.commands.items())}
+    context = click.Context(cli.main)
+    subcommands = {
+        f"plan {name}": cli.main.get_command(context, name)
+        for name in cli.main.list_commands(context)
+    }
     return {
         "plan": cli.main,
         **subcommands,

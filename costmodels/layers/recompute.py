@@ -103,7 +103,7 @@ def _remade_outputs(
     operator: Operator, layer: LayerClass, recomputed: frozenset[str]
 ) -> tuple[Tensor, ...]:
     stays = operator.kind is OperatorKind.ATTENTION and not recomputed.issuperset(
-        layer.graph.successors(operator.name)
+        layer.readers(operator.name)
     )
     return () if stays else operator.outputs
 

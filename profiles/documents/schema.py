@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
-
+from parplan.profiles.documents.plain import NotPlainError, plain
 from parplan.profiles.documents.ranges import require_ranges
 from parplan.profiles.documents.reader import shortened
 from parplan.profiles.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
 
 T = TypeVar("T")
 MAX_ERRORS = 1000
@@ -26,7 +28,21 @@ def parse(cls: type[T], document: object, where: str) -> T:
     the wrong type or out of its range.
     """
     try:
-        instance: T = _adapter(cast(Hashable, cls)).validate_python(document)
+        instance = plain(cls, document)
+    except NotPlainError:
+        instance = _validated(cls, document, where)
+    except ConfigError as error:
+        raise _of_file(error, where) from None
+    require_ranges(instance, where)
+    return instance
+
+
+def _validated(cls: type[T], document: object, where: str) -> T:
+    """Returns a document as an instance of `cls`, with values converted to the fields' types."""
+    from pydantic import ValidationError
+
+    try:
+        return cast(T, _adapter(cast(Hashable, cls)).validate_python(document))
     except ValidationError as error:
         if error.error_count() > MAX_ERRORS:  # listing them would take minutes
             raise ConfigError(
@@ -37,15 +53,20 @@ def parse(cls: type[T], document: object, where: str) -> T:
         errors = error.errors(include_url=False)
         first = min(errors, key=lambda details: details["type"] not in _UNKNOWN)
         raise _config_error(cls, first, where) from None
-    except ConfigError as error:  # from a `__post_init__`, which does not know the file
-        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
-    require_ranges(instance, where)
-    return instance
+    except ConfigError as error:
+        raise _of_file(error, where) from None
+
+
+def _of_file(error: ConfigError, where: str) -> ConfigError:
+    """Returns the error of a `__post_init__`, which does not know the file, with the file."""
+    return ConfigError(f"{where}: {error.message}", hint=error.hint)
 
 
 @functools.cache
 def _adapter(cls: Hashable) -> TypeAdapter[Any]:
     """Returns the validator of a dataclass; making it costs more than a validation."""
+    from pydantic import TypeAdapter
+
     return TypeAdapter(cast(Any, cls))
 
 
@@ -116,4 +137,6 @@ def document(instance: object) -> Any:
 
 def json_schema(cls: type) -> dict[str, Any]:
     """Returns the JSON Schema of the documents that `parse` takes for `cls`."""
+    from pydantic import TypeAdapter
+
     return TypeAdapter(cls).json_schema()

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field
-
 from parplan.profiles.documents.packaged_configs import (
     config_source,
     label_of,
     packaged_names,
     read_config,
 )
+from parplan.profiles.documents.plain import Limits
 from parplan.profiles.documents.schema import document, json_schema, parse
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.calibration_factors import Calibration
@@ -28,9 +27,9 @@ from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.stack import Stack
 from parplan.profiles.units import GB, GIB, TERA, US_PER_S
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Limits(gt=0)]
+_NotNegative = Annotated[float, Limits(ge=0)]
+_Count = Annotated[int, Limits(ge=1)]
 _FORBID = {"extra": "forbid"}
 _Arithmetic = Literal["fp8", "bf16", "fp16", "fp32"]  # precisions that a device has a peak for
 _CLUSTER_ALIASES = {

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from pydantic import Field
-
+from parplan.profiles.documents.plain import Limits
 from parplan.profiles.documents.schema import json_schema, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.measurements import (
@@ -32,10 +31,10 @@ _FORBID = {"extra": "forbid"}
 TIME_DIGITS = 6
 SPREAD_DIGITS = 3
 FIGURE_DIGITS = 6
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=0)]
+_Positive = Annotated[float, Limits(gt=0)]
+_NotNegative = Annotated[float, Limits(ge=0)]
+_Finite = Annotated[float, Limits()]
+_Count = Annotated[int, Limits(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

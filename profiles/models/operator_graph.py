@@ -12,9 +12,10 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import networkx as nx
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 class OperatorKind(StrEnum):
@@ -170,25 +171,56 @@ class LayerKey(Hashable, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerClass:
-    """The operators that all layers of one class have.
+    """The operators that all layers of one class have, in a topological order.
 
-    graph: a DAG whose nodes are operator names (attribute `operator`)
     outside: names of tensors that a stage saves once for all its layers, not at this one
     """
 
     kind: LayerKind
-    graph: nx.DiGraph
+    operators: tuple[Operator, ...]
     outside: frozenset[str] = frozenset()
 
     @cached_property
-    def operators(self) -> tuple[Operator, ...]:
-        """The operators in a topological order, the one in which they were added."""
-        return tuple(self.graph.nodes[name]["operator"] for name in self.graph.nodes)
+    def graph(self) -> nx.DiGraph:
+        """The DAG of operator names (attribute `operator`).
+
+        An edge joins the maker of a tensor with each reader. The import of networkx takes as long
+        as a small search, so it is made here.
+        """
+        import networkx as nx
+
+        graph: nx.DiGraph = nx.DiGraph()
+        for operator in self.operators:
+            graph.add_node(operator.name, operator=operator)
+        for maker, reader, tensor in self.edges:
+            graph.add_edge(maker, reader, tensor=tensor)
+        return graph
+
+    @cached_property
+    def edges(self) -> tuple[tuple[str, str, Tensor], ...]:
+        """The maker and the reader of each tensor that one operator makes and another reads."""
+        edges: list[tuple[str, str, Tensor]] = []
+        maker: dict[str, str] = {}
+        for operator in self.operators:
+            edges += [
+                (maker[tensor.name], operator.name, tensor)
+                for tensor in operator.inputs
+                if tensor.name in maker
+            ]
+            maker.update({tensor.name: operator.name for tensor in operator.outputs})
+        return tuple(edges)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Operator]:
+        return {operator.name: operator for operator in self.operators}
 
     def operator(self, name: str) -> Operator:
         """Returns the operator of that name. Raises KeyError."""
-        operator: Operator = self.graph.nodes[name]["operator"]
-        return operator
+        return self._by_name[name]
+
+    def readers(self, name: str) -> frozenset[str]:
+        """Returns the names of the operators that read an output of the operator of that name."""
+        return frozenset(reader for maker, reader, _ in self.edges if maker == name)
 
     @cached_property
     def input(self) -> Tensor | None:
@@ -306,16 +338,5 @@ class ModelGraph:
 def layer_class(
     kind: LayerKind, operators: tuple[Operator, ...], outside: frozenset[str] = frozenset()
 ) -> LayerClass:
-    """Returns a layer class made of operators in topological order.
-
-    An edge joins the maker of a tensor with each reader.
-    """
-    graph: nx.DiGraph = nx.DiGraph()
-    maker: dict[str, str] = {}
-    for operator in operators:
-        graph.add_node(operator.name, operator=operator)
-        for tensor in operator.inputs:
-            if tensor.name in maker:
-                graph.add_edge(maker[tensor.name], operator.name, tensor=tensor)
-        maker.update({tensor.name: operator.name for tensor in operator.outputs})
-    return LayerClass(kind=kind, graph=graph, outside=outside)
+    """Returns a layer class made of operators in topological order."""
+    return LayerClass(kind=kind, operators=operators, outside=outside)

@@ -13,8 +13,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import networkx as nx
-
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.operator_graph import Dim, Operator, Tensor
 
@@ -87,23 +85,6 @@ class TracedModel:
     inputs: tuple[Tensor, ...]
     operators: tuple[TracedOperator, ...]
     shared: tuple[tuple[str, ...], ...] = ()
-
-    @cached_property
-    def graph(self) -> nx.DiGraph:
-        """The operators by their position in the order.
-
-        An edge joins the maker of a tensor with each reader (attribute `tensors`).
-        """
-        graph: nx.DiGraph = nx.DiGraph()
-        maker: dict[str, int] = {}
-        for place, traced in enumerate(self.operators):
-            graph.add_node(place, operator=traced)
-            for tensor in traced.operator.inputs:
-                if tensor.name in maker:
-                    edge = graph.get_edge_data(maker[tensor.name], place, default={"tensors": ()})
-                    graph.add_edge(maker[tensor.name], place, tensors=(*edge["tensors"], tensor))
-            maker.update({tensor.name: place for tensor in traced.operator.outputs})
-        return graph
 
     @cached_property
     def num_parameters(self) -> int:
