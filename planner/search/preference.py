@@ -1,0 +1,132 @@
+"""The plan of a request among the ties of its fastest plan (planner/plan/ties.py).
+
+Every tie is priced again on machines of which one speed is 20 % off. Its step there is the
+simulated step, scaled as the simulator's lower bound of it changes with the prices
+(costmodels/schedules/simulator.py), because a simulation of every scenario could take longer than
+the rest of the search. [derived]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.schedules.simulator import least_step_s
+from parplan.costmodels.stage_costs import step_costs
+from parplan.costmodels.strategy import Strategy
+from parplan.planner.objective import Prefer
+from parplan.planner.plan.assemble import assemble, runner_up
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import ErrorBand, RunnerUp, TieChoice
+from parplan.planner.plan.ties import (
+    SCENARIOS,
+    UNKNOWN,
+    Tie,
+    inside_band,
+    preferred,
+    reason_for,
+    worst_losses,
+)
+from parplan.planner.search.replay import Replayed
+from parplan.planner.search.search_session import SearchSession
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
+from parplan.profiles.units import gib
+
+
+def preferred_plan(
+    fastest: Plan, replayed: Sequence[Replayed], prefer: Prefer, session: SearchSession
+) -> Plan:
+    """Returns the preferred plan, with the proof of the fastest and its choice recorded.
+
+    replayed: the candidates, that of the fastest plan first
+    """
+    band = fastest.predicted.error_band
+    if band is None:
+        return _with_choice(fastest, TieChoice(prefer=prefer, reason=UNKNOWN))
+    ties = _ties(replayed, band, session)
+    places = list(ties)
+    figures = list(ties.values())
+    index = preferred(prefer, figures, band.memory.share)
+    chosen = places[index]
+    solved, strategy, price = replayed[chosen]
+    choice = TieChoice(
+        prefer=prefer,
+        reason=reason_for(prefer, figures, index),
+        slowdown=round(price.step_s / replayed[0][2].step_s - 1, 6),
+        worst_loss=ties[chosen].worst_loss,
+    )
+    record = replace(
+        fastest.search,
+        preference=choice,
+        runners_up=tuple(
+            _runner_up(entry, ties.get(place))
+            for place, entry in enumerate(replayed)
+            if place != chosen
+        ),
+    )
+    if chosen:
+        fastest = assemble(strategy, price, record, session.book_of(solved.choice))
+    return replace(fastest, search=record)
+
+
+def _with_choice(plan: Plan, choice: TieChoice) -> Plan:
+    return replace(plan, search=replace(plan.search, preference=choice))
+
+
+def _runner_up(replayed: Replayed, tie: Tie | None) -> RunnerUp:
+    _, strategy, price = replayed
+    plain = runner_up(strategy, price)
+    if tie is None:
+        return plain
+    return replace(plain, inside_error_band=True, worst_loss=tie.worst_loss)
+
+
+def _ties(replayed: Sequence[Replayed], band: ErrorBand, session: SearchSession) -> dict[int, Tie]:
+    """Returns the ties by their place among the candidates."""
+    places = inside_band([price.step_s for _, _, price in replayed], band.time.share)
+    entries = [replayed[place] for place in places]
+    scenarios = _steps_by_scenario(entries, session) if len(entries) > 1 else [[1.0]]
+    return {
+        place: Tie(gib(max(memory.total for memory in price.memory)), loss)
+        for place, (_, _, price), loss in zip(places, entries, worst_losses(scenarios), strict=True)
+    }
+
+
+def _steps_by_scenario(
+    entries: Sequence[Replayed], session: SearchSession
+) -> Iterator[list[float]]:
+    """Yields the steps of the candidates as they are priced, then in each scenario."""
+    steps_s = [price.step_s for _, _, price in entries]
+    books = [session.book_of(solved.choice) for solved, _, _ in entries]
+    bounds_s = [
+        _bound_s(strategy, book) for (_, strategy, _), book in zip(entries, books, strict=True)
+    ]
+    yield steps_s
+    for speeds in _scenarios_of(session.price_cache.machine.cluster):
+        off = {book: book.on(at_speeds(book.machine, speeds)) for book in books}
+        yield [
+            step_s * _bound_s(strategy, off[book]) / bound_s
+            for step_s, (_, strategy, _), book, bound_s in zip(
+                steps_s, entries, books, bounds_s, strict=True
+            )
+        ]
+
+
+def _scenarios_of(cluster: Cluster) -> Iterator[SpeedFactors]:
+    """Yields the scenarios that change a price on the cluster."""
+    for speeds in SCENARIOS:
+        inside = speeds.inside_node != 1.0 and cluster.gpus_per_node == 1
+        across = speeds.across_nodes != 1.0 and cluster.nodes == 1
+        if not inside and not across:
+            yield speeds
+
+
+def _bound_s(strategy: Strategy, price_cache: PriceCache) -> float:
+    """Returns the lower bound of the simulated step."""
+    costs = step_costs(strategy, price_cache)
+    layout = strategy.layout
+    return least_step_s(
+        layout.num_micro_batches, costs.stages, costs.tail_s, ahead=layout.recomputes_ahead
+    )
