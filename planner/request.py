@@ -176,6 +176,14 @@ class SearchOptions:
             )
 
 
+def prefer_error(objective: str) -> ConfigError:
+    """Returns the error of a preference with an objective that has no ties of the step time."""
+    return ConfigError(
+        f"--prefer is for --objective {Objective.THROUGHPUT}, the objective is {objective}",
+        hint="leave it out",
+    )
+
+
 ModelT = TypeVar("ModelT", ModelSpec, ModuleSource, TracedModel)
 OtherT = TypeVar("OtherT", ModelSpec, ModuleSource, TracedModel)
 
@@ -203,10 +211,7 @@ class PlanRequest(Generic[ModelT]):
 
     def __post_init__(self) -> None:
         if self.options.prefer is not Prefer.FASTEST and self.objective is not Objective.THROUGHPUT:
-            raise ConfigError(
-                f"--prefer is for --objective throughput, the objective is {self.objective}",
-                hint="leave it out",
-            )
+            raise prefer_error(self.objective)
 
     def of_model(self, model: OtherT) -> PlanRequest[OtherT]:
         """Returns the same request for another model."""

@@ -1,9 +1,9 @@
 """The plan of a request among the ties of its fastest plan (planner/plan/ties.py).
 
-Every tie is priced again on machines of which one speed is 20 % off. Its step there is the
-simulated step, scaled as the simulator's lower bound of it changes with the prices
-(costmodels/schedules/simulator.py), because a simulation of every scenario could take longer than
-the rest of the search. [derived]
+Every tie is priced again on machines of which one speed is 20 % off. A simulation of all of them
+could take as long as the search. So where the simulated step is close to its lower bound
+(`least_step_s` in costmodels/schedules/simulator.py), as in long pipelines of equal stages, it is
+scaled as that bound changes; other steps are simulated again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.simulator import least_step_s
-from parplan.costmodels.stage_costs import step_costs
-from parplan.costmodels.strategy import Strategy
+from parplan.costmodels.stage_costs import StepCosts, step_costs
+from parplan.costmodels.step import StepPrice, simulated_step
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.objective import Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
@@ -33,6 +34,8 @@ from parplan.planner.search.search_session import SearchSession
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
 from parplan.profiles.units import gib
+
+CLOSE = 1.002  # simulated step over its bound, up to which scaling was within 0.05 %
 
 
 def preferred_plan(
@@ -98,19 +101,17 @@ def _steps_by_scenario(
     entries: Sequence[Replayed], session: SearchSession
 ) -> Iterator[list[float]]:
     """Yields the steps of the candidates as they are priced, then in each scenario."""
-    steps_s = [price.step_s for _, _, price in entries]
+    yield [price.step_s for _, _, price in entries]
     books = [session.book_of(solved.choice) for solved, _, _ in entries]
-    bounds_s = [
-        _bound_s(strategy, book) for (_, strategy, _), book in zip(entries, books, strict=True)
+    scalings = [
+        _scaling(strategy, price, book)
+        for (_, strategy, price), book in zip(entries, books, strict=True)
     ]
-    yield steps_s
     for speeds in _scenarios_of(session.price_cache.machine.cluster):
         off = {book: book.on(at_speeds(book.machine, speeds)) for book in books}
         yield [
-            step_s * _bound_s(strategy, off[book]) / bound_s
-            for step_s, (_, strategy, _), book, bound_s in zip(
-                steps_s, entries, books, bounds_s, strict=True
-            )
+            _step_s(strategy, off[book], scaling)
+            for (_, strategy, _), book, scaling in zip(entries, books, scalings, strict=True)
         ]
 
 
@@ -123,10 +124,21 @@ def _scenarios_of(cluster: Cluster) -> Iterator[SpeedFactors]:
             yield speeds
 
 
-def _bound_s(strategy: Strategy, price_cache: PriceCache) -> float:
-    """Returns the lower bound of the simulated step."""
+def _scaling(strategy: Strategy, price: StepPrice, price_cache: PriceCache) -> float | None:
+    """Returns the simulated step over its lower bound, None where the two are apart."""
+    ratio = price.step_s / _bound_s(strategy.layout, step_costs(strategy, price_cache))
+    return ratio if ratio <= CLOSE else None
+
+
+def _step_s(strategy: Strategy, price_cache: PriceCache, scaling: float | None) -> float:
+    """Returns the step at other prices: the scaled lower bound, or the simulated step."""
     costs = step_costs(strategy, price_cache)
-    layout = strategy.layout
+    if scaling is None:
+        return simulated_step(strategy, costs).step_s
+    return scaling * _bound_s(strategy.layout, costs)
+
+
+def _bound_s(layout: ParallelLayout, costs: StepCosts) -> float:
     return least_step_s(
         layout.num_micro_batches, costs.stages, costs.tail_s, ahead=layout.recomputes_ahead
     )
