@@ -16,6 +16,7 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "none")
 EVICTION = ("opt", "lru", "fifo")
+PREFERENCES = ("fastest", "leanest", "robust")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"
@@ -87,6 +88,7 @@ class SearchFlags:
     """The objective and the limits of a search."""
 
     objective: str = "throughput"
+    prefer: str | None = None
     points: int | None = None
     max_slowdown: float | None = None
     memory_margin: float | None = None
@@ -395,6 +397,14 @@ objective_options = together(
         help="Quantity to minimise: the step time; within --max-slowdown of the fastest step, the "
         "redundant memory or the peak of the fullest GPU; or the front of time and memory. Only "
         "GPU memory counts. Host offload, as far as --offload allows it, never increases it.",
+    ),
+    option(
+        AIM,
+        "--prefer",
+        type=click.Choice(PREFERENCES),
+        help="Plan to take among those inside the error band of the fastest: the fastest, the one "
+        "with the least memory on its fullest GPU, or the one that loses least when compute or a "
+        "bandwidth is 20 % off. [default: fastest]",
     ),
     option(
         AIM,

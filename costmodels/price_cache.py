@@ -65,6 +65,17 @@ class PriceCache(LayerPriceCache):
         prices.chunking = chunking
         return prices
 
+    def on(self, machine: Machine) -> PriceCache:
+        """Returns an empty cache of the same prices on another machine."""
+        return PriceCache(
+            self.model,
+            self.training,
+            machine,
+            zero_ranks=self.zero_ranks,
+            offload=self.offload,
+            chunking=self.chunking,
+        )
+
     def graph(self, micro_batch_size: int) -> ModelGraph:
         return self._once(
             ("graph", micro_batch_size),

@@ -13,7 +13,7 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import TP_OVERLAP_LEVELS
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.forbid import NAMES, Ban, Value
-from parplan.planner.objective import Objective
+from parplan.planner.objective import Objective, Prefer
 from parplan.profiles.documents.ranges import require_range
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
@@ -155,6 +155,7 @@ class SearchOptions:
     of the stack (planner/plan/error_band.py)
     memory_limit_bytes: limit that replaces capacity minus margin
     deadline: end of all work with these options together
+    prefer: the choice among plans inside the error band of the fastest
     """
 
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
@@ -162,6 +163,7 @@ class SearchOptions:
     memory_limit_bytes: int | None = None
     deadline: Deadline = NEVER
     solver: SolverName = SolverName.CBC
+    prefer: Prefer = Prefer.FASTEST
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_slowdown <= 1000:
@@ -174,6 +176,14 @@ class SearchOptions:
                 f"--memory-margin is {self.memory_margin}, it must be in [0, 1)",
                 hint="0.08 keeps 8 % free",
             )
+
+
+def prefer_error(objective: str) -> ConfigError:
+    """Returns the error of a preference with an objective that has no ties of the step time."""
+    return ConfigError(
+        f"--prefer is for --objective {Objective.THROUGHPUT}, the objective is {objective}",
+        hint="leave it out",
+    )
 
 
 ModelT = TypeVar("ModelT", ModelSpec, ModuleSource, "TracedModel")
@@ -200,6 +210,10 @@ class PlanRequest(Generic[ModelT]):
     options: SearchOptions = SearchOptions()
     module: ModuleSource | None = None
     assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.options.prefer is not Prefer.FASTEST and self.objective is not Objective.THROUGHPUT:
+            raise prefer_error(self.objective)
 
     def of_model(self, model: OtherT) -> PlanRequest[OtherT]:
         """Returns the same request for another model."""

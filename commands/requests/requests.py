@@ -15,7 +15,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.deadline import deadline_after
 from parplan.planner.forbid import parse_bans
-from parplan.planner.objective import Objective
+from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.error_band import margin_text, memory_margin
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import (
@@ -27,6 +27,7 @@ from parplan.planner.request import (
     Request,
     SearchOptions,
     SolverName,
+    prefer_error,
 )
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.errors import ConfigError
@@ -144,8 +145,8 @@ def with_flags(request: PlanRequest[ModelT], flags: SearchFlags) -> PlanRequest[
 def options_of(flags: SearchFlags) -> SearchOptions:
     """Returns the limits of a search; the time limit runs from here on.
 
-    Raises ConfigError for numbers out of range, a size without a unit, and a slowdown that the
-    objective does not use.
+    Raises ConfigError for numbers out of range, a size without a unit, and a slowdown or a
+    preference that the objective does not use.
     """
     if flags.max_slowdown is not None and flags.objective not in _SLOWED:
         raise ConfigError(
@@ -153,6 +154,8 @@ def options_of(flags: SearchFlags) -> SearchOptions:
             f"{flags.objective}",
             hint="leave it out",
         )
+    if flags.prefer is not None and flags.objective != Objective.THROUGHPUT:
+        raise prefer_error(flags.objective)
     slowdown, limit = flags.max_slowdown, flags.memory_limit
     return SearchOptions(
         max_slowdown=DEFAULT_MAX_SLOWDOWN if slowdown is None else slowdown,
@@ -160,6 +163,7 @@ def options_of(flags: SearchFlags) -> SearchOptions:
         solver=SolverName(flags.solver),
         deadline=deadline_after(flags.time_limit),
         memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit),
+        prefer=Prefer.FASTEST if flags.prefer is None else Prefer(flags.prefer),
     )
 
 

@@ -32,6 +32,7 @@ _REFUSED = {  # options that a traced module cannot have, and why
     "fp8": "products of a traced module run in --precision",
     "points": _FASTEST,
     "max_slowdown": _FASTEST,
+    "prefer": "the fastest plan of a traced module is taken",
     "plot": _FASTEST,
     "ep": _WHOLE,
     "sequence_parallel": _WHOLE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.objective import Objective
+from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.profiles.provenance import Kind
 
@@ -187,8 +187,11 @@ class Prediction:
 class RunnerUp:
     """Another candidate that was solved: the best plan of its mesh, schedule and micro-batch.
 
-    inside_error_band   its step time is within the error band of the plan's, so that the prices
-                        cannot tell which of them is faster
+    inside_error_band   its step time is within the error band of the plan's (of the fastest plan's
+                        where another is preferred), so that the prices cannot tell which of them is
+                        faster
+    worst_loss          the largest share by which its step is longer than the best of such plans,
+                        when compute or a bandwidth is 20 % off; None where that was not priced
     """
 
     __pydantic_config__ = _FORBID
@@ -200,6 +203,7 @@ class RunnerUp:
     peak_memory_gib: float
     redundancy_gib: float
     inside_error_band: bool = False
+    worst_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +242,24 @@ class FrontPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TieChoice:
+    """The choice of the plan among those inside the error band of the fastest.
+
+    prefer       the preference of the request
+    reason       why this plan was chosen
+    slowdown     share by which its step is longer than that of the fastest plan
+    worst_loss   as that of a runner-up
+    """
+
+    __pydantic_config__ = _FORBID
+
+    prefer: Prefer
+    reason: str
+    slowdown: float = 0.0
+    worst_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
     """The result of a search under the closed-form price.
 
@@ -250,6 +272,8 @@ class SearchRecord:
                           plan of a single search
     solver_failure        the number of candidates on which the solver failed, and its failure; None
                           without one
+    preference            the choice among plans that are as fast within the error band; value,
+                          bound and gap are those of the fastest. None for other objectives
     """
 
     __pydantic_config__ = _FORBID
@@ -263,4 +287,5 @@ class SearchRecord:
     candidates: Candidates
     front: FrontPoint | None = None
     solver_failure: str | None = None
+    preference: TieChoice | None = None
     runners_up: tuple[RunnerUp, ...] = ()

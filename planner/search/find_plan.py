@@ -30,7 +30,7 @@ from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.candidates.lower_bounds import ahead_bound_s, in_reach
 from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.infeasible.shortfall import infeasible_error
-from parplan.planner.objective import Objective
+from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, SearchRecord, Status
@@ -39,6 +39,7 @@ from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_leanest
 from parplan.planner.search.least_redundancy_on_host import LeanChoice, search_leanest_on_host
 from parplan.planner.search.one_candidate import certify, fastest_choice, relaxed_bound_s
+from parplan.planner.search.preference import preferred_plan
 from parplan.planner.search.replay import replay_best
 from parplan.planner.search.search_session import (
     INFINITY,
@@ -175,12 +176,14 @@ def search(
     on_progress: OnProgress | None = None,
     fastest: SolvedCandidate | None = None,
     slack: float = 0.0,
+    prefer: Prefer | None = None,
 ) -> SearchResult | None:
     """Runs one search over `prices`; None when nothing fits its memory limit.
 
     fastest: the result of an earlier search under the same memory limit, which the memory
     objective then need not repeat
     slack: share of the memory limit that columns leave free
+    prefer: the choice among the ties of the fastest plan, None to leave them unpriced
     Raises SolverError, and before the first plan KeyboardInterrupt and OutOfTimeError.
     """
     space, session = prices.space, SearchSession(prices, options, on_progress, slack)
@@ -206,7 +209,7 @@ def search(
         outcome = then_leanest(outcome, space.layouts, session)
     replayed = replay_best(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
-        return search(prices, objective, options, on_progress, slack=slack + SLACK)
+        return search(prices, objective, options, on_progress, slack=slack + SLACK, prefer=prefer)
     (best, strategy, price), *rest = replayed
     record = _record(objective, best, fastest, outcome, space)
     if objective is Objective.THROUGHPUT:
@@ -217,6 +220,9 @@ def search(
     plan = assemble(
         strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice)
     )
+    if prefer is not None:
+        with suppress(KeyboardInterrupt):  # the fastest plan stands
+            plan = preferred_plan(plan, replayed, prefer, session)
     return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
 
 
@@ -361,9 +367,11 @@ def find_plan(
             return result.plan
         request = request.with_offload(SEARCHED_OFFLOAD if offload is None else offload)
         raise explain(request)
+    objective, options = request.objective, request.options
+    prefer = options.prefer if objective is Objective.THROUGHPUT else None
     for allowed in ((), SEARCHED_OFFLOAD) if offload is None else (offload,):
         request = request.with_offload(allowed)
-        result = search(SearchPrices(request), request.objective, request.options, on_progress)
+        result = search(SearchPrices(request), objective, options, on_progress, prefer=prefer)
         if result is not None:
             return result.plan
     raise explain(request)

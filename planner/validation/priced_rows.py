@@ -32,6 +32,7 @@ from parplan.planner.validation.configuration import (
 from parplan.planner.validation.reported_memory import predicted_gib
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.off_speed import SpeedFactors, at_speeds
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.models.operator_graph import LayerKind
@@ -82,12 +83,19 @@ def _relative_error(predicted: float | None, measured: float | None) -> float | 
     return predicted / measured - 1 if predicted and measured else None
 
 
-def price_row(row: Row, terms: Terms | None = None, *, held_out: bool | None = None) -> PricedRow:
+def price_row(
+    row: Row,
+    terms: Terms | None = None,
+    *,
+    held_out: bool | None = None,
+    speeds: SpeedFactors | None = None,
+) -> PricedRow:
     """Prices the row as the configuration it states, or returns the reason why it cannot.
 
     `terms` replaces the shipped terms. With `held_out` the terms are those fitted without the
     row's experiment; by default a row is held out if the shipped table, which terms are fitted to,
-    has rows of the same experiment, model and GPUs.
+    has rows of the same experiment, model and GPUs. `speeds` prices it on a machine with other
+    speeds.
     """
     row = dict.fromkeys(OPTIONAL, "") | dict(row)
     if held_out is None:
@@ -95,10 +103,11 @@ def price_row(row: Row, terms: Terms | None = None, *, held_out: bool | None = N
     without = experiment_of(row) if held_out else None
     try:
         configuration = configuration_of(row, terms, without=without)
+        machine = machine_for(configuration.cluster, terms, without=without)
         price_cache = PriceCache(
             configuration.model,
             configuration.training,
-            machine_for(configuration.cluster, terms, without=without),
+            machine if speeds is None else at_speeds(machine, speeds),
         )
         price = _price(configuration, price_cache)
     except (UnpricedError, ConfigError) as error:

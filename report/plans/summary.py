@@ -11,9 +11,10 @@ from rich.console import Console
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.calibration.profile_coverage import Coverage
-from parplan.planner.objective import Objective
+from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.prediction import RunnerUp, Status
+from parplan.planner.plan.prediction import ErrorBand, RunnerUp, Status
+from parplan.planner.plan.ties import Tie, preferred
 from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import format_count, gib
@@ -271,6 +272,10 @@ def _facts(
             f"{node}; tokens are looked up there" if looks_up else node,
         )
     yield proof(plan, context)
+    choice = plan.search.preference
+    if choice and choice.prefer is not Prefer.FASTEST:
+        slower = f"{percent(choice.slowdown)} slower" if choice.slowdown else "the fastest too"
+        yield "prefer", f"{choice.prefer}, {slower}", choice.reason
     front = plan.search.front
     if front:
         place = f"point {front.number} of {front.points}, fastest first"
@@ -324,6 +329,8 @@ def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
         f"{search.candidates.solved:,} solved{took}"
     )
     gap = f"gap {percent(search.gap)}"
+    if search.preference and search.preference.slowdown:
+        gap = f"{gap} of the fastest"
     if search.objective is not Objective.THROUGHPUT:
         slower = plan.predicted.step_time_s.value / search.fastest_step_time_s - 1
         if search.objective is Objective.PEAK:
@@ -421,18 +428,39 @@ def _is_tie(runner_up: RunnerUp, plan: AnyPlan) -> bool:
 
 
 def _print_ties(plan: Plan, out: Console) -> None:
-    """Print the number of ties, and the tie with least memory if it needs less than the plan."""
+    """Print the number of ties, the leanest and the most robust of them and the plan."""
     ties = [runner_up for runner_up in plan.search.runners_up if _is_tie(runner_up, plan)]
     band = plan.predicted.error_band
     if not ties or band is None:
         return
-    lean = min(ties, key=lambda tie: tie.peak_memory_gib)
-    text = (
-        f"{'1 other plan is' if len(ties) == 1 else f'{len(ties)} other plans are'} inside the "
-        f"error band of the step time"
+    count = "1 other plan is" if len(ties) == 1 else f"{len(ties)} other plans are"
+    text = "; ".join(
+        (f"{count} inside the error band of the step time", *_extremes(plan, ties, band))
     )
-    if lean.peak_memory_gib < fullest(plan).total * (1 - band.memory.share):
-        text += (
-            f"; the one with least memory, {gib_text(lean.peak_memory_gib)} GiB, is {_name(lean)}"
-        )
     say(out, joined(text.split(" "), " ", out.width, start=labelled("ties")))
+
+
+def _extremes(plan: Plan, ties: Sequence[RunnerUp], band: ErrorBand) -> Iterator[str]:
+    """Yields phrases that name the leanest and the most robust plan.
+
+    Older files have no losses; then no plan is called the most robust.
+    """
+    step_s = plan.predicted.step_time_s.value
+    choice = plan.search.preference
+    loss = choice.worst_loss if choice else None
+    rows = [(step_s, Tie(fullest(plan).total, loss or 0.0), "this plan")]
+    for tie in ties:
+        slower = 100 * (tie.step_time_s.value / step_s - 1)
+        name = f"{_name(tie)} ({gib_text(tie.peak_memory_gib)} GiB, {slower:+.1f} %)"
+        figures = Tie(tie.peak_memory_gib, tie.worst_loss or 0.0)
+        rows.append((tie.step_time_s.value, figures, name))
+    rows.sort(key=lambda row: row[0])
+    titles = {Prefer.LEANEST: "the leanest"}
+    if loss is not None:
+        titles[Prefer.ROBUST] = "the most robust"
+    named: dict[str, list[str]] = {}
+    for prefer, title in titles.items():
+        index = preferred(prefer, [figures for _, figures, _ in rows], band.memory.share)
+        named.setdefault(rows[index][2], []).append(title)
+    for name, titles_of in named.items():
+        yield f"{' and '.join(titles_of)} is {name}"
