@@ -48,10 +48,10 @@ def with_module(plan: Plan, request: Request) -> Plan:
 def print_unsearched(request: Request, *, to_stderr: bool) -> None:
     """Prints the candidates that are pruned and the choices that no search looks at."""
     from parplan.planner.candidates.never_searched import unsearched_parts
-    from parplan.planner.search.search_session import SearchPrices
+    from parplan.planner.search.search_session import DescribedPrices
     from parplan.report.searches.pruned_table import print_pruned
     from parplan.report.text import console
 
     never = unsearched_parts(request.constraints, request.training.stack)
     out = console(sys.stderr if to_stderr else sys.stdout)
-    print_pruned(SearchPrices(request).space, never, out)
+    print_pruned(DescribedPrices(request).space, never, out)

@@ -66,7 +66,6 @@ class PriceCache(LayerPriceCache):
         return prices
 
     def on(self, machine: Machine) -> PriceCache:
-        """Returns an empty cache of the same prices on another machine."""
         return PriceCache(
             self.model,
             self.training,

@@ -13,6 +13,9 @@
     (C7) sharded_first = sharded_last      a tied embedding: the gradients of both copies are whole,
                                            or both are sharded (ZeRO > 0)
     (C8) sum_c n_c z_sc <= N               for each rank s: the pass without recompute, where e > 0
+    (C9) sum_c z_sc = sum_p w_sp           where layers differ: for each contents of a rank, its
+         sum of w that end at a cut        places; what ends at a cut on rank s begins there on rank
+         = sum of w that begin there       s + 1
 
 Schedules that recompute ahead of the gradient have e and n
 (costmodels/schedules/hidden_recompute.py); without recompute ahead e = 0 and u = t. Memory is
@@ -35,6 +38,7 @@ from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.units import MIB, US_PER_S
 
+Places = tuple[tuple[tuple[int, int], ...], ...]  # by place, the layers of each chunk
 TOLERANCE = 1e-6  # relative slack of (C6), as large as the feasibility tolerance of CBC
 
 
@@ -120,7 +124,11 @@ class Master:
                     weighted((z, c.plain_s * US_PER_S) for c, z in picks.items()) <= self.plain,
                     f"C8_plain_{s}",
                 )
-        if not layout.equal_ranks and layout.mesh.pp > 1:
+        if any(column.layers for picks in self.picks for column in picks):
+            self._require_path()
+            if any(column.shares for picks in self.picks for column in picks):
+                self._require_alike()
+        elif not layout.equal_ranks and layout.mesh.pp > 1:
             blocks = [(z, float(c.num_blocks)) for picks in self.picks for c, z in picks.items()]
             self.problem.require(weighted(blocks) == num_layers, "C2_blocks")
         if tied and tied_ends(layout):
@@ -141,6 +149,57 @@ class Master:
                 f"C1_group_{s}_{g}",
             )
         return picks
+
+    def _require_alike(self) -> None:
+        """Adds (C7) for ranks that share parameters: all shard their states, or none does."""
+        sharded = self.problem.binary("Y")
+        for s, picks in enumerate(self.picks):
+            for is_whole in (False, True):
+                terms = [
+                    (z, 1.0)
+                    for column, z in picks.items()
+                    if column.shares and (column.zero == 0) is is_whole
+                ]
+                if terms:
+                    term = (sharded, 1.0 if is_whole else -1.0)
+                    self.problem.require(
+                        weighted([*terms, term]) <= float(is_whole), f"C7_{s}_{is_whole}"
+                    )
+
+    def _require_path(self) -> None:
+        """Adds (C9): the places of the ranks follow one another from the first layer to the last.
+
+        The share of each place of a rank is a variable; it needs not be binary, because the shares
+        of one path are 0 or 1 in every corner of what the rows leave.
+        """
+        if self.layout.virtual_stages > 1 or self.layout.mesh.pp == 1:
+            return  # the cuts are given
+        before: dict[int, list[tuple[Any, float]]] = {}
+        for s, picks in enumerate(self.picks):
+            taken: dict[Places, list[Any]] = {}
+            for column, z in picks.items():
+                taken.setdefault(column.layers, []).append(z)
+            flow: dict[int, list[tuple[Any, float]]] = {}
+            begins: dict[int, list[tuple[Any, float]]] = {}
+            for g, (places, variables) in enumerate(taken.items()):
+                shares = [
+                    (self.problem.continuous(f"w_{s}_{g}_{n}"), place)
+                    for n, place in enumerate(places)
+                ]
+                self.problem.require(
+                    weighted([*((w, 1.0) for w, _ in shares), *((z, -1.0) for z in variables)])
+                    == 0,
+                    f"C9_places_{s}_{g}",
+                )
+                for w, ((first, end),) in shares:
+                    begins.setdefault(first, []).append((w, 1.0))
+                    flow.setdefault(end, []).append((w, -1.0))
+            for cut in sorted({*begins, *before}):
+                row = [*begins.get(cut, []), *before.get(cut, [])]
+                self.problem.require(
+                    weighted(row) == (0.0 if s or cut else 1.0), f"C9_cut_{s}_{cut}"
+                )
+            before = flow
 
     def _sharded(self, rank: int) -> Any:
         return weighted((z, 1.0) for column, z in self.picks[rank].items() if column.zero)
@@ -324,7 +383,7 @@ def _sum_bound(
     sum_s value_s >= lambda L + sum_s min_c (value_c - lambda n_c)    for any lambda
     """
     slopes = sorted(
-        {value(column) / column.num_blocks for columns in options for column in columns}
+        {value(column) / max(1, column.num_blocks) for columns in options for column in columns}
     )
     tried = (0.0, *slopes[:: max(1, len(slopes) // 8)])
     return max(

@@ -150,6 +150,10 @@ class LayerPriceCache(ABC):
     def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`."""
 
+    @abstractmethod
+    def on(self, machine: Machine) -> LayerPriceCache:
+        """Returns an empty cache of the same prices on another machine."""
+
     @property
     @abstractmethod
     def num_layers(self) -> int:

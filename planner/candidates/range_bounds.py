@@ -42,7 +42,7 @@ class RangeBounds:
         levels: Sequence[Recompute],
         zeros: Sequence[int],
         limit_bytes: float,
-        fixed: Sequence[Range] | None = None,
+        fixed: tuple[Range, ...] | None = None,
     ) -> None:
         self.layout, self.tables = layout, tables
         self._levels, self._fixed = levels, fixed
@@ -151,6 +151,28 @@ class RangeBounds:
     def even_cuts(self) -> tuple[Range, ...] | None:
         """The ranges whose slowest is fastest for any memory, None if there are too few layers."""
         return even_path([self.unlimited_s(k) for k in range(self.layout.num_virtual_stages)])
+
+    @cached_property
+    def leanest_cuts(self) -> tuple[Range, ...] | None:
+        """The ranges whose fullest stage holds least, None if there are too few layers."""
+        stages = range(self.layout.num_virtual_stages)
+        finite = [np.isfinite(self.unlimited_s(stage)) for stage in stages]
+        return even_path(
+            [np.where(finite[stage], self.least_bytes(stage), np.inf) for stage in stages]
+        )
+
+    @property
+    def cuts(self) -> tuple[Range, ...] | None:
+        """The ranges of the stages, where they are given."""
+        return self._fixed
+
+    @property
+    def least_redundant_bytes(self) -> float:
+        """Lower bound of the redundant bytes of the cluster: of states, by the leanest path."""
+        redundant = np.minimum.reduce([held.redundant for held in self._states])
+        by_stage = [np.where(np.isfinite(time), redundant, np.inf) for time in self.time_s]
+        least = float(from_both_ends(by_stage, np.add)[0][-1][-1])
+        return self.layout.mesh.ranks_per_stage * least
 
     @property
     def most_share(self) -> float:

@@ -223,7 +223,7 @@ def _of_the_last(options: Sequence[LayerOption], counts: Ints) -> Array:
 
 def widest_mixes(counts: Ints, values: Array) -> Array:
     """Returns by row the largest value of an option that is in use."""
-    widest: Array = np.where(counts > 0, values, -np.inf).max(axis=1)
+    widest: Array = np.where(counts > 0, values, -np.inf).max(axis=1, initial=-np.inf)
     return widest
 
 

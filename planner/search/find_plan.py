@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parplan.costmodels.layers.model_states import ideal_states
+from parplan.costmodels.price_cache import described_prices
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
@@ -27,7 +28,6 @@ from parplan.planner.candidates.branch_and_bound import (
     worth_replaying,
 )
 from parplan.planner.candidates.enumeration import CandidateSpace
-from parplan.planner.candidates.lower_bounds import ahead_bound_s, in_reach
 from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.infeasible.shortfall import infeasible_error
 from parplan.planner.objective import Objective, Prefer
@@ -44,6 +44,7 @@ from parplan.planner.search.replay import replay_best
 from parplan.planner.search.search_session import (
     INFINITY,
     ROUNDING,
+    DescribedPrices,
     SearchPrices,
     SearchSession,
     SolvedCandidate,
@@ -106,7 +107,7 @@ def _search_fastest(
             prices.raise_bound(
                 layout,
                 limit,
-                ahead_bound_s(layout, relaxed_values_s.get(usual, 0.0), session.table),
+                prices.ahead_bound_s(layout, relaxed_values_s.get(usual, 0.0)),
             )
             if prices.least_s(layout, limit) >= cut_s:
                 return None
@@ -187,7 +188,7 @@ def search(
     Raises SolverError, and before the first plan KeyboardInterrupt and OutOfTimeError.
     """
     space, session = prices.space, SearchSession(prices, options, on_progress, slack)
-    if not in_reach(prices.table, session.limit_bytes):
+    if not prices.in_reach(session.limit_bytes):
         return None
     looked = BoundedCandidates((), ())
     if fastest is None:
@@ -217,7 +218,7 @@ def search(
             record, looked, [price for _, _, price in replayed], session, finished=outcome.finished
         )
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in rest)
-    plan = assemble(
+    plan = prices.assembled(
         strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice)
     )
     if prefer is not None:
@@ -256,7 +257,7 @@ def _search_least_peak(
         gap=round(1 - bound_bytes / peak_bytes, 6),
         runners_up=tuple(runner_up(strategy, price) for _, strategy, price in rest),
     )
-    plan = assemble(strategy, price, record, inner.book_of(best.choice))
+    plan = session.prices.assembled(strategy, price, record, inner.book_of(best.choice))
     return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
 
 
@@ -298,12 +299,10 @@ def search_leaner(
         bound=bound,
         strategy=reference.strategy,
         price=reference.price,
-        price_cache=session.book_of(reference.best.choice),
+        price_cache=described_prices(session.book_of(reference.best.choice)),
     )
     one_copy = float(
-        sum(
-            ideal_states(prices.price_cache.graph(1).num_parameters, 1, prices.price_cache.training)
-        )
+        sum(ideal_states(prices.price_cache.num_parameters, 1, prices.price_cache.training))
     )
     if reference.interrupted:
         outcome = BranchOutcome((incumbent,), -one_copy, finished=False, interrupted=True)
@@ -371,7 +370,7 @@ def find_plan(
     prefer = options.prefer if objective is Objective.THROUGHPUT else None
     for allowed in ((), SEARCHED_OFFLOAD) if offload is None else (offload,):
         request = request.with_offload(allowed)
-        result = search(SearchPrices(request), objective, options, on_progress, prefer=prefer)
+        result = search(DescribedPrices(request), objective, options, on_progress, prefer=prefer)
         if result is not None:
             return result.plan
     raise explain(request)
@@ -383,14 +382,16 @@ def _find_leanest(request: Request, on_progress: OnProgress | None) -> SearchRes
     Where the request leaves offload open, the host is used only if nothing fits without it.
     """
     options = request.options
-    alone = search(SearchPrices(request.with_offload(())), Objective.MEMORY, options, on_progress)
+    alone = search(
+        DescribedPrices(request.with_offload(())), Objective.MEMORY, options, on_progress
+    )
     offload = request.constraints.offload
     if offload is None:
         offload = () if alone else SEARCHED_OFFLOAD
     if not offload or (alone and alone.interrupted):
         return alone
     try:
-        prices = SearchPrices(request.with_offload(offload))
+        prices = DescribedPrices(request.with_offload(offload))
     except OutOfTimeError:
         if alone is None:
             raise

@@ -63,9 +63,9 @@ class _RedundancyPass:
 
     def _bound_bytes(self, layout: ParallelLayout) -> float:
         """Lower bound of the redundant bytes in time, infinite where no plan is in time."""
-        longest = self.session.prices.longest_rank(layout, self.slowest_s, self.session.limit_bytes)
-        bound = self.session.prices.redundancy_bound(layout)
-        return bound.least_bytes(self.slowest_s, longest)
+        return self.session.prices.least_redundant_bytes(
+            layout, self.slowest_s, self.session.limit_bytes
+        )
 
     def lowered(self, outcome: BranchOutcome[SolvedCandidate]) -> BranchOutcome[SolvedCandidate]:
         """Returns the outcome with the least peak among the equally redundant choices first."""
@@ -155,7 +155,7 @@ class _RedundancyPass:
         """Lower bound of the columns' redundant bytes, infinite where they take too long."""
         if options is None:
             return INFINITY
-        num_layers = self.session.price_cache.model.num_layers
+        num_layers = self.session.num_blocks
         share = bubble_share(layout, self.session.price_cache)
         least_s = lower_bound_s(layout, options, num_layers, share)
         least = columns_redundancy_bound_bytes(layout, options, num_layers)
@@ -166,7 +166,7 @@ class _RedundancyPass:
         return Master(
             layout,
             options,
-            price_cache.model.num_layers,
+            self.session.num_blocks,
             tied=price_cache.tied,
             share=bubble_share(layout, price_cache),
         )

@@ -15,7 +15,7 @@ from functools import partial
 
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.memory.rank_memory import usable_bytes
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.price_cache import PriceCache, described_prices
 from parplan.costmodels.step import StepPrice, bubble_share, price_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.branch_and_bound import (
@@ -114,7 +114,11 @@ def _solve(
         return None
     least = choice.redundant_bytes if choice.proven else bound
     if layout.chunked:  # one step of mixes, and one of columns
-        least -= 2 * layout.mesh.num_ranks * lean_step_bytes(layout, session.price_cache)
+        least -= (
+            2
+            * layout.mesh.num_ranks
+            * lean_step_bytes(layout, described_prices(session.price_cache))
+        )
     lean = _priced(layout, choice, least, session)
     if lean is None or lean.price.step_s <= step_s:
         dropped += [least] if lean is None else []
@@ -138,10 +142,10 @@ def _choose(
     layout: ParallelLayout, cut: float, session: SearchSession, slowest_s: float
 ) -> MasterChoice | None:
     """The least redundant choice within `slowest_s` in the closed form, if it is below `cut`."""
-    num_layers = session.price_cache.model.num_layers
+    num_layers = session.num_blocks
     share = bubble_share(layout, session.price_cache)
     pace = RankTimeLimit(
-        layout.num_micro_batches - share, slowest_s - session.time_bound(layout).total_s
+        layout.num_micro_batches - share, slowest_s - session.described.time_bound(layout).total_s
     )
     options = session.columns(layout, partial(_columns, session, pace), slowest_s)
     if options is None:
@@ -164,9 +168,9 @@ def _least_home_bytes(layout: ParallelLayout, session: SearchSession, slowest_s:
     """
     if not layout.chunked:
         return 0.0
-    table, time = session.table, session.time_bound(layout)
+    table, time = session.table, session.described.time_bound(layout)
     catalogue = table.catalogue
-    passes, blocks = layout.num_micro_batches, session.price_cache.model.num_layers / layout.mesh.pp
+    passes, blocks = layout.num_micro_batches, session.num_blocks / layout.mesh.pp
     repeats, room_s = passes - bubble_share(layout, session.price_cache), slowest_s - time.total_s
     spare_s = room_s - repeats * blocks * time.block_s
     if spare_s < 0:
@@ -212,7 +216,8 @@ def _priced(
     layout: ParallelLayout, choice: MasterChoice, bound: float, session: SearchSession
 ) -> LeanChoice | None:
     """A choice with the exact schedules of its chunks, None where device or host lacks room."""
-    price_cache, strategy = session.book_of(choice), to_strategy(layout, choice.columns)
+    price_cache = described_prices(session.book_of(choice))
+    strategy = to_strategy(layout, choice.columns)
     if layout.chunked:
         budgets = tuple(
             int(usable_bytes(column.memory_bytes, layout.mesh, price_cache)) + 1

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.rank_memory import rank_memory
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.schedules.simulator import least_step_s
 from parplan.costmodels.stage_costs import StepCosts, step_costs, with_other_ranks
 from parplan.costmodels.step import StepPrice, price_step, simulated_step_s
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.deadline import in_time
-from parplan.planner.search.search_session import SearchSession, SolvedCandidate
+from parplan.planner.search.search_session import DescribedPrices, SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.stage_column import StageColumn, interchangeable_ends
@@ -42,7 +42,8 @@ def improved(
     with activations on the host. Ctrl-C and the time limit end it with the best so far.
     """
     layout, price_cache = strategy.layout, session.book_of(solved.choice)
-    if layout.mesh.pp == 1 or layout.chunked:
+    described = isinstance(session.prices, DescribedPrices)
+    if layout.mesh.pp == 1 or layout.chunked or not described:
         return strategy, price
     best, best_s = strategy, price.step_s
     try:
@@ -62,7 +63,7 @@ def _climbed(
     strategy: Strategy,
     step_s: float,
     changes: Changes,
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
     session: SearchSession,
 ) -> tuple[Strategy, float]:
     """The strategy after all changes that made it faster, one by one, and its simulated step."""
@@ -141,7 +142,7 @@ def _with_other_columns(
 
 
 def _fits(
-    strategy: Strategy, ranks: Sequence[int], price_cache: PriceCache, session: SearchSession
+    strategy: Strategy, ranks: Sequence[int], price_cache: LayerPriceCache, session: SearchSession
 ) -> bool:
     return all(
         rank_memory(strategy, rank, price_cache).total <= session.limit_bytes for rank in ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
@@ -23,11 +23,7 @@ def relaxed_bound_s(
 ) -> float:
     """Seconds that no choice of `layout` is below, infinite where columns cannot place blocks."""
     share = bubble_share(layout, session.price_cache)
-    least_s = (
-        lower_bound_s(layout, relaxed, session.price_cache.model.num_layers, share)
-        if relaxed
-        else None
-    )
+    least_s = lower_bound_s(layout, relaxed, session.num_blocks, share) if relaxed else None
     return INFINITY if least_s is None else least_s
 
 
@@ -39,11 +35,11 @@ def fastest_choice(
     Each rank holds a number of blocks that its relaxed columns have. Raises SolverError, and
     Unsolved where the solver's time is over.
     """
-    num_layers = session.price_cache.model.num_layers
+    num_layers = session.num_blocks
     share = bubble_share(layout, session.price_cache)
     limit = session.limit_bytes
-    counts: list[Collection[int]] = [
-        {column.num_blocks for column in columns} for columns in relaxed
+    counts: list[Collection[Hashable]] = [
+        {column.contents for column in columns} for columns in relaxed
     ]
     options = session.columns(layout, lambda rank, count: rank.fastest(count, limit), cut_s, counts)
     least_s = lower_bound_s(layout, options, num_layers, share) if options else None
@@ -60,7 +56,7 @@ def _require_infeasible(layout: ParallelLayout, options: Options, session: Searc
     """Raises SolverError when the solver calls a solvable problem infeasible."""
     if can_place(
         options,
-        session.price_cache.model.num_layers,
+        session.num_blocks,
         tied=session.price_cache.tied and bool(tied_ends(layout)),
     ):
         raise SolverError(
@@ -104,7 +100,7 @@ def _averages_s(
     """
     relaxed = session.relaxed(layout, best, plain=plain)
     share = bubble_share(layout, session.price_cache)
-    num_layers = session.price_cache.model.num_layers
+    num_layers = session.num_blocks
     if relaxed is None or lower_bound_s(layout, relaxed, num_layers, share) is None:
         return best
     master = Master(layout, relaxed, num_layers, tied=session.price_cache.tied, share=share)

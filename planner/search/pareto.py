@@ -42,7 +42,7 @@ from parplan.planner.plan.prediction import FrontPoint
 from parplan.planner.request import SEARCHED_OFFLOAD, OnProgress, Request, SearchOptions
 from parplan.planner.search.find_plan import SearchResult, search, search_leaner
 from parplan.planner.search.memory_descent import halve_in
-from parplan.planner.search.search_session import SearchPrices, SolvedCandidate
+from parplan.planner.search.search_session import DescribedPrices, SearchPrices, SolvedCandidate
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
 from parplan.profiles.units import GIB, MIB
 
@@ -300,7 +300,7 @@ def find_front(
     slowdowns = _spread(SLOWDOWNS, max(1, num_points * len(SLOWDOWNS) // DEFAULT_POINTS))
     num_limits = num_points - len(slowdowns) - 2
     alone = request.with_offload(())
-    walk = _Walk(SearchPrices(alone), request.options, num_points + 1, on_progress, on_search)
+    walk = _Walk(DescribedPrices(alone), request.options, num_points + 1, on_progress, on_search)
     stopped = None
     try:
         first = walk.fastest()
@@ -343,7 +343,7 @@ def _with_host(
 
     Nothing is added where nothing fits with the host either.
     """
-    walk.prices, walk.nothing_within_bytes = SearchPrices(request), None
+    walk.prices, walk.nothing_within_bytes = DescribedPrices(request), None
     walk.planned += (
         sum(slowdown <= HOST_SLOWDOWN for slowdown in slowdowns) + num_limits // HOST_SHARE + 3
     )

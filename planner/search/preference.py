@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.schedules.simulator import least_step_s
 from parplan.costmodels.stage_costs import StepCosts, step_costs
 from parplan.costmodels.step import StepPrice, simulated_step
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.objective import Prefer
-from parplan.planner.plan.assemble import assemble, runner_up
+from parplan.planner.plan.assemble import runner_up
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import ErrorBand, RunnerUp, TieChoice
 from parplan.planner.plan.ties import (
@@ -70,7 +70,7 @@ def preferred_plan(
         ),
     )
     if chosen:
-        fastest = assemble(strategy, price, record, session.book_of(solved.choice))
+        fastest = session.prices.assembled(strategy, price, record, session.book_of(solved.choice))
     return replace(fastest, search=record)
 
 
@@ -124,13 +124,13 @@ def _scenarios_of(cluster: Cluster) -> Iterator[SpeedFactors]:
             yield speeds
 
 
-def _scaling(strategy: Strategy, price: StepPrice, price_cache: PriceCache) -> float | None:
+def _scaling(strategy: Strategy, price: StepPrice, price_cache: LayerPriceCache) -> float | None:
     """Returns the simulated step over its lower bound, None where the two are apart."""
     ratio = price.step_s / _bound_s(strategy.layout, step_costs(strategy, price_cache))
     return ratio if ratio <= CLOSE else None
 
 
-def _step_s(strategy: Strategy, price_cache: PriceCache, scaling: float | None) -> float:
+def _step_s(strategy: Strategy, price_cache: LayerPriceCache, scaling: float | None) -> float:
     """Returns the step at other prices: the scaled lower bound, or the simulated step."""
     costs = step_costs(strategy, price_cache)
     if scaling is None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.price_cache import described_prices
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.baselines.stage_aware import StageAwareRoom, stage_aware
@@ -19,7 +20,12 @@ from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.objective import Objective
 from parplan.planner.search.local_changes import improved
-from parplan.planner.search.search_session import ROUNDING, SearchSession, SolvedCandidate
+from parplan.planner.search.search_session import (
+    ROUNDING,
+    DescribedPrices,
+    SearchSession,
+    SolvedCandidate,
+)
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.stage_column import interchangeable_ends
@@ -40,7 +46,7 @@ def _equal_stages(solved: SolvedCandidate, session: SearchSession) -> Iterator[S
     short by less than a percent, and could rank a plan above a better one with equal stages.
     """
     layout, pp = solved.layout, solved.layout.mesh.pp
-    num_layers = session.price_cache.model.num_layers
+    num_layers = session.num_blocks
     for ends in counted_ends(num_layers, pp) if pp > 1 and layout.virtual_stages == 1 else ():
         blocks = equal_blocks(layout, num_layers, ends)
         ranks = [
@@ -68,8 +74,8 @@ def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
 
     With it no plan is slower than the rule.
     """
-    layout, price_cache = solved.layout, session.book_of(solved.choice)
-    num_layers = session.price_cache.model.num_layers
+    layout, price_cache = solved.layout, described_prices(session.book_of(solved.choice))
+    num_layers = session.num_blocks
     if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked:
         return
     allowed = session.prices.recompute or tuple(Recompute)
@@ -95,7 +101,7 @@ def _other_homes(solved: SolvedCandidate, session: SearchSession) -> Iterator[St
     layout = solved.layout
     if layout.chunked and layout.mesh.pp == 1:
         columns = rank_columns(0, layout, session.table).fastest(
-            session.price_cache.model.num_layers, session.limit_bytes
+            session.num_blocks, session.limit_bytes
         )
         alike = (
             column for column in columns if column.looks_up == solved.choice.columns[0].looks_up
@@ -111,7 +117,7 @@ def _idle_chunks(strategy: Strategy) -> bool:
     )
 
 
-def _price(strategy: Strategy, price_cache: PriceCache) -> StepPrice | None:
+def _price(strategy: Strategy, price_cache: LayerPriceCache) -> StepPrice | None:
     """The price of a strategy, None where its exact schedule or its host lacks room."""
     try:
         price = price_step(strategy, price_cache)
@@ -128,8 +134,8 @@ def _tried(
 
     Raises OutOfTimeError after the first.
     """
-    yield to_strategy(solved.layout, solved.choice.columns)
-    if objective is Objective.THROUGHPUT:
+    yield session.prices.strategy(solved.layout, solved.choice.columns)
+    if objective is Objective.THROUGHPUT and isinstance(session.prices, DescribedPrices):
         yield from (
             *_equal_stages(solved, session),
             *_by_the_rule(solved, session),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.chunked_layer import Chunking
-from parplan.costmodels.price_cache import PriceCache
-from parplan.costmodels.step import bubble_share
-from parplan.costmodels.strategy import ParallelLayout
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.price_cache import PriceCache, described_prices
+from parplan.costmodels.step import StepPrice, bubble_share
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.chunk_lower_bounds import ChunkBound
 from parplan.planner.candidates.enumeration import (
     CandidateSpace,
@@ -20,14 +23,23 @@ from parplan.planner.candidates.enumeration import (
     layout_text,
     no_candidate_error,
 )
-from parplan.planner.candidates.lower_bounds import TimeBound, may_fit, time_bound
+from parplan.planner.candidates.lower_bounds import (
+    TimeBound,
+    ahead_bound_s,
+    in_reach,
+    may_fit,
+    time_bound,
+)
 from parplan.planner.candidates.redundancy_bounds import RedundancyBound
-from parplan.planner.deadline import in_time
+from parplan.planner.deadline import Deadline, in_time
 from parplan.planner.infeasible.shortfall import limit_bytes, price_cache_of
 from parplan.planner.layer_options.overlap_levels import paying_layouts
 from parplan.planner.master import MasterChoice
-from parplan.planner.request import OnProgress, Request, SearchOptions
-from parplan.planner.stage_columns.block_counts import block_counts
+from parplan.planner.plan.assemble import assemble
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import SearchRecord
+from parplan.planner.request import Constraints, OnProgress, Request, SearchOptions
+from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import Columns, rank_columns
 from parplan.planner.stage_columns.columns import RankColumns
 from parplan.planner.stage_columns.embedding_columns import ColumnMaker
@@ -54,37 +66,167 @@ class SolvedCandidate:
     bound: float
 
 
-class SearchPrices:
+@dataclass(frozen=True, slots=True)
+class ContentsMaker:
+    """Contents that a pipeline rank may have, with the maker of their columns.
+
+    contents    a number of blocks, or places of layers that are not alike
+    """
+
+    contents: Hashable
+    columns: Columns
+    num_blocks: int
+
+
+class SearchPrices(ABC):
     """Candidates, prices and bounds that all searches of one request share.
 
-    They hold for any objective and any limits. Raises ConfigError when no mesh is legal,
-    OutOfTimeError at the end of the deadline; the methods that compute raise it too.
+    They hold for any objective and any limits. The methods that compute raise OutOfTimeError at the
+    end of the deadline.
+
+    space         the candidates
+    num_blocks    layers that stages divide among them
+    recompute     the allowed levels of recompute, None for any list of operators
     """
+
+    def __init__(
+        self,
+        space: CandidateSpace,
+        price_cache: LayerPriceCache,
+        allowed: Constraints,
+        deadline: Deadline,
+    ) -> None:
+        self.space, self.price_cache = space, price_cache
+        self.recompute = allowed.recompute
+        self._raised: dict[ParallelLayout, tuple[float, float]] = {}
+        self._once, self._check = KeyedCache(deadline.check), deadline.check
+
+    ascending = True  # the contents of a rank come by number of blocks
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int: ...
+
+    @abstractmethod
+    def within(self, limit_bytes: float) -> LayerPriceCache:
+        """Returns the prices for devices with a memory limit."""
+
+    @abstractmethod
+    def in_reach(self, limit_bytes: float) -> bool:
+        """Returns whether all devices and hosts together can hold the states once."""
+
+    @abstractmethod
+    def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
+        """Returns False if the least bytes exceed the limit."""
+
+    @abstractmethod
+    def step_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        """Returns a lower bound of the layout's step within a limit, before any column is made."""
+
+    @abstractmethod
+    def ramps_s(self, layout: ParallelLayout) -> float:
+        """Returns the least seconds of all layers in the ramps of the pipeline."""
+
+    @abstractmethod
+    def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
+        """Returns a bound of a schedule with recompute ahead from that of its 1F1B."""
+
+    @abstractmethod
+    def least_redundant_bytes(
+        self, layout: ParallelLayout, slowest_s: float, limit_bytes: float
+    ) -> float:
+        """Returns a bound of the redundant bytes of a layout's plans within `slowest_s`."""
+
+    @abstractmethod
+    def makers(
+        self, layout: ParallelLayout, rank: int, cut_s: float, limit_bytes: float
+    ) -> Iterator[ContentsMaker]:
+        """Yields the contents that a rank may have below the cut, each with its column maker."""
+
+    @abstractmethod
+    def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
+        """Returns the strategy of one column for each pipeline rank."""
+
+    @abstractmethod
+    def assembled(
+        self, strategy: Strategy, price: StepPrice, record: SearchRecord, book: LayerPriceCache
+    ) -> Any:
+        """Returns the plan of a priced strategy."""
+
+    def least_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        """Returns the best known bound of the layout's time within `limit_bytes`.
+
+        A proof under a looser limit holds.
+        """
+        under_bytes, least_s = self._raised.get(layout, (0.0, 0.0))
+        step_s = self.step_bound_s(layout, limit_bytes)
+        return max(step_s, least_s if limit_bytes <= under_bytes else 0.0)
+
+    def raise_bound(self, layout: ParallelLayout, limit_bytes: float, least_s: float) -> None:
+        """Stores the least step time within `limit_bytes`, infinite where nothing fits."""
+        self._raised[layout] = limit_bytes, max(least_s, self.least_s(layout, limit_bytes))
+
+    def lean_columns(
+        self, rank: Columns | ColumnMaker, num_blocks: int, limit_bytes: float
+    ) -> list[StageColumn]:
+        """Returns the columns of the memory objective, made once: no slowdown enters them."""
+        assert isinstance(rank, RankColumns), "the memory objective has no chunks"
+        key = rank, num_blocks, limit_bytes
+        return self._once(("lean", *key), lambda: rank.leanest(num_blocks, limit_bytes))
+
+
+class DescribedPrices(SearchPrices):
+    """The prices of a described model.
+
+    Raises ConfigError when no mesh is legal, OutOfTimeError at the end of the deadline.
+    """
+
+    price_cache: PriceCache
 
     def __init__(self, request: Request) -> None:
         space = enumerate_candidates(request)
         if not space.layouts:
             raise no_candidate_error(space, request.cluster)
         deadline = request.options.deadline
-        self.price_cache = price_cache_of(request)
-        layouts, beaten = paying_layouts(space.layouts, self.price_cache, deadline)
-        self.space = CandidateSpace(
+        price_cache = price_cache_of(request)
+        layouts, beaten = paying_layouts(space.layouts, price_cache, deadline)
+        space = CandidateSpace(
             layouts,
             (*space.pruned, *(Pruned(layout_text(layout), reason) for layout, reason in beaten)),
         )
         allowed = request.constraints.resolved(request.training.stack)
-        self.table = MixTable(self.price_cache, allowed, deadline)
-        self.recompute = allowed.recompute
-        self._raised: dict[ParallelLayout, tuple[float, float]] = {}
-        self._once, self._check = KeyedCache(deadline.check), deadline.check
+        super().__init__(space, price_cache, allowed, deadline)
+        self.table = MixTable(price_cache, allowed, deadline)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.price_cache.model.num_layers
+
+    def within(self, limit_bytes: float) -> LayerPriceCache:
+        return self.price_cache.within(Chunking(limit_bytes=limit_bytes))
+
+    def in_reach(self, limit_bytes: float) -> bool:
+        return in_reach(self.table, limit_bytes)
 
     def time_bound(self, layout: ParallelLayout) -> TimeBound:
         """Returns the layout's lower bound of time, computed once for both passes and columns."""
         return self._once(("time", layout), lambda: time_bound(layout, self.table))
 
-    def redundancy_bound(self, layout: ParallelLayout) -> RedundancyBound:
-        """Returns the bound of the layout's redundant bytes, made once for all slowdowns."""
-        return self._once(
+    def step_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        if layout.chunked:
+            return self.chunk_bound(layout, limit_bytes).step_s()
+        return self.time_bound(layout).step_s
+
+    def ramps_s(self, layout: ParallelLayout) -> float:
+        return self.time_bound(layout).total_s
+
+    def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
+        return ahead_bound_s(layout, usual_s, self.table)
+
+    def least_redundant_bytes(
+        self, layout: ParallelLayout, slowest_s: float, limit_bytes: float
+    ) -> float:
+        bound = self._once(
             ("redundancy", layout),
             lambda: RedundancyBound(
                 layout,
@@ -93,21 +235,10 @@ class SearchPrices:
                 self.time_bound(layout).total_s,
             ),
         )
-
-    def least_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
-        """Returns the best known bound of the layout's time within `limit_bytes`.
-
-        A proof under a looser limit holds.
-        """
-        under_bytes, least_s = self._raised.get(layout, (0.0, 0.0))
-        step_s = (
-            self.chunk_bound(layout, limit_bytes).step_s()
-            if layout.chunked
-            else self.time_bound(layout).step_s
-        )
-        return max(step_s, least_s if limit_bytes <= under_bytes else 0.0)
+        return bound.least_bytes(slowest_s, self.longest_rank(layout, slowest_s, limit_bytes))
 
     def chunk_bound(self, layout: ParallelLayout, limit_bytes: float) -> ChunkBound:
+        """Returns the bound of a layout in chunks within a memory limit."""
         return self._once(
             ("chunks", layout, limit_bytes),
             lambda: ChunkBound(
@@ -126,21 +257,25 @@ class SearchPrices:
         return self.time_bound(layout).longest_rank(layout, cut_s)
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
-        """Returns False if the least bytes exceed the limit (candidates/lower_bounds.py)."""
         self._check()
         return may_fit(layout, self.table, limit_bytes)
 
-    def raise_bound(self, layout: ParallelLayout, limit_bytes: float, least_s: float) -> None:
-        """Stores the least step time within `limit_bytes`, infinite where nothing fits."""
-        self._raised[layout] = limit_bytes, max(least_s, self.least_s(layout, limit_bytes))
+    def makers(
+        self, layout: ParallelLayout, rank: int, cut_s: float, limit_bytes: float
+    ) -> Iterator[ContentsMaker]:
+        """Yields ascending block counts; more blocks never need less memory."""
+        columns = rank_columns(rank, layout, self.table)
+        longest = self.longest_rank(layout, cut_s, limit_bytes)
+        for count in block_counts(rank, layout, self.num_blocks, longest):
+            yield ContentsMaker(count, columns, count)
 
-    def lean_columns(
-        self, rank: Columns | ColumnMaker, num_blocks: int, limit_bytes: float
-    ) -> list[StageColumn]:
-        """Returns the columns of the memory objective, made once: no slowdown enters them."""
-        assert isinstance(rank, RankColumns), "the memory objective has no chunks"
-        key = rank.layout, rank.rank, rank.looks_up, num_blocks, limit_bytes
-        return self._once(("lean", *key), lambda: rank.leanest(num_blocks, limit_bytes))
+    def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
+        return to_strategy(layout, tuple(columns))
+
+    def assembled(
+        self, strategy: Strategy, price: StepPrice, record: SearchRecord, book: LayerPriceCache
+    ) -> Plan:
+        return assemble(strategy, price, record, described_prices(book))
 
 
 class SearchSession:
@@ -159,11 +294,10 @@ class SearchSession:
     ) -> None:
         self.prices, self.options = prices, options
         self.on_progress, self.slack = on_progress, slack
-        self.table, self.time_bound = prices.table, prices.time_bound
         limit = limit_bytes(
             prices.price_cache.machine.cluster, prices.price_cache.training.stack, options
         )
-        self.price_cache = prices.price_cache.within(Chunking(limit_bytes=limit))
+        self.price_cache = prices.within(limit)
         self.limit_bytes = limit * (1 - slack)
         self.deadline = options.deadline
 
@@ -185,7 +319,23 @@ class SearchSession:
         """Returns the seconds that one solve may take, so that it cannot hold up all others."""
         return self.deadline.solver_limit_s(LEAST_SOLVE_S, MOST_SOLVE_S)
 
-    def book_of(self, choice: MasterChoice) -> PriceCache:
+    @property
+    def num_blocks(self) -> int:
+        """Layers that stages divide among them."""
+        return self.prices.num_blocks
+
+    @property
+    def table(self) -> MixTable:
+        """The mixes of a described model."""
+        return self.described.table
+
+    @property
+    def described(self) -> DescribedPrices:
+        """The prices, which are those of a described model."""
+        assert isinstance(self.prices, DescribedPrices), "the layers have several classes"
+        return self.prices
+
+    def book_of(self, choice: MasterChoice) -> LayerPriceCache:
         """Returns the prices for the token table's location in a choice."""
         return self.price_cache.with_table(
             on_host=any(column.looks_up for column in choice.columns)
@@ -196,26 +346,27 @@ class SearchSession:
         layout: ParallelLayout,
         make: Callable[[Columns, int], list[StageColumn]],
         cut_s: float,
-        counts: Sequence[Collection[int]] | None = None,
+        counts: Sequence[Collection[Hashable]] | None = None,
     ) -> list[list[StageColumn]] | None:
         """Returns the columns of every rank with which the layout can take less than `cut_s`.
 
-        They cover all block counts, or those of `counts`. None as soon as one rank has no column,
-        because nothing fits its device, or because each column of an equal rank alone takes longer
-        than the cut.
+        They cover all contents that a rank may have, or those of `counts`. None as soon as one rank
+        has no column, because nothing fits its device, or because each column of an equal rank
+        alone takes longer than the cut.
         """
-        longest = self.prices.longest_rank(layout, cut_s, self.limit_bytes)
         options: list[list[StageColumn]] = []
         for rank in range(layout.mesh.pp):
-            columns = rank_columns(rank, layout, self.table)
-            possible = block_counts(rank, layout, self.price_cache.model.num_layers, longest)
+            possible = self.prices.makers(layout, rank, cut_s, self.limit_bytes)
             tried = in_time(
-                (count for count in possible if counts is None or count in counts[rank]),
+                (each for each in possible if counts is None or each.contents in counts[rank]),
                 self.deadline,
             )
-            # More blocks never need less memory.
-            per_count = itertools.takewhile(bool, (make(columns, count) for count in tried))
-            options.append(list(itertools.chain.from_iterable(per_count)))
+            # more blocks never need less memory
+            per_contents = itertools.takewhile(
+                lambda columns: bool(columns) or not self.prices.ascending,
+                (make(each.columns, each.num_blocks) for each in tried),
+            )
+            options.append(list(itertools.chain.from_iterable(per_contents)))
             if not options[-1] or (
                 layout.equal_ranks
                 and all(self._too_slow(layout, column, cut_s) for column in options[-1])
@@ -245,7 +396,7 @@ class SearchSession:
         if layout.recomputes_ahead or cut_s == INFINITY:
             return False
         share = bubble_share(layout, self.prices.price_cache)
-        fixed_s = self.prices.time_bound(layout).total_s
+        fixed_s = self.prices.ramps_s(layout)
         repeats = layout.num_micro_batches - share
         step_s = fixed_s + repeats * column.time_s + column.tail_s
         return step_s > cut_s * (1 + ROUNDING)

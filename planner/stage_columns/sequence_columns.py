@@ -9,6 +9,7 @@ has the options of its class; the front over all choices is found layer by layer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -32,7 +33,7 @@ from parplan.planner.stage_columns.mix_peaks import MixPeaks
 from parplan.planner.stage_columns.mix_prices import PricedMixes
 from parplan.planner.stage_columns.mix_table import StageTable
 from parplan.planner.stage_columns.stage_column import StageColumn
-from parplan.planner.stage_columns.stage_contents import StageContents
+from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.planner.stage_columns.stage_prices import (
     BlockCosts,
     EndCosts,
@@ -102,6 +103,7 @@ class SequenceColumns(RankColumns):
         self, contents: StageContents, rank: int, layout: ParallelLayout, table: SequenceTable
     ) -> None:
         self.contents = contents
+        self.places: tuple[tuple[Range, ...], ...] = (contents.ranges,)
         self._sequence_table = table
         self.chunks = contents.body(table.price_cache)
         levels = table.allowed(layout, rank)
@@ -117,7 +119,17 @@ class SequenceColumns(RankColumns):
 
     @property
     def num_blocks(self) -> int:
+        """The layers besides embedding and head."""
         return len(self._layers)
+
+    def at(self, places: tuple[tuple[Range, ...], ...]) -> SequenceColumns:
+        """Returns the same columns for other places of equal layers in the model."""
+        if places == self.places:
+            return self
+        assert len(self.front[0].time_s)  # the copy shares it
+        other = copy(self)
+        other.places = places
+        return other
 
     def _at(self, zero: int) -> tuple[LayerOption, ...]:
         """Returns the options of all layers at one ZeRO stage."""
@@ -190,13 +202,19 @@ class SequenceColumns(RankColumns):
         return _SequencePeaks(self)
 
     def _like_the_other_end(self, zero: int) -> tuple[float, ...]:
-        shares = self.layout.mesh.pp > 1 and self.contents.shared(self.table.price_cache)
-        return (float(zero > 0), float(zero == 0)) if shares else ()
+        return (float(zero > 0), float(zero == 0)) if self._shares else ()
+
+    @cached_property
+    def _shares(self) -> bool:
+        """True if layers of other ranks hold some of its parameters too."""
+        return self.layout.mesh.pp > 1 and bool(self.contents.shared(self.table.price_cache))
 
     def column(self, priced: PricedMixes, row: int) -> StageColumn:
         chosen = [priced.mixes.options[number] for number in self.front[1][row]]
         mix = tuple((option, len(list(alike))) for option, alike in groupby(chosen))
-        return replace(super().column(priced, row), mix=mix)
+        return replace(
+            super().column(priced, row), mix=mix, layers=self.places, shares=self._shares
+        )
 
     def relaxed(
         self, num_blocks: int, limit_bytes: float, *, plain: bool = False
@@ -240,6 +258,8 @@ class SequenceColumns(RankColumns):
             redundant_bytes=0.0,
             plain_s=(plain_s if hides else least_s) + fixed.time_s,
             ramp_s=(plain_s if hides else least_s) + fixed.time_s,
+            layers=self.places,
+            shares=self._shares,
             corner=True,
         )
 

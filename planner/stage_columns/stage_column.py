@@ -31,6 +31,7 @@ class StageColumn:
     looks_up           the host holds its token table
     layers             by place in a model of several layer classes that it may have, the layers
                        [first, end) of each of its chunks; none where all blocks are alike
+    shares             layers of other ranks hold some of its parameters, where layers differ
     corner             part of a bound: only averages with other corners of `group` stand for plans
     """
 
@@ -45,6 +46,7 @@ class StageColumn:
     homes: BlockLocations = NOTHING
     looks_up: bool = False
     layers: tuple[tuple[tuple[int, int], ...], ...] = ()
+    shares: bool = False
     corner: bool = False
 
     @property

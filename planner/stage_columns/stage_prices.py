@@ -210,7 +210,7 @@ def block_prices(
     b = layout.micro_batch_size
     mesh = layout.mesh
     ways = list(dict.fromkeys((o.kind, o.sharding, o.zero) for o in options))
-    way = np.array([ways.index((o.kind, o.sharding, o.zero)) for o in options])
+    way = np.array([ways.index((o.kind, o.sharding, o.zero)) for o in options], np.int64)
     data = [price_cache.data_parallel(kind, b, mesh, split, zero) for kind, split, zero in ways]
     held = [price_cache.states(kind, mesh, split, zero) for kind, split, zero in ways]
     waiting = [

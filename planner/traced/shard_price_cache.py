@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
+
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, ParameterSharing
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
@@ -15,13 +17,13 @@ from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.traced.shard_classes import ShardClasses, ShardKey
-from parplan.planner.traced.shard_flow import Flow
+from parplan.planner.traced.shard_flow import Array, Flow
 from parplan.planner.traced.shards import Sharded
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Tensor
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.traced_model import TracedModel
-from parplan.profiles.provenance import ZERO, Seconds
+from parplan.profiles.provenance import Kind, Seconds
 
 ONE = Sharding()  # a traced module is not divided inside a stage
 
@@ -44,6 +46,9 @@ class ShardPriceCache(LayerPriceCache):
         self.sharded = sharded
         self.classes = ShardClasses(sharded)
         self.flow = Flow(self.classes)
+
+    def on(self, machine: Machine) -> ShardPriceCache:
+        return ShardPriceCache(self.sharded, self.training, machine, zero_ranks=self.zero_ranks)
 
     @property
     def num_layers(self) -> int:
@@ -100,15 +105,22 @@ class ShardPriceCache(LayerPriceCache):
         return float(besides[first, end])
 
     def constants(self, first: int, end: int, micro_batch_size: int) -> Seconds:
-        made = self.constant_times(micro_batch_size)
-        return sum(
-            (
-                made[place]
-                for place, shards in self.flow.needed_constants.items()
-                if place in made and any(first <= shard < end for shard in shards)
-            ),
-            ZERO,
+        seconds = self._once(
+            ("constants by range", micro_batch_size),
+            lambda: self._constants_by_range(micro_batch_size),
         )
+        return Seconds(float(seconds[first, end]), Kind.ANALYTIC)
+
+    def _constants_by_range(self, micro_batch_size: int) -> Array:
+        """Seconds [first, end] of the constants that a stage needs, each once."""
+        total = np.zeros((self.num_layers, self.num_layers + 1))
+        made = self.constant_times(micro_batch_size)
+        for place, shards in self.flow.needed_constants.items():
+            before = -1
+            for shard in sorted(shards) if place in made else ():
+                total[before + 1 : shard + 1, shard + 1 :] += made[place].value_s
+                before = shard
+        return total
 
     def constant_times(self, micro_batch_size: int) -> dict[int, Seconds]:
         """Seconds of each constant by place; a stage makes its constants once a micro-batch."""

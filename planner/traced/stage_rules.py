@@ -9,8 +9,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from parplan.planner.traced.range_tables import sum_of
-from parplan.planner.traced.shard_master import path
+from parplan.planner.candidates.range_tables import even_path, sum_of
 from parplan.planner.traced.shards import Sharded
 from parplan.profiles.errors import ConfigError
 
@@ -80,4 +79,6 @@ def _by_parameters(sharded: Sharded, num_stages: int) -> tuple[tuple[int, int], 
     size = len(sharded.shards)
     held = sum_of(np.array([float(shard.parameters) for shard in sharded.shards]))
     held[np.arange(size)[:, None] >= np.arange(size + 1)[None, :]] = np.inf
-    return tuple(path([held] * num_stages))
+    cuts = even_path([held] * num_stages)
+    assert cuts is not None, "there are no more stages than shards"
+    return cuts

@@ -16,7 +16,7 @@ from parplan.planner.search import estimate, pareto
 from parplan.planner.search import find_plan as searches
 from parplan.planner.search.estimate import UniformChoices
 from parplan.planner.search.pareto import ParetoFront
-from parplan.planner.traced import plan_traced, traced_search
+from parplan.planner.traced import plan_traced, traced_prices
 from parplan.profiles.errors import InfeasibleError
 
 
@@ -116,8 +116,8 @@ def find_traced_plan(
     )
 
 
-def traced_search_of(
+def traced_prices_of(
     sharded: Any, cluster: Any, training: Any, pins: Any, options: Any, how: Any
-) -> traced_search.TracedSearch:
+) -> traced_prices.SequencePrices:
     made = request(sharded.model, cluster, training, constraints=pins, options=options)
-    return traced_search.TracedSearch(sharded, made, how)
+    return traced_prices.traced_prices(made, sharded, how)

@@ -14,13 +14,14 @@ from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
+from parplan.planner.candidates.branch_and_bound import BranchOutcome
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.search.find_plan import _search_fastest
+from parplan.planner.search.search_session import SearchSession
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Shard, Sharded, shard
-from parplan.planner.traced.shared_rank_master import solve_ranks
 from parplan.planner.traced.stage_rules import StageRule, parse_stages
-from parplan.planner.traced.traced_search import TracedSearch, strategy_of_shards
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -29,7 +30,7 @@ from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB
 from tests.helpers.cases import mostly_slow
-from tests.helpers.planning import find_traced_plan, traced_search_of
+from tests.helpers.planning import find_traced_plan, traced_prices_of
 from tests.helpers.traced_models import activation, join, linear, model_of, traced_spec, value
 
 GPT = ModelSpec(
@@ -152,22 +153,24 @@ def test_half_blocks_reduce_and_gather_by_half_blocks():
 
 def searched(
     sharded, pins=None, options=None, how=None, training=TRAINING, cluster=CLUSTER
-) -> TracedSearch:
-    return traced_search_of(
-        sharded,
-        cluster,
-        training,
-        pins or Constraints(),
-        options or SearchOptions(),
-        how or StageRule(),
+) -> SearchSession:
+    options = options or SearchOptions()
+    prices = traced_prices_of(
+        sharded, cluster, training, pins or Constraints(), options, how or StageRule()
     )
+    return SearchSession(prices, options, None)
+
+
+def fastest_of(session: SearchSession) -> BranchOutcome:
+    """Returns the fastest choices of all layouts."""
+    return _search_fastest(session.prices.space.layouts, session)[0]
 
 
 def every_plan(
-    search: TracedSearch, layout: ParallelLayout, zeros: tuple[int, ...]
+    search: SearchSession, layout: ParallelLayout, zeros: tuple[int, ...]
 ) -> list[tuple[float, float]]:
     """Prices all cuts, ZeRO stages and recomputed shards: closed-form seconds and peak bytes."""
-    size, pp = len(search.sharded.shards), layout.mesh.pp
+    size, pp = search.price_cache.num_layers, layout.mesh.pp
     plans = []
     for inner in combinations(range(1, size), pp - 1):
         for chosen, bits in product(product(zeros, repeat=pp), product((False, True), repeat=size)):
@@ -205,7 +208,7 @@ def test_the_search_finds_what_brute_force_finds(schedule):
     cluster = replace(CLUSTER, nodes=1, gpus_per_node=4)
     pins = Constraints(pp=(2,), schedule=(schedule,), micro_batch_size=(8192,), zero=(0, 2))
     first = searched(sharded, pins, training=training, cluster=cluster)
-    (layout,) = first.space.layouts
+    (layout,) = first.prices.space.layouts
     plans = every_plan(first, layout, (0, 2))
     peaks, counts = sorted({peak for _, peak in plans}), set()
 
@@ -215,7 +218,7 @@ def test_the_search_finds_what_brute_force_finds(schedule):
         peaks[0] - MIB,
     ):
         options = SearchOptions(memory_limit_bytes=int(limit) + 1)
-        result = searched(sharded, pins, options, training=training, cluster=cluster).run(None)
+        result = fastest_of(searched(sharded, pins, options, training=training, cluster=cluster))
         expected = min((step_s for step_s, peak in plans if peak <= int(limit) + 1), default=None)
 
         assert result.finished
@@ -224,7 +227,12 @@ def test_the_search_finds_what_brute_force_finds(schedule):
         )
         assert result.bound <= (expected or float("inf"))
         counts |= {
-            sum(len(column.recomputed) for column in solved.choice.columns)
+            sum(
+                count
+                for column in solved.choice.columns
+                for option, count in column.mix
+                if option.recompute is Recompute.FULL
+            )
             for solved in result.solved
         }
     assert len(counts) > 1, "some of the limits ask for recompute"
@@ -241,7 +249,7 @@ FRAME_OF_TWO = ParallelLayout(
 
 
 @pytest.mark.parametrize("limit_gib", [80.0, 1.41, 1.38])
-def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns(limit_gib):
+def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_plans_of_their_cuts(limit_gib):
     pins = Constraints(
         pp=(2,),
         schedule=(Schedule.INTERLEAVED,),
@@ -253,27 +261,26 @@ def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns
         TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL),
         replace(CLUSTER, nodes=1, gpus_per_node=4),
     )
-    search = searched(
-        uneven(),
-        pins,
-        SearchOptions(memory_limit_bytes=int(limit_gib * 1024 * MIB)),
-        training=training,
-        cluster=cluster,
-    )
-    (layout,) = search.space.layouts
-    tables = search.stages(layout)
-    cuts = search.cut_ranges(layout, tables)
-    options = [table.columns(*cut) for table, cut in zip(tables, cuts, strict=True)]
+    options = SearchOptions(memory_limit_bytes=int(limit_gib * 1024 * MIB))
+    search = searched(uneven(), pins, options, training=training, cluster=cluster)
+    (layout,) = search.prices.space.layouts
+    cuts = search.prices.bounds(layout, search.limit_bytes).cuts
+    size = search.price_cache.num_layers
 
-    chosen = solve_ranks(layout, options, tables)
+    outcome = fastest_of(search)
 
     expected = float("inf")
-    for columns in product(*options):
-        made = strategy_of_shards(layout, columns, search.price_cache)
-        price = price_step(made, search.price_cache)
-        if max(memory.total for memory in price.memory) <= search.limit_bytes:
-            expected = min(expected, price.closed_form_s)
-    assert expected == (float("inf") if chosen is None else pytest.approx(chosen.step_s, rel=1e-9))
+    for zeros in product((0, 2), repeat=2):
+        for bits in product((False, True), repeat=size):
+            recomputed = [k for k in range(size) if bits[k]]
+            ends = (0, *(end for _, end in cuts))
+            made = strategy(search.price_cache, layout, ends, zeros * 2, recomputed)
+            price = price_step(made, search.price_cache)
+            if max(memory.total for memory in price.memory) <= search.limit_bytes:
+                expected = min(expected, price.closed_form_s)
+    assert [solved.value for solved in outcome.solved] == (
+        [] if expected == float("inf") else [pytest.approx(expected, rel=1e-9)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,11 +291,11 @@ def test_what_the_columns_say_is_what_the_step_costs(schedule):
     pins = Constraints(pp=(4,), schedule=(schedule,), micro_batch_size=(1, 2))
     search = searched(sharded, pins, SearchOptions(memory_limit_bytes=int(1.9 * 1024 * MIB)))
 
-    result = search.run(None)
+    result = fastest_of(search)
 
     assert result.solved
     for solved in result.solved:
-        made = strategy_of_shards(solved.layout, solved.choice.columns, search.price_cache)
+        made = search.prices.strategy(solved.layout, solved.choice.columns)
         price = price_step(made, search.price_cache)
         assert max(memory.total for memory in price.memory) <= search.limit_bytes
         if schedule in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):

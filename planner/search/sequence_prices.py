@@ -1,0 +1,193 @@
+"""The prices of one search over a model of several layer classes, such as a traced module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.model_states import ideal_states
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.hidden_recompute import hidden_passes
+from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
+from parplan.costmodels.step import StepPrice
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
+from parplan.planner.candidates.enumeration import CandidateSpace
+from parplan.planner.candidates.range_bounds import RangeBounds
+from parplan.planner.candidates.range_tables import RangeTables
+from parplan.planner.deadline import Deadline
+from parplan.planner.plan.prediction import SearchRecord
+from parplan.planner.request import Constraints
+from parplan.planner.search.search_session import ContentsMaker, SearchPrices
+from parplan.planner.stage_columns.sequence_columns import SequenceColumns, SequenceTable
+from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_contents import Range, StageContents
+from parplan.profiles.models.operator_graph import LayerKind
+
+# the ranges that a user gives to the virtual stages of a layout, None where the search cuts
+GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
+Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
+
+
+class SequencePrices(SearchPrices):
+    """The prices of a model whose layers are cut into stages anywhere.
+
+    With several virtual stages a rank the cuts are given: those at which the slowest stage is
+    fastest for any memory.
+    """
+
+    ascending = False
+    table: SequenceTable
+
+    def __init__(
+        self,
+        space: CandidateSpace,
+        price_cache: LayerPriceCache,
+        allowed: Constraints,
+        deadline: Deadline,
+        given: GivenCuts,
+        assembler: Assembler,
+    ) -> None:
+        super().__init__(space, price_cache, allowed, deadline)
+        self.table = SequenceTable(price_cache, allowed, deadline)
+        self.ranges = RangeTables(price_cache, deadline.check)
+        self._given, self._assembler = given, assembler
+
+    @property
+    def num_blocks(self) -> int:
+        layers = range(self.price_cache.num_layers)
+        keys = (self.price_cache.key(layer, layer) for layer in layers)
+        return sum(key.role is LayerKind.BLOCK for key in keys)
+
+    def within(self, limit_bytes: float) -> LayerPriceCache:
+        return self.price_cache
+
+    def in_reach(self, limit_bytes: float) -> bool:
+        training = self.price_cache.training
+        parameters, gradients, optimizer = ideal_states(
+            self.price_cache.num_parameters, 1, training
+        )
+        least = parameters + optimizer + (0.0 if training.stack.frees_gradients else gradients)
+        return least <= self.price_cache.machine.cluster.num_gpus * limit_bytes
+
+    def bounds(self, layout: ParallelLayout, limit_bytes: float) -> RangeBounds:
+        """Returns the bounds of a layout over all cuts within a memory limit."""
+
+        def make() -> RangeBounds:
+            zeros = self.table.zero_stages(layout)
+            levels = self.table.levels
+            free = RangeBounds(layout, self.ranges, levels, zeros, limit_bytes)
+            cuts = self._given(layout)
+            if cuts is None and layout.virtual_stages > 1:
+                cuts = free.even_cuts
+            if cuts is None:
+                return free
+            return RangeBounds(layout, self.ranges, levels, zeros, limit_bytes, cuts)
+
+        return self._once(("bounds", layout, limit_bytes), make)
+
+    def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
+        return self.bounds(layout, limit_bytes).least_s < float("inf")
+
+    def step_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        return self.bounds(layout, limit_bytes).least_s
+
+    def ramps_s(self, layout: ParallelLayout) -> float:
+        walk_s = self.bounds(layout, float("inf")).least_walk_s
+        return walk_s / layout.virtual_stages
+
+    def ahead_bound_s(self, layout: ParallelLayout, usual_s: float) -> float:
+        """As `planner.candidates.lower_bounds.ahead_bound_s`, with the share of any layer."""
+        if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in self.table.levels:
+            return 0.0
+        share = self.bounds(layout, float("inf")).most_share
+        ranks = layout.mesh.pp
+        hidden = hidden_passes(layout.schedule)
+        return usual_s * (1 - share * (ranks + hidden) / (layout.num_micro_batches - 1 + ranks))
+
+    def least_redundant_bytes(
+        self, layout: ParallelLayout, slowest_s: float, limit_bytes: float
+    ) -> float:
+        return self.bounds(layout, limit_bytes).least_redundant_bytes
+
+    def makers(
+        self, layout: ParallelLayout, rank: int, cut_s: float, limit_bytes: float
+    ) -> Iterator[ContentsMaker]:
+        bounds = self.bounds(layout, limit_bytes)
+        stages = layout.stages_of(rank)
+        if layout.virtual_stages > 1:
+            if bounds.cuts:
+                place = tuple(bounds.cuts[stage] for stage in stages)
+                yield self._maker(layout, rank, (place,))
+            return
+        alike: dict[Hashable, list[tuple[Range, ...]]] = {}
+        for layers in bounds.near(rank, cut_s):
+            alike.setdefault(self._signature(stages, layers), []).append((layers,))
+        for places in alike.values():
+            yield self._maker(layout, rank, tuple(places))
+
+    def _signature(self, stages: tuple[int, ...], layers: Range) -> Hashable:
+        contents = StageContents(stages, (layers,))
+        return self._once(("signature", layers), lambda: contents.signature(self.price_cache))
+
+    def _maker(
+        self, layout: ParallelLayout, rank: int, places: tuple[tuple[Range, ...], ...]
+    ) -> ContentsMaker:
+        columns = self.columns_of(layout, rank, places[0])
+        there = self._once(("columns at", layout, rank, places), lambda: columns.at(places))
+        return ContentsMaker(places, there, columns.num_blocks)
+
+    def columns_of(
+        self, layout: ParallelLayout, rank: int, place: tuple[Range, ...]
+    ) -> SequenceColumns:
+        """Returns the columns of a rank whose chunks have these layers."""
+        contents = StageContents(layout.stages_of(rank), place)
+        return self._once(
+            ("columns", layout, rank, place),
+            lambda: SequenceColumns(contents, rank, layout, self.table),
+        )
+
+    def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
+        places = path_of([column.layers for column in columns], layout)
+        stages: dict[int, tuple[LayerChoice, ...]] = {}
+        for rank, column in enumerate(columns):
+            blocks = iter(option for option, count in column.mix for _ in range(count))
+            for stage, (first, end) in zip(layout.stages_of(rank), places[rank], strict=True):
+                keys = [self.price_cache.key(layer, first) for layer in range(first, end)]
+                stages[stage] = tuple(
+                    LayerChoice(key, next(blocks).recompute, column.zero)
+                    if key.role is LayerKind.BLOCK
+                    else LayerChoice(key, Recompute.NONE, column.zero)
+                    for key in keys
+                )
+        return Strategy(
+            layout=layout, stages=tuple(stages[k] for k in range(layout.num_virtual_stages))
+        )
+
+    def assembled(
+        self, strategy: Strategy, price: StepPrice, record: SearchRecord, book: LayerPriceCache
+    ) -> Any:
+        return self._assembler(strategy, price, record)
+
+
+def path_of(
+    places: Sequence[Sequence[tuple[Range, ...]]], layout: ParallelLayout
+) -> list[tuple[Range, ...]]:
+    """Returns the place of each rank, of those that it may have, on one path of layers.
+
+    Raises ValueError where there is none.
+    """
+    if layout.virtual_stages > 1 or layout.mesh.pp == 1:
+        return [each[0] for each in places]
+    reached: list[dict[int, Range | None]] = [{0: None}]
+    for each in places:
+        reached.append({end: (first, end) for ((first, end),) in each if first in reached[-1]})
+    path: list[tuple[Range, ...]] = []
+    end = max(reached[-1], default=-1)
+    for rank in reversed(range(len(places))):
+        layers = reached[rank + 1].get(end)
+        if layers is None:
+            raise ValueError("the stages are not contiguous")
+        path.append((layers,))
+        end = layers[0]
+    return path[::-1]

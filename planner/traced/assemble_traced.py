@@ -1,0 +1,91 @@
+"""Makes the plan of a traced module from a priced strategy."""
+
+from __future__ import annotations
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.step import StepPrice, model_flops_utilization
+from parplan.costmodels.strategy import Strategy
+from parplan.planner.plan.assemble import (
+    breakdown,
+    letters,
+    memory_of_stages,
+    pipeline_of,
+    redundancy_of,
+    rounded_figures,
+    step_kind,
+)
+from parplan.planner.plan.plan import PLAN_VERSION
+from parplan.planner.plan.prediction import Prediction, Quantity, SearchRecord
+from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
+from parplan.planner.traced.shard_price_cache import ShardPriceCache
+from parplan.planner.traced.shards import Sharded
+
+
+def assembled(
+    strategy: Strategy, price: StepPrice, record: SearchRecord, price_cache: ShardPriceCache
+) -> TracedPlan:
+    """Returns the plan of a priced strategy."""
+    layout = strategy.layout
+    sharded = price_cache.sharded
+    model = sharded.model
+    cluster = price_cache.machine.cluster
+    training = price_cache.training
+    kind = step_kind(price)
+    flops = price_cache.flops_per_sequence
+    speed = training.tokens_per_step / price.step_s / layout.mesh.num_ranks
+    used = model_flops_utilization(price.step_s, layout.mesh.num_ranks, price_cache)
+    predicted = Prediction(
+        step_time_s=Quantity(value=rounded_figures(price.step_s), kind=kind),
+        tokens_per_s_per_gpu=Quantity(value=rounded_figures(speed), kind=kind),
+        mfu=Quantity(value=rounded_figures(used), kind=kind),
+        breakdown=breakdown(price),
+        memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
+        redundancy_gib=redundancy_of(layout, price),
+    )
+    return TracedPlan(
+        plan_version=PLAN_VERSION,
+        module=model.source,
+        cluster=cluster,
+        training=training,
+        mesh=layout.mesh,
+        pipeline=pipeline_of(layout),
+        traced=TracedSummary(
+            name=model.name,
+            num_parameters=model.num_parameters,
+            num_operators=len(model.operators),
+            flops_per_sequence=flops,
+            unit=model.unit,
+        ),
+        shards=_shards(sharded, price_cache.classes.of),
+        stages=tuple(
+            ShardStage(
+                rank=layout.rank_of(stage),
+                first=strategy.layers_of(stage)[0],
+                end=strategy.layers_of(stage)[1],
+                zero=choices[0].zero,
+                recompute=tuple(
+                    shard
+                    for shard, choice in enumerate(choices, strategy.layers_of(stage)[0])
+                    if choice.recompute is Recompute.FULL
+                ),
+            )
+            for stage, choices in enumerate(strategy.stages)
+        ),
+        predicted=predicted,
+        search=record,
+    )
+
+
+def _shards(sharded: Sharded, classes: list[int]) -> tuple[ShardPlan, ...]:
+    operators = sharded.model.operators
+    return tuple(
+        ShardPlan(
+            name=each.name,
+            layer=letters(number),
+            first=each.first,
+            end=each.end,
+            starts=operators[each.first].operator.name,
+            parameters=each.parameters,
+        )
+        for each, number in zip(sharded.shards, classes, strict=True)
+    )
