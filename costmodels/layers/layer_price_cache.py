@@ -31,6 +31,7 @@ from parplan.costmodels.layers.layer_price import (
     price_operators,
 )
 from parplan.costmodels.layers.model_states import (
+    LocalParameters,
     StateBytes,
     StateSharding,
     held_states,
@@ -473,7 +474,7 @@ class LayerPriceCache(ABC):
     def _data_parallel(
         self, kind: LayerKey, time: LayerTime, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
-        parameters = local_parameters(self.layer(kind, 1), sharding)
+        parameters = self._parameters(kind, sharding)
         states = self._state_sharding(mesh, zero)
         moves = self._once(
             ("dp moves", parameters, mesh, zero > 0),
@@ -481,13 +482,18 @@ class LayerPriceCache(ABC):
         )
         return exposed_moves(moves, time, states, self.machine, self.training)
 
+    def _parameters(self, kind: LayerKey, sharding: Sharding) -> LocalParameters:
+        return self._once(
+            ("parameters", kind, sharding), lambda: local_parameters(self.layer(kind, 1), sharding)
+        )
+
     def states(self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
         """State bytes of one layer of `kind`.
 
         A tied head holds its own copy only when stages are apart.
         """
         layer = self.layer(kind, 1)
-        parameters = local_parameters(layer, sharding)
+        parameters = self._parameters(kind, sharding)
 
         def make() -> LayerStates:
             sharded = self._state_sharding(mesh, zero)

@@ -30,6 +30,7 @@ from parplan.planner.candidates.branch_and_bound import (
 from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.infeasible.shortfall import infeasible_error
+from parplan.planner.master import MasterChoice
 from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.assemble import assemble, runner_up
 from parplan.planner.plan.plan import Plan
@@ -54,6 +55,8 @@ from parplan.profiles.errors import InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.units import GIB
 
 WORTH_PROVING = 0.0005  # share below the best at which a bound is worth another program
+# share above its bound at which an easy choice of a layout that cannot win is good enough
+WORTH_SOLVING = 0.01
 SLACK = 0.02  # share of the memory limit
 Explain = Callable[[Request], InfeasibleError]
 
@@ -99,7 +102,7 @@ def _search_fastest(
     relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
 
     def solve(
-        layout: ParallelLayout, bound_s: float, cut_s: float, _: float
+        layout: ParallelLayout, bound_s: float, cut_s: float, best_s: float
     ) -> SolvedCandidate | None:
         usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
         if layout.recomputes_ahead:
@@ -111,17 +114,26 @@ def _search_fastest(
             )
             if prices.least_s(layout, limit) >= cut_s:
                 return None
+        known = prices.first_choice(layout, cut_s, session)
+        if known:
+            cut_s = min(cut_s, known.step_s)
+            least_s = prices.least_s(layout, limit)
+            if least_s >= best_s and known.step_s <= least_s * (1 + WORTH_SOLVING):
+                relaxed_values_s[layout] = least_s
+                return solved_as(layout, known)
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, session)
         # Columns that take longer than the cut are left out.
         relaxed_values_s[layout] = 0.0 if relaxed_s == INFINITY else min(relaxed_s, cut_s)
         prices.raise_bound(layout, limit, min(relaxed_s, cut_s))
-        if relaxed is None or relaxed_s >= cut_s:
-            return None
-        relaxed_layouts.append(layout)
-        choice = fastest_choice(layout, relaxed, cut_s, session)
-        if choice is None:
-            return None
+        choice = known
+        if relaxed is not None and relaxed_s < cut_s:
+            relaxed_layouts.append(layout)
+            choice = fastest_choice(layout, relaxed, cut_s, session) or known
+        return solved_as(layout, choice) if choice else None
+
+    def solved_as(layout: ParallelLayout, choice: MasterChoice) -> SolvedCandidate | None:
+        usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
         solved = SolvedCandidate(layout, choice, choice.step_s, prices.least_s(layout, limit))
         if layout.recomputes_ahead and solved.value >= values_s.get(usual, INFINITY):
             return None

@@ -143,6 +143,15 @@ class SearchPrices(ABC):
     ) -> Iterator[ContentsMaker]:
         """Yields the contents that a rank may have below the cut, each with its column maker."""
 
+    def first_choice(
+        self, layout: ParallelLayout, cut_s: float, session: SearchSession
+    ) -> MasterChoice | None:
+        """Returns a choice below the cut that takes little to find, to look only for better ones.
+
+        It is None where no choice is that easy.
+        """
+        return None
+
     @abstractmethod
     def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
         """Returns the strategy of one column for each pipeline rank."""

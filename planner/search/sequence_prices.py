@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import ideal_states
@@ -14,16 +17,18 @@ from parplan.costmodels.step import StepPrice
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.candidates.range_bounds import RangeBounds
-from parplan.planner.candidates.range_tables import RangeTables
+from parplan.planner.candidates.range_tables import RangeTables, even_path
 from parplan.planner.deadline import Deadline
+from parplan.planner.master import MasterChoice, evaluate
 from parplan.planner.plan.prediction import SearchRecord
 from parplan.planner.request import Constraints
-from parplan.planner.search.search_session import ContentsMaker, SearchPrices
+from parplan.planner.search.search_session import ContentsMaker, SearchPrices, SearchSession
 from parplan.planner.stage_columns.sequence_columns import SequenceColumns, SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
 from parplan.profiles.models.operator_graph import LayerKind
 
+WIDENED = (1.05, 1.3, 2.0, math.inf)  # factors on the least pace, tried in turn for a first choice
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
 GivenCuts = Callable[[ParallelLayout], tuple[Range, ...] | None]
 Assembler = Callable[[Strategy, StepPrice, SearchRecord], Any]
@@ -146,6 +151,37 @@ class SequencePrices(SearchPrices):
             ("columns", layout, rank, place),
             lambda: SequenceColumns(contents, rank, layout, self.table),
         )
+
+    def first_choice(
+        self, layout: ParallelLayout, cut_s: float, session: SearchSession
+    ) -> MasterChoice | None:
+        """Returns the cuts whose slowest stage is fastest, each stage on its fastest column."""
+        if layout.virtual_stages > 1 or layout.mesh.pp == 1:
+            return None  # one column or few for each rank
+        limit = session.limit_bytes
+        bounds = self.bounds(layout, limit)
+        near = [bounds.near(rank, cut_s) for rank in range(layout.mesh.pp)]
+        for factor in WIDENED:
+            slowest_s = bounds.least_pace_s * factor
+            exact = [np.full_like(times, np.inf) for times in bounds.time_s]
+            fastest: dict[tuple[int, Range], StageColumn] = {}
+            for rank, ranges in enumerate(near):
+                for layers in ranges:
+                    if bounds.time_s[rank][layers] <= slowest_s:
+                        columns = self.columns_of(layout, rank, (layers,))
+                        found = columns.fastest(columns.num_blocks, limit)
+                        if found:
+                            best = min(found, key=lambda c: (c.time_s, c.tail_s))
+                            fastest[rank, layers] = best
+                            exact[rank][layers] = best.time_s
+            cuts = even_path(exact)
+            if cuts is not None:
+                chosen = [fastest[rank, layers] for rank, layers in enumerate(cuts)]
+                if len({column.zero > 0 for column in chosen if column.shares}) > 1:
+                    return None
+                choice = evaluate(layout, chosen, proven=False)
+                return choice if choice.step_s < cut_s else None
+        return None
 
     def strategy(self, layout: ParallelLayout, columns: Sequence[StageColumn]) -> Strategy:
         places = path_of([column.layers for column in columns], layout)

@@ -185,7 +185,13 @@ class MixPrices:
         return spare
 
     def priced(
-        self, mixes: Mixes, zero: int, *, mixed: bool = False, sums: MixCosts | None = None
+        self,
+        mixes: Mixes,
+        zero: int,
+        *,
+        mixed: bool = False,
+        sums: MixCosts | None = None,
+        exact: bool = True,
     ) -> PricedMixes:
         """Returns the prices of mixes with embedding and head at stage `zero`.
 
@@ -212,7 +218,8 @@ class MixPrices:
             blocks.recompute_s,
             blocks.longer_s,
         )
-        apart = self._freed.apart_bytes(mixes, zero, running + buffers) if self._freed else 0.0
+        frees = exact and self._freed
+        apart = frees.apart_bytes(mixes, zero, running + buffers) if frees else 0.0
         return PricedMixes(
             mixes=mixes,
             zero=zero,

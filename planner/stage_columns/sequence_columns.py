@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -114,6 +114,7 @@ class SequenceColumns(RankColumns):
         ]
         distinct = dict.fromkeys(option for options in self._layers for option in options)
         self._options = tuple(distinct)
+        self._prices: dict[int, PricedMixes] = {}
         self._numbers = {option: number for number, option in enumerate(distinct)}
         super().__init__(rank, layout, table)
 
@@ -137,8 +138,12 @@ class SequenceColumns(RankColumns):
 
     @cached_property
     def _placed(self) -> dict[int, tuple[LayerOption, ...]]:
+        once = self.table.once
         return {
-            zero: tuple(replace(option, zero=zero) for option in self._options)
+            zero: tuple(
+                once(("placed", option, zero), partial(replace, option, zero=zero))
+                for option in self._options
+            )
             for zero in self.table.zero_stages(self.layout)
         }
 
@@ -146,8 +151,14 @@ class SequenceColumns(RankColumns):
         return end_costs(self.rank, self.layout, zero, self.ends, self.contents)
 
     def _block_costs(self) -> BlockCosts:
-        every = tuple(option for zero in self.stages for option in self._at(zero))
-        return block_prices(every, self.layout, self.table.price_cache)
+        layout, kinds = self.layout, frozenset(option.kind for option in self._options)
+        key = layout.mesh, layout.micro_batch_size, layout.recomputes_ahead, kinds
+
+        def make() -> BlockCosts:
+            every = tuple(option for zero in self.stages for option in self._at(zero))
+            return block_prices(every, layout, self.table.price_cache)
+
+        return self.table.once(("blocks", *key, self.stages, layout.keeps_all(self.rank)), make)
 
     @property
     def end_stages(self) -> tuple[int, ...]:
@@ -163,9 +174,12 @@ class SequenceColumns(RankColumns):
         ).reshape(len(self._layers), len(chosen))
         return labels, rows.T
 
-    def _mixes(self, zero: int) -> Mixes:
-        """Returns the front as mixes; `saved_bytes` are those of the chunk that saves most."""
-        _, rows = self.front
+    def _mixes(self, zero: int, most: int | None = None) -> Mixes:
+        """Returns the front, or its fastest choices, as mixes.
+
+        `saved_bytes` are those of the chunk that saves most.
+        """
+        rows = self.front[1][:most]
         counts = np.zeros((len(rows), len(self._options)), np.int64)
         for place in range(rows.shape[1]):
             counts[np.arange(len(rows)), rows[:, place]] += 1
@@ -196,7 +210,46 @@ class SequenceColumns(RankColumns):
 
     def candidates(self, num_blocks: int) -> list[PricedMixes]:
         """Returns the front of the layers at each ZeRO stage."""
-        return [self.priced(self._mixes(zero), zero) for zero in self.stages]
+        return [self._priced(zero) for zero in self.stages]
+
+    def _priced(self, zero: int) -> PricedMixes:
+        if zero not in self._prices:
+            self._prices[zero] = self.priced(self._mixes(zero), zero)
+        return self._prices[zero]
+
+    def fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
+        """Returns for each ZeRO stage the fastest choice within `limit_bytes`.
+
+        All choices of a stage have the same tail. The exact peak is made only where the sum of the
+        largest bytes of each class does not fit.
+        """
+        usable = usable_bytes(limit_bytes, self.layout.mesh, self.table.price_cache)
+        fastest = []
+        for zero in self.stages:
+            priced = self._at_once[zero]
+            if priced.allocated[0] > usable:
+                if self._always_bytes(zero) > usable:
+                    continue
+                priced = self._priced(zero)
+            fits = np.flatnonzero(priced.allocated <= usable)
+            if len(fits):
+                fastest.append((priced, int(fits[0])))
+        return self._unbeaten(fastest, ("time_s", "tail_s", "plain_s", "ramp_s"))
+
+    def _always_bytes(self, zero: int) -> float:
+        """Bytes that every choice holds: states without gradients, and the least activations."""
+        fixed, block = self.fixed[zero], self.block.of(self._at(zero))
+        numbers = [self._numbers[options[0]] for options in self._layers]
+        states = float((block.states - block.gradients)[numbers].sum())
+        kept = float(self.front[0].kept.min()) / self.layout.virtual_stages
+        return fixed.states - fixed.gradients + states + fixed.held + self.stashes * kept
+
+    @cached_property
+    def _at_once(self) -> dict[int, PricedMixes]:
+        """The fastest choice at each ZeRO stage, as if the largest of all bytes came together."""
+        return {
+            zero: self.priced(self._mixes(zero, most=1), zero, exact=False) for zero in self.stages
+        }
 
     def _make_peaks(self) -> MixPeaks:
         return _SequencePeaks(self)

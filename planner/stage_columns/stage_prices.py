@@ -81,8 +81,8 @@ class BlockCosts:
             zero_passes_bytes(buffer, option.zero)
             for buffer, option in zip(self.zero_buffer, self.options, strict=True)
         ]
-        gathered, reduced = zip(*by_option, strict=True)
-        return np.array(gathered), np.array(reduced)
+        gathered, reduced = np.array(by_option, np.float64).reshape(-1, 2).T
+        return gathered, reduced
 
     def of(self, options: Sequence[LayerOption]) -> BlockCosts:
         """Returns the costs of some of the options, in their order."""
