@@ -2,6 +2,7 @@
 
     python benchmarks/prices/prefer.py
     python benchmarks/prices/prefer.py --all         # grids without a choice too
+    python benchmarks/prices/prefer.py --band 0.05   # of megatron-core, in place of each stack's
     python benchmarks/prices/prefer.py --steps FILE  # another table, as `plan validate` reads it
 
 In each grid of measured configurations of one model on one machine, a preference chooses among
@@ -68,9 +69,10 @@ def mean_line(title: str, grids: Sequence[GridPreferences]) -> str:
     "--steps", type=click.Path(path_type=Path), help="Table of steps; the shipped one by default."
 )
 @click.option("--all", "every", is_flag=True, help="Print grids with a single tie too.")
-def main(steps: Path | None, every: bool) -> None:
+@click.option("--band", type=float, help="Error band as a share; by default the stack's.")
+def main(steps: Path | None, every: bool, band: float | None) -> None:
     """Print the regret of each preference in the grids of measured steps."""
-    grids = grid_preferences(read_table(steps))
+    grids = grid_preferences(read_table(steps), band)
     open_grids = [grid for grid in grids if grid.ties > 1]
     console = Console(width=WIDTH, highlight=False)
     console.print("regret in %, of the configuration that each preference chooses")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parplan.planner.objective import Prefer
@@ -89,11 +89,13 @@ class GridPreferences:
     chosen: Mapping[Prefer, Chosen]
 
 
-def grid_preferences(rows: Sequence[Row]) -> list[GridPreferences]:
+def grid_preferences(rows: Sequence[Row], time_share: float | None = None) -> list[GridPreferences]:
     """Returns the choices in every grid in which a timed configuration is predicted to fit.
 
     A grid has at least three configurations with different prices that were timed or were out of
     memory.
+
+    time_share: error band of the step time, None for that of the stack
     """
     grids: dict[str, list[GridRow]] = {}
     for row, priced in zip(rows, price_table(rows), strict=True):
@@ -101,20 +103,24 @@ def grid_preferences(rows: Sequence[Row]) -> list[GridPreferences]:
         if priced.grid is not None and priced.predicted_s is not None and outcome:
             grids.setdefault(priced.grid, []).append(GridRow(row, priced))
     return [
-        choices_of(key, grid)
+        choices_of(key, grid, time_share)
         for key, grid in grids.items()
         if len({entry.predicted_s for entry in grid}) >= SMALLEST_GRID
         and any(entry.priced.predicted_fits and entry.measured_s < math.inf for entry in grid)
     ]
 
 
-def choices_of(key: str, grid: Sequence[GridRow]) -> GridPreferences:
+def choices_of(
+    key: str, grid: Sequence[GridRow], time_share: float | None = None
+) -> GridPreferences:
     """Returns the choices in one grid; of equal predictions the slower measurement counts."""
     fitting = sorted(
         (entry for entry in grid if entry.priced.predicted_fits),
         key=lambda entry: (entry.predicted_s, -entry.measured_s),
     )
     band = stack_band(stack_name(fitting[0].row))
+    if time_share is not None:
+        band = replace(band, time=replace(band.time, share=time_share))
     best_s = min(entry.measured_s for entry in grid)
     return GridPreferences(
         key=key,

@@ -140,6 +140,11 @@ def test_a_time_limit_writes_the_points_so_far():
             id="slowdown",
         ),
         pytest.param(
+            (*FRONT, "--prefer", "leanest"),
+            r"--prefer is for --objective throughput, the objective is pareto",
+            id="preference",
+        ),
+        pytest.param(
             (*FRONT, "--points", "2"), r"--points is 2, it must be from 3 to 1,000", id="points"
         ),
         pytest.param(

@@ -619,6 +619,11 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
             id="no-slowdown",
         ),
         pytest.param(
+            (*BIG, "--objective", "memory", "--prefer", "fastest"),
+            r"--prefer is for --objective throughput, the objective is memory\nhint: leave it out",
+            id="no-preference",
+        ),
+        pytest.param(
             ("compare", *BIG, "--max-slowdown", "0.1"),
             r"--max-slowdown is for --objective memory or peak",
             id="compare-slowdown",

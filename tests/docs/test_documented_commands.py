@@ -40,6 +40,7 @@ QUICK = (
     "plan calibrate run.json -o mycpu.yaml",
 )
 SLOW = (
+    "plan --model gpt-2.5b --gpus 16 --prefer leanest",
     "plan --model gpt-20b --gpus 64",
     "plan --model ./config.json --gpus 16 --seq-length 4096",
     "plan --model ./config.json --module huggingface --gpus 8",

@@ -17,7 +17,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import Pruned
-from parplan.planner.objective import Objective
+from parplan.planner.objective import Objective, Prefer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import (
     Band,
@@ -25,6 +25,7 @@ from parplan.planner.plan.prediction import (
     Quantity,
     RunnerUp,
     Status,
+    TieChoice,
 )
 from parplan.planner.request import Progress
 from parplan.profiles.documents.files import require_writable
@@ -269,15 +270,52 @@ def test_plans_inside_the_error_band_are_ties_and_the_leanest_of_them_is_named(p
     assert "(+5.0 %) " in text
     assert (
         "ties 2 other plans are inside the error band of the step time; "
-        f"the one with least memory, {lean} GiB, is "
-        "pp 1 x dp 2 x tp 1, no pipeline, micro-batch 1 x 512 note"
+        "the leanest is pp 1 x dp 2 x tp 1, no pipeline, micro-batch 1 x 512 "
+        f"({lean} GiB, +3.0 %) note"
     ) in text
 
 
-def test_a_tie_that_saves_less_than_the_memory_band_is_not_recommended(plan):
+def test_a_tie_that_saves_less_than_the_memory_band_is_not_the_leanest(plan):
     text = " ".join(text_of(tied(with_band(plan, 0.04, 0.1), (0.01, 0.91, True)), 100).split())
 
-    assert "ties 1 other plan is inside the error band of the step time note" in text
+    assert (
+        "ties 1 other plan is inside the error band of the step time; the leanest is this plan note"
+    ) in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        pytest.param((0.01, 0.02), "the leanest and the most robust is this plan note", id="plan"),
+        pytest.param(
+            (0.03, 0.02),
+            "the leanest is this plan; the most robust is pp 1 x dp 1 x tp 1, no pipeline, "
+            "micro-batch 1 x 512 (",
+            id="tie",
+        ),
+    ],
+)
+def test_the_most_robust_plan_is_named(plan, losses, said):
+    of_plan, of_tie = losses
+    plan = tied(with_band(plan, 0.04, 0.1), (0.01, 1.0, True))
+    choice = TieChoice(prefer=Prefer.FASTEST, reason="it is the fastest", worst_loss=of_plan)
+    (tie,) = plan.search.runners_up
+    search = replace(plan.search, preference=choice, runners_up=(replace(tie, worst_loss=of_tie),))
+
+    text = " ".join(text_of(replace(plan, search=search), 100).split())
+
+    assert said in text
+    assert " prefer " not in text
+
+
+def test_a_plan_that_is_not_the_fastest_says_how_much_slower_it_is_and_why(plan):
+    choice = TieChoice(prefer=Prefer.LEANEST, reason="it is lean", slowdown=0.021, worst_loss=0.03)
+
+    search = replace(plan.search, status=Status.OPTIMAL, preference=choice)
+    text = text_of(replace(plan, search=search), 100)
+
+    assert re.search(r"prefer +leanest, 2\.1 % slower +it is lean", text)
+    assert re.search(r"proven +gap [\d.]+ % of the fastest", text)
 
 
 def test_without_ties_nothing_is_said_of_them(plan):

@@ -171,3 +171,10 @@ def test_a_module_that_cannot_be_run_is_an_error(arguments, message, tmp_path, m
 def test_a_source_is_one_of_the_two(given):
     with pytest.raises(ConfigError, match="either huggingface or factory"):
         ModuleSource(**given)
+
+
+def test_a_traced_module_has_no_preference(config):
+    done = run("--model", config(LLAMA), "--trace", *WHERE, "--prefer", "leanest")
+
+    assert done.exit_code == 2
+    assert "--prefer: the fastest plan of a traced module is taken" in done.output

@@ -1,0 +1,77 @@
+"""The choice among ties equals hand calculation."""
+
+from __future__ import annotations
+
+import pytest
+
+from parplan.planner.objective import Prefer
+from parplan.planner.plan.ties import (
+    ALONE,
+    SCENARIOS,
+    Tie,
+    inside_band,
+    preferred,
+    reason_for,
+    worst_losses,
+)
+
+# The fastest is full and fragile, the second is robust, the third lean, the fourth a bit leaner.
+TIES = (Tie(70.0, 0.06), Tie(69.5, 0.01), Tie(41.0, 0.03), Tie(40.0, 0.05))
+
+
+def test_steps_at_the_end_of_the_band_are_inside():
+    assert inside_band([10.0, 10.5, 11.0, 11.1], 0.1) == [0, 1, 2]
+    assert inside_band([10.0, 9.9], 0.0) == [0, 1]
+
+
+def test_the_loss_is_against_the_best_tie_of_each_scenario():
+    as_priced, slow_network = (10.0, 11.0), (15.0, 12.0)
+
+    assert worst_losses([as_priced]) == [0.0, 0.1]
+    assert worst_losses([as_priced, slow_network]) == [0.25, 0.1]
+
+
+def test_each_speed_is_20_percent_off_in_both_directions_and_alone():
+    speeds = [(s.compute, s.inside_node, s.across_nodes) for s in SCENARIOS]
+
+    assert len(set(speeds)) == 6
+    for of_scenario in speeds:
+        assert sorted(of_scenario) in ([0.8, 1.0, 1.0], [1.0, 1.0, 1.25])
+
+
+@pytest.mark.parametrize(
+    ("prefer", "memory_share", "chosen"),
+    [
+        (Prefer.FASTEST, 0.05, 0),
+        (Prefer.ROBUST, 0.05, 1),
+        (Prefer.LEANEST, 0.05, 2),  # 41 GiB are within 5 % of 40, and that plan is faster
+        (Prefer.LEANEST, 0.02, 3),
+        (Prefer.LEANEST, 0.5, 0),  # such memory prices tell no plan apart
+    ],
+)
+def test_each_preference_takes_its_tie_and_the_fastest_of_equals(prefer, memory_share, chosen):
+    assert preferred(prefer, TIES, memory_share) == chosen
+    assert preferred(prefer, TIES[:1], memory_share) == 0
+
+
+def test_equal_losses_leave_the_fastest():
+    assert preferred(Prefer.ROBUST, [Tie(70.0, 0.01), Tie(40.0, 0.01)], 0.05) == 0
+
+
+@pytest.mark.parametrize(
+    ("prefer", "chosen", "reason"),
+    [
+        (Prefer.FASTEST, 0, "it is the fastest of 4 plans inside its error band"),
+        (Prefer.LEANEST, 3, "its fullest device holds 40.0 GiB, that of the fastest 70.0"),
+        (Prefer.LEANEST, 0, "no tie is leaner by more than the error band of the memory"),
+        (
+            Prefer.ROBUST,
+            1,
+            "it loses at most 1.0 % where a speed is 20 % off, the fastest 6.0 %",
+        ),
+        (Prefer.ROBUST, 0, "it loses at most 6.0 % where a speed is 20 % off"),
+    ],
+)
+def test_the_reason_has_the_figures_of_the_choice(prefer, chosen, reason):
+    assert reason_for(prefer, TIES, chosen) == reason
+    assert reason_for(prefer, TIES[:1], 0) == ALONE
