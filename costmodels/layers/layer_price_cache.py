@@ -110,7 +110,7 @@ class LayerPriceCache(ABC, Generic[K]):
         self.machine = machine
         self.zero_ranks = zero_ranks
         self.offload = offload
-        self._once = KeyedCache()
+        self.once = self._once = KeyedCache()
 
     @abstractmethod
     def layer(self, kind: K, micro_batch_size: int) -> LayerClass:
