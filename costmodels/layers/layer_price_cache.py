@@ -133,7 +133,7 @@ class LayerPriceCache(ABC):
         self.machine = machine
         self.zero_ranks = zero_ranks
         self.offload = offload
-        self._once = KeyedCache()
+        self.once = self._once = KeyedCache()
 
     @abstractmethod
     def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:

@@ -221,10 +221,13 @@ def rank_memory(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> 
     layers = rank_layers(strategy, rank)
     sizes = rank_activations(strategy, rank, price_cache)
     table = price_cache.shared_table_bytes(layout.mesh, layout.sharding)
-    held = [
-        price_cache.states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero)
-        for choice in layers
-    ]
+    of_choice = {
+        choice: price_cache.states(
+            choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
+        )
+        for choice in sizes
+    }
+    held = [of_choice[choice] for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
     between, running = _held_and_running(strategy, rank, sizes, price_cache)
     activations = sent_bytes(rank, layout, price_cache, strategy.layers_of) + between
@@ -307,7 +310,10 @@ def rank_activations(
     Copies of another layer to and from the host that may run at the same time count as temporaries.
     """
     layers = rank_layers(strategy, rank)
-    sizes = {choice: layer_activations(choice, strategy.layout, price_cache) for choice in layers}
+    sizes = {
+        choice: layer_activations(choice, strategy.layout, price_cache)
+        for choice in dict.fromkeys(layers)
+    }
     largest = sorted(sizes[choice].host for choice in layers)[-2:]
     if not largest[-1]:
         return sizes

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import groupby
 
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.simulator import least_step_s
-from parplan.costmodels.stage_costs import step_costs
+from parplan.costmodels.stage_costs import data_parallel, step_costs
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import Strategy
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.deadline import NEVER, Deadline, in_time
+
+ROUNDING = 1e-9  # relative, against another order of summation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,41 @@ def _rank_bytes(strategy: Strategy, price_cache: PriceCache) -> Iterator[tuple[i
     """
     for rank in range(strategy.layout.mesh.pp):
         if rank == 0 or strategy.chunks(rank) != strategy.chunks(rank - 1):
-            yield rank, rank_memory(strategy, rank, price_cache).total
+            yield rank, rank_bytes(strategy, rank, price_cache)
+
+
+def rank_bytes(strategy: Strategy, rank: int, price_cache: PriceCache) -> float:
+    """Peak bytes of one rank; strategies of many systems share their ranks."""
+    key = "rank bytes", strategy.layout, rank, strategy.chunks(rank)
+    return price_cache.once(key, lambda: rank_memory(strategy, rank, price_cache).total)
 
 
 def fits(strategy: Strategy, price_cache: PriceCache, limit_bytes: float) -> bool:
     """Returns whether every device stays within `limit_bytes`."""
     return all(peak <= limit_bytes for _, peak in _rank_bytes(strategy, price_cache))
+
+
+def _busiest_s(strategy: Strategy, price_cache: PriceCache) -> float:
+    """A cheap bound of the step: all passes of the busiest rank, without transfers and tail."""
+    layout = strategy.layout
+    stage_s = {
+        id(stage): sum(
+            _pass_s(choice, layout, price_cache) * len(list(run)) for choice, run in groupby(stage)
+        )
+        for stage in {id(stage): stage for stage in strategy.stages}.values()
+    }
+    busiest_s = max(
+        sum(stage_s[id(strategy.stages[stage])] for stage in layout.stages_of(rank))
+        for rank in range(layout.mesh.pp)
+    )
+    return layout.num_micro_batches * busiest_s * (1 - ROUNDING)
+
+
+def _pass_s(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> float:
+    time = price_cache.layer_time(
+        choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
+    )
+    return time.total_s + data_parallel(choice, layout, price_cache).per_micro_batch_s
 
 
 def _bound_s(strategy: Strategy, price_cache: PriceCache) -> float:
@@ -76,15 +109,20 @@ def fastest(
         for strategy in in_time(candidates, deadline)
         if fits(strategy, price_cache, limit_bytes)
     ]
-    bounded = sorted(
-        (_bound_s(strategy, price_cache), index)
+    # Each entry has a bound, first a cheap one and then that of all costs.
+    bounded = [
+        (_busiest_s(strategy, price_cache), index, False)
         for index, strategy in enumerate(in_time(fitting, deadline))
-    )
+    ]
+    heapify(bounded)
     best: tuple[Strategy, StepPrice] | None = None
     simulated = 0
-    for bound_s, index in in_time(bounded, deadline):
-        if best is not None and bound_s >= best[1].step_s:
-            break
+    while bounded and (best is None or bounded[0][0] < best[1].step_s):
+        deadline.check()
+        _, index, costed = heappop(bounded)
+        if not costed:
+            heappush(bounded, (_bound_s(fitting[index], price_cache), index, True))
+            continue
         price = price_step(fitting[index], price_cache)
         simulated += 1
         if best is None or price.step_s < best[1].step_s:

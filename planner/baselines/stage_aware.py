@@ -22,11 +22,11 @@ from itertools import accumulate
 from math import floor
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.baselines.optimum import rank_bytes
 from parplan.planner.baselines.uniform_strategies import staged
 
 Counts = tuple[int, ...]
@@ -34,11 +34,15 @@ Counts = tuple[int, ...]
 
 def one_knob(r0: Fraction, layout: ParallelLayout) -> tuple[Fraction, ...]:
     """Returns the recomputed share of every stage of a pipeline with one chunk a rank."""
-    last = layout.mesh.pp - 1
+    return _shares(r0, layout.mesh.pp, layout.schedule)
+
+
+def _shares(r0: Fraction, num_stages: int, schedule: Schedule) -> tuple[Fraction, ...]:
+    last = num_stages - 1
     shares = [
         max(Fraction(0), 1 - (1 - r0) * Fraction(last, last - stage)) for stage in range(last)
     ]
-    if layout.schedule is Schedule.SCP and last > 1:
+    if schedule is Schedule.SCP and last > 1:
         shares[-1] = shares[-2]
     return (*shares, Fraction(0))
 
@@ -71,9 +75,14 @@ def every_knob(blocks: Sequence[int], layout: ParallelLayout) -> tuple[Counts, .
 
         r0 = 1 - (1 - j / n_s) (P - 1 - s) / (P - 1)
     """
-    last = layout.mesh.pp - 1
+    return _every_knob(tuple(blocks), layout.schedule)
+
+
+@lru_cache(maxsize=256)
+def _every_knob(blocks: Counts, schedule: Schedule) -> tuple[Counts, ...]:
+    last = len(blocks) - 1
     like = [
-        min(stage, last - 2) if layout.schedule is Schedule.SCP and last > 1 else stage
+        min(stage, last - 2) if schedule is Schedule.SCP and last > 1 else stage
         for stage in range(last)
     ]
     at = {
@@ -84,7 +93,9 @@ def every_knob(blocks: Sequence[int], layout: ParallelLayout) -> tuple[Counts, .
             for j in range(1, blocks[stage] + 1)
         ),
     }
-    return tuple(dict.fromkeys(recomputed(blocks, one_knob(r0, layout)) for r0 in sorted(at)))
+    return tuple(
+        dict.fromkeys(recomputed(blocks, _shares(r0, len(blocks), schedule)) for r0 in sorted(at))
+    )
 
 
 class StageAwareRoom:
@@ -109,7 +120,7 @@ class StageAwareRoom:
     def _fits(self, stage: int, count: int) -> bool:
         counts = [count if index == stage else 0 for index in range(len(self.blocks))]
         strategy = stage_aware(self.layout, self.blocks, counts, self.zero)
-        return rank_memory(strategy, stage, self.price_cache).total <= self.limit_bytes
+        return rank_bytes(strategy, stage, self.price_cache) <= self.limit_bytes
 
     def _least(self, stage: int) -> int | None:
         """Returns the least positive number of recomputed blocks with which `stage` fits, or None.
@@ -133,8 +144,8 @@ class StageAwareRoom:
         return all(self._enough(stage, count) for stage, count in enumerate(counts))
 
     def _enough(self, stage: int, count: int) -> bool:
-        if count == 0:
-            return self.fits(stage, 0)
+        if count == 0 or stage > 0:  # the first stage has the most of its knobs to try
+            return self.fits(stage, count)
         least = self.least(stage)
         return least is not None and count >= least
 

@@ -19,6 +19,7 @@ parallelism of experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
@@ -115,6 +116,7 @@ def data_parallel_layouts(
         yield from megatron_layouts(Mesh(pp=1, dp=cluster.num_gpus, tp=1), model, training)
 
 
+@lru_cache(maxsize=64)
 def layer_choice(kind: LayerKind, zero: int, level: Recompute) -> LayerChoice:
     """Returns a layer at a ZeRO stage and a recompute level, which is for blocks alone."""
     return LayerChoice(kind, level if kind is LayerKind.BLOCK else Recompute.NONE, zero)
@@ -149,10 +151,14 @@ def equal_blocks(
 
 def staged(layout: ParallelLayout, levels: Sequence[Sequence[Recompute]], zero: int) -> Strategy:
     """Returns the strategy with recompute `levels[k]` of the blocks of virtual stage k."""
-    stages = [[layer_choice(LayerKind.BLOCK, zero, level) for level in stage] for stage in levels]
-    stages[0].insert(0, layer_choice(LayerKind.EMBEDDING, zero, Recompute.NONE))
-    stages[-1].append(layer_choice(LayerKind.HEAD, zero, Recompute.NONE))
-    return Strategy(layout=layout, stages=tuple(map(tuple, stages)))
+    alike = {
+        stage: tuple(layer_choice(LayerKind.BLOCK, zero, level) for level in stage)
+        for stage in map(tuple, levels)
+    }
+    stages = [alike[tuple(stage)] for stage in levels]
+    stages[0] = (layer_choice(LayerKind.EMBEDDING, zero, Recompute.NONE), *stages[0])
+    stages[-1] = (*stages[-1], layer_choice(LayerKind.HEAD, zero, Recompute.NONE))
+    return Strategy(layout=layout, stages=tuple(stages))
 
 
 def strategies(

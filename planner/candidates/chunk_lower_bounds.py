@@ -186,6 +186,8 @@ class ChunkBound:
 
     def longest_rank(self, cut_s: float) -> int | None:
         """Returns the most blocks of a rank for a step below `cut_s`, or None without a limit."""
+        if self.layout.equal_ranks or self.layout.mesh.pp == 1:
+            return None  # their number of blocks is given
         if self.step_s(self.num_layers) < cut_s:
             return None
         counts = range(1, self.num_layers + 1)

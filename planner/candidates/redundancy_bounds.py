@@ -19,6 +19,7 @@ rank with n blocks is a minimum over pairs, and the least of all ranks follows b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -72,7 +73,7 @@ class RedundancyBound:
                 placed[count:] = np.minimum(placed[count:], least[: len(least) - count] + of_rank)
             least = placed
         cluster_bytes = self.layout.mesh.ranks_per_stage * float(least[-1])
-        return cluster_bytes - ROUNDING * abs(cluster_bytes)
+        return cluster_bytes - ROUNDING * abs(cluster_bytes) if cluster_bytes < inf else inf
 
 
 def _prices(rank: int, layout: ParallelLayout, table: MixTable) -> MixPrices:

@@ -67,7 +67,8 @@ def _climbed(
     session: SearchSession,
 ) -> tuple[Strategy, float]:
     """The strategy after all changes that made it faster, one by one, and its simulated step."""
-    best, best_s, best_costs = strategy, step_s, step_costs(strategy, price_cache)
+    best, best_s = strategy, step_s
+    best_costs = step_costs(strategy, price_cache)
     tried, climbing = 0, True
     while climbing:
         climbing = False
@@ -77,7 +78,8 @@ def _climbed(
             costs = with_other_ranks(best_costs, changed, ranks, price_cache)
             changed_s = _step_below_s(changed, costs, best_s * (1 - WORTH_MOVING))
             if changed_s is not None and _fits(changed, ranks, price_cache, session):
-                best, best_s, best_costs = changed, changed_s, costs
+                best, best_s = changed, changed_s
+                best_costs = costs
                 climbing = True
                 break
             if tried >= MOST_TRIED:

@@ -226,7 +226,7 @@ def test_the_memory_objective_keeps_the_fastest_plan_if_time_ends_before_leaner_
     def over(*_: object) -> float:
         raise OutOfTimeError("the end")
 
-    monkeypatch.setattr("parplan.planner.search.least_redundancy.redundancy_bound_bytes", over)
+    monkeypatch.setattr("parplan.planner.search.search_session.RedundancyBound", over)
     plan = find_plan(*ASKED, Objective.MEMORY, constraints=PINS)
 
     assert plan.search.status is Status.FEASIBLE
