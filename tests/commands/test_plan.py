@@ -837,6 +837,7 @@ def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole
     solver.chmod(0o755)
     process = in_a_shell(
         *MIDDLE,
+        *("--pp", "2,4", "--schedule", "1f1b"),  # which a solver places
         start_new_session=True,
         before=(
             f"import pulp, signal; pulp.PULP_CBC_CMD.pulp_cbc_path = {str(solver)!r}; "
