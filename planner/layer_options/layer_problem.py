@@ -16,6 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from parplan.costmodels.layers.layer_price import StageAxes, edge_time
 from parplan.costmodels.layers.operator_price import (
@@ -26,6 +29,7 @@ from parplan.costmodels.layers.operator_price import (
 from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import Place, Sharding, Splits, operator_splits
+from parplan.planner.dominance import Array
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -100,16 +104,33 @@ class StrategyOption:
     gradient_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorLink:
     """A tensor between two operators, by their numbers in the list of options.
 
     `maker` is BEFORE for the input of the layer; `reader` is one past the last for its output.
+    `cells` has every pair of the placements `lefts` and `needs`, in that order.
     """
 
     maker: int
     reader: int
+    lefts: tuple[OutputPlacement, ...]
+    needs: tuple[InputPlacement, ...]
     cells: Mapping[tuple[OutputPlacement, InputPlacement], StrategyCost]
+
+    @cached_property
+    def time_s(self) -> Array:
+        """Seconds by left and needed placement."""
+        return self._table("time_s")
+
+    @cached_property
+    def saved_bytes(self) -> Array:
+        """Saved bytes by left and needed placement."""
+        return self._table("saved_bytes")
+
+    def _table(self, name: str) -> Array:
+        values = [getattr(cost, name) for cost in self.cells.values()]
+        return np.array(values).reshape(len(self.lefts), len(self.needs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,17 +338,13 @@ class LayerStrategies:
         operator = self.layer.operators[reader]
         tensor = operator.inputs[position]
         number = BEFORE if maker is None else self.index[maker]
-        lefts = (
-            (enters,)
-            if enters is not None
-            else dict.fromkeys(option.output for option in self.options[number])
-        )
-        inputs = dict.fromkeys(option.inputs[position] for option in self.options[reader])
-        return TensorLink(
-            number,
-            reader,
-            {(a, b): self._cell(maker, operator, tensor, a, b) for a in lefts for b in inputs},
-        )
+        lefts = (enters,) if enters is not None else self._outputs(number)
+        needs = tuple(dict.fromkeys(option.inputs[position] for option in self.options[reader]))
+        cells = {(a, b): self._cell(maker, operator, tensor, a, b) for a in lefts for b in needs}
+        return TensorLink(number, reader, lefts, needs, cells)
+
+    def _outputs(self, operator: int) -> tuple[OutputPlacement, ...]:
+        return tuple(dict.fromkeys(option.output for option in self.options[operator]))
 
     def _cell(
         self,
@@ -418,5 +435,6 @@ class LayerStrategies:
                 sent_backward=back.value_s > 0,
             )
 
-        lefts = dict.fromkeys(option.output for option in self.options[last])
-        return TensorLink(last, last + 1, {(left, leaves): cost(left) for left in lefts})
+        lefts = self._outputs(last)
+        cells = {(left, leaves): cost(left) for left in lefts}
+        return TensorLink(last, last + 1, lefts, (leaves,), cells)
