@@ -27,7 +27,7 @@ from parplan.planner.candidates.branch_and_bound import (
     worth_replaying,
 )
 from parplan.planner.candidates.enumeration import CandidateSpace
-from parplan.planner.candidates.lower_bounds import ahead_bound_s, in_reach
+from parplan.planner.candidates.lower_bounds import ahead_bound_s, in_reach, memory_bound_s
 from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.infeasible.shortfall import infeasible_error
 from parplan.planner.objective import Objective
@@ -96,9 +96,7 @@ def _search_fastest(
     relaxed_values_s: dict[ParallelLayout, float] = {}
     relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
 
-    def solve(
-        layout: ParallelLayout, bound_s: float, cut_s: float, _: float
-    ) -> SolvedCandidate | None:
+    def solve(layout: ParallelLayout, _: float, cut_s: float, __: float) -> SolvedCandidate | None:
         usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
         if layout.recomputes_ahead:
             cut_s = min(cut_s, values_s.get(usual, INFINITY))
@@ -109,6 +107,11 @@ def _search_fastest(
             )
             if prices.least_s(layout, limit) >= cut_s:
                 return None
+        bound_s = memory_bound_s(layout, session.table, limit, prices.time_bound(layout))
+        if bound_s >= cut_s:
+            relaxed_values_s[layout] = cut_s
+            prices.raise_bound(layout, limit, cut_s)
+            return None
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, session)
         # Columns that take longer than the cut are left out.
