@@ -5,6 +5,7 @@ No plan of the layout can be below them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -165,10 +166,12 @@ def _end_s(
     mesh = layout.mesh
     sharding = layout.sharding
     outside = unchunked_prices(layout, price_cache)
-    data_s = min(
-        outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s
-        for zero in table.zero_stages(layout)
-    )
+    data_s = math.inf
+    for zero in table.zero_stages(layout):
+        data = outside.data_parallel(kind, b, mesh, sharding, zero)
+        data_s = min(data_s, data.per_micro_batch_s)
+        if not data_s:  # ZeRO 0 and 1 communicate once a step
+            break
     return price_cache.layer_time(kind, b, sharding).total_s + data_s
 
 

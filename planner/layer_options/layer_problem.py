@@ -340,44 +340,47 @@ class LayerStrategies:
         number = BEFORE if maker is None else self.index[maker]
         lefts = (enters,) if enters is not None else self._outputs(number)
         needs = tuple(dict.fromkeys(option.inputs[position] for option in self.options[reader]))
-        cells = {(a, b): self._cell(maker, operator, tensor, a, b) for a in lefts for b in needs}
+        cells = self._cells(maker, operator, tensor, lefts, needs)
         return TensorLink(number, reader, lefts, needs, cells)
 
     def _outputs(self, operator: int) -> tuple[OutputPlacement, ...]:
         return tuple(dict.fromkeys(option.output for option in self.options[operator]))
 
-    def _cell(
+    def _cells(
         self,
         maker: str | None,
         reader: Operator,
         tensor: Tensor,
-        left: OutputPlacement,
-        needed: InputPlacement,
-    ) -> StrategyCost:
-        moved = self._moved(maker, reader, tensor, left.place, needed)
+        lefts: tuple[OutputPlacement, ...],
+        needs: tuple[InputPlacement, ...],
+    ) -> dict[tuple[OutputPlacement, InputPlacement], StrategyCost]:
+        """Returns the cost of a tensor by the placements of its maker and its reader."""
         first = self.savers.get(tensor.name) == reader.name
         saves = any(tensor.name == saved.name for saved in reader.saved)
-        saved_here = first or (
-            (saves or needed.recomputed) and (moved.own_copy or tensor.name not in self.savers)
-        )
-        stays = (
-            maker is not None
-            and self.layer.operator(maker).kind is OperatorKind.ATTENTION
-            and not needed.recomputed
-        )
-        kept = saved_here and (not left.recomputed or stays)
-        makers = 0.0 if left.recomputed else moved.makers_bytes
-        return StrategyCost(
-            time_s=moved.forward_s * (2 if needed.recomputed else 1) + moved.backward_s,
-            forward_s=moved.forward_s,
-            backward_s=moved.backward_s,
-            sent_forward=moved.forward_s > 0,
-            sent_backward=moved.backward_s > 0,
-            saved_bytes=moved.stored_bytes + makers if kept else 0.0,
-            whole_bytes=moved.stored_bytes + moved.makers_bytes
-            if first or (saves and moved.own_copy)
-            else 0.0,
-        )
+        nobody_saves = tensor.name not in self.savers
+        by = self.layer.operator(maker) if maker else None
+        of_attention = by is not None and by.kind is OperatorKind.ATTENTION
+        makers_own = saves_own_output(by)
+
+        def cell(left: OutputPlacement, needed: InputPlacement) -> StrategyCost:
+            moved = self._moved(maker, reader, tensor, left.place, needed, makers_own=makers_own)
+            own_copy = moved.own_copy
+            saved_here = first or ((saves or needed.recomputed) and (own_copy or nobody_saves))
+            stays = of_attention and not needed.recomputed
+            kept = saved_here and (not left.recomputed or stays)
+            makers = 0.0 if left.recomputed else moved.makers_bytes
+            whole = first or (saves and own_copy)
+            return StrategyCost(
+                time_s=moved.forward_s * (2 if needed.recomputed else 1) + moved.backward_s,
+                forward_s=moved.forward_s,
+                backward_s=moved.backward_s,
+                sent_forward=moved.forward_s > 0,
+                sent_backward=moved.backward_s > 0,
+                saved_bytes=moved.stored_bytes + makers if kept else 0.0,
+                whole_bytes=moved.stored_bytes + moved.makers_bytes if whole else 0.0,
+            )
+
+        return {(left, needed): cell(left, needed) for left in lefts for needed in needs}
 
     def _moved(
         self,
@@ -386,6 +389,8 @@ class LayerStrategies:
         tensor: Tensor,
         source: Place,
         needed: InputPlacement,
+        *,
+        makers_own: bool,
     ) -> _MovedTensor:
         """Prices the move between two placements, independent of recompute."""
         key = (reader.name, tensor.name, source, needed.place, needed.gradient)
@@ -397,7 +402,7 @@ class LayerStrategies:
                 source=source,
                 target=needed.place,
                 gradient=needed.gradient,
-                makers_own=saves_own_output(self.layer.operator(maker) if maker else None),
+                makers_own=makers_own,
             )
             time = edge_time(
                 edge, self.alone[reader.name, needed.place, needed.gradient].compute, self.inside

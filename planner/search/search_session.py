@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 
 from parplan.costmodels.keyed_cache import KeyedCache
@@ -153,6 +154,8 @@ class SearchSession:
         self.price_cache = prices.price_cache.within(Chunking(limit_bytes=limit))
         self.limit_bytes = limit * (1 - slack)
         self.deadline = options.deadline
+        # the columns of the ranks of the latest layout, whose relaxation and choice share them
+        self._latest: tuple[ParallelLayout | None, KeyedCache] = None, KeyedCache()
 
     @property
     def slowdown(self) -> float:
@@ -193,8 +196,10 @@ class SearchSession:
         """
         longest = self.prices.longest_rank(layout, cut_s, self.limit_bytes)
         options: list[list[StageColumn]] = []
+        if self._latest[0] != layout:
+            self._latest = layout, KeyedCache()
         for rank in range(layout.mesh.pp):
-            columns = rank_columns(rank, layout, self.table)
+            columns = self._latest[1](rank, partial(rank_columns, rank, layout, self.table))
             possible = block_counts(rank, layout, self.price_cache.model.num_layers, longest)
             tried = in_time(
                 (count for count in possible if counts is None or count in counts[rank]),
