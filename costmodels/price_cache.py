@@ -5,32 +5,41 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import replace
 
-from parplan.costmodels.communication.collectives import Collective, collective_time
-from parplan.costmodels.communication.mesh import Axis, Mesh, place
+from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import BlockCost, Chunking, block_cost
-from parplan.costmodels.layers.data_parallel import DataParallelTime, has_tied_head, tied_reduction
+from parplan.costmodels.layers.data_parallel import DataParallelTime, has_tied_head
 from parplan.costmodels.layers.halved_layer import (
     HalvedOperators,
     halved_workspace_bytes,
     price_halves,
 )
 from parplan.costmodels.layers.layer_price import LayerOperators
-from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerStates
+from parplan.costmodels.layers.layer_price_cache import (
+    LayerPriceCache,
+    LayerStates,
+    SharedParameters,
+)
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerClass, LayerKind, ModelGraph
+from parplan.profiles.models.operator_graph import (
+    LayerClass,
+    LayerKey,
+    LayerKind,
+    ModelGraph,
+    Tensor,
+)
 from parplan.profiles.models.spec import ModelSpec, Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import ZERO, Seconds
 
 
-class PriceCache(LayerPriceCache[LayerKind]):
+class PriceCache(LayerPriceCache):
     """Prices of the layers of `model`; the head's recompute is always none.
 
     chunking    how a device holds chunks in layouts with chunks; no other price depends on it
@@ -62,14 +71,46 @@ class PriceCache(LayerPriceCache[LayerKind]):
             lambda: build_graph(self.model, self.training, micro_batch_size),
         )
 
-    def layer(self, kind: LayerKind, micro_batch_size: int) -> LayerClass:
+    def cut_class(self, cut: int) -> int:
+        return 0
+
+    def crossing_tensors(self, cut_class: int, micro_batch_size: int) -> tuple[Tensor, ...]:
+        boundary = self.graph(micro_batch_size).block.input
+        assert boundary is not None
+        return (boundary,)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.graph(1).num_parameters
+
+    @property
+    def flops_per_sequence(self) -> int:
+        return self.graph(1).model_flops
+
+    @property
+    def shared_parameters(self) -> tuple[SharedParameters, ...]:
+        if not self.tied:
+            return ()
+        table = sum(
+            parameter.num_elements
+            for operator in self.graph(1).embedding.operators
+            for parameter in operator.parameters
+            if operator.parallel_dim == "vocab"
+        )
+        return (SharedParameters((0, self.model.num_layers + 1), table),)
+
+    def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
         return self._on_device(
-            self.graph(micro_batch_size).layer_class(kind), ("layer", micro_batch_size)
+            self.graph(micro_batch_size).layer_class(kind.role), ("layer", micro_batch_size)
         )
 
-    def kept_layer(self, kind: LayerKind, micro_batch_size: int) -> LayerClass:
+    def whole_layer(self, kind: LayerKey) -> LayerClass:
+        return self.graph(1).layer_class(kind.role)
+
+    def kept_layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
         return self._on_device(
-            self.kept_graph(micro_batch_size).layer_class(kind), ("kept layer", micro_batch_size)
+            self.kept_graph(micro_batch_size).layer_class(kind.role),
+            ("kept layer", micro_batch_size),
         )
 
     def _on_device(self, layer: LayerClass, key: tuple[str, int]) -> LayerClass:
@@ -115,8 +156,7 @@ class PriceCache(LayerPriceCache[LayerKind]):
         )
         return self._once(("other table", self.chunking), lambda: moved.within(self.chunking))
 
-    def looks_up(self, kind: LayerKind) -> bool:
-        """True if the host holds the table of a layer of `kind`."""
+    def looks_up(self, kind: LayerKey) -> bool:
         return kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
 
     def lookup(self, micro_batch_size: int, mesh: Mesh) -> HostEmbedding:
@@ -127,7 +167,7 @@ class PriceCache(LayerPriceCache[LayerKind]):
         )
 
     def data_parallel(
-        self, kind: LayerKind, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
+        self, kind: LayerKey, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
         """Returns the data-parallel time of a layer.
 
@@ -146,7 +186,7 @@ class PriceCache(LayerPriceCache[LayerKind]):
             host=plain.host + lookup.forward + lookup.backward,
         )
 
-    def states(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
+    def states(self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
         """Returns the states of a layer, with a token table on the host.
 
         One copy of that table is ideal at any location.
@@ -182,14 +222,14 @@ class PriceCache(LayerPriceCache[LayerKind]):
     def tied(self) -> bool:
         return has_tied_head(self.graph(1).head)
 
-    def recompute_operators(self, kind: LayerKind, level: RecomputedOperators) -> tuple[str, ...]:
+    def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
         """Returns the operators that `level` recomputes in a layer; only blocks recompute."""
         if kind is not LayerKind.BLOCK:
             return ()
-        return recompute_operators(self.kept_graph(1).layer_class(kind), level)
+        return recompute_operators(self.kept_graph(1).layer_class(kind.role), level)
 
     def _operators(
-        self, kind: LayerKind, micro_batch_size: int, sharding: Sharding
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
         """Prices operators; blocks with overlap run as two halves of the micro-batch."""
         if not (kind is LayerKind.BLOCK and sharding.overlap):
@@ -249,7 +289,7 @@ class PriceCache(LayerPriceCache[LayerKind]):
 
     def _workspace_bytes(
         self,
-        kind: LayerKind,
+        kind: LayerKey,
         layer: LayerClass,
         micro_batch_size: int,
         sharding: Sharding,
@@ -259,47 +299,6 @@ class PriceCache(LayerPriceCache[LayerKind]):
             return super()._workspace_bytes(kind, layer, micro_batch_size, sharding, recomputed)
         half = self.kept_layer(kind, micro_batch_size // HALVES)
         return halved_workspace_bytes(half, layer, sharding, recomputed, self.training.stack)
-
-    def transfer(
-        self, micro_batch_size: int, sharding: Sharding, *, crosses_nodes: bool, sharing: int
-    ) -> Seconds:
-        """Seconds of a micro-batch's boundary activation between two pipeline ranks (EQUATIONS T4).
-
-        sharing    pipeline ranks that leave a node at once
-
-        Without sequence parallelism each tensor-parallel rank sends the whole tensor. If the stack
-        partitions transfers, it sends its part, which the receivers gather (scatter/gather of
-        Narayanan et al. 2021, section 4.1).
-        """
-
-        def make() -> Seconds:
-            boundary = self.graph(micro_batch_size).block.input
-            machine = self.machine
-            assert boundary is not None
-            n_bytes = sharding.local_bytes(boundary, sharding.boundary)
-            parted = (
-                self.training.stack.partitioned_transfers
-                and sharding.tp > 1
-                and n_bytes == boundary.num_bytes
-            )
-            part_bytes = -(-n_bytes // sharding.tp) if parted else n_bytes
-            sent = self.message(part_bytes, crosses_nodes=crosses_nodes, sharing=sharing)
-            if parted:
-                ranks = place(
-                    Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, machine.cluster.gpus_per_node
-                )
-                sent += collective_time(Collective.ALL_GATHER, n_bytes, ranks, machine)
-            return machine.corrected("pipeline", sent)
-
-        return self._once(("transfer", micro_batch_size, sharding, crosses_nodes, sharing), make)
-
-    def sent_bytes(self, micro_batch_size: int, sharding: Sharding) -> int:
-        """Bytes of a stage's message, zero unless the stack keeps messages to the step's end."""
-        if not self.training.stack.keeps_sent:
-            return 0
-        boundary = self.graph(micro_batch_size).block.input
-        assert boundary is not None
-        return sharding.local_bytes(boundary, sharding.boundary)
 
     def table_workspace_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
         """Bytes of temporaries beside the embedding's gradient.
@@ -331,18 +330,8 @@ class PriceCache(LayerPriceCache[LayerKind]):
         elements -= owned_parameters(head, sharding, with_tied=False)
         return self.training.precision.num_bytes * elements
 
-    def tied_reduction(self, mesh: Mesh, sharding: Sharding) -> Seconds:
-        """Seconds of the reduction of a tied embedding's two gradients, once a step.
 
-        Call it only if `tied` and pp > 1.
-        """
-        return self._once(
-            ("tied", mesh, sharding),
-            lambda: tied_reduction(
-                self.graph(1).embedding,
-                mesh=mesh,
-                sharding=sharding,
-                machine=self.machine,
-                training=self.training,
-            ),
-        )
+def described_prices(price_cache: LayerPriceCache) -> PriceCache:
+    """Returns the prices of a described model, which alone has layouts with chunks."""
+    assert isinstance(price_cache, PriceCache), "only described models have chunks"
+    return price_cache

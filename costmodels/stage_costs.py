@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,8 @@ from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import rank_layers
 from parplan.costmodels.operators.host_launch import measured_layout_costs
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.price_cache import described_prices
 from parplan.costmodels.schedules.actions import ActionKind, placement_of
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule, rank_of
 from parplan.costmodels.schedules.simulator import StageCost
@@ -54,7 +54,7 @@ class StepCosts:
         return tuple(map(sum, zip(self.reduced_s, self.tied_s, self.optimizer_s, strict=True)))
 
 
-def step_costs(strategy: Strategy, price_cache: PriceCache) -> StepCosts:
+def step_costs(strategy: Strategy, price_cache: LayerPriceCache) -> StepCosts:
     """Returns the costs of every stage of `strategy` and the tails of its ranks.
 
     Raises ConfigError if the last stage recomputes under a schedule that has no time for it.
@@ -82,7 +82,7 @@ def step_costs(strategy: Strategy, price_cache: PriceCache) -> StepCosts:
     )
 
 
-def _stage_cost(strategy: Strategy, stage: int, price_cache: PriceCache) -> StageCost:
+def _stage_cost(strategy: Strategy, stage: int, price_cache: LayerPriceCache) -> StageCost:
     layout, chunk = strategy.layout, strategy.stages[stage]
     forward_s = backward_s = recompute_s = weight_s = 0.0
     stash_bytes = waiting_bytes = remade_bytes = 0.0
@@ -115,17 +115,20 @@ def _stage_cost(strategy: Strategy, stage: int, price_cache: PriceCache) -> Stag
                 choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
             )
     out, back = exposed_copies(chunk, layout, price_cache)
-    forward_s += out.value_s
+    first, end = strategy.layers_of(stage)
+    made = price_cache.constants(first, end, layout.micro_batch_size)
+    forward_s += out.value_s + made.value_s
     backward_s += back.value_s
-    if any(choice.kind is LayerKind.BLOCK for choice in chunk):
+    stash_bytes += price_cache.besides_bytes(first, end, layout.micro_batch_size)
+    if any(choice.kind.role is LayerKind.BLOCK for choice in chunk):
         edges = price_cache.row_edges(layout.micro_batch_size, layout.sharding)
         forward_s += edges[0].value_s
         backward_s += edges[1].value_s
     if layout.chunked:
-        added = chunk_time(strategy, layout.rank_of(stage), price_cache)
+        added = chunk_time(strategy, layout.rank_of(stage), described_prices(price_cache))
         forward_s += added.of_pass(ActionKind.FORWARD, stage).value_s
         backward_s += added.of_pass(ActionKind.BACKWARD, stage).value_s
-    receive_forward, receive_backward = receive_times(stage, layout, price_cache)
+    receive_forward, receive_backward = receive_times(strategy, stage, price_cache)
     layouts = None
     if layout.mesh.pp > 1:
         layouts = measured_layout_costs(price_cache.machine, price_cache.training.stack)
@@ -146,7 +149,7 @@ def _stage_cost(strategy: Strategy, stage: int, price_cache: PriceCache) -> Stag
 
 
 def data_parallel(
-    choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
+    choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> DataParallelTime:
     """Returns the data-parallel time of one layer.
 
@@ -168,7 +171,7 @@ def data_parallel(
 
 
 def _tail(
-    strategy: Strategy, rank: int, price_cache: PriceCache
+    strategy: Strategy, rank: int, price_cache: LayerPriceCache
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Returns the seconds after the last backward pass of a rank.
 
@@ -182,28 +185,36 @@ def _tail(
         reduced += data.step
         updated += data.optimizer
     if layout.chunked:
-        added = chunk_time(strategy, rank, price_cache)
+        added = chunk_time(strategy, rank, described_prices(price_cache))
         reduced = reduced + added.step + added.host_step
         updated += added.optimizer
     return (
         reduced,
-        tied_reduction(layout, rank, price_cache),
+        shared_reductions(strategy, rank, price_cache),
         updated + norm_and_loss(layout, price_cache),
     )
 
 
-def tied_reduction(layout: ParallelLayout, rank: int, price_cache: PriceCache) -> Seconds:
-    """Seconds of the reduction of a tied embedding's gradients on a rank.
+def shared_reductions(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> Seconds:
+    """Seconds of the sums of gradients of parameters that this rank and others hold.
 
-    Zero for a rank that holds both copies, which it adds without sending.
+    Copies on one rank are added without sending.
     """
-    ends = {layout.rank_of(0), layout.rank_of(layout.num_virtual_stages - 1)}
-    if not price_cache.tied or len(ends) == 1 or rank not in ends:
-        return ZERO
-    return unchunked_prices(layout, price_cache).tied_reduction(layout.mesh, layout.sharding)
+    layout = strategy.layout
+    total = ZERO
+    for shared in price_cache.shared_parameters:
+        holders = {
+            layout.rank_of(stage)
+            for stage in range(layout.num_virtual_stages)
+            if strategy.holds(stage, shared.layers)
+        }
+        if len(holders) > 1 and rank in holders:
+            outside = unchunked_prices(layout, price_cache)
+            total += outside.shared_reduction(shared, layout.mesh, layout.sharding)
+    return total
 
 
-def norm_and_loss(layout: ParallelLayout, price_cache: LayerPriceCache[Any]) -> Seconds:
+def norm_and_loss(layout: ParallelLayout, price_cache: LayerPriceCache) -> Seconds:
     """Seconds of the sums of the gradient norm and of the loss over all ranks.
 
     Zero unless the machine's own profile measured such small messages.
@@ -219,49 +230,55 @@ def norm_and_loss(layout: ParallelLayout, price_cache: LayerPriceCache[Any]) -> 
 
 
 def receive_times(
-    stage: int, layout: ParallelLayout, price_cache: PriceCache
+    strategy: Strategy, stage: int, price_cache: LayerPriceCache
 ) -> tuple[Seconds, Seconds]:
-    """Returns the seconds that virtual stage `stage` waits for its input and its output gradient.
+    """Returns the seconds that virtual stage `stage` waits for its inputs and output gradients.
 
-    Each is one transfer.
+    Each is one transfer of the tensors that cross the cut.
     """
+    layout = strategy.layout
     here = layout.rank_of(stage)
+    first, end = strategy.layers_of(stage)
     forward = ZERO
     backward = ZERO
     if stage > 0:
-        forward = time_between(layout.rank_of(stage - 1), here, layout, price_cache)
+        before = layout.rank_of(stage - 1)
+        forward = time_between(before, here, layout, price_cache, price_cache.cut_class(first))
     if stage < layout.num_virtual_stages - 1:
-        backward = time_between(layout.rank_of(stage + 1), here, layout, price_cache)
+        behind = layout.rank_of(stage + 1)
+        backward = time_between(behind, here, layout, price_cache, price_cache.cut_class(end))
     return forward, backward
 
 
-def rank_receives(rank: int, layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
-    """Seconds that all chunks of a rank wait for transfers in one micro-batch.
+def rank_receives(rank: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> Seconds:
+    """Seconds that all chunks of a rank wait for transfers in one micro-batch, if cuts are alike.
 
     They are the sum of `receive_times` over its virtual stages.
     """
     return _received(_received_messages(layout, price_cache)[rank], layout, price_cache)
 
 
-def all_receives_s(layout: ParallelLayout, price_cache: PriceCache) -> float:
+def all_receives_s(layout: ParallelLayout, price_cache: LayerPriceCache) -> float:
     """Sum of `rank_receives` over all ranks."""
     messages = _received_messages(layout, price_cache).sum(axis=0)
     return _received(messages, layout, price_cache).value_s
 
 
 def _received(
-    messages: npt.NDArray[np.int64], layout: ParallelLayout, price_cache: PriceCache
+    messages: npt.NDArray[np.int64], layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> Seconds:
     inside, across = messages.tolist()
     total = ZERO
     if inside:
-        total = _sent(layout, price_cache, crosses=False).scaled(inside)
+        total = _sent(_link(layout, price_cache, crosses=False), price_cache).scaled(inside)
     if across:
-        total += _sent(layout, price_cache, crosses=True).scaled(across)
+        total += _sent(_link(layout, price_cache, crosses=True), price_cache).scaled(across)
     return total
 
 
-def _received_messages(layout: ParallelLayout, price_cache: PriceCache) -> npt.NDArray[np.int64]:
+def _received_messages(
+    layout: ParallelLayout, price_cache: LayerPriceCache
+) -> npt.NDArray[np.int64]:
     """Returns by rank the messages inside a node, and those between nodes, that it receives."""
     return _messages(
         layout.schedule,
@@ -302,7 +319,7 @@ def _messages(
     return messages
 
 
-def transfer_time(rank: int, layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
+def transfer_time(rank: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> Seconds:
     """Seconds of one micro-batch's boundary activation from pipeline rank `rank` to the next.
 
     The last rank sends to the first. A gradient takes as long.
@@ -310,34 +327,55 @@ def transfer_time(rank: int, layout: ParallelLayout, price_cache: PriceCache) ->
     return time_between(rank, (rank + 1) % layout.mesh.pp, layout, price_cache)
 
 
-def time_between(here: int, there: int, layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
-    """Seconds of one boundary activation between two pipeline ranks, zero for equal ranks."""
-    if here == there:
-        return ZERO
+Link = tuple[int, Sharding, bool, int, bool]
+
+
+def link_of(here: int, there: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> Link:
+    """Returns all that a transfer between two pipeline ranks depends on, besides its tensors.
+
+    They are the micro-batch size, the sharding, whether the ranks are on different nodes, the
+    number of ranks that leave a node at once, and whether compute hides the transfer.
+    """
     gpus_per_node = price_cache.machine.cluster.gpus_per_node
     stride = layout.mesh.stride(Axis.PP)
     crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
-    return _sent(layout, price_cache, crosses=crosses)
+    return _link(layout, price_cache, crosses=crosses)
 
 
-def _sent(layout: ParallelLayout, price_cache: PriceCache, *, crosses: bool) -> Seconds:
-    """Seconds of one boundary activation inside a node, or between nodes.
+def _link(layout: ParallelLayout, price_cache: LayerPriceCache, *, crosses: bool) -> Link:
+    hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
+    sharing = min(layout.mesh.stride(Axis.PP), price_cache.machine.cluster.gpus_per_node)
+    return layout.micro_batch_size, layout.sharding, crosses, sharing, hidden
+
+
+def time_between(
+    here: int,
+    there: int,
+    layout: ParallelLayout,
+    price_cache: LayerPriceCache,
+    cut_class: int = 0,
+) -> Seconds:
+    """Seconds of the tensors across a cut between two pipeline ranks, zero for equal ranks."""
+    if here == there:
+        return ZERO
+    return _sent(link_of(here, there, layout, price_cache), price_cache, cut_class)
+
+
+def _sent(link: Link, price_cache: LayerPriceCache, cut_class: int = 0) -> Seconds:
+    """Seconds of the tensors across a cut over one link.
 
     If the stack hides transfers of the interleaved schedule, only their slowdown of compute remains
     (costmodels/layers/layer_price.py). The ranks of a stage inside a node send together and share
-    its NICs. `PriceCache.transfer` prices the messages.
+    its NICs. `LayerPriceCache.transfer` prices the messages.
     """
+    micro_batch_size, sharding, crosses, sharing, hidden = link
     sent = price_cache.transfer(
-        layout.micro_batch_size,
-        layout.sharding,
-        crosses_nodes=crosses,
-        sharing=min(layout.mesh.stride(Axis.PP), price_cache.machine.cluster.gpus_per_node),
+        cut_class, micro_batch_size, sharding, crosses_nodes=crosses, sharing=sharing
     )
-    hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
     return sent.scaled(contention(price_cache.machine)) if hidden else sent
 
 
-def rank_edges(layout: ParallelLayout, price_cache: PriceCache) -> Seconds:
+def rank_edges(layout: ParallelLayout, price_cache: LayerPriceCache) -> Seconds:
     """Seconds per micro-batch that the chunks of a rank pay at the ends of rows of halves.
 
     Every chunk has blocks.

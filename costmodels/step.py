@@ -19,9 +19,10 @@ from functools import lru_cache
 
 from parplan.costmodels.chunks.chunk_memory import device_memory
 from parplan.costmodels.chunks.chunk_time import chunk_time
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import RankMemory, rank_layers
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.price_cache import described_prices
 from parplan.costmodels.schedules.hidden_recompute import (
     HiddenRecompute,
     hidden_passes,
@@ -33,9 +34,9 @@ from parplan.costmodels.stage_costs import (
     StepCosts,
     data_parallel,
     rank_edges,
-    rank_receives,
+    receive_times,
+    shared_reductions,
     step_costs,
-    tied_reduction,
 )
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.costmodels.usage.redundancy import RedundantBytes, rank_redundancy
@@ -133,7 +134,7 @@ def _ahead(
     )
 
 
-def bubble_share(layout: ParallelLayout, price_cache: PriceCache) -> float:
+def bubble_share(layout: ParallelLayout, price_cache: LayerPriceCache) -> float:
     """Share of a micro-batch's seconds that each rank but the first adds to a step of equal ranks.
 
         whole backward passes   1/v (EQUATIONS P1)
@@ -194,7 +195,7 @@ def simulated_step(
     return replayed(strategy.layout, costs.stages, costs.tail_s, keep_events=keep_events)
 
 
-def price_step(strategy: Strategy, price_cache: PriceCache) -> StepPrice:
+def price_step(strategy: Strategy, price_cache: LayerPriceCache) -> StepPrice:
     """Returns time, memory and redundancy of `strategy`.
 
     Raises AssertionError if the strategy is not legal for its schedule;
@@ -237,7 +238,7 @@ def price_step(strategy: Strategy, price_cache: PriceCache) -> StepPrice:
     )
 
 
-def _rank_time(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankTime:
+def _rank_time(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankTime:
     layout = strategy.layout
     compute = recompute = tp_comm = optimizer = ZERO
     per_micro_batch = per_step = host = host_step = ZERO
@@ -255,24 +256,29 @@ def _rank_time(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankTi
         host_step += data.host_step
         optimizer += data.optimizer
     if layout.chunked:
-        added = chunk_time(strategy, rank, price_cache)
+        added = chunk_time(strategy, rank, described_prices(price_cache))
         per_micro_batch = sum(added.collectives.values(), per_micro_batch)
         host = sum(added.host.values(), host)
         per_step += added.step
         host_step += added.host_step
         optimizer += added.optimizer
-    for chunk in strategy.chunks(rank):
-        out, back = exposed_copies(chunk, layout, price_cache)
+    transfers = ZERO
+    for stage in layout.stages_of(rank):
+        out, back = exposed_copies(strategy.stages[stage], layout, price_cache)
         host += out + back
+        received, returned = receive_times(strategy, stage, price_cache)
+        transfers += received + returned
+        compute += price_cache.constants(*strategy.layers_of(stage), layout.micro_batch_size)
     tp_comm += rank_edges(layout, price_cache)
-    transfers = rank_receives(rank, layout, price_cache)
     m = layout.num_micro_batches
     return RankTime(
         compute=compute.scaled(m),
         recompute=recompute.scaled(m),
         tp_comm=tp_comm.scaled(m),
         pp_comm=transfers.scaled(m),
-        dp_comm=per_micro_batch.scaled(m) + per_step + tied_reduction(layout, rank, price_cache),
+        dp_comm=per_micro_batch.scaled(m)
+        + per_step
+        + shared_reductions(strategy, rank, price_cache),
         optimizer=optimizer,
         host_comm=host.scaled(m) + host_step,
     )
@@ -291,12 +297,12 @@ def _less_hidden(time: RankTime, transfer_s: float) -> RankTime:
     return replace(time, pp_comm=time.pp_comm.scaled(transfer_s / whole_s)) if whole_s else time
 
 
-def model_flops_utilization(step_s: float, num_ranks: int, price_cache: PriceCache) -> float:
+def model_flops_utilization(step_s: float, num_ranks: int, price_cache: LayerPriceCache) -> float:
     """MFU: model FLOPs of the step over the peak of all ranks (EQUATIONS K4).
 
     Attention counts as causal in full, recompute does not count.
     """
     training: TrainingSpec = price_cache.training
-    flops = price_cache.graph(1).model_flops * training.global_batch_size
+    flops = price_cache.flops_per_sequence * training.global_batch_size
     peak = price_cache.machine.cluster.device.peak(training.precision)
     return flops / (num_ranks * peak * step_s)

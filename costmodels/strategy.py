@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +20,7 @@ from parplan.costmodels.schedules.schedule import (
     rank_of,
     stages_of,
 )
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 
@@ -28,13 +29,14 @@ TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 class LayerChoice:
     """One way to run a layer: its recompute, ZeRO stage and sharding.
 
+    kind        its layer class
     sharding    None for that of the layout
     home        location of a block's states in a layout with chunks
     on_host     operators of a block, in their order, whose saved tensors are offloaded
                 (costmodels/memory/activation_copies.py)
     """
 
-    kind: LayerKind
+    kind: LayerKey
     recompute: RecomputedOperators
     zero: int
     sharding: Sharding | None = None
@@ -135,7 +137,7 @@ class ParallelLayout:
 
 def in_chunks(choice: LayerChoice, layout: ParallelLayout) -> bool:
     """True if the states of a layer of `layout` lie in chunks, as blocks of chunked layouts do."""
-    return layout.chunked and choice.kind is LayerKind.BLOCK
+    return layout.chunked and choice.kind.role is LayerKind.BLOCK
 
 
 @lru_cache(maxsize=1024)
@@ -156,6 +158,16 @@ class Strategy:
 
     layout: ParallelLayout
     stages: tuple[tuple[LayerChoice, ...], ...]
+
+    def layers_of(self, stage: int) -> tuple[int, int]:
+        """Returns the first layer of a virtual stage in the model, and the end."""
+        first = sum(map(len, self.stages[:stage]))
+        return first, first + len(self.stages[stage])
+
+    def holds(self, stage: int, layers: Iterable[int]) -> bool:
+        """True if a virtual stage has one of these layers of the model."""
+        first, end = self.layers_of(stage)
+        return any(first <= layer < end for layer in layers)
 
     def chunks(self, rank: int) -> tuple[tuple[LayerChoice, ...], ...]:
         """Returns the model chunks of one pipeline rank, first chunk first."""

@@ -80,8 +80,8 @@ def numbered_layers(strategy: Strategy) -> tuple[tuple[tuple[LayerChoice, int | 
     for layers in strategy.stages:
         numbered: list[tuple[LayerChoice, int | None]] = []
         for layer in layers:
-            numbered.append((layer, number if layer.kind is LayerKind.BLOCK else None))
-            number += layer.kind is LayerKind.BLOCK
+            numbered.append((layer, number if layer.kind.role is LayerKind.BLOCK else None))
+            number += layer.kind.role is LayerKind.BLOCK
         stages.append(tuple(numbered))
     return tuple(stages)
 

@@ -94,7 +94,7 @@ def non_chunk_bytes(
         choice: _layer(choice, size, strategy, price_cache)
         for choice, size in rank_activations(strategy, rank, price_cache).items()
     }
-    sent = price_cache.sent_bytes(strategy.layout.micro_batch_size, strategy.layout.sharding)
+    sent = price_cache.sent_bytes(0, strategy.layout.micro_batch_size, strategy.layout.sharding)
     handed = _handed_bytes(strategy, price_cache)
     moments = list[int]()
     gaps = list[int]()
@@ -175,7 +175,7 @@ def _layer(
         * len(norms.difference(price_cache.recompute_operators(choice.kind, choice.recompute)))
     )
     made = size.workspace + NORM_BYTES * tokens * len(norms)
-    if choice.kind is LayerKind.BLOCK:
+    if choice.kind.role is LayerKind.BLOCK:
         # the workspace counts the gradients of one operator a second time: an upper bound
         gradients = _parameter_bytes(choice, strategy, price_cache)
         return _Layer(
@@ -184,7 +184,7 @@ def _layer(
             backward=made + gradients,
             made=gradients,
         )
-    has_loss = choice.kind is LayerKind.HEAD
+    has_loss = choice.kind.role is LayerKind.HEAD
     freed = training.stack.frees_gradients and not price_cache.offloads_states
     if has_loss:
         made += LOSS_MADE_BYTES * tokens
@@ -304,13 +304,13 @@ def _batch_bytes(layout: ParallelLayout, price_cache: PriceCache) -> int:
     )
     if layout.mesh.pp == 1:
         return batch
-    return batch + POSTED * price_cache.sent_bytes(layout.micro_batch_size, layout.sharding)
+    return batch + POSTED * price_cache.sent_bytes(0, layout.micro_batch_size, layout.sharding)
 
 
 def _always(strategy: Strategy, rank: int, price_cache: PriceCache) -> int:
     """Bytes that stay all step: states of embedding and head, the batch, received messages."""
     outside = [
-        choice for choice in rank_layers(strategy, rank) if choice.kind is not LayerKind.BLOCK
+        choice for choice in rank_layers(strategy, rank) if choice.kind.role is not LayerKind.BLOCK
     ]
     held = [_states(choice, strategy, price_cache) for choice in outside]
     return (

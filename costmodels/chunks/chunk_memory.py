@@ -24,6 +24,7 @@ from parplan.costmodels.layers.chunked_layer import (
     state_widths,
     states_of_elements,
 )
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.memory.rank_memory import (
     RankMemory,
@@ -35,7 +36,7 @@ from parplan.costmodels.memory.rank_memory import (
     sent_bytes,
     usable_bytes,
 )
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.price_cache import PriceCache, described_prices
 from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -60,7 +61,7 @@ def budget_bytes(rank: int, mesh: Mesh, price_cache: PriceCache) -> int:
     return int(usable_bytes(limit, mesh, price_cache))
 
 
-def unchunked_prices(layout: ParallelLayout, price_cache: PriceCache) -> PriceCache:
+def unchunked_prices(layout: ParallelLayout, price_cache: LayerPriceCache) -> LayerPriceCache:
     """Returns the prices of layers that are in no chunks."""
     return price_cache.outside if layout.chunked else price_cache
 
@@ -117,10 +118,10 @@ def staging_bytes(chunks: RankChunks, price_cache: PriceCache) -> int:
     )
 
 
-def device_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
+def device_memory(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankMemory:
     """Returns the peak bytes of one device of a pipeline rank by class, with chunks or without."""
     return (
-        chunked_memory(strategy, rank, price_cache)
+        chunked_memory(strategy, rank, described_prices(price_cache))
         if strategy.layout.chunked
         else rank_memory(strategy, rank, price_cache)
     )
@@ -139,7 +140,7 @@ def chunked_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> Ra
             choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero
         )
         for choice in rank_layers(strategy, rank)
-        if choice.kind is not LayerKind.BLOCK
+        if choice.kind.role is not LayerKind.BLOCK
     ]
     device, host = chunk_states(chunks, price_cache)
     states = sum((layer.states for layer in outside), device)

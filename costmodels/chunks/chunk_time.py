@@ -173,7 +173,7 @@ def stream_costs(
                 forward_s[block] = time.forward_s
                 backward_s[block] = time.backward_s + time.recompute_s
                 continue
-            first = choice.kind is LayerKind.EMBEDDING
+            first = choice.kind.role is LayerKind.EMBEDDING
             ends_s[ActionKind.FORWARD, stage, first] += time.forward_s
             ends_s[ActionKind.BACKWARD, stage, not first] += time.backward_s
     return StreamCosts(

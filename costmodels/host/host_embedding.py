@@ -79,7 +79,6 @@ def without_table(embedding: LayerClass) -> LayerClass:
     )
     return layer_class(
         embedding.kind,
-        embedding.count,
         tuple(left if op is operator else op for op in embedding.operators),
     )
 

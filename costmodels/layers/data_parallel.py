@@ -293,26 +293,23 @@ def _summed_inside(
     return total
 
 
-def tied_reduction(
-    embedding: LayerClass,
+def shared_reduction(
+    elements: int,
+    holders: int,
     *,
     mesh: Mesh,
-    sharding: Sharding,
     machine: Machine,
     training: TrainingSpec,
 ) -> Seconds:
-    """The all-reduce of a tied embedding's two gradients between first and last pipeline stage."""
-    stride = mesh.stride(Axis.PP) * (mesh.pp - 1)
+    """The all-reduce of gradients of parameters that layers of several pipeline ranks hold.
+
+    elements    parameters of one tensor-parallel rank
+    holders     layers that hold them, such as the two of a token table tied to the head
+    """
     gpus_per_node = machine.cluster.gpus_per_node
-    crosses = stride >= gpus_per_node or mesh.num_ranks > gpus_per_node
-    ends = Mesh(pp=2, dp=gpus_per_node if crosses else 1, tp=1)
-    whole = sum(
-        p.num_elements
-        for op in embedding.operators
-        for p in op.parameters
-        if op.parallel_dim == "vocab"
-    )
-    num_bytes = training.gradient_precision.num_bytes * (whole // sharding.tp)
+    crosses = mesh.num_ranks > gpus_per_node
+    ends = Mesh(pp=min(holders, mesh.pp), dp=gpus_per_node if crosses else 1, tp=1)
+    num_bytes = training.gradient_precision.num_bytes * elements
     where = place(ends, Axis.PP, gpus_per_node)
     reduced = collective_time(Collective.ALL_REDUCE, num_bytes, where, machine)
     return machine.corrected("data", reduced)

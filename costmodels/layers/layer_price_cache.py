@@ -6,18 +6,21 @@ The kinds are parts of a described model or shards of a traced one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
-from parplan.costmodels.communication.collectives import point_to_point_time
-from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.communication.collectives import (
+    Collective,
+    collective_time,
+    point_to_point_time,
+)
+from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
 from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.data_parallel import (
     DataParallelTime,
     data_parallel_moves,
     exposed_moves,
+    shared_reduction,
 )
 from parplan.costmodels.layers.halved_layer import HalvedOperators
 from parplan.costmodels.layers.layer_price import (
@@ -51,12 +54,10 @@ from parplan.costmodels.operators.host_launch import measured_layout_costs
 from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerClass, Operator
+from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Operator, Tensor
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.provenance import ZERO, Seconds
 from parplan.profiles.stack import AttentionKernel
-
-K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +94,22 @@ class LayerStates:
     host: int = 0
 
 
-class LayerPriceCache(ABC, Generic[K]):
-    """Prices of layers of the kinds `K`, trained as `training` on `machine`, each computed once.
+@dataclass(frozen=True, slots=True)
+class SharedParameters:
+    """Parameters that several layers of a model hold.
+
+    layers      numbers of the layers, ascending
+    elements    number of the parameters
+    in_ideal    every layer's ideal states have them, so that a rank takes off those of copies
+    """
+
+    layers: tuple[int, ...]
+    elements: int
+    in_ideal: bool = False
+
+
+class LayerPriceCache(ABC):
+    """Prices of the layers of a model, trained as `training` on `machine`, each computed once.
 
     zero_ranks  neighbours that hold one copy of sharded states together, on meshes whose dp it
                 divides; None for all of dp
@@ -120,16 +135,88 @@ class LayerPriceCache(ABC, Generic[K]):
         self._once = KeyedCache()
 
     @abstractmethod
-    def layer(self, kind: K, micro_batch_size: int) -> LayerClass:
+    def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
         """The operators of a layer of `kind`."""
 
-    def kept_layer(self, kind: K, micro_batch_size: int) -> LayerClass:
+    def whole_layer(self, kind: LayerKey) -> LayerClass:
+        """The operators of a layer with those that the host runs, for one sequence."""
+        return self.layer(kind, 1)
+
+    def kept_layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
         """The layer with the tensors that its operators save on this device."""
         return self.layer(kind, micro_batch_size)
 
     @abstractmethod
-    def recompute_operators(self, kind: K, level: RecomputedOperators) -> tuple[str, ...]:
+    def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`."""
+
+    @abstractmethod
+    def cut_class(self, cut: int) -> int:
+        """Returns a number that is equal for cuts which the same tensors cross.
+
+        A cut is named by the first layer behind it.
+        """
+
+    @abstractmethod
+    def crossing_tensors(self, cut_class: int, micro_batch_size: int) -> tuple[Tensor, ...]:
+        """Returns the tensors that a pipeline stage receives at a cut of a class."""
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Parameters of the model, each counted once."""
+
+    @property
+    @abstractmethod
+    def flops_per_sequence(self) -> int:
+        """Forward and backward model FLOPs of a sequence, without recompute (EQUATIONS K4)."""
+
+    @property
+    def shared_parameters(self) -> tuple[SharedParameters, ...]:
+        """Parameters that several layers hold, such as a token table tied to the head."""
+        return ()
+
+    def shared_reduction(self, shared: SharedParameters, mesh: Mesh, sharding: Sharding) -> Seconds:
+        """Seconds a step to sum the gradients of parameters that several pipeline ranks hold."""
+        return self._once(
+            ("shared", shared, mesh, sharding.tp),
+            lambda: shared_reduction(
+                shared.elements // sharding.tp,
+                len(shared.layers),
+                mesh=mesh,
+                machine=self.machine,
+                training=self.training,
+            ),
+        )
+
+    def constants(self, first: int, end: int, micro_batch_size: int) -> Seconds:
+        """Seconds a micro-batch of the values that layers [first, end) make of the batch alone."""
+        return ZERO
+
+    def besides_bytes(self, first: int, end: int, micro_batch_size: int) -> float:
+        """Bytes that a stage of layers [first, end) saves of a micro-batch besides its layers."""
+        return 0.0
+
+    def looks_up(self, kind: LayerKey) -> bool:
+        """True if the host holds the table of a layer of `kind`."""
+        return False
+
+    def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
+        """Seconds that blocks of a stage pay beside `layer_time`, forward and backward."""
+        return ZERO, ZERO
+
+    def shared_table_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
+        """Bytes of the gradient of a token table that head and embedding share in one stage."""
+        return 0
+
+    def table_workspace_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
+        """Bytes of temporaries beside the embedding's gradient."""
+        return 0
+
+    @property
+    def outside(self) -> LayerPriceCache:
+        """Prices of layers outside chunks in a layout with chunks."""
+        return self
 
     def counts_tied(self, mesh: Mesh) -> bool:
         """Returns true when copies of tied parameters are counted: stages are apart."""
@@ -144,7 +231,7 @@ class LayerPriceCache(ABC, Generic[K]):
     def _state_sharding(self, mesh: Mesh, zero: int) -> StateSharding:
         return StateSharding(zero, self.shards(mesh), self.counts_tied(mesh), self.offloads_states)
 
-    def split_s(self, kind: K) -> float:
+    def split_s(self, kind: LayerKey) -> float:
         """Extra host seconds of a layer's backward pass in two parts, where they were measured."""
         added = measured_layout_costs(self.machine, self.training.stack)
         return 0.0 if added is None else added.split_s * self.layer(kind, 1).gradient_launches
@@ -154,7 +241,7 @@ class LayerPriceCache(ABC, Generic[K]):
         return Offload.STATES in self.offload
 
     def _operators(
-        self, kind: K, micro_batch_size: int, sharding: Sharding
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding
     ) -> LayerOperators | HalvedOperators:
         def time_of(operator: Operator) -> OperatorTime:
             way = sharding.splits(operator), sharding.degrees, sharding.ep
@@ -183,7 +270,7 @@ class LayerPriceCache(ABC, Generic[K]):
 
     def layer_time(
         self,
-        kind: K,
+        kind: LayerKey,
         micro_batch_size: int,
         sharding: Sharding,
         level: RecomputedOperators = Recompute.NONE,
@@ -196,14 +283,14 @@ class LayerPriceCache(ABC, Generic[K]):
             ),
         )
 
-    def weight_s(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
+    def weight_s(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> float:
         """Seconds of the backward pass of one layer of `kind` for the gradients of its weights."""
         return self._once(
             ("weight", kind, micro_batch_size, sharding),
             lambda: self._operators(kind, micro_batch_size, sharding).weight_s,
         )
 
-    def waiting_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
+    def waiting_bytes(self, kind: LayerKey, micro_batch_size: int, sharding: Sharding) -> float:
         """Bytes that a layer holds between the gradients of its input and of its weights.
 
         They are held besides the stash: the gradients of the outputs of operators with weights, as
@@ -224,7 +311,7 @@ class LayerPriceCache(ABC, Generic[K]):
 
     def _workspace_bytes(
         self,
-        kind: K,
+        kind: LayerKey,
         layer: LayerClass,
         micro_batch_size: int,
         sharding: Sharding,
@@ -240,7 +327,7 @@ class LayerPriceCache(ABC, Generic[K]):
         return workspace_of(whole, kept, widest, stack)
 
     def _saved_bytes(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, recomputed: tuple[str, ...]
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, recomputed: tuple[str, ...]
     ) -> int:
         return self._once(
             ("saved", kind, micro_batch_size, sharding, recomputed),
@@ -251,7 +338,7 @@ class LayerPriceCache(ABC, Generic[K]):
 
     def activations(
         self,
-        kind: K,
+        kind: LayerKey,
         micro_batch_size: int,
         sharding: Sharding,
         level: RecomputedOperators = Recompute.NONE,
@@ -290,7 +377,7 @@ class LayerPriceCache(ABC, Generic[K]):
 
     def ideal_saved_bytes(
         self,
-        kind: K,
+        kind: LayerKey,
         micro_batch_size: int,
         sharding: Sharding,
         level: RecomputedOperators = Recompute.NONE,
@@ -305,7 +392,7 @@ class LayerPriceCache(ABC, Generic[K]):
         )
 
     def host_bytes(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
     ) -> dict[str, int]:
         """Bytes that each operator of one layer sends to the host if it is among `on_host`."""
 
@@ -317,7 +404,7 @@ class LayerPriceCache(ABC, Generic[K]):
         return self._once(("sent", kind, micro_batch_size, sharding, level), make)
 
     def remade_bytes(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
+        self, kind: LayerKey, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators
     ) -> int:
         """Extra bytes of a layer after a recompute ahead of the gradient.
 
@@ -328,7 +415,7 @@ class LayerPriceCache(ABC, Generic[K]):
         return max(0, whole.saved - kept.saved)
 
     def data_parallel(
-        self, kind: K, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
+        self, kind: LayerKey, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
         """Gradient reduction, gathers and the optimizer step of one layer at ZeRO stage `zero`."""
         return self._once(
@@ -340,7 +427,7 @@ class LayerPriceCache(ABC, Generic[K]):
 
     def host_copy(
         self,
-        kind: K,
+        kind: LayerKey,
         micro_batch_size: int,
         sharding: Sharding,
         level: RecomputedOperators,
@@ -353,7 +440,7 @@ class LayerPriceCache(ABC, Generic[K]):
         return copy_time(host, self.machine.cluster, to_host=to_host) if host else ZERO
 
     def hidden_data_parallel(
-        self, kind: K, mesh: Mesh, sharding: Sharding, zero: int
+        self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
         """A lower bound of `data_parallel`: endless compute hides all that the stack can hide."""
         return self._once(
@@ -362,7 +449,7 @@ class LayerPriceCache(ABC, Generic[K]):
         )
 
     def _data_parallel(
-        self, kind: K, time: LayerTime, mesh: Mesh, sharding: Sharding, zero: int
+        self, kind: LayerKey, time: LayerTime, mesh: Mesh, sharding: Sharding, zero: int
     ) -> DataParallelTime:
         parameters = local_parameters(self.layer(kind, 1), sharding)
         states = self._state_sharding(mesh, zero)
@@ -372,7 +459,7 @@ class LayerPriceCache(ABC, Generic[K]):
         )
         return exposed_moves(moves, time, states, self.machine, self.training)
 
-    def states(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
+    def states(self, kind: LayerKey, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
         """State bytes of one layer of `kind`.
 
         A tied head holds its own copy only when stages are apart.
@@ -405,6 +492,62 @@ class LayerPriceCache(ABC, Generic[K]):
             )
 
         return self._once(("states", kind, mesh, parameters, zero), make)
+
+    def transfer(
+        self,
+        cut_class: int,
+        micro_batch_size: int,
+        sharding: Sharding,
+        *,
+        crosses_nodes: bool,
+        sharing: int,
+    ) -> Seconds:
+        """Seconds of a micro-batch's tensors across a cut between pipeline ranks (EQUATIONS T4).
+
+        sharing    pipeline ranks that leave a node at once
+
+        Each tensor is a message. Without sequence parallelism each tensor-parallel rank sends the
+        whole tensor. If the stack partitions transfers, it sends its part, which the receivers
+        gather (scatter/gather of Narayanan et al. 2021, section 4.1).
+        """
+
+        def make() -> Seconds:
+            total = ZERO
+            for tensor in self.crossing_tensors(cut_class, micro_batch_size):
+                total += self._transferred(
+                    tensor, sharding, crosses_nodes=crosses_nodes, sharing=sharing
+                )
+            return self.machine.corrected("pipeline", total)
+
+        key = ("transfer", cut_class, micro_batch_size, sharding, crosses_nodes, sharing)
+        return self._once(key, make)
+
+    def _transferred(
+        self, tensor: Tensor, sharding: Sharding, *, crosses_nodes: bool, sharing: int
+    ) -> Seconds:
+        n_bytes = sharding.local_bytes(tensor, sharding.boundary)
+        parted = (
+            self.training.stack.partitioned_transfers
+            and sharding.tp > 1
+            and n_bytes == tensor.num_bytes
+        )
+        part_bytes = -(-n_bytes // sharding.tp) if parted else n_bytes
+        sent = self.message(part_bytes, crosses_nodes=crosses_nodes, sharing=sharing)
+        if parted:
+            ranks = place(
+                Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, self.machine.cluster.gpus_per_node
+            )
+            sent += collective_time(Collective.ALL_GATHER, n_bytes, ranks, self.machine)
+        return sent
+
+    def sent_bytes(self, cut_class: int, micro_batch_size: int, sharding: Sharding) -> int:
+        """Bytes of the tensors across a cut, zero unless the stack keeps them to the step's end."""
+        if not self.training.stack.keeps_sent:
+            return 0
+        return sum(
+            sharding.local_bytes(tensor, sharding.boundary)
+            for tensor in self.crossing_tensors(cut_class, micro_batch_size)
+        )
 
     def message(self, num_bytes: int, *, crosses_nodes: bool, sharing: int) -> Seconds:
         """One message between two pipeline ranks; `sharing` of them leave a node at once."""

@@ -93,7 +93,9 @@ def saved_tensor_readers(
             (*operator.saved, *operator.inputs) if operator.name in recomputed else operator.saved
         )
         yield from (
-            (operator, tensor) for tensor in dict.fromkeys(needed) if tensor.name not in remade
+            (operator, tensor)
+            for tensor in dict.fromkeys(needed)
+            if tensor.name not in remade and tensor.name not in layer.outside
         )
 
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parplan.costmodels.layers.layer_price import LayerTime
-from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 
 def copies_s(
-    choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
+    choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> tuple[float, float]:
     """Seconds of the copies of one layer and micro-batch, to the host and back."""
     layer = (
@@ -40,7 +40,7 @@ def copies_s(
     return out.value_s, back.value_s
 
 
-def hidden_s(time: LayerTime, price_cache: PriceCache) -> tuple[float, float]:
+def hidden_s(time: LayerTime, price_cache: LayerPriceCache) -> tuple[float, float]:
     """Seconds of copies to the host and back that the passes of a layer hide."""
     if price_cache.machine.cluster.device.is_host:
         return 0.0, 0.0
@@ -48,7 +48,7 @@ def hidden_s(time: LayerTime, price_cache: PriceCache) -> tuple[float, float]:
 
 
 def exposed_copies(
-    chunk: Sequence[LayerChoice], layout: ParallelLayout, price_cache: PriceCache
+    chunk: Sequence[LayerChoice], layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> tuple[Seconds, Seconds]:
     """Returns the waits of one micro-batch for copies, forward and backward.
 
@@ -70,7 +70,7 @@ def exposed_copies(
     return Seconds(out_s, Kind.ANALYTIC), Seconds(back_s, Kind.ANALYTIC)
 
 
-def copied_bytes(strategy: Strategy, rank: int, price_cache: PriceCache) -> int:
+def copied_bytes(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> int:
     """Bytes copied from one device of a pipeline rank to its host in a step.
 
     The same number of bytes comes back.

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
 
 from parplan.costmodels.schedules.actions import Action, ActionKind
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 Bytes = Any  # a number, or an array with one for each mix
 
@@ -52,7 +52,7 @@ class LayerBytes:
 class AlikeLayers:
     """A run of `count` consecutive layers of a chunk with equal bytes."""
 
-    kind: LayerKind
+    kind: LayerKey
     held: LayerBytes
     count: Bytes = 1
 
@@ -121,16 +121,27 @@ def peak_bytes(
     rank: int,
     layers: Mapping[LayerChoice, LayerBytes],
     constant: ConstantBytes,
+    besides: Sequence[float] = (),
 ) -> float:
-    """The peak of activations, temporaries and gradients on a device of pipeline rank `rank`."""
+    """The peak of activations, temporaries and gradients on a device of pipeline rank `rank`.
+
+    besides    bytes that each of its chunks saves of a micro-batch besides its layers, if any
+    """
     chunks = [
         [
-            AlikeLayers(choice.kind, layers[choice], len(list(alike)))
-            for choice, alike in groupby(chunk)
+            *([_besides(beside)] if beside else []),
+            *(
+                AlikeLayers(choice.kind, layers[choice], len(list(alike)))
+                for choice, alike in groupby(chunk)
+            ),
         ]
-        for chunk in strategy.chunks(rank)
+        for chunk, beside in zip_longest(strategy.chunks(rank), besides)
     ]
     return float(peak_of_runs(strategy.layout, rank, chunks, constant))
+
+
+def _besides(saved_bytes: float) -> AlikeLayers:
+    return AlikeLayers(LayerKind.BLOCK, LayerBytes(saved=saved_bytes, workspace=0, gradients=0))
 
 
 def peak_of_runs(
@@ -191,7 +202,7 @@ def _levels(
         reducing = np.where(there & (np.asarray(held.reduced) > 0), held.reduced, reducing)
         later = np.maximum(step, (run.count - 1) * step)
         yield np.where(np.asarray(run.count) > 1, level + inside + reducing + later, -np.inf)
-        level = level + run.count * step + waits.get(run.kind, 0.0)
+        level = level + run.count * step + waits.get(run.kind.role, 0.0)
 
 
 def _reducing(chunks: Sequence[Sequence[AlikeLayers]], before: Iterable[int]) -> Bytes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.costmodels.layers.layer_price_cache import ActivationBytes, LayerPriceCache
@@ -13,7 +13,6 @@ from parplan.costmodels.layers.model_states import ZERO_2_COPIES, ZERO_3_COPIES,
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.peak_candidates import peak_candidates
 from parplan.costmodels.memory.peak_memory import Bytes, ConstantBytes, LayerBytes, peak_bytes
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import ActionKind, parse_row
 from parplan.costmodels.schedules.schedule import Schedule, in_flight
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
@@ -62,7 +61,7 @@ class RankMemory:
         return self.allocated + self.reserve
 
 
-def communicator_bytes(mesh: Mesh, price_cache: LayerPriceCache[Any]) -> float:
+def communicator_bytes(mesh: Mesh, price_cache: LayerPriceCache) -> float:
     """Bytes of the communicators of all parallel axes; zero without a device context."""
     if not price_cache.machine.cluster.device.context_bytes:
         return 0.0
@@ -71,19 +70,19 @@ def communicator_bytes(mesh: Mesh, price_cache: LayerPriceCache[Any]) -> float:
     return axes * price_cache.training.stack.nccl_bytes
 
 
-def reserve_constant_bytes(mesh: Mesh, price_cache: LayerPriceCache[Any]) -> float:
+def reserve_constant_bytes(mesh: Mesh, price_cache: LayerPriceCache) -> float:
     """Bytes that a device holds before the first tensor: context and communicators."""
     return price_cache.machine.cluster.device.context_bytes + communicator_bytes(mesh, price_cache)
 
 
-def occupied_bytes(allocated_bytes: float, mesh: Mesh, price_cache: LayerPriceCache[Any]) -> float:
+def occupied_bytes(allocated_bytes: float, mesh: Mesh, price_cache: LayerPriceCache) -> float:
     """Bytes that a device holds when its tensors fill `allocated_bytes`."""
     return allocated_bytes * (
         1 + price_cache.training.stack.allocator_share
     ) + reserve_constant_bytes(mesh, price_cache)
 
 
-def usable_bytes(limit_bytes: float, mesh: Mesh, price_cache: LayerPriceCache[Any]) -> float:
+def usable_bytes(limit_bytes: float, mesh: Mesh, price_cache: LayerPriceCache) -> float:
     """Bytes that tensors may fill so that they stay under `limit_bytes` with the reserve."""
     return (limit_bytes - reserve_constant_bytes(mesh, price_cache)) / (
         1 + price_cache.training.stack.allocator_share
@@ -149,35 +148,72 @@ def _held(
     return tuple(zip(held, waiting, strict=True))
 
 
-def held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -> float:
+def besides_bytes(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> list[float]:
+    """Bytes of a micro-batch that each chunk of a rank saves besides its layers."""
+    layout = strategy.layout
+    return [
+        price_cache.besides_bytes(*strategy.layers_of(stage), layout.micro_batch_size)
+        for stage in layout.stages_of(rank)
+    ]
+
+
+def held_bytes(
+    strategy: Strategy,
+    rank: int,
+    saved: dict[LayerChoice, float],
+    besides: Sequence[float] | None = None,
+) -> float:
     """Peak bytes of saved activations.
 
-    They are the stashes times the blocks of the largest chunk, and those of embedding and head.
+    They are the stashes times the blocks of the largest chunk with the bytes `besides` them, and
+    the stashes of embedding and head.
     """
     layout = strategy.layout
+    chunks = strategy.chunks(rank)
     blocks = max(
-        sum(saved[c] for c in chunk if c.kind is LayerKind.BLOCK) for chunk in strategy.chunks(rank)
+        sum(saved[c] for c in chunk if c.kind.role is LayerKind.BLOCK) + beside
+        for chunk, beside in zip(chunks, besides or [0.0] * len(chunks), strict=True)
     )
     ends = sum(
-        stashes(c.kind, rank, layout) * saved[c]
+        stashes(c.kind.role, rank, layout) * saved[c]
         for c in rank_layers(strategy, rank)
-        if c.kind is not LayerKind.BLOCK
+        if c.kind.role is not LayerKind.BLOCK
     )
     return stashes(LayerKind.BLOCK, rank, layout) * blocks + ends
 
 
-def sent_bytes(rank: int, layout: ParallelLayout, price_cache: PriceCache) -> float:
+def num_sent(rank: int, layout: ParallelLayout) -> int:
+    """The number of messages, activations and gradients, that a rank sends in a step."""
+    last = layout.num_virtual_stages - 1
+    by_stage = ((stage < last) + (stage > 0) for stage in layout.stages_of(rank))
+    return layout.num_micro_batches * sum(by_stage)
+
+
+def sent_bytes(
+    rank: int,
+    layout: ParallelLayout,
+    price_cache: LayerPriceCache,
+    strategy: Strategy | None = None,
+) -> float:
     """Bytes of the messages that a rank has sent at the end of a step.
 
-    They are activations and gradients, zero unless the stack keeps them until then.
+    They are activations and gradients, zero unless the stack keeps them until then. Without a
+    strategy all cuts are alike.
     """
     last = layout.num_virtual_stages - 1
-    per_micro_batch = sum((stage < last) + (stage > 0) for stage in layout.stages_of(rank))
-    messages = per_micro_batch * layout.num_micro_batches
-    return float(messages * price_cache.sent_bytes(layout.micro_batch_size, layout.sharding))
+
+    def sent(cut: int) -> int:
+        cut_class = price_cache.cut_class(cut)
+        return price_cache.sent_bytes(cut_class, layout.micro_batch_size, layout.sharding)
+
+    total = 0
+    for stage in layout.stages_of(rank):
+        first, end = strategy.layers_of(stage) if strategy else (0, 0)
+        total += (sent(end) if stage < last else 0) + (sent(first) if stage > 0 else 0)
+    return float(layout.num_micro_batches * total)
 
 
-def rank_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
+def rank_memory(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> RankMemory:
     """Returns the peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
     layout = strategy.layout
     layers = rank_layers(strategy, rank)
@@ -189,7 +225,7 @@ def rank_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankM
     ]
     states = sum((layer.states for layer in held), StateBytes())
     between, running = _held_and_running(strategy, rank, sizes, price_cache)
-    activations = sent_bytes(rank, layout, price_cache) + between
+    activations = sent_bytes(rank, layout, price_cache, strategy) + between
     temporaries = (
         table
         + running
@@ -219,14 +255,15 @@ def _held_and_running(
     strategy: Strategy,
     rank: int,
     sizes: dict[LayerChoice, ActivationBytes],
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
 ) -> tuple[float, float]:
     """Returns the peak bytes of activations between actions, and the excess of a backward pass.
 
     The excess is that of the fullest backward pass (costmodels/memory/peak_candidates.py).
     """
     layout = strategy.layout
-    held = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in sizes.items()})
+    saved = {choice: float(size.saved) for choice, size in sizes.items()}
+    held = held_bytes(strategy, rank, saved, besides_bytes(strategy, rank, price_cache))
     inside = _workspace_bytes(strategy, rank, sizes)
     if not layout.recomputes_ahead:
         return held, inside
@@ -234,9 +271,12 @@ def _held_and_running(
     most = stashes(LayerKind.BLOCK, rank, layout)
     stash = max(
         sum(
-            sizes[c].saved for c in chunk if layout.virtual_stages == 1 or c.kind is LayerKind.BLOCK
+            sizes[c].saved
+            for c in chunk
+            if layout.virtual_stages == 1 or c.kind.role is LayerKind.BLOCK
         )
-        for chunk in chunks
+        + beside
+        for chunk, beside in zip(chunks, besides_bytes(strategy, rank, price_cache), strict=True)
     )
     made = max(
         sum(_remade_bytes(choice, layout, price_cache) for choice in chunk) for chunk in chunks
@@ -258,7 +298,7 @@ def _held_and_running(
 
 
 def rank_activations(
-    strategy: Strategy, rank: int, price_cache: PriceCache
+    strategy: Strategy, rank: int, price_cache: LayerPriceCache
 ) -> dict[LayerChoice, ActivationBytes]:
     """Returns the activations of every layer of a rank.
 
@@ -278,7 +318,11 @@ def rank_activations(
 
 
 def layer_activations(
-    choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache, *, ahead: bool = False
+    choice: LayerChoice,
+    layout: ParallelLayout,
+    price_cache: LayerPriceCache,
+    *,
+    ahead: bool = False,
 ) -> ActivationBytes:
     """Returns the activations of a layer.
 
@@ -291,19 +335,19 @@ def layer_activations(
     size = price_cache.activations(
         choice.kind, layout.micro_batch_size, layout.sharding_of(choice), level, on_host
     )
-    if choice.kind is not LayerKind.EMBEDDING:
+    if choice.kind.role is not LayerKind.EMBEDDING:
         return size
     table = price_cache.table_workspace_bytes(layout.mesh, layout.sharding)
     return replace(size, workspace=size.workspace + table)
 
 
-def _remade_bytes(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> int:
+def _remade_bytes(choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache) -> int:
     return price_cache.remade_bytes(
         choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute
     )
 
 
-def gradients_come_and_go(layout: ParallelLayout, price_cache: PriceCache) -> bool:
+def gradients_come_and_go(layout: ParallelLayout, price_cache: LayerPriceCache) -> bool:
     """True if the gradients of a layout are freed and allocated again in a step.
 
     Elsewhere gradients count as always allocated.
@@ -319,7 +363,7 @@ def _apart_bytes(
     strategy: Strategy,
     rank: int,
     sizes: dict[LayerChoice, ActivationBytes],
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
     together: float,
 ) -> float:
     """Bytes by which `together` exceeds the gradients, activations and temporaries of any moment.
@@ -335,7 +379,7 @@ def _apart_bytes(
         )
         for choice in sizes
     }
-    embedding = next((choice for choice in sizes if choice.kind is LayerKind.EMBEDDING), None)
+    embedding = next((choice for choice in sizes if choice.kind.role is LayerKind.EMBEDDING), None)
     reduced = max(held[choice].zero_buffer if choice.zero == 1 else 0 for choice in sizes)
     return together - peak_bytes(
         strategy,
@@ -344,14 +388,29 @@ def _apart_bytes(
             choice: held_in_passes(choice, size, layout, price_cache)
             for choice, size in sizes.items()
         },
-        constant_bytes(layout, None if embedding is None else embedding.zero, reduced, price_cache),
+        constant_bytes(
+            rank,
+            layout,
+            None if embedding is None else embedding.zero,
+            reduced,
+            price_cache,
+            strategy,
+        ),
+        besides_bytes(strategy, rank, price_cache),
     )
 
 
 def constant_bytes(
-    layout: ParallelLayout, embedding_zero: int | None, reduced: Bytes, price_cache: PriceCache
+    rank: int,
+    layout: ParallelLayout,
+    embedding_zero: int | None,
+    reduced: Bytes,
+    price_cache: LayerPriceCache,
+    strategy: Strategy | None = None,
 ) -> ConstantBytes:
     """Returns the bytes that no layer's pass frees on a rank whose gradients come and go.
+
+    Messages count with their mean size. Without a strategy all cuts are alike.
 
     embedding_zero    the ZeRO stage of the embedding if the rank has it
     reduced           the largest buffer of its ZeRO-1 layers
@@ -362,7 +421,7 @@ def constant_bytes(
         embedding = price_cache.states(LayerKind.EMBEDDING, layout.mesh, layout.sharding, 3)
         gathered = embedding.zero_buffer / ZERO_3_COPIES
     return ConstantBytes(
-        sent=price_cache.sent_bytes(layout.micro_batch_size, layout.sharding),
+        sent=sent_bytes(rank, layout, price_cache, strategy) / max(1, num_sent(rank, layout)),
         shared_table=table,
         gathered=gathered,
         reduced=reduced,
@@ -370,7 +429,7 @@ def constant_bytes(
 
 
 def held_in_passes(
-    choice: LayerChoice, size: ActivationBytes, layout: ParallelLayout, price_cache: PriceCache
+    choice: LayerChoice, size: ActivationBytes, layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> LayerBytes:
     """Returns a layer's bytes in its backward pass if gradients come and go.
 
@@ -390,12 +449,12 @@ def held_in_passes(
         remade=remade,
         alone=alone,
     )
-    if joined and choice.kind is LayerKind.HEAD:
+    if joined and choice.kind.role is LayerKind.HEAD:
         return held
     gathered, reduced = zero_passes_bytes(states.zero_buffer, choice.zero)
     return replace(
         held,
-        gathered=0.0 if joined and choice.kind is LayerKind.EMBEDDING else gathered,
+        gathered=0.0 if joined and choice.kind.role is LayerKind.EMBEDDING else gathered,
         reduced=reduced,
     )
 
@@ -416,21 +475,22 @@ def _workspace_bytes(
     if strategy.layout.splits_backward:
         return max(size.workspace for size in sizes.values())
     head = max(
-        (size.saved for choice, size in sizes.items() if choice.kind is LayerKind.HEAD), default=0
+        (size.saved for choice, size in sizes.items() if choice.kind.role is LayerKind.HEAD),
+        default=0,
     )
     blocks = max(
-        sum(sizes[c].saved for c in chunk if c.kind is LayerKind.BLOCK)
+        sum(sizes[c].saved for c in chunk if c.kind.role is LayerKind.BLOCK)
         for chunk in strategy.chunks(rank)
     )
     freed = {LayerKind.HEAD: 0, LayerKind.BLOCK: head, LayerKind.EMBEDDING: head + blocks}
-    return max(size.workspace - freed[choice.kind] for choice, size in sizes.items())
+    return max(size.workspace - freed[choice.kind.role] for choice, size in sizes.items())
 
 
 def _waiting_bytes(
     strategy: Strategy,
     rank: int,
     sizes: dict[LayerChoice, ActivationBytes],
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
 ) -> float:
     """Bytes of waiting weight gradients at the peak, beyond the most stashes of the largest chunk.
 
@@ -447,11 +507,11 @@ def _waiting_bytes(
         for choice in sizes
     }
     chunks = [
-        [choice for choice in chunk if choice.kind is LayerKind.BLOCK]
+        [choice for choice in chunk if choice.kind.role is LayerKind.BLOCK]
         for chunk in strategy.chunks(rank)
     ]
     stash = max(sum(sizes[choice].saved for choice in chunk) for chunk in chunks)
     apart = max(sum(waiting[choice] for choice in chunk) for chunk in chunks)
-    head = sum(size for choice, size in waiting.items() if choice.kind is LayerKind.HEAD)
+    head = sum(size for choice, size in waiting.items() if choice.kind.role is LayerKind.HEAD)
     fullest = max(held * stash + waits * apart for held, waits in peak_stash_counts(rank, layout))
     return fullest - most * stash + head

@@ -21,6 +21,7 @@ from parplan.costmodels.communication.mesh import Axis
 from parplan.costmodels.communication.redistribution import RedistributionStep, moves
 from parplan.costmodels.host.host_embedding import TOKEN_BYTES, HostEmbedding
 from parplan.costmodels.layers.layer_price import LOSS_REDUCTIONS
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.layers.tensor_flow import TensorFlow, leaving_tensor, tensor_flows_of
@@ -113,7 +114,7 @@ def _num_ahead(layout: ParallelLayout, rank: int, chunk: int) -> int:
     return sum(action.work is ActionKind.RECOMPUTE and action.chunk == chunk for action in order)
 
 
-def _gradient_bytes(elements: int, price_cache: PriceCache) -> int:
+def _gradient_bytes(elements: int, price_cache: LayerPriceCache) -> int:
     return price_cache.training.gradient_precision.num_bytes * elements
 
 
@@ -124,8 +125,8 @@ def _add_layer(
     sharding = layout.sharding_of(choice)
     recomputed = price_cache.recompute_operators(choice.kind, choice.recompute)
     if sharding.tp > 1:
-        parts = HALVES if sharding.overlap and choice.kind is LayerKind.BLOCK else 1
-        sending = price_cache.graph(layout.micro_batch_size // parts).layer_class(choice.kind)
+        parts = HALVES if sharding.overlap and choice.kind.role is LayerKind.BLOCK else 1
+        sending = price_cache.graph(layout.micro_batch_size // parts).layer_class(choice.kind.role)
         for move in layer_moves(sending, sharding, recomputed):
             tally.add(Axis.TP, move.collective, move.num_bytes, parts * layout.num_micro_batches)
         shards = price_cache.shards(layout.mesh) if choice.zero else 1
@@ -180,7 +181,7 @@ def layer_moves(
             yield from forward_moves(layer, operator, sharding)
         yield from backward_moves(layer, operator, sharding)
     left = leaving_tensor(layer, sharding)
-    if left is not None and layer.kind is not LayerKind.HEAD:
+    if left is not None and layer.kind.role is not LayerKind.HEAD:
         yield from _moved(left[0], left[1], sharding.boundary, sharding)
         yield from _moved(left[0], sharding.boundary, left[1], sharding)
 
@@ -256,7 +257,7 @@ def _add_data_parallel(
     choice: LayerChoice,
     layer: LayerClass,
     layout: ParallelLayout,
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
     ahead: int,
 ) -> None:
     """Adds the reductions and gathers of one layer, and gathers of its recomputes ahead.

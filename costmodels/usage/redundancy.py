@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import (
     StateSharding,
     ideal_states,
@@ -31,9 +32,14 @@ from parplan.costmodels.layers.recompute import (
     recompute_operators,
     saved_bytes_by_operator,
 )
-from parplan.costmodels.memory.rank_memory import RankMemory, held_bytes, rank_layers, stashes
+from parplan.costmodels.memory.rank_memory import (
+    RankMemory,
+    besides_bytes,
+    held_bytes,
+    rank_layers,
+    stashes,
+)
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy, in_chunks
 from parplan.profiles.models.operator_graph import LayerKind, Operator
 
@@ -67,7 +73,7 @@ def summed_redundancy(parts: Iterable[RedundantBytes]) -> RedundantBytes:
 
 
 def rank_redundancy(
-    strategy: Strategy, rank: int, memory: RankMemory, price_cache: PriceCache
+    strategy: Strategy, rank: int, memory: RankMemory, price_cache: LayerPriceCache
 ) -> RedundantBytes:
     """Returns the redundant bytes of one device of a pipeline rank, by class.
 
@@ -83,17 +89,36 @@ def rank_redundancy(
         ideal_saved[choice] = price_cache.activations(
             choice.kind, layout.micro_batch_size, sharding, choice.recompute, choice.on_host
         ).ideal_saved
+    copied = ideal_states(
+        _copied_elements(strategy, rank, price_cache),
+        layout.mesh.ranks_per_stage,
+        price_cache.training,
+    )
+    ideal = [total - part for total, part in zip(ideal, copied, strict=True)]
     return RedundantBytes(
         parameters=memory.states.parameters - ideal[0],
         gradients=memory.states.gradients - ideal[1],
         optimizer=memory.states.optimizer - ideal[2],
-        activations=memory.activations - held_bytes(strategy, rank, ideal_saved),
+        activations=memory.activations
+        - held_bytes(strategy, rank, ideal_saved, besides_bytes(strategy, rank, price_cache)),
         temporaries=memory.temporaries,
     )
 
 
+def _copied_elements(strategy: Strategy, rank: int, price_cache: LayerPriceCache) -> int:
+    """Parameters in the ideal states of a rank that an earlier stage holds too."""
+    return sum(
+        shared.elements
+        for shared in price_cache.shared_parameters
+        for stage in strategy.layout.stages_of(rank)
+        if shared.in_ideal
+        and strategy.holds(stage, shared.layers)
+        and not strategy.holds(stage, shared.layers[:1])
+    )
+
+
 def _ideal(
-    choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
+    choice: LayerChoice, layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> tuple[float, float, float]:
     """Returns the ideal states of one layer at any location, without the padding of chunks."""
     if not in_chunks(choice, layout):
@@ -110,7 +135,7 @@ def _ideal(
 
 
 def operator_redundancy(
-    choice: LayerChoice, rank: int, layout: ParallelLayout, price_cache: PriceCache
+    choice: LayerChoice, rank: int, layout: ParallelLayout, price_cache: LayerPriceCache
 ) -> dict[str, RedundantBytes]:
     """Returns the redundant bytes of each operator of one layer on a device of a pipeline rank.
 
@@ -122,12 +147,12 @@ def operator_redundancy(
     """
     layer = price_cache.kept_layer(choice.kind, layout.micro_batch_size)
     sharding = layout.sharding_of(choice)
-    is_block = choice.kind is LayerKind.BLOCK
+    is_block = choice.kind.role is LayerKind.BLOCK
     recomputed = recompute_operators(layer, choice.recompute) if is_block else ()
     stack = price_cache.training.stack
     saved = saved_bytes_by_operator(layer, sharding, recomputed, stack, choice.on_host)
     ideal = ideal_bytes_by_operator(layer, sharding.tp, recomputed, choice.on_host)
-    num_stashes = stashes(choice.kind, rank, layout)
+    num_stashes = stashes(choice.kind.role, rank, layout)
 
     def of(operator: Operator) -> RedundantBytes:
         held, least = _operator_states(operator, choice, layout, price_cache)
@@ -146,7 +171,7 @@ def _operator_states(
     operator: Operator,
     choice: LayerChoice,
     layout: ParallelLayout,
-    price_cache: PriceCache,
+    price_cache: LayerPriceCache,
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Returns parameter, gradient and optimizer bytes of an operator on a device, and the ideal."""
     mesh = layout.mesh
@@ -155,7 +180,7 @@ def _operator_states(
     outside = unchunked_prices(layout, price_cache).training
     everywhere = (
         each
-        for each in price_cache.graph(1).layer_class(choice.kind).operators
+        for each in price_cache.whole_layer(choice.kind).operators
         if each.name == operator.name
     )
     whole = sum(p.num_elements for each in everywhere for p in each.parameters if not p.tied)

@@ -206,12 +206,12 @@ def step_shares(workload: ProfiledWorkload, cluster: Cluster) -> dict[tuple[str,
     num_micro_batches = max(1, training.global_batch_size // (size * cluster.num_gpus))
     graph = build_graph(model, training, size)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
-    for layer in graph:
-        for operator in layer.operators:
+    for run in graph.layers:
+        for operator in run.layer.operators:
             by_case, _ = kernels_by_case(operator, Sharding(), model, training)
             for case, kernels in by_case.items():
                 once_s = sum(kernel_time(kernel, machine, training).value_s for kernel in kernels)
-                seconds[operator.name, case.work] += num_micro_batches * layer.count * once_s
+                seconds[operator.name, case.work] += num_micro_batches * run.count * once_s
     # the norm counts as fast as Adam, since it has no price without a measurement
     for case in update_cases(graph.num_parameters, training):
         (n_bytes,) = case.passes[0].sizes

@@ -225,7 +225,8 @@ class LayerStrategies:
         self.savers: dict[str, str] = {}
         for operator in layer.operators:
             for tensor in operator.saved:
-                self.savers.setdefault(tensor.name, operator.name)
+                if tensor.name not in layer.outside:
+                    self.savers.setdefault(tensor.name, operator.name)
         self.moved: dict[tuple[str, str, Place, Place, Place], _MovedTensor] = {}
         self.alone: dict[tuple[str, Place, Place], OperatorPrice] = {}
         self.options = tuple(
@@ -356,7 +357,8 @@ class LayerStrategies:
     ) -> dict[tuple[OutputPlacement, InputPlacement], StrategyCost]:
         """Returns the cost of a tensor by the placements of its maker and its reader."""
         first = self.savers.get(tensor.name) == reader.name
-        saves = any(tensor.name == saved.name for saved in reader.saved)
+        outside = tensor.name in self.layer.outside
+        saves = not outside and any(tensor.name == saved.name for saved in reader.saved)
         nobody_saves = tensor.name not in self.savers
         by = self.layer.operator(maker) if maker else None
         of_attention = by is not None and by.kind is OperatorKind.ATTENTION
@@ -365,7 +367,9 @@ class LayerStrategies:
         def cell(left: OutputPlacement, needed: InputPlacement) -> StrategyCost:
             moved = self._moved(maker, reader, tensor, left.place, needed, makers_own=makers_own)
             own_copy = moved.own_copy
-            saved_here = first or ((saves or needed.recomputed) and (own_copy or nobody_saves))
+            saved_here = first or (
+                not outside and (saves or needed.recomputed) and (own_copy or nobody_saves)
+            )
             stays = of_attention and not needed.recomputed
             kept = saved_here and (not left.recomputed or stays)
             makers = 0.0 if left.recomputed else moved.makers_bytes

@@ -58,7 +58,7 @@ def _gib(n_bytes: float) -> float:
 
 
 def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> LayerPlan:
-    layer = price_cache.graph(1).layer_class(choice.kind)
+    layer = price_cache.graph(1).layer_class(choice.kind.role)
     placed = (
         {op.name: placements(op, layout.sharding_of(choice)) for op in layer.operators}
         if layout.mesh.tp > 1
@@ -67,7 +67,7 @@ def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceC
     shards = price_cache.shards(layout.mesh)
     zero = choice.zero if layout.mesh.dp > 1 or price_cache.offloads_states else 0
     return LayerPlan(
-        layer=choice.kind,
+        layer=choice.kind.role,
         sequence_parallel=layout.sequence_parallel,
         zero=zero,
         zero_ranks=shards if zero and shards < layout.mesh.dp else None,
@@ -85,8 +85,8 @@ def _offload(
     choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache
 ) -> tuple[Offload, ...]:
     """Returns the offload of a layer, by its state location in chunks and by the price cache."""
-    chunked = layout.chunked and choice.kind is LayerKind.BLOCK
-    applies = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
+    chunked = layout.chunked and choice.kind.role is LayerKind.BLOCK
+    applies = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind.role is LayerKind.EMBEDDING}
     return (
         *(OFFLOAD_OF[choice.home] if chunked else ()),
         *(offload for offload in price_cache.offload if applies[offload]),
@@ -101,10 +101,10 @@ def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
             if choice in names:
                 continue
             alike = sum(known.kind is choice.kind for known in names)
-            if choice.kind is LayerKind.BLOCK:
+            if choice.kind.role is LayerKind.BLOCK:
                 names[choice] = letters(alike)
             else:
-                names[choice] = choice.kind.value + (str(alike + 1) if alike else "")
+                names[choice] = choice.kind.role.value + (str(alike + 1) if alike else "")
     return names
 
 
@@ -121,7 +121,7 @@ def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePla
         runs: list[LayerRun] = []
         for choice in stage:
             name = names[choice]
-            if choice.kind is not LayerKind.BLOCK:
+            if choice.kind.role is not LayerKind.BLOCK:
                 runs.append(LayerRun(plan=name))
                 continue
             if runs and runs[-1].plan == name and runs[-1].blocks:

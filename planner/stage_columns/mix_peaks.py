@@ -98,7 +98,11 @@ class MixPeaks:
         stages = self.layout.stages_of(self.rank)
         fixed = self.fixed[zero]
         lasting = constant_bytes(
-            self.layout, zero if LayerKind.EMBEDDING in ends else None, 0.0, self.price_cache
+            self.rank,
+            self.layout,
+            zero if LayerKind.EMBEDDING in ends else None,
+            0.0,
+            self.price_cache,
         )
         places = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: self.layout.num_virtual_stages - 1}
         passes, sent = passes_of(self.layout, self.rank)
@@ -203,7 +207,11 @@ class MixPeaks:
             widest_mixes(mixes.counts, reduces), fixed.zero_buffer if zero == 1 and kinds else 0.0
         )
         lasting = constant_bytes(
-            self.layout, zero if LayerKind.EMBEDDING in kinds else None, reduced, self.price_cache
+            self.rank,
+            self.layout,
+            zero if LayerKind.EMBEDDING in kinds else None,
+            reduced,
+            self.price_cache,
         )
         fullest = peak_of_runs(self.layout, self.rank, list(self._chunks(mixes, zero)), lasting)
         saved = self._stashes * mixes.saved_bytes

@@ -134,7 +134,10 @@ def end_costs(rank: int, layout: ParallelLayout, zero: int, price_cache: PriceCa
     outside = unchunked_prices(layout, price_cache)
     tail_s = 0.0
     if price_cache.tied and rank in tied_ends(layout):
-        tail_s = outside.tied_reduction(mesh, sharding).value_s
+        tail_s = sum(
+            outside.shared_reduction(shared, mesh, sharding).value_s
+            for shared in outside.shared_parameters
+        )
     table = price_cache.shared_table_bytes(mesh, sharding)
     states = gradients = ideal = ideal_held = saved = used_up = waiting = host = 0.0
     held_bytes = sent_bytes(rank, layout, price_cache) + table

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from parplan.costmodels.step import StepPrice
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.step import StepPrice, model_flops_utilization
+from parplan.costmodels.strategy import Strategy
 from parplan.planner.candidates.branch_and_bound import BranchOutcome
 from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.objective import Objective
@@ -29,7 +31,6 @@ from parplan.planner.plan.prediction import (
 )
 from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
 from parplan.planner.request import ModuleRequest, OnProgress, TracedRequest
-from parplan.planner.traced.shard_strategy import ShardStrategy
 from parplan.planner.traced.shards import Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule
 from parplan.planner.traced.traced_search import ShardSolved, TracedSearch
@@ -145,7 +146,7 @@ def _record(
 
 
 def _assembled(
-    strategy: ShardStrategy, price: StepPrice, record: SearchRecord, search: TracedSearch
+    strategy: Strategy, price: StepPrice, record: SearchRecord, search: TracedSearch
 ) -> TracedPlan:
     layout = strategy.layout
     price_cache = search.price_cache
@@ -154,13 +155,9 @@ def _assembled(
     cluster = price_cache.machine.cluster
     training = price_cache.training
     kind = step_kind(price)
-    flops = model.model_flops // model.micro_batch_size
+    flops = price_cache.flops_per_sequence
     speed = training.tokens_per_step / price.step_s / layout.mesh.num_ranks
-    used = (
-        flops
-        * training.global_batch_size
-        / (layout.mesh.num_ranks * cluster.device.peak(training.precision) * price.step_s)
-    )
+    used = model_flops_utilization(price.step_s, layout.mesh.num_ranks, price_cache)
     predicted = Prediction(
         step_time_s=Quantity(value=rounded_figures(price.step_s), kind=kind),
         tokens_per_s_per_gpu=Quantity(value=rounded_figures(speed), kind=kind),
@@ -187,12 +184,16 @@ def _assembled(
         stages=tuple(
             ShardStage(
                 rank=layout.rank_of(stage),
-                first=run.first,
-                end=run.end,
-                zero=run.zero,
-                recompute=run.recomputed,
+                first=strategy.layers_of(stage)[0],
+                end=strategy.layers_of(stage)[1],
+                zero=choices[0].zero,
+                recompute=tuple(
+                    shard
+                    for shard, choice in enumerate(choices, strategy.layers_of(stage)[0])
+                    if choice.recompute is Recompute.FULL
+                ),
             )
-            for stage, run in enumerate(strategy.stages)
+            for stage, choices in enumerate(strategy.stages)
         ),
         predicted=predicted,
         search=record,

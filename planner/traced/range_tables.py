@@ -7,7 +7,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,8 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.data_parallel import DataParallelTime
 from parplan.costmodels.layers.layer_price_cache import LayerStates
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.stage_costs import link_of, time_between
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.traced.shard_classes import ShardKey
 from parplan.planner.traced.shard_flow import Array
 from parplan.planner.traced.shard_price_cache import ONE, ShardPriceCache
@@ -85,7 +87,7 @@ class RangeTables:
         self.size = price_cache.num_shards
         self._passes: dict[int, RangePasses] = {}
         self._held: dict[tuple[int, Mesh, int], RangeStates] = {}
-        self._received: dict[tuple[int, bool, int], Array] = {}
+        self._received: dict[Hashable, Array] = {}
 
     def passes(self, micro_batch_size: int) -> RangePasses:
         """Returns the prices of passes for one micro-batch size."""
@@ -102,7 +104,7 @@ class RangeTables:
 
     def _make_passes(self, b: int) -> RangePasses:
         price_cache, shards = self.price_cache, range(self.size)
-        keys = [price_cache.classes.key(shard, shard) for shard in shards]
+        keys = [price_cache.key(shard, shard) for shard in shards]
         full = [price_cache.layer_time(key, b, ONE, Recompute.FULL) for key in keys]
         none = [price_cache.layer_time(key, b, ONE) for key in keys]
 
@@ -114,13 +116,18 @@ class RangeTables:
         by_shard = ByShard(
             time_s=np.array([time.forward_s + time.backward_s for time in none]),
             recompute_s=np.array([time.recompute_s for time in full]),
-            saved=by_level(lambda shard, level: price_cache.saved_bytes(shard, level, b)),
+            saved=by_level(
+                lambda shard, level: price_cache.activations(keys[shard], b, ONE, level).saved
+            ),
             workspace=by_level(
                 lambda shard, level: price_cache.activations(keys[shard], b, ONE, level).workspace
             ),
         )
         cut = np.array(
-            [*(float(sum(price_cache.flow.handed_on(shard, b).values())) for shard in shards), 0.0]
+            [
+                float(sum(tensor.num_bytes for tensor in price_cache.crossing_tensors(cut, b)))
+                for cut in range(self.size + 1)
+            ]
         )
         return RangePasses(
             by_shard=by_shard,
@@ -136,7 +143,7 @@ class RangeTables:
     def _constants_s(self, b: int) -> Array:
         """Seconds by range for the constants that its shards need, each once."""
         total = np.zeros((self.size, self.size + 1))
-        seconds = self.price_cache.constants(b)
+        seconds = self.price_cache.constant_times(b)
         for place, shards in self.price_cache.flow.needed_constants.items():
             if place in seconds:
                 for first, end in column_once(shards):
@@ -169,19 +176,17 @@ class RangeTables:
         for shard in range(self.size):
             begin = 0
             for change in classes.changes[shard]:
-                made[begin : change + 1, shard] = of(classes.key(shard, change))
+                made[begin : change + 1, shard] = of(self.price_cache.key(shard, change))
                 begin = change + 1
         return made
 
-    def received(self, micro_batch_size: int, *, crosses_nodes: bool, sharing: int) -> Array:
-        """Seconds by shard to receive the values of a stage that begins with it, 0 at both ends."""
-        key = micro_batch_size, crosses_nodes, sharing
+    def received(self, here: int, there: int, layout: ParallelLayout) -> Array:
+        """Seconds by cut of a transfer from pipeline rank `here` to `there`, 0 at both ends."""
+        key = link_of(here, there, layout, self.price_cache)
         if key not in self._received:
             sent = (
-                self.price_cache.sent(
-                    shard, micro_batch_size, crosses_nodes=crosses_nodes, sharing=sharing
-                ).value_s
-                for shard in range(1, self.size)
+                time_between(here, there, layout, self.price_cache, cut).value_s
+                for cut in range(1, self.size)
             )
             self._received[key] = np.array([0.0, *sent, 0.0])
         return self._received[key]
@@ -190,13 +195,11 @@ class RangeTables:
         """Seconds a step to sum gradients of parameters shared with other stages, and 1 if any."""
         total = np.zeros((self.size, self.size + 1))
         shares = np.zeros((self.size, self.size + 1))
-        for _, elements, shards in self.price_cache.sharded.shared:
-            some = sum_of(np.isin(np.arange(self.size), shards).astype(float))
-            partly = (some > 0) & (some < len(shards))
+        for shared in self.price_cache.shared_parameters:
+            some = sum_of(np.isin(np.arange(self.size), shared.layers).astype(float))
+            partly = (some > 0) & (some < len(shared.layers))
             seconds = (
-                self.price_cache.shared_reduction(elements, len(shards), mesh).value_s
-                if mesh.pp > 1
-                else 0.0
+                self.price_cache.shared_reduction(shared, mesh, ONE).value_s if mesh.pp > 1 else 0.0
             )
             total += np.where(partly, seconds, 0.0)
             shares = np.maximum(shares, partly)
@@ -229,16 +232,6 @@ def column_once(shards: Sequence[int]) -> list[tuple[slice, slice]]:
 
 
 def _temporaries(by_shard: ByShard) -> Array:
-    """Most bytes by range that a backward pass adds to saved ones, without recompute.
-
-    The bytes that the shards behind a shard saved are free by then.
-    """
+    """Most bytes by range that a backward pass adds to saved ones, without recompute."""
     size = len(by_shard.time_s)
-    saved, temporaries = sum_of(by_shard.saved[0]), np.full((size + 1, size + 1), -np.inf)
-    for first in reversed(range(size)):
-        behind = saved[first] - by_shard.saved[0][first]
-        temporaries[first] = np.maximum(
-            temporaries[first + 1], by_shard.workspace[0][first] - behind
-        )
-        temporaries[first, : first + 1] = -np.inf
-    return temporaries[:size]
+    return _largest(np.broadcast_to(by_shard.workspace[0], (size, size)))

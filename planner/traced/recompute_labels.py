@@ -1,11 +1,11 @@
 """Undominated choices of recomputed shards of a range, in time and in memory.
 
-A label is (t seconds added, a bytes saved, x temporaries). Temporaries are the most that a backward
-pass adds to saved bytes: the workspace w of a shard less the bytes that the shards behind it saved.
-Shards are added at the front, with k bytes saved, or k' bytes and r seconds when recomputed:
+A label is (t seconds added, a bytes saved, x temporaries). Temporaries are the largest workspace w
+of a shard. Shards are added at the front, with k bytes saved, or k' bytes and r seconds when
+recomputed:
 
-    saved        (t,     a + k,  max(x, w  - a))
-    recomputed   (t + r, a + k', max(x, w' - a))
+    saved        (t,     a + k,  max(x, w))
+    recomputed   (t + r, a + k', max(x, w'))
 
 Ranges with equal sequences of shards share their labels, which are computed once.
 """
@@ -86,7 +86,7 @@ class LabelTable:
         added_s = np.concatenate([behind.added_s + recompute_s * level for level in self.levels])
         bytes_kept = np.concatenate([behind.kept + kept[level] for level in self.levels])
         most = np.concatenate(
-            [np.maximum(behind.temporaries, work[level] - behind.kept) for level in self.levels]
+            [np.maximum(behind.temporaries, work[level]) for level in self.levels]
         )
         recomputed = np.repeat(np.array(self.levels, np.bool_), count)
         rows = _unbeaten(added_s, bytes_kept, most)

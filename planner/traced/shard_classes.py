@@ -27,10 +27,15 @@ class ShardKey:
     """A class of shards by its number.
 
     elsewhere  numbers of its parameters that another shard of the stage holds
+    outside    names of the class's tensors that count once a stage (planner/traced/shard_flow.py)
+    role       whether it is the first shard, before all repeated blocks, the last one, behind them,
+               or another one
     """
 
     number: int
     elsewhere: tuple[int, ...] = ()
+    outside: frozenset[str] = frozenset()
+    role: LayerKind = LayerKind.BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +91,19 @@ class ShardClasses:
             operators = part.scaled(micro_batch_size).operators
         held = {str(number) for number in key.elsewhere}
         return layer_class(
-            LayerKind.BLOCK,
-            self.of.count(key.number),
+            key.role,
             tuple(_marked(traced.operator, held) for traced in operators),
+            key.outside,
         )
+
+    def role(self, shard: int) -> LayerKind:
+        """Returns the role of a shard: at an end of the model outside repeated blocks, or not."""
+        blocks, (here, *_) = self.sharded.blocks, self.sharded.shards[shard:]
+        if blocks and shard == 0 and here.end <= blocks[0].first:
+            return LayerKind.EMBEDDING
+        if blocks and shard == len(self.of) - 1 and here.first >= blocks[-1].end:
+            return LayerKind.HEAD
+        return LayerKind.BLOCK
 
     def key(self, shard: int, first: int) -> ShardKey:
         """Returns the key of a shard in a stage that begins with shard `first`.

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from parplan.costmodels.memory.rank_memory import usable_bytes
+from parplan.costmodels.memory.rank_memory import stashes, usable_bytes
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.traced.range_tables import RangePasses, RangeStates, RangeTables
 from parplan.planner.traced.recompute_labels import LabelTable
 from parplan.planner.traced.shard_flow import Array
-from parplan.planner.traced.shard_price_cache import exposed_time, link
-from parplan.planner.traced.shard_strategy import held_stashes
+from parplan.profiles.models.operator_graph import LayerKind
 
 Rows = npt.NDArray[np.int64]
 POINTS = 4  # points of the front of a range that shares its rank
@@ -88,10 +87,7 @@ class StageTable:
             zero: tables.held(layout.micro_batch_size, layout.mesh, zero) for zero in allowed.zeros
         }
         self.alone, self.ahead = layout.virtual_stages == 1, layout.schedule in AHEAD
-        self.stashes = max(
-            held[layout.stages_of(self.rank).index(stage)]
-            for held in held_stashes(layout, self.rank)
-        )
+        self.stashes = stashes(LayerKind.BLOCK, self.rank, layout)
         last = stage == layout.num_virtual_stages - 1
         self.levels = (0,) if last and layout.schedule in LAST_KEEPS_ALL else allowed.levels
         self.sent = (
@@ -118,13 +114,9 @@ class StageTable:
         return np.asarray(before[: self.tables.size, None] + behind[None, :])
 
     def _from(self, rank: int) -> Array:
-        layout, price_cache = self.layout, self.tables.price_cache
         if rank == self.rank:
             return np.zeros(self.tables.size + 1)
-        crosses, sharing = link(rank, self.rank, layout, price_cache)
-        return exposed_time(layout, price_cache) * self.tables.received(
-            layout.micro_batch_size, crosses_nodes=crosses, sharing=sharing
-        )
+        return self.tables.received(rank, self.rank, self.layout)
 
     @property
     def least_s(self) -> Array:

@@ -13,7 +13,7 @@ shards recompute:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from parplan.costmodels.layers.recompute import Recompute, recompute_operators, saved_tensors
 from parplan.planner.traced.shard_classes import ShardClasses, ShardKey
-from parplan.profiles.models.operator_graph import Tensor
+from parplan.profiles.models.operator_graph import Dim, Tensor
 from parplan.profiles.models.traced_model import BATCH
 
 Array = npt.NDArray[np.float64]
@@ -65,20 +65,29 @@ class Flow:
             elements *= dim.size * micro_batch_size // traced if dim.name == BATCH else dim.size
         return elements
 
-    def handed_on(self, shard: int, micro_batch_size: int) -> dict[str, int]:
-        """Bytes by name that the stage that begins with `shard` receives, none for the first."""
-        return {
-            name: self.num_bytes(tensor, micro_batch_size)
-            for name, tensor in self.sharded.cuts[shard]
-        }
+    def crossing_tensors(self, shard: int, micro_batch_size: int) -> tuple[Tensor, ...]:
+        """Returns the tensors that the stage that begins with `shard` receives."""
+        traced = self.sharded.model.micro_batch_size
 
-    def not_own(self, shard: int, level: Recompute, micro_batch_size: int) -> int:
-        """Bytes that a shard saves by itself but that are counted elsewhere."""
-        kept = self._levels[shard][level]
-        return sum(
-            self.num_bytes(tensor, micro_batch_size)
-            for name, tensor in kept.items()
-            if self._is_elsewhere(name, shard)
+        def scaled(dim: Dim) -> Dim:
+            if dim.name != BATCH:
+                return dim
+            return replace(dim, size=dim.size * micro_batch_size // traced)
+
+        cuts = self.sharded.cuts[shard] if shard < self.size else ()
+        return tuple(
+            replace(tensor, name=name, dims=tuple(map(scaled, tensor.dims)))
+            for name, tensor in cuts
+        )
+
+    def outside(self, shard: int) -> frozenset[str]:
+        """Names, in the shard's class, of the tensors that it saves but that count once a stage."""
+        names = self.classes.names[shard].tensors
+        kept = {name for level in self._levels[shard].values() for name in level}
+        return frozenset(
+            str(number)
+            for number, name in enumerate(names)
+            if name in kept and self._is_elsewhere(name, shard)
         )
 
     def _is_elsewhere(self, name: str, shard: int) -> bool:

@@ -5,20 +5,20 @@ The prices of layers are in costmodels/layers/layer_price_cache.py.
 
 from __future__ import annotations
 
-from parplan.costmodels.communication.collectives import Collective, collective_time
-from parplan.costmodels.communication.mesh import Axis, Mesh, place
-from parplan.costmodels.layers.layer_price import contention
-from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
-from parplan.costmodels.layers.recompute import Recompute, RecomputedOperators, recompute_operators
+from dataclasses import replace
+from functools import cached_property
+
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, SharedParameters
+from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.traced.shard_classes import ShardClasses, ShardKey
 from parplan.planner.traced.shard_flow import Flow
 from parplan.planner.traced.shards import Sharded
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.models.operator_graph import LayerClass
+from parplan.profiles.models.operator_graph import LayerClass, LayerKey, Tensor
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.models.traced_model import TracedModel
 from parplan.profiles.provenance import ZERO, Seconds
@@ -26,7 +26,7 @@ from parplan.profiles.provenance import ZERO, Seconds
 ONE = Sharding()  # a traced module is not divided inside a stage
 
 
-class ShardPriceCache(LayerPriceCache[ShardKey]):
+class ShardPriceCache(LayerPriceCache):
     """Prices of the shards of `sharded`, trained as `training` on `machine`.
 
     flow  bytes that shards hand on and save
@@ -49,45 +49,72 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
     def num_shards(self) -> int:
         return len(self.sharded.shards)
 
-    def layer(self, kind: ShardKey, micro_batch_size: int) -> LayerClass:
+    @property
+    def num_parameters(self) -> int:
+        return self.sharded.model.num_parameters
+
+    @property
+    def flops_per_sequence(self) -> int:
+        return self.sharded.model.model_flops // self.sharded.model.micro_batch_size
+
+    def key(self, shard: int, first: int) -> ShardKey:
+        """Returns the class of a shard in a stage that begins with shard `first`."""
+        return self._once(
+            ("key", shard, self.classes.key(shard, first)),
+            lambda: replace(
+                self.classes.key(shard, first),
+                outside=self.flow.outside(shard),
+                role=self.classes.role(shard),
+            ),
+        )
+
+    def layer(self, kind: LayerKey, micro_batch_size: int) -> LayerClass:
+        assert isinstance(kind, ShardKey)
         return self._once(
             ("layer", kind, micro_batch_size), lambda: self.classes.layer(kind, micro_batch_size)
         )
 
-    def recompute_operators(self, kind: ShardKey, level: RecomputedOperators) -> tuple[str, ...]:
+    def recompute_operators(self, kind: LayerKey, level: RecomputedOperators) -> tuple[str, ...]:
         return recompute_operators(self.layer(kind, self.sharded.model.micro_batch_size), level)
 
     def counts_tied(self, mesh: Mesh) -> bool:
         """Returns False: `ShardKey.elsewhere` counts a parameter at the first shard of a stage."""
         return False
 
-    def saved_bytes(self, shard: int, level: Recompute, micro_batch_size: int) -> int:
-        """Bytes that a shard saves of a micro-batch, without those counted once a stage.
+    def cut_class(self, cut: int) -> int:
+        return cut
 
-        planner/traced/shard_flow.py counts the latter.
-        """
-        key = ShardKey(self.classes.of[shard])
-        return self.activations(key, micro_batch_size, ONE, level).saved - self.flow.not_own(
-            shard, level, micro_batch_size
+    def crossing_tensors(self, cut_class: int, micro_batch_size: int) -> tuple[Tensor, ...]:
+        return self._once(
+            ("crossing", cut_class, micro_batch_size),
+            lambda: self.flow.crossing_tensors(cut_class, micro_batch_size),
         )
 
-    def sent(
-        self, shard: int, micro_batch_size: int, *, crosses_nodes: bool, sharing: int
-    ) -> Seconds:
-        """Seconds to receive one micro-batch at the stage that begins with `shard`.
+    @cached_property
+    def shared_parameters(self) -> tuple[SharedParameters, ...]:
+        return tuple(
+            SharedParameters(shards, elements, in_ideal=True)
+            for _, elements, shards in self.sharded.shared
+        )
 
-        Each value is a message. Its gradient takes as long.
-        """
+    def besides_bytes(self, first: int, end: int, micro_batch_size: int) -> float:
+        besides = self._once(
+            ("besides", micro_batch_size), lambda: self.flow.besides(micro_batch_size)
+        )
+        return float(besides[first, end])
 
-        def make() -> Seconds:
-            total = ZERO
-            for num_bytes in self.flow.handed_on(shard, micro_batch_size).values():
-                total += self.message(num_bytes, crosses_nodes=crosses_nodes, sharing=sharing)
-            return self.machine.corrected("pipeline", total)
+    def constants(self, first: int, end: int, micro_batch_size: int) -> Seconds:
+        made = self.constant_times(micro_batch_size)
+        return sum(
+            (
+                made[place]
+                for place, shards in self.flow.needed_constants.items()
+                if place in made and any(first <= shard < end for shard in shards)
+            ),
+            ZERO,
+        )
 
-        return self._once(("sent", shard, micro_batch_size, crosses_nodes, sharing), make)
-
-    def constants(self, micro_batch_size: int) -> dict[int, Seconds]:
+    def constant_times(self, micro_batch_size: int) -> dict[int, Seconds]:
         """Seconds of each constant by place; a stage makes its constants once a micro-batch."""
 
         def make() -> dict[int, Seconds]:
@@ -116,53 +143,3 @@ class ShardPriceCache(LayerPriceCache[ShardKey]):
             }
 
         return self._once(("constants", micro_batch_size), make)
-
-    def shared_reduction(self, elements: int, holders: int, mesh: Mesh) -> Seconds:
-        """Seconds a step to sum the gradients of a parameter that `holders` pipeline ranks hold."""
-
-        def make() -> Seconds:
-            gpus_per_node = self.machine.cluster.gpus_per_node
-            crosses = mesh.num_ranks > gpus_per_node
-            ends = Mesh(pp=min(holders, mesh.pp), dp=gpus_per_node if crosses else 1, tp=1)
-            return self.machine.corrected(
-                "data",
-                collective_time(
-                    Collective.ALL_REDUCE,
-                    self.training.gradient_precision.num_bytes * elements,
-                    place(ends, Axis.PP, gpus_per_node),
-                    self.machine,
-                ),
-            )
-
-        return self._once(("shared", elements, holders, mesh), make)
-
-
-def link(
-    here: int, there: int, layout: ParallelLayout, price_cache: ShardPriceCache
-) -> tuple[bool, int]:
-    """Returns true if two pipeline ranks are on different nodes, and transfers sharing a node."""
-    gpus_per_node, stride = price_cache.machine.cluster.gpus_per_node, layout.mesh.stride(Axis.PP)
-    return here * stride // gpus_per_node != there * stride // gpus_per_node, min(
-        stride, gpus_per_node
-    )
-
-
-def exposed_time(layout: ParallelLayout, price_cache: ShardPriceCache) -> float:
-    """Share of transfers that delays a stage: all, unless the stack hides interleaved ones."""
-    hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
-    return contention(price_cache.machine) if hidden else 1.0
-
-
-def transfer_between(
-    here: int, there: int, shard: int, layout: ParallelLayout, price_cache: ShardPriceCache
-) -> Seconds:
-    """Seconds to hand on values between ranks to the stage that begins with `shard`.
-
-    A transfer from a rank to itself takes no time.
-    """
-    if here == there:
-        return ZERO
-    crosses, sharing = link(here, there, layout, price_cache)
-    return price_cache.sent(
-        shard, layout.micro_batch_size, crosses_nodes=crosses, sharing=sharing
-    ).scaled(exposed_time(layout, price_cache))

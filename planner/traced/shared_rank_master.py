@@ -18,7 +18,6 @@ from parplan.planner.dominance import undominated_rows
 from parplan.planner.traced.shard_columns import ShardColumn, StageTable
 from parplan.planner.traced.shard_flow import Array
 from parplan.planner.traced.shard_master import ShardChoice, evaluate
-from parplan.planner.traced.shard_strategy import held_stashes
 
 # the columns of a rank's stages, with their seconds and their tail
 Combined = list[tuple[tuple[ShardColumn, ...], float, float]]
@@ -63,7 +62,9 @@ def _of_class(
         ]
         ranks.append(
             _combined(
-                by_stage, held_stashes(layout, rank), stages[layout.stages_of(rank)[0]].usable_bytes
+                by_stage,
+                stages[layout.stages_of(rank)[0]].stashes,
+                stages[layout.stages_of(rank)[0]].usable_bytes,
             )
         )
     if not all(ranks):
@@ -81,7 +82,7 @@ def _of_class(
 
 def _combined(
     columns_of_stages: Sequence[Sequence[ShardColumn]],
-    moments: Sequence[tuple[int, ...]],
+    most: int,
     usable: float,
 ) -> Combined:
     """Returns the undominated combinations of columns of one rank's stages that fit."""
@@ -97,7 +98,7 @@ def _combined(
 
     time_s = np.sum(each("time_s"), axis=0)
     tail_s = np.sum(each("tail_s"), axis=0)
-    stashes = np.max(np.array(moments) @ np.array(each("kept_bytes")), axis=0)
+    stashes = most * np.max(each("kept_bytes"), axis=0)
     fits = np.flatnonzero(
         np.sum(each("fixed_bytes"), axis=0) + stashes + np.max(each("peak_bytes"), axis=0) <= usable
     )

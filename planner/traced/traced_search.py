@@ -14,8 +14,8 @@ import numpy as np
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule
-from parplan.costmodels.step import StepPrice
-from parplan.costmodels.strategy import ParallelLayout
+from parplan.costmodels.step import StepPrice, price_step
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.candidates.branch_and_bound import (
     BranchOutcome,
     BranchWatch,
@@ -41,7 +41,6 @@ from parplan.planner.traced.shard_master import (
     solve,
 )
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
-from parplan.planner.traced.shard_strategy import ShardRun, ShardStrategy, price_shards
 from parplan.planner.traced.shards import Sharded
 from parplan.planner.traced.shared_rank_master import solve_ranks
 from parplan.planner.traced.stage_rules import StageRule, ranges
@@ -277,14 +276,14 @@ class TracedSearch:
 
     def replayed(
         self, outcome: BranchOutcome[ShardSolved]
-    ) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
+    ) -> list[tuple[ShardSolved, Strategy, StepPrice]]:
         """Prices the best solved layouts in full, and returns the fastest first."""
-        priced = list[tuple[ShardSolved, ShardStrategy, StepPrice]]()
+        priced = list[tuple[ShardSolved, Strategy, StepPrice]]()
         for solved in outcome.to_replay:
             if priced and self.deadline.has_ended:
                 break
-            made = to_shard_strategy(solved)
-            priced.append((solved, made, price_shards(made, self.tables)))
+            made = strategy_of_shards(solved.layout, solved.choice.columns, self.price_cache)
+            priced.append((solved, made, price_step(made, self.price_cache)))
         return sorted(priced, key=lambda priced_layout: priced_layout[2].step_s)
 
 
@@ -424,14 +423,21 @@ def _least_data(table: StageTable) -> Array:
     return np.asarray(np.minimum.reduce([held.per_micro_batch_s for held in table.held.values()]))
 
 
-def to_shard_strategy(solved: ShardSolved) -> ShardStrategy:
-    """Returns the strategy of a choice."""
-    return ShardStrategy(
-        layout=solved.layout,
+def strategy_of_shards(
+    layout: ParallelLayout, columns: Sequence[ShardColumn], price_cache: ShardPriceCache
+) -> Strategy:
+    """Returns the strategy of one column for each virtual stage."""
+    return Strategy(
+        layout=layout,
         stages=tuple(
-            ShardRun(
-                first=column.first, end=column.end, zero=column.zero, recomputed=column.recomputed
+            tuple(
+                LayerChoice(
+                    price_cache.key(shard, column.first),
+                    Recompute.FULL if shard in column.recomputed else Recompute.NONE,
+                    column.zero,
+                )
+                for shard in range(column.first, column.end)
             )
-            for column in solved.choice.columns
+            for column in columns
         ),
     )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from parplan.costmodels.strategy import ParallelLayout
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.step import price_step
+from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.infeasible.shortfall import MOST_TIMES_LARGER
 from parplan.planner.plan.error_band import memory_margin
 from parplan.planner.traced.shard_columns import StageTable
 from parplan.planner.traced.shard_master import path
-from parplan.planner.traced.shard_strategy import ShardRun, ShardStrategy, price_shards
 from parplan.planner.traced.stage_rules import StageRuleKind
 from parplan.planner.traced.traced_candidates import enumerate_traced_candidates
-from parplan.planner.traced.traced_search import TracedSearch
+from parplan.planner.traced.traced_search import TracedSearch, strategy_of_shards
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 from parplan.profiles.units import gib
 
@@ -38,7 +39,7 @@ def _explained(search: TracedSearch) -> InfeasibleError:
     price_cache, training = search.price_cache, search.price_cache.training
     cluster, name = price_cache.machine.cluster, search.sharded.model.name
     priced = (
-        (made, price_shards(made, search.tables))
+        (made, price_step(made, search.price_cache))
         for made in (leanest_traced(search, layout) for layout in _layouts(search))
     )
     strategy, price = min(
@@ -59,17 +60,18 @@ def _explained(search: TracedSearch) -> InfeasibleError:
         if search.options.memory_limit_bytes is not None
         else (f" with --memory-margin {memory_margin(training.stack, search.options):g}")
     )
-    run = max(
-        (strategy.stages[stage] for stage in strategy.layout.stages_of(rank)),
-        key=lambda run: run.end - run.first,
+    largest_stage = max(
+        strategy.layout.stages_of(rank), key=lambda stage: len(strategy.stages[stage])
     )
+    run = strategy.stages[largest_stage]
+    first, end = strategy.layers_of(largest_stage)
     shards = search.sharded.shards
     return InfeasibleError(
         f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan "
-        f"({strategy.layout.mesh}, zero {run.zero}, "
+        f"({strategy.layout.mesh}, zero {run[0].zero}, "
         f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}) needs "
         f"{gib(memory.total):.1f} GiB on stage "
-        f"{rank} ({shards[run.first].name} to {shards[run.end - 1].name}), {gib(limit):.1f} "
+        f"{rank} ({shards[first].name} to {shards[end - 1].name}), {gib(limit):.1f} "
         f"usable{margin}: "
         f"{gib(memory.total - limit):.1f} GiB short; the largest part is {largest}, "
         f"{gib(parts[largest]):.1f} GiB",
@@ -77,14 +79,11 @@ def _explained(search: TracedSearch) -> InfeasibleError:
     )
 
 
-def _recompute_text(run: ShardRun) -> str:
-    if not run.recomputed:
+def _recompute_text(run: Sequence[LayerChoice]) -> str:
+    recomputed = sum(choice.recompute is Recompute.FULL for choice in run)
+    if not recomputed:
         return "no"
-    return (
-        "full"
-        if len(run.recomputed) == run.end - run.first
-        else f"{len(run.recomputed)} of {run.end - run.first} shards"
-    )
+    return "full" if recomputed == len(run) else f"{recomputed} of {len(run)} shards"
 
 
 def _layouts(search: TracedSearch) -> Iterator[ParallelLayout]:
@@ -117,7 +116,7 @@ def _hint(search: TracedSearch) -> str:
             continue
         larger = TracedSearch(search.sharded, more, search.rule)
         for layout in _layouts(larger):
-            price = price_shards(leanest_traced(larger, layout), larger.tables)
+            price = price_step(leanest_traced(larger, layout), larger.price_cache)
             if max(memory.total for memory in price.memory) <= larger.limit_bytes:
                 return (
                     f"{larger.price_cache.machine.cluster.num_gpus} GPUs are enough (--gpus "
@@ -140,16 +139,9 @@ def leanest_ranges(layout: ParallelLayout, stages: list[StageTable]) -> tuple[tu
     return tuple(path(held))
 
 
-def leanest_traced(search: TracedSearch, layout: ParallelLayout) -> ShardStrategy:
+def leanest_traced(search: TracedSearch, layout: ParallelLayout) -> Strategy:
     """Returns the leanest strategy of a layout: cuts, ZeRO stages and recompute by memory."""
     stages = search.stages(layout)
     cuts = search.cut_ranges(layout, stages) or leanest_ranges(layout, stages)
-    return ShardStrategy(
-        layout=layout,
-        stages=tuple(_leanest_run(table, *cut) for table, cut in zip(stages, cuts, strict=True)),
-    )
-
-
-def _leanest_run(table: StageTable, first: int, end: int) -> ShardRun:
-    column = table.leanest(first, end)
-    return ShardRun(first=first, end=end, zero=column.zero, recomputed=column.recomputed)
+    columns = [table.leanest(*cut) for table, cut in zip(stages, cuts, strict=True)]
+    return strategy_of_shards(layout, columns, search.price_cache)

@@ -1,17 +1,18 @@
 """The operator graph of a model: operators with their tensors, parameters and divisible dims.
 
-A model is a sequence of *layer classes* (embedding, block, head), each a networkx DAG of operators,
-repeated `count` times: identical layers are one class, never copies. Sizes are those of one
-micro-batch on an undivided model.
+A model is a sequence of layers, stored as runs of (layer class, count): identical layers are one
+class, never copies. A class is a networkx DAG of operators. Sizes are those of one micro-batch on
+an undivided model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Protocol
 
 import networkx as nx
 
@@ -149,21 +150,35 @@ class Operator:
 
 
 class LayerKind(StrEnum):
+    """The role of a layer; in a described model also the name of its class."""
+
     EMBEDDING = "embedding"
     BLOCK = "block"
     HEAD = "head"
 
+    @property
+    def role(self) -> LayerKind:
+        return self
+
+
+class LayerKey(Hashable, Protocol):
+    """The name of a layer class in a model, with the role of its layers."""
+
+    @property
+    def role(self) -> LayerKind: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerClass:
-    """A layer that occurs `count` times in a row.
+    """The operators that all layers of one class have.
 
     graph: a DAG whose nodes are operator names (attribute `operator`)
+    outside: names of tensors that a stage saves once for all its layers, not at this one
     """
 
     kind: LayerKind
-    count: int
     graph: nx.DiGraph
+    outside: frozenset[str] = frozenset()
 
     @cached_property
     def operators(self) -> tuple[Operator, ...]:
@@ -216,33 +231,52 @@ class LayerClass:
         return sum(operator.flops_backward for operator in self.operators)
 
 
+@dataclass(frozen=True, slots=True)
+class RepeatedLayer:
+    """A run of `count` consecutive layers of one class."""
+
+    layer: LayerClass
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelGraph:
-    """The layer classes in the order of the forward pass, for one micro-batch."""
+    """The layers of a model as runs, in the order of the forward pass, for one micro-batch.
+
+    A class may have several runs; it is the same object in all of them.
+    """
 
     name: str
     micro_batch_size: int
-    embedding: LayerClass
-    block: LayerClass
-    head: LayerClass
+    layers: tuple[RepeatedLayer, ...]
 
     def __iter__(self) -> Iterator[LayerClass]:
-        return iter((self.embedding, self.block, self.head))
+        """Yields each class once, in the order of its first layer."""
+        return iter({id(run.layer): run.layer for run in self.layers}.values())
 
     def layer_class(self, kind: LayerKind) -> LayerClass:
-        return {
-            LayerKind.EMBEDDING: self.embedding,
-            LayerKind.BLOCK: self.block,
-            LayerKind.HEAD: self.head,
-        }[kind]
+        """Returns the first class of a kind. Raises StopIteration where there is none."""
+        return next(layer for layer in self if layer.kind is kind)
+
+    @cached_property
+    def embedding(self) -> LayerClass:
+        return self.layer_class(LayerKind.EMBEDDING)
+
+    @cached_property
+    def block(self) -> LayerClass:
+        return self.layer_class(LayerKind.BLOCK)
+
+    @cached_property
+    def head(self) -> LayerClass:
+        return self.layer_class(LayerKind.HEAD)
 
     @cached_property
     def num_parameters(self) -> int:
         """Parameters of the whole model; a tied copy counts once."""
         return sum(
-            layer.count * parameter.num_elements
-            for layer in self
-            for operator in layer.operators
+            run.count * parameter.num_elements
+            for run in self.layers
+            for operator in run.layer.operators
             for parameter in operator.parameters
             if not parameter.tied
         )
@@ -251,11 +285,11 @@ class ModelGraph:
     def num_active_parameters(self) -> int:
         """Parameters that one token passes: those of its chosen experts and all others."""
         idle = sum(
-            layer.count
+            run.count
             * parameter.num_elements
             * (1 - operator.size("chosen") / parameter.dims[0].size)
-            for layer in self
-            for operator in layer.operators
+            for run in self.layers
+            for operator in run.layer.operators
             for parameter in operator.parameters
             if parameter.of_experts
         )
@@ -264,10 +298,14 @@ class ModelGraph:
     @cached_property
     def model_flops(self) -> int:
         """Forward and backward model FLOPs of one micro-batch, without recompute (EQUATIONS K4)."""
-        return sum(layer.count * (layer.flops_forward + layer.flops_backward) for layer in self)
+        return sum(
+            run.count * (run.layer.flops_forward + run.layer.flops_backward) for run in self.layers
+        )
 
 
-def layer_class(kind: LayerKind, count: int, operators: tuple[Operator, ...]) -> LayerClass:
+def layer_class(
+    kind: LayerKind, operators: tuple[Operator, ...], outside: frozenset[str] = frozenset()
+) -> LayerClass:
     """Returns a layer class made of operators in topological order.
 
     An edge joins the maker of a tensor with each reader.
@@ -280,4 +318,4 @@ def layer_class(kind: LayerKind, count: int, operators: tuple[Operator, ...]) ->
             if tensor.name in maker:
                 graph.add_edge(maker[tensor.name], operator.name, tensor=tensor)
         maker.update({tensor.name: operator.name for tensor in operator.outputs})
-    return LayerClass(kind=kind, count=count, graph=graph)
+    return LayerClass(kind=kind, graph=graph, outside=outside)

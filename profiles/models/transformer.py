@@ -19,6 +19,7 @@ from parplan.profiles.models.operator_graph import (
     Operator,
     OperatorKind,
     Parameter,
+    RepeatedLayer,
     Tensor,
     layer_class,
 )
@@ -461,9 +462,12 @@ def build_graph(
     return ModelGraph(
         name=model.name,
         micro_batch_size=micro_batch_size,
-        embedding=layer_class(LayerKind.EMBEDDING, 1, _embedding_operators(model, shapes)),
-        block=layer_class(
-            LayerKind.BLOCK, model.num_layers, _block_operators(model, training, shapes)
+        layers=(
+            RepeatedLayer(layer_class(LayerKind.EMBEDDING, _embedding_operators(model, shapes)), 1),
+            RepeatedLayer(
+                layer_class(LayerKind.BLOCK, _block_operators(model, training, shapes)),
+                model.num_layers,
+            ),
+            RepeatedLayer(layer_class(LayerKind.HEAD, _head_operators(model, shapes)), 1),
         ),
-        head=layer_class(LayerKind.HEAD, 1, _head_operators(model, shapes)),
     )

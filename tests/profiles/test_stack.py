@@ -173,7 +173,7 @@ def test_transfers_are_hidden_under_the_interleaved_schedule_only(virtual_stages
 def transfer(stack, *, sequence_parallel=False, crosses_nodes=True):
     price_cache = PriceCache(GPT, replace(TRAINING, stack=stack), MACHINE)
     return price_cache.transfer(
-        4, Sharding(8, sequence_parallel), crosses_nodes=crosses_nodes, sharing=8
+        0, 4, Sharding(8, sequence_parallel), crosses_nodes=crosses_nodes, sharing=8
     ).value_s
 
 

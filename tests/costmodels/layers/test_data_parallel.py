@@ -11,7 +11,7 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.data_parallel import (
     data_parallel_time,
     has_tied_head,
-    tied_reduction,
+    shared_reduction,
 )
 from parplan.costmodels.layers.layer_price import CONTENTION, contention, price_operators, under
 from parplan.costmodels.layers.model_states import StateSharding, owned_parameters
@@ -200,10 +200,10 @@ def test_a_tied_matrix_adds_to_the_reduction_only_where_it_is_a_copy(volumes):
 
 
 def test_the_two_gradients_of_a_tied_embedding_are_reduced_between_two_ranks(volumes):
-    reduction = tied_reduction(
-        GPT.embedding,
+    reduction = shared_reduction(
+        V * H // 2,
+        2,
         mesh=Mesh(pp=4, dp=1, tp=2),
-        sharding=Sharding(2),
         machine=MACHINE,
         training=TRAINING,
     )

@@ -80,9 +80,9 @@ def test_an_operator_that_is_divided_takes_longer_by_its_dispatch_and_a_product_
     divided = Mesh(pp=1, dp=1, tp=2)
     operators = [
         op
-        for layer in price_cache(PLAIN).graph(4)
-        for op in layer.operators
-        for _ in range(layer.count)
+        for run in price_cache(PLAIN).graph(4).layers
+        for op in run.layer.operators
+        for _ in range(run.count)
     ]
     products = sum(op.kind == "matmul" for op in operators)
 

@@ -107,7 +107,7 @@ def instance(seed):
     count = draw.randint(2, 5)
     first = draw.randint(0, len(operators) - count)
     problem = layer_problem(
-        layer_class(LayerKind.BLOCK, 1, operators[first : first + count]),
+        layer_class(LayerKind.BLOCK, operators[first : first + count]),
         sharding,
         MACHINE,
         training,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.traced.repeated_blocks import repeated_blocks
 from parplan.planner.traced.shard_classes import ShardClasses
 from parplan.planner.traced.shard_flow import Flow
+from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import shard
 from parplan.planner.traced.stage_rules import StageRule, StageRuleKind, parse_stages, ranges
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.machine_catalog import load_cluster
+from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from tests.helpers.traced_models import activation, join, linear, model_of, traced_spec, value
@@ -236,6 +241,9 @@ def test_shards_that_are_alike_are_one_class():
 def test_what_a_stage_keeps_is_the_union_of_what_its_shards_keep():
     """An output that its maker and the next shard both save counts once, whatever the range."""
     sharded = shard(model_of(*chain(5), linear("head", value("y4"), "loss")))
+    prices = ShardPriceCache(
+        sharded, replace(TRAINING, global_batch_size=2), machine_for(load_cluster("a100-80gb"))
+    )
     flow, size = Flow(ShardClasses(sharded)), len(sharded.shards)
     saved = [
         {
@@ -246,8 +254,8 @@ def test_what_a_stage_keeps_is_the_union_of_what_its_shards_keep():
         for shard_ in sharded.shards
     ]
     saved_alone = [
-        sum(tensors.values()) - flow.not_own(k, Recompute.NONE, 2)
-        for k, tensors in enumerate(saved)
+        prices.activations(prices.key(k, k), 2, Sharding(), Recompute.NONE).saved
+        for k in range(size)
     ]
 
     besides = flow.besides(2)

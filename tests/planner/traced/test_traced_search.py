@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 
@@ -15,13 +16,11 @@ from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.traced.range_tables import RangeTables
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
-from parplan.planner.traced.shard_strategy import ShardRun, ShardStrategy, price_shards
 from parplan.planner.traced.shards import Shard, Sharded, shard
 from parplan.planner.traced.shared_rank_master import solve_ranks
 from parplan.planner.traced.stage_rules import StageRule, parse_stages
-from parplan.planner.traced.traced_search import TracedSearch, to_shard_strategy
+from parplan.planner.traced.traced_search import TracedSearch, strategy_of_shards
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.machine_catalog import load_cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -71,8 +70,32 @@ def by_block(spec: ModelSpec) -> Sharded:
     return replace(sharded, shards=(first, *blocks, last))
 
 
-def tables_of(sharded: Sharded, training: TrainingSpec = TRAINING) -> RangeTables:
-    return RangeTables(ShardPriceCache(sharded, training, machine_for(CLUSTER)))
+def prices_of(sharded: Sharded) -> ShardPriceCache:
+    return ShardPriceCache(sharded, TRAINING, machine_for(CLUSTER))
+
+
+def strategy(
+    prices: ShardPriceCache,
+    layout: ParallelLayout,
+    cuts: Sequence[int],
+    zeros: Sequence[int],
+    recomputed: Collection[int] = (),
+) -> Strategy:
+    """Returns the strategy with stages between cuts, a ZeRO stage each, and recomputed shards."""
+    return Strategy(
+        layout=layout,
+        stages=tuple(
+            tuple(
+                LayerChoice(
+                    prices.key(number, first),
+                    Recompute.FULL if number in recomputed else Recompute.NONE,
+                    zero,
+                )
+                for number in range(first, end)
+            )
+            for (first, end), zero in zip(pairwise(cuts), zeros, strict=True)
+        ),
+    )
 
 
 @pytest.mark.parametrize("spec", [GPT, LLAMA], ids=lambda spec: spec.name)
@@ -91,19 +114,12 @@ def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_ba
     described = Strategy(
         layout=layout, stages=((ends[0], block), (block,), (block,), (block, ends[1]))
     )
-    at_level = (lambda *shards: shards) if level is Recompute.FULL else (lambda *shards: ())
-    traced = ShardStrategy(
-        layout=layout,
-        stages=(
-            ShardRun(first=0, end=2, zero=zero, recomputed=at_level(1)),
-            ShardRun(first=2, end=3, zero=zero, recomputed=at_level(2)),
-            ShardRun(first=3, end=4, zero=zero, recomputed=at_level(3)),
-            ShardRun(first=4, end=6, zero=zero, recomputed=at_level(4)),
-        ),
-    )
+    prices = prices_of(by_block(spec))
+    recomputed = range(1, 5) if level is Recompute.FULL else ()
+    traced = strategy(prices, layout, (0, 2, 3, 4, 6), (zero,) * 4, recomputed)
 
     expected = price_step(described, PriceCache(spec, TRAINING, machine_for(CLUSTER)))
-    price = price_shards(traced, tables_of(by_block(spec)))
+    price = price_step(traced, prices)
 
     assert price.step_s == pytest.approx(expected.step_s, rel=1e-12)
     assert price.closed_form_s == pytest.approx(expected.closed_form_s, rel=1e-12)
@@ -120,17 +136,13 @@ def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_ba
 
 def test_half_blocks_reduce_and_gather_by_half_blocks():
     """With half a block a shard, ZeRO's buffers halve, and each reduction hides under its half."""
-    stages = tuple(
-        ShardRun(first=first, end=end, zero=3) for first, end in ((0, 3), (3, 5), (5, 7), (7, 10))
-    )
-    whole = tuple(
-        ShardRun(first=first, end=end, zero=3) for first, end in ((0, 2), (2, 3), (3, 4), (4, 6))
+    half_blocks, whole_blocks = (
+        prices_of(shard(traced_spec(GPT, TRAINING))),
+        prices_of(by_block(GPT)),
     )
 
-    halves = price_shards(
-        ShardStrategy(layout=FRAME, stages=stages), tables_of(shard(traced_spec(GPT, TRAINING)))
-    )
-    blocks = price_shards(ShardStrategy(layout=FRAME, stages=whole), tables_of(by_block(GPT)))
+    halves = price_step(strategy(half_blocks, FRAME, (0, 3, 5, 7, 10), (3,) * 4), half_blocks)
+    blocks = price_step(strategy(whole_blocks, FRAME, (0, 2, 3, 4, 6), (3,) * 4), whole_blocks)
 
     assert halves.memory[1].states == blocks.memory[1].states
     assert halves.memory[1].activations == blocks.memory[1].activations
@@ -160,21 +172,9 @@ def every_plan(
     for inner in combinations(range(1, size), pp - 1):
         for chosen, bits in product(product(zeros, repeat=pp), product((False, True), repeat=size)):
             recomputed = [k for k in range(size) if bits[k]]
-            price = price_shards(
-                ShardStrategy(
-                    layout=layout,
-                    stages=tuple(
-                        ShardRun(
-                            first=a,
-                            end=b,
-                            zero=zero,
-                            recomputed=tuple(k for k in recomputed if a <= k < b),
-                        )
-                        for a, b, zero in zip((0, *inner), (*inner, size), chosen, strict=True)
-                    ),
-                ),
-                search.tables,
-            )
+            cuts = (0, *inner, size)
+            made = strategy(search.price_cache, layout, cuts, chosen, recomputed)
+            price = price_step(made, search.price_cache)
             plans.append((price.closed_form_s, max(memory.total for memory in price.memory)))
     return plans
 
@@ -269,21 +269,8 @@ def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns
 
     expected = float("inf")
     for columns in product(*options):
-        price = price_shards(
-            ShardStrategy(
-                layout=layout,
-                stages=tuple(
-                    ShardRun(
-                        first=column.first,
-                        end=column.end,
-                        zero=column.zero,
-                        recomputed=column.recomputed,
-                    )
-                    for column in columns
-                ),
-            ),
-            search.tables,
-        )
+        made = strategy_of_shards(layout, columns, search.price_cache)
+        price = price_step(made, search.price_cache)
         if max(memory.total for memory in price.memory) <= search.limit_bytes:
             expected = min(expected, price.closed_form_s)
     assert expected == (float("inf") if chosen is None else pytest.approx(chosen.step_s, rel=1e-9))
@@ -301,7 +288,8 @@ def test_what_the_columns_say_is_what_the_step_costs(schedule):
 
     assert result.solved
     for solved in result.solved:
-        price = price_shards(to_shard_strategy(solved), search.tables)
+        made = strategy_of_shards(solved.layout, solved.choice.columns, search.price_cache)
+        price = price_step(made, search.price_cache)
         assert max(memory.total for memory in price.memory) <= search.limit_bytes
         if schedule in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
             assert price.closed_form_s == pytest.approx(solved.value, rel=1e-9)
@@ -405,17 +393,12 @@ def test_a_parameter_that_all_shards_hold_is_counted_once_a_stage_and_summed_ove
         for k in range(4)
     ]
     sharded = shard(model_of(*parts))
-    tables = tables_of(sharded)
+    prices = prices_of(sharded)
     layout = replace(FRAME_OF_TWO, micro_batch_size=2)
 
     def states(first: int, end: int) -> int:
-        rest = (
-            [ShardRun(first=0, end=first, zero=0)]
-            if first
-            else [ShardRun(first=end, end=4, zero=0)]
-        )
-        runs = sorted([ShardRun(first=first, end=end, zero=0), *rest], key=lambda run: run.first)
-        price = price_shards(ShardStrategy(layout=layout, stages=tuple(runs)), tables)
+        cuts = (0, first or end, 4)
+        price = price_step(strategy(prices, layout, cuts, (0, 0)), prices)
         assert price.ranks[0].dp_comm.value_s > 0
         return price.memory[0 if first == 0 else 1].states.total
 

@@ -325,7 +325,7 @@ def test_every_layer_is_a_connected_dag_in_topological_order(model):
 def test_each_layer_class_occurs_as_often_as_the_model_says():
     graph = build_graph(GPT, FLASH, 1)
 
-    assert [(layer.kind, layer.count) for layer in graph] == [
+    assert [(run.layer.kind, run.count) for run in graph.layers] == [
         (LayerKind.EMBEDDING, 1),
         (LayerKind.BLOCK, 6),
         (LayerKind.HEAD, 1),
