@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_MISSING = object()
 
 
 class KeyedCache:
@@ -19,8 +20,9 @@ class KeyedCache:
         self._check = check
 
     def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self._made:
+        value: Any = self._made.get(key, _MISSING)
+        if value is _MISSING:
             self._check()
-            self._made[key] = make()
-        value: T = self._made[key]
-        return value
+            value = self._made[key] = make()
+        made: T = value
+        return made

@@ -289,29 +289,10 @@ def _received(
     inside, across = messages.tolist()
     total = ZERO
     if inside:
-        total = _sent(layout, price_cache, crosses=False).scaled(inside)
+        total = _sent(_link(layout, price_cache, crosses=False), price_cache).scaled(inside)
     if across:
-        total += _sent(layout, price_cache, crosses=True).scaled(across)
+        total += _sent(_link(layout, price_cache, crosses=True), price_cache).scaled(across)
     return total
-
-
-def _sent(layout: ParallelLayout, price_cache: LayerPriceCache, *, crosses: bool) -> Seconds:
-    """Seconds of one boundary activation inside a node, or between nodes, if cuts are alike.
-
-    If the stack hides transfers of the interleaved schedule, only their slowdown of compute remains
-    (costmodels/layers/layer_price.py). The ranks of a stage inside a node send together and share
-    its NICs. `LayerPriceCache.transfer` prices the messages.
-    """
-    gpus_per_node = price_cache.machine.cluster.gpus_per_node
-    sent = price_cache.transfer(
-        0,
-        layout.micro_batch_size,
-        layout.sharding,
-        crosses_nodes=crosses,
-        sharing=min(layout.mesh.stride(Axis.PP), gpus_per_node),
-    )
-    hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
-    return sent.scaled(contention(price_cache.machine)) if hidden else sent
 
 
 def _received_messages(
@@ -365,9 +346,10 @@ def transfer_time(rank: int, layout: ParallelLayout, price_cache: LayerPriceCach
     return time_between(rank, (rank + 1) % layout.mesh.pp, layout, price_cache)
 
 
-def link_of(
-    here: int, there: int, layout: ParallelLayout, price_cache: LayerPriceCache
-) -> tuple[int, Sharding, bool, int, bool]:
+Link = tuple[int, Sharding, bool, int, bool]
+
+
+def link_of(here: int, there: int, layout: ParallelLayout, price_cache: LayerPriceCache) -> Link:
     """Returns all that a transfer between two pipeline ranks depends on, besides its tensors.
 
     They are the micro-batch size, the sharding, whether the ranks are on different nodes, the
@@ -376,8 +358,12 @@ def link_of(
     gpus_per_node = price_cache.machine.cluster.gpus_per_node
     stride = layout.mesh.stride(Axis.PP)
     crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
+    return _link(layout, price_cache, crosses=crosses)
+
+
+def _link(layout: ParallelLayout, price_cache: LayerPriceCache, *, crosses: bool) -> Link:
     hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
-    sharing = min(stride, gpus_per_node)
+    sharing = min(layout.mesh.stride(Axis.PP), price_cache.machine.cluster.gpus_per_node)
     return layout.micro_batch_size, layout.sharding, crosses, sharing, hidden
 
 
@@ -388,21 +374,22 @@ def time_between(
     price_cache: LayerPriceCache,
     cut_class: int = 0,
 ) -> Seconds:
-    """Seconds of the tensors across a cut between two pipeline ranks, zero for equal ranks.
+    """Seconds of the tensors across a cut between two pipeline ranks, zero for equal ranks."""
+    if here == there:
+        return ZERO
+    return _sent(link_of(here, there, layout, price_cache), price_cache, cut_class)
+
+
+def _sent(link: Link, price_cache: LayerPriceCache, cut_class: int = 0) -> Seconds:
+    """Seconds of the tensors across a cut over one link.
 
     If the stack hides transfers of the interleaved schedule, only their slowdown of compute remains
     (costmodels/layers/layer_price.py). The ranks of a stage inside a node send together and share
     its NICs. `LayerPriceCache.transfer` prices the messages.
     """
-    if here == there:
-        return ZERO
-    *_, crosses, sharing, hidden = link_of(here, there, layout, price_cache)
+    micro_batch_size, sharding, crosses, sharing, hidden = link
     sent = price_cache.transfer(
-        cut_class,
-        layout.micro_batch_size,
-        layout.sharding,
-        crosses_nodes=crosses,
-        sharing=sharing,
+        cut_class, micro_batch_size, sharding, crosses_nodes=crosses, sharing=sharing
     )
     return sent.scaled(contention(price_cache.machine)) if hidden else sent
 

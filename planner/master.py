@@ -19,15 +19,20 @@
 
 Schedules that recompute ahead of the gradient have e and n
 (costmodels/schedules/hidden_recompute.py); without recompute ahead e = 0 and u = t. Memory is
-inside the columns: each fits its device. Times are in microseconds and bytes in MiB, because the
-tolerances of CBC are absolute: problems priced in seconds are answered wrongly and called optimal.
+inside the columns: each fits its device. Few rows join ranks of equal numbers of blocks, so their
+fastest choice needs no program (`fastest_apart`). Times are in microseconds and bytes in MiB,
+because the tolerances of CBC are absolute: problems priced in seconds are answered wrongly and
+called optimal.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from parplan.costmodels.schedules.hidden_recompute import HiddenRecompute, hidden_passes
 from parplan.costmodels.step import closed_form_s
@@ -278,6 +283,65 @@ class Master:
         )
         self.problem.minimize(self.time_us)
         return self._solve(solver, time_limit_s)
+
+
+def separable(layout: ParallelLayout, options: Sequence[Sequence[StageColumn]]) -> bool:
+    """Returns whether no row joins the ranks but the pace, the tail and the tied embedding.
+
+    They are ranks of equal numbers of blocks, of which every second counts in pace and ramp alike.
+    """
+    alone = layout.equal_ranks or layout.mesh.pp == 1
+    return alone and all(c.ramp_s == c.time_s for columns in options for c in columns)
+
+
+def fastest_apart(
+    layout: ParallelLayout,
+    options: Sequence[Sequence[StageColumn]],
+    *,
+    tied: bool = False,
+    share: float | None = None,
+) -> MasterChoice | None:
+    """Returns the optimum of `Master.fastest` of `separable` ranks without a solve, or None.
+
+    With a longest tail E, the fastest column of each rank with at most that tail has the least
+    pace and the least ramp. So the optimum is the best over all E, which are the tails of columns;
+    where an embedding is tied, the best with both of its copies sharded, or with neither.
+    """
+    ends = tied_ends(layout) if tied else ()
+    choices = [
+        _fastest_by_tail(
+            layout,
+            [
+                [c for c in columns if rank not in ends or (c.zero > 0) == sharded]
+                for rank, columns in enumerate(options)
+            ],
+            share,
+        )
+        for sharded in ((False, True) if ends else (False,))
+    ]
+    return min(filter(None, choices), key=lambda choice: choice.step_s, default=None)
+
+
+def _fastest_by_tail(
+    layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], share: float | None
+) -> MasterChoice | None:
+    if not all(options):
+        return None
+    share = 1 / layout.virtual_stages if share is None else share
+    tails_s = np.unique([column.tail_s for columns in options for column in columns])
+    ordered = [sorted(columns, key=lambda c: (c.tail_s, c.time_s)) for columns in options]
+    time_s = np.empty((len(options), len(tails_s)))  # the shortest of each rank, by longest tail
+    for rank, columns in enumerate(ordered):
+        within = np.searchsorted([column.tail_s for column in columns], tails_s, side="right")
+        shortest_s = np.minimum.accumulate([math.inf, *(column.time_s for column in columns)])
+        time_s[rank] = shortest_s[within]
+    steps_s = (layout.num_micro_batches - share) * time_s.max(axis=0) + tails_s
+    tail_s = tails_s[(steps_s + share * time_s.sum(axis=0)).argmin()]
+    picked = [
+        min((c for c in columns if c.tail_s <= tail_s), key=lambda c: c.time_s)
+        for columns in ordered
+    ]
+    return evaluate(layout, picked, proven=True, share=share)
 
 
 def slackened(redundant_bytes: float) -> float:

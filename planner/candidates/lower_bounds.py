@@ -5,6 +5,7 @@ No plan of the layout can be below them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -14,22 +15,29 @@ from parplan.costmodels.chunks.chunk_memory import unchunked_prices
 from parplan.costmodels.layers.chunked_layer import writes_over_parameters
 from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.memory.rank_memory import stashes, usable_bytes
+from parplan.costmodels.memory.rank_memory import (
+    gradients_come_and_go,
+    stashes,
+    usable_bytes,
+)
 from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
-from parplan.costmodels.stage_costs import all_receives_s, rank_edges
+from parplan.costmodels.stage_costs import all_receives_s, rank_edges, rank_receives
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import may_offload_activations
+from parplan.planner.layer_options.mixes import column_of
 from parplan.planner.stage_columns.block_counts import block_counts
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.planner.stage_columns.stage_prices import end_costs, end_kinds
 from parplan.profiles.models.operator_graph import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
+# prices of a byte, in units of the longest block's extra seconds over the largest one's extra bytes
+_BYTE_PRICES = np.array([0.0, *np.geomspace(0.05, 20.0, 24)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,56 @@ def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
     return TimeBound(step_s, block_s, share * total_s)
 
 
+def memory_bound_s(
+    layout: ParallelLayout, table: MixTable, limit_bytes: float, bound: TimeBound
+) -> float:
+    """Returns a lower bound of a step within `limit_bytes`, from the blocks of one rank alone.
+
+    Let an option take c seconds of a step and b bytes for each of the rank's n blocks. Real numbers
+    of blocks on any options within R bytes take, for any price p of a byte (a Lagrangian bound),
+
+        n c >= n min over options of (c + p (b - R / n))
+
+    Equal ranks are bounded by the first one, which also runs what `bound` has beside its blocks.
+    Otherwise some rank has at least the mean number of blocks, and no fewer stashes than any rank.
+    The largest temporaries are no less than their mean over the blocks; where gradients come and
+    go, neither count. Bytes of embedding and head are left out.
+    """
+    if layout.recomputes_ahead or layout.chunked:
+        return bound.step_s
+    price_cache = table.price_cache
+    block, pp = table.per_block(layout, 0), layout.mesh.pp
+    first = layout.equal_ranks or pp == 1
+    ranks = (0,) if first else range(pp)
+    stashed = min(stashes(LayerKind.BLOCK, rank, layout) for rank in ranks)
+    num_blocks = int(_fewest_blocks(layout, price_cache.model.num_layers)[0])
+    beside_s = 0.0
+    if first:
+        ends = (
+            min(
+                _end_s(kind, layout, each, table)
+                for each in table.price_caches_of_ends(layout, kind)
+            )
+            for kind in end_kinds(0, layout)
+        )
+        beside_s = sum(ends) + rank_receives(0, layout, price_cache).value_s
+    else:
+        num_blocks = -(-price_cache.model.num_layers // pp)
+    block_bytes = block.states + stashed / layout.virtual_stages * column_of(
+        block.options, "saved_bytes"
+    )
+    if gradients_come_and_go(layout, price_cache):
+        block_bytes -= block.gradients
+    else:
+        block_bytes += column_of(block.options, "workspace_bytes") / num_blocks
+    repeats = layout.num_micro_batches - bubble_share(layout, price_cache)
+    block_s = repeats * block.time_s + block.tail_s
+    beyond = block_bytes - usable_bytes(limit_bytes, layout.mesh, price_cache) / num_blocks
+    prices = _BYTE_PRICES * (np.ptp(block_s) / max(1.0, float(np.ptp(block_bytes))))
+    least_s = float((block_s + np.multiply.outer(prices, beyond)).min(axis=1).max())
+    return max(bound.step_s, bound.total_s + repeats * beside_s + num_blocks * least_s)
+
+
 def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:
     """Returns all of a layout that the prices of its layers depend on."""
     return (
@@ -90,24 +148,30 @@ def _alike(layout: ParallelLayout, table: MixTable) -> tuple[Hashable, ...]:
 
 def _ends_s(layout: ParallelLayout, table: MixTable) -> float:
     """Least seconds of embedding and head per micro-batch."""
-    return sum(
-        min(_end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind))
-        for kind in ENDS
+    return sum(_least_end_s(kind, layout, table) for kind in ENDS)
+
+
+def _least_end_s(kind: LayerKind, layout: ParallelLayout, table: MixTable) -> float:
+    """Least seconds of embedding or head per micro-batch."""
+    return min(
+        _end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind)
     )
 
 
 def _end_s(
     kind: LayerKind, layout: ParallelLayout, price_cache: PriceCache, table: MixTable
 ) -> float:
-    """Least seconds of embedding or head per micro-batch."""
+    """Least seconds of embedding or head per micro-batch, with its table in one place."""
     b = layout.micro_batch_size
     mesh = layout.mesh
     sharding = layout.sharding
     outside = unchunked_prices(layout, price_cache)
-    data_s = min(
-        outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s
-        for zero in table.zero_stages(layout)
-    )
+    data_s = math.inf
+    for zero in table.zero_stages(layout):
+        data = outside.data_parallel(kind, b, mesh, sharding, zero)
+        data_s = min(data_s, data.per_micro_batch_s)
+        if not data_s:  # ZeRO 0 and 1 communicate once a step
+            break
     return price_cache.layer_time(kind, b, sharding).total_s + data_s
 
 

@@ -20,6 +20,7 @@ from parplan.planner.dominance import Array, Ints, new_lows
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
     LayerProblem,
+    OutputPlacement,
     StrategyOption,
     TensorLink,
 )
@@ -91,20 +92,17 @@ def _operators(problem: LayerProblem) -> list[_Operator]:
 
 
 def _cells(
-    problem: LayerProblem, link: TensorLink, position: int, lefts: Sequence[object]
+    problem: LayerProblem, link: TensorLink, position: int, lefts: Sequence[OutputPlacement]
 ) -> tuple[Array, Array]:
     """Returns seconds and saved bytes of a link by output placement and option of the reader."""
-    inputs = (
-        [option.inputs[position] for option in problem.options[link.reader]]
-        if link.reader < len(problem.options)
-        else [problem.leaves]
-    )
-    cells = [[link.cells[left, needed] for needed in inputs] for left in lefts]  # type: ignore[index]
-    shape = len(lefts), len(inputs)
-    return (
-        np.array([[cell.time_s for cell in row] for row in cells]).reshape(shape),
-        np.array([[cell.saved_bytes for cell in row] for row in cells]).reshape(shape),
-    )
+    left_numbers = {placement: n for n, placement in enumerate(link.lefts)}
+    needed_numbers = {placement: n for n, placement in enumerate(link.needs)}
+    rows = [left_numbers[left] for left in lefts]
+    columns = [0]
+    if link.reader < len(problem.options):
+        columns = [needed_numbers[o.inputs[position]] for o in problem.options[link.reader]]
+    some = np.ix_(rows, columns)
+    return link.time_s[some], link.saved_bytes[some]
 
 
 def _always(name: str, option: StrategyOption) -> bool:
@@ -115,16 +113,47 @@ def least_times_s(
     problem: LayerProblem, variants: Sequence[Allowed] = (_always,)
 ) -> list[float | None]:
     """Returns by variant the seconds of the fastest layer, or None without a solution."""
-    ends = _walk(problem, variants, counts_bytes=False)[-1]
-    fastest = dict(zip(ends.variant.tolist(), ends.time_s.tolist(), strict=True))
-    return [fastest.get(variant) for variant in range(len(variants))]
+    if not all(problem.options):
+        return [None] * len(variants)
+    # by variant, and by output placement of each open maker
+    times_s = np.zeros((len(variants), 1))
+    open_makers: tuple[int, ...] = (BEFORE,)
+    for i, operator in enumerate(_operators(problem)):
+        allowed = _allowed(problem, i, variants)
+        options_s = np.where(allowed, operator.time_s, np.inf)
+        times_s = times_s[..., None] + np.expand_dims(
+            options_s, tuple(range(1, 1 + len(open_makers)))
+        )
+        for maker, link_s, _ in operator.links:
+            axes = set(range(times_s.ndim)) - {1 + open_makers.index(maker), times_s.ndim - 1}
+            times_s = times_s + np.expand_dims(link_s, tuple(axes))
+        closed = [n for n, maker in enumerate(open_makers, 1) if maker not in operator.still_open]
+        times_s = times_s.min(axis=tuple(closed))
+        if i in operator.still_open:
+            order = np.argsort(operator.outputs, kind="stable")
+            begins = np.flatnonzero(np.diff(operator.outputs[order], prepend=-1))
+            times_s = np.minimum.reduceat(times_s[..., order], begins, axis=-1)
+        else:
+            times_s = times_s.min(axis=-1)
+        open_makers = operator.still_open
+    return [float(time_s) if np.isfinite(time_s) else None for time_s in times_s]
+
+
+def _allowed(problem: LayerProblem, i: int, variants: Sequence[Allowed]) -> Mask:
+    """Returns by variant and option of the i-th operator whether it is allowed."""
+    if i == len(problem.options):
+        return np.ones((len(variants), 1), np.bool_)
+    name, options = problem.names[i], problem.options[i]
+    return np.array(
+        [[variant(name, option) for option in options] for variant in variants], np.bool_
+    )
 
 
 def layer_fronts(
     problem: LayerProblem, variants: Sequence[Allowed] = (_always,)
 ) -> list[list[tuple[StrategyOption, ...]]]:
     """Returns by variant the options of each point of the front, fastest first."""
-    history = _walk(problem, variants, counts_bytes=True)
+    history = _walk(problem, variants)
     fronts: list[list[tuple[StrategyOption, ...]]] = [[] for _ in variants]
     *steps, ends = history
     label = ends.before
@@ -137,9 +166,7 @@ def layer_fronts(
     return fronts
 
 
-def _walk(
-    problem: LayerProblem, variants: Sequence[Allowed], *, counts_bytes: bool
-) -> list[_Labels]:
+def _walk(problem: LayerProblem, variants: Sequence[Allowed]) -> list[_Labels]:
     """Returns the labels after each operator, by variant and time; the last are whole layers."""
     none = np.zeros(len(variants))
     numbers = np.arange(len(variants))
@@ -154,13 +181,8 @@ def _walk(
     open_makers: tuple[int, ...] = (BEFORE,)
     history = []
     for i, operator in enumerate(_operators(problem)):
-        allowed = np.ones((len(variants), 1), np.bool_)
-        if i < len(problem.options):
-            name, options = problem.names[i], problem.options[i]
-            allowed = np.array(
-                [[variant(name, option) for option in options] for variant in variants], np.bool_
-            )
-        labels = _moved_on(labels, open_makers, operator, allowed, counts_bytes=counts_bytes)
+        allowed = _allowed(problem, i, variants)
+        labels = _moved_on(labels, open_makers, operator, allowed)
         open_makers = operator.still_open
         history.append(labels)
     return history
@@ -171,8 +193,6 @@ def _moved_on(
     open_makers: tuple[int, ...],
     operator: _Operator,
     allowed: Mask,
-    *,
-    counts_bytes: bool,
 ) -> _Labels:
     """Returns the undominated labels after an operator."""
     time_s = labels.time_s[:, None] + operator.time_s
@@ -190,7 +210,7 @@ def _moved_on(
         variant=labels.variant[before],
         placed=placed,
         time_s=time_s[before, option],
-        saved_bytes=saved_bytes[before, option] if counts_bytes else np.zeros(len(before)),
+        saved_bytes=saved_bytes[before, option],
         before=before,
         option=option,
     )

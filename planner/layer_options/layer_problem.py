@@ -16,6 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from parplan.costmodels.layers.layer_price import StageAxes, edge_time
 from parplan.costmodels.layers.operator_price import (
@@ -26,6 +29,7 @@ from parplan.costmodels.layers.operator_price import (
 from parplan.costmodels.layers.tensor_flow import TensorFlow, saves_own_output
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import Place, Sharding, Splits, operator_splits
+from parplan.planner.dominance import Array
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import (
     LayerClass,
@@ -100,16 +104,33 @@ class StrategyOption:
     gradient_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorLink:
     """A tensor between two operators, by their numbers in the list of options.
 
     `maker` is BEFORE for the input of the layer; `reader` is one past the last for its output.
+    `cells` has every pair of the placements `lefts` and `needs`, in that order.
     """
 
     maker: int
     reader: int
+    lefts: tuple[OutputPlacement, ...]
+    needs: tuple[InputPlacement, ...]
     cells: Mapping[tuple[OutputPlacement, InputPlacement], StrategyCost]
+
+    @cached_property
+    def time_s(self) -> Array:
+        """Seconds by left and needed placement."""
+        return self._table("time_s")
+
+    @cached_property
+    def saved_bytes(self) -> Array:
+        """Saved bytes by left and needed placement."""
+        return self._table("saved_bytes")
+
+    def _table(self, name: str) -> Array:
+        values = [getattr(cost, name) for cost in self.cells.values()]
+        return np.array(values).reshape(len(self.lefts), len(self.needs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,53 +339,52 @@ class LayerStrategies:
         operator = self.layer.operators[reader]
         tensor = operator.inputs[position]
         number = BEFORE if maker is None else self.index[maker]
-        lefts = (
-            (enters,)
-            if enters is not None
-            else dict.fromkeys(option.output for option in self.options[number])
-        )
-        inputs = dict.fromkeys(option.inputs[position] for option in self.options[reader])
-        return TensorLink(
-            number,
-            reader,
-            {(a, b): self._cell(maker, operator, tensor, a, b) for a in lefts for b in inputs},
-        )
+        lefts = (enters,) if enters is not None else self._outputs(number)
+        needs = tuple(dict.fromkeys(option.inputs[position] for option in self.options[reader]))
+        cells = self._cells(maker, operator, tensor, lefts, needs)
+        return TensorLink(number, reader, lefts, needs, cells)
 
-    def _cell(
+    def _outputs(self, operator: int) -> tuple[OutputPlacement, ...]:
+        return tuple(dict.fromkeys(option.output for option in self.options[operator]))
+
+    def _cells(
         self,
         maker: str | None,
         reader: Operator,
         tensor: Tensor,
-        left: OutputPlacement,
-        needed: InputPlacement,
-    ) -> StrategyCost:
-        moved = self._moved(maker, reader, tensor, left.place, needed)
+        lefts: tuple[OutputPlacement, ...],
+        needs: tuple[InputPlacement, ...],
+    ) -> dict[tuple[OutputPlacement, InputPlacement], StrategyCost]:
+        """Returns the cost of a tensor by the placements of its maker and its reader."""
         first = self.savers.get(tensor.name) == reader.name
         outside = tensor.name in self.layer.outside
         saves = not outside and any(tensor.name == saved.name for saved in reader.saved)
-        saved_here = first or (
-            not outside
-            and (saves or needed.recomputed)
-            and (moved.own_copy or tensor.name not in self.savers)
-        )
-        stays = (
-            maker is not None
-            and self.layer.operator(maker).kind is OperatorKind.ATTENTION
-            and not needed.recomputed
-        )
-        kept = saved_here and (not left.recomputed or stays)
-        makers = 0.0 if left.recomputed else moved.makers_bytes
-        return StrategyCost(
-            time_s=moved.forward_s * (2 if needed.recomputed else 1) + moved.backward_s,
-            forward_s=moved.forward_s,
-            backward_s=moved.backward_s,
-            sent_forward=moved.forward_s > 0,
-            sent_backward=moved.backward_s > 0,
-            saved_bytes=moved.stored_bytes + makers if kept else 0.0,
-            whole_bytes=moved.stored_bytes + moved.makers_bytes
-            if first or (saves and moved.own_copy)
-            else 0.0,
-        )
+        nobody_saves = tensor.name not in self.savers
+        by = self.layer.operator(maker) if maker else None
+        of_attention = by is not None and by.kind is OperatorKind.ATTENTION
+        makers_own = saves_own_output(by)
+
+        def cell(left: OutputPlacement, needed: InputPlacement) -> StrategyCost:
+            moved = self._moved(maker, reader, tensor, left.place, needed, makers_own=makers_own)
+            own_copy = moved.own_copy
+            saved_here = first or (
+                not outside and (saves or needed.recomputed) and (own_copy or nobody_saves)
+            )
+            stays = of_attention and not needed.recomputed
+            kept = saved_here and (not left.recomputed or stays)
+            makers = 0.0 if left.recomputed else moved.makers_bytes
+            whole = first or (saves and own_copy)
+            return StrategyCost(
+                time_s=moved.forward_s * (2 if needed.recomputed else 1) + moved.backward_s,
+                forward_s=moved.forward_s,
+                backward_s=moved.backward_s,
+                sent_forward=moved.forward_s > 0,
+                sent_backward=moved.backward_s > 0,
+                saved_bytes=moved.stored_bytes + makers if kept else 0.0,
+                whole_bytes=moved.stored_bytes + moved.makers_bytes if whole else 0.0,
+            )
+
+        return {(left, needed): cell(left, needed) for left in lefts for needed in needs}
 
     def _moved(
         self,
@@ -373,6 +393,8 @@ class LayerStrategies:
         tensor: Tensor,
         source: Place,
         needed: InputPlacement,
+        *,
+        makers_own: bool,
     ) -> _MovedTensor:
         """Prices the move between two placements, independent of recompute."""
         key = (reader.name, tensor.name, source, needed.place, needed.gradient)
@@ -384,7 +406,7 @@ class LayerStrategies:
                 source=source,
                 target=needed.place,
                 gradient=needed.gradient,
-                makers_own=saves_own_output(self.layer.operator(maker) if maker else None),
+                makers_own=makers_own,
             )
             time = edge_time(
                 edge, self.alone[reader.name, needed.place, needed.gradient].compute, self.inside
@@ -422,5 +444,6 @@ class LayerStrategies:
                 sent_backward=back.value_s > 0,
             )
 
-        lefts = dict.fromkeys(option.output for option in self.options[last])
-        return TensorLink(last, last + 1, {(left, leaves): cost(left) for left in lefts})
+        lefts = self._outputs(last)
+        cells = {(left, leaves): cost(left) for left in lefts}
+        return TensorLink(last, last + 1, lefts, (leaves,), cells)

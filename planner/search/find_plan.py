@@ -102,7 +102,7 @@ def _search_fastest(
     relaxed_layouts: list[ParallelLayout] = []  # layouts whose relaxation is below the cut
 
     def solve(
-        layout: ParallelLayout, bound_s: float, cut_s: float, best_s: float
+        layout: ParallelLayout, _: float, cut_s: float, best_s: float
     ) -> SolvedCandidate | None:
         usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
         if layout.recomputes_ahead:
@@ -121,6 +121,10 @@ def _search_fastest(
             if least_s >= best_s and known.step_s <= least_s * (1 + WORTH_SOLVING):
                 relaxed_values_s[layout] = least_s
                 return solved_as(layout, known)
+        elif prices.memory_bound_s(layout, limit) >= cut_s:
+            relaxed_values_s[layout] = cut_s
+            prices.raise_bound(layout, limit, cut_s)
+            return None
         relaxed = session.relaxed(layout, cut_s)
         relaxed_s = relaxed_bound_s(layout, relaxed, session)
         # Columns that take longer than the cut are left out.

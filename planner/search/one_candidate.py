@@ -7,7 +7,13 @@ from collections.abc import Collection, Hashable, Sequence
 from parplan.costmodels.step import bubble_share
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.solver_faults import can_place
-from parplan.planner.master import Master, MasterChoice, lower_bound_s
+from parplan.planner.master import (
+    Master,
+    MasterChoice,
+    fastest_apart,
+    lower_bound_s,
+    separable,
+)
 from parplan.planner.search.search_session import INFINITY, SearchSession
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.stage_column import StageColumn
@@ -45,7 +51,10 @@ def fastest_choice(
     least_s = lower_bound_s(layout, options, num_layers, share) if options else None
     if options is None or least_s is None or least_s >= cut_s:
         return None
-    master = Master(layout, options, num_layers, tied=session.price_cache.tied, share=share)
+    tied = session.price_cache.tied
+    if separable(layout, options):
+        return fastest_apart(layout, options, tied=tied, share=share)
+    master = Master(layout, options, num_layers, tied=tied, share=share)
     choice = master.fastest(session.options.solver, session.solver_limit_s())
     if choice is None:
         _require_infeasible(layout, options, session)

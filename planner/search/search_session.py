@@ -28,6 +28,7 @@ from parplan.planner.candidates.lower_bounds import (
     ahead_bound_s,
     in_reach,
     may_fit,
+    memory_bound_s,
     time_bound,
 )
 from parplan.planner.candidates.redundancy_bounds import RedundancyBound
@@ -122,6 +123,10 @@ class SearchPrices(ABC):
     @abstractmethod
     def step_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
         """Returns a lower bound of the layout's step within a limit, before any column is made."""
+
+    def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        """Returns a closer bound of the step within a limit, which takes longer to find."""
+        return 0.0
 
     @abstractmethod
     def ramps_s(self, layout: ParallelLayout) -> float:
@@ -225,6 +230,9 @@ class DescribedPrices(SearchPrices):
         if layout.chunked:
             return self.chunk_bound(layout, limit_bytes).step_s()
         return self.time_bound(layout).step_s
+
+    def memory_bound_s(self, layout: ParallelLayout, limit_bytes: float) -> float:
+        return memory_bound_s(layout, self.table, limit_bytes, self.time_bound(layout))
 
     def ramps_s(self, layout: ParallelLayout) -> float:
         return self.time_bound(layout).total_s

@@ -49,6 +49,11 @@ class RankColumns(MixPrices):
 
         With recompute ahead, the seconds that count in the ramps are compared too.
         """
+        return self._once(
+            ("fastest", num_blocks, limit_bytes), lambda: self._fastest(num_blocks, limit_bytes)
+        )
+
+    def _fastest(self, num_blocks: int, limit_bytes: float) -> list[StageColumn]:
         ahead = self.layout.recomputes_ahead
         names = ("time_s", "tail_s", "plain_s", "ramp_s") if ahead else ("time_s", "tail_s")
         fastest: list[MixRow] = []
@@ -281,8 +286,8 @@ class RankColumns(MixPrices):
         candidates: Sequence[MixPeak | PeakCandidate] = (
             self._freed.moments(zero) if self._freed else self._moments
         )
-        return self._of_moments(
-            zero,
+        return self._once(
+            ("moments", zero),
             lambda: [
                 always
                 - (1 - moment.made) * pairs.gradients

@@ -22,12 +22,12 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.planner.deadline import deadline_after
-from parplan.planner.master import Master
 from parplan.planner.objective import Objective
 from parplan.planner.plan.error_band import margin_text
 from parplan.planner.plan.plan_file import read_plan
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SolverName
+from parplan.planner.search.one_candidate import fastest_choice
 from parplan.profiles.machines.machine_catalog import load_stack, stack_names
 from parplan.profiles.machines.stack_terms import shipped_terms
 from parplan.profiles.models.spec import Precision
@@ -781,15 +781,15 @@ def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap(monkeypatc
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_print_and_write_the_best_plan_so_far(number, monkeypatch):
-    solve, solved = Master.fastest, []
+    solved = []
 
-    def interrupted(self, *arguments):
+    def interrupted(*arguments):
         if solved:
             signal.raise_signal(number)
-        solved.append(self)
-        return solve(self, *arguments)
+        solved.append(arguments)
+        return fastest_choice(*arguments)
 
-    monkeypatch.setattr(Master, "fastest", interrupted)
+    monkeypatch.setattr("parplan.planner.search.find_plan.fastest_choice", interrupted)
 
     result = run(*MIDDLE)
 
@@ -799,7 +799,10 @@ def test_ctrl_c_and_sigterm_print_and_write_the_best_plan_so_far(number, monkeyp
 
 
 def test_ctrl_c_before_the_first_plan_is_one_line(monkeypatch):
-    monkeypatch.setattr(Master, "fastest", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        "parplan.planner.search.find_plan.fastest_choice",
+        lambda *_: signal.raise_signal(signal.SIGINT),
+    )
 
     result = run(*MIDDLE)
 
@@ -842,6 +845,7 @@ def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole
     solver.chmod(0o755)
     process = in_a_shell(
         *MIDDLE,
+        *("--pp", "2,4", "--schedule", "1f1b"),  # which a solver places
         start_new_session=True,
         before=(
             f"import pulp, signal; pulp.PULP_CBC_CMD.pulp_cbc_path = {str(solver)!r}; "

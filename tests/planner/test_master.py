@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,17 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import closed_form_s
 from parplan.costmodels.strategy import ParallelLayout
-from parplan.planner.master import Master, evaluate, lower_bound_s, redundancy_bound_bytes
+from parplan.planner.master import (
+    Master,
+    evaluate,
+    fastest_apart,
+    lower_bound_s,
+    redundancy_bound_bytes,
+    separable,
+)
 from parplan.planner.request import SolverName
 from parplan.planner.stage_columns.stage_column import StageColumn
+from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.units import MIB
 from tests.helpers.cases import mostly_slow
 
@@ -89,6 +98,30 @@ def test_the_fastest_choice_is_that_of_brute_force(seed, scale_s, solver):
         assert all(
             column in columns for column, columns in zip(fastest.columns, options, strict=True)
         )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scale_s", SCALES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_fastest_choice_of_ranks_apart_is_that_of_brute_force(seed, scale_s, tied):
+    layout, options, _ = random_case(seed, scale_s)
+    layout = replace(layout, schedule=Schedule.INTERLEAVED, virtual_stages=2)
+    ends = tied_ends(layout) if tied else ()
+    allowed = [
+        choice
+        for choice in every_choice(layout, options, 0)
+        if len({choice.columns[rank].zero > 0 for rank in ends}) <= 1
+    ]
+
+    fastest = fastest_apart(layout, options, tied=tied)
+
+    assert separable(layout, options)
+    if not allowed:
+        assert fastest is None
+    else:
+        best_s = min(choice.step_s for choice in allowed)
+        assert fastest.step_s == pytest.approx(best_s, rel=1e-12)
+        assert len({fastest.columns[rank].zero > 0 for rank in ends}) <= 1
 
 
 @pytest.mark.parametrize("solver", list(SolverName))

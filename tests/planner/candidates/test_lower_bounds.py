@@ -15,10 +15,15 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, ParallelLayout, Strategy
-from parplan.planner.candidates.lower_bounds import in_reach, redundancy_bound_bytes, time_bound
+from parplan.planner.candidates.lower_bounds import (
+    in_reach,
+    memory_bound_s,
+    redundancy_bound_bytes,
+    time_bound,
+)
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.mix_table import MixTable
-from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
+from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.models.operator_graph import LayerKind
 from tests.helpers.cases import mostly_slow
 from tests.helpers.instances import every_price, every_strategy, random_instance, redundant_bytes
@@ -48,6 +53,26 @@ def allowed(strategy, pins):
     )
 
 
+def memory_bound_within_its_own_memory_s(strategy, price, table):
+    own_bytes = max(memory.total for memory in price.memory)
+    return memory_bound_s(strategy.layout, table, own_bytes, time_bound(strategy.layout, table))
+
+
+@pytest.mark.parametrize("stack", ["megatron-core", "parplan"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_strategy_is_below_the_bound_within_its_own_memory(seed, stack):
+    """Gradients of the second stack come and go."""
+    instance = random_instance(seed)
+    instance = replace(instance, training=replace(instance.training, stack=load_stack(stack)))
+    table = MixTable(instance.price_cache(), Constraints())
+    raised = 0
+    for strategy, price in every_price(instance):
+        bound_s = memory_bound_within_its_own_memory_s(strategy, price, table)
+        assert bound_s <= price.closed_form_s * (1 + 1e-12)
+        raised += bound_s > time_bound(strategy.layout, table).step_s * (1 + 1e-9)
+    assert raised
+
+
 @pytest.mark.parametrize("seed", mostly_slow(range(4), {1}))
 def test_no_strategy_with_virtual_stages_is_below_the_bounds_of_its_frame(seed):
     instance = random_instance(seed)
@@ -66,6 +91,8 @@ def test_no_strategy_with_virtual_stages_is_below_the_bounds_of_its_frame(seed):
         for strategy in itertools.islice(every_strategy(layout, 4), 0, None, 5):
             price = price_step(strategy, price_cache)
             assert step_s <= price.closed_form_s * (1 + 1e-12)
+            within_s = memory_bound_within_its_own_memory_s(strategy, price, table)
+            assert step_s <= within_s <= price.closed_form_s * (1 + 1e-12)
             assert redundant <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
 
 

@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parplan.cli import main
+from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.candidates.solver_faults import MOST_FAILURES, can_place
 from parplan.planner.plan.plan_file import plan_to_yaml, read_plan
 from parplan.planner.plan.prediction import Status
-from parplan.planner.request import SearchOptions, SolverName
+from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.solver import Unsolved
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.profiles.errors import SolverError
@@ -78,17 +79,22 @@ FAULTS = {
 }
 
 
-def gpt_1_5b_on_8():
+# Their ranks may hold any number of blocks, so that every fastest choice is a program's.
+PIPELINES = Constraints(pp=(2, 4, 8), schedule=(Schedule.ONE_F_ONE_B,))
+
+
+def find_pipeline(objective="throughput", **choices):
     entry = load_model("gpt-1.5b")
     training = TrainingSpec(
         global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL
     )
-    return entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training
+    cluster = with_gpus(load_cluster("a100-80gb"), 8)
+    return find_plan(entry.spec, cluster, training, objective, PIPELINES, **choices)
 
 
 @pytest.fixture(scope="module")
 def whole():
-    return find_plan(*gpt_1_5b_on_8())
+    return find_pipeline()
 
 
 each_fault = pytest.mark.parametrize(("fault", "message"), list(FAULTS.values()), ids=list(FAULTS))
@@ -192,7 +198,7 @@ def test_a_solve_cut_off_by_its_limit_is_never_called_proven():
 def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message, fake_cbc, whole):
     calls = fake_cbc(fault, after=2)
 
-    plan = find_plan(*gpt_1_5b_on_8())
+    plan = find_pipeline()
 
     assert len(calls.read_text()) == 2 + MOST_FAILURES  # it gave up then
     assert plan.search.status is Status.FEASIBLE
@@ -206,7 +212,7 @@ def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message
 def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc, whole):
     fake_cbc("exit 3", after=2, times=1)
 
-    plan = find_plan(*gpt_1_5b_on_8())
+    plan = find_pipeline()
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.candidates.left == 1
@@ -219,7 +225,7 @@ def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc, whole):
 def test_a_fault_on_the_first_candidate_does_not_end_the_search(fake_cbc):
     fake_cbc("exit 3", times=1)
 
-    plan = find_plan(*gpt_1_5b_on_8())
+    plan = find_pipeline()
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.gap > 0
@@ -230,7 +236,7 @@ def test_a_solver_that_fails_from_the_start_is_an_error(fake_cbc):
     calls = fake_cbc("exit 3")
 
     with pytest.raises(SolverError, match="its log ends: Segmentation near row 7"):
-        find_plan(*gpt_1_5b_on_8())
+        find_pipeline()
 
     assert len(calls.read_text()) == MOST_FAILURES
 
@@ -239,18 +245,18 @@ def test_a_solver_that_calls_everything_infeasible_is_not_believed(fake_cbc):
     fake_cbc(f'{LAST}echo "Infeasible - objective value 0" > "$last"')
 
     with pytest.raises(SolverError, match="cbc calls a problem infeasible that is not"):
-        find_plan(*gpt_1_5b_on_8())
+        find_pipeline()
 
 
 @pytest.mark.slow
 def test_a_fault_in_the_second_pass_of_the_memory_objective_keeps_a_plan(fake_cbc):
     first = fake_cbc("exit 3", after=1000)
-    find_plan(*gpt_1_5b_on_8())
+    find_pipeline()
     fastest = len(first.read_text())
     first.unlink()
     fake_cbc("exit 3", after=fastest)
 
-    plan = find_plan(*gpt_1_5b_on_8(), "memory")
+    plan = find_pipeline("memory")
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.solver_failure
@@ -261,7 +267,7 @@ def test_a_fault_in_the_second_pass_of_the_memory_objective_keeps_a_plan(fake_cb
 def test_a_fault_in_the_first_pass_leaves_the_memory_objective_unproven(fake_cbc):
     fake_cbc("exit 3", after=1, times=1)
 
-    plan = find_plan(*gpt_1_5b_on_8(), "memory")
+    plan = find_pipeline("memory")
 
     assert plan.search.status is Status.FEASIBLE
     assert "failed on 1 candidate," in plan.search.solver_failure
@@ -270,7 +276,7 @@ def test_a_fault_in_the_first_pass_leaves_the_memory_objective_unproven(fake_cbc
 def test_no_fault_leaves_no_word(fake_cbc, whole):
     fake_cbc("exit 3", after=1000)
 
-    assert plan_to_yaml(find_plan(*gpt_1_5b_on_8())) == plan_to_yaml(whole)
+    assert plan_to_yaml(find_pipeline()) == plan_to_yaml(whole)
     assert "solver_failure: null" in plan_to_yaml(whole)
 
 
@@ -278,12 +284,12 @@ def test_highs_that_is_missing_is_an_error_with_exit_code_4(monkeypatch):
     monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
 
     with pytest.raises(SolverError, match="highs is not installed") as error:
-        find_plan(*gpt_1_5b_on_8(), options=SearchOptions(solver=SolverName.HIGHS))
+        find_pipeline(options=SearchOptions(solver=SolverName.HIGHS))
 
     assert error.value.exit_code == 4
 
 
-SMALL = ("--model", "gpt-1.5b", "--gpus", "8")
+SMALL = ("--model", "gpt-1.5b", "--gpus", "8", "--pp", "2,4,8", "--schedule", "1f1b")
 
 
 def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from parplan import cli
-from parplan.planner.master import Master
 from parplan.planner.request import Constraints, PlanRequest, SearchOptions
+from parplan.planner.search.one_candidate import fastest_choice
 from parplan.planner.search.relaxations import Relaxation, Relaxations, relaxations
 from parplan.profiles.machines.machine_catalog import load_cluster, with_gpus
 from parplan.profiles.models.model_catalog import load_model
@@ -111,15 +111,15 @@ def test_what_the_hint_says_can_be_typed_and_takes_what_it_says(pinned, monkeypa
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_ctrl_c_ends_the_search_for_ways_out_and_not_the_error(after, monkeypatch):
     """The interrupted search has a plan by then, with which it would end otherwise."""
-    solve, solved = Master.fastest, []
+    solved = []
 
-    def interrupted(self, *arguments):
+    def interrupted(*arguments):
         if len(solved) >= after:
             signal.raise_signal(signal.SIGINT)
-        solved.append(self)
-        return solve(self, *arguments)
+        solved.append(arguments)
+        return fastest_choice(*arguments)
 
-    monkeypatch.setattr(Master, "fastest", interrupted)
+    monkeypatch.setattr("parplan.planner.search.find_plan.fastest_choice", interrupted)
 
     result = CliRunner().invoke(cli.main, [*BASE, "--recompute", "none", "--memory-limit", "17GiB"])
 
