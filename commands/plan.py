@@ -130,7 +130,6 @@ def _search(
         request_of,
         require_no_front,
     )
-    from parplan.report.plans.summary import SummaryContext
 
     require_no_front(flags, result.plot)
     require_output(result.output)
@@ -140,6 +139,8 @@ def _search(
     require_possible(request)
     started_s = time.monotonic()
     plan, interrupts = find(request)
+    from parplan.report.plans.summary import SummaryContext
+
     warn_of_solver(plan)
     context = SummaryContext(
         assumed=(*all_assumed(request, flags), *offload_assumed(request.constraints, plan)),

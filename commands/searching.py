@@ -11,18 +11,24 @@ from parplan.commands.style import noticing_ctrl_c
 if TYPE_CHECKING:
     from parplan.planner.plan.plan import Plan
     from parplan.planner.request import Request
+    from parplan.profiles.errors import InfeasibleError
 
 
 def find(request: Request) -> tuple[Plan, list[int]]:
     """Returns the plan, and a list that is not empty where Ctrl-C ended the search early."""
     from parplan.planner.search.find_plan import find_plan
     from parplan.report.progress_bars import progress_bar
-    from parplan.report.searches.infeasible_text import explained_error
     from parplan.report.text import console
 
     with noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
-        plan = find_plan(request, on_progress, explained_error)
+        plan = find_plan(request, on_progress, _explained_error)
     return with_module(plan, request), interrupts
+
+
+def _explained_error(request: Request) -> InfeasibleError:
+    from parplan.report.searches.infeasible_text import explained_error
+
+    return explained_error(request)
 
 
 def with_module(plan: Plan, request: Request) -> Plan:
@@ -30,6 +36,8 @@ def with_module(plan: Plan, request: Request) -> Plan:
 
     Raises ConfigError for a choice that the executor cannot run on that module.
     """
+    if request.module is None:
+        return plan
     from parplan.executor.rules.external_rules import validate_module
 
     plan = replace(plan, module=request.module)

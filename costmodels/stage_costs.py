@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from parplan.costmodels.chunks.chunk_memory import unchunked_prices
-from parplan.costmodels.chunks.chunk_time import chunk_time
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Axis, place_axis
 from parplan.costmodels.layers.data_parallel import DataParallelTime, summed_inside
@@ -118,6 +117,8 @@ def _stage_cost(strategy: Strategy, stage: int, price_cache: PriceCache) -> Stag
         forward_s += edges[0].value_s
         backward_s += edges[1].value_s
     if layout.chunked:
+        from parplan.costmodels.chunks.chunk_time import chunk_time
+
         added = chunk_time(strategy, layout.rank_of(stage), price_cache)
         forward_s += added.of_pass(ActionKind.FORWARD, stage).value_s
         backward_s += added.of_pass(ActionKind.BACKWARD, stage).value_s
@@ -178,6 +179,8 @@ def _tail(
         reduced += data.step
         updated += data.optimizer
     if layout.chunked:
+        from parplan.costmodels.chunks.chunk_time import chunk_time
+
         added = chunk_time(strategy, rank, price_cache)
         reduced = reduced + added.step + added.host_step
         updated += added.optimizer

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parplan.costmodels.chunks.chunk_memory import device_memory
-from parplan.costmodels.chunks.chunk_time import chunk_time
 from parplan.costmodels.memory.activation_copies import exposed_copies
 from parplan.costmodels.memory.rank_memory import RankMemory, rank_layers
 from parplan.costmodels.price_cache import PriceCache
@@ -255,6 +254,8 @@ def _rank_time(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankTi
         host_step += data.host_step
         optimizer += data.optimizer
     if layout.chunked:
+        from parplan.costmodels.chunks.chunk_time import chunk_time
+
         added = chunk_time(strategy, rank, price_cache)
         per_micro_batch = sum(added.collectives.values(), per_micro_batch)
         host = sum(added.host.values(), host)

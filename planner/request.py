@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
@@ -19,8 +19,10 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
-from parplan.profiles.models.traced_model import TracedModel
 from parplan.profiles.stack import EVERY_RECOMPUTE, NEUTRAL, Stack
+
+if TYPE_CHECKING:
+    from parplan.profiles.models.traced_model import TracedModel
 
 ZERO_STAGES = (0, 1, 2, 3)
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
@@ -174,8 +176,8 @@ class SearchOptions:
             )
 
 
-ModelT = TypeVar("ModelT", ModelSpec, ModuleSource, TracedModel)
-OtherT = TypeVar("OtherT", ModelSpec, ModuleSource, TracedModel)
+ModelT = TypeVar("ModelT", ModelSpec, ModuleSource, "TracedModel")
+OtherT = TypeVar("OtherT", ModelSpec, ModuleSource, "TracedModel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +225,7 @@ class PlanRequest(Generic[ModelT]):
 
 Request = PlanRequest[ModelSpec]
 ModuleRequest = PlanRequest[ModuleSource]
-TracedRequest = PlanRequest[TracedModel]
+TracedRequest = PlanRequest["TracedModel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,28 +1,23 @@
-"""Progress bars on a terminal; off a terminal nothing is printed."""
+"""Progress bars on a terminal; off a terminal nothing is printed, and no bar is imported."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.progress import Progress as Bar
-from rich.table import Column
+from typing import TYPE_CHECKING
 
 from parplan.planner.objective import Objective
 from parplan.planner.request import OnProgress, Progress
-from parplan.planner.search.pareto import OnSearch
-from parplan.profiles.profiler import session_progress as profiling
 from parplan.profiles.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import ProgressColumn, TaskID
+
+    from parplan.planner.search.pareto import OnSearch
+    from parplan.profiles.profiler import session_progress as profiling
 
 _PASSES = {
     Objective.THROUGHPUT: "fastest",
@@ -85,6 +80,8 @@ def progress_bar(out: Console) -> Iterator[OnProgress | None]:
     if not out.file.isatty():
         yield None
         return
+    from rich.progress import Progress as Bar
+
     with Bar(*_search_columns(), console=out, transient=True) as bar:
         yield _Search(bar).update
 
@@ -97,12 +94,16 @@ def front_bar(
     if not out.file.isatty():
         yield None, None
         return
+    from rich.progress import Progress as Bar
+
     with Bar(*_search_columns(), console=out, transient=True) as bar:
         front = _Front(bar, what)
         yield front.update, front.begin
 
 
 def _search_columns() -> tuple[ProgressColumn, ...]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
     return (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -118,6 +119,9 @@ def count_bar(out: Console, what: str, total: int) -> Iterator[Callable[[int], N
     if not out.file.isatty():
         yield None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -135,6 +139,10 @@ def profile_bar(out: Console) -> Iterator[profiling.OnProgress | None]:
     if not out.file.isatty():
         yield None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
     case = TextColumn("{task.fields[case]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
     columns = (
         TextColumn("{task.description}"),

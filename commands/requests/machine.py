@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parplan.commands.options import TargetOptions
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import (
-    apply_profile,
-    precision_of,
-    profile_cluster,
-    stack_of,
-)
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.machine_catalog import load_cluster, load_stack, with_gpus
-from parplan.profiles.machines.user_profile import UserProfile, read_profile
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.units import parse_size
+
+if TYPE_CHECKING:
+    from parplan.profiles.machines.user_profile import UserProfile
 
 DEFAULT_GPU = "a100-80gb"
 DEFAULT_STACK = "megatron-core"
@@ -45,16 +42,26 @@ def cluster_and_training(
 
     require: a further check, before the user's profile is applied. Raises ConfigError.
     """
-    profile = None if target.profile is None else read_profile(Path(target.profile))
+    profile = _profile(target)
     cluster, assumed_cluster = cluster_of(target, profile)
     training, assumed_training = training_of(target, defaults, profile, cluster.device)
     cluster.device.peak(training.precision)
     require(cluster.device, training)
     if profile and target.profile is not None:
+        from parplan.profiles.machines.applied_profile import apply_profile
+
         cluster, training = apply_profile(
             profile, cluster, training, target.profile, force=target.force_profile
         )
     return cluster, training, (*assumed_cluster, *assumed_training)
+
+
+def _profile(target: TargetOptions) -> UserProfile | None:
+    if target.profile is None:
+        return None
+    from parplan.profiles.machines.user_profile import read_profile
+
+    return read_profile(Path(target.profile))
 
 
 def cluster_of(
@@ -86,11 +93,12 @@ def _cluster(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluste
 
 
 def _device(target: TargetOptions, profile: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
-    measured_on = (
-        None if target.gpu or profile is None else profile_cluster(profile, str(target.profile))
-    )
-    if measured_on is not None:
-        return measured_on, (f"--gpu {measured_on.device.name}{_OF_THE_PROFILE}",)
+    if profile is not None and not target.gpu:
+        from parplan.profiles.machines.applied_profile import profile_cluster
+
+        measured_on = profile_cluster(profile, str(target.profile))
+        if measured_on is not None:
+            return measured_on, (f"--gpu {measured_on.device.name}{_OF_THE_PROFILE}",)
     return load_cluster(target.gpu or DEFAULT_GPU, what="GPU"), () if target.gpu else (
         f"--gpu {DEFAULT_GPU}",
     )
@@ -114,9 +122,11 @@ def training_of(
 
     The precision is bf16 by default, and fp16 on a device that has no bf16.
     """
-    measured_at, run_by = (
-        (precision_of(profile, str(target.profile)), stack_of(profile)) if profile else (None, None)
-    )
+    measured_at, run_by = None, None
+    if profile is not None:
+        from parplan.profiles.machines.applied_profile import precision_of, stack_of
+
+        measured_at, run_by = precision_of(profile, str(target.profile)), stack_of(profile)
     stack = load_stack(target.stack or run_by or defaults.stack)
     attention = stack.attention_on(device.compute_capability)
     whose_attention = (

@@ -6,17 +6,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parplan.commands.options import PinOptions, ResultOptions, SearchFlags, TargetOptions
 from parplan.commands.requests.machine import TrainingDefaults, cluster_and_training
 from parplan.commands.requests.requests import constraints_of
-from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import ModuleRequest, PlanRequest
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.huggingface import is_described_family
 from parplan.profiles.models.model_catalog import find_config
 from parplan.profiles.models.module_source import ModuleSource
+
+if TYPE_CHECKING:
+    from parplan.planner.plan.traced_plan import TracedPlan
 
 GLOBAL_BATCH_SIZE = 512  # sequences or samples; the default of a described Hugging Face model too
 LONGEST_SEQ_LENGTH = 8192
@@ -54,8 +55,11 @@ def traced_source(model: str | None, *, trace: bool) -> ModuleSource | None:
     if model is not None and re.fullmatch(r"[\w.]+:\w+", model) and not Path(model).exists():
         return ModuleSource(factory=model)
     config = find_config(model) if model is not None else None
-    if config is not None and (trace or not is_described_family(config)):
-        return ModuleSource(huggingface=dict(config))
+    if config is not None:
+        from parplan.profiles.models.huggingface import is_described_family
+
+        if trace or not is_described_family(config):
+            return ModuleSource(huggingface=dict(config))
     if trace:
         raise ConfigError(
             f"--trace needs a module, --model is {model}",

@@ -14,7 +14,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 from parplan.costmodels.chunks.chunk_operations import RankChunks
-from parplan.costmodels.chunks.chunk_schedule import rank_chunks
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import (
@@ -77,6 +76,8 @@ def chunks_of_rank(strategy: Strategy, rank: int, price_cache: PriceCache) -> Ra
 def _chunks_of_rank(
     strategy: Strategy, rank: int, price_cache: PriceCache, chunking: Chunking
 ) -> RankChunks:
+    from parplan.costmodels.chunks.chunk_schedule import rank_chunks
+
     return rank_chunks(
         strategy,
         rank,

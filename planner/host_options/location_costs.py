@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parplan.costmodels.chunks.chunk_layout import block_tensors, groups_after
-from parplan.costmodels.chunks.chunk_schedule import UPDATE_BYTES
-from parplan.costmodels.chunks.group_size import group_size_of, widest_groups
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import (
@@ -75,6 +72,8 @@ class LocationCosts:
 
 def tensors_of(sharding: Sharding, price_cache: PriceCache) -> Tensors:
     """Returns the sizes of a block's tensors, divided by `sharding`."""
+    from parplan.costmodels.chunks.chunk_layout import block_tensors
+
     return tuple(
         tensor.elements for tensor in block_tensors(price_cache.layer(LayerKind.BLOCK, 1), sharding)
     )
@@ -143,6 +142,10 @@ def location_costs(
 
     costs    the cost of one block by location
     """
+    from parplan.costmodels.chunks.chunk_layout import groups_after
+    from parplan.costmodels.chunks.chunk_schedule import UPDATE_BYTES
+    from parplan.costmodels.chunks.group_size import group_size_of
+
     backward_s = price_cache.layer_time(
         LayerKind.BLOCK, layout.micro_batch_size, layout.sharding
     ).backward_s
@@ -212,6 +215,8 @@ def _working_bytes(
     gathered groups of parameters and of gradients, and the own chunks of a HOST block that are
     gathered. With one rank: the chunks of HOST blocks, in place.
     """
+    from parplan.costmodels.chunks.group_size import widest_groups
+
     ranks = layout.mesh.dp
     width = price_cache.training.precision.num_bytes
     in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)

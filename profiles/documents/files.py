@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ def open_replacement(path: Path, *, hint: str) -> Iterator[IO[bytes]]:
     try:
         target = _target(path)
         # a short name, since the name of `path` may be as long as allowed
-        temporary = target.with_name(f".parplan-{os.getpid()}-{secrets.token_hex(4)}")
+        temporary = target.with_name(f".parplan-{os.getpid()}-{os.urandom(4).hex()}")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with _removed_at_the_end(temporary, handle) as file:
             if target.exists():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from parplan.profiles.documents.packaged_configs import (
     config_source,
@@ -21,9 +21,10 @@ from parplan.profiles.documents.plain import Limits
 from parplan.profiles.documents.reader import read_json
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.families import ModelFamily, parse_family
-from parplan.profiles.models.huggingface import entry_from_config
 from parplan.profiles.models.spec import ModelEntry, ModelSpec
+
+if TYPE_CHECKING:
+    from parplan.profiles.models.families import ModelFamily
 
 _Count = Annotated[int, Limits(ge=1)]
 _FORBID = {"extra": "forbid"}
@@ -66,6 +67,8 @@ def family_names() -> tuple[str, ...]:
 def load_family(name_or_path: str) -> ModelFamily:
     """Returns a packaged family or that of a YAML. Raises ConfigError, as `load_model` does."""
     name = name_or_path.lower()
+    from parplan.profiles.models.families import parse_family
+
     source = config_source("families", name, "family", name_or_path)
     return parse_family(read_config(source), label_of(source))
 
@@ -94,6 +97,8 @@ def load_model(name_or_path: str) -> ModelEntry:
         return named
     path = _model_path(name_or_path)
     if path.suffix == ".json":
+        from parplan.profiles.models.huggingface import entry_from_config
+
         return entry_from_config(_config(path), str(path))
     return _model_from_file(path)
 
