@@ -9,6 +9,7 @@ stop or writes nonsense is a SolverError with the end of its log, never an answe
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import subprocess
 import tempfile
@@ -198,6 +199,43 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
         ]
 
 
+class _Highs(pulp.HiGHS):  # type: ignore[misc]
+    """HiGHS in this process, which keeps the model of a problem between its solves.
+
+    A `Problem` only gets another objective or further rows once it was solved. These are passed on,
+    and the last basis and point start the next solve.
+    """
+
+    def createAndConfigureSolver(self, lp: Any) -> None:  # noqa: N802 - PuLP's name
+        """Makes the model of `lp`, or sets the limit of the one that is kept."""
+        if lp.solverModel is None or lp.solverModel.getNumCol() != lp.numVariables():
+            super().createAndConfigureSolver(lp)
+            return
+        limit_s = math.inf if self.timeLimit is None else float(self.timeLimit)
+        lp.solverModel.setOptionValue("time_limit", limit_s)
+
+    def buildSolverModel(self, lp: Any) -> None:  # noqa: N802 - PuLP's name
+        """Passes what the model lacks: all of `lp`, or its objective and its new rows."""
+        model = lp.solverModel
+        if not model.getNumCol():
+            super().buildSolverModel(lp)
+            return
+        for variable in lp.variables():
+            model.changeColCost(variable.index, lp.objective.get(variable, 0.0))
+        rows = list(lp.constraints())
+        for index in range(model.getNumRow(), len(rows)):
+            row = rows[index]
+            row.index = index
+            lower, upper = row.getLb(), row.getUb()
+            model.addRow(
+                -math.inf if lower is None else lower,
+                math.inf if upper is None else upper,
+                len(row),
+                [variable.index for variable in row],
+                list(row.values()),
+            )
+
+
 def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | None:
     """Runs a program with its output in `log`; returns its failure, or None when it ended well."""
     overrun = threading.Event()
@@ -284,7 +322,7 @@ def chosen(options: Mapping[T, Any]) -> T:
 
 def _command(solver: SolverName, time_limit_s: float | None) -> Any:
     if solver is SolverName.HIGHS:
-        command = pulp.HiGHS(msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0)
+        command = _Highs(msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0)
     else:
         command = _Cbc(
             path=pulp.PULP_CBC_CMD.pulp_cbc_path,

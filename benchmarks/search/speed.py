@@ -1,106 +1,185 @@
-"""Planning times: whole commands in fresh processes, and CBC against HiGHS.
+"""CPU-seconds of whole commands, now and at an earlier commit.
 
-    python benchmarks/search/speed.py                     # the requests of the README
-    python benchmarks/search/speed.py --repeat 5
+    python benchmarks/search/speed.py                          # ten requests, about an hour
+    python benchmarks/search/speed.py --only help --only compare --repeat 3
+    python benchmarks/search/speed.py --baseline none --json
 
-The time to import the libraries alone is listed for comparison.
+A figure is the user and system time of a fresh process and of the processes that it starts: the
+median of the runs. The earlier commit is checked out in a temporary worktree and runs in turn with
+this tree, so that a busy machine slows both. Python may keep the bytecode of both, as an
+installation does; the first run of each request fills that cache and is not counted.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from parplan.planner.plan.plan_file import read_plan
+from benchmarks.search.traced_search import NEOX_20B
+from parplan.profiles.units import KIB, MIB
+from parplan.report.text import console, print_table, say
+
+ROOT = Path(__file__).resolve().parents[2]
+BEFORE = "42634fa"  # the last commit before one engine planned described and traced models
+START = "import sys; sys.argv[0] = 'plan'; from parplan.cli import main; main()"
+CONFIG = "CONFIG"  # in a command: the config.json of the Hugging Face model
+HEADING = ("request", "before s", "now s", "ratio", "to reach s", "peak MiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A request to time, with the CPU-seconds that it is to reach."""
+
+    name: str
+    command: str
+    reach_s: float
+
 
 REQUESTS = (
-    ("gpt-20b", "a100-80gb", 64),
-    ("llama3-70b", "h100-80gb", 512),
-    ("gpt-1t", "a100-80gb", 3072),
-    ("llama3-405b", "h100-80gb", 16384),
+    Timed("gpt-20b", "--model gpt-20b --gpus 64 --gpu a100-80gb", 1.0),
+    Timed("llama3-70b", "--model llama3-70b --gpus 512 --gpu h100-80gb", 1.5),
+    Timed("llama3-405b", "--model llama3-405b --gpus 16384 --gpu h100-80gb", 1.5),
+    Timed("gpt-1t", "--model gpt-1t --gpus 3072 --gpu a100-80gb", 4.0),
+    Timed("memory", "--model gpt-20b --gpus 64 --objective memory", 2.0),
+    Timed("pareto", "--model gpt-20b --gpus 64 --objective pareto", 10.0),
+    Timed("compare", "compare --model gpt-20b --gpus 64 --baseline all", 3.0),
+    Timed("host", "--model gpt-18b --gpus 8 --gpu v100-32gb --host-memory 240GiB", 5.0),
+    Timed("traced", f"--model {CONFIG} --trace --gpus 64 --global-batch-size 1024", 4.0),
+    Timed("help", "--help", 0.13),
 )
-LIBRARIES = "import click, networkx, numpy, pulp, pydantic, rich, yaml"
-START = "import sys; sys.argv[0] = 'plan'; from cli import main; main()"
 
 
-def _wall_s(arguments: list[str], repeat: int) -> float:
-    """Median wall seconds of a fresh Python process."""
-    times = []
-    for _ in range(repeat):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process and the processes that it started."""
+
+    cpu_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Medians of one request; `before_s` is None without an earlier commit."""
+
+    request: str
+    before_s: float | None
+    now_s: float
+    reach_s: float
+    peak_bytes: int
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.before_s is None else self.before_s / self.now_s
+
+
+def timed_run(tree: Path, command: Sequence[str], folder: Path, cache: Path) -> Run:
+    """Runs `plan` with the code of `tree`. Raises RuntimeError with its errors when it fails."""
+    environment: Mapping[str, str] = {
+        **{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"},
+        "PYTHONPATH": str(tree),
+        "PYTHONPYCACHEPREFIX": str(cache),
+    }
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", START, *command],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            errors.seek(0)
+            raise RuntimeError(f"plan {shlex.join(command)} in {tree}:\n{errors.read().decode()}")
+    return Run(cpu_s=usage.ru_utime + usage.ru_stime, peak_bytes=usage.ru_maxrss * KIB)
+
+
+@contextmanager
+def worktree(revision: str) -> Iterator[Path | None]:
+    """Yields a temporary checkout of a commit, None for `none`."""
+    if revision == "none":
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="parplan-speed-") as folder:
+        tree = Path(folder, "before")
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+def measured(request: Timed, trees: Sequence[Path], folder: Path, repeat: int) -> Figures:
+    """Returns the medians of a request; the trees are this one and perhaps an earlier one."""
+    command = shlex.split(request.command.replace(CONFIG, str(folder / "config.json")))
+    runs: dict[Path, list[Run]] = {tree: [] for tree in trees}
+    for _ in range(1 + repeat):
+        for tree in trees:
+            runs[tree].append(timed_run(tree, command, folder, folder / "cache"))
+    now, *before = ([run.cpu_s for run in runs[tree][1:]] for tree in trees)
+    return Figures(
+        request=request.name,
+        before_s=statistics.median(before[0]) if before else None,
+        now_s=statistics.median(now),
+        reach_s=request.reach_s,
+        peak_bytes=max(run.peak_bytes for run in runs[trees[0]]),
+    )
+
+
+def row(figures: Figures) -> tuple[str, ...]:
+    """Returns the line of the table of one request."""
+    before, ratio = figures.before_s, figures.ratio
+    return (
+        figures.request,
+        "" if before is None else f"{before:.2f}",
+        f"{figures.now_s:.2f}",
+        "" if ratio is None else f"{ratio:.1f} x",
+        f"{figures.reach_s:g}",
+        f"{figures.peak_bytes / MIB:.0f}",
+    )
 
 
 @click.command()
 @click.option(
-    "--repeat",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Runs of each command; the median counts.",
+    "--repeat", type=click.IntRange(1), default=5, show_default=True, help="Runs counted."
 )
-def main(repeat: int) -> None:
-    """Time whole `plan` commands as processes."""
-    console = Console(width=120)
-    libraries_s = _wall_s(["-c", LIBRARIES], repeat)
-    help_s = _wall_s(["-c", START, "--help"], repeat)
-    console.print(
-        f"importing the libraries {libraries_s:.2f} s; plan --help {help_s:.2f} s, "
-        f"{help_s / libraries_s:.2f} of that"
-    )
-    table = Table(box=None)
-    for name in (
-        "request",
-        "solver",
-        "wall s",
-        "over imports",
-        "considered",
-        "solved",
-        "gap",
-        "status",
-    ):
-        table.add_column(
-            name, justify="left" if name in ("request", "solver", "status") else "right"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        for model, gpu, gpus in REQUESTS:
-            for solver in ("cbc", "highs"):
-                output = Path(folder) / "plan.yaml"
-                arguments = [
-                    "--model",
-                    model,
-                    "--gpu",
-                    gpu,
-                    "--gpus",
-                    str(gpus),
-                    "--solver",
-                    solver,
-                    "--output",
-                    str(output),
-                ]
-                wall_s = _wall_s(["-c", START, *arguments], repeat)
-                record = read_plan(output).search
-                table.add_row(
-                    f"{model} on {gpus} {gpu}",
-                    solver,
-                    f"{wall_s:.2f}",
-                    f"{wall_s / libraries_s:.1f} x",
-                    str(record.candidates.considered),
-                    str(record.candidates.solved),
-                    f"{100 * record.gap:.2f} %",
-                    record.status,
-                )
-    console.print(table)
+@click.option("--baseline", default=BEFORE, show_default=True, help="Commit before, or none.")
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice([request.name for request in REQUESTS]),
+    help="Time this request; may be given several times.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout.")
+def main(repeat: int, baseline: str, only: Sequence[str], as_json: bool) -> None:
+    """Time whole commands as processes, beside an earlier commit."""
+    errors = console(sys.stderr)
+    table: list[Figures] = []
+    with tempfile.TemporaryDirectory() as text, worktree(baseline) as before:
+        folder = Path(text)
+        (folder / "config.json").write_text(json.dumps(NEOX_20B), encoding="utf-8")
+        trees = [ROOT] if before is None else [ROOT, before]
+        for request in REQUESTS:
+            if not only or request.name in only:
+                table.append(measured(request, trees, folder, repeat))
+                say(errors, "  ".join(row(table[-1])))
+    if as_json:
+        click.echo(json.dumps([asdict(figures) for figures in table], indent=2))
+    else:
+        print_table(console(sys.stdout), HEADING, map(row, table), left=("request",))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pulp
 import pytest
 
@@ -38,6 +40,44 @@ def test_a_small_problem_is_solved_and_proven(solver):
     assert solution.proven
     assert solution.objective == pytest.approx(-20)
     assert [name for name, item in items.items() if item.value() > 0.5] == ["b", "c"]
+
+
+def grown(seed, steps):
+    """Yields a random problem after each of its changes: further rows, or other costs."""
+    chance = random.Random(seed)
+    problem = Problem("grown")
+    items = [problem.binary(f"x_{i}") for i in range(8)] + [problem.continuous("z")]
+    problem.require(weighted((item, 1.0) for item in items) >= 3, "C0")
+    for step in range(steps):
+        if step % 2:
+            weights = [(item, chance.uniform(0, 2)) for item in items[:8]]
+            problem.require(weighted(weights) <= chance.uniform(2, 6), f"C{step}")
+        problem.minimize(weighted((item, chance.uniform(0.5, 3)) for item in items))
+        yield problem
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(4))
+def test_a_problem_that_is_changed_and_solved_again_has_the_answer_of_a_new_one(solver, seed):
+    again = []
+    for problem in grown(seed, 6):
+        again.append(problem.solve(solver).objective)
+
+    new = []
+    for steps in range(1, 7):
+        *_, problem = grown(seed, steps)
+        new.append(problem.solve(solver).objective)
+    assert again == pytest.approx(new, abs=1e-6)
+
+
+def test_highs_keeps_its_model_between_the_solves_of_a_problem():
+    models = []
+    for problem in grown(0, 3):
+        problem.solve(SolverName.HIGHS)
+        models.append(problem._problem.solverModel)
+
+    assert models[0] is models[1] is models[2]
+    assert models[0].getNumRow() == problem.size[1]
 
 
 @BOTH

@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.search.attacks import change
 from benchmarks.search.attacks.allowed import layouts, left_out
@@ -191,7 +191,7 @@ class Attack:
                         ),
                     )
         yield from (("frames", best) for best in self._of_frames(start))
-        yield from (("estimate", best) for best in self._random())
+        yield from (("estimate", best) for best in self.random(RANDOM_LAYOUTS))
 
     def _climb(self, alike: Alike) -> Climb:
         return Climb(self.prices, self.palette, self.chance, self.counts, self.runs, alike)
@@ -254,10 +254,10 @@ class Attack:
             if layout.micro_batch_size <= MAX_MICRO_BATCH_SIZE
         ]
 
-    def _random(self) -> Iterator[Candidate]:
-        """Yield random layouts as `estimate` prices them."""
+    def random(self, tries: int) -> Iterator[Candidate]:
+        """Yield the random layouts of `tries` draws that `estimate` prices and that fit."""
         possible = self._layouts()
-        for _ in range(RANDOM_LAYOUTS if possible else 0):
+        for _ in range(tries if possible else 0):
             plan = random_layout(self.chance, self.problem, self.request.pins, possible)
             priced = plan and self.prices.price(reprice(plan).strategy)
             if priced and plan:
@@ -268,24 +268,25 @@ class Attack:
                 yield priced
 
 
+def searched(request: Request) -> Plan | None:
+    """Return the plan of a request, or None when the search reports that nothing fits."""
+    question = replace(
+        request.question,
+        objective=request.objective,
+        constraints=request.pins,
+        options=request.options,
+    )
+    try:
+        return find_plan(question, explain=_nothing_fits)
+    except InfeasibleError:
+        return None
+
+
 def attacked(request: Request, evaluations: int, seed: int) -> Outcome:
     """Search the plan of a request and return it with the best of all attacks."""
     started = time.perf_counter()
-    try:
-        plan = find_plan(
-            PlanRequest(
-                model=request.question.model,
-                cluster=request.question.cluster,
-                training=request.question.training,
-                objective=request.objective,
-                constraints=request.pins,
-                options=request.options,
-            ),
-            explain=_nothing_fits,
-        )
-    except InfeasibleError:
-        plan = None
-    searched = time.perf_counter()
+    plan = searched(request)
+    planned = time.perf_counter()
     attack = Attack(request, plan, evaluations, seed)
     start = attack.start()
     best, by_kind = start, dict[str, float]()
@@ -298,7 +299,7 @@ def attacked(request: Request, evaluations: int, seed: int) -> Outcome:
         ):
             best = candidate
     return _outcome(
-        request, attack, start, best, by_kind, searched - started, time.perf_counter() - searched
+        request, attack, start, best, by_kind, planned - started, time.perf_counter() - planned
     )
 
 
