@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from parplan.costmodels.operators.sharding import Sharding, Split, operator_splits
 from parplan.profiles.models.operator_graph import LayerClass, Operator, OperatorKind
+from parplan.profiles.models.traced_model import BATCH
 
 _WHOLE = (Split(),)
 
@@ -37,14 +38,12 @@ def divisible_dims(layer: LayerClass, tp: int) -> frozenset[str]:
 def replicated_operators(layer: LayerClass, sharding: Sharding) -> tuple[tuple[str, str], ...]:
     """The operators of which every rank computes all, each with the reason.
 
-    Operators without arithmetic, and norms and sums between layers, are not named: every rank has
-    their input.
+    Operators are named if they multiply or look up; of all others every rank has the input.
     """
     return tuple(
         (operator.name, _reason(operator, layer, sharding))
         for operator in layer.operators
-        if (operator.parameters or operator.flops_forward)
-        and operator.kind is not OperatorKind.NORM
+        if (operator.flops_forward or operator.kind is OperatorKind.EMBEDDING)
         and all(split.dim is None for split in sharding.splits(operator))
     )
 
@@ -69,7 +68,7 @@ def _reason(operator: Operator, layer: LayerClass, sharding: Sharding) -> str:
         return _without_parallel_dim(operator, layer)
     for other in (each for each in layer.operators if each.parallel_dim == name):
         for rejected in operator_splits(other, sharding.degrees)[1]:
-            if any(split.dim == name for split in rejected.splits):
+            if rejected.splits == (Split(name),):
                 return rejected.reason
     return f"this sharding leaves {name} whole"
 
@@ -78,10 +77,11 @@ def _without_parallel_dim(operator: Operator, layer: LayerClass) -> str:
     """Names an operator of the layer that needs one of the operator's dims whole."""
     reasons = dict(operator.undivided)
     for dim in operator.dims[::-1]:
-        if dim.name in reasons and dim.size > 1:
+        if dim.name in reasons and dim.name != BATCH:
             return f"{dim.name}: {reasons[dim.name]}"
     for dim in operator.dims[::-1]:
         for other in layer.operators:
-            if dim.name in dict(other.undivided):
-                return f"{dim.name} is whole in {other.name}: {dict(other.undivided)[dim.name]}"
+            whole = dict(other.undivided)
+            if dim.name in whole and dim.name != BATCH:
+                return f"{dim.name} is whole in {other.name}: {whole[dim.name]}"
     return "no other matrix of the layer shares a dim with it"

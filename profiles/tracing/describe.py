@@ -142,7 +142,7 @@ class _Describer:
             known |= {dim.name: "attention needs all of it" for dim in computed.dims[2:]}
         for dim in computed.dims:
             if dim.name not in self.divisible.names:
-                known.setdefault(dim.name, "no matrix makes it for another")
+                known.setdefault(dim.name, self.divisible.without_name(node))
         return tuple(known.items())
 
     def _inputs_of(self, node: fx.Node) -> tuple[model.Tensor, ...]:

@@ -97,6 +97,10 @@ class Divisible:
                 found.setdefault(self._names[factor], reasons[factor])
         return tuple(found.items())
 
+    def without_name(self, node: fx.Node) -> str:
+        """The reason why a call is not divided by an index that has no name."""
+        return self._indices.unruled.get(node, "no matrix makes it for another")
+
     @property
     def names(self) -> frozenset[str]:
         """The names of all indices that a call may be divided by."""

@@ -32,6 +32,7 @@ class ProgramIndices:
 
     axes    by node, its tensor's axes
     whole   by call, pairs of an axis and the reason why the call cannot divide its indices
+    unruled by call without a rule, the reason why it divides nothing
     """
 
     def __init__(self, program: Program) -> None:
@@ -39,6 +40,7 @@ class ProgramIndices:
         self.axes: dict[fx.Node, Axes] = {}
         self.items: dict[fx.Node, Sequence[Axes]] = {}  # of calls that return several tensors
         self.whole: dict[fx.Node, list[tuple[Axis, str]]] = {}
+        self.unruled: dict[fx.Node, str] = {}
         for node in program.graph.nodes:
             if node.target is operator.getitem and node.args[0] in self.items:
                 self.axes[node] = self.items[node.args[0]][node.args[1]]
@@ -126,6 +128,7 @@ Rule = Callable[[Call], Axes | Sequence[Axes] | None]  # None where the call has
 def _unknown(call: Call, reason: str | None = None) -> Axes | Sequence[Axes]:
     """A call that needs everything whole."""
     reason = reason or f"{call.function} is not divided"
+    call.indices.unruled[call.node] = reason
     for each in call.tensors:
         call.whole(call.axes(each), reason)
     value = call.node.meta["val"]
