@@ -8,7 +8,10 @@ that have them, and leaves all others whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from parplan.costmodels.operators.sharding import Sharding, Split, operator_splits
+from parplan.planner.plan.traced_plan import SplitPlan
 from parplan.profiles.models.operator_graph import LayerClass, Operator, OperatorKind
 from parplan.profiles.models.traced_model import BATCH
 
@@ -46,6 +49,14 @@ def replicated_operators(layer: LayerClass, sharding: Sharding) -> tuple[tuple[s
         if (operator.flops_forward or operator.kind is OperatorKind.EMBEDDING)
         and all(split.dim is None for split in sharding.splits(operator))
     )
+
+
+def split_plans(
+    placed: Iterable[tuple[int, Operator]], sharding: Sharding
+) -> tuple[SplitPlan, ...]:
+    """A sharding as the plan file has it, of operators with their places in a shard."""
+    splits = ((place, sharding.splits(operator)[0]) for place, operator in placed)
+    return tuple(SplitPlan(place=place, dim=each.dim) for place, each in splits if each.dim)
 
 
 def _divides(operator: Operator, tp: int) -> bool:

@@ -66,6 +66,14 @@ class Divisible:
         """The factors of every axis of a tensor."""
         return self._axes[node]
 
+    def factor(self, node: fx.Node, name: str) -> int | None:
+        """The factor of that name by which a call can be divided, or None."""
+        return next((each for each in self._met(node) if self._names.get(each) == name), None)
+
+    def __contains__(self, node: fx.Node) -> bool:
+        """Tells whether a node is a tensor, which has axes."""
+        return node in self._axes
+
     def size(self, factor: int) -> int:
         return self._factors.size(factor)
 
