@@ -65,7 +65,9 @@ def hand_plan(
         if isinstance(module, str)
         else ModuleSource(huggingface=module)
     )
-    program = record(open_workload(source, seq_length=like.training.seq_length), micro_batch_size)
+    program = record(
+        open_workload(source, seq_length=like.training.seq_length), micro_batch_size, precision
+    )
     count = pp * virtual_stages
     stages = tuple(
         ShardStage(
@@ -103,7 +105,9 @@ def hand_plan(
 
 def _shardings(plan: TracedPlan) -> dict[str, tuple[SplitPlan, ...]]:
     """The first sharding of every shard that is worth searching."""
-    model = trace(plan.module, seq_length=plan.training.seq_length, precision=Precision.FP32)
+    model = trace(
+        plan.module, seq_length=plan.training.seq_length, precision=plan.training.precision
+    )
     shardings = {}
     for shard in plan.shards:
         placed = [
