@@ -209,7 +209,7 @@ def _rows(calls: DividedCalls, node: fx.Node, factor: int) -> int:
     assert isinstance(part, Part)
     if part.outer > 1:
         raise ConfigError(
-            f"shardings: {node.meta.get('name', node.target)} has parts of a rank in several places",
+            f"shardings: a rank has parts of {node.meta.get('name', node.target)} that are apart",
             hint="leave the operator whole",
         )
     extent: int = node.meta["val"].shape[part.dim]

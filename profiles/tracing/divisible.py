@@ -8,9 +8,9 @@ the second ends the index of the first, and the third is whole (Shoeybi et al. 2
 1909.08053, section 3).
 
 Names say the role of an index: `heads`, `ffn`, `vocab`, and of those that are not divided
-`sequence` and `hidden`, the index that at least three matrices share. Indices that meet in one call have
-different names; indices of equal blocks have equal ones. All other indices have no name, and no
-call is divided by them.
+`sequence` and `hidden`, the index that at least three matrices share. Indices that meet in one call
+have different names; indices of equal blocks have equal ones. All other indices have no name, and
+no call is divided by them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Divisible:
             for factor in self._met(node):
                 self._calls.setdefault(factor, []).append(node)
         self.parallel: dict[fx.Node, int] = {}
-        for factor in self._columns():
+        self._rejected: dict[int, str] = {}  # by index that a matrix makes, why it is whole
+        for factor in dict.fromkeys(self._columns()):
             self._divide(factor)
         self._divided = set(self.parallel.values())
         self._names = self._named()
@@ -107,7 +108,9 @@ class Divisible:
 
     def without_name(self, node: fx.Node) -> str:
         """The reason why a call is not divided by an index that has no name."""
-        return self._indices.unruled.get(node, "no matrix makes it for another")
+        reasons = (self._rejected[each] for each in self._met(node) if each in self._rejected)
+        unnamed = next(reasons, "no matrix makes it for another")
+        return self._indices.unruled.get(node, unnamed)
 
     @property
     def names(self) -> frozenset[str]:
@@ -187,18 +190,23 @@ class Divisible:
     def _divide(self, factor: int) -> None:
         """Divides every call on the way of an index, if all of them can be."""
         calls = [node for node in self._calls.get(factor, ()) if node.meta["depends"]]
-        computing = [node for node in calls if not self.is_view(node)]
-        if any(factor in self.whole(node) for node in calls):
+        needs = next((node for node in calls if factor in self.whole(node)), None)
+        if needs is not None:
+            self._rejected[factor] = self.whole(needs)[factor]
             return
-        if not any(node in self.parallel for node in computing):
+        computing = [node for node in calls if not self.is_view(node)]
+        if any(node in self.parallel for node in computing):
+            self._rejected[factor] = "a matrix on its way is divided by another dim"
+        else:
             self.parallel.update(dict.fromkeys(computing, factor))
 
     def is_view(self, node: fx.Node) -> bool:
         """Tells whether a call only gives its input another shape."""
-        given = {memory_of(each.meta["val"]) for each in node.meta["aliases"]}
-        made = list(outputs_of(node))
-        alias = bool(made) and all(memory_of(each.meta["val"]) in given for each in made)
-        return alias and not node.meta["written"] and not node.meta["random"]
+        return node in self._views
+
+    @cached_property
+    def _views(self) -> frozenset[fx.Node]:
+        return frozenset(filter(_is_view, self.program.calls))
 
     def _named(self) -> dict[int, str]:
         """Names the factors that have a role; those that meet in a call get different names."""
@@ -244,6 +252,13 @@ class Divisible:
             read = self.axes(node.all_input_nodes[function == _LOOKUP])
             classes = read[0] if function == _LOOKUP else read[-1]
             yield from ((factor, "vocab") for factor in classes if factor in self._divided)
+
+
+def _is_view(node: fx.Node) -> bool:
+    given = {memory_of(each.meta["val"]) for each in node.meta["aliases"]}
+    made = list(outputs_of(node))
+    alias = bool(made) and all(memory_of(each.meta["val"]) in given for each in made)
+    return alias and not node.meta["written"] and not node.meta["random"]
 
 
 def outputs_of(node: fx.Node) -> Iterator[fx.Node]:
