@@ -75,7 +75,8 @@ class Boxes(Tensor):
         wrapper = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, torch.Size(shape), dtype=flat.dtype, device=flat.device
         )
-        wrapper.flat, wrapper.boxes, wrapper.along = flat, boxes, along
+        wrapper.flat, wrapper.boxes = flat, boxes
+        wrapper.along = along
         return wrapper  # type: ignore[no-any-return]
 
     @classmethod

@@ -72,7 +72,7 @@ class Division:
         return self.mesh.get_local_rank()
 
     def part(self, node: fx.Node, factor: int | None) -> Part | None:
-        """Where a tensor has a factor; None for a tensor without it."""
+        """The place of a factor in a tensor; None for a tensor without it."""
         for dim, axis in enumerate(self.divisible.axes(node)):
             if factor in axis:
                 before = axis[: axis.index(factor)]
@@ -158,7 +158,8 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, mesh, source, target, gradient):  # type: ignore[no-untyped-def]
-        ctx.mesh, ctx.source, ctx.gradient = mesh, source, gradient
+        ctx.mesh = mesh
+        ctx.source, ctx.gradient = source, gradient
         moved = _redistributed(x, mesh, source, target)
         return x.view_as(x) if moved is x else moved
 

@@ -30,7 +30,8 @@ from parplan.profiles.tracing.torch_functions import UNNAMED
 
 _MATRICES = {"linear", "addmm", "matmul", "mm", "rmatmul"}
 _SHARED = 3  # matrices that read or make an index that is called hidden
-_ATTENTION, _LOOKUP, _LOSS = "scaled_dot_product_attention", "embedding", "cross_entropy"
+_ATTENTION = "scaled_dot_product_attention"
+_LOOKUP, _LOSS = "embedding", "cross_entropy"
 
 
 class Divisible:

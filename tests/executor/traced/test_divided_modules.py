@@ -92,9 +92,32 @@ def test_divided_modules_train_with_other_axes_as_in_one_process(module, options
     check(hand_plan(module, tp=2, num_micro_batches=2, **options))
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tied_weights",
+        "multihead_attention",
+        "transformer_encoder",
+        "parameter_collections",
+        "frozen_in_the_middle",
+        "checkpoint_inside",
+        "hooked",
+    ],
+)
+def test_modules_of_the_zoo_are_divided_and_train_as_in_one_process(name):
+    plan = hand_plan(
+        f"tests.helpers.zoo:{name}", tp=2, num_micro_batches=2, micro_batch_size=2, shards_a_stage=1
+    )
+
+    assert any(plan.shardings.values())
+    check(plan)
+
+
 @pytest.mark.multiproc
 def test_a_checkpoint_of_fused_matrices_is_read_with_another_tp(tmp_path):
-    """Of queries, keys and values in one matrix every rank has a part of each."""
+    """Every rank has a part of the queries, of the keys and of the values in one matrix."""
     divided, whole = (hand_plan(f"{MODULES}:gpt", tp=tp, num_micro_batches=2) for tp in (2, 1))
 
     saved = run_ranks([divided], partial(_saved, tmp_path / "divided"))[0]

@@ -1,4 +1,4 @@
-"""Divisions of traced layers: Megatron's, found by following dims, at the described block's price."""
+"""Divisions of traced layers are Megatron's, found by following dims, at the described price."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.operator_graph import LayerClass, LayerKind, Operator, layer_class
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.tracing.trace import trace
-from tests.helpers.builtin_modules import CONFIGS, LARGE_GPT, LONG, TRAINING
+from tests.helpers.builtin_modules import CONFIGS, LARGE_GPT, LONG, TRAINING, spec_of
 from tests.helpers.traced_modules import HUGGING_FACE
 
 MACHINE = machine_for(load_cluster("a100-80gb"))
 LARGE = replace(TRAINING, seq_length=LONG, stack=load_stack("parplan"))
+SMALL = replace(TRAINING, seq_length=16)
 BLOCKS = {
     "gpt2": "transformer.h.1.",
     "llama": "model.layers.1.",
@@ -147,6 +148,16 @@ def test_a_traced_gpt_block_computes_and_holds_what_the_described_one_does(tp):
     assert traced.backward.value_s == pytest.approx(expected.backward.value_s, rel=2e-2)
     assert _saved(large_gpt(), tp) == _saved(described(), tp) + statistics
     assert _states(large_gpt(), tp) == _states(described(), tp)
+
+
+def test_readers_of_one_tensor_sum_their_gradients_before_the_ranks_do():
+    """Llama of Hugging Face reads a norm by three matrices, and the next by two."""
+    expected = build_graph(spec_of(CONFIGS["llama"]), SMALL, 2).block
+    traced = price_operators(block("llama"), Sharding(2), MACHINE, SMALL).time()
+    fused = price_operators(expected, Sharding(2), MACHINE, SMALL).time()
+
+    assert traced.tp_forward.value_s == pytest.approx(fused.tp_forward.value_s, rel=1e-12)
+    assert traced.tp_backward.value_s == pytest.approx(fused.tp_backward.value_s, rel=1e-12)
 
 
 def _time(layer: LayerClass, tp: int) -> LayerTime:

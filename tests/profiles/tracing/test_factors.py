@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,9 +54,7 @@ def test_a_cut_has_the_sizes_and_all_factors_in_order(sizes, data):
     axis = tuple(factor for size in sizes for factor in factors.new(size))
     ends = data.draw(st.lists(st.integers(0, len(sizes)), max_size=3).map(sorted))
     bounds = [0, *ends, len(sizes)]
-    wanted = [
-        math.prod(sizes[first:end]) for first, end in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    wanted = [math.prod(sizes[first:end]) for first, end in pairwise(bounds)]
 
     pieces = factors.cut(axis, wanted)
 
