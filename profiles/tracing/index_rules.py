@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -141,6 +142,8 @@ def _unknown(call: Call, reason: str | None = None) -> Axes | Sequence[Axes]:
 
 def _rule(node: fx.Node) -> Rule:
     name = str(node.meta["function"]).strip("_")
+    if isinstance(node.target, MethodType):  # a torch.autograd.Function of the user, of any name
+        return _unknown
     if name in _RULES:
         return _RULES[name]
     if name in _UNARY:
@@ -155,7 +158,7 @@ def _rule(node: fx.Node) -> Rule:
 @cache
 def _is_pointwise(name: str) -> bool:
     """Tells whether torch marks the function, or the operator like `__radd__`, as pointwise."""
-    for each in (name, name[1:]):
+    for each in (name, name[1:]) if name[0] in "ri" else (name,):
         packet = getattr(torch.ops.aten, {"truediv": "div"}.get(each, each), None)
         if packet is not None:
             overloads = (getattr(packet, overload) for overload in packet.overloads())
@@ -270,6 +273,8 @@ def _attention(call: Call) -> Axes:
 def _embedding(call: Call) -> Axes:
     ids, table = call.axes(call.argument(0, "input")), call.axes(call.argument(1, "weight"))
     call.whole(ids, "the table is looked up for all of them")
+    if call.argument(5, "scale_grad_by_freq", False):
+        call.whole((table[0],), "a gradient is divided by how often its row is read")
     return (*ids, table[1])
 
 

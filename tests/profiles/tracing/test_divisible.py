@@ -80,6 +80,18 @@ def test_calls_between_column_and_row_are_divided_and_no_others():
     }
 
 
+class Relu(torch.autograd.Function):
+    """A function of the user with a name like one of torch."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.sort().values
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def attention(f: nn.ModuleList, x: Tensor) -> Tensor:
     """By single products, without a fused kernel."""
     q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in f[0](x).chunk(3, -1))
@@ -105,6 +117,7 @@ def test_unfused_attention_is_divided_by_heads():
     ("body", "reason"),
     [
         pytest.param(lambda f, x: f[1](f[0](x).flip(-1)), "the flip is over", id="order"),
+        pytest.param(lambda f, x: f[1](Relu.apply(f[0](x))), "Relu is not divided", id="own"),
         pytest.param(lambda f, x: f[1](f[0](x)[..., 1:]), "takes a part of it", id="slice"),
         pytest.param(
             lambda f, x: f[1](torch.cumprod(f[0](x), -1)), "cumprod is not divided", id="no-rule"
