@@ -195,7 +195,13 @@ def _communication(
         operator.name: ending_time(operator, sharding, compute[operator.name], inside)
         for operator in layer.operators
     }
-    for (reader, _), edge in tensor_flows_of(layer, sharding).items():
+    summed: set[str] = set()
+    for (reader, name), edge in tensor_flows_of(layer, sharding).items():
+        # readers of one whole tensor add up their summands of its gradient before the ranks do
+        if edge.source == edge.target and PARTIAL in edge.gradient:
+            if name in summed:
+                continue
+            summed.add(name)
         times[reader] = times[reader].plus(edge_time(edge, compute[reader], inside))
     last = layer.operators[-1].name
     times[last] = times[last].plus(leaving_time(layer, sharding, inside))

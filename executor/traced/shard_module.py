@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from parplan.executor.traced.divided_calls import DividedCalls
+from parplan.executor.traced.division import Division
 from parplan.executor.traced.program_cut import ShardCut, written_buffers
 from parplan.profiles.tracing.program import CONSTANT, PARAMETER
 
@@ -60,13 +62,22 @@ class _Step:
 
 
 class ShardModule(nn.Module):
-    """A shard; `forward` takes the values of `cut.reads` and returns those of `cut.gives`."""
+    """A shard; `forward` takes the values of `cut.reads` and returns those of `cut.gives`.
+
+    With a `division` the ranks of its mesh make the calls together; all have the whole values that
+    it takes and returns.
+    """
 
     def __init__(
-        self, cut: ShardCut, attributes: Mapping[str, Tensor], device: torch.device
+        self,
+        cut: ShardCut,
+        attributes: Mapping[str, Tensor],
+        device: torch.device,
+        division: Division | None = None,
     ) -> None:
         super().__init__()
         self.cut = cut
+        self._division = division
         self.add_module(OF, Holder())
         self._constants: dict[fx.Node, Tensor] = {}
         for node in cut.attributes:
@@ -129,6 +140,8 @@ class ShardModule(nn.Module):
         known.update(self._constants)
         known.update({node: getattr(owner, key) for node, (owner, key) in self._places.items()})
         del values
+        if self._division is not None:
+            return self._divided(DividedCalls(self._division, known))
         for step in self._steps:
             args, kwargs = map_aggregate(
                 (step.args, step.kwargs),
@@ -140,6 +153,14 @@ class ShardModule(nn.Module):
             for node in step.drops:
                 del known[node]
         return tuple(known[node] for node in self.cut.gives)
+
+    def _divided(self, calls: DividedCalls) -> tuple[Tensor, ...]:
+        for step in self._steps:
+            with step.context():
+                calls.call(step.node, step.target, step.args, step.kwargs)
+            for node in step.drops:
+                calls.drop(node)
+        return tuple(calls.whole(node) for node in self.cut.gives)
 
 
 def _steps(cut: ShardCut, device: torch.device) -> Iterator[_Step]:

@@ -27,6 +27,7 @@ from parplan.executor.pipeline.runtime import (
 )
 from parplan.executor.placed_layers import action_rows
 from parplan.executor.sharding.rank_place import RankPlace
+from parplan.executor.traced.division import Division
 from parplan.executor.traced.program_cut import StageCut, cut_program
 from parplan.executor.traced.shared_parameters import (
     SharedParameters,
@@ -116,7 +117,9 @@ def build_traced_pipeline(
     cuts = cut_program(plan, program)
     check_shared(plan, cuts)
     here = [k for k, stage in enumerate(plan.stages) if stage.rank == ranks.coordinate("pp")]
-    stages = tuple(build_stage(plan, k, cuts[k], program, opened, ranks) for k in here)
+    tp_mesh = ranks.tp_mesh
+    division = None if tp_mesh is None else Division(plan, program, tp_mesh)
+    stages = tuple(build_stage(plan, k, cuts[k], program, opened, ranks, division) for k in here)
     steps = (
         tuple(_step(plan, ranks, stage, cuts, after_backward, span) for stage in stages)
         if len(cuts) > 1

@@ -17,6 +17,7 @@ from parplan.executor.sharding.zero_units import (
     shard_root,
     shard_unit,
 )
+from parplan.executor.traced.division import Division
 from parplan.executor.traced.program_cut import ShardCut, StageCut, check_recompute
 from parplan.executor.traced.shard_module import ShardModule
 from parplan.executor.traced.stage_values import OpenedModule
@@ -110,6 +111,7 @@ def build_stage(
     program: Program,
     opened: OpenedModule,
     ranks: RankPlace,
+    division: Division | None = None,
 ) -> TracedStage:
     """Builds stage `index` of the plan with the values of its parameters. Raises ConfigError."""
     planned = plan.stages[index]
@@ -127,8 +129,14 @@ def build_stage(
             for place in group
             for name in _parameters(cut.shards[place])
         }
+        if division is not None:
+            parameters = {
+                name: division.placed(name, value, zero) for name, value in parameters.items()
+            }
         for place in group:
-            shards[place] = ShardModule(cut.shards[place], values | parameters, ranks.device)
+            shards[place] = ShardModule(
+                cut.shards[place], values | parameters, ranks.device, division
+            )
             modules[place] = shards[place]
             if planned.first + place in planned.recompute:
                 check_recompute(cut.shards[place], plan.shards[planned.first + place])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from parplan.costmodels.layers.model_states import StateBytes, chunk_elements, states_of
 from parplan.executor.rules.traced_rules import validate_traced_plan
@@ -45,7 +47,9 @@ class TracedTrainer(Trainer):
         with self.recorder.span("data", -1, -1):
             batch = {key: value.to(self.ranks.device) for key, value in self.batches(step).items()}
         self.progress.at("runs forward and backward passes")
-        return self.shares.sum_loss(self.pipeline.step(batch))
+        loss = self.pipeline.step(batch)
+        counts = self.ranks.coordinate("tp") == 0
+        return self.shares.sum_loss(loss if counts else torch.zeros_like(loss))
 
     @property
     def scale(self) -> None:
@@ -96,7 +100,7 @@ class TracedTrainer(Trainer):
         pp = self.ranks.coordinate("pp")
         dp = self.ranks.coordinate("dp")
         return (
-            (pp, dp, 0),
+            (pp, dp, self.ranks.coordinate("tp")),
             predicted_states(self.plan, self.pipeline, dp),
             self.meter.measured(self.optimizer),
         )
@@ -120,14 +124,25 @@ def predicted_states(plan: TracedPlan, pipeline: TracedPipeline, dp_rank: int) -
         zero = plan.stages[stage.index].zero if plan.mesh.dp > 1 else 0
         for _, parameter in stage.named():
             if parameter.requires_grad:
-                shape = tuple(parameter.shape)
+                shape = divided_shape(parameter)
                 total += states_of(
-                    parameter.numel(),
+                    math.prod(shape),
                     chunk_elements(shape, plan.mesh.dp, dp_rank),
                     zero,
                     plan.training,
                 )
     return total
+
+
+def divided_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of the part of a parameter that a tensor-parallel rank has."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for name, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+            if name == "tp" and not placement.is_replicate():
+                shape[placement.dim] //= mesh["tp"].size()  # type: ignore[attr-defined]
+    return tuple(shape)
 
 
 def build_traced_trainer(

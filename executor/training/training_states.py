@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from parplan.executor.pipeline.stages import Stage
+from parplan.executor.sharding.tensor_boxes import checkpointed
 
 TIED = "embedding.tokens.weight"
 # Prefixes of checkpoint_wrapper and torch.compile.
@@ -73,12 +74,12 @@ def training_tensors(
 ) -> Tensors:
     """Return parameters and optimizer states; loading into these tensors loads the run."""
     states = {
-        f"{name}.{key}": value
+        f"{name}.{key}": checkpointed(value)
         for name, parameter in parameters.items()
         for key, value in optimizer.state[parameter].items()
     }
     return {
-        "model": {name: parameter.detach() for name, parameter in parameters.items()},
+        "model": {name: checkpointed(each.detach()) for name, each in parameters.items()},
         "optimizer": states,
     }
 

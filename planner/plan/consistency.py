@@ -87,12 +87,13 @@ def require_consistent_traced(plan: TracedPlan, where: str) -> None:
         "shards",
         where,
     )
-    if plan.mesh.tp > 1 or plan.mesh.ep > 1:
+    if plan.mesh.ep > 1 or (plan.mesh.tp > 1 and not plan.shardings):
         raise _unfit(
             where,
             "mesh",
             f"it is {plan.mesh}, nothing says how the operators of a traced module are divided",
         )
+    _require_shardings(plan, where)
     _require_layout(
         plan.cluster,
         plan.training,
@@ -115,6 +116,24 @@ def require_consistent_traced(plan: TracedPlan, where: str) -> None:
                 f"it recomputes shard {wrong[0]}, and has {stage.first} to {stage.end - 1}",
             )
     _require_prediction(plan.predicted, plan.mesh.pp, None, where)
+
+
+def _require_shardings(plan: TracedPlan, where: str) -> None:
+    """Raises ConfigError for a division of operators that no shard has."""
+    sizes: dict[str, int] = {}
+    for shard in plan.shards:
+        size = shard.end - shard.first
+        sizes[shard.layer] = min(size, sizes.get(shard.layer, size))
+    for layer, splits in plan.shardings.items():
+        if layer not in sizes:
+            raise _unfit(where, f"shardings.{layer}", "no shard has this layer")
+        for index, split in enumerate(splits):
+            if not 0 <= split.place < sizes[layer]:
+                raise _unfit(
+                    where,
+                    f"shardings.{layer}.{index}",
+                    f"place is {split.place}, shards of {layer} have {sizes[layer]} operators",
+                )
 
 
 def _unfit(where: str, key: str, problem: str) -> ConfigError:

@@ -7,7 +7,8 @@ ran them. The executor traces the module again and cuts it at the same places.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.pipeline_plan import PipelinePlan
@@ -72,8 +73,26 @@ class ShardStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """The division of one operator of a shard over the tensor-parallel ranks.
+
+    place      the operator's place in the shard, from 0
+    dim        the name of the dim that the ranks divide
+    """
+
+    __pydantic_config__ = _FORBID
+
+    place: int
+    dim: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedPlan:
-    """A strategy for a traced module on one cluster, with its predicted cost and search record."""
+    """A strategy for a traced module on one cluster, with its predicted cost and search record.
+
+    shardings   by `layer` of the shards, the operators that the tensor-parallel ranks divide; every
+                rank computes all others whole, and views follow the tensors that they view
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -88,3 +107,4 @@ class TracedPlan:
     stages: tuple[ShardStage, ...]
     predicted: Prediction
     search: SearchRecord
+    shardings: Mapping[str, tuple[SplitPlan, ...]] = field(default_factory=dict)

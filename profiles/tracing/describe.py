@@ -1,9 +1,10 @@
 """Describes a Program as a TracedModel: the operators of its torch calls.
 
 Products and attention have dims and model FLOPs, a backward pass twice the forward's where both
-operands have gradients (EQUATIONS K2, K4); other operators are priced by their bytes. The tensors
-that autograd saves were observed while recording; tensors that share memory are saved once, under
-the name of the first one made.
+operands have gradients (EQUATIONS K2, K4); other operators are priced by their bytes. Dims that run
+over the same index have the same name, and `parallel_dim` is the one by which tensor parallelism
+divides an operator (profiles/tracing/divisible.py). The tensors that autograd saves were observed
+while recording; tensors that share memory are saved once, under the name of the first one made.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models import operator_graph as model
 from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter
 from parplan.profiles.models.traced_model import BATCH, TracedModel, TracedOperator
+from parplan.profiles.tracing.divisible import Divisible, outputs_of
 from parplan.profiles.tracing.program import PARAMETER, Program, memory_of
-from parplan.profiles.tracing.torch_functions import Computation, computation, fused_kernel
+from parplan.profiles.tracing.torch_functions import UNNAMED, Computation, computation, fused_kernel
 
 _MASK_BYTES, _FP32_BYTES = 1, 4
 
@@ -54,6 +56,7 @@ class _Describer:
     def __init__(self, program: Program, second: Program, on_cpu: bool) -> None:
         self.sizes = program.micro_batch_size, second.micro_batch_size
         self.on_cpu = on_cpu
+        self.divisible = Divisible(program)
         nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.counterparts = dict(
             zip(nodes, (node for node in second.graph.nodes if node.op != "output"), strict=True)
@@ -70,8 +73,8 @@ class _Describer:
         return tuple(self._tensor(node) for node in self.counterparts if node.op == "placeholder")
 
     def traced(self, node: fx.Node) -> TracedOperator:
-        outputs = tuple(_outputs(node))
-        view = self._is_view(node, outputs)
+        outputs = tuple(outputs_of(node))
+        view = self.divisible.is_view(node)
         computed = (
             Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0]))
             if view
@@ -97,11 +100,6 @@ class _Describer:
             counts=tuple(str(each.target) for each in node.all_input_nodes if each in self.counted),
         )
 
-    def _is_view(self, node: fx.Node, outputs: tuple[fx.Node, ...]) -> bool:
-        given = {memory_of(each.meta["val"]) for each in node.meta["aliases"]}
-        alias = bool(outputs) and all(memory_of(out.meta["val"]) in given for out in outputs)
-        return alias and not node.meta["written"] and not node.meta["random"]
-
     def _operator(
         self, node: fx.Node, computed: Computation, outputs: tuple[fx.Node, ...]
     ) -> Operator:
@@ -122,7 +120,9 @@ class _Describer:
             inputs=self._inputs_of(node),
             outputs=tuple(self._tensor(each) for each in outputs),
             contracted=computed.contracted,
-            parameters=tuple(_described(each) for each in parameters),
+            parallel_dim=self._parallel_dim(node, computed),
+            undivided=self._undivided(node, computed),
+            parameters=tuple(self._described(each) for each in parameters),
             saved=tuple(self._saved(node, computed)),
             flops_forward=computed.flops,
             flops_backward=computed.flops * operands if gradient else 0,
@@ -130,6 +130,20 @@ class _Describer:
             dropped=computed.dropped,
             gradient=gradient,
         )
+
+    def _parallel_dim(self, node: fx.Node, computed: Computation) -> str | None:
+        name = self.divisible.parallel_dim(node)
+        return name if any(dim.name == name for dim in computed.dims) else None
+
+    def _undivided(self, node: fx.Node, computed: Computation) -> tuple[tuple[str, str], ...]:
+        """The dims that no axis may divide: those that the call needs whole, and without a name."""
+        known = dict(self.divisible.undivided(node))
+        if computed.kind is OperatorKind.ATTENTION:
+            known |= {dim.name: "attention needs all of it" for dim in computed.dims[2:]}
+        for dim in computed.dims:
+            if dim.name not in self.divisible.names:
+                known.setdefault(dim.name, self.divisible.without_name(node))
+        return tuple(known.items())
 
     def _inputs_of(self, node: fx.Node) -> tuple[model.Tensor, ...]:
         """The activations that a call reads, first those whose memory it writes or returns."""
@@ -145,6 +159,9 @@ class _Describer:
         """The parameter that a node is, or is a view of."""
         root = self.first.get(memory_of(node.meta["val"]))
         return root if root is not None and root.meta.get("origin") == PARAMETER else None
+
+    def _described(self, node: fx.Node) -> Parameter:
+        return Parameter(name=str(node.target), dims=self.divisible.dims(node))
 
     def _saved(self, node: fx.Node, computed: Computation) -> Iterator[model.Tensor]:
         """Yields saved tensors without parameters, buffers, constants and the batch.
@@ -185,25 +202,23 @@ class _Describer:
                 continue
             seen.add(memory)
             if maker is not None:
-                yield self._whole(
-                    str(maker.meta["name"]), maker.meta["val"], self.counterparts[maker].meta["val"]
-                )
+                name, like = str(maker.meta["name"]), self.counterparts[maker].meta["val"]
+                yield self._whole(name, maker, maker.meta["val"], like)
             elif counterpart is not None:
-                yield self._whole(f"{node.meta['name']}:kept{place}", tensor, counterpart[place])
+                name = f"{node.meta['name']}:kept{place}"
+                yield self._whole(name, node, tensor, counterpart[place])
 
-    def _whole(self, name: str, tensor: Tensor, counterpart: Tensor) -> model.Tensor:
-        """The whole memory that holds a tensor."""
+    def _whole(self, name: str, like: fx.Node, tensor: Tensor, counterpart: Tensor) -> model.Tensor:
+        """The whole memory that holds a tensor; `like` names its dims if it has the same shape."""
         element = tensor.element_size()
         whole = [each.untyped_storage().nbytes() // element for each in (tensor, counterpart)]
-        if whole[0] == tensor.numel():
-            return model.Tensor(
-                name=name,
-                dims=self._scaled(tensor.shape, counterpart.shape, name),
-                element_bytes=element,
-            )
-        return model.Tensor(
-            name=name, dims=self._scaled(whole[:1], whole[1:], name), element_bytes=element
-        )
+        if whole[0] != tensor.numel():
+            dims = self._scaled(whole[:1], whole[1:], name)
+        elif isinstance(like.meta["val"], Tensor) and like.meta["val"].shape == tensor.shape:
+            dims = self._dims(like)
+        else:
+            dims = self._scaled(tensor.shape, counterpart.shape, name)
+        return model.Tensor(name=name, dims=dims, element_bytes=element)
 
     def _tensor(self, node: fx.Node) -> model.Tensor:
         """The value of a node, under the name of its memory."""
@@ -218,12 +233,13 @@ class _Describer:
     def _dims(self, node: Any) -> tuple[Dim, ...]:
         value = node.meta["val"]
         if not isinstance(value, Tensor):  # the first used output of a call with several
-            node = next(_outputs(node))
+            node = next(outputs_of(node))
             value = node.meta["val"]
-        return self._scaled(
-            value.shape,
-            self.counterparts[node].meta["val"].shape,
-            str(node.meta.get("name", node.name)),
+        counterpart = self.counterparts[node].meta["val"]
+        scaled = self._scaled(value.shape, counterpart.shape, str(node.meta.get("name", node.name)))
+        named = self.divisible.dims(node)
+        return tuple(
+            each if each.name == BATCH else dim for each, dim in zip(scaled, named, strict=True)
         )
 
     def _scaled(self, shape: Any, counterpart: Any, name: str) -> tuple[Dim, ...]:
@@ -232,27 +248,10 @@ class _Describer:
             pairs = list(zip(shape, counterpart, strict=True))
             if all(n == m or n * other_size == m * size for n, m in pairs):
                 return tuple(
-                    Dim(f"dim{i}" if n == m else BATCH, n) for i, (n, m) in enumerate(pairs)
+                    Dim(f"{UNNAMED}{i}" if n == m else BATCH, n) for i, (n, m) in enumerate(pairs)
                 )
         raise ConfigError(
             f"module: {name} is {list(shape)} for {size} samples and {list(counterpart)} for "
             f"{other_size}, its sizes must be in proportion",
             hint="let the module treat the samples of a batch one by one",
         )
-
-
-def _outputs(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes of the tensors that a call returns: the call, or nodes that pick from it."""
-    if isinstance(node.meta["val"], Tensor):
-        yield node
-        return
-    for user in node.users:
-        if "name" in user.meta and user.meta["name"].startswith(f"{node.meta['name']}["):
-            yield from _outputs(user)
-
-
-def _described(node: fx.Node) -> Parameter:
-    return Parameter(
-        name=str(node.target),
-        dims=tuple(Dim(f"dim{i}", size) for i, size in enumerate(node.meta["val"].shape)),
-    )

@@ -1,8 +1,9 @@
 """The kind of operator, the dims and the model FLOPs of a torch function, by its name.
 
 Dims of products are (rows..., features, contracted), of attention (batch, heads, sequence, keys,
-head_dim), as costmodels/operators/kernels.py reads them. A convolution is a product of its windows
-and its weight (implicit GEMM: Chetlur et al. 2014, arXiv 1410.0759).
+head_dim), of a look-up (rows..., features, table rows), as costmodels/operators reads them. A
+convolution is a product of its windows and its weight (implicit GEMM: Chetlur et al. 2014, arXiv
+1410.0759).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from parplan.profiles.models.operator_graph import Dim, OperatorKind
 from parplan.profiles.models.traced_model import BATCH
 
 Dims = tuple[Dim, ...]
+UNNAMED = "dim"  # dims whose index has no name are called after their place
 DimsOf = Callable[[Any], Dims]  # the dims of a node's value
 
 
@@ -71,7 +73,10 @@ def computation(node: fx.Node, dims_of: DimsOf) -> Computation:
     if plain in _NORMS:
         kind = OperatorKind.NORM
     elif plain == "embedding":
-        kind = OperatorKind.EMBEDDING
+        table = dims_of(argument(node, 1, "weight"))
+        return Computation(
+            kind=OperatorKind.EMBEDDING, dims=(*output, table[0]), contracted=table[0].name
+        )
     elif plain.endswith(("crossentropy", "crossentropyloss")):
         kind, output = OperatorKind.CROSS_ENTROPY, dims_of(argument(node, 0, "input"))
     return Computation(kind=kind, dims=output)
@@ -97,8 +102,8 @@ def _product(node: fx.Node, function: str, output: Dims, dims_of: DimsOf) -> Com
 
 
 def _named(dim: Dim, name: str) -> Dim:
-    """Renames `dim`, unless it is the batch's."""
-    return dim if dim.name == BATCH else Dim(name, dim.size)
+    """Renames `dim`, unless it has a name, as the batch's has."""
+    return Dim(name, dim.size) if dim.name.startswith(UNNAMED) else dim
 
 
 def _rows(output: Dims) -> Dims:
@@ -131,15 +136,14 @@ def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
     *outer, sequence, head_dim = query
     *batch, heads = outer if len(outer) > 1 else (*outer, Dim("heads", 1))
     dropout_p = argument(node, 4, "dropout_p", 0.0)
-    named = (
-        (heads, "heads"),
-        (sequence, "sequence"),
-        (keys[-2], "keys"),
-        (head_dim, "head_dim"),
+    needed = (
+        Dim("sequence", sequence.size),
+        Dim("keys", keys[-2].size),
+        Dim("head_dim", head_dim.size),
     )
     batch_name = BATCH if any(dim.name == BATCH for dim in batch) else "rows"
     samples = Dim(batch_name, math.prod(dim.size for dim in batch))
-    sizes = (samples, *(_named(dim, name) for dim, name in named))
+    sizes = (samples, _named(heads, "heads"), *needed)
     return Computation(
         kind=OperatorKind.ATTENTION,
         dims=sizes,

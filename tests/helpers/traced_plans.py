@@ -11,13 +11,22 @@ from typing import Any
 
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.traced.program_cut import cut_program
+from parplan.planner.layer_options.traced_shardings import split_plans, traced_shardings
 from parplan.planner.plan.plan import PLAN_VERSION
-from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
+from parplan.planner.plan.traced_plan import (
+    ShardPlan,
+    ShardStage,
+    SplitPlan,
+    TracedPlan,
+    TracedSummary,
+)
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
+from parplan.profiles.models.operator_graph import LayerKind, layer_class
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.tracing.program import Program
 from parplan.profiles.tracing.record import record
+from parplan.profiles.tracing.trace import trace
 from parplan.profiles.tracing.traced_source import open_workload
 from tests.helpers.executor_plans import make_plan
 
@@ -27,6 +36,7 @@ def hand_plan(
     *,
     pp: int = 1,
     dp: int = 1,
+    tp: int = 1,
     virtual_stages: int = 1,
     shards_a_stage: int = 2,
     zero: int = 0,
@@ -43,6 +53,7 @@ def hand_plan(
     like = make_plan(
         pp=pp,
         dp=dp,
+        tp=tp,
         num_micro_batches=num_micro_batches,
         global_batch_size=dp * num_micro_batches * micro_batch_size,
         schedule=schedule,
@@ -54,7 +65,9 @@ def hand_plan(
         if isinstance(module, str)
         else ModuleSource(huggingface=module)
     )
-    program = record(open_workload(source, seq_length=like.training.seq_length), micro_batch_size)
+    program = record(
+        open_workload(source, seq_length=like.training.seq_length), micro_batch_size, precision
+    )
     count = pp * virtual_stages
     stages = tuple(
         ShardStage(
@@ -86,7 +99,25 @@ def hand_plan(
         predicted=like.predicted,
         search=like.search,
     )
-    return _with_shards(plan, program, count * shards_a_stage)
+    cut = _with_shards(plan, program, count * shards_a_stage)
+    return replace(cut, shardings=_shardings(cut)) if tp > 1 else cut
+
+
+def _shardings(plan: TracedPlan) -> dict[str, tuple[SplitPlan, ...]]:
+    """The first sharding of every shard that is worth searching."""
+    model = trace(
+        plan.module, seq_length=plan.training.seq_length, precision=plan.training.precision
+    )
+    shardings = {}
+    for shard in plan.shards:
+        placed = [
+            (place, traced.operator)
+            for place, traced in enumerate(model.operators[shard.first : shard.end])
+            if not traced.view and not traced.constant
+        ]
+        layer = layer_class(LayerKind.BLOCK, 1, tuple(operator for _, operator in placed))
+        shardings[shard.layer] = split_plans(placed, traced_shardings(layer, plan.mesh.tp)[0])
+    return shardings
 
 
 def _with_shards(plan: TracedPlan, program: Program, count: int) -> TracedPlan:
@@ -116,7 +147,7 @@ def _shards(program: Program, ends: list[int]) -> tuple[ShardPlan, ...]:
     return tuple(
         ShardPlan(
             name=f"shard {i}",
-            layer="A",
+            layer=chr(ord("A") + i),
             first=first,
             end=end,
             starts=program.calls[first].meta["name"],

@@ -1,0 +1,164 @@
+"""Names of indices, and those by which the operators of a module are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parplan.profiles.models.operator_graph import Operator
+from parplan.profiles.models.traced_model import BATCH
+from parplan.profiles.tracing import traced_source as source_module
+from parplan.profiles.tracing.describe import describe
+from parplan.profiles.tracing.record import record
+from parplan.profiles.tracing.traced_source import ModuleSource, open_workload
+
+WIDTH, HEADS = 16, 4
+Body = Callable[[nn.ModuleList, Tensor], Tensor]
+
+
+class Layers(nn.Module):
+    """Some linear layers that `body` calls."""
+
+    def __init__(self, body: Body, sizes: tuple[tuple[int, int], ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(first, second) for first, second in sizes)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.layers, x).square().mean()
+
+
+def operators(body: Body, *sizes: tuple[int, int]) -> dict[str, Operator]:
+    """The operators that compute, by the last part of their names."""
+    made = Layers(body, sizes), lambda size: {"x": torch.randn(size, 6, WIDTH)}
+    with (
+        patch.object(source_module, "import_factory", lambda factory: lambda: made),
+        patch.object(source_module, "_check_parameters"),
+    ):
+        workload = open_workload(ModuleSource(factory="tests:made"), seq_length=1)
+    model = describe(record(workload, 2), record(workload, 3))
+    computing = (each.operator for each in model.operators if not each.view)
+    return {operator.name.removeprefix("layers."): operator for operator in computing}
+
+
+def parallel(body: Body, *sizes: tuple[int, int]) -> dict[str, str | None]:
+    return {name: each.parallel_dim for name, each in operators(body, *sizes).items()}
+
+
+SQUARE = (WIDTH, WIDTH)
+
+
+def test_of_matrices_in_a_row_the_first_divides_its_columns_and_the_next_its_rows():
+    divided = operators(lambda f, x: f[3](f[2](f[1](f[0](x)))), *[SQUARE] * 4)
+
+    assert [divided[f"{i}.linear"].parallel_dim for i in range(4)] == ["ffn"] * 4
+    assert divided["1.linear"].contracted == divided["3.linear"].contracted == "ffn"
+    assert divided["0.linear"].contracted != "ffn"
+
+
+def test_what_reads_an_index_whole_keeps_its_matrices_whole():
+    divided = parallel(lambda f, x: f[1](f[0](x).softmax(-1)), SQUARE, SQUARE)
+
+    assert set(divided.values()) == {None}
+
+
+def test_calls_between_column_and_row_are_divided_and_no_others():
+    divided = parallel(
+        lambda f, x: functional.layer_norm(x + f[1](f[0](x).relu() * 2), (WIDTH,)), SQUARE, SQUARE
+    )
+
+    assert {name for name, dim in divided.items() if dim} == {
+        "0.linear",
+        "relu",
+        "mul",
+        "1.linear",
+    }
+
+
+class Relu(torch.autograd.Function):
+    """A function of the user with a name like one of torch."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.sort().values
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def attention(f: nn.ModuleList, x: Tensor) -> Tensor:
+    """By single products, without a fused kernel."""
+    q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in f[0](x).chunk(3, -1))
+    weights = (q @ k.transpose(-2, -1)).softmax(-1)
+    return f[1]((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_unfused_attention_is_divided_by_heads():
+    divided = operators(attention, (WIDTH, 3 * WIDTH), SQUARE)
+
+    assert divided["0.linear"].dims[2].name == "heads"
+    assert divided["0.linear"].dims[2].unit == 3 * WIDTH // HEADS
+    assert {name for name, each in divided.items() if each.parallel_dim == "heads"} == {
+        "0.linear",
+        "matmul",
+        "softmax",
+        "matmul_2",
+        "1.linear",
+    } | {name for name in divided if name.startswith("flatten")}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        pytest.param(lambda f, x: f[1](f[0](x).flip(-1)), "the flip is over", id="order"),
+        pytest.param(lambda f, x: f[1](Relu.apply(f[0](x))), "Relu is not divided", id="own"),
+        pytest.param(lambda f, x: f[1](f[0](x)[..., 1:]), "takes a part of it", id="slice"),
+        pytest.param(
+            lambda f, x: f[1](torch.cumprod(f[0](x), -1)), "cumprod is not divided", id="no-rule"
+        ),
+        pytest.param(
+            lambda f, x: f[1](functional.glu(torch.cat((f[0](x), x), -1))),
+            "glu is not divided",
+            id="unknown",
+        ),
+    ],
+)
+def test_an_index_that_a_call_needs_whole_is_undivided_with_the_reason(body, reason):
+    divided = operators(body, SQUARE, (WIDTH - ("part" in reason), WIDTH))
+
+    assert not any(each.parallel_dim for each in divided.values())
+    reasons = {text for each in divided.values() for _, text in each.undivided}
+    assert any(reason in text for text in reasons)
+
+
+def test_a_write_into_memory_that_is_read_later_keeps_the_matrices_whole():
+    def body(f: nn.ModuleList, x: Tensor) -> Tensor:
+        made = f[0](x)
+        view = made.view(-1, WIDTH)
+        made.mul_(2.0)
+        return f[1](made) + view.sum()
+
+    divided = operators(body, SQUARE, SQUARE)
+
+    assert not any(each.parallel_dim for each in divided.values())
+    assert any(
+        "it writes into memory" in text for each in divided.values() for _, text in each.undivided
+    )
+
+
+def test_an_activation_in_place_is_divided():
+    divided = parallel(lambda f, x: f[1](f[0](x).relu_()), SQUARE, SQUARE)
+
+    assert divided == {**divided, "0.linear": "ffn", "relu": "ffn", "1.linear": "ffn"}
+
+
+def test_samples_are_never_divided():
+    divided = operators(lambda f, x: f[1](f[0](x)), SQUARE, SQUARE)
+
+    assert all(BATCH in dict(each.undivided) for each in divided.values())
