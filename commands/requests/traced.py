@@ -24,7 +24,7 @@ LONGEST_SEQ_LENGTH = 8192
 EXECUTORS_STACK = "parplan"  # no other runs a module as it was traced
 SEQ_LENGTH = 1024  # of a module that says no number of positions
 _POSITIONS = ("max_position_embeddings", "n_positions")
-_WHOLE = "a traced module is not divided inside a stage"
+_WHOLE = "tensor parallelism of a traced module is inside a node and as its matrices allow"
 _FASTEST = "a traced module is planned for throughput"
 _ON_DEVICE = "a traced module stays on its device"
 _REFUSED = {  # options that a traced module cannot have, and why
@@ -112,11 +112,6 @@ def _require_plain(
 ) -> None:
     if flags.objective != "throughput":
         raise ConfigError(f"--objective {flags.objective}: {_FASTEST}", hint="leave it out")
-    if pins.tp and max(pins.tp) > 1:
-        raise ConfigError(
-            f"--tp {max(pins.tp)}: {_WHOLE}",
-            hint="use --tp 1, or a model that is described (plan models)",
-        )
     for name, why in _REFUSED.items():
         values = (getattr(record, name, None) for record in (target, pins, flags, result))
         if any(value not in (None, False, ()) for value in values):

@@ -185,6 +185,10 @@ class LayerPriceCache(ABC):
     def flops_per_sequence(self) -> int:
         """Forward and backward model FLOPs of a sequence, without recompute (EQUATIONS K4)."""
 
+    def own_sharding(self, kind: LayerKey, sharding: Sharding) -> Sharding:
+        """Returns the sharding of a layer in a layout with `sharding`."""
+        return sharding
+
     @property
     def shared_parameters(self) -> tuple[ParameterSharing, ...]:
         """Parameters that several layers hold, such as a token table tied to the head."""

@@ -10,7 +10,7 @@ many mixes at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import groupby, zip_longest
@@ -98,15 +98,14 @@ class PeakPass:
     def first(self) -> bool:
         return self.chunk not in self.made
 
+    @property
+    def kind(self) -> Hashable:
+        """All that decides the bytes that its layers add one by one."""
+        return self.chunk, self.backward, self.ahead, self.first, self.before
+
     def holds_no_less(self, rival: PeakPass) -> bool:
         """True if this pass dominates another equal one, whatever the bytes of each class."""
-        alike = (self.chunk, self.backward, self.ahead, self.first, self.before) == (
-            rival.chunk,
-            rival.backward,
-            rival.ahead,
-            rival.first,
-            rival.before,
-        )
+        alike = self.kind == rival.kind
         mine = (*self.stashes, *self.remade, self.sent)
         theirs = (*rival.stashes, *rival.remade, rival.sent)
         return (
@@ -156,7 +155,8 @@ def peak_of_runs(
     gradients = [sum(run.count * run.held.gradients for run in chunk) for chunk in chunks]
     passes, sent = passes_of(layout, rank)
     peak = sum(gradients) + sent * constant.sent + constant.reduced
-    for peak_pass in passes:
+    fullest: dict[Hashable, tuple[PeakPass, Bytes]] = {}
+    for peak_pass in passes:  # passes of one kind add the same bytes to their level
         level = (
             constant.gathered
             + peak_pass.sent * constant.sent
@@ -164,6 +164,9 @@ def peak_of_runs(
         )
         level = level + sum(n * held for n, held in zip(peak_pass.stashes, saved, strict=True))
         level = level + sum(n * held for n, held in zip(peak_pass.remade, remade, strict=True))
+        _, known = fullest.get(peak_pass.kind, (peak_pass, level))
+        fullest[peak_pass.kind] = peak_pass, np.maximum(level, known)
+    for peak_pass, level in fullest.values():
         reducing = _reducing(chunks, peak_pass.before)
         if not peak_pass.backward:
             peak = np.maximum(
@@ -192,27 +195,34 @@ def _levels(
     waits = {LayerKind.HEAD: constant.shared_table, LayerKind.EMBEDDING: -constant.shared_table}
     for run in reversed(chunk):
         held = run.held
-        there = np.asarray(run.count) > 0
         workspace = held.alone if peak_pass.ahead else held.workspace
         inside = held.gathered + np.maximum(workspace, held.reduced)
         step = (held.gradients if peak_pass.first else 0.0) - held.saved
         if peak_pass.ahead:
             step = step - held.remade
-        yield np.where(there, level + inside + reducing, -np.inf)
-        reducing = np.where(there & (np.asarray(held.reduced) > 0), held.reduced, reducing)
-        later = np.maximum(step, (run.count - 1) * step)
-        yield np.where(np.asarray(run.count) > 1, level + inside + reducing + later, -np.inf)
+        yield _where(run.count, 1, level + inside + reducing)
+        reducing = np.where(_reduces(run), held.reduced, reducing)
+        if not (isinstance(run.count, int) and run.count == 1):
+            later = np.maximum(step, (run.count - 1) * step)
+            yield _where(run.count, 2, level + inside + reducing + later)
         level = level + run.count * step + waits.get(run.kind.role, 0.0)
+
+
+def _where(count: Bytes, least: int, level: Bytes) -> Bytes:
+    """Returns the level where a run has at least so many layers."""
+    if isinstance(count, int):
+        return level if count >= least else -np.inf
+    return np.where(np.asarray(count) >= least, level, -np.inf)
+
+
+def _reduces(run: AlikeLayers) -> Bytes:
+    return (np.asarray(run.count) > 0) & (np.asarray(run.held.reduced) > 0)
 
 
 def _reducing(chunks: Sequence[Sequence[AlikeLayers]], before: Iterable[int]) -> Bytes:
     reducing: Bytes = 0.0
     for run in (run for chunk in reversed(tuple(before)) for run in reversed(chunks[chunk])):
-        reducing = np.where(
-            (np.asarray(run.count) > 0) & (np.asarray(run.held.reduced) > 0),
-            run.held.reduced,
-            reducing,
-        )
+        reducing = np.where(_reduces(run), run.held.reduced, reducing)
     return reducing
 
 

@@ -76,12 +76,16 @@ class RangeTables:
     def _passes(self, b: int, sharding: Sharding) -> RangePasses:
         price_cache, layers = self.price_cache, range(self.size)
         keys = [price_cache.key(layer, layer) for layer in layers]
-        times = [price_cache.layer_time(key, b, sharding, Recompute.FULL) for key in keys]
+        own = [price_cache.own_sharding(key, sharding) for key in keys]
+        times = [
+            price_cache.layer_time(key, b, split, Recompute.FULL)
+            for key, split in zip(keys, own, strict=True)
+        ]
         plain = np.array([time.forward_s + time.backward_s for time in times])
         again = np.array([time.recompute_s for time in times])
         kept = [
-            min(price_cache.activations(key, b, sharding, level).saved for level in LEVELS)
-            for key in keys
+            min(price_cache.activations(key, b, split, level).saved for level in LEVELS)
+            for key, split in zip(keys, own, strict=True)
         ]
         cut = np.array(
             [
@@ -122,11 +126,16 @@ class RangeTables:
             return made
 
         data = {
-            key: price_cache.data_parallel(key, b, mesh, sharding, zero)
+            key: price_cache.data_parallel(
+                key, b, mesh, price_cache.own_sharding(key, sharding), zero
+            )
             for keys in self._keys
             for _, key in keys
         }
-        held = {key: price_cache.states(key, mesh, sharding, zero) for key in data}
+        held = {
+            key: price_cache.states(key, mesh, price_cache.own_sharding(key, sharding), zero)
+            for key in data
+        }
         spare = 1 + price_cache.training.stack.allocator_share
         states = sums(by_start(lambda key: held[key].states.total))
         return RangeStates(

@@ -11,6 +11,7 @@ import numpy as np
 from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
 from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
 from parplan.costmodels.step import StepPrice
@@ -26,7 +27,7 @@ from parplan.planner.search.search_session import ContentsMaker, SearchPrices, S
 from parplan.planner.stage_columns.sequence_columns import SequenceColumns, SequenceTable
 from parplan.planner.stage_columns.stage_column import StageColumn
 from parplan.planner.stage_columns.stage_contents import Range, StageContents
-from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.operator_graph import LayerKey, LayerKind
 
 WIDENED = (1.05, 1.3, 2.0, math.inf)  # factors on the least pace, tried in turn for a first choice
 # the ranges that a user gives to the virtual stages of a layout, None where the search cuts
@@ -191,14 +192,21 @@ class SequencePrices(SearchPrices):
             for stage, (first, end) in zip(layout.stages_of(rank), places[rank], strict=True):
                 keys = [self.price_cache.key(layer, first) for layer in range(first, end)]
                 stages[stage] = tuple(
-                    LayerChoice(key, next(blocks).recompute, column.zero)
-                    if key.role is LayerKind.BLOCK
-                    else LayerChoice(key, Recompute.NONE, column.zero)
+                    LayerChoice(
+                        key,
+                        next(blocks).recompute if key.role is LayerKind.BLOCK else Recompute.NONE,
+                        column.zero,
+                        self._own(key, layout.sharding),
+                    )
                     for key in keys
                 )
         return Strategy(
             layout=layout, stages=tuple(stages[k] for k in range(layout.num_virtual_stages))
         )
+
+    def _own(self, key: LayerKey, sharding: Sharding) -> Sharding | None:
+        own = self.price_cache.own_sharding(key, sharding)
+        return own if own != sharding else None
 
     def assembled(
         self, strategy: Strategy, price: StepPrice, record: SearchRecord, book: LayerPriceCache

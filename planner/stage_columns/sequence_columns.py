@@ -67,9 +67,10 @@ class SequenceTable(StageTable):
         self, key: LayerKey, b: int, sharding: Sharding, levels: Sequence[Recompute]
     ) -> tuple[LayerOption, ...]:
         """Returns the ways to run a layer of a class."""
+        own = self.price_cache.own_sharding(key, sharding)
         return self.once(
-            ("options", key, b, sharding, levels),
-            lambda: tuple(self._option(key, b, sharding, level) for level in levels),
+            ("options", key, b, own, levels),
+            lambda: tuple(self._option(key, b, own, level) for level in levels),
         )
 
     def _option(self, key: LayerKey, b: int, sharding: Sharding, level: Recompute) -> LayerOption:

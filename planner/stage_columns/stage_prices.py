@@ -160,10 +160,11 @@ def end_costs(
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
     for kind in ends:
-        data = outside.data_parallel(kind, b, mesh, sharding, zero)
-        size = price_cache.activations(kind, b, sharding)
-        held = outside.states(kind, mesh, sharding, zero)
-        time_s += price_cache.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
+        own = price_cache.own_sharding(kind, sharding)
+        data = outside.data_parallel(kind, b, mesh, own, zero)
+        size = price_cache.activations(kind, b, own)
+        held = outside.states(kind, mesh, own, zero)
+        time_s += price_cache.layer_time(kind, b, own).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
         states += held.states.total
         gradients += held.states.gradients

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.step import StepPrice, model_flops_utilization
 from parplan.costmodels.strategy import Strategy
+from parplan.planner.layer_options.traced_shardings import split_plans
 from parplan.planner.plan.assemble import (
     breakdown,
     letters,
@@ -16,7 +18,13 @@ from parplan.planner.plan.assemble import (
 )
 from parplan.planner.plan.plan import PLAN_VERSION
 from parplan.planner.plan.prediction import Prediction, Quantity, SearchRecord
-from parplan.planner.plan.traced_plan import ShardPlan, ShardStage, TracedPlan, TracedSummary
+from parplan.planner.plan.traced_plan import (
+    ShardPlan,
+    ShardStage,
+    SplitPlan,
+    TracedPlan,
+    TracedSummary,
+)
 from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shards import Sharded
 
@@ -57,6 +65,7 @@ def assembled(
             unit=model.unit,
         ),
         shards=_shards(sharded, price_cache.classes.of),
+        shardings=_shardings(price_cache, layout.sharding),
         stages=tuple(
             ShardStage(
                 rank=layout.rank_of(stage),
@@ -89,3 +98,23 @@ def _shards(sharded: Sharded, classes: list[int]) -> tuple[ShardPlan, ...]:
         )
         for each, number in zip(sharded.shards, classes, strict=True)
     )
+
+
+def _shardings(
+    price_cache: ShardPriceCache, sharding: Sharding
+) -> dict[str, tuple[SplitPlan, ...]]:
+    """Returns the division of each class of shards over the tensor-parallel ranks."""
+    if sharding.tp == 1:
+        return {}
+    sharded, plans = price_cache.sharded, dict[str, tuple[SplitPlan, ...]]()
+    for number, first in enumerate(price_cache.classes.firsts):
+        shard, key = sharded.shards[first], price_cache.key(first, first)
+        layer = price_cache.layer(key, sharded.model.micro_batch_size)
+        places = (
+            place
+            for place, traced in enumerate(sharded.model.operators[shard.first : shard.end])
+            if not traced.constant and not traced.view
+        )
+        own = price_cache.own_sharding(key, sharding)
+        plans[letters(number)] = split_plans(zip(places, layer.operators, strict=True), own)
+    return plans

@@ -16,6 +16,7 @@ from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_o
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import Sharding
+from parplan.planner.layer_options.traced_shardings import divisible_dims, traced_shardings
 from parplan.planner.traced.shard_classes import ShardClasses, ShardKey
 from parplan.planner.traced.shard_flow import Array, Flow
 from parplan.planner.traced.shards import Sharded
@@ -97,6 +98,22 @@ class ShardPriceCache(LayerPriceCache):
             ParameterSharing(shards, elements, in_ideal=True)
             for _, elements, shards in self.sharded.shared
         )
+
+    def own_sharding(self, kind: LayerKey, sharding: Sharding) -> Sharding:
+        """Returns the division of a shard that divides most of its operators."""
+        if sharding.tp == 1:
+            return sharding
+        traced = self.sharded.model.micro_batch_size
+        return self._once(
+            ("own", kind, sharding),
+            lambda: traced_shardings(self.layer(kind, traced), sharding.tp)[0],
+        )
+
+    def divides(self, tp: int) -> bool:
+        """True if `tp` ranks divide some operator of the model."""
+        traced = self.sharded.model.micro_batch_size
+        keys = dict.fromkeys(self.key(layer, layer) for layer in range(self.num_layers))
+        return any(divisible_dims(self.layer(key, traced), tp) for key in keys)
 
     def besides_bytes(self, first: int, end: int, micro_batch_size: int) -> float:
         besides = self._once(

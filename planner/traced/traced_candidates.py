@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from math import gcd
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
@@ -19,6 +20,7 @@ from parplan.planner.candidates.stack_rules import lacking_schedule, require_sta
 from parplan.planner.request import Constraints, TracedRequest
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import TrainingSpec
 from parplan.profiles.stack import Stack
 
@@ -36,13 +38,13 @@ RUN = (
 def require_known(pins: Constraints) -> None:
     """Raise ConfigError for pins of choices that a traced module does not have."""
     for option, values, only in (
-        ("--tp", pins.tp, 1),
         ("--ep", pins.ep, 1),
         ("--sequence-parallel", pins.sequence_parallel, False),
     ):
         if values is not None and set(values) != {only}:
             raise ConfigError(
-                f"{option} is pinned, a traced module is not divided inside a stage",
+                f"{option} is pinned, a traced module has neither experts apart nor sequences "
+                "divided between its layers",
                 hint=f"leave out {option}",
             )
     if pins.recompute and Recompute.SELECTIVE in pins.recompute:
@@ -60,12 +62,16 @@ def require_known(pins: Constraints) -> None:
 
 
 def enumerate_traced_candidates(
-    num_shards: int, request: TracedRequest, counts: tuple[int, ...] = ()
+    num_shards: int,
+    request: TracedRequest,
+    divides: Callable[[int], bool],
+    counts: tuple[int, ...] = (),
 ) -> CandidateSpace:
     """Returns all candidates of a module of `num_shards` shards.
 
-    `counts` are the shards of each virtual stage, empty when the search decides. Raises
-    ConfigError for pins that the stack does not run.
+    `divides` says whether a tensor-parallel degree divides any operator. `counts` are the shards of
+    each virtual stage, empty when the search decides. Raises ConfigError for pins that the stack
+    does not run.
     """
     cluster, training = request.cluster, request.training
     pins = request.constraints
@@ -73,9 +79,10 @@ def enumerate_traced_candidates(
     pins = pins.resolved(training.stack)
     layouts: list[ParallelLayout] = []
     pruned: list[Pruned] = []
-    for pp in divisors(cluster.num_gpus):
-        mesh = Mesh(pp=pp, dp=cluster.num_gpus // pp, tp=1)
+    for mesh in _meshes(cluster):
         reason = _excluded_mesh(mesh, num_shards, training, pins)
+        if not reason and not divides(mesh.tp):
+            reason = f"tp {mesh.tp} divides no operator of the module"
         if reason:
             pruned.append(Pruned(str(mesh), reason))
             continue
@@ -91,6 +98,14 @@ def enumerate_traced_candidates(
     return CandidateSpace(tuple(layouts), tuple(pruned))
 
 
+def _meshes(cluster: Cluster) -> Iterator[Mesh]:
+    """Yields the meshes whose tensor-parallel ranks are inside a node."""
+    gpus = cluster.num_gpus
+    for tp in divisors(gcd(gpus, cluster.gpus_per_node)):
+        for pp in divisors(gpus // tp):
+            yield Mesh(pp=pp, dp=gpus // tp // pp, tp=tp)
+
+
 def _allowed(pinned: Collection[object] | None, value: object) -> bool:
     return pinned is None or value in pinned
 
@@ -98,11 +113,13 @@ def _allowed(pinned: Collection[object] | None, value: object) -> bool:
 def _excluded_mesh(
     mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints
 ) -> str | None:
-    ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=1, ep=1)
+    ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, ep=1)
     if ban:
         return f"excluded by --forbid {ban}"
-    if not (_allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp)):
-        return "excluded by --pp or --dp"
+    if not (
+        _allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)
+    ):
+        return "excluded by --pp, --dp or --tp"
     if mesh.pp > num_shards:
         return f"pp {mesh.pp} is more than the {num_shards} shards that the module can be cut into"
     if training.global_batch_size % mesh.dp:

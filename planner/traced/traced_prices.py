@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import no_candidate_error
@@ -24,11 +24,12 @@ def traced_prices(request: TracedRequest, sharded: Sharded, rule: StageRule) -> 
     """
     pins, training = request.constraints, request.training
     require_known(pins)
-    space = enumerate_traced_candidates(len(sharded.shards), request, rule.counts)
-    if not space.layouts:
-        raise no_candidate_error(space, request.cluster)
     machine = machine_for(request.cluster)
     price_cache = ShardPriceCache(sharded, training, machine, zero_ranks=pins.zero_ranks)
+    divides = cache(lambda tp: tp == 1 or price_cache.divides(tp))
+    space = enumerate_traced_candidates(len(sharded.shards), request, divides, rule.counts)
+    if not space.layouts:
+        raise no_candidate_error(space, request.cluster)
 
     def given(layout: ParallelLayout) -> tuple[Range, ...] | None:
         return ranges(rule, sharded, layout.num_virtual_stages)
