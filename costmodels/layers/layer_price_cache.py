@@ -164,6 +164,12 @@ class LayerPriceCache(ABC):
     def key(self, layer: int, first: int) -> LayerKey:
         """Returns the class of a layer by its number, in a stage that begins with layer `first`."""
 
+    def keys(self, first: int, end: int) -> list[LayerKey]:
+        """Returns the classes of layers [first, end) in a stage that begins with the first."""
+        return self._once(
+            ("keys", first, end), lambda: [self.key(layer, first) for layer in range(first, end)]
+        )
+
     @abstractmethod
     def cut_class(self, cut: int) -> int:
         """Returns a number that is equal for cuts which the same tensors cross.

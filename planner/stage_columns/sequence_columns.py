@@ -116,6 +116,8 @@ class SequenceColumns(RankColumns):
         distinct = dict.fromkeys(option for options in self._layers for option in options)
         self._options = tuple(distinct)
         self._prices: dict[int, PricedMixes] = {}
+        self._ends_at: dict[int, EndCosts] = {}
+        self._has_ends = bool(contents.ends(table.price_cache))
         self._numbers = {option: number for number, option in enumerate(distinct)}
         super().__init__(rank, layout, table)
 
@@ -149,7 +151,11 @@ class SequenceColumns(RankColumns):
         }
 
     def _end_costs(self, zero: int) -> EndCosts:
-        return end_costs(self.rank, self.layout, zero, self.ends, self.contents)
+        if not self._has_ends:
+            zero = self.stages[0]  # there is nothing that it divides
+        if zero not in self._ends_at:
+            self._ends_at[zero] = end_costs(self.rank, self.layout, zero, self.ends, self.contents)
+        return self._ends_at[zero]
 
     def _block_costs(self) -> BlockCosts:
         layout, kinds = self.layout, frozenset(option.kind for option in self._options)

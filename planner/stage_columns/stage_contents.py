@@ -26,10 +26,7 @@ class StageContents:
 
     def keys(self, price_cache: LayerPriceCache) -> list[list[LayerKey]]:
         """Returns the classes of the layers of each chunk."""
-        return [
-            [price_cache.key(layer, first) for layer in range(first, end)]
-            for first, end in self.ranges
-        ]
+        return [price_cache.keys(first, end) for first, end in self.ranges]
 
     def body(self, price_cache: LayerPriceCache) -> list[list[LayerKey]]:
         """Returns the classes of each chunk without embedding and head."""
