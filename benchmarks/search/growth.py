@@ -1,0 +1,222 @@
+"""Growth of a search: CPU-seconds, peak memory and candidates against GPUs and layers.
+
+    python benchmarks/search/growth.py                              # a table, half an hour
+    python benchmarks/search/growth.py --sweep layers --points 16,64 --repeat 1
+    python benchmarks/search/growth.py --write                      # also the page and the picture
+
+A figure is the median of whole processes, as in benchmarks/search/speed.py. `--write` replaces the
+table of docs/design/growth.md and draws docs/images/growth.png.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import yaml
+
+from benchmarks.search.speed import ROOT, timed_run
+from parplan.planner.plan.plan_file import read_plan
+from parplan.profiles.documents.schema import document
+from parplan.profiles.models.model_catalog import load_model
+from parplan.profiles.units import MIB
+from parplan.report.plots.scatter_plot import save
+from parplan.report.text import console, print_table, say
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAGE = ROOT / "docs" / "design" / "growth.md"
+PICTURE = ROOT / "docs" / "images" / "growth.png"
+BEGIN, END = "<!-- table of growth.py -->\n", "<!-- end of the table -->\n"
+HEADING = ("sweep", "size", "CPU s", "peak MiB", "candidates", "solved")
+BATCH = 4096  # sequences of a step in the sweep of GPUs, whatever their number
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Requests that differ in one size.
+
+    command  the arguments of `plan` at a size; a model file goes to the folder
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    command: Callable[[int, Path], list[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The medians at one size."""
+
+    sweep: str
+    size: int
+    cpu_s: float
+    peak_bytes: float
+    considered: int
+    solved: int
+
+
+def more_gpus(num_gpus: int, folder: Path) -> list[str]:
+    """Returns llama3-70b at a constant batch on more GPUs."""
+    return [
+        *("--model", "llama3-70b", "--gpu", "h100-80gb"),
+        *("--gpus", str(num_gpus), "--global-batch-size", str(BATCH)),
+    ]
+
+
+def more_layers(num_layers: int, folder: Path) -> list[str]:
+    """Returns the blocks of gpt-20b, more of them, on 64 GPUs."""
+    entry = load_model("gpt-20b")
+    spec = replace(entry.spec, name=f"gpt-{num_layers}-layers", num_layers=num_layers)
+    body = {
+        "model": document(spec),
+        "training": {"global_batch_size": 1024, "seq_length": spec.max_seq_length},
+        "source": "blocks of gpt-20b",
+    }
+    path = folder / f"{spec.name}.yaml"
+    path.write_text(yaml.safe_dump(body), encoding="utf-8")
+    return ["--model", str(path), "--gpu", "a100-80gb", "--gpus", "64"]
+
+
+# A sweep of 1 to 6 layer classes belongs here: its command writes a model whose blocks differ.
+SWEEPS = (
+    Sweep("gpus", (64, 256, 1024, 4096, 16384), more_gpus),
+    Sweep("layers", (16, 32, 64, 128, 256), more_layers),
+)
+
+
+def measured(sweep: Sweep, size: int, folder: Path, repeat: int) -> Point:
+    """Returns the medians at one size; a first run, which fills the cache, is not counted."""
+    plan_file = folder / "plan.yaml"
+    command = [*sweep.command(size, folder), "--output", str(plan_file)]
+    runs = [timed_run(ROOT, command, folder, folder / "cache") for _ in range(1 + repeat)][1:]
+    candidates = read_plan(plan_file).search.candidates
+    return Point(
+        sweep=sweep.name,
+        size=size,
+        cpu_s=statistics.median(run.cpu_s for run in runs),
+        peak_bytes=statistics.median(run.peak_bytes for run in runs),
+        considered=candidates.considered,
+        solved=candidates.solved,
+    )
+
+
+def exponent(points: Sequence[Point], value: Callable[[Point], float]) -> float:
+    """Returns k of the least-squares fit value ~ size^k; 1 is linear growth."""
+    x = [math.log(point.size) for point in points]
+    y = [math.log(max(value(point), 1e-9)) for point in points]
+    return statistics.linear_regression(x, y).slope
+
+
+def row(point: Point) -> tuple[str, ...]:
+    """Returns the line of the table of one point."""
+    return (
+        point.sweep,
+        f"{point.size:,}",
+        f"{point.cpu_s:.2f}",
+        f"{point.peak_bytes / MIB:.0f}",
+        f"{point.considered:,}",
+        f"{point.solved:,}",
+    )
+
+
+def growth_lines(points: Sequence[Point]) -> list[str]:
+    """Returns a sentence for each sweep with the exponents of its growth."""
+    lines = []
+    for name in dict.fromkeys(point.sweep for point in points):
+        own = [point for point in points if point.sweep == name]
+        if len(own) > 1:
+            cpu = exponent(own, lambda point: point.cpu_s)
+            peak = exponent(own, lambda point: point.peak_bytes)
+            candidates = exponent(own, lambda point: point.considered)
+            lines.append(
+                f"{name}: CPU-seconds grow as size^{cpu:.2f}, peak memory as size^{peak:.2f}, "
+                f"candidates as size^{candidates:.2f}."
+            )
+    return lines
+
+
+def write_page(points: Sequence[Point], page: Path) -> None:
+    """Replaces the table of the page."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    lines = [HEADING, ("---",) * len(HEADING), *map(row, points)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    growth = "\n".join(f"- {line}" for line in growth_lines(points))
+    page.write_text(f"{before}{BEGIN}{table}\n\n{growth}\n{END}{after}", encoding="utf-8")
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """Draws CPU-seconds, peak memory and candidates of every sweep, on logarithmic scales."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(point.sweep for point in points))
+    figure = Figure(figsize=(8.4, 2.8 * len(names)), layout="constrained")
+    rows = figure.subplots(len(names), 3, squeeze=False)
+    for axes, name in zip(rows, names, strict=True):
+        own = [point for point in points if point.sweep == name]
+        _draw_values(axes[0], own, [point.cpu_s for point in own], "CPU-seconds")
+        peaks = [point.peak_bytes / MIB for point in own]
+        _draw_values(axes[1], own, peaks, "peak memory, MiB")
+        _draw_values(axes[2], own, [point.considered for point in own], "candidates")
+    save(figure, path)
+
+
+def _draw_values(axes: Axes, points: Sequence[Point], values: Sequence[float], label: str) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    sizes = [point.size for point in points]
+    axes.loglog(sizes, values, marker="o", color="black", linewidth=1)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.set_ylim(0.5 * min(values), 2 * max(values))
+    axes.set_xlabel(points[0].sweep)
+    axes.set_ylabel(label)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(visible=True, color="0.92")
+    axes.set_axisbelow(True)
+
+
+@click.command()
+@click.option(
+    "--sweep",
+    "name",
+    type=click.Choice([sweep.name for sweep in SWEEPS]),
+    help="Measure this sweep alone.",
+)
+@click.option("--points", help="Sizes in place of the sweep's own, for example 64,1024.")
+@click.option(
+    "--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs counted."
+)
+@click.option("--write", is_flag=True, help="Replace the table of the page and draw the picture.")
+def main(name: str | None, points: str | None, repeat: int, write: bool) -> None:
+    """Measure the growth of a search with the number of GPUs and of layers."""
+    errors, out = console(sys.stderr), console(sys.stdout)
+    table: list[Point] = []
+    with tempfile.TemporaryDirectory() as text:
+        for sweep in SWEEPS:
+            sizes = tuple(map(int, points.split(","))) if points else sweep.sizes
+            for size in sizes if name in (None, sweep.name) else ():
+                table.append(measured(sweep, size, Path(text), repeat))
+                say(errors, "  ".join(row(table[-1])))
+    print_table(out, HEADING, map(row, table), left=("sweep",))
+    for line in growth_lines(table):
+        say(out, line)
+    if write:
+        write_page(table, PAGE)
+        draw(table, PICTURE)
+        say(errors, f"wrote {PAGE} and {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()
