@@ -76,6 +76,7 @@ class SearchPrices:
         self.table = MixTable(self.price_cache, allowed, deadline)
         self.recompute = allowed.recompute
         self._raised: dict[ParallelLayout, tuple[float, float]] = {}
+        self._may_fit: dict[ParallelLayout, tuple[float, float]] = {}
         self._once, self._check = KeyedCache(deadline.check), deadline.check
 
     def time_bound(self, layout: ParallelLayout) -> TimeBound:
@@ -126,9 +127,19 @@ class SearchPrices:
         return self.time_bound(layout).longest_rank(layout, cut_s)
 
     def may_fit(self, layout: ParallelLayout, limit_bytes: float) -> bool:
-        """Returns False if the least bytes exceed the limit (candidates/lower_bounds.py)."""
+        """Returns False if the least bytes exceed the limit (candidates/lower_bounds.py).
+
+        A layout that fits a limit fits every larger one.
+        """
         self._check()
-        return may_fit(layout, self.table, limit_bytes)
+        too_little_bytes, enough_bytes = self._may_fit.get(layout, (0.0, INFINITY))
+        if too_little_bytes < limit_bytes < enough_bytes:
+            if may_fit(layout, self.table, limit_bytes):
+                enough_bytes = limit_bytes
+            else:
+                too_little_bytes = limit_bytes
+            self._may_fit[layout] = too_little_bytes, enough_bytes
+        return limit_bytes >= enough_bytes
 
     def raise_bound(self, layout: ParallelLayout, limit_bytes: float, least_s: float) -> None:
         """Stores the least step time within `limit_bytes`, infinite where nothing fits."""
